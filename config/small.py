@@ -1,0 +1,25 @@
+# A 124M modern decoder in Qwen3's shape, for GPUs:
+#   python prepare.py pystdlib --tokenizer=gpt2       (or your own text: --dataset=...)
+#   torchrun --standalone --nproc_per_node=8 train.py config/small.py
+dataset = 'pystdlib_gpt2'
+out_dir = 'out-small'
+
+n_layer = 12
+n_head = 6              # heads of 128 are the ones that attention kernels are fastest at
+n_kv_head = 2
+n_embd = 768
+d_ff = 2432             # makes it 124.7M parameters
+block_size = 1024
+
+batch_size = 16         # fits 24 GB; on 80 GB or more 64 with 8 accumulation steps is faster
+gradient_accumulation_steps = 32  # 524,288 tokens an iteration
+tokens_per_param = 20   # Chinchilla's 2.5B tokens; on a small dataset give --epochs=3 --tokens_per_param=None
+optimizer = 'muon'
+learning_rate = 2e-3
+warmup_iters = 250
+lr_schedule = 'wsd'
+min_lr = 0.0
+
+eval_interval = 250
+eval_iters = 40
+log_interval = 10

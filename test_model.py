@@ -1,0 +1,2017 @@
+"""
+All tests: pytest -q. Numbers are compared with an independent oracle: naive loops, float64, transformers, a paper's
+formula, torch's own optimizers, an unbroken run. FLATGPT_DATA names a folder with tinyshakespeare.txt and
+tiktoken_cache/ for the tests of parity with nanoGPT's data; without it they are skipped.
+"""
+import base64
+import contextlib
+import csv
+import dataclasses
+import functools
+import hashlib
+import http.server
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import random
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import configurator
+import model as flat
+import prepare
+import sample as flat_sample
+import train as flat_train
+from configurator import configure, one_line_errors, runtime
+from model import GPT, GPTConfig
+from prepare import make_tokenizer
+from sample import TextStream, generate, pick
+
+transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')
+ROOT = Path(flat.__file__).resolve().parent
+RECORDED_LOSSES = [2.6980, 2.1581, 1.7870, 1.6431, 1.1573, 1.1623, 1.0397, 0.9056, 0.6555, 1.1280, 0.9401, 0.7939]  # see test_loss_curve
+
+
+@pytest.fixture(autouse=True)
+def same_machine_state():
+    """Tests may set threads and the precision of matmuls, none sees what another has set."""
+    threads, precision, state = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_rng_state()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_rng_state(state)
+
+
+# model --------------------------------------------------------------------------------------------------------
+
+VARIANTS = {  # what the cache and attention tests run over
+    'mha rope': {},
+    'gqa rope no qk_norm': dict(n_kv_head=2, qk_norm=False),
+    'mqa rope softcap untied': dict(n_kv_head=1, logit_softcap=5.0, tie_word_embeddings=False),
+    'gpt2': dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu_tanh', qk_norm=False, bias=True),
+    'gqa learned layernorm': dict(n_kv_head=2, pos='learned', norm='layernorm', mlp='geglu'),
+    'mqa none head_dim': dict(n_kv_head=1, pos='none', head_dim=10, mlp='relu2', norm_bias=True),
+}
+
+
+def tiny(**options):
+    """A model whose every weight matters: nothing is left at zero or one."""
+    torch.manual_seed(0)
+    size = dict(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=61)
+    model = GPT(GPTConfig(**{**size, **options}))
+    with torch.no_grad():
+        for w in model.parameters():
+            w.copy_(torch.randn_like(w) * (0.3 if w.ndim > 1 else 0.2) + (w if w.ndim == 1 else 0))
+    return model.eval()
+
+
+def tokens(model, *shape):
+    return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+def naive_attention(q, k, v, q_pos, k_pos):
+    """Loops over rows, heads, queries and keys, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    (B, H, T, D), K = q.shape, k.shape[1]
+    y = torch.zeros(B, H, T, D, dtype=torch.float64)
+    for b, h, t in itertools.product(range(B), range(H), range(T)):
+        seen = [s for s in range(k.shape[2]) if 0 <= k_pos[b][s] <= q_pos[b][t]]
+        score = torch.stack([q[b, h, t] @ k[b, h * K // H, s] / math.sqrt(D) for s in seen])
+        weight = (score - score.max()).exp()
+        y[b, h, t] = sum(w * v[b, h * K // H, s] for w, s in zip(weight / weight.sum(), seen))
+    return y
+
+
+@pytest.mark.parametrize('K', [4, 2, 1])
+@pytest.mark.parametrize('T, S, start', [(7, 7, 0), (1, 9, 8), (3, 9, 6), (5, 5, 0)])
+@pytest.mark.parametrize('grad', [True, False])
+def test_attend_equals_naive_loops(K, T, S, start, grad):
+    g = torch.Generator().manual_seed(T)
+    q, k, v = (torch.randn(2, n, t, 6, generator=g) for n, t in ((4, T), (K, S), (K, S)))
+    q_pos, k_pos = (start + torch.arange(T)).expand(2, T), torch.arange(S).expand(2, S)
+    bias = torch.zeros(2, 1, T, S).masked_fill(~flat.visible(q_pos, k_pos), -math.inf)
+    expected = naive_attention(q, k, v, q_pos.tolist(), k_pos.tolist())
+    with torch.set_grad_enabled(grad):
+        shareds = [flat.Shared(None, bias, False)] + [flat.Shared(None, bias, True)] * (start == 0)
+        for shared in shareds:
+            torch.testing.assert_close(flat.attend(q, k, v, shared).double(), expected, atol=1e-5, rtol=1e-4)
+        for block in (1, 2, 4):
+            y = flat.attend_explicit(q, k, v, shareds[-1], 0.0, block=block)
+            torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_at_different_places_equal_naive_loops():
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(3, n, t, 6, generator=g) for n, t in ((4, 2), (2, 9), (2, 9)))
+    q_pos = torch.tensor([[3, 4], [7, 8], [0, 1]])
+    k_pos = torch.arange(9).expand(3, 9)
+    bias = torch.zeros(3, 1, 2, 9).masked_fill(~flat.visible(q_pos, k_pos), -math.inf)
+    y = flat.attend(q, k, v, flat.Shared(None, bias, False))
+    torch.testing.assert_close(y.double(), naive_attention(q, k, v, q_pos.tolist(), k_pos.tolist()), atol=1e-5, rtol=1e-4)
+
+
+def feed(model, idx, chunks, cache):
+    out, at = [], 0
+    for n in chunks:
+        out.append(model(idx[:, at:at + n], cache=cache))
+        at += n
+    return torch.cat(out, dim=1)
+
+
+@pytest.mark.parametrize('static', [False, True])
+@pytest.mark.parametrize('name', VARIANTS)
+@torch.no_grad()
+def test_cached_equals_uncached(name, static):
+    model = tiny(**VARIANTS[name])
+    idx = tokens(model, 2, 12)
+    full = model(idx)
+    assert full.std() > 0.5  # else equality would say little
+    for chunks in ([12], [1] * 12, [3, 5, 4], [11, 1], [1, 11]):
+        cache = model.make_cache(2, 16, static)
+        torch.testing.assert_close(feed(model, idx, chunks, cache), full, atol=1e-4, rtol=1e-4)
+    longest = tokens(model, 2, 24)  # up to the last position of the context
+    cache = model.make_cache(2, 24, static)
+    torch.testing.assert_close(feed(model, longest, [23, 1], cache), model(longest), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(longest[:, :5], cache=model.make_cache(2, 8, static), keep=2),
+                               model(longest[:, :5])[:, 3:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('static', [False, True])
+@pytest.mark.parametrize('name', VARIANTS)
+@torch.no_grad()
+def test_rows_may_stand_at_different_places(name, static):
+    model = tiny(**VARIANTS[name])
+    idx = tokens(model, 3, 12)
+    full, cache = model(idx), model.make_cache(3, 16, static)
+    model(idx[:, :8], cache=cache, keep=0)
+    cache.rewind(torch.tensor([0, 3, 5]))
+    at = [8, 5, 3]
+    for n in (2, 1, 1):
+        new = torch.stack([idx[row, a:a + n] for row, a in enumerate(at)])
+        expected = torch.stack([full[row, a:a + n] for row, a in enumerate(at)])
+        torch.testing.assert_close(model(new, cache=cache), expected, atol=1e-4, rtol=1e-4)
+        at = [a + n for a in at]
+    cache.select([2, 0, 2])
+    new = torch.stack([idx[row, at[row]:at[row] + 1] if at[row] < 12 else idx[row, :1] for row in (2, 0, 2)])
+    torch.testing.assert_close(model(new, cache=cache)[0], full[2, at[2]:at[2] + 1], atol=1e-4, rtol=1e-4)
+    assert cache.length.tolist() == [at[2] + 1, at[0] + 1, at[2] + 1]
+
+
+@torch.no_grad()
+def test_cache_refuses_what_does_not_fit_and_keeps_to_its_size():
+    model = tiny(n_kv_head=2)
+    cache = model.make_cache(2, 8)
+    assert cache.nbytes == 2 * 8 * (2 + 2) * 8 * 2 * 4 and cache.layers[0][0].shape == (2, 2, 8, 8)
+    model(tokens(model, 2, 8), cache=cache)
+    with pytest.raises(ValueError, match='cache is full: 9 tokens into 8 slots'):
+        model(tokens(model, 2, 1), cache=cache)
+    with pytest.raises(ValueError, match='rewind'):
+        model.make_cache(1, 8).rewind(1)
+    with pytest.raises(ValueError, match='block_size=24'):
+        model.make_cache(1, 25)
+    with pytest.raises(ValueError, match='25 tokens do not fit into block_size=24'):
+        model(tokens(model, 1, 25))
+    with torch.autocast('cpu', torch.bfloat16):
+        assert model.make_cache(1, 4).layers[0][0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize('grad', [True, False])
+@pytest.mark.parametrize('name', VARIANTS)
+def test_no_token_sees_the_future(name, grad):
+    model = tiny(**VARIANTS[name])
+    idx = tokens(model, 1, 12)
+    changed = idx.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 61
+    with torch.set_grad_enabled(grad):
+        a, b = model(idx), model(changed)
+    assert torch.equal(a[:, :7], b[:, :7]) and not torch.allclose(a[:, 7:], b[:, 7:], atol=1e-3)
+
+
+@torch.no_grad()
+def test_bfloat16_is_near_float32():
+    model = tiny()
+    idx = tokens(model, 2, 12)
+    full = model(idx).log_softmax(-1)
+    with torch.autocast('cpu', torch.bfloat16):
+        auto = model(idx).log_softmax(-1)
+    cast = model.to(torch.bfloat16)(idx).log_softmax(-1)
+    assert auto.dtype == cast.dtype == torch.float32
+    assert (auto - full).abs().mean() < 0.05 * full.std() and (cast - full).abs().mean() < 0.05 * full.std()
+    assert model.rope[0].dtype == torch.float32  # angles are never rounded
+
+
+def as_transformers(model, config, names):
+    """A transformers model with our weights: names maps its names to ours, as (name, rows) or a name."""
+    other = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval().float()
+    ours = model.state_dict()
+    theirs = {}
+    for key, w in other.state_dict().items():
+        layer = re.search(r'\.(\d+)\.', key)
+        name, part = names[re.sub(r'\.\d+\.', '.N.', key)]
+        v = ours[name.replace('N', layer[1]) if layer else name]
+        v = v if part is None else v.split(part[0])[part[1]]
+        theirs[key] = v.T if v.shape != w.shape or key.split('.')[-2] in ('c_attn', 'c_fc', 'c_proj') and v.ndim > 1 else v
+    other.load_state_dict(theirs)
+    return other
+
+
+def test_logits_equal_transformers_qwen3():
+    model = tiny(n_kv_head=2, head_dim=10, rope_base=5000.0)
+    config = transformers.Qwen3Config(
+        vocab_size=61, hidden_size=32, intermediate_size=model.config.d_ff, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, max_position_embeddings=24,
+        rope_parameters={'rope_type': 'default', 'rope_theta': 5000.0}, rms_norm_eps=1e-6, tie_word_embeddings=True)
+    qkv, mlp = [40, 20, 20], [model.config.d_ff] * 2
+    block = 'model.layers.N.'
+    names = {
+        'model.embed_tokens.weight': ('wte.weight', None), 'lm_head.weight': ('wte.weight', None),
+        'model.norm.weight': ('ln_f.weight', None), block + 'input_layernorm.weight': ('h.N.ln_1.weight', None),
+        block + 'post_attention_layernorm.weight': ('h.N.ln_2.weight', None),
+        **{block + f'self_attn.{c}_proj.weight': ('h.N.attn.c_attn.weight', (qkv, i)) for i, c in enumerate('qkv')},
+        **{block + f'self_attn.{c}_norm.weight': (f'h.N.attn.{c}_norm.weight', None) for c in 'qk'},
+        block + 'self_attn.o_proj.weight': ('h.N.attn.c_proj.weight', None),
+        block + 'mlp.gate_proj.weight': ('h.N.mlp.c_fc.weight', (mlp, 0)),
+        block + 'mlp.up_proj.weight': ('h.N.mlp.c_fc.weight', (mlp, 1)),
+        block + 'mlp.down_proj.weight': ('h.N.mlp.c_proj.weight', None)}
+    idx = tokens(model, 2, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx), as_transformers(model, config, names)(idx).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_and_loss_equal_transformers_gpt2():
+    model = tiny(**VARIANTS['gpt2'])
+    config = transformers.GPT2Config(vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4)
+    names = {key.replace('h.N', 'transformer.h.N'): (key, None) for key in (
+        f'h.N.{part}.{kind}' for part in ('ln_1', 'ln_2', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')
+        for kind in ('weight', 'bias'))}
+    names |= {f'transformer.{key}': (key, None) for key in ('wte.weight', 'wpe.weight', 'ln_f.weight', 'ln_f.bias')}
+    names['lm_head.weight'] = ('wte.weight', None)
+    other, idx = as_transformers(model, config, names), tokens(model, 2, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx), other(idx).logits, atol=1e-4, rtol=1e-4)
+        loss, aux = model(idx[:, :-1], idx[:, 1:])
+        torch.testing.assert_close(loss, other(idx, labels=idx).loss, atol=1e-5, rtol=1e-5)
+    assert aux == {}
+
+
+def test_loss_counts_only_targets():
+    model = tiny()
+    idx, targets = tokens(model, 2, 8), tokens(model, 2, 8)
+    targets[0, :5] = -1
+    logp = model(idx).log_softmax(-1)
+    kept = [-logp[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0]
+    torch.testing.assert_close(model(idx, targets)[0], sum(kept) / len(kept))
+    assert model(idx, torch.full_like(targets, -1))[0].item() == 0.0  # nothing to learn is no nan
+
+
+def test_norms_activations_and_softcap_follow_their_formulas():
+    x = torch.randn(5, 8, dtype=torch.float64) * 3
+    config = GPTConfig(n_embd=24, norm_bias=True, norm_eps=0.1)
+    rms, layer = flat.Norm(8, config), flat.Norm(8, dataclasses.replace(config, norm='layernorm'))
+    for norm, y in ((rms, x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt()),
+                    (layer, (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 0.1).sqrt())):
+        for w in norm.parameters():
+            torch.nn.init.normal_(w)
+        torch.testing.assert_close(norm(x), y * norm.weight + norm.bias, atol=1e-5, rtol=1e-5, check_dtype=False)
+    phi = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    tanh = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    sigmoid = 1 / (1 + torch.exp(-x))
+    formulas = {'swiglu': x * sigmoid, 'geglu': x * phi, 'reglu': x.clamp(min=0), 'glu': sigmoid, 'gelu': x * phi,
+                'gelu_tanh': x * tanh, 'relu': x.clamp(min=0), 'relu2': x.clamp(min=0)**2, 'silu': x * sigmoid}
+    assert formulas.keys() == flat.ACTIVATIONS.keys()
+    for name, y in formulas.items():
+        torch.testing.assert_close(flat.ACTIVATIONS[name][0](x), y)
+        mlp = flat.MLP(GPTConfig(n_embd=8, n_head=1, mlp=name)).double()
+        up, down = mlp.c_fc.weight, mlp.c_proj.weight
+        wide = flat.ACTIVATIONS[name][0](x @ up[:mlp.c_fc.parts[0]].T)
+        wide = wide * (x @ up[mlp.c_fc.parts[0]:].T) if mlp.gated else wide
+        torch.testing.assert_close(mlp(x), wide @ down.T)
+    plain, capped = tiny(), tiny(logit_softcap=5.0)
+    idx = tokens(plain, 1, 6)
+    torch.testing.assert_close(capped(idx), 5 * torch.tanh(plain(idx) / 5))
+
+
+def test_rotation_depends_on_distance_alone():
+    config = GPTConfig(head_dim=8, block_size=64, rope_base=100.0)
+    cos, sin = flat.rope_table(config)
+    for p, i in itertools.product((0, 1, 63), range(4)):  # equation 15 of arXiv:2104.09864
+        assert cos[p, i].item() == pytest.approx(math.cos(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
+        assert sin[p, i].item() == pytest.approx(math.sin(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    turn = lambda x, p: flat.rotate(x, (cos[[p]][None, None], sin[[p]][None, None]))
+    assert torch.equal(turn(q, 0), q)
+    scores = [(turn(q, p + 5) * turn(k, p)).sum().item() for p in (0, 7, 50)]
+    assert scores == pytest.approx([scores[0]] * 3, abs=1e-5)
+
+
+def test_initial_weights_are_what_the_table_says():
+    for tied in (True, False):
+        model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=192, vocab_size=500, block_size=64, pos='learned', bias=True,
+                              tie_word_embeddings=tied))
+        for name, w in model.state_dict().items():
+            if name.endswith('bias') or 'c_proj' in name or name == 'lm_head.weight':
+                assert not w.any(), name
+            elif w.ndim == 1:
+                assert (w == 1).all(), name
+            else:
+                std = 0.02 if name in ('wte.weight', 'wpe.weight') else (1 / (3 * 192)) ** 0.5
+                assert w.std().item() == pytest.approx(std, rel=0.05) and abs(w.mean()) < 0.1 * std, name
+        idx, targets = torch.randint(500, (2, 4, 64))
+        assert model(idx, targets)[0].item() == pytest.approx(math.log(500), rel=0.1 if tied else 1e-4)
+
+
+def test_padding_of_the_vocabulary_is_never_seen():
+    model = tiny(vocab_size=61, tie_word_embeddings=False)
+    assert model.wte.num_embeddings == 64 and model(tokens(model, 1, 3)).shape == (1, 3, 61)
+    state = model.state_dict()
+    assert state['wte.weight'].shape == state['lm_head.weight'].shape == (61, 32)
+    assert model.num_params() == sum(w.numel() for w in state.values())
+    other = tiny(vocab_size=61, tie_word_embeddings=False)
+    torch.nn.init.zeros_(other.wte.weight)
+    other.load_state_dict(state)
+    assert torch.equal(model(tokens(model, 1, 3)), other(tokens(model, 1, 3)))
+    loss, _ = model(tokens(model, 1, 8), tokens(model, 1, 8))
+    loss.backward()
+    assert not model.wte.weight.grad[61:].any() and not model.lm_head.weight.grad[61:].any()
+
+
+def test_counts_of_parameters_and_flops():
+    with torch.device('meta'):
+        gpt2 = GPT(GPTConfig(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, pos='learned', norm='layernorm',
+                             mlp='gelu_tanh', qk_norm=False, bias=True))
+    assert gpt2.num_params() == 124_439_808
+    # 12 layers of 12 C^2 weights and the head, 6 FLOPs each; 12 L H D T for attention
+    assert gpt2.flops_per_token() == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
+    model = tiny(n_kv_head=2, bias=True)
+    groups = model.param_groups()
+    assert sorted(map(id, sum(groups.values(), []))) == sorted(map(id, model.parameters()))
+    assert all(w.ndim < 2 for w in groups['vector']) and {id(w) for w in groups['embedding']} == {id(model.wte.weight)}
+    assert model.parts()[model.h[0].attn.c_attn.weight] == (32, 16, 16)
+
+
+def test_gqa_with_all_heads_is_mha():
+    idx = tokens(tiny(), 1, 9)
+    assert torch.equal(tiny()(idx), tiny(n_kv_head=4)(idx))
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    torch.manual_seed(0)
+    x = torch.ones(1000, 999)
+    for p in (0.2, 0.5, 0.001):
+        y = flat.dropout(x, p)
+        assert (y == 0).float().mean().item() == pytest.approx(p, rel=0.05)
+        assert y.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert flat.dropout(x, 0.0) is x
+    model = tiny(dropout=0.3)
+    assert torch.equal(model(tokens(model, 1, 5)), tiny()(tokens(model, 1, 5)))  # none when evaluating
+    assert not torch.equal(model.train()(tokens(model, 1, 5)), tiny()(tokens(model, 1, 5)))
+
+
+def test_an_impossible_model_names_every_problem():
+    with pytest.raises(ValueError) as error:
+        GPTConfig(n_embd=100, n_head=12, n_kv_head=5, dropout=1.5)
+    for part in ('n_embd=100', 'n_head=12', 'n_kv_head=5', 'dropout=1.5'):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="mlp='swoglu' is none of swiglu.*"):
+        GPTConfig(mlp='swoglu')
+    with pytest.raises(ValueError, match='n_layer=0'):
+        GPTConfig(n_layer=0)
+    with pytest.raises(ValueError, match='odd'):
+        GPTConfig(head_dim=7)
+    assert GPTConfig(n_embd=768).d_ff == 2048 and GPTConfig(n_embd=128, n_head=4).d_ff == 384
+    assert GPTConfig(n_embd=128, n_head=4, mlp='gelu').d_ff == 512
+
+
+# sampling -----------------------------------------------------------------------------------------------------
+
+def draws(logits, n=4000, **options):
+    u = (torch.arange(n) + 0.5) / n
+    return torch.bincount(pick(logits.expand(n, -1), u, **options), minlength=logits.shape[-1]) / n
+
+
+def test_pick_draws_from_the_distribution():
+    logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5])
+    torch.testing.assert_close(draws(logits), logits.softmax(-1), atol=1e-3, rtol=0)
+    torch.testing.assert_close(draws(logits, temperature=0.5), (logits / 0.5).softmax(-1), atol=1e-3, rtol=0)
+    top = torch.tensor([0, 1, 0, 0, 1]).bool()
+    torch.testing.assert_close(draws(logits, top_k=2), logits.masked_fill(~top, -math.inf).softmax(-1), atol=1e-3, rtol=0)
+    p = logits.softmax(-1)  # sorted: 0.470, 0.285, 0.173, 0.064, 0.009
+    assert (draws(logits, top_p=0.46) > 0).tolist() == [False, True, False, False, False]
+    assert (draws(logits, top_p=0.75) > 0).tolist() == [False, True, False, False, True]
+    assert (draws(logits, top_p=1e-9) > 0).sum() == 1
+    torch.testing.assert_close(draws(logits, top_p=1.0), p, atol=1e-3, rtol=0)
+    assert (draws(logits, min_p=0.3) > 0).tolist() == (p >= 0.3 * p.max()).tolist()
+
+
+def test_pick_at_the_edges():
+    tied = torch.zeros(1, 5)
+    assert len({pick(tied, torch.tensor([u]), top_k=1).item() for u in (0.0, 0.3, 0.999)}) == 1
+    logits = torch.tensor([[0.0, 4.0, 1.0]])
+    for options in (dict(top_k=1), dict(top_k=0), dict(top_p=0.1), dict(top_k=3, top_p=1.0), dict(min_p=0.5)):
+        assert pick(logits, torch.tensor([0.999]), temperature=0, **options).item() == 1
+    never = torch.tensor([[-math.inf, 1.0, -math.inf]])
+    for u in (0.0, 1 - 2**-24):
+        assert pick(never, torch.tensor([u])).item() == 1
+    assert pick(torch.randn(3, 7), torch.rand(3), top_k=200).shape == (3,)
+
+
+def test_repetition_penalty():
+    logits, seen = torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
+    assert flat_sample.penalise(logits, seen, 2.0).tolist() == [[1.0, -4.0, 1.0]]
+    model = tiny()
+    plain = [c[0] for c in generate(model, [[1, 2]], 12, temperature=0)]
+    never_twice = [c[0] for c in generate(model, [[1, 2]], 12, temperature=0, repetition_penalty=1e9)]
+    assert len(set(never_twice + [1, 2])) == 14 and len(set(plain)) < 12
+
+
+def by_hand(model, prompt, n, sample=0, seed=7, **options):
+    """Generation without cache or batch: what generate must equal."""
+    context, out = list(prompt[-model.config.block_size:]), []
+    for i in range(n):
+        if len(context) > model.config.block_size:
+            context = context[-(model.config.block_size // 2):]
+        u = torch.tensor(flat_sample.uniforms(seed, sample, len(prompt) + i, 1), dtype=torch.float32)
+        with torch.no_grad():
+            out.append(pick(model(torch.tensor([context]))[:, -1], u, **options).item())
+        context.append(out[-1])
+    return out
+
+
+@pytest.mark.parametrize('name', ['mha rope', 'gqa learned layernorm', 'mqa none head_dim'])
+def test_generate_equals_uncached_generation_for_ragged_batches(name):
+    model, options = tiny(**VARIANTS[name]), dict(temperature=0.9, top_k=20)
+    prompts = [[5], [1, 2, 3, 4, 5, 6, 7], [9, 8, 7], list(range(30))]  # the last is longer than the context
+    columns = list(generate(model, prompts, 40, seed=7, **options))  # 40 more: the context fills up again and again
+    assert len(columns) == 40
+    for row, prompt in enumerate(prompts):
+        assert [c[row] for c in columns] == by_hand(model, prompt, 40, row, **options)
+    again = list(generate(model, prompts[:1], 40, seed=7, **options))  # alone, and after other calls: the same
+    assert [c[0] for c in again] == [c[0] for c in columns]
+
+
+def test_rows_end_at_stop_tokens_without_disturbing_others():
+    model = tiny()
+    prompts = [[1], [2], [3]]
+    free = list(generate(model, prompts, 15, seed=2))
+    stop = free[4][1]
+    columns = list(generate(model, prompts, 15, seed=2, stop_tokens=(stop,)))
+    for row in range(3):
+        whole = [c[row] for c in free]
+        expected = whole[:whole.index(stop)] if stop in whole else whole
+        got = [c[row] for c in columns]
+        assert [t for t in got if t is not None] == expected
+        assert all(t is None for t in got[len(expected):])
+
+
+def test_compiled_generation_equals_eager(monkeypatch):
+    model, prompts = tiny(n_layer=1, n_kv_head=2), [[5], [1, 2, 3, 4]]
+    eager = list(generate(model, prompts, 30, seed=3, top_k=10))
+    assert list(generate(model, prompts, 30, seed=3, top_k=10, compile=True)) == eager
+
+
+def test_bad_prompts_are_refused():
+    model = tiny()
+    for prompt in ([], [61], [-1]):
+        with pytest.raises(ValueError, match='below vocab_size=61'):
+            next(generate(model, [prompt], 1))
+
+
+def test_streamed_text_is_the_whole_text():
+    tok = make_tokenizer('byte')
+    text = 'naïve 🙂 日本語\n'
+    stream = TextStream(tok)
+    pieces = [stream.feed(i) for i in tok.encode(text)] + [stream.finish()]
+    assert ''.join(pieces) == text and '�' not in ''.join(pieces) and pieces.count('') > 5
+    stream = TextStream(tok)
+    assert ''.join(stream.feed(i) for i in '🙂'.encode()[:2]) == '' and stream.finish() == '�'
+    stream = TextStream(tok, stop=['END', '\n\n'])
+    out = [stream.feed(i) for i in tok.encode('a EN\nE\n\nrest')]
+    assert ''.join(out) + stream.finish() == 'a EN\nE' and stream.ended
+    assert TextStream(tok, stop=['xyz']).feed(ord('x')) == ''  # it may begin a stop text
+
+
+# training -----------------------------------------------------------------------------------------------------
+
+def synthetic(n, vocab_size=23, seed=0):
+    """Tokens with something to learn: each determines the next, but for some noise."""
+    rng, out = np.random.default_rng(seed), [1]
+    noise, other = rng.random(n) < 0.15, rng.integers(vocab_size, size=n)
+    for i in range(n - 1):
+        out.append(int(other[i]) if noise[i] else (5 * out[-1] + 3) % vocab_size)
+    return np.array(out)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a small prepared dataset, data/toy."""
+    monkeypatch.chdir(tmp_path)
+    write_toy(tmp_path / 'data' / 'toy')
+    return tmp_path
+
+
+def write_toy(path, n=3001, dtype='uint16', vocab_size=23):
+    path.mkdir(parents=True)
+    synthetic(n).astype('<u2').tofile(path / 'train.bin')
+    synthetic(801, seed=1).astype('<u2').tofile(path / 'val.bin')
+    meta = {'vocab_size': vocab_size, 'dtype': dtype, 'eot': None, 'bytes_per_token': 2.0,
+            'tokenizer': {'kind': 'char', 'chars': [chr(97 + i) for i in range(vocab_size)], 'eot': None}}
+    (path / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')
+
+
+TOY = ['--dataset=toy', '--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_size=4',
+       '--gradient_accumulation_steps=3', '--max_iters=20', '--warmup_iters=3', '--learning_rate=5e-3',
+       '--eval_interval=10', '--eval_iters=5', '--device=cpu', '--dtype=float32', '--compile=False']
+
+
+def run(script, *args):
+    """A script as users run it, in this process; returns its globals."""
+    argv, sys.argv = sys.argv, [script, *args]
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    deterministic, hook = torch.are_deterministic_algorithms_enabled(), sys.excepthook
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        return runpy.run_path(str(ROOT / script), run_name='__main__')
+    finally:
+        sys.argv, sys.excepthook = argv, hook
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+
+
+def train(*args):
+    return run('train.py', str(ROOT / 'config' / 'gpt2.py'), '--vocab_size=23', '--pos=rope', *TOY, *args)
+
+
+def log_rows(out_dir):
+    with open(os.path.join(out_dir, 'log.csv'), encoding='utf-8', newline='') as f:
+        return list(csv.DictReader(f))
+
+
+def same_weights(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_windows_are_each_seen_once_an_epoch():
+    n, seed = 37, 5
+    for epoch in range(3):
+        assert sorted(flat_train.window_indices(epoch * n, n, n, seed)) == list(range(n))
+    orders = [flat_train.window_indices(e * n, n, n, seed).tolist() for e in range(2)]
+    assert orders[0] != orders[1] and orders[0] != list(range(n))
+    whole = flat_train.window_indices(0, 80, n, seed).tolist()  # batches that cross an epoch's end
+    assert sum((flat_train.window_indices(i, 7, n, seed).tolist() for i in range(0, 77, 7)), []) == whole[:77]
+
+
+@pytest.mark.parametrize('accumulation, size, ranks, expected', [
+    (40, 12, 1, (40, 12)), (40, 12, 8, (5, 12)), (1, 64, 2, (1, 32)), (1, 64, 4, (1, 16)), (40, 12, 3, (16, 10)),
+    (3, 4, 2, (2, 3))])
+def test_ranks_share_a_batch(accumulation, size, ranks, expected):
+    assert flat_train.share_batch(accumulation, size, ranks) == expected
+    micro, each = flat_train.share_batch(accumulation, size, ranks)
+    assert micro * each * ranks == accumulation * size
+
+
+def test_a_batch_that_ranks_do_not_divide_names_the_nearest():
+    with pytest.raises(ValueError, match='64 windows, which 3 ranks do not divide; 63 or 66'):
+        flat_train.share_batch(1, 64, 3)
+    with pytest.raises(ValueError, match='at least 1'):
+        flat_train.share_batch(0, 64, 1)
+
+
+def test_learning_rate_schedules():
+    lr = functools.partial(flat_train.lr_at, peak=1.0, floor=0.1, warmup=10, end=110)
+    for it in (0, 4, 9):
+        assert lr(it) == pytest.approx((it + 1) / 11)
+    for it in (10, 35, 60, 110, 500):
+        done = min(1, (it - 10) / 100)
+        assert lr(it, schedule='cosine') == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        assert lr(it, schedule='linear') == pytest.approx(1.0 - 0.9 * done)
+        assert lr(it, schedule='wsd', cooldown=0.4) == pytest.approx(1.0 if done <= 0.6 else 0.1 + 0.9 * (1 - done) / 0.4)
+        assert lr(it, schedule=None) == 1.0
+
+
+def test_muon_equals_torch():
+    torch.manual_seed(0)
+    shapes = [(8, 8), (8, 8), (16, 8), (8, 16)]
+    ours = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
+    theirs = [torch.nn.Parameter(w.detach().clone()) for w in ours]
+    fused = torch.nn.Parameter(torch.cat([w.detach() for w in theirs[:2]]))  # two projections as one matrix
+    mine = flat_train.Muon([*ours, fused], 0.01, {**{w: (len(w),) for w in ours}, fused: (8, 8)}, 0.9, 0.2)
+    other = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.2, momentum=0.9, adjust_lr_fn='match_rms_adamw')
+    for _ in range(5):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        fused.grad = torch.cat([w.grad for w in theirs[:2]])
+        mine.step()
+        other.step()
+    for a, b in zip([*ours, *fused.split(8)], [*theirs, *theirs[:2]]):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-2)  # bfloat16 inside, products in another order
+    u = flat_train.orthogonalise(torch.randn(3, 20, 50)).float()
+    values = torch.linalg.svdvals(u)
+    assert values.min() > 0.5 and values.max() < 1.3
+
+
+def test_every_parameter_has_one_optimizer():
+    model = tiny(bias=True, pos='learned')
+    for kind in ('adamw', 'muon'):
+        opts = flat_train.make_optimizers(model, kind, 1e-3, 0.1, (0.9, 0.95), 0.95, 'cpu')
+        seen = [w for opt in opts for group in opt.param_groups for w in group['params']]
+        assert sorted(map(id, seen)) == sorted(map(id, model.parameters()))
+        for group in (g for opt in opts for g in opt.param_groups):
+            assert all((w.ndim > 1) == (group['weight_decay'] > 0) for w in group['params'])
+    with pytest.raises(ValueError, match='adamw, muon'):
+        flat_train.make_optimizers(model, 'sgd', 1e-3, 0.1, (0.9, 0.95), 0.95, 'cpu')
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_resumed_equals_uninterrupted(folder, optimizer):
+    common = ['--dropout=0.2', f'--optimizer={optimizer}', '--log_interval=1']
+    whole = train('--out_dir=whole', *common)
+    train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
+    parts = train('--out_dir=parts', *common, '--init_from=resume')
+    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'parts'))
+    assert same_weights(a['model'], b['model']) and a['iter_num'] == b['iter_num'] == 20
+    rows = [[(r['iter'], r['loss'], r['val_loss'], r['lr'], r['grad_norm']) for r in log_rows(out)]
+            for out in ('whole', 'parts')]
+    assert rows[0] == rows[1] and len(rows[0]) == 20
+    assert same_weights(whole['model'].state_dict(), parts['model'].state_dict())
+    for key in ('exp_avg', 'momentum_buffer'):
+        states = [[s[key] for o in c['optimizer'] for s in o['state'].values() if key in s] for c in (a, b)]
+        assert all(torch.equal(x, y) for x, y in zip(*states))
+
+
+def test_training_computes_what_a_plain_loop_computes(folder):
+    """AdamW, clipping, accumulation, schedule and data order, against torch's own pieces in a plain loop."""
+    story = train('--out_dir=out', '--max_iters=6')
+    torch.manual_seed(1337)
+    model = GPT(GPTConfig(**vars(story['model'].config)))
+    opt = torch.optim.AdamW([dict(params=[w for w in model.parameters() if w.ndim > 1], weight_decay=0.1),
+                             dict(params=[w for w in model.parameters() if w.ndim < 2], weight_decay=0.0)],
+                            betas=(0.9, 0.95))
+    data = torch.from_numpy(np.fromfile('data/toy/train.bin', '<u2').astype(np.int64))
+    n = 3000 // 16
+    for it in range(6):
+        order = flat_train.window_indices(it * 12, 12, n, 1337)
+        x = torch.stack([data[i * 16:i * 16 + 16] for i in order])
+        y = torch.stack([data[i * 16 + 1:i * 16 + 17] for i in order])
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        opt.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in opt.param_groups:
+            group['lr'] = flat_train.lr_at(it, 5e-3, 5e-4, 3, 6)
+        opt.step()
+    for (name, a), b in zip(story['model'].state_dict().items(), model.state_dict().values()):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, msg=name)
+    assert float(log_rows('out')[-1]['loss']) == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_accumulation_and_one_large_batch_are_the_same(folder):
+    a = train('--out_dir=a', '--batch_size=2', '--gradient_accumulation_steps=4', '--max_iters=5')
+    b = train('--out_dir=b', '--batch_size=8', '--gradient_accumulation_steps=1', '--max_iters=5')
+    for x, y in zip(a['model'].parameters(), b['model'].parameters()):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+    assert [float(r['loss']) for r in log_rows('a')] == pytest.approx([float(r['loss']) for r in log_rows('b')], rel=1e-5)
+
+
+def test_two_ranks_equal_one(folder):
+    args = [*TOY, '--log_interval=1', '--gradient_accumulation_steps=2', '--optimizer=muon']
+    one = run('train.py', '--out_dir=one', *args)
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+               str(ROOT / 'train.py'), '--out_dir=two', *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count('step 20: val loss') == 1  # one rank speaks
+    two = torch.load('two/ckpt.pt', weights_only=True)['model']
+    for name, w in one['model'].state_dict().items():
+        torch.testing.assert_close(w, two[name], atol=1e-4, rtol=1e-3, msg=name)
+    for a, b in zip(log_rows('one'), log_rows('two')):
+        assert float(a['loss']) == pytest.approx(float(b['loss']), rel=1e-4)
+        assert (not a['val_loss']) == (not b['val_loss'])
+        assert not a['val_loss'] or float(a['val_loss']) == pytest.approx(float(b['val_loss']), rel=1e-4)
+
+
+def test_evaluation_is_the_mean_over_windows_and_disturbs_nothing(folder):
+    story = train('--out_dir=out', '--max_iters=2', '--dropout=0.5', '--eval_iters=1000')
+    model, bins = story['model'], story['val_bins']
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    args = (model, model, bins, 1000, 4, 'cpu', contextlib.nullcontext)
+    loss, count = flat_train.evaluate(*args)
+    assert flat_train.evaluate(*args) == (loss, count) and torch.equal(state, torch.get_rng_state()) and model.training
+    data = torch.from_numpy(np.fromfile('data/toy/val.bin', '<u2').astype(np.int64))
+    model.eval()
+    losses = [model(data[None, i:i + 16], data[None, i + 1:i + 17])[0].item() for i in range(0, 800, 16)]
+    assert count == len(losses) == 50 and loss == pytest.approx(sum(losses) / 50, rel=1e-5)
+    some, count = flat_train.evaluate(model, model, bins, 3, 4, 'cpu', contextlib.nullcontext)
+    chosen = [losses[i * 50 // 12] for i in range(12)]
+    assert count == 12 and some == pytest.approx(sum(chosen) / 12, rel=1e-5)
+    row = log_rows('out')[-1]
+    assert float(row['val_bpb']) == pytest.approx(float(row['val_loss']) / math.log(2) / 2.0, rel=1e-4)
+
+
+def test_loss_curve_is_the_recorded_one(folder):
+    torch.set_num_threads(1)
+    train('--out_dir=out', '--log_interval=4', '--learning_rate=1e-2', '--max_iters=40')
+    losses = [float(row['loss']) for row in log_rows('out')]
+    assert losses == pytest.approx(RECORDED_LOSSES, rel=2e-3), losses
+
+
+def test_one_batch_is_learnt_by_heart():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=61))
+    x, y = torch.randint(61, (2, 4, 16))
+    opts = flat_train.make_optimizers(model, 'muon', 2e-2, 0.0, (0.9, 0.95), 0.95, 'cpu')
+    for _ in range(100):
+        loss, _ = model(x, y)
+        loss.backward()
+        for opt in opts:
+            opt.step()
+        model.zero_grad()
+    assert loss.item() < 0.05
+
+
+def test_horizon_by_epochs_and_by_tokens(folder):
+    story = train('--out_dir=a', '--epochs=0.5', '--max_iters=99')
+    assert story['max_iters'] == math.ceil(0.5 * (3000 // 16) / 12) == story['it']
+    story = train('--out_dir=b', '--tokens_per_param=0.1', '--max_iters=99')
+    assert story['max_iters'] == math.ceil(0.1 * story['model'].num_params() / (12 * 16)) == story['it']
+    with pytest.raises(ValueError, match='both set the length'):
+        train('--out_dir=c', '--epochs=1', '--tokens_per_param=1')
+
+
+def test_compiled_training_equals_eager(folder):
+    common = ['--n_layer=1', '--max_iters=4', '--dropout=0.2', '--gradient_accumulation_steps=1']
+    train('--out_dir=eager', *common)
+    train('--out_dir=compiled', *common, '--compile=True')
+    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('eager', 'compiled'))
+    assert b['config']['compile'] is True and not any('_orig_mod' in name for name in b['model'])
+    for name in a['model']:
+        torch.testing.assert_close(a['model'][name], b['model'][name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+# checkpoints --------------------------------------------------------------------------------------------------
+
+def test_checkpoints_hold_plain_data_and_come_back(folder):
+    story = train('--out_dir=out', '--always_save_checkpoint=False', '--max_iters=10')
+    for name in ('ckpt.pt', 'best.pt'):
+        model, rest = GPT.from_checkpoint(f'out/{name}')  # weights_only=True
+        assert same_weights(model.state_dict(), story['model'].state_dict())
+        idx = torch.arange(16)[None]
+        assert torch.equal(model.eval()(idx), story['model'].eval()(idx))
+        assert rest['tokenizer']['kind'] == 'char' and rest['model_args'] == vars(model.config)
+    assert 'optimizer' not in torch.load('out/best.pt', weights_only=True)
+    smaller, rest = GPT.from_checkpoint('out/ckpt.pt', block_size=8, dropout=0.1)
+    assert smaller.config.block_size == 8 == rest['model_args']['block_size']
+
+
+def test_foreign_prefixes_and_missing_or_unknown_options(folder):
+    train('--out_dir=out', '--max_iters=10')
+    saved = torch.load('out/ckpt.pt', weights_only=True)
+    model, _ = GPT.from_checkpoint('out/ckpt.pt')
+    for prefix in ('_orig_mod.', 'module.', 'module._orig_mod.', '_orig_mod.module.'):
+        torch.save({**saved, 'model': {prefix + k: v for k, v in saved['model'].items()}}, 'x.pt')
+        assert same_weights(GPT.from_checkpoint('x.pt')[0].state_dict(), model.state_dict())
+    args = {k: v for k, v in saved['model_args'].items() if k != 'logit_softcap'}  # written before there was one
+    torch.save({**saved, 'model_args': args}, 'x.pt')
+    assert GPT.from_checkpoint('x.pt')[0].config.logit_softcap == 0.0
+    torch.save({**saved, 'model_args': {**args, 'flux': 1}}, 'x.pt')
+    with pytest.raises(ValueError, match='flux'):
+        GPT.from_checkpoint('x.pt')
+    broken = dict(saved['model'])
+    broken['extra'] = broken.pop('ln_f.weight')
+    torch.save({**saved, 'model': broken}, 'x.pt')
+    with pytest.raises(ValueError, match='extra unexpected, ln_f.weight missing'):
+        GPT.from_checkpoint('x.pt')
+
+
+def test_unreadable_checkpoints_are_one_line(folder):
+    train('--out_dir=out', '--max_iters=10')
+    whole = open('out/ckpt.pt', 'rb').read()
+    bad = {'truncated.pt': whole[:len(whole) // 2], 'empty.pt': b'', 'text.pt': b'hello', 'cut.pt': whole[:-200]}
+    for name, content in bad.items():
+        open(name, 'wb').write(content)
+        with pytest.raises(ValueError, match='cannot be read as a checkpoint') as error:
+            GPT.from_checkpoint(name)
+        assert '\n' not in str(error.value)
+    torch.save({'state_dict': {}}, 'other.pt')
+    with pytest.raises(ValueError, match='holds state_dict, not model'):
+        GPT.from_checkpoint('other.pt')
+    open('evil.pt', 'wb').write(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match='cannot be read'):
+        GPT.from_checkpoint('evil.pt')
+    assert not os.path.exists('evil_was_here')
+    with pytest.raises(FileNotFoundError, match='no checkpoint at nowhere.pt'):
+        GPT.from_checkpoint('nowhere.pt')
+    with pytest.raises(FileNotFoundError):
+        run('sample.py', '--out_dir=nothing')
+
+
+class Evil:
+    def __reduce__(self):
+        return open, ('evil_was_here', 'w')
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
+    train('--out_dir=out', '--max_iters=10')
+    before = open('out/ckpt.pt', 'rb').read()
+
+    def full(state, path):
+        open(path, 'wb').write(b'half')
+        raise RuntimeError('PytorchStreamWriter failed writing file data/3: file write failed')
+    monkeypatch.setattr(torch, 'save', full)
+    with pytest.raises(OSError, match='cannot write .*ckpt.pt.*is the disk full.*is kept'):
+        train('--out_dir=out', '--max_iters=20', '--init_from=resume')
+    assert open('out/ckpt.pt', 'rb').read() == before and sorted(os.listdir('out')) == ['ckpt.pt', 'log.csv']
+
+
+def test_a_diverged_run_stops_and_keeps_finite_weights(folder):
+    train('--out_dir=out', '--max_iters=10')
+    with pytest.raises(ValueError, match='diverged'):
+        train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--learning_rate=1e30', '--grad_clip=0')
+    model, _ = GPT.from_checkpoint('out/ckpt.pt')
+    assert all(w.isfinite().all() for w in model.parameters())
+
+
+def test_a_new_run_renames_the_old_one(folder, capsys):
+    train('--out_dir=out', '--max_iters=10')
+    old = open('out/ckpt.pt', 'rb').read()
+    train('--out_dir=out', '--max_iters=10', '--seed=4')
+    assert open('out/ckpt.pt.old', 'rb').read() == old and os.path.exists('out/log.csv.old')
+    assert 'ckpt.pt, log.csv renamed to *.old' in capsys.readouterr().out
+
+
+def test_resuming_with_another_architecture_names_both_values(folder):
+    train('--out_dir=out', '--max_iters=10')
+    with pytest.raises(ValueError, match='n_layer=3 differs from .*which has 2'):
+        train('--out_dir=out', '--init_from=resume', '--n_layer=3')
+    weights = torch.load('out/ckpt.pt', weights_only=True)
+    del weights['optimizer']
+    torch.save(weights, 'out/ckpt.pt')
+    with pytest.raises(ValueError, match='no optimizer state'):
+        train('--out_dir=out', '--init_from=resume')
+    fine = train('--out_dir=fine', '--init_from=out/ckpt.pt', '--max_iters=1', '--dropout=0.1')
+    assert fine['first_it'] == 0 and fine['model'].config.dropout == 0.1
+    with pytest.raises(ValueError, match='OpenAI'):
+        run('train.py', '--init_from=gpt2', *TOY)
+
+
+def test_ctrl_c_saves_and_resumes_exactly(folder):
+    whole = train('--out_dir=whole')
+    code = f'''import signal, sys, runpy, os
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv = ['train.py', {str(ROOT / 'config' / 'gpt2.py')!r}, '--vocab_size=23', '--pos=rope', *{TOY!r},
+            '--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20']
+import builtins
+say = builtins.print
+def watched(*a, **k):
+    say(*a, **k)
+    if a and str(a[0]).startswith('iter 7:'): os.kill(os.getpid(), signal.SIGINT)
+builtins.print = watched
+runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and 'stopping after this iteration' in done.stdout, done.stdout + done.stderr
+    stopped = torch.load('cut/ckpt.pt', weights_only=True)['iter_num']
+    assert stopped in (7, 8)
+    train('--out_dir=cut', '--init_from=resume')
+    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'cut'))
+    assert same_weights(a['model'], b['model'])
+
+
+# nanoGPT ------------------------------------------------------------------------------------------------------
+
+def nanogpt_checkpoint(path, bias=False):
+    """What nanoGPT's train.py writes: its names, its argument set, optimizer state of AdamW, best loss as tensor."""
+    model = tiny(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False, bias=bias, vocab_size=23,
+                 block_size=16)
+    state = {f'_orig_mod.transformer.{name}': w for name, w in model.state_dict().items()}
+    state['_orig_mod.lm_head.weight'] = state['_orig_mod.transformer.wte.weight']
+    matrices = [w for w in state.values() if w.ndim > 1][:-1]
+    vectors = [w for w in state.values() if w.ndim < 2]
+    params = [torch.nn.Parameter(w.clone()) for w in matrices + vectors]
+    opt = torch.optim.AdamW([dict(params=params[:len(matrices)], weight_decay=0.1),
+                             dict(params=params[len(matrices):], weight_decay=0.0)], lr=1e-3, betas=(0.9, 0.95))
+    for w in params:
+        w.grad = torch.randn_like(w)
+    opt.step()
+    args = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=bias, vocab_size=23, dropout=0.0)
+    torch.save({'model': state, 'optimizer': opt.state_dict(), 'model_args': args, 'iter_num': 5,
+                'best_val_loss': torch.tensor(2.5), 'config': {'dataset': 'toy', 'learning_rate': 1e-3}}, path)
+    return model, opt
+
+
+@pytest.mark.parametrize('bias', [False, True])
+def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
+    os.mkdir('out')
+    model, opt = nanogpt_checkpoint('out/ckpt.pt', bias)
+    ours, rest = GPT.from_checkpoint('out/ckpt.pt')
+    assert same_weights(ours.state_dict(), model.state_dict()) and rest['iter_num'] == 5
+    run('sample.py', '--num_samples=1', '--max_new_tokens=5', '--start=abc', '--device=cpu', '--dtype=float32')
+    assert '\nabc' in capsys.readouterr().out  # the tokenizer of the dataset that its config names
+    story = run('train.py', '--dataset=toy', '--device=cpu', '--dtype=float32', '--compile=False', '--out_dir=out',
+                '--init_from=resume', '--max_iters=5', '--optimizer=adamw', '--sample_tokens=3')
+    assert story['it'] == 5
+    mine = [s['exp_avg'] for s in story['optimizers'][0].state_dict()['state'].values()]
+    theirs = [s['exp_avg'] for s in opt.state_dict()['state'].values()]
+    assert len(mine) == len(theirs) and all(torch.equal(a[:len(b)], b) for a, b in zip(mine, theirs))
+
+
+def test_nanogpt_prepared_folders_train(folder):
+    """Header-less uint16 bins with meta.pkl."""
+    os.mkdir('data/nano')
+    for name in ('train.bin', 'val.bin'):
+        shutil.copy(f'data/toy/{name}', f'data/nano/{name}')
+    chars = [chr(97 + i) for i in range(23)]
+    with open('data/nano/meta.pkl', 'wb') as f:
+        pickle.dump({'vocab_size': 23, 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}, f)
+    story = run('train.py', *TOY, '--dataset=nano', '--max_iters=2', '--out_dir=out')
+    assert story['model'].config.vocab_size == 23
+    assert torch.load('out/ckpt.pt', weights_only=True)['tokenizer']['chars'] == chars
+
+
+# scripts as users run them --------------------------------------------------------------------------------------
+
+def test_readme_lines_generate_from_python(folder):
+    train('--out_dir=out', '--max_iters=10')
+    readme = (ROOT / 'README.md').read_text(encoding='utf-8')
+    code = re.search(r'```python\n(from model import GPT\n.*?)```', readme, re.S)[1]
+    assert len([line for line in code.splitlines() if line.strip()]) == 6
+    code = code.replace("'def '", "'abc'")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(code, {})
+    assert out.getvalue().strip() and set(out.getvalue().strip()) <= set('abcdefghijklmnopqrstuvw')
+
+
+def test_sample_script(folder, capsys):
+    train('--out_dir=out', '--max_iters=10')
+    common = ['--out_dir=out', '--device=cpu', '--dtype=float32', '--max_new_tokens=8']
+    (folder / 'p.txt').write_text('abc', encoding='utf-8')
+    (folder / 'l.txt').write_text('ab\ncdefg\n', encoding='utf-8')
+    capsys.readouterr()
+    run('sample.py', *common, '--start=FILE:p.txt', '--num_samples=2', '--temperature=0')
+    samples = re.findall(r'^abc(\w{8})$', capsys.readouterr().out, re.M)
+    model, rest = GPT.from_checkpoint('out/ckpt.pt')
+    greedy = [c[0] for c in generate(model.eval(), [[0, 1, 2]], 8, temperature=0)]
+    assert samples == [''.join(chr(97 + t) for t in greedy)] * 2
+    run('sample.py', *common, '--start=LINES:l.txt', '--num_samples=1')
+    out = capsys.readouterr().out
+    assert re.search(r'^ab\w{8}$', out, re.M) and re.search(r'^cdefg\w{8}$', out, re.M)
+    with pytest.raises(ValueError, match=r"'\?'.*char vocabulary of 23"):
+        run('sample.py', *common, '--start=a?')
+    with pytest.raises(ValueError, match='top_p=2.0'):
+        run('sample.py', *common, '--top_p=2')
+    with pytest.raises(ValueError, match='empty prompt'):
+        run('sample.py', *common, '--start=')
+
+
+@pytest.mark.parametrize('what', ['train', 'decode'])
+def test_bench_prints_a_table_and_json(folder, capsys, what):
+    run('bench.py', what, '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--vocab_size=50', '--steps=2',
+        '--rounds=2', '--max_new_tokens=6', '--device=cpu', '--compile=False')
+    numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert numbers['tok_per_s'] > 0 and numbers['ms'] > 0 and numbers['peak_mb'] > 0
+    tokens_each = 1 if what == 'decode' else 64
+    assert numbers['tok_per_s'] == pytest.approx(tokens_each * 1e3 / numbers['ms'], rel=0.01)
+
+
+def test_every_config_builds_and_divides(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for path in sorted((ROOT / 'config').glob('*.py')):
+        assert len(path.read_text(encoding='utf-8').splitlines()) <= 40, path
+        namespace = {**vars(flat_train), '__name__': 'config'}
+        config, args = configure(namespace, GPTConfig, argv=[str(path)])
+        with torch.device('meta'):
+            model = GPT(GPTConfig(**args))
+        for ranks in (1, 2, 4, 8):
+            flat_train.share_batch(config['gradient_accumulation_steps'], config['batch_size'], ranks)
+        if path.name == 'small.py':
+            assert 120e6 < model.num_params() < 130e6
+        if path.name == 'gpt2.py':
+            assert model.num_params() == 124_439_808
+    with torch.device('meta'):
+        config, args = configure({**vars(flat_train), '__name__': 'x'}, GPTConfig, argv=['--n_layer=8', 'config/dial.py'])
+    assert args['n_embd'] == 512 and args['n_layer'] == 8
+
+
+@pytest.mark.parametrize('args, message', [
+    (['--dataset=nowhere'], 'not prepared'),
+    (['--block_size=5000'], 'needs block_size'),
+    (['--vocab_size=20'], 'outside the vocabulary of 20'),
+    (['--n_embd=33'], 'n_embd=33 is not divisible by n_head=2'),
+    (['--dtype=float16'], 'float16 needs CUDA'),
+    (['--device=cuda'], 'device=cuda'),
+    (['--init_from=missing.pt'], 'no checkpoint at missing.pt'),
+    (['--lr_schedule=sine'], "lr_schedule='sine' is none of cosine"),
+    (['--optimizer=sgd'], "optimizer='sgd' is none of adamw"),
+    (['--log_interval=0'], 'log_interval=0 must be at least 1'),
+])
+def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
+    if args == ['--device=cuda'] and torch.cuda.is_available():
+        pytest.skip('there is a CUDA device')
+    with pytest.raises(ValueError if 'nowhere' not in args[0] and 'missing' not in args[0] else FileNotFoundError,
+                       match=message) as error:
+        run('train.py', *TOY, '--out_dir=out', *args)
+    assert '\n' not in str(error.value)
+    assert not os.path.exists('out/ckpt.pt')
+
+
+def test_errors_of_a_script_are_one_line_and_a_status(folder):
+    done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--dataset=nowhere'], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith('train.py: data') and done.stderr.count('\n') == 1
+
+
+def test_files_are_opened_with_their_encoding():
+    """On Windows the default is not UTF-8."""
+    for path in ROOT.glob('*.py'):
+        for call in re.findall(r'(?<![\w.])open\(.*', path.read_text(encoding='utf-8')):
+            assert re.search(r"encoding=|'[rwa]b'|buffering", call) or path.name == 'test_model.py', f'{path.name}: {call}'
+
+
+# configurator -------------------------------------------------------------------------------------------------
+
+CFG_MODEL = '''
+from dataclasses import dataclass
+
+@dataclass
+class GPTConfig:
+    # sizes ------------------------------
+    n_layer: int = 12               # blocks
+    n_embd: int = 768
+    # positions ---------------------------
+    rope_scaling: dict | None = None  # {'type': 'yarn'}
+    window: int | None = None
+    dropout: float = 0.0
+
+    def method(self):
+        hidden = 3  # no field
+'''
+CFG_SCRIPT = '''
+"""
+A script, as ours are built.
+    $ python script.py --batch_size=8
+    # no heading
+    example = 3
+"""
+from cfg_model import GPTConfig
+from configurator import configure
+
+# files ------------------------------
+out_dir = 'out'                     # checkpoints go here
+start = '\\n'                        # text, FILE:name
+# optimizer
+learning_rate: float = 6e-4         # peak, after warm-up
+min_lr: float | None = None         # None: a tenth
+betas: tuple[float, float] = (0.9, 0.95)
+max_iters = 100
+compile: bool | str = 'auto'
+decay_lr = True
+stop: str | list | None = None
+anything = None
+config, model_args, words = configure(globals(), GPTConfig, words=1, default_file=None)
+not_a_setting = 3
+'''
+
+def cfg_script(folder):
+    (folder / 'config').mkdir(exist_ok=True)
+    (folder / 'cfg_model.py').write_text(CFG_MODEL, encoding='utf-8')
+    path = folder / 'script.py'
+    path.write_text(CFG_SCRIPT, encoding='utf-8')
+    return path
+
+def cfg_run(folder, monkeypatch, *argv):
+    """runs the script as a user would -> its globals, where model_args and config are"""
+    monkeypatch.setattr(sys, 'argv', ['script.py', *argv])
+    monkeypatch.syspath_prepend(folder)
+    return runpy.run_path(str(cfg_script(folder)), run_name='__main__')
+
+def cfg_error(folder, monkeypatch, capsys, *argv):
+    """the one line on standard error of a command line that exits with code 2"""
+    with pytest.raises(SystemExit) as e:
+        cfg_run(folder, monkeypatch, *argv)
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and error.count('\n') == 1 and error.startswith('script.py: ')
+    return error.removeprefix('script.py: ').strip()
+
+@pytest.mark.parametrize('arg, value', [
+    ('--learning_rate=1', 1.0), ('--learning_rate=3e-4', 3e-4), ('--max_iters=1e6', 1000000), ('--max_iters=10_000', 10000),
+    ('--out_dir=123', '123'), ('--out_dir=None', 'None'), ('--out_dir=true', 'true'), ("--out_dir='a'", "'a'"), ('--out_dir=', ''),
+    ('--start=a=b', 'a=b'), ('--start=FILE:x.py', 'FILE:x.py'), ('--start=-', '-'), ('--start=3 and 4', '3 and 4'),
+    ('--min_lr=None', None), ('--min_lr=0', 0.0), ('--betas=(0.8, 0.9)', (0.8, 0.9)),
+    ('--compile=False', False), ('--compile=None', 'None'), ('--compile=auto', 'auto'), ('--compile=max', 'max'), ('--compile', True),
+    ('--decay_lr=False', False), ('--decay_lr=false', False), ('--decay_lr=0', False), ('--decay_lr=1', True), ('--decay_lr', True),
+    ("--stop=['a', 'b']", ['a', 'b']), ('--stop=None', None), ('--stop=12', '12'), ('--stop="a"', '"a"'),
+    ('--anything=3', 3), ('--anything=word', 'word'), ('--anything={1: 2}', {1: 2}),
+    ('--n_layer=4', 4), ('--dropout=0', 0.0), ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ('--window=None', None)])
+def test_cfg_flags(arg, value, tmp_path, monkeypatch):
+    name = arg.removeprefix('--').partition('=')[0]
+    found = cfg_run(tmp_path, monkeypatch, arg)
+    where = found['model_args'] if name in ('n_layer', 'dropout', 'rope_scaling', 'window') else found['config']
+    assert where[name] == value and type(where[name]) is type(value)
+    assert name in found['model_args'] or found[name] == value
+    assert set(found['model_args']) <= {name} and not found.keys() & {'n_layer', 'dropout', 'rope_scaling', 'window'}
+
+@pytest.mark.parametrize('arg, message', [
+    ('--learing_rate=1', "--learing_rate=1: unknown setting 'learing_rate'; did you mean 'learning_rate'?"),
+    ('--max-iters=1', "--max-iters=1: unknown setting 'max-iters'; did you mean 'max_iters'?"),
+    ('-max_iters=1', "-max_iters=1: unknown setting '-max_iters'; did you mean 'max_iters'?"),
+    ('--n_layers=1', "--n_layers=1: unknown setting 'n_layers'; did you mean 'n_layer'?"),
+    ('--zzz=1', "--zzz=1: unknown setting 'zzz'; see --help"),
+    ('--not_a_setting=1', "unknown setting 'not_a_setting'"), ('--runpy=1', "unknown setting 'runpy'"),
+    ('--n_layer=2.5', "--n_layer=2.5: n_layer must be int, got '2.5'"),
+    ('--n_layer=True', "n_layer must be int, got 'True'"), ('--n_layer', '--n_layer: n_layer must be int, got True'),
+    ('--n_layer=1e999', "n_layer must be int, got '1e999'"), ('--out_dir', 'out_dir must be str, got True'),
+    ('--decay_lr=flase', "decay_lr must be True or False, got 'flase'"), ('--decay_lr=2', "must be True or False, got '2'"),
+    ('--min_lr=none', "min_lr must be float or None, got 'none'"), ('--betas=[1, 2]', "betas must be tuple, got '[1, 2]'"),
+    ('--learning_rate=nan', "learning_rate must be float, got 'nan'"), ('--dropout=', "dropout must be float, got ''"),
+    ('nope.py', "no config file nope.py; config/ has ['small.py']"),
+    ('config/smal.py', "no config file config/smal.py; config/ has ['small.py']")])
+def test_cfg_errors(arg, message, tmp_path, monkeypatch, capsys):
+    cfg_script(tmp_path).parent.joinpath('config', 'small.py').write_text('max_iters = 1')
+    assert message in cfg_error(tmp_path, monkeypatch, capsys, arg)
+
+@pytest.mark.parametrize('text, message', [
+    ('max_iters = 1\nlearing_rate = 1', "config/a.py: unknown setting 'learing_rate'; did you mean 'learning_rate'?"),
+    ('max_iters = 2.5', 'config/a.py: max_iters must be int, got 2.5'), ("decay_lr = 'x'", "must be True or False, got 'x'"),
+    ('import numpy\nlearning_rate = numpy.float64(1)', 'learning_rate must be float, got '),
+    ('max_iters = max_itres * 2', "config/a.py, line 1: NameError: name 'max_itres' is not defined"),
+    ('max_iters = 1\n\ndef f():\n    return 1 / 0\nf()', 'config/a.py, line 4: ZeroDivisionError: division by zero'),
+    ('max_iters = 1\nmax_iters = = 2', 'config/a.py, line 2: SyntaxError: invalid syntax'),
+    ('import no_such_module', "config/a.py, line 1: ModuleNotFoundError: No module named 'no_such_module'")])
+def test_cfg_file_errors(text, message, tmp_path, monkeypatch, capsys):
+    cfg_script(tmp_path).parent.joinpath('config', 'a.py').write_text(text)
+    assert message in cfg_error(tmp_path, monkeypatch, capsys, 'config/a.py')
+
+def test_cfg_order_and_files(tmp_path, monkeypatch, capsys):
+    """file over default, later over earlier; a file computes, sees the settings so far and may repeat a value"""
+    folder = cfg_script(tmp_path).parent / 'config'
+    text = ("import math, time\nfrom os import path\n_half = 0.5\nN = 3\ndef twice(x): return [x * _i for _i in (1, 2)][-1]\n"
+            "max_iters = twice(max_iters)\nn_embd = 64 * n_layer\nwindow = None\nout_dir = 'é' + str(time.time() > 0)\n"
+            "learning_rate = _half / 1000\ndecay_lr = 0\nif False: dropout = 0.5\nfor i in range(3): pass\ndel i\n")
+    (folder / 'a.py').write_text(text, encoding='utf-8')
+    found = cfg_run(tmp_path, monkeypatch, '--max_iters=5', '--n_layer=2', 'config/a.py', '--learning_rate=2', 'look')
+    assert found['max_iters'] == 10 and found['out_dir'] == 'éTrue' and found['decay_lr'] is False
+    assert found['learning_rate'] == found['config']['learning_rate'] == 2.0 and found['words'] == ['look']
+    assert found['model_args'] == {'n_layer': 2, 'n_embd': 128, 'window': None}
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == '--max_iters=5: max_iters = 5' and out[2].startswith('config/a.py: max_iters = 10, n_embd = 128, window = None')
+    assert len(out) == 4
+    found = cfg_run(tmp_path, monkeypatch, 'config/a.py', '--max_iters=5')
+    assert found['max_iters'] == 5 and found['model_args']['n_embd'] == 64 * 12
+
+def test_cfg_imported_script(tmp_path, monkeypatch, capsys):
+    """importing a script leaves the command line alone and says nothing"""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, 'argv', ['pytest', '-q', '--max_iters=5', 'nope.py'])
+    found = runpy.run_path(str(cfg_script(tmp_path)), run_name='script')
+    assert found['max_iters'] == 100 and found['model_args'] == {} and found['words'] == []
+    assert capsys.readouterr() == ('', '')
+
+def test_cfg_default_file(tmp_path, monkeypatch, capsys):
+    """is loaded first and named, from the script's folder, unless the command line names a file"""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / 'scripts' / 'config'
+    folder.mkdir(parents=True)
+    (folder / 'default.py').write_text('max_iters = 7')
+    (folder / 'other.py').write_text('')
+    def run(*argv, name='__main__'):
+        settings = {'max_iters': 1, 'start': '', '__name__': name, '__file__': str(folder.parent / 'x.py')}
+        return configure(settings, argv=list(argv), default_file='config/default.py')[0]['max_iters']
+    assert run() == 7 and capsys.readouterr().out == 'config/default.py: max_iters = 7\n'
+    assert run('--start=a.py') == 7 and run('--max_iters=2') == 2 and run('config/other.py') == 1
+    settings = {'max_iters': 1, '__name__': 'x', '__file__': str(folder.parent / 'x.py')}
+    assert configure(settings, default_file='config/default.py') == ({'max_iters': 1}, {})
+    monkeypatch.setenv('RANK', '1') # only rank 0 prints
+    capsys.readouterr()
+    assert run() == 7 and capsys.readouterr().out == ''
+
+def test_cfg_words(capsys):
+    def run(words, *argv):
+        return configure({'batch_size': 1, '__name__': 'x'}, words=words, argv=list(argv))
+    assert run(2, 'train', '--batch_size=2', 'my.txt') == ({'batch_size': 2}, {}, ['train', 'my.txt'])
+    assert run(1) == ({'batch_size': 1}, {}, []) and run(0) == ({'batch_size': 1}, {})
+    for argv in (['train', 'look'], ['train', 'batch_size=2']):
+        with pytest.raises(SystemExit) as e:
+            run(1, *argv)
+        assert e.value.code == 2 and f'cannot use {argv[1]!r}: settings are --key=value' in capsys.readouterr().err
+
+def test_cfg_names_of_other_scripts(tmp_path, monkeypatch, capsys):
+    """one file serves all scripts: what another owns is ignored in a file, though not in a flag"""
+    (tmp_path / 'train.py').write_text("eval_iters: int = 200 # batches\nnames = dict(a=1)\nconfig = configure(globals())\nghost = 1\n")
+    (tmp_path / 'model.py').write_text("import torch\nclass GPTConfig:\n    n_head: int = 12\n\n    def f(self):\n        local = 1\n")
+    (tmp_path / 'sample.py').write_text("top_k: int | None = 200\nconfigure(globals())\ndef f():\n    probs = 1\n")
+    monkeypatch.setattr(configurator, 'SCRIPTS', [tmp_path / f'{name}.py' for name in ('train', 'model', 'sample', 'none')])
+    cfg_script(tmp_path)
+    (tmp_path / 'a.py').write_text('eval_iters = 3\nn_head = 4\ntop_k = None\nmax_iters = 9')
+    assert cfg_run(tmp_path, monkeypatch, 'a.py')['max_iters'] == 9
+    assert capsys.readouterr().out == 'a.py: max_iters = 9\n'
+    assert "unknown setting 'n_head'" in cfg_error(tmp_path, monkeypatch, capsys, '--n_head=4')
+    for name in ('ghost', 'local', 'eval_iter', 'probs'):
+        (tmp_path / 'a.py').write_text(f'{name} = 3')
+        assert f"a.py: unknown setting '{name}'" in cfg_error(tmp_path, monkeypatch, capsys, 'a.py')
+
+def test_cfg_name_owned_twice():
+    @dataclasses.dataclass
+    class Tiny:
+        n_layer: 'int' = 2
+    with pytest.raises(AssertionError, match='n_layer'):
+        configure({'n_layer': 3, '__name__': 'x'}, Tiny)
+    assert configure({'__name__': 'x'}, Tiny, argv=['--n_layer=3']) == ({}, {'n_layer': 3}) # annotations may be text
+
+@pytest.mark.parametrize('flag', ['--help', '-h'])
+def test_cfg_help(flag, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as e:
+        cfg_run(tmp_path, monkeypatch, '--max_iters=5', flag)
+    out = capsys.readouterr().out
+    assert e.value.code == 0 and '$ python script.py --batch_size=8' in out
+    order = ["# files", "out_dir = 'out'                     # checkpoints go here", "# optimizer", "learning_rate: float = 6e-4         # peak",
+             "betas: tuple", "anything = None", "# sizes", "n_layer: int = 12               # blocks", "# positions", "dropout: float = 0.0"]
+    places = [out.rindex(text) for text in order]
+    assert places == sorted(places) and 'not_a_setting' not in out and 'hidden' not in out and out.count('example') == 1
+
+CFG_NANOGPT = dict( # nanoGPT's train.py (names and values), without the sizes that GPTConfig owns
+    out_dir='out', eval_interval=2000, log_interval=1, eval_iters=200, eval_only=False, always_save_checkpoint=True,
+    init_from='scratch', wandb_log=False, wandb_project='owt', wandb_run_name='gpt2', dataset='openwebtext',
+    gradient_accumulation_steps=40, batch_size=12, learning_rate=6e-4, max_iters=600000, weight_decay=1e-1, beta1=0.9,
+    beta2=0.95, grad_clip=1.0, decay_lr=True, warmup_iters=2000, lr_decay_iters=600000, min_lr=6e-5, backend='nccl',
+    device='cuda', dtype='bfloat16', compile=True)
+
+@pytest.mark.parametrize('text, config, model', [
+    ("import time\nout_dir = 'out-shakespeare'\nwandb_run_name = 'ft-' + str(time.time())\ninit_from = 'gpt2-xl'\n"
+     "always_save_checkpoint = False\nlearning_rate = 3e-5\ndecay_lr = False\n", dict(learning_rate=3e-5, decay_lr=False), {}),
+    ("wandb_run_name='gpt2-124M'\nblock_size = 1024\ngradient_accumulation_steps = 5 * 8\nweight_decay = 1e-1\n",
+     dict(gradient_accumulation_steps=40), dict(block_size=1024)),
+    ("n_layer = 6\nn_embd = 384 # baby\ndropout = 0.2\nwarmup_iters = 100\n", dict(warmup_iters=100), dict(n_layer=6, n_embd=384, dropout=0.2))])
+def test_cfg_nanogpt_files(text, config, model, tmp_path):
+    """files as nanoGPT's config/ has them"""
+    model_config = dataclasses.make_dataclass('Config', [('block_size', int, 1024), ('n_layer', int, 12), ('n_head', int, 12),
+                                                         ('n_embd', int, 768), ('dropout', float, 0.0), ('bias', bool, True)])
+    (tmp_path / 'a.py').write_text(text)
+    got, model_args = configure({**CFG_NANOGPT, '__name__': 'x'}, model_config, argv=[str(tmp_path / 'a.py'), '--compile=False'])
+    assert config.items() <= got.items() and model_args == model and got['compile'] is False
+
+@pytest.mark.parametrize('error, line', [
+    (ValueError('n_embd=7: take 8\n  and go on'), 'x.py: n_embd=7: take 8   and go on\n'),
+    (FileNotFoundError('no data'), 'x.py: no data\n'), (ImportError('pip install wandb'), 'x.py: pip install wandb\n'),
+    (KeyboardInterrupt(), 'x.py: interrupted\n'), (MemoryError(), 'x.py: out of memory; try half --batch_size'),
+    (RuntimeError('CUDA out of memory. Tried'), 'x.py: out of memory; try half --batch_size'),
+    (TypeError('bug'), 'TypeError: bug\n'), (RuntimeError('bug'), 'RuntimeError: bug\n')])
+def test_cfg_one_line_errors(error, line, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['/somewhere/x.py'])
+    monkeypatch.delenv('FLATGPT_TRACE', raising=False)
+    one_line_errors(type(error), error, None)
+    assert capsys.readouterr().err.startswith(line)
+    monkeypatch.setenv('FLATGPT_TRACE', '1')
+    one_line_errors(type(error), error, None)
+    if not isinstance(error, MemoryError) and 'out of memory' not in str(error):
+        assert capsys.readouterr().err.startswith(type(error).__name__)
+
+
+def test_cfg_subprocess(tmp_path):
+    """as a user sees it: one line, no traceback, the exit code; and --help does not import torch"""
+    path = cfg_script(tmp_path)
+    def run(*argv):
+        return subprocess.run([sys.executable, str(path), *argv], capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    done = run('--learing_rate=1')
+    assert done.returncode == 2 and done.stdout == ''
+    assert done.stderr == "script.py: --learing_rate=1: unknown setting 'learing_rate'; did you mean 'learning_rate'?\n"
+    path.write_text(CFG_SCRIPT + "\nimport sys\nprint('torch' in sys.modules)")
+    assert run('--max_iters=3').stdout == '--max_iters=3: max_iters = 3\nFalse\n'
+
+def test_cfg_closed_pipe():
+    """python sample.py | head: quiet"""
+    code = "import sys, configurator; sys.excepthook = configurator.one_line_errors\nfor i in range(10**6): print('a' * 99)"
+    run = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    run.stdout.readline()
+    run.stdout.close()
+    assert run.stderr.read() == b'' and run.wait() == 141
+    run.stderr.close()
+
+@pytest.fixture
+def cfg_torch_state():
+    state, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
+    yield
+    torch.set_rng_state(state)
+    torch.set_float32_matmul_precision(precision)
+
+def test_cfg_runtime_without_cuda(cfg_torch_state, monkeypatch, capsys):
+    """device=cpu makes no CUDA call at all, not even to seed (nanoGPT #293, #708)"""
+    def no_cuda(*args, **kwargs):
+        raise RuntimeError('CUDA was called')
+    for name, value in vars(torch.cuda).items():
+        if callable(value) and not isinstance(value, type) and getattr(value, '__module__', '').startswith('torch.cuda'):
+            monkeypatch.setattr(torch.cuda, name, no_cuda)
+    threads = torch.get_num_threads()
+    for dtype in ('auto', 'float32', 'bfloat16'):
+        run = runtime('cpu', dtype, seed=3)
+        first = torch.rand(3)
+        assert (run.device, run.device_type, run.threads) == ('cpu', 'cpu', threads) and torch.get_num_threads() == threads
+        assert dtype == 'auto' or run.dtype == getattr(torch, dtype)
+        assert capsys.readouterr().out == f'device cpu ({threads} threads), dtype {str(run.dtype)[6:]}\n'
+        for _ in range(2): # the context can be had again
+            with run.autocast():
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == run.dtype
+    runtime('cpu', seed=3)
+    assert torch.equal(torch.rand(3), first)
+
+@pytest.mark.parametrize('amx, bf16, avx, dtype, precision', [
+    (False, False, 'AVX2', 'float32', 'medium'), (False, True, 'AVX512', 'bfloat16', 'medium'),
+    (True, True, 'AVX512', 'bfloat16', 'highest'), (False, False, 'SVE256', 'float32', 'highest')])
+def test_cfg_runtime_cpu_dtype(amx, bf16, avx, dtype, precision, cfg_torch_state, monkeypatch):
+    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
+    monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: bf16)
+    monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: avx)
+    assert runtime('cpu').dtype == getattr(torch, dtype) and torch.get_float32_matmul_precision() == precision
+
+@pytest.mark.parametrize('capability, dtype', [((9, 0), 'bfloat16'), ((8, 0), 'bfloat16'), ((7, 5), 'float16')])
+def test_cfg_runtime_cuda(capability, dtype, cfg_torch_state, monkeypatch, capsys):
+    """what runtime asks of CUDA, with the answers of a machine of two GPUs"""
+    chosen = []
+    answers = dict(is_available=lambda: True, device_count=lambda: 2, set_device=chosen.append,
+                   get_device_name=lambda i: 'a GPU', get_device_capability=lambda i: capability)
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    run = runtime('cuda:1')
+    assert (run.device, run.device_type, run.dtype) == ('cuda:1', 'cuda', getattr(torch, dtype)) and chosen == [1]
+    assert capsys.readouterr().out == f'device cuda:1 (a GPU), dtype {dtype}\n' and torch.get_float32_matmul_precision() == 'high'
+    assert runtime('auto', 'float16').device == 'cuda:0' and runtime('cuda', 'float16').dtype == torch.float16
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    assert runtime('auto').device == 'cuda:1'
+    monkeypatch.setenv('LOCAL_RANK', '7')
+    with pytest.raises(ValueError, match='^device=cuda:7: torch sees 2 CUDA; use cpu or auto$'):
+        runtime('auto')
+
+def test_cfg_runtime_errors(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
+    for settings, message in {('cuda', 'auto'): 'device=cuda:0: torch sees no CUDA; use cpu or auto',
+                              ('mps', 'auto'): 'device=mps: torch sees no MPS; use cpu or auto',
+                              ('gpu', 'auto'): 'device=gpu: torch sees no GPU; use cpu or auto',
+                              ('cpu', 'float16'): 'dtype=float16: use --dtype=auto, float32 or bfloat16; float16 needs CUDA',
+                              ('cpu', 'half'): 'dtype=half: use --dtype=auto, float32 or bfloat16; float16 needs CUDA'}.items():
+        with pytest.raises(ValueError) as e:
+            runtime(*settings)
+        assert str(e.value) == message
+
+def test_cfg_runtime_threads(cfg_torch_state):
+    before = torch.get_num_threads()
+    try:
+        assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+# prepare ------------------------------------------------------------------------------------------------------
+
+PREP_DIR = os.path.dirname(os.path.abspath(prepare.__file__))
+PREP_DATA = os.environ.get('FLATGPT_DATA', '')
+PREP_TEXT = os.path.join(PREP_DATA, 'tinyshakespeare.txt')
+PREP_AWKWARD = ["  two  spaces ", "\n\n\n", "\r\n", "\t", " ", "12345678901", "it's", "IT'S", "don't", "x1y2",
+                "...", "中文文本，没有空格。", "日本語\n", "한국어", "🙂🙃", "e\u0301", "नमस्ते", "\u00a0", "\u3000", "word",
+                "Word", "WORD", "a\n", "9\n", "9 ", "z \n", "if x:\n        return y\n", "'", "'s",
+                "/", "/\n", ")\n"]
+
+
+def prep_awkward(n, seed=0):
+    rng = random.Random(seed)
+    return ''.join(rng.choice(PREP_AWKWARD) for _ in range(n))
+
+
+def prep_gpt2(monkeypatch):
+    pytest.importorskip('tiktoken')
+    cache = os.path.join(PREP_DATA, 'tiktoken_cache')
+    if 'TIKTOKEN_CACHE_DIR' not in os.environ and os.path.isdir(cache):
+        monkeypatch.setenv('TIKTOKEN_CACHE_DIR', os.path.abspath(cache))
+    try:
+        return prepare.make_tokenizer('gpt2')
+    except OSError as e:
+        pytest.skip(f"GPT-2's table is not here: {e}")
+
+
+PREP_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+def prep_toy_bpe(pattern=PREP_WORDS):
+    """a BPE with a few merges, made here: no table has to be downloaded"""
+    pytest.importorskip('tiktoken')
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [b' a', b'th', b'the', b' the', b'\n ', b'\n  ', b'12', b'  ', b'\n\n']
+    ranks = ''.join(f'{base64.b64encode(token).decode()} {i}\n' for i, token in enumerate(tokens))
+    return prepare.TiktokenTokenizer('toy', pattern, {'<|endoftext|>': len(tokens)}, ranks)
+
+
+def prep_run(argv, monkeypatch, capsys):
+    """prepare.py as a user runs it, in this process: (exit code, stdout, stderr)"""
+    monkeypatch.setattr(sys, 'argv', ['prepare.py', *map(str, argv)])
+    code = 0
+    try:
+        runpy.run_path(os.path.join(PREP_DIR, 'prepare.py'), run_name='__main__')
+    except SystemExit as e:
+        code = e.code or 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        sys.excepthook = sys.__excepthook__
+    return code, *capsys.readouterr()
+
+
+def prep_files(folder):
+    paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+    return sorted(os.path.relpath(path, folder) for path in paths)
+
+
+def prep_ids(folder, split, dtype='<u2'):
+    return np.fromfile(os.path.join(folder, f'{split}.bin'), dtype)
+
+
+# whole runs -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('tokenizer, n_train, n_val, vocab, name', [
+    ('char', 1_003_854, 111_540, 65, 'shakespeare_char'), ('gpt2', 301_966, 36_059, 50257, 'shakespeare')])
+def test_prepare_shakespeare_as_nanogpt(tokenizer, n_train, n_val, vocab, name, tmp_path, monkeypatch,
+                                        capsys):
+    if not os.path.exists(PREP_TEXT):
+        pytest.skip(f'no {PREP_TEXT}: set FLATGPT_DATA to the folder with tinyshakespeare.txt')
+    if tokenizer == 'gpt2':
+        prep_gpt2(monkeypatch)
+    with open(PREP_TEXT, encoding='utf-8', newline='') as f:
+        text = f.read()
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('data/shakespeare')
+    with open('data/shakespeare/input.txt', 'w', encoding='utf-8', newline='') as f:
+        f.write(text)
+    code, stdout, _ = prep_run(['shakespeare', f'--tokenizer={tokenizer}'], monkeypatch, capsys)
+    folder = f'data/{name}'
+    meta = prepare.read_meta(folder)
+    assert code == 0
+    assert (meta['train_tokens'], meta['val_tokens'], meta['vocab_size']) == (n_train, n_val, vocab)
+    assert stdout.rstrip().endswith(f'python train.py --dataset={name}') and f'{n_train:,}' in stdout
+    cut = int(len(text) * 0.9)
+    if tokenizer == 'char':                                      # nanoGPT's ids: characters in sorted order
+        ids = {char: i for i, char in enumerate(sorted(set(text)))}
+        assert prep_ids(folder, 'train').tolist() == [ids[c] for c in text[:cut]]
+        assert prep_ids(folder, 'val').tolist() == [ids[c] for c in text[cut:]]
+    else:
+        import tiktoken
+        assert prep_ids(folder, 'val').tolist() == tiktoken.get_encoding('gpt2').encode_ordinary(text[cut:])
+    assert prepare.load_tokenizer(folder).decode(prep_ids(folder, 'val')) == text[cut:]
+    for name, digest in meta['checksum'].items():
+        with open(os.path.join(folder, name), 'rb') as f:
+            assert hashlib.sha256(f.read()).hexdigest() == digest
+
+
+def test_prepare_default_is_the_standard_library(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, stdout, _ = prep_run([], monkeypatch, capsys)
+    meta = prepare.read_meta('data/pystdlib_byte')
+    assert code == 0 and stdout.rstrip().endswith('next: python train.py')
+    assert 5e6 < meta['train_bytes'] < 3e7 and 0.1 < meta['val_bytes'] / meta['train_bytes'] < 0.13
+    ids = np.concatenate([prep_ids('data/pystdlib_byte', split) for split in ('train', 'val')])
+    files = int(stdout.split(': ')[1].split(' ')[0])
+    assert ids.max() == 256 and (ids == 256).sum() == files     # one end of text a document
+    source = prepare.find_source('pystdlib')
+    root = os.path.commonpath(source.files)
+    parts = [os.path.relpath(path, root).split(os.sep) for path in source.files]
+    assert parts == sorted(parts) and len(set(map(tuple, parts))) == len(parts) >= files
+    assert not {'test', 'tests', 'idle_test', 'site-packages'} & {name for path in parts for name in path}
+    with open(os.path.join(root, 'dataclasses.py'), 'rb') as f:
+        whole = f.read()
+    both = [prep_ids('data/pystdlib_byte', split).astype(np.uint8).tobytes() for split in ('train', 'val')]
+    assert sum(part.count(whole + b'\0') for part in both) == 1        # 256, end of text, as a byte
+
+
+def test_prepare_folder_glob_and_split_by_document(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('notes/deep')
+    rng, texts = random.Random(1), {}
+    for i in range(40):
+        path = f'notes/deep/{i:02d}.md' if i % 2 else f'notes/{i:02d}.txt'
+        texts[path] = f'note {i}: ' + 'é🙂 text\n' * rng.randrange(1, 60)
+    texts['notes/empty.txt'] = ''
+    for path, text in texts.items():
+        with open(path, 'w', encoding='utf-8', newline='') as f:
+            f.write(text)
+    code, stdout, _ = prep_run(['notes', '--tokenizer=char'], monkeypatch, capsys)
+    assert code == 0 and '40 files' in stdout and '1 left out (empty)' in stdout
+    tok = prepare.load_tokenizer('data/notes_char')
+    chars = sorted(set(''.join(texts.values())))
+    assert tok.n_vocab == len(chars) + 1 and tok.eot == len(chars)
+    documents = {}
+    for split in ('train', 'val'):
+        parts = tok.decode(prep_ids('data/notes_char', split)).split('<|endoftext|>')
+        assert parts[-1] == ''
+        documents[split] = parts[:-1]
+    order = [texts[path] for path in sorted(texts, key=lambda path: path.split('/')) if texts[path]]
+    assert sorted(documents['train'] + documents['val']) == sorted(order)     # each exactly once, whole
+    assert all(part == [text for text in order if text in part] for part in documents.values())  # in order
+    sizes = {split: len(''.join(part).encode()) for split, part in documents.items()}
+    assert abs(sizes['val'] / sum(sizes.values()) - 0.1) < 0.05
+    meta = prepare.read_meta('data/notes_char')
+    assert (meta['train_bytes'], meta['val_bytes']) == (sizes['train'], sizes['val'])
+    code, stdout, _ = prep_run(['notes/**/*.md', '--out=md'], monkeypatch, capsys)
+    assert code == 0 and '20 files' in stdout and '--dataset=md' in stdout
+    name = prepare.find_source('notes/**/*.md').name
+    assert prepare.output_folder(None, name, 'byte') == os.path.join('data', 'notes_byte')
+
+
+@pytest.mark.parametrize('sizes', [
+    [1, 1], [700, 35000], [35000, 700], [5] * 5, [1] * 1000, [10_000] + [10] * 99])
+def test_prepare_split_never_starves_a_side(sizes):
+    plan = prepare.split_documents([(f'{i}', n, n) for i, n in enumerate(sizes)], 0.1, True)
+    val = sum(n for _, [(split, n)] in plan if split == 'val')
+    assert 0 < val < sum(sizes) and len(plan) == len(sizes)
+    if max(sizes) <= 0.1 * sum(sizes):
+        assert abs(val - 0.1 * sum(sizes)) <= max(sizes)
+    else:
+        assert val <= max(0.2 * sum(sizes), min(sizes))
+
+
+def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'nothing'))
+    with open('latin.txt', 'wb') as f:
+        f.write(b'x' * (1 << 20) + b'caf\xe9 au lait')
+    for name, data in (('empty.txt', b''), ('short.txt', b'x'), ('cut.txt', 'abc🙂'.encode()[:-1]),
+                       ('good.txt', b'some good text, enough for two parts')):
+        with open(name, 'wb') as f:
+            f.write(data)
+    os.mkdir('nofiles')
+    assert prep_run(['good.txt', '--out=d'], monkeypatch, capsys)[0] == 0
+    before = {name: open(f'data/d/{name}', 'rb').read() for name in prep_files('data/d')}
+    table = [(['latin.txt'], ['latin.txt', '0xe9', f'offset {(1 << 20) + 3}']),
+             (['cut.txt'], ['cut.txt', 'offset 3']),
+             (['empty.txt'], ['empty.txt', 'empty']), (['short.txt'], ['short.txt', 'too few']),
+             (['nofiles'], ['nofiles', 'no such']), (['none.txt'], ['none.txt', 'pystdlib, shakespeare']),
+             (['*.none'], ['*.none']), (['good.txt', '--procs=0'], ['procs=0']),
+             (['good.txt', '--val_fraction=1.0'], ['val_fraction=1.0', 'between 0 and 1']),
+             (['good.txt', '--tokenizer=gpt3'], ["'gpt3'", 'cl100k_base'])]
+    for argv, parts in table:
+        for where in ('d', 'fresh'):                 # over an earlier folder, and to a new one
+            code, _, stderr = prep_run([*argv, f'--out={where}'], monkeypatch, capsys)
+            assert code == 1 and len(stderr.strip().splitlines()) == 1, (argv, code, stderr)
+            assert all(part in stderr for part in parts), stderr
+    assert os.listdir('data') == ['d']
+    assert {name: open(f'data/d/{name}', 'rb').read() for name in prep_files('data/d')} == before
+
+
+def test_prepare_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, 'CHUNK', 10)
+    with open('a.txt', 'w', encoding='utf-8', newline='') as f:
+        f.write('one two three\n' * 20)
+    tok = prepare.make_tokenizer('byte')
+    plan = prepare.split_documents([('a.txt', 280, 280)], 0.1, False)
+    meta = prepare.write_dataset('data/a', plan, tok, 'a')
+    before = {name: open(f'data/a/{name}', 'rb').read() for name in os.listdir('data/a')}
+    real, calls = tok.encode_array, []
+
+    def full_disk(text):
+        calls.append(text)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return real(text)
+    tok.encode_array = full_disk
+    for folder in ('data/a', 'data/b'):
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            prepare.write_dataset(folder, plan, tok, 'a')
+    assert os.listdir('data') == ['a'] and meta['train_tokens'] == 252
+    assert {name: open(f'data/a/{name}', 'rb').read() for name in os.listdir('data/a')} == before
+
+
+def test_prepare_again_removes_what_belonged_to_earlier_tokens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with open('a.txt', 'w', encoding='utf-8', newline='') as f:
+        f.write('the text ' * 20)
+    plan = prepare.split_documents([('a.txt', 180, 180)], 0.1, False)
+    prepare.write_dataset('data/a', plan, prep_toy_bpe(), 'a')
+    open('data/a/train.mask.bin', 'wb').close()
+    assert 'tokenizer.tiktoken' in os.listdir('data/a')
+    assert prepare.load_tokenizer('data/a').decode(prep_ids('data/a', 'train')) == ('the text ' * 20)[:162]
+    prepare.write_dataset('data/a', plan, prepare.make_tokenizer('byte'), 'a')
+    assert sorted(os.listdir('data/a')) == ['meta.json', 'train.bin', 'val.bin']
+
+
+def test_prepare_in_the_c_locale(tmp_path):
+    text = 'Zoë 中文 🙂\r\n' * 30
+    with open(tmp_path / 'ü.txt', 'w', encoding='utf-8', newline='') as f:
+        f.write(text)
+    env = {**os.environ, 'PYTHONUTF8': '0', 'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0'}
+    command = [sys.executable, os.path.join(PREP_DIR, 'prepare.py'), '*.txt', '--tokenizer=char', '--out=c']
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True)
+    folder = str(tmp_path / 'data' / 'c')
+    tok = prepare.load_tokenizer(folder)
+    assert tok.decode([*prep_ids(folder, 'train'), *prep_ids(folder, 'val')]) == text
+
+
+# pieces and processes ---------------------------------------------------------------------------------------
+
+def prep_patterns():
+    openai_public = pytest.importorskip('tiktoken_ext.openai_public')
+    with pytest.MonkeyPatch.context() as monkey:         # the patterns are in the package, the tables are not
+        monkey.setattr(openai_public, 'load_tiktoken_bpe', lambda *a, **k: {})
+        monkey.setattr(openai_public, 'data_gym_to_mergeable_bpe_ranks', lambda *a, **k: {})
+        return {name: openai_public.ENCODING_CONSTRUCTORS[name]()['pat_str']
+                for name in ('gpt2', 'cl100k_base', 'o200k_base')}
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'cl100k_base', 'o200k_base'])
+def test_prepare_cuts_where_every_pattern_cuts(name):
+    regex = pytest.importorskip('regex')
+    words = regex.compile(prep_patterns()[name])
+    for seed in range(20):
+        text = prep_awkward(60, seed)
+        cuts = [match.end() for match in prepare.CUT.finditer(text)]
+        starts = {match.start() for match in words.finditer(text)}
+        assert cuts and set(cuts) <= starts
+        for cut in cuts:
+            assert words.findall(text[:cut]) + words.findall(text[cut:]) == words.findall(text)
+
+
+@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'cl100k_base', 'o200k_base'])
+@pytest.mark.parametrize('chunk', [7, 100])
+def test_prepare_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch):
+    text = prep_awkward(3000) + 'ＡＢＣ' * 2000 + '\n' + prep_awkward(200, 2)     # with one long word
+    path = str(tmp_path / 'a.txt')
+    with open(path, 'w', encoding='utf-8', newline='') as f:
+        f.write(text)
+    tok = prepare.make_tokenizer(name, ''.join(sorted(set(text)))) if name in ('byte', 'char') else \
+        prep_toy_bpe(prep_patterns()[name])
+    plan = prepare.split_documents([(path, len(text), 0)], 0.1, False)
+    monkeypatch.setattr(prepare, 'CHUNK', chunk)
+    assert max(len(piece) for _, piece, _ in prepare.pieces(plan, False, True)) == chunk
+    assert len(list(prepare.pieces(plan, False, tok.anywhere))) > len(text) / chunk / 60
+    prepare.write_dataset(str(tmp_path / 'd'), plan, tok, 'a')
+    cut = int(len(text) * 0.9)
+    for split, part in (('train', text[:cut]), ('val', text[cut:])):
+        assert prep_ids(tmp_path / 'd', split).tolist() == tok.encode(part, allow_special=False)
+
+
+def test_prepare_two_processes_write_what_one_writes(tmp_path, monkeypatch):
+    tok, documents = prep_toy_bpe(), []
+    for i in range(12):
+        path = str(tmp_path / f'{i}.txt')
+        text = prep_awkward(300 + 50 * i, seed=i) + '<|endoftext|> the end'     # which is text, in a document
+        with open(path, 'w', encoding='utf-8', newline='') as f:
+            f.write(text)
+        documents.append((path, len(text), len(text.encode())))
+    monkeypatch.setattr(prepare, 'CHUNK', 500)
+    plan = prepare.split_documents(documents, 0.2, True)
+    metas = [prepare.write_dataset(str(tmp_path / f'p{n}'), plan, tok, 'x', True, procs=n) for n in (1, 2)]
+    assert metas[0] == metas[1] and metas[0]['train_tokens'] > 5000
+    for split in ('train', 'val'):
+        ids = prep_ids(tmp_path / 'p1', split)
+        assert ids.tobytes() == prep_ids(tmp_path / 'p2', split).tobytes()
+        assert (ids == tok.eot).sum() == sum(parts[0][0] == split for _, parts in plan)
+
+
+def test_prepare_uses_processes_only_where_they_pay():
+    byte, bpe = prepare.make_tokenizer('byte'), prep_toy_bpe()
+    assert prepare.usable_procs(8, byte, 1 << 40) == 1 == prepare.usable_procs(8, bpe, 1000)
+    assert prepare.usable_procs(8, bpe, 1 << 40) == 8 and 1 <= prepare.usable_procs(None, bpe, 1 << 40) <= 61
+
+
+def test_prepare_encodes_in_bounded_memory(tmp_path):
+    path = str(tmp_path / 'big.txt')
+    with open(path, 'wb') as f:
+        for _ in range(48):
+            f.write(b'many words in a line, and many lines\n' * (1 << 15))       # 58 MB in all
+    code = (f"import resource, prepare\nused = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            f"tok = prepare.make_tokenizer('byte'); before = used()\n"
+            f"docs, chars, _ = prepare.scan([{path!r}]); plan = prepare.split_documents(docs, 0.1, False)\n"
+            f"prepare.write_dataset({str(tmp_path / 'd')!r}, plan, tok, 'x', n_bytes=docs[0][2])\n"
+            f"print(used() - before)")
+    pytest.importorskip('resource')
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([PREP_DIR, os.environ.get('PYTHONPATH', '')])}
+    done = subprocess.run([sys.executable, '-c', code], env=env, check=True, capture_output=True, text=True)
+    grown = int(done.stdout.split()[-1]) * (1 if sys.platform == 'darwin' else 1024)
+    assert grown < 40 << 20 and os.path.getsize(tmp_path / 'd' / 'train.bin') > 100e6
+
+
+# tokenizers -------------------------------------------------------------------------------------------------
+
+def prep_tokenizers():
+    return [prepare.make_tokenizer('byte'), prepare.make_tokenizer('char', 'abc é🙂', True), prep_toy_bpe()]
+
+
+def test_tokenizer_state_goes_through_a_checkpoint():
+    for tok in prep_tokenizers():
+        file = io.BytesIO()
+        torch.save({'tokenizer': tok.state()}, file)
+        file.seek(0)
+        again = prepare.tokenizer_from_state(torch.load(file, weights_only=True)['tokenizer'])
+        text = 'ab c é🙂<|endoftext|>ca'
+        ids = tok.encode(text)
+        assert again.encode(text) == ids and again.decode(ids) == text == tok.decode(ids)
+        for what in ('name', 'n_vocab', 'eot', 'special'):
+            assert getattr(again, what) == getattr(tok, what)
+        assert ids.count(tok.eot) == 1 and all(type(i) is int and 0 <= i < tok.n_vocab for i in ids)
+        assert again.state() == json.loads(json.dumps(tok.state())) == tok.state()
+    for bad in ({'kind': 'nonsense'}, {}, {'kind': 'char'}, {'kind': 'byte', 'x': 1}, None, 'byte'):
+        with pytest.raises(ValueError, match='newer version'):
+            prepare.tokenizer_from_state(bad)
+
+
+def test_tokenizer_special_tokens_and_odd_text():
+    for tok in prep_tokenizers():
+        assert tok.eot == tok.special['<|endoftext|>']
+        assert tok.encode('') == [] and tok.encode('<|endoftext|>') == [tok.eot]
+        assert tok.decode([tok.n_vocab + 5, *tok.encode('abc'), 10**6, tok.eot]) == 'abc<|endoftext|>'
+        if tok.name != 'char':
+            plain = tok.encode('<|endoftext|>', allow_special=False)
+            assert tok.eot not in plain and tok.decode(plain) == '<|endoftext|>'
+            assert tok.decode(tok.encode('a\ud800b')) == 'a\ufffdb'
+            ids = tok.encode('🙂')
+            assert tok.decode_bytes(ids) == '🙂'.encode() and tok.decode(ids[:2]) == '\ufffd'
+    assert prepare.make_tokenizer('byte').encode('aé') == [97, 0xc3, 0xa9]
+    char = prepare.make_tokenizer('char', ' dehlorw')
+    assert char.eot is None and char.n_vocab == 8 and char.encode('hello') == [3, 2, 4, 4, 5]
+    with pytest.raises(ValueError, match=r"prompt has '\?' \(not in this char vocabulary of"):
+        char.encode('who?')
+
+
+def test_tokenizer_gpt2_is_tiktokens(monkeypatch):
+    tok = prep_gpt2(monkeypatch)
+    import tiktoken
+    theirs = tiktoken.get_encoding('gpt2')
+    again = prepare.tokenizer_from_state(tok.state())
+    text = prep_awkward(2000) + '<|endoftext|>Hello'
+    assert again.n_vocab == 50257 and again.eot == 50256
+    assert tok.encode(text) == again.encode(text) == theirs.encode(text, allowed_special={'<|endoftext|>'})
+    assert again.encode(text, allow_special=False) == theirs.encode_ordinary(text)
+    assert again.decode(again.encode(text)) == text
+
+
+def test_tokenizer_offline_names_the_address(tmp_path, monkeypatch):
+    requests, tiktoken = pytest.importorskip('requests'), pytest.importorskip('tiktoken')
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+
+    def offline(url, **_):
+        raise requests.ConnectionError('offline', request=requests.Request('GET', url).prepare())
+    monkeypatch.setattr(requests, 'get', offline)
+    monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
+    with pytest.raises(OSError, match=r'https://\S+p50k_base.tiktoken.*TIKTOKEN_CACHE_DIR') as e:
+        prepare.make_tokenizer('p50k_base')
+    assert '\n' not in str(e.value)
+
+
+# folders that others prepared -------------------------------------------------------------------------------
+
+def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
+    chars = sorted(set('hello world\n'))
+    stoi = {char: i for i, char in enumerate(chars)}
+    meta = {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': stoi}
+    with open(tmp_path / 'meta.pkl', 'wb') as f:
+        pickle.dump(meta, f)
+    tok = prepare.load_tokenizer(str(tmp_path))
+    assert prepare.read_meta(str(tmp_path))['vocab_size'] == tok.n_vocab == len(chars)
+    assert tok.encode('hello') == [stoi[c] for c in 'hello'] and tok.decode(tok.encode('hello')) == 'hello'
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / 'pwned'),)
+    for bad in (pickle.dumps({**meta, 'x': Evil()}), pickle.dumps(meta)[:-9], b'', pickle.dumps([1]),
+                pickle.dumps({'vocab_size': np.int64(3)})):
+        with open(tmp_path / 'meta.pkl', 'wb') as f:
+            f.write(bad)
+        with pytest.raises(ValueError, match='meta.pkl cannot be read'):
+            prepare.read_meta(str(tmp_path))
+    assert not (tmp_path / 'pwned').exists()
+    with open(tmp_path / 'meta.json', 'w', encoding='utf-8', newline='') as f:
+        f.write('{"vocab_size": 3')
+    with pytest.raises(ValueError, match='meta.json cannot be read'):
+        prepare.read_meta(str(tmp_path))
+
+
+def test_without_meta_gpt2_is_assumed_and_said_once(tmp_path, capsys):
+    np.arange(50, dtype=np.uint16).tofile(tmp_path / 'train.bin')
+    bins = prepare.Bins(str(tmp_path), 'train')
+    meta = prepare.read_meta(str(tmp_path))
+    assert (meta['vocab_size'], meta['dtype'], meta['tokenizer']) == (50304, 'uint16', None)
+    assert bins.n_tokens == 50
+    assert capsys.readouterr().out.count('GPT-2') == 1
+
+
+def test_bins_reads_foreign_shards(tmp_path):
+    rng, shards = np.random.default_rng(0), []
+    for i, n in enumerate((101, 57, 3)):
+        tokens = rng.integers(0, 50257, n, dtype=np.uint16)
+        head = np.zeros(256, np.int32)
+        head[:3] = 20240520, 1, n
+        (tmp_path / f'fine_train_{i:06d}.bin').write_bytes(head.tobytes() + tokens.tobytes())
+        shards.append(tokens)
+    (tmp_path / 'fine_train_000000.mask.bin').write_bytes(b'\1' * 101)
+    bins = prepare.Bins(str(tmp_path), 'train', vocab_size=50257)
+    assert bins.n_tokens == 161 and bins.n_windows(10) == 10 + 5 + 0
+    expected = [t[i * 10:i * 10 + 11] for t in shards for i in range((len(t) - 1) // 10)]
+    assert np.array_equal(bins.read(range(15), 10), np.array(expected))
+    with open(tmp_path / 'fine_train_000001.bin', 'r+b') as f:
+        f.truncate(1024 + 100)
+    with pytest.raises(ValueError, match='fine_train_000001.bin.*download it again'):
+        prepare.Bins(str(tmp_path), 'train')
+
+
+# reading tokens ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('n_vocab, dtype', [(65536, 'uint16'), (65537, 'uint32'), (70000, 'uint32')])
+def test_bins_dtype_follows_the_vocabulary(n_vocab, dtype, tmp_path):
+    text = ''.join(chr(0x10000 + i) for i in range(n_vocab))
+    path = str(tmp_path / 'a.txt')
+    with open(path, 'w', encoding='utf-8', newline='') as f:
+        f.write(text)
+    tok = prepare.make_tokenizer('char', text)
+    plan = prepare.split_documents([(path, n_vocab, 0)], 0.1, False)
+    meta = prepare.write_dataset(str(tmp_path / 'd'), plan, tok, 'a')
+    assert meta['dtype'] == dtype and tok.n_vocab == n_vocab
+    assert os.path.getsize(tmp_path / 'd' / 'val.bin') == meta['val_tokens'] * np.dtype(dtype).itemsize
+    bins = prepare.Bins(str(tmp_path / 'd'), 'val', vocab_size=n_vocab)
+    last = bins.read([bins.n_windows(1) - 1], 1)
+    assert last.tolist() == [[n_vocab - 2, n_vocab - 1]] and last.dtype == np.int64
+
+
+@pytest.mark.parametrize('n, block', [(11, 10), (20, 10), (21, 10), (22, 10), (2, 1), (1000, 7)])
+def test_bins_windows_cover_the_file_once(n, block, tmp_path):
+    tokens = np.arange(n, dtype=np.uint16)
+    tokens.tofile(tmp_path / 'train.bin')
+    bins = prepare.Bins(str(tmp_path), 'train', 'uint16')
+    w = bins.read(np.arange(bins.n_windows(block)), block)
+    x, y = w[:, :-1], w[:, 1:]
+    assert np.array_equal(y, x + 1)                                  # shifted by one, here the ids say so
+    assert np.array_equal(y.ravel(), tokens[1:1 + len(w) * block]) and n - 1 - y.size < block
+    with pytest.raises(IndexError):
+        bins.read([len(w)], block)
+
+
+def test_bins_one_line_for_what_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, command in {'shakespeare_char': 'python prepare.py shakespeare --tokenizer=char',
+                          'shakespeare': 'python prepare.py shakespeare --tokenizer=gpt2',
+                          'pystdlib_byte': 'python prepare.py',
+                          'pystdlib_cl100k_base': 'python prepare.py --tokenizer=cl100k_base',
+                          'mydata': 'python prepare.py my.txt --out=mydata'}.items():
+        with pytest.raises(FileNotFoundError) as e:
+            prepare.Bins(os.path.join('data', name), 'train')
+        assert f'is not prepared: no train.bin; run `{command}`' in str(e.value)
+    os.makedirs('data/x')
+    ids = np.zeros(300, np.uint16)
+    ids[222] = 777
+    ids.tofile('data/x/val.bin')
+    bins = prepare.Bins('data/x', 'val', 'uint16', vocab_size=700)
+    with pytest.raises(ValueError, match=r'has 300 tokens, .* block_size\+1 = 1025: lower --block_size'):
+        bins.n_windows(1024)
+    with pytest.raises(ValueError, match=r'val.bin has 300 tokens.*= 301'):
+        bins.n_windows(300)
+    assert bins.n_windows(299) == 1
+    with pytest.raises(ValueError, match=r'val.bin: token 777 at position 222 is outside .* of 700'):
+        bins.read([0, 1, 2], 99)
+    assert bins.read([0, 1], 99).shape == (2, 100)
+    with open('data/x/val.bin', 'ab') as f:
+        f.write(b'x')
+    with pytest.raises(ValueError, match='601 bytes are no whole number of uint16'):
+        prepare.Bins('data/x', 'val', 'uint16')
+
+
+def prep_rss():
+    try:
+        with open('/proc/self/statm', encoding='utf-8', newline='') as f:
+            return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+    except OSError:
+        pytest.skip('this system has no /proc to read the memory in use from')
+
+
+def test_bins_memory_stays_bounded(tmp_path):
+    with open(tmp_path / 'train.bin', 'wb') as f:                             # 200 MB
+        for i in range(13):
+            f.write(np.full(8 << 20, i, np.uint16))
+    bins = prepare.Bins(str(tmp_path), 'train', 'uint16')
+    order = np.random.default_rng(0).permutation(bins.n_windows(1024))[:48 * 2000].reshape(2000, 48)
+    bins.read(order[0], 1024)
+    before, peak = prep_rss(), 0
+    for batch in order:
+        got = bins.read(batch, 1024)
+        assert got[0, 0] == batch[0] * 1024 // (8 << 20)
+        peak = max(peak, prep_rss())
+    assert peak - before < 100 << 20
+
+
+# downloads --------------------------------------------------------------------------------------------------
+
+PREP_BODY = bytes(random.Random(3).randrange(256) for _ in range(200_000))
+
+
+class PrepHandler(http.server.BaseHTTPRequestHandler):
+    """/ok with ranges, /noranges without; /500x2 fails twice; /cut sends half, once; /lie always does"""
+    seen = []
+
+    def do_GET(self):
+        start, path = self.headers.get('Range'), self.path
+        self.seen.append((path, start))
+        count = sum(p == path for p, _ in self.seen)
+        status = {'/404': 404, '/always500': 503, '/429': 429 if count == 1 else 200}.get(path, 200)
+        status = 500 if path == '/500x2' and count < 3 else status
+        body, begin = PREP_BODY, 0
+        if status == 200 and start and path != '/noranges':
+            begin = int(start[6:-1])
+            status = 206 if begin < len(body) else 416
+        body = body[begin:] if status in (200, 206) else b'sorry'
+        self.send_response(status)
+        self.send_header('Content-Length', str(len(body)))
+        if status in (206, 416):
+            place = f'{begin}-{len(PREP_BODY) - 1}' if status == 206 else '*'
+            self.send_header('Content-Range', f'bytes {place}/{len(PREP_BODY)}')
+        self.end_headers()
+        half = path == '/cut' and count == 1 or path == '/lie'
+        self.wfile.write(body[:len(body) // 2] if half else body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def prep_server(monkeypatch):
+    pytest.importorskip('requests')
+    monkeypatch.setattr(prepare, 'RETRY_WAITS', (0, 0, 0))
+    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
+    PrepHandler.seen = []
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), PrepHandler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f'http://127.0.0.1:{server.server_address[1]}'
+    server.shutdown()
+    server.server_close()
+
+
+PREP_SUM = hashlib.sha256(PREP_BODY).hexdigest()
+
+
+@pytest.mark.parametrize('path, have, requests_made', [
+    ('/ok', 0, 1), ('/ok', 1000, 1), ('/noranges', 1000, 1), ('/500x2', 0, 3), ('/429', 0, 2), ('/cut', 0, 2),
+    ('/ok', len(PREP_BODY), 2)])
+@pytest.mark.parametrize('known', [True, False])
+def test_fetch_brings_the_file(path, have, requests_made, known, prep_server, tmp_path, capsys):
+    target = str(tmp_path / 'deep' / 'file')
+    os.makedirs(os.path.dirname(target))
+    with open(target + '.part', 'wb') as f:
+        f.write(PREP_BODY[:have])
+    checks = {'size': len(PREP_BODY), 'sha256': PREP_SUM} if known else {}
+    assert prepare.fetch(prep_server + path, target, **checks) == target
+    with open(target, 'rb') as f:
+        assert f.read() == PREP_BODY
+    assert os.listdir(os.path.dirname(target)) == ['file']
+    made = requests_made if not (known and have == len(PREP_BODY)) else 0    # complete, only not renamed yet
+    assert len(PrepHandler.seen) == made
+    if have:
+        assert all(start == f'bytes={have}-' for _, start in PrepHandler.seen[:1])
+    prepare.fetch(prep_server + path, target, **checks)                          # it is there already
+    assert len(PrepHandler.seen) == made
+
+
+def test_fetch_says_what_is_wrong_in_one_line(prep_server, tmp_path):
+    target = str(tmp_path / 'file')
+    table = [('/404', {}, OSError, ['404', 'check the address']),
+             ('/always500', {}, OSError, ['503', target, 'or fly']),
+             ('/lie', {}, OSError, ['broke off after', 'run this again', '/lie', target]),
+             ('/ok', {'size': 5}, ValueError, ['200,000', '5 are expected']),
+             ('/ok', {'sha256': '0' * 64}, ValueError, [PREP_SUM[:12], '000000000000'])]
+    for path, checks, kind, parts in table:
+        with pytest.raises(kind) as e:
+            prepare.fetch(prep_server + path, target, instead=', or fly', **checks)
+        assert all(part in str(e.value) for part in parts) and '\n' not in str(e.value), e.value
+        assert not os.path.exists(target)
+        if path != '/lie':
+            assert not os.path.exists(target + '.part')
+        else:                                                # what came is kept, and whole in front
+            with open(target + '.part', 'rb') as f:
+                assert PREP_BODY.startswith(f.read())
+            os.remove(target + '.part')
+
+
+def test_fetch_offline_names_the_way_out(tmp_path, monkeypatch, capsys):
+    requests = pytest.importorskip('requests')
+    monkeypatch.chdir(tmp_path)
+
+    def offline(*_, **__):
+        raise requests.ConnectionError('Failed to resolve host ' * 10)
+    monkeypatch.setattr(requests, 'get', offline)
+    monkeypatch.setattr('time.sleep', lambda _: None)
+    code, _, stderr = prep_run(['shakespeare', '--tokenizer=char'], monkeypatch, capsys)
+    assert code == 1 and len(stderr.strip().splitlines()) == 1
+    assert 'cannot reach raw.githubusercontent.com' in stderr and 'python prepare.py my.txt' in stderr
+    assert os.path.join('data', 'shakespeare', 'input.txt') in stderr and prep_files(tmp_path) == []
