@@ -38,7 +38,7 @@ seed = 1337                 # of the noise; affects nothing else
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
-compile = False             # torch.compile the step: half a minute first, then faster
+compile: bool | str = False  # torch.compile the step: half a minute first, then faster (auto: False)
 configure(globals())
 
 
@@ -280,7 +280,7 @@ if __name__ == '__main__':
     begun = time.perf_counter()
     texts, count = complete(model, tokenizer, [i for _, i in rows], max_new_tokens, stops, show,
                             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-                            repetition_penalty=repetition_penalty, compile=compile)
+                            repetition_penalty=repetition_penalty, compile=compile is True)
     seconds = time.perf_counter() - begun
     for row, ((prompt, _), text) in enumerate(zip(rows, texts)):
         print('\n---------------' if live and row == 0 else f"{prompt}{text}\n---------------")
