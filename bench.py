@@ -10,6 +10,8 @@ Measures: how fast, how much memory.
 the same process. The last line is JSON. Speeds are medians after a warm-up; the spread is between the 10th and 90th
 percentile. Shares compare with what this machine reaches on one large matmul, and on one large sum, in the same run.
 """
+import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -91,7 +93,7 @@ def peak_mb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 
 
-def load_nanogpt(folder, config, dropout, device):
+def load_nanogpt(folder, config, device):
     """nanoGPT's model at our shape, from its clone."""
     path = os.path.join(folder, 'model.py')
     if not os.path.isfile(path):
@@ -101,20 +103,19 @@ def load_nanogpt(folder, config, dropout, device):
     spec.loader.exec_module(module)
     return module.GPT(module.GPTConfig(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, bias=False,
                                        block_size=config.block_size, vocab_size=config.vocab_size,
-                                       dropout=dropout)).to(device)
+                                       dropout=config.dropout)).to(device)
 
 
-def train_step(model, forward, optimizers, batch, autocast, grad_clip):
-    """One update as train.py does it."""
+def train_step(forward, params, optimizers, batch, autocast, grad_clip, foreach):
+    """One update as train.py does it, or nanoGPT: forward returns a loss among its results."""
     with autocast():
-        loss = forward(*batch)
-        loss = loss[0] if forward is not model or isinstance(model, GPT) else loss[1]
+        loss = next(part for part in forward(*batch) if torch.is_tensor(part) and part.ndim == 0)
     loss.backward()
     if grad_clip:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        torch.nn.utils.clip_grad_norm_(params, grad_clip, foreach=foreach)
     for opt in optimizers:
         opt.step()
-    model.zero_grad(set_to_none=True)
+        opt.zero_grad(set_to_none=True)
 
 
 def report(times, units, unit, numbers, baseline=None):
@@ -165,27 +166,21 @@ if __name__ == '__main__':
             forward = torch.compile(model, dynamic=False, options=None if 'cuda' in device else {'fallback_random': True})
         tokens = torch.randint(config.vocab_size, (2, batch_size, config.block_size), device=device)
         optimizers = make_optimizers(model, optimizer, 1e-4, 0.1, (0.9, 0.95), 0.95, device)
-        sides = {'flatgpt': lambda: train_step(model, forward, optimizers, tokens, machine.autocast, grad_clip)}
-        if vs:
-            other = load_nanogpt(vs, config, config.dropout, device)
-            plain = torch.autocast(machine.device_type, enabled=False)  # on CPUs its train.py uses no autocast
-            theirs = [other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)]
-            if machine.device_type != 'cpu':
-                plain, other_forward = machine.autocast, torch.compile(other)
-            else:
-                other_forward = other
-            precision = torch.get_float32_matmul_precision()
+        step = functools.partial(train_step, batch=tokens, grad_clip=grad_clip)
+        sides = {'flatgpt': functools.partial(step, forward, list(model.parameters()), optimizers,
+                                              autocast=machine.autocast, foreach=device != 'mps')}
+        if vs:  # as its train.py runs it: on CPUs without autocast, at the default precision, uncompiled
+            other = load_nanogpt(vs, config, device)
+            cpu, precision = device == 'cpu', torch.get_float32_matmul_precision()
+            theirs = functools.partial(step, other if cpu else torch.compile(other), list(other.parameters()),
+                                       [other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)],
+                                       autocast=contextlib.nullcontext if cpu else machine.autocast, foreach=None)
 
-            def other_step():
-                torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')  # as it runs
-                with plain:
-                    loss = other_forward(*tokens)[1]
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
-                theirs[0].step()
-                other.zero_grad(set_to_none=True)
+            def nanogpt_step():
+                torch.set_float32_matmul_precision('highest' if cpu else 'high')
+                theirs()
                 torch.set_float32_matmul_precision(precision)
-            sides['nanoGPT'] = other_step
+            sides['nanoGPT'] = nanogpt_step
         times = take_turns(sides, rounds, steps, device)
         n = batch_size * config.block_size
         flops = model.flops_per_token() * n / np.median(times['flatgpt'])
@@ -195,7 +190,7 @@ if __name__ == '__main__':
         report(times, n, 'a step', numbers, 'nanoGPT')
 
     if what == 'decode':
-        other = load_nanogpt(vs, config, 0.0, device).eval() if vs else None
+        other = load_nanogpt(vs, config, device).eval() if vs else None
         model.to(machine.dtype).eval()
         prompts = torch.randint(config.vocab_size, (batch_size, prompt_len)).tolist()
         compiled = compile is True

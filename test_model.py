@@ -682,11 +682,22 @@ def test_training_computes_what_a_plain_loop_computes(folder):
 
 
 def test_accumulation_and_one_large_batch_are_the_same(folder):
-    a = train('--out_dir=a', '--batch_size=2', '--gradient_accumulation_steps=4', '--max_iters=5')
-    b = train('--out_dir=b', '--batch_size=8', '--gradient_accumulation_steps=1', '--max_iters=5')
+    model, losses = tiny().train(), []
+    x, y = torch.randint(61, (2, 8, 16))
+    for size in (8, 2):
+        model.zero_grad()
+        for i in range(0, 8, size):
+            loss = model(x[i:i + size], y[i:i + size])[0] * size / 8
+            loss.backward()
+        losses.append([w.grad.clone() for w in model.parameters()])
+    for a, b in zip(*losses):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+    a = train('--out_dir=a', '--batch_size=2', '--gradient_accumulation_steps=4', '--max_iters=5', '--log_interval=1')
+    b = train('--out_dir=b', '--batch_size=8', '--gradient_accumulation_steps=1', '--max_iters=5', '--log_interval=1')
     for x, y in zip(a['model'].parameters(), b['model'].parameters()):
-        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
-    assert [float(r['loss']) for r in log_rows('a')] == pytest.approx([float(r['loss']) for r in log_rows('b')], rel=1e-5)
+        torch.testing.assert_close(x, y, atol=2e-4, rtol=1e-3)  # AdamW divides small differences by small gradients
+    for key in ('loss', 'grad_norm', 'lr'):
+        assert [float(r[key]) for r in log_rows('a')] == pytest.approx([float(r[key]) for r in log_rows('b')], rel=1e-4)
 
 
 def test_two_ranks_equal_one(folder):

@@ -401,6 +401,7 @@ if __name__ == '__main__':
         f"iterations to {out_dir}/")
 
     # optimizer, compilation, ranks ----------------------------------------------------------------------------
+    params = list(model.parameters())
     optimizers = make_optimizers(model, optimizer, learning_rate, weight_decay, (beta1, beta2), momentum, device)
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
     it, best_val_loss, skipped, wall_before = 0, math.inf, 0, 0.0
@@ -469,8 +470,8 @@ if __name__ == '__main__':
 
     # the loop: max_iters updates, and a last turn to judge the last weights ------------------------------------
     peak = peak_flops(device, machine.dtype)
-    stopping, mean_loss, paused, row = False, 0.0, 0.0, {}
-    started, timed_it, timed_at, batch = time.time(), it, time.time(), read_batch(it, 0)
+    stopping, mean_loss, row = False, 0.0, {}
+    timed_it, timed_at, batch = it, time.time(), read_batch(it, 0)
     while True:
         last = it >= max_iters or stopping or eval_only
         if last or (it % eval_interval == 0 and it > first_it):
@@ -491,9 +492,10 @@ if __name__ == '__main__':
                 if improved and not always_save_checkpoint:
                     save(os.path.join(out_dir, 'best.pt'), checkpoint())
                 now = wall_before + time.time() - START
-                log.writerow({**row, 'iter': it, 'tokens': it * tokens_per_iter, 'val_loss': f"{val_loss:.6f}",
-                              'val_bpb': f"{bpb:.6f}" if bpb else '', 'wall_s': f"{now:.2f}"})
-                log_file.flush()
+                if it > first_it:
+                    log.writerow({**row, 'iter': it, 'tokens': it * tokens_per_iter, 'val_loss': f"{val_loss:.6f}",
+                                  'val_bpb': f"{bpb:.6f}" if bpb else '', 'wall_s': f"{now:.2f}"})
+                    log_file.flush()
                 if wandb:
                     wandb.log({'iter': it, 'val/loss': val_loss, 'lr': lr_now if it else 0.0})
                 if sample_tokens and words:
@@ -501,8 +503,7 @@ if __name__ == '__main__':
                     with machine.autocast():
                         text, _ = complete(model, words, [first_token], sample_tokens, seed=seed)
                     model.train()
-                    say(f"{'-' * 20} sample at iteration {it}{text[0]}\n{'-' * 20}")
-            paused += time.time() - pause
+                    say(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
             timed_at += time.time() - pause
         if last:
             break
@@ -511,7 +512,9 @@ if __name__ == '__main__':
         for opt in optimizers:
             for group in opt.param_groups:
                 group['lr'] = lr_now
-        torch.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))  # for dropout
+        # dropout is a function of (seed, iteration, rank); torch.manual_seed would call CUDA on a CPU too
+        generator = torch.default_generator if device == 'cpu' else torch
+        generator.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))
         losses = torch.zeros((), device=device)
         for step in range(accumulation):
             if ranks > 1:  # gradients travel with the last micro-batch only
@@ -524,15 +527,16 @@ if __name__ == '__main__':
                 batch = read_batch(it, step + 1) if step < accumulation - 1 else read_batch(it + 1, 0)
         for opt in optimizers:
             scaler.unscale_(opt)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+        grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf, foreach=device != 'mps')
         measured = (it + 1) % eval_interval == 0 and rank == 0  # how far an update moves the weights, now and then
-        before = [w.detach().clone() for w in model.parameters()] if measured else None
+        before = [w.detach().clone() for w in params] if measured else None
         scale = scaler.get_scale()
         for opt in optimizers:
             scaler.step(opt)
         scaler.update()
         skipped += scaler.get_scale() < scale
-        model.zero_grad(set_to_none=True)
+        for opt in optimizers:
+            opt.zero_grad(set_to_none=True)
         it += 1
 
         stopping = bool(stop) and ranks == 1
@@ -548,12 +552,11 @@ if __name__ == '__main__':
             seconds = (time.time() - timed_at) / (it - timed_it)
             timed_it, timed_at = it, time.time()
             mfu = flops_per_iter / seconds / (peak * ranks) if peak else None
-            left = (max_iters - it) * (time.time() - started - paused) / (it - first_it)
             say(f"iter {it}: loss {mean_loss:.4f}, lr {lr_now:.2e}, norm {grad_norm:.2f}, {seconds * 1e3:.1f} ms, "
                 f"{tokens_per_iter / seconds:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else '')
-                + f", {duration(left)} left", flush=True)
+                + f", {duration((max_iters - it) * seconds)} left", flush=True)
             if rank == 0:
-                ratio = (sum((w - old).square().sum() for w, old in zip(model.parameters(), before))
+                ratio = (sum((w - old).square().sum() for w, old in zip(params, before))
                          / sum(old.square().sum() for old in before)).sqrt().item() if before else ''
                 row = {'iter': it, 'tokens': it * tokens_per_iter, 'epoch': f"{it * windows_per_iter / n_windows:.4f}",
                        'loss': f"{mean_loss:.6f}", 'lr': f"{lr_now:.6e}", 'grad_norm': f"{float(grad_norm):.5f}",
@@ -565,6 +568,8 @@ if __name__ == '__main__':
                     log.writerow(row)
                 if wandb:
                     wandb.log({'iter': it, 'train/loss': mean_loss, 'lr': lr_now})
+        elif it == first_it + 1:  # compilation and warm-up are no measure of speed
+            timed_it, timed_at = it, time.time()
 
     if not eval_only:
         say(f"done: {it:,} iterations in {duration(time.time() - START)}, best val loss {best_val_loss:.4f}; "
