@@ -23,13 +23,15 @@ import torch
 
 from configurator import configure, runtime
 from model import GPT, GPTConfig
+from prepare import read_meta
 from sample import checkpoint_path, generate
 from train import make_optimizers, peak_flops, resolve_compile
 
 # what
 init_from = 'scratch'             # decode: scratch (random weights of the config), or a checkpoint or its folder
 vs = ''                           # folder of a nanoGPT clone to take turns with
-batch_size = 1                    # sequences; train takes the config's, or 12
+batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode
+dataset = ''                      # train: its vocabulary is used, unless vocab_size is given
 prompt_len = 32                   # decode: tokens before
 max_new_tokens = 200              # decode: tokens made
 steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn
@@ -143,6 +145,10 @@ if __name__ == '__main__':
         raise ValueError(f"bench.py measures train or decode, not {what!r}: python bench.py train config/small.py")
     machine = runtime(device, dtype, seed)
     device = machine.device
+    batch_size = batch_size or {'train': 12, 'decode': 1}[what]
+    folder = os.path.join('data', dataset)
+    if dataset and 'vocab_size' not in model_args and os.path.isdir(folder):
+        model_args['vocab_size'] = read_meta(folder)['vocab_size']
     if init_from != 'scratch':
         model, _ = GPT.from_checkpoint(checkpoint_path(init_from, init_from))
         model.to(device)

@@ -61,7 +61,10 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         kinds[name] = [typing.get_origin(part) or part for part in each]
     if argv is None:
         argv, default_file = (sys.argv[1:], default_file) if settings['__name__'] == '__main__' else ([], '')
-    if settings.get('__name__') == '__main__': sys.excepthook = one_line_errors
+    if settings.get('__name__') == '__main__':
+        sys.excepthook = one_line_errors
+        with contextlib.suppress(AttributeError): # a terminal or file that is not UTF-8 gets ? for what it lacks
+            sys.stdout.reconfigure(errors='replace')
     if '-h' in argv or '--help' in argv:
         print(settings['__doc__'], *setting_lines(Path(settings['__file__']).read_text('utf-8')), sep='\n')
         print(*setting_lines(inspect.getsource(model_config)) if model_config else '', sep='\n')

@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-# configuration ------------------------------------------------------------------------------------------------
+# configuration ----------------------------------------------------------------------------------------------
 
 ACTIVATIONS = {  # name: (function, gated); gated ones (Shazeer 2020, arXiv:2002.05202) compute f(gate) * up
     'swiglu': (F.silu, True),
@@ -99,7 +99,7 @@ def round_up(n, multiple=64):
     return math.ceil(n / multiple) * multiple
 
 
-# norm, projections, dropout -----------------------------------------------------------------------------------
+# norm, projections, dropout ---------------------------------------------------------------------------------
 
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension; statistics in float32, the result in x's dtype."""
@@ -140,7 +140,7 @@ def dropout(x, p):
     return torch.where(bits >= limit - 32768, x * (65536 / (65536 - limit)), 0.0)
 
 
-# positions ----------------------------------------------------------------------------------------------------
+# positions --------------------------------------------------------------------------------------------------
 
 def rope_table(config, device=None):
     """cos and sin of every position's rotation angles, each (block_size, head_dim / 2) float32: position p turns
@@ -166,7 +166,7 @@ def visible(q_pos, k_pos):
     return ((age >= 0) & (k_pos >= 0)[:, None, :])[:, None]
 
 
-# attention ----------------------------------------------------------------------------------------------------
+# attention --------------------------------------------------------------------------------------------------
 
 class Shared(NamedTuple):
     """What all layers of one forward pass have in common, made once."""
@@ -259,6 +259,8 @@ class Cache:
 
     def rewind(self, n):
         """Takes the last n tokens back: an int for all rows, or (B,) one number a row."""
+        if ((self.length - n) < 0).any():
+            raise ValueError(f"cannot rewind {n} tokens: the cache holds {self.length.tolist()}")
         self.length -= n
         self._recount(even=self.even and not torch.is_tensor(n))
 
@@ -270,10 +272,8 @@ class Cache:
         self._recount(even=self.even)
 
     def _recount(self, even):
-        low, high = int(self.length.min()), int(self.length.max())
-        if low < 0:
-            raise ValueError(f"cannot rewind {-low} tokens more than the cache holds")
         if not self.static:
+            low, high = int(self.length.min()), int(self.length.max())
             self.longest, self.even = high, even or low == high
 
     @property
@@ -303,7 +303,7 @@ class Attention(nn.Module):
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-# MLP and block ------------------------------------------------------------------------------------------------
+# MLP and block ----------------------------------------------------------------------------------------------
 
 class MLP(nn.Module):
     """down(f(up(x))), or gated: down(f(gate(x)) * up(x))."""
@@ -336,7 +336,7 @@ class Block(nn.Module):
         return x + dropout(self.mlp(self.ln_2(x)), p)
 
 
-# the model ----------------------------------------------------------------------------------------------------
+# the model --------------------------------------------------------------------------------------------------
 
 class GPT(nn.Module):
 
@@ -380,6 +380,7 @@ class GPT(nn.Module):
                 w.fill_(1.0)
             else:
                 w.normal_(std=0.02 if name in ('wte.weight', 'wpe.weight') else (1 / (3 * w.shape[1])) ** 0.5)
+        self.wte.weight[self.config.vocab_size:] = 0.0
 
     def compute_dtype(self):
         """The dtype that matmuls run in: autocast's where it is on, else the weights'."""
@@ -406,7 +407,7 @@ class GPT(nn.Module):
         if cache is not None:
             cache.advance(T)
         if keep is not None:
-            x = x[:, T - keep:]
+            x = x[:, max(0, T - keep):]
         x = F.linear(self.ln_f(x), (self.wte if self.lm_head is None else self.lm_head).weight)
         logits = x[..., :config.vocab_size].float()
         if config.logit_softcap:
@@ -522,5 +523,6 @@ def _trim_rows(model, state, prefix, metadata):
 def _pad_rows(model, state, prefix, *_):
     for name in ('wte.weight', 'lm_head.weight'):
         if prefix + name in state:
-            w = state[prefix + name]
-            state[prefix + name] = F.pad(w, (0, 0, 0, model.wte.num_embeddings - len(w)))
+            w, rows = state[prefix + name], model.wte.num_embeddings
+            if len(w) == model.config.vocab_size:  # any other size is for strict loading to refuse
+                state[prefix + name] = F.pad(w, (0, 0, 0, rows - len(w)))

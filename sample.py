@@ -4,7 +4,7 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py                                        # from out/
     python sample.py --out_dir=out-x --start='def ' --num_samples=3 --max_new_tokens=200
     python sample.py --start=FILE:prompt.txt --temperature=0      # greedy; LINES:file is one prompt a line, - is stdin
-    python sample.py --init_from=path/to/best.pt --stop='\\n\\n'
+    python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
 
 Noise is a function of (seed, sample, position): sample 3 is the same text alone or among a hundred others.
 """
@@ -42,7 +42,7 @@ compile: bool | str = False  # torch.compile the step: half a minute first, then
 configure(globals())
 
 
-# one token ----------------------------------------------------------------------------------------------------
+# one token --------------------------------------------------------------------------------------------------
 
 def uniforms(seed, sample, position, count):
     """Numbers in [0, 1) for `count` positions from `position` on, of one sample: (count,) float64, 24 bits each."""
@@ -76,7 +76,7 @@ def penalise(logits, seen, penalty):
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-# many tokens --------------------------------------------------------------------------------------------------
+# many tokens ------------------------------------------------------------------------------------------------
 
 def prefill(model, contexts, cache):
     """Feeds each row's tokens to the empty cache; logits after the last one, (B, V). Rows may differ in length: all
@@ -107,7 +107,8 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
                              f"{list(prompt)[:8]}")
     if not prompts or max_new_tokens < 1:
         return
-    where = 'cpu' if device.type == 'mps' else device  # sampling on MPS has returned ids out of range
+    # sampling on MPS has returned ids out of range, and CUDA has no deterministic cumsum
+    where = 'cpu' if device.type == 'mps' or torch.are_deterministic_algorithms_enabled() else device
     noise = np.stack([uniforms(seed, row, len(p), max_new_tokens) for row, p in enumerate(prompts)], axis=1)
     noise = torch.tensor(noise, dtype=torch.float32, device=where)  # (max_new_tokens, B); 24 bits fit exactly
     seen = None
@@ -206,7 +207,7 @@ def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, *
     return texts, count
 
 
-# the story ----------------------------------------------------------------------------------------------------
+# the story --------------------------------------------------------------------------------------------------
 
 def checkpoint_path(init_from, out_dir):
     """The file that init_from means."""

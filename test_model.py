@@ -55,7 +55,7 @@ def same_machine_state():
     torch.set_rng_state(state)
 
 
-# model --------------------------------------------------------------------------------------------------------
+# model ------------------------------------------------------------------------------------------------------
 
 VARIANTS = {  # what the cache and attention tests run over
     'mha rope': {},
@@ -395,7 +395,7 @@ def test_an_impossible_model_names_every_problem():
     assert GPTConfig(n_embd=128, n_head=4, mlp='gelu').d_ff == 512
 
 
-# sampling -----------------------------------------------------------------------------------------------------
+# sampling ---------------------------------------------------------------------------------------------------
 
 def draws(logits, n=4000, **options):
     u = (torch.arange(n) + 0.5) / n
@@ -503,7 +503,7 @@ def test_streamed_text_is_the_whole_text():
     assert TextStream(tok, stop=['xyz']).feed(ord('x')) == ''  # it may begin a stop text
 
 
-# training -----------------------------------------------------------------------------------------------------
+# training ---------------------------------------------------------------------------------------------------
 
 def synthetic(n, vocab_size=23, seed=0):
     """Tokens with something to learn: each determines the next, but for some noise."""
@@ -776,7 +776,7 @@ def test_compiled_training_equals_eager(folder):
         torch.testing.assert_close(a['model'][name], b['model'][name], atol=1e-4, rtol=1e-3, msg=name)
 
 
-# checkpoints --------------------------------------------------------------------------------------------------
+# checkpoints ------------------------------------------------------------------------------------------------
 
 def test_checkpoints_hold_plain_data_and_come_back(folder):
     story = train('--out_dir=out', '--always_save_checkpoint=False', '--max_iters=10')
@@ -896,7 +896,7 @@ def watched(*a, **k):
 builtins.print = watched
 runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and 'stopping after this iteration' in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and 'stopping after this iteration' in done.stderr, done.stdout + done.stderr
     stopped = torch.load('cut/ckpt.pt', weights_only=True)['iter_num']
     assert stopped in (7, 8)
     train('--out_dir=cut', '--init_from=resume')
@@ -904,7 +904,7 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     assert same_weights(a['model'], b['model'])
 
 
-# nanoGPT ------------------------------------------------------------------------------------------------------
+# nanoGPT ----------------------------------------------------------------------------------------------------
 
 def nanogpt_checkpoint(path, bias=False):
     """What nanoGPT's train.py writes: its names, its argument set, optimizer state of AdamW, best loss as tensor."""
@@ -955,7 +955,7 @@ def test_nanogpt_prepared_folders_train(folder):
     assert torch.load('out/ckpt.pt', weights_only=True)['tokenizer']['chars'] == chars
 
 
-# scripts as users run them --------------------------------------------------------------------------------------
+# scripts as users run them ----------------------------------------------------------------------------------
 
 def test_readme_lines_generate_from_python(folder):
     train('--out_dir=out', '--max_iters=10')
@@ -1054,7 +1054,7 @@ def test_files_are_opened_with_their_encoding():
             assert re.search(r"encoding=|'[rwa]b'|buffering", call) or path.name == 'test_model.py', f'{path.name}: {call}'
 
 
-# configurator -------------------------------------------------------------------------------------------------
+# configurator -----------------------------------------------------------------------------------------------
 
 CFG_MODEL = '''
 from dataclasses import dataclass
@@ -1389,7 +1389,7 @@ def test_cfg_runtime_threads(cfg_torch_state):
         torch.set_num_threads(before)
 
 
-# prepare ------------------------------------------------------------------------------------------------------
+# prepare ----------------------------------------------------------------------------------------------------
 
 PREP_DIR = os.path.dirname(os.path.abspath(prepare.__file__))
 PREP_DATA = os.environ.get('FLATGPT_DATA', '')

@@ -21,6 +21,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -80,7 +81,7 @@ seed = 1337                          # of weights, batches and dropout
 config, model_args = configure(globals(), GPTConfig, default_file='config/default.py')
 
 
-# learning rate ------------------------------------------------------------------------------------------------
+# learning rate ----------------------------------------------------------------------------------------------
 
 SCHEDULES = {  # share of the decay that is over, 0 to 1, and cooldown -> share of the way from min_lr to the peak
     'cosine': lambda done, cooldown: 0.5 * (1 + math.cos(math.pi * done)),
@@ -100,7 +101,7 @@ def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
     return floor + SCHEDULES[schedule](done, cooldown) * (peak - floor)
 
 
-# data order ---------------------------------------------------------------------------------------------------
+# data order -------------------------------------------------------------------------------------------------
 
 @functools.lru_cache(maxsize=2)
 def window_order(seed, epoch, n):
@@ -157,7 +158,7 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
         y[len(part):] = -1  # a full batch always, so that nothing recompiles; what fills it does not count
         with autocast():
             loss, _ = forward(x, y)
-        total += loss.double().cpu() * len(part)
+        total += loss.cpu().double() * len(part)  # MPS has no float64
     model.train(training)
     if ranks > 1:
         total = total.to(device)
@@ -165,7 +166,7 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
     return total.item() / count, count
 
 
-# Muon ---------------------------------------------------------------------------------------------------------
+# Muon -------------------------------------------------------------------------------------------------------
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): what torch.optim.Muon
@@ -249,7 +250,7 @@ def load_optimizers(optimizers, states, path):
             group.update(mine)  # the settings of this run, not the file's
 
 
-# checkpoints and log ------------------------------------------------------------------------------------------
+# checkpoints and log ----------------------------------------------------------------------------------------
 
 def save(path, state):
     """Writes state to path: all of it or, with the old file kept, nothing. Raises OSError with the reason."""
@@ -268,23 +269,24 @@ LOG_FIELDS = ['iter', 'tokens', 'epoch', 'loss', 'val_loss', 'val_bpb', 'lr', 'g
 
 
 def open_log(path, after):
-    """log.csv for appending, rows beyond iteration `after` dropped. Returns the file and the wall_s it stands at."""
+    """log.csv for appending, rows beyond iteration `after` dropped. Returns the file and its writer."""
     rows = []
     if after and os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as f:
-            rows = [row for row in csv.DictReader(f) if int(row['iter']) <= after]
-    f = open(path, 'w', encoding='utf-8', newline='')
-    writer = csv.DictWriter(f, LOG_FIELDS, extrasaction='raise')
-    writer.writeheader()
-    writer.writerows(rows)
-    f.flush()
-    return f, writer
+            rows = [row for row in csv.DictReader(f) if (row['iter'] or '').isdigit() and int(row['iter']) <= after]
+    with open(path + '.tmp', 'w', encoding='utf-8', newline='') as f:
+        writer = csv.DictWriter(f, LOG_FIELDS, extrasaction='ignore')
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(path + '.tmp', path)
+    f = open(path, 'a', encoding='utf-8', newline='')
+    return f, csv.DictWriter(f, LOG_FIELDS)
 
 
-# machine ------------------------------------------------------------------------------------------------------
+# machine ----------------------------------------------------------------------------------------------------
 
 PEAK_TFLOPS = {  # dense bfloat16 peaks from NVIDIA's data sheets, by what the device's name contains
-    'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'GH200': 989, 'B200': 2250, 'A100': 312, 'A800': 312, 'L40S': 362,
+    'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'GH200': 989, 'B200': 2250, 'A100': 312, 'A800': 312, 'L40S': 362,
     'A10G': 70, 'L4': 121, 'RTX 4090': 165, 'RTX 3090': 71,
 }
 
@@ -294,7 +296,8 @@ def peak_flops(device, dtype):
     if 'cuda' not in device or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()
+                 if re.search(rf'\b{part}\b', name) and 'Laptop' not in name), None)
 
 
 def resolve_compile(compile, device, flops):
@@ -316,9 +319,18 @@ def duration(seconds):
 
 
 if __name__ == '__main__':
-    # ranks and machine ----------------------------------------------------------------------------------------
+    # ranks and machine --------------------------------------------------------------------------------------
     rank, ranks = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    say = print if rank == 0 else lambda *_, **__: None
+    stop = []  # signals that asked to stop
+
+    def say(text):
+        try:
+            if rank == 0:
+                print(text, flush=True)
+        except BrokenPipeError:  # Ctrl-C ends `| tee log` before us: nobody listens, but there is a run to save
+            if not stop:
+                raise
+
     for key, known in dict(lr_schedule=SCHEDULES, optimizer=('adamw', 'muon')).items():
         if config[key] not in known:
             raise ValueError(f"{key}={config[key]!r} is none of {', '.join(known)}")
@@ -328,9 +340,9 @@ if __name__ == '__main__':
     if epochs is not None and tokens_per_param is not None:
         raise ValueError(f"epochs={epochs} and tokens_per_param={tokens_per_param} both set the length: give one")
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
-    checkpoint_file = os.path.join(out_dir, 'ckpt.pt')
+    checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
 
-    # checkpoint -----------------------------------------------------------------------------------------------
+    # checkpoint ---------------------------------------------------------------------------------------------
     path, rest, model = None, {}, None
     if init_from == 'resume':
         path = checkpoint_file
@@ -350,17 +362,21 @@ if __name__ == '__main__':
                 raise ValueError(f"{key}={value!r} differs from {path}, which has {rest['model_args'][key]!r}: leave it "
                                  "out, or train from scratch")
     resumed = rest if init_from == 'resume' else {}
+    machine = runtime(device, dtype, seed)
     was = resumed.get('runtime', {})  # what 'auto' was resolved to is kept, so that a resumed run is the same run
-    machine = runtime(device, was.get('dtype', dtype) if dtype == 'auto' else dtype, seed, threads=was.get('threads'))
+    if (was.get('device_type'), was.get('ranks')) != (machine.device_type, ranks):
+        was = {}
+    elif (was['threads'], was['dtype']) != (machine.threads, str(machine.dtype)[6:]) and dtype == 'auto':
+        machine = runtime(device, was['dtype'], seed, threads=was['threads'])
     device = machine.device
     if compile == 'auto':
         compile = was.get('compile', compile)
     if ranks > 1:
         dist.init_process_group(backend if backend != 'auto' else 'nccl' if 'cuda' in device else 'gloo')
-    torch.use_deterministic_algorithms(deterministic or 'cuda' not in device)
+    torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs an eighth of a step
 
-    # data -----------------------------------------------------------------------------------------------------
+    # data ---------------------------------------------------------------------------------------------------
     folder = dataset if os.path.isdir(dataset) and not os.path.isdir(os.path.join('data', dataset)) \
         else os.path.join('data', dataset)
     train_bins, val_bins = Bins(folder, 'train'), Bins(folder, 'val')
@@ -372,7 +388,7 @@ if __name__ == '__main__':
         say(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         words = None
 
-    # model ----------------------------------------------------------------------------------------------------
+    # model --------------------------------------------------------------------------------------------------
     if model is None:
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **model_args}))
     for bins in (train_bins, val_bins):
@@ -400,14 +416,15 @@ if __name__ == '__main__':
         f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every {eval_interval} "
         f"iterations to {out_dir}/")
 
-    # optimizer, compilation, ranks ----------------------------------------------------------------------------
+    # optimizer, compilation, ranks --------------------------------------------------------------------------
     params = list(model.parameters())
     optimizers = make_optimizers(model, optimizer, learning_rate, weight_decay, (beta1, beta2), momentum, device)
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
     it, best_val_loss, skipped, wall_before = 0, math.inf, 0, 0.0
     if resumed:
         load_optimizers(optimizers, rest.get('optimizer'), path)
-        scaler.load_state_dict(rest.get('scaler') or {})
+        if rest.get('scaler'):  # none in files that were not written under float16
+            scaler.load_state_dict(rest['scaler'])
         it, best_val_loss = rest['iter_num'], float(rest['best_val_loss'])
         skipped, wall_before = rest.get('skipped', 0), rest.get('wall_s', 0.0)
         for key in ('dataset', 'batch_size', 'gradient_accumulation_steps', 'seed', 'learning_rate', 'max_iters'):
@@ -425,7 +442,7 @@ if __name__ == '__main__':
     if ranks > 1:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None, gradient_as_bucket_view=True)
 
-    # files ----------------------------------------------------------------------------------------------------
+    # files --------------------------------------------------------------------------------------------------
     log_file = wandb = None
     if rank == 0 and not eval_only:
         os.makedirs(out_dir, exist_ok=True)
@@ -434,6 +451,10 @@ if __name__ == '__main__':
             for name in old:
                 os.replace(os.path.join(out_dir, name), os.path.join(out_dir, name + '.old'))
             say(f"{out_dir}/ held a run: {', '.join(old)} renamed to *.old")
+        if init_from == 'resume' and always_save_checkpoint and os.path.exists(best_file):
+            os.replace(best_file, best_file + '.old')  # else sample.py would go on reading it
+        elif init_from == 'resume' and not always_save_checkpoint and not os.path.exists(best_file):
+            shutil.copyfile(checkpoint_file, best_file)  # nanoGPT's ckpt.pt is its best
         log_file, log = open_log(os.path.join(out_dir, 'log.csv'), first_it)
         if wandb_log:
             try:
@@ -448,7 +469,8 @@ if __name__ == '__main__':
                 'best_val_loss': best_val_loss, 'config': config, 'tokenizer': words and words.state(), **more}
 
     def save_last():
-        used = dict(dtype=str(machine.dtype).removeprefix('torch.'), compile=compile, threads=torch.get_num_threads())
+        used = dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads, compile=compile,
+                    dtype=str(machine.dtype)[6:])
         save(checkpoint_file, checkpoint(optimizer=[o.state_dict() for o in optimizers], scaler=scaler.state_dict(),
                                          tokens=it * tokens_per_iter, skipped=skipped, runtime=used,
                                          wall_s=wall_before + time.time() - START))
@@ -459,28 +481,30 @@ if __name__ == '__main__':
         return to_device(train_bins.read(window_indices(first, micro_batch, n_windows, seed), block_size), device)
 
     # Ctrl-C and a scheduler's SIGTERM: finish the iteration, save, leave. A second one leaves at once.
-    stop = []
     def ask_to_stop(number, frame):
         signal.signal(number, signal.default_int_handler)
         stop.append(number)
-        say('\nstopping after this iteration', flush=True)
+        if rank == 0:
+            os.write(2, b'\nstopping after this iteration\n')  # print may be interrupted by this very handler
     if not eval_only:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, ask_to_stop)
 
-    # the loop: max_iters updates, and a last turn to judge the last weights ------------------------------------
+    # the loop: max_iters updates, and a last turn to judge the last weights ---------------------------------
     peak = peak_flops(device, machine.dtype)
-    stopping, mean_loss, row = False, 0.0, {}
+    stopping, mean_loss, lr_now, row = False, 0.0, 0.0, {}
     timed_it, timed_at, batch = it, time.time(), read_batch(it, 0)
     while True:
         last = it >= max_iters or stopping or eval_only
         if last or (it % eval_interval == 0 and it > first_it):
             pause = time.time()
+            if stopping and rank == 0:  # first, for whoever sent the signal may not wait for an evaluation
+                save_last()
             val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device, machine.autocast,
                                        rank, ranks)
             bpb = val_loss / math.log(2) / bytes_per_token if bytes_per_token else None
             say(f"step {it}: val loss {val_loss:.4f}" + (f", {bpb:.4f} bits per byte" if bpb else '')
-                + f", perplexity {math.exp(min(val_loss, 99)):.2f} ({count * block_size:,} tokens)", flush=True)
+                + f", perplexity {math.exp(min(val_loss, 99)):.2f} ({count * block_size:,} tokens)")
             if not math.isfinite(val_loss):
                 raise ValueError(f"val loss is {val_loss} at iteration {it}: the run diverged, nothing is saved; lower "
                                  f"--learning_rate (now {learning_rate}), or use --dtype=float32")
@@ -488,16 +512,16 @@ if __name__ == '__main__':
                 break
             if rank == 0:
                 improved, best_val_loss = val_loss < best_val_loss, min(val_loss, best_val_loss)
-                save_last()
                 if improved and not always_save_checkpoint:
-                    save(os.path.join(out_dir, 'best.pt'), checkpoint())
+                    save(best_file, checkpoint())
+                save_last()
                 now = wall_before + time.time() - START
                 if it > first_it:
                     log.writerow({**row, 'iter': it, 'tokens': it * tokens_per_iter, 'val_loss': f"{val_loss:.6f}",
                                   'val_bpb': f"{bpb:.6f}" if bpb else '', 'wall_s': f"{now:.2f}"})
                     log_file.flush()
                 if wandb:
-                    wandb.log({'iter': it, 'val/loss': val_loss, 'lr': lr_now if it else 0.0})
+                    wandb.log({'iter': it, 'val/loss': val_loss, 'lr': lr_now})
                 if sample_tokens and words:
                     model.eval()
                     with machine.autocast():
@@ -528,13 +552,14 @@ if __name__ == '__main__':
         for opt in optimizers:
             scaler.unscale_(opt)
         grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf, foreach=device != 'mps')
-        measured = (it + 1) % eval_interval == 0 and rank == 0  # how far an update moves the weights, now and then
-        before = [w.detach().clone() for w in params] if measured else None
-        scale = scaler.get_scale()
-        for opt in optimizers:
-            scaler.step(opt)
+        measured = (it + 1) % eval_interval == 0  # how far an update moves the weights, now and then
+        before = [w.detach().clone() for w in params] if measured and rank == 0 else None
+        if not scaler.is_enabled() or grad_norm.isfinite():  # else no optimizer steps, and the scale goes down
+            for opt in optimizers:
+                scaler.step(opt)
+        else:
+            skipped += 1
         scaler.update()
-        skipped += scaler.get_scale() < scale
         for opt in optimizers:
             opt.zero_grad(set_to_none=True)
         it += 1
@@ -554,7 +579,7 @@ if __name__ == '__main__':
             mfu = flops_per_iter / seconds / (peak * ranks) if peak else None
             say(f"iter {it}: loss {mean_loss:.4f}, lr {lr_now:.2e}, norm {grad_norm:.2f}, {seconds * 1e3:.1f} ms, "
                 f"{tokens_per_iter / seconds:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else '')
-                + f", {duration((max_iters - it) * seconds)} left", flush=True)
+                + f", {duration((max_iters - it) * seconds)} left")
             if rank == 0:
                 ratio = (sum((w - old).square().sum() for w, old in zip(params, before))
                          / sum(old.square().sum() for old in before)).sqrt().item() if before else ''
