@@ -2,13 +2,14 @@
 Measures: how fast, how much memory.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
-    python bench.py decode --prompt_len=32                   # a 124M model with random weights, token by token
+    python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=out/ckpt.pt --dtype=bfloat16 --compile=True
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
 
---vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with ours in
-the same process. The last line is JSON. Speeds are medians after a warm-up; the spread is between the 10th and 90th
-percentile. Shares compare with what this machine reaches on one large matmul, and on one large sum, in the same run.
+--vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with
+ours in the same process. The last line is JSON. Speeds are medians after a warm-up; the spread is between the
+10th and 90th percentile. Shares compare with what this machine reaches on one large matmul, and on one large
+sum, in the same run.
 """
 import contextlib
 import functools
@@ -28,7 +29,7 @@ from sample import checkpoint_path, generate
 from train import make_optimizers, peak_flops, resolve_compile
 
 # what
-init_from = 'scratch'             # decode: scratch (random weights of the config), or a checkpoint or its folder
+init_from = 'scratch'             # decode: scratch (random weights), or a checkpoint or its folder
 vs = ''                           # folder of a nanoGPT clone to take turns with
 batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode
 dataset = ''                      # train: its vocabulary is used, unless vocab_size is given
@@ -99,13 +100,14 @@ def load_nanogpt(folder, config, device):
     """nanoGPT's model at our shape, from its clone."""
     path = os.path.join(folder, 'model.py')
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"vs={folder}: no model.py there; git clone https://github.com/karpathy/nanoGPT")
+        raise FileNotFoundError(f"vs={folder}: no model.py there; "
+                                "git clone https://github.com/karpathy/nanoGPT")
     spec = importlib.util.spec_from_file_location('nanogpt_model', path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.GPT(module.GPTConfig(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, bias=False,
-                                       block_size=config.block_size, vocab_size=config.vocab_size,
-                                       dropout=config.dropout)).to(device)
+    return module.GPT(module.GPTConfig(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd,
+                                       bias=False, block_size=config.block_size,
+                                       vocab_size=config.vocab_size, dropout=config.dropout)).to(device)
 
 
 def train_step(forward, params, optimizers, batch, autocast, grad_clip, foreach):
@@ -124,7 +126,8 @@ def report(times, units, unit, numbers, baseline=None):
     """Prints the table and the JSON line. units: tokens a timed call makes."""
     for name, t in times.items():
         low, mid, high = np.percentile(t, [10, 50, 90]) * 1e3
-        print(f"{name:<10} {mid:10.2f} ms {unit:<9} {low:9.2f} to {high:.2f}   {units / mid * 1e3:12,.1f} tok/s")
+        print(f"{name:<10} {mid:10.2f} ms {unit:<9} {low:9.2f} to {high:.2f}   "
+              f"{units / mid * 1e3:12,.1f} tok/s")
     mine = np.median(times['flatgpt'])
     numbers = {'tok_per_s': round(units / mine, 2), 'ms': round(mine * 1e3, 4), **numbers}
     if baseline in times:
@@ -142,7 +145,8 @@ def report(times, units, unit, numbers, baseline=None):
 if __name__ == '__main__':
     what = words[0] if words else ''
     if what not in ('train', 'decode'):
-        raise ValueError(f"bench.py measures train or decode, not {what!r}: python bench.py train config/small.py")
+        raise ValueError(f"bench.py measures train or decode, not {what!r}: "
+                         "python bench.py train config/small.py")
     machine = runtime(device, dtype, seed)
     device = machine.device
     batch_size = batch_size or {'train': 12, 'decode': 1}[what]
@@ -169,7 +173,8 @@ if __name__ == '__main__':
         forward = model
         if resolve_compile(compile, device, float('inf')):
             print('compiling: about half a minute')
-            forward = torch.compile(model, dynamic=False, options=None if 'cuda' in device else {'fallback_random': True})
+            forward = torch.compile(model, dynamic=False,
+                                    options=None if 'cuda' in device else {'fallback_random': True})
         tokens = torch.randint(config.vocab_size, (2, batch_size, config.block_size), device=device)
         optimizers = make_optimizers(model, optimizer, 1e-4, 0.1, (0.9, 0.95), 0.95, device)
         step = functools.partial(train_step, batch=tokens, grad_clip=grad_clip)
@@ -179,8 +184,10 @@ if __name__ == '__main__':
             other = load_nanogpt(vs, config, device)
             cpu, precision = device == 'cpu', torch.get_float32_matmul_precision()
             theirs = functools.partial(step, other if cpu else torch.compile(other), list(other.parameters()),
-                                       [other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)],
-                                       autocast=contextlib.nullcontext if cpu else machine.autocast, foreach=None)
+                                       [other.configure_optimizers(0.1, 1e-4, (0.9, 0.95),
+                                                                   machine.device_type)],
+                                       autocast=contextlib.nullcontext if cpu else machine.autocast,
+                                       foreach=None)
 
             def nanogpt_step():
                 torch.set_float32_matmul_precision('highest' if cpu else 'high')
@@ -214,8 +221,8 @@ if __name__ == '__main__':
                 torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')
                 count = max(8, max_new_tokens // 10) if device == 'cpu' else max_new_tokens
                 with torch.no_grad():  # it has no cache: a middle stretch stands for the whole
-                    x = torch.randint(config.vocab_size, (batch_size, prompt_len + (max_new_tokens - count) // 2),
-                                      device=device)
+                    x = torch.randint(config.vocab_size,
+                                      (batch_size, prompt_len + (max_new_tokens - count) // 2), device=device)
                     begun = time.perf_counter()
                     other.generate(x, count, top_k=200)
                     synchronize(device)
@@ -227,6 +234,7 @@ if __name__ == '__main__':
         per_token = sum(w.nbytes for w in model.parameters()) + model.make_cache(
             batch_size, min(config.block_size, prompt_len + max_new_tokens // 2)).nbytes
         numbers.update(prefill_ms=round(float(np.median(gaps[:, 0])) * 1e3, 3), compile=compiled,
-                       bandwidth_share=round(per_token / np.median(gaps[:, 1:]) / bandwidth, 4), peak_mb=peak_mb(device))
+                       bandwidth_share=round(per_token / np.median(gaps[:, 1:]) / bandwidth, 4),
+                       peak_mb=peak_mb(device))
         print(f"prompt of {prompt_len} tokens: {numbers['prefill_ms']:.2f} ms")
         report(times, batch_size, 'a token', numbers, 'nanoGPT')

@@ -9,6 +9,7 @@ import os, re, runpy, sys, traceback, types, typing
 from pathlib import Path
 
 SCRIPTS = [Path(__file__).with_name(f'{x}.py') for x in ('model', 'train', 'sample', 'bench', 'prepare')]
+ONE_LINE = (ValueError, OSError, ImportError, KeyboardInterrupt) # what users can mend
 PLAIN = [bool, int, float, str, tuple, list, dict, type(None)]
 is_setting = lambda name, value: name.islower() and name[0] != '_' and type(value) in PLAIN
 
@@ -63,7 +64,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         argv, default_file = (sys.argv[1:], default_file) if settings['__name__'] == '__main__' else ([], '')
     if settings.get('__name__') == '__main__':
         sys.excepthook = one_line_errors
-        with contextlib.suppress(AttributeError): # a terminal or file that is not UTF-8 gets ? for what it lacks
+        with contextlib.suppress(AttributeError): # what is not UTF-8 gets ? for what it lacks
             sys.stdout.reconfigure(errors='replace')
     if '-h' in argv or '--help' in argv:
         print(settings['__doc__'], *setting_lines(Path(settings['__file__']).read_text('utf-8')), sep='\n')
@@ -128,12 +129,12 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None):
     return types.SimpleNamespace(device=device, device_type=kind, dtype=ptype, autocast=cast, threads=threads)
 
 def one_line_errors(kind, error, trace):
-    """The excepthook of a script: what its user can mend is one line; a bug (or FLATGPT_TRACE=1) has a trace."""
+    """The excepthook of a script: one line for what users can mend, a trace for bugs (or FLATGPT_TRACE=1)."""
     if kind is BrokenPipeError:
         os._exit(141) # `| head` has seen enough: not a word, not even from the flush at exit
     message = str(error) or 'interrupted'
     if issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
-        message = 'out of memory; try half --batch_size and double --gradient_accumulation_steps, the same batch'
-    elif os.getenv('FLATGPT_TRACE') or not issubclass(kind, (ValueError, OSError, ImportError, KeyboardInterrupt)):
+        message = 'out of memory; try half --batch_size and double --gradient_accumulation_steps'
+    elif os.getenv('FLATGPT_TRACE') or not issubclass(kind, ONE_LINE):
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """
-The modern decoder-only language model, read from top to bottom: configuration, norm, positions, attention and its
-cache, MLP, block, GPT.
+The modern decoder-only language model, read from top to bottom: configuration, norm, positions, attention and
+its cache, MLP, block, GPT.
 
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
     model = GPT(config)
@@ -9,8 +9,9 @@ cache, MLP, block, GPT.
     cache = model.make_cache(B, max_len)         # the caller's object
     logits = model(idx, cache=cache, keep=1)     # appends; logits of the last new token only
 
-Shapes in comments: B rows of a batch, T new tokens, S tokens to attend to, C = n_embd, H query heads, K key/value
-heads, D = head_dim, V = vocab_size. This file prints nothing, picks no device, reads no globals, downloads nothing.
+Shapes in comments: B rows of a batch, T new tokens, S tokens to attend to, C = n_embd, H query heads, K
+key/value heads, D = head_dim, V = vocab_size. This file prints nothing, picks no device, reads no globals,
+downloads nothing.
 """
 import dataclasses
 import math
@@ -38,16 +39,16 @@ ACTIVATIONS = {  # name: (function, gated); gated ones (Shazeer 2020, arXiv:2002
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model, as plain data. Impossible values raise one ValueError that names them all."""
+    """Everything that defines a model, as plain data. Impossible values raise a ValueError that names all."""
     # size
     block_size: int = 1024           # context: the most tokens attended to at once
     vocab_size: int = 50304          # GPT-2's 50257 rounded up, as nanoGPT has it
     n_layer: int = 12                # blocks
     n_head: int = 12                 # query heads
-    n_kv_head: int | None = None     # key/value heads; None: n_head (multi-head), 1: multi-query, between: grouped
+    n_kv_head: int | None = None     # k/v heads; None: n_head (multi-head), 1: multi-query, between: grouped
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head
-    d_ff: int | None = None          # MLP width; None: 8/3 n_embd up to a multiple of 64 if gated, else 4 n_embd
+    d_ff: int | None = None          # MLP width; None: 4 n_embd; if gated 8/3 n_embd up to a multiple of 64
     # choices
     pos: str = 'rope'                # positions: rope, learned, none
     rope_base: float = 10000.0       # the slowest rotation's base (RoFormer, arXiv:2104.09864)
@@ -65,14 +66,17 @@ class GPTConfig:
     def __post_init__(self):
         sizes = ['block_size', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'd_ff']
         problems = [f"{name}={getattr(self, name)!r} must be a whole number above 0" for name in sizes
-                    if getattr(self, name) is not None and not (_whole(getattr(self, name)) and getattr(self, name) > 0)]
-        choices = {'pos': ('rope', 'learned', 'none'), 'norm': ('rmsnorm', 'layernorm'), 'mlp': tuple(ACTIVATIONS)}
+                    if getattr(self, name) is not None
+                    and not (_whole(getattr(self, name)) and getattr(self, name) > 0)]
+        choices = {'pos': ('rope', 'learned', 'none'), 'norm': ('rmsnorm', 'layernorm'),
+                   'mlp': tuple(ACTIVATIONS)}
         problems += [f"{name}={getattr(self, name)!r} is none of {', '.join(known)}"
                      for name, known in choices.items() if getattr(self, name) not in known]
         if problems:
             raise ValueError('impossible model: ' + '; '.join(problems))
         if self.head_dim is None and self.n_embd % self.n_head:
-            problems.append(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head} (or set head_dim)")
+            problems.append(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head} "
+                            "(or set head_dim)")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         gated = ACTIVATIONS[self.mlp][1]
@@ -80,7 +84,8 @@ class GPTConfig:
         if self.norm_bias is None:
             self.norm_bias = self.bias and self.norm == 'layernorm'
         problems += [message for wrong, message in [
-            (self.n_head % self.n_kv_head, f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}"),
+            (self.n_head % self.n_kv_head,
+             f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}"),
             (self.pos == 'rope' and self.head_dim % 2, f"head_dim={self.head_dim} is odd, rope turns pairs"),
             (not 0 <= self.dropout < 1, f"dropout={self.dropout} is not in [0, 1)"),
             (not self.rope_base > 0, f"rope_base={self.rope_base} must be above 0"),
@@ -134,25 +139,28 @@ def dropout(x, p):
     """Zeroes each number with probability p and scales the others by 1 / (1 - p)."""
     if not p or x.device.type != 'cpu':
         return F.dropout(x, p) if p else x
-    # On CPUs random bits are what dropout costs: 16 of them a number, drawn 64 at a time, take a fifth of F.dropout.
+    # On CPUs random bits are what dropout costs: 16 a number, drawn 64 at a time, take a fifth of F.dropout.
     limit = max(1, round(p * 65536))
-    bits = torch.randint(-2**63, 2**63 - 1, ((x.numel() + 3) // 4,)).view(torch.int16)[:x.numel()].view(x.shape)
+    bits = torch.randint(-2**63, 2**63 - 1,
+                         ((x.numel() + 3) // 4,)).view(torch.int16)[:x.numel()].view(x.shape)
     return torch.where(bits >= limit - 32768, x * (65536 / (65536 - limit)), 0.0)
 
 
 # positions --------------------------------------------------------------------------------------------------
 
 def rope_table(config, device=None):
-    """cos and sin of every position's rotation angles, each (block_size, head_dim / 2) float32: position p turns
-    pair i by p * rope_base^(-2i / head_dim). RoFormer, arXiv:2104.09864, equation 15."""
+    """cos and sin of every position's rotation angles, each (block_size, head_dim / 2) float32: position p
+    turns pair i by p * rope_base^(-2i / head_dim). RoFormer, arXiv:2104.09864, equation 15."""
     pair = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    angle = torch.arange(config.block_size, device=device)[:, None] * config.rope_base ** (-pair / config.head_dim)
+    angle = (torch.arange(config.block_size, device=device)[:, None]
+             * config.rope_base ** (-pair / config.head_dim))
     return angle.cos(), angle.sin()
 
 
 def rotate(x, rope):
-    """x (B, heads, T, D) turned by rope = (cos, sin), each (1 or B, 1, T, D/2). Pair i is x[i], x[i + D/2], the
-    half-split layout of Llama and transformers; checkpoints in GPT-J's interleaved layout are permuted when read."""
+    """x (B, heads, T, D) turned by rope = (cos, sin), each (1 or B, 1, T, D/2). Pair i is x[i], x[i + D/2],
+    the half-split layout of Llama and transformers; checkpoints in GPT-J's interleaved layout are permuted
+    when read."""
     if rope is None:
         return x
     (a, b), (cos, sin) = x.float().chunk(2, dim=-1), rope
@@ -171,7 +179,7 @@ def visible(q_pos, k_pos):
 class Shared(NamedTuple):
     """What all layers of one forward pass have in common, made once."""
     rope: tuple | None            # (cos, sin) at the new tokens' positions
-    bias: torch.Tensor | None     # (1 or B, 1, T, S), 0 or -inf, added to the scores; None: everything is seen
+    bias: torch.Tensor | None     # (1 or B, 1, T, S), 0 or -inf, added to the scores; None: all is seen
     causal: bool                  # bias is the plain triangle with T == S: kernels that know it need no bias
 
 
@@ -180,20 +188,21 @@ def attend(q, k, v, shared, p=0.0):
 
     q (B, H, T, D); k, v (B, K, S, D), K dividing H (arXiv:2305.13245) -> (B, H, T, D).
     - one new token: its heads of a group become the rows of one product, so keys are read once a group;
-    - training on a CPU: explicit products in blocks of queries, which the compiler fuses and which skip the masked
-      triangle (SDPA's backward takes 1.5 to 2 times as long there, 3 times with dropout);
+    - training on a CPU: explicit products in blocks of queries, which the compiler fuses and which skip the
+      masked triangle (SDPA's backward takes 1.5 to 2 times as long there, 3 times with dropout);
     - everything else: scaled_dot_product_attention, which picks its fastest kernel.
     """
     (B, H, T, D), K = q.shape, k.shape[1]
     if T == 1:
-        y = F.scaled_dot_product_attention(q.reshape(B, K, H // K, D), k, v, attn_mask=shared.bias, dropout_p=p)
+        y = F.scaled_dot_product_attention(q.reshape(B, K, H // K, D), k, v, attn_mask=shared.bias,
+                                           dropout_p=p)
         return y.reshape(B, H, 1, D)
     if explicit(q):
         return attend_explicit(q, k, v, shared, p)
     if H > K and q.device.type == 'mps':
         k, v, K = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1), H
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=None if shared.causal else shared.bias, dropout_p=p,
-                                          is_causal=shared.causal, enable_gqa=H > K)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=None if shared.causal else shared.bias,
+                                          dropout_p=p, is_causal=shared.causal, enable_gqa=H > K)
 
 
 def explicit(x):
@@ -219,9 +228,9 @@ def attend_explicit(q, k, v, shared, p, block=128):
 class Cache:
     """Keys and values of the tokens so far, for every layer. Made by GPT.make_cache, owned by the caller.
 
-    Rows may stand at different places: `length` (B,) counts each row's tokens, `longest` their maximum, on the host
-    (None when `static`, where only tensors may change so that one compiled step serves every position: then the
-    caller keeps count, and each step attends over all max_len slots, empty ones masked).
+    Rows may stand at different places: `length` (B,) counts each row's tokens, `longest` their maximum, on
+    the host (None when `static`, where only tensors may change so that one compiled step serves every
+    position: then the caller keeps count, and each step attends over all max_len slots, empty ones masked).
     A slot's index is its position; slots past a row's length hold leftovers that causality hides.
     """
 
@@ -239,11 +248,12 @@ class Cache:
         return self.longest + new[None] if self.even else self.length[:, None] + new
 
     def append(self, layer, pos, *new):
-        """Puts new tensors (B, heads, T, width) at pos; returns what to attend to, (B, heads, S, width) each."""
+        """Puts new tensors (B, heads, T, width) at pos; returns what to attend to, (B, heads, S, width)."""
         T = pos.shape[1]
         S = self.max_len if self.static else self.longest + T
         if S > self.max_len:
-            raise ValueError(f"cache is full: {S} tokens into {self.max_len} slots; make_cache with a larger max_len")
+            raise ValueError(f"cache is full: {S} tokens into {self.max_len} slots; "
+                             "make_cache with a larger max_len")
         row = torch.arange(len(self.length), device=pos.device)[:, None]
         for old, add in zip(self.layers[layer], new):
             if self.even:
@@ -295,7 +305,8 @@ class Attention(nn.Module):
         self.cache_shapes = [(K, D), (K, D)]
 
     def forward(self, x, shared, cache=None, pos=None):
-        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.c_attn(x)]  # (B, heads, T, D)
+        # (B, heads, T, D)
+        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.c_attn(x)]
         q, k = rotate(self.q_norm(q), shared.rope), rotate(self.k_norm(k), shared.rope)
         if cache is not None:
             k, v = cache.append(self.layer, pos, k, v)
@@ -355,7 +366,7 @@ class GPT(nn.Module):
         self.init_weights()
 
     def _apply(self, fn, recurse=True):
-        # The rotary tables are no buffers, because .to(bfloat16) must not round angles: made anew on the new device.
+        # The rotary tables are no buffers, as .to(bfloat16) must not round angles: made anew on a new device.
         super()._apply(fn, recurse)
         if self.rope is not None and self.rope[0].device != self.wte.weight.device:
             self.rope = rope_table(self.config, self.wte.weight.device)
@@ -365,13 +376,13 @@ class GPT(nn.Module):
     def init_weights(self):
         """Every initial value, in one place:
 
-        | tensor                         | value                                                                  |
-        |--------------------------------|------------------------------------------------------------------------|
-        | wte, wpe                       | normal, std 0.02 (GPT-2)                                               |
-        | c_attn, c_fc                   | normal, std sqrt(1 / (3 n_embd)): 0.02 at 768, larger when narrower     |
-        | both c_proj                    | 0: every block starts as the identity                                  |
-        | lm_head, when untied           | 0: every token starts equally likely                                   |
-        | norm weights; all biases       | 1; 0                                                                   |
+        | tensor                   | value                                                               |
+        |--------------------------|---------------------------------------------------------------------|
+        | wte, wpe                 | normal, std 0.02 (GPT-2)                                            |
+        | c_attn, c_fc             | normal, std sqrt(1 / (3 n_embd)): 0.02 at 768, larger when narrower |
+        | both c_proj              | 0: every block starts as the identity                               |
+        | lm_head, when untied     | 0: every token starts equally likely                                |
+        | norm weights; all biases | 1; 0                                                                |
         """
         for name, w in self.named_parameters():
             if name.endswith('bias') or name.endswith('c_proj.weight') or name == 'lm_head.weight':
@@ -385,12 +396,13 @@ class GPT(nn.Module):
     def compute_dtype(self):
         """The dtype that matmuls run in: autocast's where it is on, else the weights'."""
         device = self.wte.weight.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.wte.weight.dtype
+        return (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device)
+                else self.wte.weight.dtype)
 
     def forward(self, idx, targets=None, cache=None, keep=None):
-        """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be ignored, the
-        mean cross entropy and aux, a dict, empty for a dense model. With a cache the tokens are appended to it.
-        Raises ValueError if the tokens do not fit into block_size or the cache."""
+        """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
+        ignored, the mean cross entropy and aux, a dict, empty for a dense model. With a cache the tokens are
+        appended to it. Raises ValueError if the tokens do not fit into block_size or the cache."""
         T, config = idx.shape[1], self.config
         if T > config.block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
@@ -399,7 +411,7 @@ class GPT(nn.Module):
         if self.wpe is not None:
             x = x + self.wpe(pos)
         if self.compute_dtype() is torch.bfloat16:
-            x = x.bfloat16()  # a bfloat16 residual stream; under float16 it stays float32, which cannot overflow
+            x = x.bfloat16()  # a bfloat16 residual stream; under float16 it stays float32: no overflow
         x = dropout(x, config.dropout if self.training else 0.0)
         shared = self.shared(x, pos, cache)
         for block in self.h:
@@ -419,14 +431,16 @@ class GPT(nn.Module):
 
     def shared(self, x, pos, cache):
         """Rotary factors and mask for new tokens at pos: what all layers use."""
-        rope = self.rope and tuple(table[pos][:, None] for table in self.rope)         # (1 or B, 1, T, D/2) each
+        rope = self.rope and tuple(table[pos][:, None] for table in self.rope)  # (1 or B, 1, T, D/2) each
         T, longest = x.shape[1], 0 if cache is None else cache.longest
         causal = longest == 0
-        if (causal and not explicit(x) and T > 1) or (T == 1 and longest is not None and (cache is None or cache.even)):
-            return Shared(rope, None, causal)                                          # the kernel knows, or all is seen
+        if ((causal and not explicit(x) and T > 1)
+                or (T == 1 and longest is not None and (cache is None or cache.even))):
+            return Shared(rope, None, causal)  # the kernel knows, or all is seen
         S = cache.max_len if longest is None else longest + T
         seen = visible(pos, torch.arange(S, device=x.device)[None])
-        bias = torch.zeros(seen.shape, dtype=self.compute_dtype(), device=x.device).masked_fill(~seen, -math.inf)
+        bias = torch.zeros(seen.shape, dtype=self.compute_dtype(),
+                           device=x.device).masked_fill(~seen, -math.inf)
         return Shared(rope, bias, causal)
 
     def make_cache(self, batch_size, max_len, static=False):
@@ -445,11 +459,14 @@ class GPT(nn.Module):
 
     def flops_per_token(self, block_size=None):
         """Training FLOPs a token, a multiply-add being two: 6 a matmul weight, forward and backward, and
-        12 n_layer n_head head_dim T for attention, the masked half counted too (PaLM, arXiv:2204.02311, appendix B)."""
+        12 n_layer n_head head_dim T for attention, the masked half counted too (PaLM, arXiv:2204.02311,
+        appendix B)."""
         config = self.config
-        matmul = sum(m.weight.numel() for block in self.h for m in block.modules() if isinstance(m, nn.Linear))
+        matmul = sum(m.weight.numel() for block in self.h for m in block.modules()
+                     if isinstance(m, nn.Linear))
         matmul += config.vocab_size * config.n_embd
-        return 6 * matmul + 12 * config.n_layer * config.n_head * config.head_dim * (block_size or config.block_size)
+        return (6 * matmul
+                + 12 * config.n_layer * config.n_head * config.head_dim * (block_size or config.block_size))
 
     def param_groups(self):
         """Every parameter once, by what an optimizer does with it: 'matrix' (inside the blocks), 'embedding'
@@ -461,42 +478,46 @@ class GPT(nn.Module):
 
     def parts(self):
         """Weight matrix -> row counts of the projections fused in it, for the matrices of the blocks."""
-        return {m.weight: getattr(m, 'parts', (m.out_features,)) for m in self.h.modules() if isinstance(m, nn.Linear)}
+        return {m.weight: getattr(m, 'parts', (m.out_features,))
+                for m in self.h.modules() if isinstance(m, nn.Linear)}
 
     # checkpoints
 
     @classmethod
     def from_checkpoint(cls, path, **changes):
-        """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU, in the dtype stored, and the
-        rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller block_size).
-        Raises FileNotFoundError, or ValueError for a file that is damaged or not a checkpoint."""
+        """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU, in the dtype stored,
+        and the rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller
+        block_size). Raises FileNotFoundError, or ValueError for a file that is damaged or no checkpoint."""
         try:
             rest = torch.load(path, map_location='cpu', weights_only=True)
         except FileNotFoundError:
-            raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set --out_dir or "
-                                    "--init_from") from None
+            raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, "
+                                    "or set --out_dir or --init_from") from None
         except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError, AttributeError,
                 IndexError, TypeError) as error:  # what torch.load raises for damaged and foreign files
             why = str(error).split('\n')[0][:120] or type(error).__name__
-            raise ValueError(f"{path} cannot be read as a checkpoint, it is truncated, damaged or no weights file "
-                             f"({why}); use another one") from None
+            raise ValueError(f"{path} cannot be read as a checkpoint, it is truncated, damaged "
+                             f"or no weights file ({why}); use another one") from None
         if not isinstance(rest, dict) or not {'model', 'model_args'} <= rest.keys():
             keys = ', '.join(map(str, list(rest)[:5])) if isinstance(rest, dict) else type(rest).__name__
-            raise ValueError(f"{path} is no checkpoint of train.py: it holds {keys}, not model and model_args")
+            raise ValueError(f"{path} is no checkpoint of train.py: it holds {keys}, "
+                             "not model and model_args")
         state, args = rest.pop('model'), dict(rest['model_args'])
         state = {name.replace('_orig_mod.', '').replace('module.', ''): w for name, w in state.items()}
         if 'transformer.wte.weight' in state:  # nanoGPT: its names less a prefix, its head tied
-            state = {name.removeprefix('transformer.'): w for name, w in state.items() if name != 'lm_head.weight'}
+            state = {name.removeprefix('transformer.'): w for name, w in state.items()
+                     if name != 'lm_head.weight'}
             args = {**dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False), **args}
         fields = {f.name for f in dataclasses.fields(GPTConfig)}
         if unknown := args.keys() - fields:
-            raise ValueError(f"{path} needs model options that this version lacks: {', '.join(sorted(unknown))}")
+            raise ValueError(f"{path} needs model options that this version lacks: "
+                             f"{', '.join(sorted(unknown))}")
         trained = GPTConfig(**args)
         config = dataclasses.replace(trained, **changes)
         if 'wpe.weight' in state and config.block_size != trained.block_size:
             if config.block_size > trained.block_size:
-                raise ValueError(f"block_size={config.block_size} is more than the {trained.block_size} positions "
-                                 f"that {path} has learned")
+                raise ValueError(f"block_size={config.block_size} is more than the {trained.block_size} "
+                                 f"positions that {path} has learned")
             state['wpe.weight'] = state['wpe.weight'][:config.block_size]
         with torch.device('meta'):
             model = cls(config)

@@ -3,7 +3,7 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
 
     python sample.py                                        # from out/
     python sample.py --out_dir=out-x --start='def ' --num_samples=3 --max_new_tokens=200
-    python sample.py --start=FILE:prompt.txt --temperature=0      # greedy; LINES:file is one prompt a line, - is stdin
+    python sample.py --start=FILE:prompt.txt --temperature=0  # greedy; LINES:file: a prompt a line, -: stdin
     python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
 
 Noise is a function of (seed, sample, position): sample 3 is the same text alone or among a hundred others.
@@ -45,15 +45,16 @@ configure(globals())
 # one token --------------------------------------------------------------------------------------------------
 
 def uniforms(seed, sample, position, count):
-    """Numbers in [0, 1) for `count` positions from `position` on, of one sample: (count,) float64, 24 bits each."""
+    """Numbers in [0, 1) for `count` positions of one sample from `position` on: (count,) float64, 24 bits."""
     bits = np.random.PCG64((seed, sample)).advance(position)
     return np.floor(np.random.Generator(bits).random(count) * 2**24) / 2**24
 
 
 def pick(logits, u, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
-    """Draws a token a row: logits (B, V), u (B,) uniform in [0, 1) -> (B,) int64, by inverting the distribution
-    function in vocabulary order. temperature 0 is the argmax, whatever the rest says. Then, in this order:
-    temperature, top_k (exactly k, ties or not), top_p (arXiv:1904.09751), min_p (arXiv:2407.01082)."""
+    """Draws a token a row: logits (B, V), u (B,) uniform in [0, 1) -> (B,) int64, by inverting the
+    distribution function in vocabulary order. temperature 0 is the argmax, whatever the rest says. Then, in
+    this order: temperature, top_k (exactly k, ties or not), top_p (arXiv:1904.09751), min_p
+    (arXiv:2407.01082)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature
@@ -79,8 +80,9 @@ def penalise(logits, seen, penalty):
 # many tokens ------------------------------------------------------------------------------------------------
 
 def prefill(model, contexts, cache):
-    """Feeds each row's tokens to the empty cache; logits after the last one, (B, V). Rows may differ in length: all
-    but the last token of each go in padded on the right, the padding is taken back, then each row's last goes in."""
+    """Feeds each row's tokens to the empty cache; logits after the last one, (B, V). Rows may differ in
+    length: all but the last token of each go in padded on the right, the padding is taken back, then each
+    row's last goes in."""
     lengths, device = [len(c) for c in contexts], cache.length.device
     if min(lengths) == max(lengths):
         return model(torch.tensor(contexts, device=device), cache=cache, keep=1)[:, -1]
@@ -96,15 +98,15 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
              repetition_penalty=1.0, seed=1337, stop_tokens=(), compile=False):
     """Yields, step by step, a list with the next token of each prompt, None once a prompt has ended.
 
-    prompts: lists of token ids, of any lengths; the row is the sample number that keys its noise. A prompt ends at
-    any of stop_tokens, which is not yielded. A prompt longer than block_size is cropped to its end; a row whose
-    context is full goes on from the last half of it. compile: one compiled step over a static cache.
-    The model should be in eval mode. Raises ValueError for an empty prompt or an id outside the vocabulary."""
+    prompts: lists of token ids, of any lengths; the row is the sample number that keys its noise. A prompt
+    ends at any of stop_tokens, which is not yielded. A prompt longer than block_size is cropped to its end; a
+    row whose context is full goes on from its last half. compile: one compiled step over a static cache.
+    The model should be in eval mode. Raises ValueError for an empty prompt or an id not in the vocabulary."""
     vocab_size, block_size, device = model.config.vocab_size, model.config.block_size, model.wte.weight.device
     for prompt in prompts:
         if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ValueError(f"a prompt needs at least one token, all of them below vocab_size={vocab_size}; got "
-                             f"{list(prompt)[:8]}")
+            raise ValueError("a prompt needs at least one token, all of them below "
+                             f"vocab_size={vocab_size}; got {list(prompt)[:8]}")
     if not prompts or max_new_tokens < 1:
         return
     # sampling on MPS has returned ids out of range, and CUDA has no deterministic cumsum
@@ -146,7 +148,7 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
         else:
             token = step(token[:, None].to(device), cache, u)
         new = token.tolist()
-        for context, t in zip(contexts, new):  # rows that have ended run on unseen, which keeps the batch's shape
+        for context, t in zip(contexts, new):  # rows that have ended run on unseen, to keep the batch's shape
             context.append(t)
         ended = [end or t in stop_tokens for end, t in zip(ended, new)]
         if all(ended):
@@ -162,7 +164,7 @@ class TextStream:
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
 
     def feed(self, token):
-        """The text that this token makes certain. `ended` is set once a stop text has come; it is not part of it."""
+        """The text that this token makes certain. `ended`: a stop text has come; it is not part of it."""
         return self._release(self.decoder.decode(self.tokenizer.decode_bytes([token])))
 
     def finish(self):
@@ -185,8 +187,9 @@ class TextStream:
 
 
 def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
-    """Continues prompts, token ids each; sampling as in generate. Returns (texts, tokens made). A text ends before
-    the end-of-text token or a stop text. on_text(row, text) is told of each piece as soon as it is certain."""
+    """Continues prompts, token ids each; sampling as in generate. Returns (texts, tokens made). A text ends
+    before the end-of-text token or a stop text. on_text(row, text) is told of each piece as soon as it is
+    certain."""
     streams, texts, count = [TextStream(tokenizer, stop) for _ in prompts], [''] * len(prompts), 0
 
     def add(row, text):
@@ -212,7 +215,8 @@ def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, *
 def checkpoint_path(init_from, out_dir):
     """The file that init_from means."""
     if init_from.startswith('gpt2') and not os.path.exists(init_from):
-        raise ValueError(f"init_from={init_from!r}: OpenAI's weights cannot be read yet; use a checkpoint of train.py")
+        raise ValueError(f"init_from={init_from!r}: OpenAI's weights cannot be read yet; "
+                         "use a checkpoint of train.py")
     folder = out_dir if init_from == 'resume' else init_from
     if init_from != 'resume' and not os.path.isdir(folder):
         return folder
@@ -238,7 +242,8 @@ def read_prompts(start):
                 with open(start.removeprefix(mark), encoding='utf-8', newline='') as f:
                     text = f.read()
             except UnicodeDecodeError as error:
-                raise ValueError(f"{start.removeprefix(mark)} is not UTF-8 at byte {error.start}: convert it") from None
+                raise ValueError(f"{start.removeprefix(mark)} is not UTF-8 at byte {error.start}: "
+                                 "convert it") from None
             prompts = [line for line in text.splitlines() if line] if split else [text]
             break
     else:
@@ -249,14 +254,16 @@ def read_prompts(start):
 
 
 if __name__ == '__main__':
-    for name, value, wrong in [('temperature', temperature, temperature < 0), ('top_k', top_k, (top_k or 0) < 0),
+    for name, value, wrong in [('temperature', temperature, temperature < 0),
+                               ('top_k', top_k, (top_k or 0) < 0),
                                ('top_p', top_p, not 0 < top_p <= 1), ('min_p', min_p, not 0 <= min_p <= 1),
                                ('repetition_penalty', repetition_penalty, repetition_penalty <= 0),
                                ('num_samples', num_samples, num_samples < 1), ('seed', seed, seed < 0),
                                ('max_new_tokens', max_new_tokens, max_new_tokens < 1)]:
         if wrong:
             raise ValueError(f"{name}={value} is out of range: temperature >= 0, top_k >= 0, 0 < top_p <= 1, "
-                             "0 <= min_p <= 1, repetition_penalty > 0, num_samples, max_new_tokens >= 1, seed >= 0")
+                             "0 <= min_p <= 1, repetition_penalty > 0, num_samples, max_new_tokens >= 1, "
+                             "seed >= 0")
     machine = runtime(device, dtype, seed)
     path = checkpoint_path(init_from, out_dir)
     model, rest = GPT.from_checkpoint(path)

@@ -1,4 +1,4 @@
-"""
+r"""
 Trains a model: tokens -> weights.
 
     python train.py                                          # config/default.py, on any machine
@@ -7,11 +7,12 @@ Trains a model: tokens -> weights.
     torchrun --standalone --nproc_per_node=8 train.py config/small.py
 
     # two machines: on each, with its own node_rank (prefix NCCL_IB_DISABLE=1 if they have no Infiniband)
-    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=1234 train.py config/small.py
+    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=1234 \
+        train.py config/small.py
 
-Every setting below and every field of GPTConfig can be set in a config file or by --name=value; --help lists them.
-Batches are a pure function of (seed, iteration), so a run that was stopped and resumed, on any number of ranks that
-divides the batch, sees the batches it would have seen.
+Every setting below and every field of GPTConfig can be set in a config file or by --name=value; --help lists
+them. Batches are a pure function of (seed, iteration), so a run that was stopped and resumed, on any number
+of ranks that divides the batch, sees the batches it would have seen.
 """
 import time
 START = time.time()  # before torch, whose import counts: wall_s is what a person waits
@@ -39,7 +40,7 @@ from sample import complete
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
-init_from = 'scratch'                # scratch, resume (from out_dir), or a checkpoint or its folder, to fine-tune
+init_from = 'scratch'                # scratch, resume (out_dir's), a checkpoint or its folder, to fine-tune
 eval_interval = 2000                 # iterations between evaluations; each one writes a checkpoint
 eval_iters = 200                     # batches an evaluation, spread over val.bin; all of it if that is less
 eval_only = False                    # evaluate once and stop
@@ -75,7 +76,7 @@ min_lr: float | None = None          # where it ends; None: a tenth of learning_
 backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA, else gloo
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough to earn it back
+compile: bool | str = 'auto'         # torch.compile; auto: where it works and a long run earns it back
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
 config, model_args = configure(globals(), GPTConfig, default_file='config/default.py')
@@ -83,7 +84,7 @@ config, model_args = configure(globals(), GPTConfig, default_file='config/defaul
 
 # learning rate ----------------------------------------------------------------------------------------------
 
-SCHEDULES = {  # share of the decay that is over, 0 to 1, and cooldown -> share of the way from min_lr to the peak
+SCHEDULES = {  # share of the decay that is over, 0 to 1, and cooldown -> share of the way from min_lr to peak
     'cosine': lambda done, cooldown: 0.5 * (1 + math.cos(math.pi * done)),
     'linear': lambda done, cooldown: 1 - done,
     'wsd': lambda done, cooldown: min(1.0, (1 - done) / cooldown),  # arXiv:2404.06395
@@ -91,8 +92,8 @@ SCHEDULES = {  # share of the decay that is over, 0 to 1, and cooldown -> share 
 
 
 def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
-    """Learning rate of iteration `it`, counted from 0: warm-up to `peak`, then the schedule down to `floor` at `end`;
-    schedule None: constant."""
+    """Learning rate of iteration `it`, counted from 0: warm-up to `peak`, then the schedule down to `floor`
+    at `end`; schedule None: constant."""
     if it < warmup:
         return peak * (it + 1) / (warmup + 1)
     if schedule is None:
@@ -120,12 +121,12 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
     Raises ValueError with the nearest batches that divide."""
     total = gradient_accumulation_steps * batch_size
     if gradient_accumulation_steps < 1 or batch_size < 1:
-        raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} and batch_size={batch_size} must "
-                         "be at least 1")
+        raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} and "
+                         f"batch_size={batch_size} must be at least 1")
     if total % ranks:
         near = [n for n in (total // ranks * ranks, (total // ranks + 1) * ranks) if n]
-        raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times batch_size={batch_size} is "
-                         f"{total} windows, which {ranks} ranks do not divide; "
+        raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
+                         f"batch_size={batch_size} is {total} windows, which {ranks} ranks do not divide; "
                          f"{' or '.join(map(str, near))} windows would work")
     share = total // ranks
     micro = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)
@@ -142,8 +143,8 @@ def to_device(windows, device):
 
 @torch.no_grad()
 def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0, ranks=1):
-    """Mean loss over `batches` batches of val windows, evenly spread, the same every time, or over all windows if
-    there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss, windows)."""
+    """Mean loss over `batches` batches of val windows, evenly spread, the same every time, or over all
+    windows if there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss, windows)."""
     block_size = model.config.block_size
     n = bins.n_windows(block_size)
     count = min(n, batches * batch_size)
@@ -169,9 +170,9 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
 # Muon -------------------------------------------------------------------------------------------------------
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): what torch.optim.Muon
-    with adjust_lr_fn='match_rms_adamw' computes, but all matrices of a shape at once, and each projection of a fused
-    matrix by itself. `parts`: parameter -> rows of each projection in it."""
+    """Momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): what
+    torch.optim.Muon with adjust_lr_fn='match_rms_adamw' computes, but all matrices of a shape at once, and
+    each projection of a fused matrix by itself. `parts`: parameter -> rows of each projection in it."""
 
     def __init__(self, params, lr, parts, momentum=0.95, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -200,8 +201,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(x, steps=5, eps=1e-7):
-    """(n, rows, columns) -> bfloat16, each matrix with its singular values brought near 1 by a quintic Newton-Schulz
-    iteration; the coefficients are Jordan's."""
+    """(n, rows, columns) -> bfloat16, each matrix with its singular values brought near 1 by a quintic
+    Newton-Schulz iteration; the coefficients are Jordan's."""
     a, b, c = 3.4445, -4.775, 2.0315
     x = x.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -235,8 +236,9 @@ def load_optimizers(optimizers, states, path):
     states = [states] if isinstance(states, dict) else states
     sizes = [[len(g['params']) for g in s['param_groups']] for s in states or []]
     if sizes != [[len(g['params']) for g in o.param_groups] for o in optimizers]:
-        raise ValueError(f"{path} holds no optimizer state for this optimizer: it was written with another one, or "
-                         "holds weights only; use its --optimizer, or fine-tune with --init_from=" + str(path))
+        raise ValueError(f"{path} holds no optimizer state for this optimizer: it was written with another "
+                         "one, or holds weights only; use its --optimizer, or fine-tune with --init_from="
+                         + str(path))
     for opt, state in zip(optimizers, states):
         params = [w for group in opt.param_groups for w in group['params']]
         for i, w in enumerate(params):  # rows that pad the vocabulary are not in nanoGPT's files
@@ -261,7 +263,8 @@ def save(path, state):
         if os.path.exists(path + '.tmp'):
             os.remove(path + '.tmp')
         kept = 'the checkpoint before it is kept' if os.path.exists(path) else 'there is none from before'
-        raise OSError(f"cannot write {path} ({str(error).splitlines()[0][:100]}); is the disk full? {kept}") from None
+        raise OSError(f"cannot write {path} ({str(error).splitlines()[0][:100]}); is the disk full? "
+                      f"{kept}") from None
 
 
 LOG_FIELDS = ['iter', 'tokens', 'epoch', 'loss', 'val_loss', 'val_bpb', 'lr', 'grad_norm', 'update_ratio',
@@ -273,7 +276,8 @@ def open_log(path, after):
     rows = []
     if after and os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as f:
-            rows = [row for row in csv.DictReader(f) if (row['iter'] or '').isdigit() and int(row['iter']) <= after]
+            rows = [row for row in csv.DictReader(f)
+                    if row['wall_s'] and int(row['iter']) <= after]
     with open(path + '.tmp', 'w', encoding='utf-8', newline='') as f:
         writer = csv.DictWriter(f, LOG_FIELDS, extrasaction='ignore')
         writer.writeheader()
@@ -286,8 +290,8 @@ def open_log(path, after):
 # machine ----------------------------------------------------------------------------------------------------
 
 PEAK_TFLOPS = {  # dense bfloat16 peaks from NVIDIA's data sheets, by what the device's name contains
-    'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'GH200': 989, 'B200': 2250, 'A100': 312, 'A800': 312, 'L40S': 362,
-    'A10G': 70, 'L4': 121, 'RTX 4090': 165, 'RTX 3090': 71,
+    'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'GH200': 989, 'B200': 2250, 'A100': 312,
+    'A800': 312, 'L40S': 362, 'A10G': 70, 'L4': 121, 'RTX 4090': 165, 'RTX 3090': 71,
 }
 
 
@@ -301,7 +305,8 @@ def peak_flops(device, dtype):
 
 
 def resolve_compile(compile, device, flops):
-    """compile='auto' -> bool. On a CPU compiling takes half a minute, which runs below 4e13 FLOPs never earn back."""
+    """compile='auto' -> bool. On a CPU compiling takes half a minute, which runs below 4e13 FLOPs never earn
+    back."""
     if compile not in (True, False, 'auto'):
         raise ValueError(f"compile={compile!r} is none of True, False, auto")
     if compile != 'auto':
@@ -309,8 +314,10 @@ def resolve_compile(compile, device, flops):
     if sys.platform == 'win32':
         return False
     if 'cuda' in device:
-        return importlib.util.find_spec('triton') is not None and torch.cuda.get_device_capability(device) >= (7, 0)
-    return device == 'cpu' and flops > 4e13 and any(map(shutil.which, (os.environ.get('CXX', 'c++'), 'g++', 'clang++')))
+        return (importlib.util.find_spec('triton') is not None
+                and torch.cuda.get_device_capability(device) >= (7, 0))
+    return (device == 'cpu' and flops > 4e13
+            and any(map(shutil.which, (os.environ.get('CXX', 'c++'), 'g++', 'clang++'))))
 
 
 def duration(seconds):
@@ -327,7 +334,7 @@ if __name__ == '__main__':
         try:
             if rank == 0:
                 print(text, flush=True)
-        except BrokenPipeError:  # Ctrl-C ends `| tee log` before us: nobody listens, but there is a run to save
+        except BrokenPipeError:  # Ctrl-C ends `| tee log` before us: nobody listens, but a run is to be saved
             if not stop:
                 raise
 
@@ -338,7 +345,8 @@ if __name__ == '__main__':
         if config[key] < 1:
             raise ValueError(f"{key}={config[key]} must be at least 1")
     if epochs is not None and tokens_per_param is not None:
-        raise ValueError(f"epochs={epochs} and tokens_per_param={tokens_per_param} both set the length: give one")
+        raise ValueError(f"epochs={epochs} and tokens_per_param={tokens_per_param} both set the length: "
+                         "give one")
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
     checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
 
@@ -349,21 +357,21 @@ if __name__ == '__main__':
     elif init_from != 'scratch':
         path = os.path.join(init_from, 'ckpt.pt') if os.path.isdir(init_from) else init_from
         if init_from.startswith('gpt2') and not os.path.exists(init_from):
-            raise ValueError(f"init_from={init_from!r}: OpenAI's weights cannot be read yet; use scratch, resume, or "
-                             "a checkpoint of train.py or nanoGPT")
+            raise ValueError(f"init_from={init_from!r}: OpenAI's weights cannot be read yet; use scratch, "
+                             "resume, or a checkpoint of train.py or nanoGPT")
     if path:
-        if not any(arg.endswith('.py') for arg in sys.argv[1:]):  # config/default.py is no wish for an architecture
+        if not any(arg.endswith('.py') for arg in sys.argv[1:]):  # config/default.py asks for no architecture
             model_args = {key: value for key, value in model_args.items()
                           if any(arg.startswith(f'--{key}=') for arg in sys.argv)}
         changes = {key: value for key, value in model_args.items() if key in ('dropout', 'block_size')}
         model, rest = GPT.from_checkpoint(path, **changes)
         for key, value in model_args.items():
             if value is not None and value != rest['model_args'][key]:
-                raise ValueError(f"{key}={value!r} differs from {path}, which has {rest['model_args'][key]!r}: leave it "
-                                 "out, or train from scratch")
+                raise ValueError(f"{key}={value!r} differs from {path}, which has "
+                                 f"{rest['model_args'][key]!r}: leave it out, or train from scratch")
     resumed = rest if init_from == 'resume' else {}
     machine = runtime(device, dtype, seed)
-    was = resumed.get('runtime', {})  # what 'auto' was resolved to is kept, so that a resumed run is the same run
+    was = resumed.get('runtime', {})  # what 'auto' was resolved to is kept: a resumed run is the same run
     if (was.get('device_type'), was.get('ranks')) != (machine.device_type, ranks):
         was = {}
     elif (was['threads'], was['dtype']) != (machine.threads, str(machine.dtype)[6:]) and dtype == 'auto':
@@ -374,7 +382,7 @@ if __name__ == '__main__':
     if ranks > 1:
         dist.init_process_group(backend if backend != 'auto' else 'nccl' if 'cuda' in device else 'gloo')
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs an eighth of a step
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
 
     # data ---------------------------------------------------------------------------------------------------
     folder = dataset if os.path.isdir(dataset) and not os.path.isdir(os.path.join('data', dataset)) \
@@ -411,14 +419,15 @@ if __name__ == '__main__':
     say(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, context "
         f"{block_size}, vocabulary {model.config.vocab_size}")
     say(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
-    say(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} windows on "
-        f"{ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} epochs, "
-        f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every {eval_interval} "
-        f"iterations to {out_dir}/")
+    say(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} "
+        f"windows on {ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} "
+        f"epochs, {max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
+        f"{eval_interval} iterations to {out_dir}/")
 
     # optimizer, compilation, ranks --------------------------------------------------------------------------
     params = list(model.parameters())
-    optimizers = make_optimizers(model, optimizer, learning_rate, weight_decay, (beta1, beta2), momentum, device)
+    optimizers = make_optimizers(model, optimizer, learning_rate, weight_decay, (beta1, beta2), momentum,
+                                 device)
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
     it, best_val_loss, skipped, wall_before = 0, math.inf, 0, 0.0
     if resumed:
@@ -427,7 +436,8 @@ if __name__ == '__main__':
             scaler.load_state_dict(rest['scaler'])
         it, best_val_loss = rest['iter_num'], float(rest['best_val_loss'])
         skipped, wall_before = rest.get('skipped', 0), rest.get('wall_s', 0.0)
-        for key in ('dataset', 'batch_size', 'gradient_accumulation_steps', 'seed', 'learning_rate', 'max_iters'):
+        for key in ('dataset', 'batch_size', 'gradient_accumulation_steps', 'seed', 'learning_rate',
+                    'max_iters'):
             if key in rest.get('config', {}) and rest['config'][key] != config[key]:
                 say(f"resume: {key} was {rest['config'][key]!r}, is {config[key]!r}")
         say(f"resume: {path} at iteration {it:,}, best val loss {best_val_loss:.4f}")
@@ -437,16 +447,19 @@ if __name__ == '__main__':
     if compile:
         say('compiling: the first iteration takes about half a minute')
         # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
-        forward = torch.compile(model, dynamic=False, options=None if 'cuda' in device else {'fallback_random': True})
-    evaluated = forward if 'cuda' in device else model  # on a CPU a second compilation costs more than it gives
+        forward = torch.compile(model, dynamic=False,
+                                options=None if 'cuda' in device else {'fallback_random': True})
+    evaluated = forward if 'cuda' in device else model  # on a CPU compiling again costs more than it gives
     if ranks > 1:
-        forward = DDP(forward, device_ids=[device] if 'cuda' in device else None, gradient_as_bucket_view=True)
+        forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
+                      gradient_as_bucket_view=True)
 
     # files --------------------------------------------------------------------------------------------------
     log_file = wandb = None
     if rank == 0 and not eval_only:
         os.makedirs(out_dir, exist_ok=True)
-        old = [name for name in ('ckpt.pt', 'best.pt', 'log.csv') if os.path.exists(os.path.join(out_dir, name))]
+        old = [name for name in ('ckpt.pt', 'best.pt', 'log.csv')
+               if os.path.exists(os.path.join(out_dir, name))]
         if old and init_from != 'resume':
             for name in old:
                 os.replace(os.path.join(out_dir, name), os.path.join(out_dir, name + '.old'))
@@ -466,19 +479,22 @@ if __name__ == '__main__':
 
     def checkpoint(**more):
         return {'model': model.state_dict(), 'model_args': vars(model.config).copy(), 'iter_num': it,
-                'best_val_loss': best_val_loss, 'config': config, 'tokenizer': words and words.state(), **more}
+                'best_val_loss': best_val_loss, 'config': config, 'tokenizer': words and words.state(),
+                **more}
 
     def save_last():
         used = dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads, compile=compile,
                     dtype=str(machine.dtype)[6:])
-        save(checkpoint_file, checkpoint(optimizer=[o.state_dict() for o in optimizers], scaler=scaler.state_dict(),
-                                         tokens=it * tokens_per_iter, skipped=skipped, runtime=used,
+        save(checkpoint_file, checkpoint(optimizer=[o.state_dict() for o in optimizers],
+                                         scaler=scaler.state_dict(), tokens=it * tokens_per_iter,
+                                         skipped=skipped, runtime=used,
                                          wall_s=wall_before + time.time() - START))
 
     def read_batch(it, step):
         """Micro-batch `step` of this rank: the ranks take turns through the iteration's windows."""
         first = it * windows_per_iter + (step * ranks + rank) * micro_batch
-        return to_device(train_bins.read(window_indices(first, micro_batch, n_windows, seed), block_size), device)
+        return to_device(train_bins.read(window_indices(first, micro_batch, n_windows, seed), block_size),
+                         device)
 
     # Ctrl-C and a scheduler's SIGTERM: finish the iteration, save, leave. A second one leaves at once.
     def ask_to_stop(number, frame):
@@ -500,14 +516,15 @@ if __name__ == '__main__':
             pause = time.time()
             if stopping and rank == 0:  # first, for whoever sent the signal may not wait for an evaluation
                 save_last()
-            val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device, machine.autocast,
-                                       rank, ranks)
+            val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
+                                       machine.autocast, rank, ranks)
             bpb = val_loss / math.log(2) / bytes_per_token if bytes_per_token else None
             say(f"step {it}: val loss {val_loss:.4f}" + (f", {bpb:.4f} bits per byte" if bpb else '')
                 + f", perplexity {math.exp(min(val_loss, 99)):.2f} ({count * block_size:,} tokens)")
             if not math.isfinite(val_loss):
-                raise ValueError(f"val loss is {val_loss} at iteration {it}: the run diverged, nothing is saved; lower "
-                                 f"--learning_rate (now {learning_rate}), or use --dtype=float32")
+                raise ValueError(f"val loss is {val_loss} at iteration {it}: the run diverged, nothing "
+                                 f"is saved; lower --learning_rate (now {learning_rate}), or use "
+                                 "--dtype=float32")
             if eval_only:
                 break
             if rank == 0:
@@ -517,8 +534,9 @@ if __name__ == '__main__':
                 save_last()
                 now = wall_before + time.time() - START
                 if it > first_it:
-                    log.writerow({**row, 'iter': it, 'tokens': it * tokens_per_iter, 'val_loss': f"{val_loss:.6f}",
-                                  'val_bpb': f"{bpb:.6f}" if bpb else '', 'wall_s': f"{now:.2f}"})
+                    log.writerow({**row, 'iter': it, 'tokens': it * tokens_per_iter,
+                                  'val_loss': f"{val_loss:.6f}", 'val_bpb': f"{bpb:.6f}" if bpb else '',
+                                  'wall_s': f"{now:.2f}"})
                     log_file.flush()
                 if wandb:
                     wandb.log({'iter': it, 'val/loss': val_loss, 'lr': lr_now})
@@ -532,7 +550,8 @@ if __name__ == '__main__':
         if last:
             break
 
-        lr_now = lr_at(it, learning_rate, floor, warmup_iters, decay_end, lr_schedule if decay_lr else None, cooldown)
+        lr_now = lr_at(it, learning_rate, floor, warmup_iters, decay_end, lr_schedule if decay_lr else None,
+                       cooldown)
         for opt in optimizers:
             for group in opt.param_groups:
                 group['lr'] = lr_now
@@ -554,7 +573,7 @@ if __name__ == '__main__':
         grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf, foreach=device != 'mps')
         measured = (it + 1) % eval_interval == 0  # how far an update moves the weights, now and then
         before = [w.detach().clone() for w in params] if measured and rank == 0 else None
-        if not scaler.is_enabled() or grad_norm.isfinite():  # else no optimizer steps, and the scale goes down
+        if not scaler.is_enabled() or grad_norm.isfinite():  # else no optimizer steps, the scale goes down
             for opt in optimizers:
                 scaler.step(opt)
         else:
@@ -571,20 +590,21 @@ if __name__ == '__main__':
                 dist.all_reduce(news)
             mean_loss, stopping = news[0].item() / ranks, news[1].item() > 0  # all ranks stop together
             if not math.isfinite(mean_loss):
-                raise ValueError(f"loss is {mean_loss} at iteration {it}: the run diverged; {checkpoint_file} holds "
-                                 f"the last evaluated state; lower --learning_rate (now {learning_rate}), or use "
-                                 "--dtype=float32")
+                raise ValueError(f"loss is {mean_loss} at iteration {it}: the run diverged; "
+                                 f"{checkpoint_file} holds the last evaluated state; lower "
+                                 f"--learning_rate (now {learning_rate}), or use --dtype=float32")
             seconds = (time.time() - timed_at) / (it - timed_it)
             timed_it, timed_at = it, time.time()
             mfu = flops_per_iter / seconds / (peak * ranks) if peak else None
-            say(f"iter {it}: loss {mean_loss:.4f}, lr {lr_now:.2e}, norm {grad_norm:.2f}, {seconds * 1e3:.1f} ms, "
-                f"{tokens_per_iter / seconds:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else '')
-                + f", {duration((max_iters - it) * seconds)} left")
+            say(f"iter {it}: loss {mean_loss:.4f}, lr {lr_now:.2e}, norm {grad_norm:.2f}, "
+                f"{seconds * 1e3:.1f} ms, {tokens_per_iter / seconds:,.0f} tok/s"
+                + (f", mfu {mfu:.1%}" if mfu else '') + f", {duration((max_iters - it) * seconds)} left")
             if rank == 0:
                 ratio = (sum((w - old).square().sum() for w, old in zip(params, before))
                          / sum(old.square().sum() for old in before)).sqrt().item() if before else ''
-                row = {'iter': it, 'tokens': it * tokens_per_iter, 'epoch': f"{it * windows_per_iter / n_windows:.4f}",
-                       'loss': f"{mean_loss:.6f}", 'lr': f"{lr_now:.6e}", 'grad_norm': f"{float(grad_norm):.5f}",
+                row = {'iter': it, 'tokens': it * tokens_per_iter,
+                       'epoch': f"{it * windows_per_iter / n_windows:.4f}", 'loss': f"{mean_loss:.6f}",
+                       'lr': f"{lr_now:.6e}", 'grad_norm': f"{float(grad_norm):.5f}",
                        'update_ratio': ratio and f"{ratio:.3e}", 'ms_per_iter': f"{seconds * 1e3:.3f}",
                        'tok_per_s': f"{tokens_per_iter / seconds:.0f}", 'mfu': f"{mfu:.4f}" if mfu else '',
                        'load_max': '', 'skipped': skipped,
