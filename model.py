@@ -495,9 +495,8 @@ class GPT(nn.Module):
                                     "or set --out_dir or --init_from") from None
         except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError, AttributeError,
                 IndexError, TypeError) as error:  # what torch.load raises for damaged and foreign files
-            why = str(error).split('\n')[0][:120] or type(error).__name__
-            raise ValueError(f"{path} cannot be read as a checkpoint, it is truncated, damaged "
-                             f"or no weights file ({why}); use another one") from None
+            raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged or another kind of "
+                             "file; use another one") from error
         if not isinstance(rest, dict) or not {'model', 'model_args'} <= rest.keys():
             keys = ', '.join(map(str, list(rest)[:5])) if isinstance(rest, dict) else type(rest).__name__
             raise ValueError(f"{path} is no checkpoint of train.py: it holds {keys}, "
