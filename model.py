@@ -378,19 +378,23 @@ class GPT(nn.Module):
 
         | tensor                   | value                                                               |
         |--------------------------|---------------------------------------------------------------------|
-        | wte, wpe                 | normal, std 0.02 (GPT-2)                                            |
+        | wte, wpe                 | normal, std 0.02 (GPT-2), at most 4 / n_embd when tied              |
         | c_attn, c_fc             | normal, std sqrt(1 / (3 n_embd)): 0.02 at 768, larger when narrower |
         | both c_proj              | 0: every block starts as the identity                               |
         | lm_head, when untied     | 0: every token starts equally likely                                |
         | norm weights; all biases | 1; 0                                                                |
         """
+        # With blocks that are the identity and the embedding as head, a token's own repetition has the logit
+        # n_embd * std, which in wide models would be far above all others.
+        embedding = min(0.02, 4 / self.config.n_embd) if self.lm_head is None else 0.02
         for name, w in self.named_parameters():
             if name.endswith('bias') or name.endswith('c_proj.weight') or name == 'lm_head.weight':
                 w.zero_()
             elif w.ndim == 1:
                 w.fill_(1.0)
             else:
-                w.normal_(std=0.02 if name in ('wte.weight', 'wpe.weight') else (1 / (3 * w.shape[1])) ** 0.5)
+                hidden = (1 / (3 * w.shape[1])) ** 0.5
+                w.normal_(std=embedding if name in ('wte.weight', 'wpe.weight') else hidden)
         self.wte.weight[self.config.vocab_size:] = 0.0
 
     def compute_dtype(self):
@@ -495,8 +499,8 @@ class GPT(nn.Module):
                                     "or set --out_dir or --init_from") from None
         except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError, AttributeError,
                 IndexError, TypeError) as error:  # what torch.load raises for damaged and foreign files
-            raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged or another kind of "
-                             "file; use another one") from error
+            raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged or another "
+                             "kind of file; use another one") from error
         if not isinstance(rest, dict) or not {'model', 'model_args'} <= rest.keys():
             keys = ', '.join(map(str, list(rest)[:5])) if isinstance(rest, dict) else type(rest).__name__
             raise ValueError(f"{path} is no checkpoint of train.py: it holds {keys}, "

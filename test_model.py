@@ -347,6 +347,12 @@ def test_initial_weights_are_what_the_table_says():
         assert model(idx, targets)[0].item() == pytest.approx(math.log(500), rel=0.1 if tied else 1e-4)
 
 
+def test_a_wide_model_starts_at_the_loss_of_guessing():
+    model = GPT(GPTConfig(n_layer=1, n_head=6, n_embd=768, vocab_size=5000, block_size=64))
+    idx, targets = torch.randint(5000, (2, 4, 64))
+    assert model(idx, targets)[0].item() == pytest.approx(math.log(5000), rel=0.02)
+
+
 def test_padding_of_the_vocabulary_is_never_seen():
     model = tiny(vocab_size=61, tie_word_embeddings=False)
     assert model.wte.num_embeddings == 64 and model(tokens(model, 1, 3)).shape == (1, 3, 61)

@@ -1,5 +1,5 @@
 # The first run, on any machine: `python prepare.py && python train.py && python sample.py`.
-# A small model learns, byte by byte, to write Python from Python's own standard library; minutes on 2 CPU cores.
+# A small model learns, byte by byte, to write Python from Python's own library: minutes on 2 CPU cores.
 dataset = 'pystdlib_byte'
 
 n_layer = 4

@@ -1,5 +1,5 @@
-# One number sets the size: width, heads, batch, length and learning rate follow from n_layer. The flag comes first,
-# because overrides go from left to right:
+# One number sets the size: width, heads, batch, length and learning rate follow from n_layer. The flag
+# comes first, because overrides go from left to right:
 #   python train.py --n_layer=8 config/dial.py
 # 4: 2M parameters, 8: 19M, 12: 94M, 16: 270M, 24: 950M (with a byte vocabulary).
 dataset = 'pystdlib_byte'
