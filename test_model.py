@@ -1549,7 +1549,7 @@ def prep_run(argv, monkeypatch, capsys):
         runpy.run_path(os.path.join(PREP_DIR, 'prepare.py'), run_name='__main__')
     except SystemExit as e:
         code = e.code or 0
-    except Exception:
+    except (ValueError, OSError):
         sys.excepthook(*sys.exc_info())
         code = 1
     finally:
