@@ -1,7 +1,8 @@
 """
-Measures: how fast, how much memory.
+Measures: how fast, how big, how much memory.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
+    python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=out/ckpt.pt --dtype=bfloat16 --compile=True
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
@@ -113,7 +114,10 @@ def load_nanogpt(folder, config, device):
 def train_step(forward, params, optimizers, batch, autocast, grad_clip, foreach):
     """One update as train.py does it, or nanoGPT: forward returns a loss among its results."""
     with autocast():
-        loss = next(part for part in forward(*batch) if torch.is_tensor(part) and part.ndim == 0)
+        results = forward(*batch)
+        loss = next(part for part in results if torch.is_tensor(part) and part.ndim == 0)
+        if isinstance(results[1], dict) and results[1]:  # experts
+            loss = loss + 0.01 * results[1]['balance']
     loss.backward()
     if grad_clip:
         torch.nn.utils.clip_grad_norm_(params, grad_clip, foreach=foreach)
@@ -142,11 +146,33 @@ def report(times, units, unit, numbers, baseline=None):
     print(json.dumps(numbers))
 
 
+def print_params(config, dtype):
+    """The model's parts and their shares, counted without allocating them; the last line is JSON."""
+    with torch.device('meta'):
+        model = GPT(config)
+    parts = model.account()
+    total = [sum(row[i] for row in parts.values()) for i in range(3)]
+    print(f"{'':<16}{'parameters':>19}{'':8}{'active':>17}{'':8}{'training FLOPs a token':>24}")
+    for part, row in (*parts.items(), ('total', total)):
+        print(f"{part:<16}" + ''.join(f"{n:>{width},}{n / all_ if all_ else 0:>8.1%}" for n, all_, width
+                                      in zip(row, total, (19, 17, 24))))
+    size, cache = dtype.itemsize, model.cache_numbers()
+    full = model.cache_numbers(config.block_size)
+    print(f"weights: {total[0] * size / 1e9:,.2f} GB; cache: {cache * size:,} bytes a token, "
+          f"{full * size / 1e9:,.2f} GB at {config.block_size:,} tokens; in {str(dtype)[6:]}")
+    print(json.dumps({'what': 'params', 'params': total[0], 'active_params': total[1],
+                      'flops_per_token': total[2], 'cache_bytes_per_token': cache * size,
+                      'cache_bytes': full * size, 'dtype': str(dtype)[6:]}))
+
+
 if __name__ == '__main__':
     what = words[0] if words else ''
-    if what not in ('train', 'decode'):
-        raise ValueError(f"bench.py measures train or decode, not {what!r}: "
+    if what not in ('train', 'decode', 'params'):
+        raise ValueError(f"bench.py measures train, decode or params, not {what!r}: "
                          "python bench.py train config/small.py")
+    if what == 'params':  # of the data type that weights and cache are published in, unless another is named
+        print_params(GPTConfig(**model_args), getattr(torch, 'bfloat16' if dtype == 'auto' else dtype))
+        raise SystemExit
     machine = runtime(device, dtype, seed)
     device = machine.device
     batch_size = batch_size or {'train': 12, 'decode': 1}[what]

@@ -1,6 +1,6 @@
 """
 The modern decoder-only language model, read from top to bottom: configuration, norm, positions, attention and
-its cache, MLP, block, GPT.
+its cache, MLP and experts, block, GPT.
 
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
     model = GPT(config)
@@ -10,12 +10,15 @@ its cache, MLP, block, GPT.
     logits = model(idx, cache=cache, keep=1)     # appends; logits of the last new token only
 
 Shapes in comments: B rows of a batch, T new tokens, S tokens to attend to, C = n_embd, H query heads, K
-key/value heads, D = head_dim, V = vocab_size. This file prints nothing, picks no device, reads no globals,
-downloads nothing.
+key/value heads, D = head_dim, E experts, V = vocab_size. This file prints nothing, picks no device, reads no
+globals, downloads nothing.
 """
+import contextlib
 import dataclasses
+import inspect
 import math
 import pickle
+import types
 from typing import NamedTuple
 
 import torch
@@ -24,11 +27,12 @@ import torch.nn.functional as F
 
 # configuration ----------------------------------------------------------------------------------------------
 
-ACTIVATIONS = {  # name: (function, gated); gated ones (Shazeer 2020, arXiv:2002.05202) compute f(gate) * up
-    'swiglu': (F.silu, True),
-    'geglu': (F.gelu, True),
-    'reglu': (F.relu, True),
-    'glu': (torch.sigmoid, True),
+ACTIVATIONS = {  # name: (function, gated); gated ones (Shazeer 2020, arXiv:2002.05202) take gate and up
+    'swiglu': (lambda gate, up: F.silu(gate) * up, True),
+    'geglu': (lambda gate, up: F.gelu(gate) * up, True),
+    'geglu_tanh': (lambda gate, up: F.gelu(gate, approximate='tanh') * up, True),  # Gemma's
+    'reglu': (lambda gate, up: F.relu(gate) * up, True),
+    'glu': (lambda gate, up: torch.sigmoid(gate) * up, True),
     'gelu': (F.gelu, False),                                        # the exact one, by erf
     'gelu_tanh': (lambda x: F.gelu(x, approximate='tanh'), False),  # OpenAI GPT-2's
     'relu': (F.relu, False),
@@ -39,7 +43,8 @@ ACTIVATIONS = {  # name: (function, gated); gated ones (Shazeer 2020, arXiv:2002
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model, as plain data. Impossible values raise a ValueError that names all."""
+    """Everything that defines a model, as plain data. Impossible values raise a ValueError that names all.
+    Patterns have a letter for each layer and are repeated: 'SSSL' is three S, then an L, and so on."""
     # size
     block_size: int = 1024           # context: the most tokens attended to at once
     vocab_size: int = 50304          # GPT-2's 50257 rounded up, as nanoGPT has it
@@ -49,55 +54,178 @@ class GPTConfig:
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head
     d_ff: int | None = None          # MLP width; None: 4 n_embd; if gated 8/3 n_embd up to a multiple of 64
-    # choices
-    pos: str = 'rope'                # positions: rope, learned, none
+    # positions
+    pos: str = 'rope'                # rope, alibi, learned, sinusoidal, none
+    pos_pattern: str = 'P'           # P: as pos says, N: a layer without (rope and alibi only); 'PPPN'
     rope_base: float = 10000.0       # the slowest rotation's base (RoFormer, arXiv:2104.09864)
-    norm: str = 'rmsnorm'            # rmsnorm (arXiv:1910.07467) or layernorm
+    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0, ...}, see ROPE_SCALINGS
+    partial_rotary_factor: float = 1.0  # share of each head that turns
+    document_token: int | None = None  # end of text: nothing before the last one is seen, positions restart
+    # attention
+    window: int | None = None        # tokens that an S layer sees: its own and the window - 1 before it
+    window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL', 'SSSL'
+    kv_lora_rank: int | None = None  # multi-head latent attention: numbers cached a token, beside the rotary key
+    q_lora_rank: int | None = None   # MLA: width of the compressed query; None: not compressed
+    qk_nope_head_dim: int | None = None  # MLA: part of a head without positions; None: 128
+    qk_rope_head_dim: int | None = None  # MLA: part with, its key shared by all heads; None: 64
+    v_head_dim: int | None = None    # MLA: width of a head's value; None: 128
+    qk_norm: bool | str | None = None  # norm on queries and keys: True per head, 'whole'; None: True but in MLA
+    attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
+    attn_softcap: float = 0.0        # c * tanh(scores / c); 0 is off
+    attn_sink: bool = False          # a learned logit for each head in the softmax's denominator
+    # norm, wiring
+    norm: str = 'rmsnorm'            # rmsnorm, layernorm
     norm_eps: float = 1e-6           # inside the root
     norm_bias: bool | None = None    # None: layernorm follows bias, rmsnorm has none
-    qk_norm: bool = True             # normalise queries and keys, per head (arXiv:2302.05442)
-    mlp: str = 'swiglu'              # swiglu, geglu, reglu, glu, gelu, gelu_tanh, relu, relu2, silu
+    wiring: str = 'pre'              # of a block: pre, post, output, sandwich, parallel, parallel_2; see WIRINGS
+    embed_norm: bool = False         # a norm after the embedding
+    embed_scale: float | None = None  # of the embedding; None: 1, or sqrt(n_embd) under sinusoidal positions
+    residual_scale: float = 1.0      # of what attention and MLP add
+    residual_lambdas: bool = False   # learned weights of stream and embedding before each layer, from 1 and 0
+    # MLP, biases
+    mlp: str = 'swiglu'              # swiglu, geglu, geglu_tanh, reglu, glu; gelu, gelu_tanh, relu, relu2, silu
     bias: bool = False               # in the linear layers, and in layernorm
+    qkv_bias: bool | None = None     # of queries, keys, values; None: as bias
+    proj_bias: bool | None = None    # of attention's output; None: as bias
+    mlp_bias: bool | None = None     # of MLP, experts and router; None: as bias
+    # experts
+    n_expert: int | None = None      # experts that replace the MLP; None: a dense model
+    n_expert_active: int | None = None  # of them for each token; None: 2
+    n_shared_expert: int | None = None  # experts that every token passes as well, as one MLP
+    d_expert: int | None = None      # an expert's width; None: d_ff
+    n_dense_layer: int = 0           # first layers that keep the MLP
+    expert_pattern: str = 'E'        # E: experts, D: dense
+    router: str = 'softmax'          # softmax, sigmoid
+    norm_topk_prob: bool = True      # the chosen experts' weights sum to 1
+    routed_scaling_factor: float = 1.0  # of these weights
+    n_group: int | None = None       # groups of experts, of which each token uses
+    topk_group: int | None = None    # so many
+    balance_bias: bool = False       # a bias that follows the load, in choosing only; train.py moves it
+    balance_per_sequence: bool = False  # balance loss for each row of the batch, not over all of it
+    # head
     tie_word_embeddings: bool = True  # the head reads the embedding's rows
-    logit_softcap: float = 0.0       # c * tanh(logits / c); 0 is off (Gemma 2, arXiv:2408.00118)
+    head_bias: bool = False          # of an untied head
+    logit_softcap: float = 0.0       # c * tanh(logits / c); 0 is off
     # training
     dropout: float = 0.0             # on embedding, attention weights and both residual branches
 
     def __post_init__(self):
-        sizes = ['block_size', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'd_ff']
-        problems = [f"{name}={getattr(self, name)!r} must be a whole number above 0" for name in sizes
-                    if getattr(self, name) is not None
-                    and not (_whole(getattr(self, name)) and getattr(self, name) > 0)]
-        choices = {'pos': ('rope', 'learned', 'none'), 'norm': ('rmsnorm', 'layernorm'),
-                   'mlp': tuple(ACTIVATIONS)}
-        problems += [f"{name}={getattr(self, name)!r} is none of {', '.join(known)}"
-                     for name, known in choices.items() if getattr(self, name) not in known]
-        if problems:
-            raise ValueError('impossible model: ' + '; '.join(problems))
-        if self.head_dim is None and self.n_embd % self.n_head:
-            problems.append(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head} "
-                            "(or set head_dim)")
-        self.n_kv_head = self.n_kv_head or self.n_head
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        gated = ACTIVATIONS[self.mlp][1]
-        self.d_ff = self.d_ff or (round_up(8 * self.n_embd / 3) if gated else 4 * self.n_embd)
-        if self.norm_bias is None:
-            self.norm_bias = self.bias and self.norm == 'layernorm'
-        problems += [message for wrong, message in [
-            (self.n_head % self.n_kv_head,
-             f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}"),
-            (self.pos == 'rope' and self.head_dim % 2, f"head_dim={self.head_dim} is odd, rope turns pairs"),
-            (not 0 <= self.dropout < 1, f"dropout={self.dropout} is not in [0, 1)"),
-            (not self.rope_base > 0, f"rope_base={self.rope_base} must be above 0"),
-            (not self.norm_eps > 0, f"norm_eps={self.norm_eps} must be above 0"),
-            (not self.logit_softcap >= 0, f"logit_softcap={self.logit_softcap} must be 0 (off) or above"),
-        ] if wrong]
+        fields, given = dataclasses.fields(self), vars(self).copy()
+        problems = [f"{f.name}={given[f.name]!r} must be a whole number above 0"
+                    for f in fields if f.type in (int, int | None) and given[f.name] is not None
+                    and not (type(given[f.name]) is int and given[f.name] >= (f.name not in FROM_ZERO))]
+        problems += [f"{name}={given[name]!r} is none of {', '.join(map(str, known))}" for name, known in dict(
+            pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
+            qk_norm=(True, False, 'whole', None), mlp=ACTIVATIONS, wiring=WIRINGS, router=ROUTERS).items()
+            if given[name] not in known]
+        problems += [f"{name}={given[name]!r} is not made of {' and '.join(letters)}"
+                     for name, letters in PATTERNS.items() if given[name] is not None
+                     and (not given[name] or set(given[name]) - set(letters))]
+        problems += [f"{f.name}={given[f.name]!r} needs {needed}" for needed, names in NEEDS.items()
+                     for f in fields if f.name in names.split()  # an option that would do nothing is a mistake
+                     and given[needed] is None and given[f.name] != f.default]
+        if not problems:
+            self._resolve()
+        for rule, reason in RULES.items():
+            code = compile(rule, 'RULES', 'eval')
+            with contextlib.suppress(TypeError, ZeroDivisionError):  # of what is named above
+                if not eval(code, {**vars(self), 'given': types.SimpleNamespace(**given)}):
+                    values = [f"{name}={given[name]!r}" for name in code.co_names
+                              if given.get(name) is not None]
+                    problems.append(f"{', '.join(values)}: {reason}")
+        try:
+            if self.rope_scaling:
+                scaling_options(self.rope_scaling)
+        except ValueError as error:
+            problems.append(str(error))
         if problems:
             raise ValueError('impossible model: ' + '; '.join(problems))
 
+    def _resolve(self):
+        """Puts what a None stands for."""
+        if self.kv_lora_rank is not None:
+            self.qk_nope_head_dim, self.v_head_dim = self.qk_nope_head_dim or 128, self.v_head_dim or 128
+            self.qk_rope_head_dim = self.qk_rope_head_dim or 64
+        else:
+            self.n_kv_head = self.n_kv_head or self.n_head
+            self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.d_ff is None:
+            gated = ACTIVATIONS[self.mlp][1]
+            self.d_ff = round_up(8 * self.n_embd / 3) if gated else 4 * self.n_embd
+        if self.n_expert is not None:
+            self.n_expert_active = self.n_expert_active or min(2, self.n_expert)
+            self.d_expert = self.d_expert or self.d_ff
+        sinusoidal, layernorm = self.pos == 'sinusoidal', self.norm == 'layernorm'
+        for name, value in dict(qkv_bias=self.bias, proj_bias=self.bias, mlp_bias=self.bias,
+                                norm_bias=self.bias and layernorm, qk_norm=self.kv_lora_rank is None,
+                                embed_scale=self.n_embd ** 0.5 if sinusoidal else 1.0).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
-def _whole(value):
-    return isinstance(value, int) and not isinstance(value, bool)
+    @property
+    def rope_dim(self):
+        """Dimensions of a head that turn."""
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def scale(self):
+        """What scores are multiplied by. In MLA YaRN's mscale_all_dim is squared into it, as DeepSeek does."""
+        if self.attn_scale is not None or self.kv_lora_rank is None:
+            return self.attn_scale or self.head_dim ** -0.5
+        factor, weight = ((self.rope_scaling or {}).get(key) for key in ('factor', 'mscale_all_dim'))
+        grown = yarn_mscale(factor, weight) if weight else 1.0
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * grown ** 2
+
+    def window_of(self, layer):
+        """The window of a layer; None: it sees all."""
+        return self.window if self.window and letter(self.window_pattern, layer) == 'S' else None
+
+    def has_experts(self, layer):
+        sparse = self.n_expert is not None and layer >= self.n_dense_layer
+        return sparse and letter(self.expert_pattern, layer) == 'E'
+
+
+FROM_ZERO = ('n_dense_layer', 'document_token')  # the other whole numbers count from 1
+PATTERNS = {'pos_pattern': 'PN', 'window_pattern': 'SL', 'expert_pattern': 'ED'}
+NEEDS = {  # field: those that do nothing without it
+    'window': 'window_pattern', 'window_pattern': 'window', 'n_group': 'topk_group', 'topk_group': 'n_group',
+    'kv_lora_rank': 'q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim',
+    'n_expert': 'n_expert_active n_shared_expert d_expert n_dense_layer expert_pattern router norm_topk_prob '
+                'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence',
+}
+RULES = {  # what must hold: what to say if it does not
+    'given.n_kv_head is None or kv_lora_rank is None': 'latent attention has no k/v heads to share',
+    'given.head_dim is None or kv_lora_rank is None':
+        'latent attention has qk_nope_head_dim, qk_rope_head_dim and v_head_dim',
+    'not given.qk_norm or kv_lora_rank is None': 'latent attention normalises the latents instead',
+    'partial_rotary_factor == 1 or kv_lora_rank is None and pos == "rope"':
+        'only rope outside latent attention turns a share of a head',
+    'given.head_dim or kv_lora_rank or n_embd % n_head == 0': 'n_head must divide n_embd, or set head_dim',
+    'not n_kv_head or n_head % n_kv_head == 0': 'n_kv_head must divide n_head',
+    'pos != "rope" or (qk_rope_head_dim or int(head_dim * partial_rotary_factor)) % 2 == 0':
+        'the rotary width is odd, rope turns pairs',
+    'pos != "rope" or (qk_rope_head_dim or int(head_dim * partial_rotary_factor)) > 0':
+        'no rotary dimension is left',
+    'rope_scaling is None or pos == "rope"': 'only rope can be scaled',
+    '"N" not in pos_pattern or pos in ("rope", "alibi")': 'all layers share these positions',
+    'pos != "sinusoidal" or n_embd % 2 == 0': 'sinusoidal positions are pairs',
+    'n_expert_active <= n_expert': 'a token cannot use more experts than there are',
+    'n_expert % n_group == 0': 'n_group must divide n_expert',
+    'topk_group <= n_group': 'a token cannot use more groups than there are',
+    'n_expert_active <= n_expert // n_group * topk_group': 'the groups of a token have fewer experts',
+    'router != "sigmoid" or n_expert // n_group > 1': 'sigmoid ranks a group by its best two experts',
+    'not head_bias or not tie_word_embeddings': 'only an untied head has a bias',
+    'document_token is None or document_token < vocab_size': 'the vocabulary has no such token',
+    '0 < partial_rotary_factor <= 1': 'must be in (0, 1]',
+    '0 <= dropout < 1': 'must be in [0, 1)',
+    **{f'{name} is None or {name} > 0': 'must be above 0' for name in (
+        'rope_base', 'norm_eps', 'residual_scale', 'routed_scaling_factor', 'embed_scale', 'attn_scale')},
+    **{f'{name} >= 0': 'must be 0 (off) or above' for name in ('attn_softcap', 'logit_softcap')},
+}
+
+
+def letter(pattern, layer):
+    return pattern[layer % len(pattern)]
 
 
 def round_up(n, multiple=64):
@@ -148,143 +276,298 @@ def dropout(x, p):
 
 # positions --------------------------------------------------------------------------------------------------
 
-def rope_table(config, device=None):
-    """cos and sin of every position's rotation angles, each (block_size, head_dim / 2) float32: position p
-    turns pair i by p * rope_base^(-2i / head_dim). RoFormer, arXiv:2104.09864, equation 15."""
-    pair = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    angle = (torch.arange(config.block_size, device=device)[:, None]
-             * config.rope_base ** (-pair / config.head_dim))
-    return angle.cos(), angle.sin()
+def yarn_mscale(factor, weight=1.0):
+    """How much YaRN sharpens attention in a context that is factor times longer."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def linear(freq, base, length, *, factor):
+    """Every position divided by factor. Chen et al. 2023, arXiv:2306.15595."""
+    return freq / factor, 1.0
+
+
+def ntk(freq, base, length, *, factor):
+    """The base times factor^(d / (d - 2)): the slowest pair slowed by factor, the fastest kept. bloc97 2023."""
+    d = 2 * len(freq)
+    return freq * factor ** (-torch.arange(0, d, 2, device=freq.device) / max(1, d - 2)), 1.0
+
+
+def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
+    """ntk by as much as a context of this length needs. emozilla 2023."""
+    needed = factor * length / original_max_position_embeddings - (factor - 1)
+    return ntk(freq, base, length, factor=max(1.0, needed))
+
+
+def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
+         attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
+    """Pairs that turn more than beta_fast times in the original context are kept, those that turn less than
+    beta_slow times are slowed by factor, with a ramp between. Peng et al. 2023, arXiv:2309.00071, 3.2."""
+    pairs = len(freq)
+    low, high = (pairs * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(base)
+                 for turns in (beta_fast, beta_slow))  # the pair that turns so often
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = (torch.arange(pairs, device=freq.device) - low) / (high - low or 0.001)
+    if attention_factor is None:
+        each = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
+        attention_factor = yarn_mscale(factor, each[0]) / yarn_mscale(factor, each[1])
+    return torch.lerp(freq, freq / factor, ramp.clamp(0, 1)), attention_factor
+
+
+def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings):
+    """As yarn, with the ramp over the turns in the original context, low_freq_factor to high_freq_factor, and
+    nothing sharpened. Llama 3.1, arXiv:2407.21783."""
+    turns = original_max_position_embeddings * freq / (2 * math.pi)
+    keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return torch.lerp(freq / factor, freq, keep), 1.0
+
+
+def longrope(freq, base, length, *, short_factor, long_factor, original_max_position_embeddings, factor,
+             attention_factor=None):
+    """A factor for each pair: from one list within the original context, another beyond. arXiv:2402.13753."""
+    each = long_factor if length > original_max_position_embeddings else short_factor
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
+    return freq / torch.tensor(each, device=freq.device), attention_factor
+
+
+# name: function of (frequencies, base, context length, its options) -> (frequencies, factor on the rotation)
+ROPE_SCALINGS = {f.__name__: f for f in (linear, ntk, dynamic, yarn, llama3, longrope)}
+
+
+def scaling_options(rope_scaling):
+    """{'rope_type': name, option: value, ...} -> (function, options). Raises ValueError if they do not fit."""
+    options = dict(rope_scaling)
+    kind = options.pop('rope_type', None)
+    if kind not in ROPE_SCALINGS:
+        raise ValueError(f"rope_scaling has rope_type={kind!r}, which is none of {', '.join(ROPE_SCALINGS)}")
+    known = {name: p.default for name, p in inspect.signature(ROPE_SCALINGS[kind]).parameters.items()
+             if p.kind is p.KEYWORD_ONLY}
+    missing = [name for name, default in known.items() if default is inspect.Parameter.empty
+               and name not in options]
+    if missing or options.keys() - known:
+        raise ValueError(f"rope_scaling of rope_type={kind!r} lacks {missing} and does not know "
+                         f"{sorted(options.keys() - known)}: it takes {', '.join(known)}")
+    if options.get('factor', 1.0) < 1:
+        raise ValueError(f"rope_scaling has factor={options['factor']}, which is below 1")
+    return ROPE_SCALINGS[kind], options
+
+
+def rope_table(config, pos, length):
+    """cos and sin of the rotation angles at pos (...), each (..., rope_dim / 2) float32: position p turns
+    pair i by p * rope_base^(-2i / rope_dim). RoFormer, arXiv:2104.09864, equation 15. length: of the context,
+    for scalings that depend on it."""
+    pair = torch.arange(0, config.rope_dim, 2, device=pos.device, dtype=torch.float32)
+    freq, factor = 1.0 / config.rope_base ** (pair / config.rope_dim), 1.0
+    if config.rope_scaling:
+        scale, options = scaling_options(config.rope_scaling)
+        freq, factor = scale(freq, config.rope_base, length, **options)
+    angle = pos[..., None] * freq
+    return angle.cos() * factor, angle.sin() * factor
 
 
 def rotate(x, rope):
-    """x (B, heads, T, D) turned by rope = (cos, sin), each (1 or B, 1, T, D/2). Pair i is x[i], x[i + D/2],
-    the half-split layout of Llama and transformers; checkpoints in GPT-J's interleaved layout are permuted
-    when read."""
+    """x (B, heads, T, D) with its first dimensions turned by rope = (cos, sin), each (1 or B, 1, T, pairs).
+    Pair i is x[i], x[i + pairs], the half-split layout of Llama and transformers; checkpoints in GPT-J's
+    interleaved layout are permuted when read."""
     if rope is None:
         return x
-    (a, b), (cos, sin) = x.float().chunk(2, dim=-1), rope
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    cos, sin = rope
+    a, b, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), dim=-1)
+    a, b = a.float(), b.float()
+    return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x), rest), dim=-1)
 
 
-def visible(q_pos, k_pos):
+def sinusoid(pos, width):
+    """pos (1 or B, T) -> (1 or B, T, width): sines at even, cosines at odd places (arXiv:1706.03762, 3.5)."""
+    angle = pos[..., None] / 10000.0 ** (torch.arange(0, width, 2, device=pos.device) / width)
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
+
+
+def alibi_slopes(n_head):
+    """2^(-8i/n) for n heads, a power of two; for other counts those of the next smaller power, then every
+    second one of the doubled list (Press et al. 2021, arXiv:2108.12409)."""
+    n = 2 ** int(math.log2(n_head))
+    return ([2 ** (-8 * i / n) for i in range(1, n + 1)]
+            + [2 ** (-4 * i / n) for i in range(1, 2 * (n_head - n), 2)])
+
+
+def visible(q_pos, k_pos, first=0):
     """Who sees whom, from absolute positions: q_pos (1 or B, T), k_pos (1 or B, S), -1 for an empty slot
-    -> (1 or B, 1, T, S) bool. A token sees itself and what came before."""
-    age = q_pos[:, :, None] - k_pos[:, None, :]
-    return ((age >= 0) & (k_pos >= 0)[:, None, :])[:, None]
+    -> (1 or B, 1, T, S) bool. A token sees itself and what came before, from `first` (1 or B, T) on."""
+    first = first[:, :, None] if torch.is_tensor(first) else first
+    return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first))[:, None]
 
 
 # attention --------------------------------------------------------------------------------------------------
 
+class Mask(NamedTuple):
+    """Who sees whom in the layers of one kind."""
+    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
+    square: bool                  # the keys are the queries' own tokens, T == S: causal, also without a bias
+    window: int | None            # and none sees more than the last so many
+
+
 class Shared(NamedTuple):
     """What all layers of one forward pass have in common, made once."""
     rope: tuple | None            # (cos, sin) at the new tokens' positions
-    bias: torch.Tensor | None     # (1 or B, 1, T, S), 0 or -inf, added to the scores; None: all is seen
-    causal: bool                  # bias is the plain triangle with T == S: kernels that know it need no bias
+    masks: dict                   # (window, alibi) of a layer -> Mask
+    explicit: bool                # attention is to be written out, not left to a kernel
+    weights: list | None          # takes each layer's attention weights, (B, H, T, S)
+    routing: list | None          # takes each sparse layer's balance, z and load
+    dtype: torch.dtype            # that matmuls run in
 
 
-def attend(q, k, v, shared, p=0.0):
-    """softmax(q k^T / sqrt(D) + bias) v, with dropout p on the weights. The one entry point of attention.
+def attend(q, k, v, shared, mask, scale, p=0.0, softcap=0.0, sink=None):
+    """softmax(scale q k^T + bias) v, with dropout p on the weights. The one entry point of attention.
 
-    q (B, H, T, D); k, v (B, K, S, D), K dividing H (arXiv:2305.13245) -> (B, H, T, D).
+    q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K dividing H (arXiv:2305.13245) -> (B, H, T, D').
+    - explicit: where the scores are capped, a sink takes its share or the weights are asked for, and to train
+      on a CPU: the compiler fuses it and it skips what is masked (SDPA's backward takes 1.5 to 2 times as
+      long there, 3 times with dropout);
     - one new token: its heads of a group become the rows of one product, so keys are read once a group;
-    - training on a CPU: explicit products in blocks of queries, which the compiler fuses and which skip the
-      masked triangle (SDPA's backward takes 1.5 to 2 times as long there, 3 times with dropout);
     - everything else: scaled_dot_product_attention, which picks its fastest kernel.
     """
     (B, H, T, D), K = q.shape, k.shape[1]
+    if shared.explicit:
+        return attend_explicit(q, k, v, mask, scale, p, softcap, sink, shared.weights)
     if T == 1:
-        y = F.scaled_dot_product_attention(q.reshape(B, K, H // K, D), k, v, attn_mask=shared.bias,
-                                           dropout_p=p)
-        return y.reshape(B, H, 1, D)
-    if explicit(q):
-        return attend_explicit(q, k, v, shared, p)
+        bias = mask.bias if mask.bias is None or mask.bias.shape[1] == 1 else mask.bias.view(-1, K, H // K,
+                                                                                             k.shape[2])
+        y = F.scaled_dot_product_attention(q.reshape(B, K, H // K, D), k, v, attn_mask=bias, dropout_p=p,
+                                           scale=scale)
+        return y.reshape(B, H, 1, -1)
     if H > K and q.device.type == 'mps':
         k, v, K = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1), H
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=None if shared.causal else shared.bias,
-                                          dropout_p=p, is_causal=shared.causal, enable_gqa=H > K)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bias, dropout_p=p, scale=scale,
+                                          is_causal=mask.square and mask.bias is None, enable_gqa=H > K)
 
 
-def explicit(x):
-    """Whether attention at x's device takes the explicit path, which wants shared.bias even when causal."""
-    return x.device.type == 'cpu' and torch.is_grad_enabled()
-
-
-def attend_explicit(q, k, v, shared, p, block=128):
+def attend_explicit(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=128):
     """attend, written out, in blocks of queries; softmax statistics are float32 inside."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    q, out = q * D ** -0.5, []
+    q, out, seen_weights = q * scale, [], []
     for start in range(0, T, block):
         end = min(start + block, T)
-        seen = end if shared.causal else S
+        first = max(0, start + 1 - mask.window) if mask.square and mask.window else 0
+        last = end if mask.square else S
         # a group's heads are rows of one product: (B, K, G t, D) @ (B, K, D, seen)
-        score = q[:, :, start:end].reshape(B, K, -1, D) @ k[:, :, :seen].transpose(-2, -1)
-        score = score.view(B, H, end - start, seen) + shared.bias[:, :, start:end, :seen]
-        weight = dropout(score.softmax(dim=-1), p).view(B, K, -1, seen)
-        out.append((weight @ v[:, :, :seen]).view(B, H, end - start, D))
+        score = q[:, :, start:end].reshape(B, K, -1, D) @ k[:, :, first:last].transpose(-2, -1)
+        score = score.view(B, H, end - start, last - first)
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if mask.bias is not None:
+            score = score + mask.bias[:, :, start:end, first:last]
+        if sink is not None:  # takes its share and gives nothing
+            score = torch.cat((score, sink.type_as(score)[:, None, None].expand(B, H, end - start, 1)), dim=-1)
+        weight = score.softmax(dim=-1)[..., :last - first]
+        if weights is not None:
+            seen_weights.append(F.pad(weight, (first, S - last)))
+        weight = dropout(weight, p).reshape(B, K, -1, last - first)
+        out.append((weight @ v[:, :, first:last]).view(B, H, end - start, -1))
+    if weights is not None:
+        weights.append(torch.cat(seen_weights, dim=2))
     return torch.cat(out, dim=2)
 
 
 class Cache:
-    """Keys and values of the tokens so far, for every layer. Made by GPT.make_cache, owned by the caller.
+    """What every layer keeps of the tokens so far. Made by GPT.make_cache, owned by the caller.
 
     Rows may stand at different places: `length` (B,) counts each row's tokens, `longest` their maximum, on
     the host (None when `static`, where only tensors may change so that one compiled step serves every
-    position: then the caller keeps count, and each step attends over all max_len slots, empty ones masked).
-    A slot's index is its position; slots past a row's length hold leftovers that causality hides.
+    position: then the caller keeps count, and each step attends over all slots, empty ones masked). The slot
+    of a token is its position; in a layer with a window, which has slots for the window and for the longest
+    rewind only, it is the position modulo the slots. What slots hold beyond a row's length is masked.
     """
 
-    def __init__(self, shapes, batch_size, max_len, device, dtype, static=False):
-        # shapes: for each layer the (heads, width) of each tensor it keeps
-        self.layers = [[torch.zeros(batch_size, heads, max_len, width, device=device, dtype=dtype)
-                        for heads, width in layer] for layer in shapes]
+    def __init__(self, layers, batch_size, max_len, device, dtype, static=False, max_rewind=0, starts=False):
+        # layers: for each its window and the (heads, width) of each tensor it keeps
+        self.max_len, self.static, self.max_rewind = max_len, static, max_rewind
+        self.layers = [[torch.zeros(batch_size, heads, self.slots(window), width, device=device, dtype=dtype)
+                        for heads, width in shapes] for window, shapes in layers]
         self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.max_len, self.static = max_len, static
+        self.peak = self.length.clone()  # most tokens that a row has held since it was empty
+        # for each position where its document starts; only if documents are masked
+        self.starts = torch.zeros(batch_size, max_len * starts, dtype=torch.long, device=device)
         self.longest, self.even = (None, False) if static else (0, True)
+
+    def slots(self, window):
+        return self.max_len if window is None else min(self.max_len, window + self.max_rewind)
 
     def positions(self, T):
         """Positions of the next T tokens: (1, T) if all rows are alike, else (B, T)."""
         new = torch.arange(T, device=self.length.device)
         return self.longest + new[None] if self.even else self.length[:, None] + new
 
+    def held(self, slots, T):
+        """How many slots to attend to, besides the T new tokens if these do not go in first."""
+        first = T if T == 1 or slots == self.max_len else 0
+        return slots if self.static else min(self.longest + first, slots)
+
+    def key_positions(self, window, pos):
+        """(1 or B, S): positions of what append returns for new tokens at pos, -1: an empty slot."""
+        slots, T = self.slots(window), pos.shape[1]
+        slot = torch.arange(self.held(slots, T), device=pos.device)
+        if slots == self.max_len:
+            return slot[None]
+        last = pos[:, :1] - int(T > 1)  # each slot holds the last position that falls to it
+        old = (last - (last - slot) % slots).clamp(min=-1)
+        return old if T == 1 else torch.cat((old, pos), dim=1)
+
     def append(self, layer, pos, *new):
         """Puts new tensors (B, heads, T, width) at pos; returns what to attend to, (B, heads, S, width)."""
-        T = pos.shape[1]
-        S = self.max_len if self.static else self.longest + T
-        if S > self.max_len:
-            raise ValueError(f"cache is full: {S} tokens into {self.max_len} slots; "
+        T, slots = pos.shape[1], self.layers[layer][0].shape[2]
+        if not self.static and self.longest + T > self.max_len:
+            raise ValueError(f"cache is full: {self.longest + T} tokens into {self.max_len} slots; "
                              "make_cache with a larger max_len")
-        row = torch.arange(len(self.length), device=pos.device)[:, None]
+        ring, held, kept = slots < self.max_len and T > 1, self.held(slots, T), min(T, slots)
+        seen = [torch.cat((old[:, :, :held], add), dim=2)
+                for old, add in zip(self.layers[layer], new)] if ring else None  # before any is written over
+        at = (self.longest + T - kept) % slots if self.even else slots
         for old, add in zip(self.layers[layer], new):
-            if self.even:
-                old[:, :, self.longest:S] = add
+            if at + kept <= slots:
+                old[:, :, at:at + kept] = add[:, :, T - kept:]
             else:
-                old[row, :, pos] = add.transpose(1, 2).to(old.dtype)
-        return [old[:, :, :S] for old in self.layers[layer]]
+                row = torch.arange(len(self.length), device=pos.device)[:, None]
+                old[row, :, pos[:, T - kept:] % slots] = add[:, :, T - kept:].transpose(1, 2).to(old.dtype)
+        return seen or [old[:, :, :held] for old in self.layers[layer]]
 
     def advance(self, T):
         self.length += T
+        torch.maximum(self.peak, self.length, out=self.peak)
         if not self.static:
             self.longest += T
 
     def rewind(self, n):
-        """Takes the last n tokens back: an int for all rows, or (B,) one number a row."""
-        if ((self.length - n) < 0).any():
+        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Layers with a window
+        allow max_rewind tokens, or all of them."""
+        length = self.length - n
+        if (length < 0).any():
             raise ValueError(f"cannot rewind {n} tokens: the cache holds {self.length.tolist()}")
-        self.length -= n
+        slots = min(old.shape[2] for layer in self.layers for old in layer)
+        if slots < self.max_len and ((self.peak > slots) & (length > 0)
+                                     & (self.peak - length > self.max_rewind)).any():
+            raise ValueError(f"cannot rewind {n} tokens: the windows keep max_rewind={self.max_rewind} more "
+                             "than they need; make_cache with a larger one")
+        self.length.copy_(length)
+        self.peak.masked_fill_(length == 0, 0)
         self._recount(even=self.even and not torch.is_tensor(n))
 
     def select(self, rows):
         """Keeps, reorders or copies rows: a list or (B',) of row numbers."""
         rows = torch.as_tensor(rows, device=self.length.device)
         self.layers = [[old[rows] for old in layer] for layer in self.layers]
-        self.length = self.length[rows]
+        self.length, self.peak, self.starts = self.length[rows], self.peak[rows], self.starts[rows]
         self._recount(even=self.even)
 
     def _recount(self, even):
         if not self.static:
             low, high = int(self.length.min()), int(self.length.max())
             self.longest, self.even = high, even or low == high
+
+    def tensors(self):
+        return [self.length, self.peak, self.starts] + [old for layer in self.layers for old in layer]
 
     @property
     def nbytes(self):
@@ -297,57 +580,293 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         H, K, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
-        self.c_attn = Fused(C, (H * D, K * D, K * D), bias=config.bias)
-        self.c_proj = nn.Linear(H * D, C, bias=config.bias)
-        self.q_norm = Norm(D, config) if config.qk_norm else nn.Identity()
-        self.k_norm = Norm(D, config) if config.qk_norm else nn.Identity()
-        self.layer, self.head_dim, self.p = layer, D, config.dropout
+        self.c_attn = Fused(C, (H * D, K * D, K * D), bias=config.qkv_bias)
+        self.c_proj = nn.Linear(H * D, C, bias=config.proj_bias)
+        # (heads, width) that a norm sees at once
+        self.normed = [(1, n * D) if config.qk_norm == 'whole' else (n, D) for n in (H, K)]
+        self.q_norm, self.k_norm = (Norm(width, config) if config.qk_norm else nn.Identity()
+                                    for _, width in self.normed)
         self.cache_shapes = [(K, D), (K, D)]
+        _attention_settings(self, config, layer)
 
     def forward(self, x, shared, cache=None, pos=None):
-        # (B, heads, T, D)
-        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.c_attn(x)]
-        q, k = rotate(self.q_norm(q), shared.rope), rotate(self.k_norm(k), shared.rope)
+        q, k, v = self.c_attn(x)
+        q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
+        k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
+        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v)]  # (B, heads, T, D)
+        if self.pos:
+            q, k = rotate(q, shared.rope), rotate(k, shared.rope)
         if cache is not None:
             k, v = cache.append(self.layer, pos, k, v)
-        y = attend(q, k, v, shared, self.p if self.training else 0.0)
+        y = attend(q, k, v, shared, shared.masks[self.kind], self.scale, self.p if self.training else 0.0,
+                   self.softcap, self.sink)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-# MLP and block ----------------------------------------------------------------------------------------------
-
-class MLP(nn.Module):
-    """down(f(up(x))), or gated: down(f(gate(x)) * up(x))."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.act, self.gated = ACTIVATIONS[config.mlp]
-        self.c_fc = Fused(config.n_embd, (config.d_ff,) * (2 if self.gated else 1), bias=config.bias)
-        self.c_proj = nn.Linear(config.d_ff, config.n_embd, bias=config.bias)
-
-    def forward(self, x):
-        gate, *up = self.c_fc(x)
-        return self.c_proj(self.act(gate) * up[0] if self.gated else self.act(gate))
-
-
-class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
+    are projections of one latent a token, which is all that is cached, beside one rotary key that the heads
+    share. Where it costs less, decoding does not project latents up but queries and outputs down ("absorbed",
+    its section 2.1.2): then the latents are keys and values of multi-query attention."""
 
     def __init__(self, config, layer):
         super().__init__()
-        self.ln_1 = Norm(config.n_embd, config)
-        self.attn = Attention(config, layer)
-        self.ln_2 = Norm(config.n_embd, config)
-        self.mlp = MLP(config)
-        self.p = config.dropout
+        H, C, rank = config.n_head, config.n_embd, config.kv_lora_rank
+        self.nope, self.rope, self.v = (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
+        q_width = H * (self.nope + self.rope)
+        self.c_attn = Fused(C, (config.q_lora_rank or q_width, rank, self.rope), bias=config.qkv_bias)
+        self.q_norm = Norm(config.q_lora_rank, config) if config.q_lora_rank else None
+        self.c_q = nn.Linear(config.q_lora_rank, q_width, bias=False) if config.q_lora_rank else None
+        self.kv_norm = Norm(rank, config)
+        self.c_kv = nn.Linear(rank, H * (self.nope + self.v), bias=False)  # of each head its k, then its v
+        self.c_proj = nn.Linear(H * self.v, C, bias=config.proj_bias)
+        self.n_head, self.rank = H, rank
+        self.cache_shapes = [(1, rank + self.rope)]
+        _attention_settings(self, config, layer)
+
+    def forward(self, x, shared, cache=None, pos=None, absorb=None):
+        q, latent, k_rope = self.c_attn(x)
+        if self.c_q is not None:
+            q = self.c_q(self.q_norm(q))
+        q, rope = q.unflatten(-1, (self.n_head, -1)).transpose(1, 2), shared.rope if self.pos else None
+        q, q_rope = q.split((self.nope, self.rope), dim=-1)
+        q_rope = rotate(q_rope, rope)
+        kept = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], rope)), dim=-1)
+        if cache is not None:
+            kept, = cache.append(self.layer, pos, kept)
+        w_k, w_v = self.c_kv.weight.view(self.n_head, -1, self.rank).split((self.nope, self.v), dim=1)
+        T, S, up = q.shape[2], kept.shape[2], self.rank * (self.nope + self.v)
+        if absorb is None:  # which is less work, a head
+            absorb = (cache is not None and T * (up + S * (2 * self.rank + self.rope))
+                      < S * (up + T * (self.nope + self.rope + self.v)))
+        if absorb:
+            q, k, v = q @ w_k, kept, kept[..., :self.rank]  # (B, H, T, rank); (B, 1, S, ...)
+        else:
+            k, v = self.c_kv(kept[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2).split(
+                (self.nope, self.v), dim=-1)
+            k = torch.cat((k, kept[..., self.rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
+        y = attend(torch.cat((q, q_rope), dim=-1), k, v, shared, shared.masks[self.kind], self.scale,
+                   self.p if self.training else 0.0, self.softcap, self.sink)
+        if absorb:
+            y = y @ w_v.mT
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+def _attention_settings(attention, config, layer):
+    attention.layer, attention.p, attention.scale = layer, config.dropout, config.scale
+    attention.head_dim, attention.softcap = config.head_dim, config.attn_softcap
+    attention.window, attention.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
+    attention.kind = (attention.window, config.pos == 'alibi' and attention.pos)
+    attention.sink = nn.Parameter(torch.empty(config.n_head)) if config.attn_sink else None
+
+
+# MLP and experts --------------------------------------------------------------------------------------------
+
+class MLP(nn.Module):
+    """down(f(up(x))), or gated: down(f(gate(x), up(x)))."""
+
+    def __init__(self, config, width):
+        super().__init__()
+        self.act, gated = ACTIVATIONS[config.mlp]
+        self.c_fc = Fused(config.n_embd, (width,) * (2 if gated else 1), bias=config.mlp_bias)
+        self.c_proj = nn.Linear(width, config.n_embd, bias=config.mlp_bias)
+
+    def forward(self, x, shared=None):
+        return self.c_proj(self.act(*self.c_fc(x)))
+
+
+class Stack(nn.Module):
+    """A Fused for each expert: rows of x (n, width), sorted by expert, each through its expert's matrix."""
+
+    def __init__(self, n_expert, width, parts, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_expert, sum(parts), width))
+        self.bias = nn.Parameter(torch.empty(n_expert, sum(parts))) if bias else None
+        self.parts = parts
+
+    def forward(self, x, ends):
+        """ends (E,) int32: where the rows of each expert end."""
+        w = self.weight.to(x.dtype)
+        if x.device.type in ('cpu', 'cuda') and all(n * x.element_size() % 16 == 0 for n in w.shape[1:]):
+            y = F.grouped_mm(x, w.mT, offs=ends)
+        else:  # its kernels want rows of whole 16 bytes
+            y = torch.cat([F.linear(rows, one) for rows, one
+                           in zip(x.tensor_split(ends[:-1].long().cpu()), w.unbind())])
+        if self.bias is not None:
+            y = y + self.bias[torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)].type_as(y)
+        return y.split(self.parts, dim=-1)
+
+
+class Experts(nn.Module):
+    """As many MLPs as there are experts."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.act, gated = ACTIVATIONS[config.mlp]
+        E, C, width = config.n_expert, config.n_embd, config.d_expert
+        self.c_fc = Stack(E, C, (width,) * (2 if gated else 1), config.mlp_bias)
+        self.c_proj = Stack(E, width, (C,), config.mlp_bias)
+
+    def forward(self, x, ends):
+        return self.c_proj(self.act(*self.c_fc(x, ends)), ends)[0]
+
+
+class Move(torch.autograd.Function):
+    """Rows of x to other places: x[source], zeros where source is len(x); back: where x's own rows went.
+    The backward is a gather as well, where that of indexing is a scatter, slow or not deterministic."""
+
+    @staticmethod
+    def forward(ctx, x, source, back):
+        ctx.save_for_backward(source, back)
+        return _rows(x, source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _rows(grad, ctx.saved_tensors[1]), None, None
+
+
+def _rows(x, source):
+    return (F.pad(x, (0, 0, 0, 1)) if len(source) > len(x) else x)[source]
+
+
+ROUTERS = {  # name: (log of an expert's score from the logits, what a group is worth from its experts' scores)
+    'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
+    'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),  # DeepSeek-V3
+}
+
+
+class MoE(nn.Module):
+    """Mixture of experts: each token passes through the n_expert_active experts that its router scores
+    highest (Shazeer et al. 2017, arXiv:1701.06538), and through the shared ones (DeepSeekMoE,
+    arXiv:2401.06066). No token is dropped."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, shared = config, (config.n_shared_expert or 0) * config.d_expert
+        self.router = nn.Linear(config.n_embd, config.n_expert, bias=config.mlp_bias)
+        self.experts = Experts(config)
+        self.shared = MLP(config, shared) if shared else None
+        if config.balance_bias:
+            self.register_buffer('balance_bias', torch.zeros(config.n_expert))
+
+    def route(self, x):
+        """x (n, C) -> weights (n, k), experts (n, k), logits and log scores (n, E); all float32."""
+        config, (log, worth) = self.config, ROUTERS[self.config.router]
+        with torch.autocast(x.device.type, enabled=False):
+            bias = self.router.bias if self.router.bias is None else self.router.bias.float()
+            logits = F.linear(x.float(), self.router.weight.float(), bias)
+        score = log(logits)
+        rank = score.detach().exp()
+        if config.balance_bias:  # arXiv:2408.15664: in choosing, not in weighing
+            rank = rank + self.balance_bias
+        if config.n_group:
+            groups = rank.unflatten(1, (config.n_group, -1))  # (n, groups, experts of one)
+            best = worth(groups).topk(config.topk_group).indices
+            kept = (torch.arange(config.n_group, device=x.device)[:, None] == best[:, None]).any(-1)
+            rank = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
+        chosen = rank.topk(config.n_expert_active).indices
+        weight = score.gather(1, chosen)
+        # normalised among the chosen: the softmax of log scores, which no underflow can reach
+        weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
+        return weight * config.routed_scaling_factor, chosen, logits, score
+
+    def forward(self, x, shared):
+        config, flat, k = self.config, x.flatten(0, 1), self.config.n_expert_active  # flat (n, C)
+        weight, chosen, logits, score = self.route(flat)
+        expert, order = chosen.flatten().sort(stable=True)  # (n k,): each choice, sorted by expert
+        ends, n = self.ends(expert[None])[0], len(expert)
+        # CPUs build a kernel for every new number of rows, in milliseconds: there each expert's rows are
+        # filled up to a multiple of `block` with zeros, at most a sixteenth of all
+        block = max(1, min(128, n // (16 * config.n_expert))) if x.device.type == 'cpu' else 1
+        count = ends.diff(prepend=ends.new_zeros(1))
+        filled = (count + block - 1) // block * block
+        place = torch.arange(n, device=x.device) + ((filled - count).cumsum(0) - (filled - count))[expert]
+        place, total = place[order.argsort()], round_up(n + config.n_expert * (block - 1), block)
+        source = torch.full((total,), n, device=x.device).scatter(0, place, torch.arange(n, device=x.device))
+        ends = filled.cumsum(0).int()
+        ends[-1] = total
+        each = flat.to(shared.dtype)[:, None].expand(-1, k, -1).flatten(0, 1)  # (n k, C), a row a choice
+        y = self.experts(Move.apply(each, source, place), ends)
+        y = Move.apply(y, place, source).unflatten(0, (-1, k))  # (n, k, C)
+        y = (y * weight[..., None].type_as(y)).sum(1).view_as(x)
+        if shared.routing is not None:
+            rows = x.shape[0] if config.balance_per_sequence else 1
+            load = self.ends(chosen.view(rows, -1).sort().values).diff(
+                dim=1, prepend=torch.zeros(rows, 1, device=x.device, dtype=torch.long))
+            share = score.softmax(-1).view(rows, -1, config.n_expert).mean(1)  # of the scores, (rows, E)
+            balance = config.n_expert * (load / load[:1].sum() * share).sum(1).mean()  # 1 when uniform
+            z = logits.logsumexp(-1).square().mean()  # ST-MoE, arXiv:2202.08906
+            shared.routing.append((balance, z, load.sum(0).float()))
+        return y if self.shared is None else y + self.shared(x)
+
+    def ends(self, expert):
+        """expert (rows, n), sorted -> (rows, E), where each expert's entries end."""
+        every = torch.arange(self.config.n_expert, device=expert.device).expand(len(expert), -1).contiguous()
+        return torch.searchsorted(expert, every, right=True)
+
+
+# block ------------------------------------------------------------------------------------------------------
+
+def pre(x, attn, mlp, ln_1, ln_2):  # GPT-2, Llama
+    x = x + attn(ln_1(x))
+    return x + mlp(ln_2(x))
+
+
+def post(x, attn, mlp, ln_1, ln_2):  # the first Transformer, arXiv:1706.03762
+    x = ln_1(x + attn(x))
+    return ln_2(x + mlp(x))
+
+
+def output(x, attn, mlp, ln_1, ln_2):  # OLMo 2, arXiv:2501.00656
+    x = x + ln_1(attn(x))
+    return x + ln_2(mlp(x))
+
+
+def sandwich(x, attn, mlp, ln_1, ln_2, ln_3, ln_4):  # Gemma 2, arXiv:2408.00118
+    x = x + ln_2(attn(ln_1(x)))
+    return x + ln_4(mlp(ln_3(x)))
+
+
+def parallel(x, attn, mlp, ln_1):  # GPT-J, Falcon-7B
+    y = ln_1(x)
+    return x + attn(y) + mlp(y)
+
+
+def parallel_2(x, attn, mlp, ln_1, ln_2):  # GPT-NeoX, Falcon-40B
+    return x + attn(ln_1(x)) + mlp(ln_2(x))
+
+
+WIRINGS = {f.__name__: f for f in (pre, post, output, sandwich, parallel, parallel_2)}  # norms: its ln_ arguments
+
+
+class Block(nn.Module):
+    """Attention and MLP, wired as config.wiring says."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.wire = WIRINGS[config.wiring]
+        self.norms = [name for name in inspect.signature(self.wire).parameters if name.startswith('ln_')]
+        for name in self.norms:
+            setattr(self, name, Norm(config.n_embd, config))
+        self.attn = (Attention if config.kv_lora_rank is None else LatentAttention)(config, layer)
+        self.mlp = MoE(config) if config.has_experts(layer) else MLP(config, config.d_ff)
+        self.p, self.scale = config.dropout, config.residual_scale
 
     def forward(self, x, shared, cache=None, pos=None):
-        p = self.p if self.training else 0.0
-        x = x + dropout(self.attn(self.ln_1(x), shared, cache, pos), p)
-        return x + dropout(self.mlp(self.ln_2(x)), p)
+        def branch(y):
+            y = dropout(y, self.p if self.training else 0.0)
+            return y if self.scale == 1 else y * self.scale
+        return self.wire(x, lambda y: branch(self.attn(y, shared, cache, pos)),
+                         lambda y: branch(self.mlp(y, shared)), *[getattr(self, name) for name in self.norms])
 
 
 # the model --------------------------------------------------------------------------------------------------
+
+PARTS = {  # what a parameter's name contains: the part of the model that it is counted under
+    'wte.': 'embedding', 'wpe.': 'embedding', 'lm_head.': 'head', 'router.': 'router', 'experts.': 'experts',
+    'shared.': 'shared experts', 'mlp.': 'mlp', 'attn.': 'attention', '': 'norms',
+}
+
 
 class GPT(nn.Module):
 
@@ -357,43 +876,65 @@ class GPT(nn.Module):
         rows = round_up(config.vocab_size)  # padded for the kernels' sake; never counted, saved or returned
         self.wte = nn.Embedding(rows, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == 'learned' else None
+        self.ln_embd = Norm(config.n_embd, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.ln_f = Norm(config.n_embd, config)
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.n_embd, rows, bias=False)
-        self.rope = rope_table(config, self.wte.weight.device) if config.pos == 'rope' else None
+        if config.residual_lambdas:
+            self.resid_lambdas, self.x0_lambdas = (nn.Parameter(torch.empty(config.n_layer)) for _ in 'ab')
+        self.ln_f = nn.Identity() if config.wiring == 'post' else Norm(config.n_embd, config)
+        self.lm_head = (None if config.tie_word_embeddings
+                        else nn.Linear(config.n_embd, rows, bias=config.head_bias))
+        self.rope = None
+        self._make_rope()
         self.register_state_dict_post_hook(_trim_rows)
         self.register_load_state_dict_pre_hook(_pad_rows)
         self.init_weights()
 
+    def _make_rope(self):
+        device, scaling = self.wte.weight.device, self.config.rope_scaling or {}
+        if self.config.pos == 'rope' and scaling.get('rope_type') not in ('dynamic', 'longrope'):
+            length = self.config.block_size
+            self.rope = rope_table(self.config, torch.arange(length, device=device), length)
+
     def _apply(self, fn, recurse=True):
         # The rotary tables are no buffers, as .to(bfloat16) must not round angles: made anew on a new device.
+        # For the same reason balance biases stay float32.
+        exact = [(m, m.balance_bias) for m in self.modules() if hasattr(m, 'balance_bias')]
         super()._apply(fn, recurse)
+        for m, bias in exact:
+            if not bias.is_meta:
+                m.balance_bias = bias.to(m.balance_bias.device)
         if self.rope is not None and self.rope[0].device != self.wte.weight.device:
-            self.rope = rope_table(self.config, self.wte.weight.device)
+            self._make_rope()
         return self
 
     @torch.no_grad()
     def init_weights(self):
         """Every initial value, in one place:
 
-        | tensor                   | value                                                               |
-        |--------------------------|---------------------------------------------------------------------|
-        | wte, wpe                 | normal, std 0.02 (GPT-2), at most 4 / n_embd when tied              |
-        | c_attn, c_fc             | normal, std sqrt(1 / (3 n_embd)): 0.02 at 768, larger when narrower |
-        | both c_proj              | 0: every block starts as the identity                               |
-        | lm_head, when untied     | 0: every token starts equally likely                                |
-        | norm weights; all biases | 1; 0                                                                |
+        | tensor                        | value                                                               |
+        |-------------------------------|---------------------------------------------------------------------|
+        | wte, wpe                      | normal, std 0.02 (GPT-2), at most 4 / n_embd when tied              |
+        | matrices of attention, MLP    | normal, std sqrt(1 / (3 columns)): 0.02 at 768, larger if narrower  |
+        | every c_proj                  | 0: every block starts as the identity, unless a norm follows it     |
+        | lm_head, when untied          | 0: every token starts equally likely                                |
+        | norm weights, resid_lambdas   | 1                                                                   |
+        | biases, sinks, x0_lambdas     | 0                                                                   |
         """
+        if self.wte.weight.is_meta:
+            return
         # With blocks that are the identity and the embedding as head, a token's own repetition has the logit
         # n_embd * std, which in wide models would be far above all others.
         embedding = min(0.02, 4 / self.config.n_embd) if self.lm_head is None else 0.02
+        # The norm of a branch that is 0 would have a gradient of 1 / sqrt(eps).
+        normed = self.config.wiring in ('output', 'sandwich')
         for name, w in self.named_parameters():
-            if name.endswith('bias') or name.endswith('c_proj.weight') or name == 'lm_head.weight':
+            if name.endswith(('bias', 'sink', 'x0_lambdas')) or name == 'lm_head.weight' \
+                    or name.endswith('c_proj.weight') and not normed:
                 w.zero_()
             elif w.ndim == 1:
                 w.fill_(1.0)
             else:
-                hidden = (1 / (3 * w.shape[1])) ** 0.5
+                hidden = (1 / (3 * w.shape[-1])) ** 0.5
                 w.normal_(std=embedding if name in ('wte.weight', 'wpe.weight') else hidden)
         self.wte.weight[self.config.vocab_size:] = 0.0
 
@@ -403,87 +944,157 @@ class GPT(nn.Module):
         return (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device)
                 else self.wte.weight.dtype)
 
-    def forward(self, idx, targets=None, cache=None, keep=None):
+    def forward(self, idx, targets=None, cache=None, keep=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
-        ignored, the mean cross entropy and aux, a dict, empty for a dense model. With a cache the tokens are
-        appended to it. Raises ValueError if the tokens do not fit into block_size or the cache."""
+        ignored, the mean cross entropy and aux: {} for a dense model, else 'balance' and 'z' (0-d, means over
+        the sparse layers, not weighted, not in the loss) and 'load' (sparse layers, experts), choices counted.
+        With a cache the tokens are appended to it. weights: a list that takes the attention weights of each
+        layer, (B, H, T, S). Raises ValueError if the tokens do not fit into block_size or the cache."""
         T, config = idx.shape[1], self.config
         if T > config.block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
         pos = torch.arange(T, device=idx.device)[None] if cache is None else cache.positions(T)  # (1 or B, T)
+        start = None if config.document_token is None else self.document_starts(idx, pos, cache)
+        place = pos if start is None else pos - start
         x = self.wte(idx)                                                                        # (B, T, C)
+        if config.embed_scale != 1:
+            x = x * config.embed_scale
         if self.wpe is not None:
-            x = x + self.wpe(pos)
+            x = x + self.wpe(place)
+        if config.pos == 'sinusoidal':
+            x = x + sinusoid(place, config.n_embd).type_as(x)
+        x = self.ln_embd(x)
         if self.compute_dtype() is torch.bfloat16:
             x = x.bfloat16()  # a bfloat16 residual stream; under float16 it stays float32: no overflow
-        x = dropout(x, config.dropout if self.training else 0.0)
-        shared = self.shared(x, pos, cache)
-        for block in self.h:
+        x = x0 = dropout(x, config.dropout if self.training else 0.0)
+        shared = self.shared(x, pos, place, start, cache, weights, [] if targets is not None else None)
+        for i, block in enumerate(self.h):
+            if config.residual_lambdas:
+                x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
             x = block(x, shared, cache, pos)
         if cache is not None:
             cache.advance(T)
         if keep is not None:
             x = x[:, max(0, T - keep):]
-        x = F.linear(self.ln_f(x), (self.wte if self.lm_head is None else self.lm_head).weight)
+        x, head = self.ln_f(x), self.lm_head
+        x = F.linear(x, self.wte.weight) if head is None else head(x)
         logits = x[..., :config.vocab_size].float()
         if config.logit_softcap:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
         if targets is None:
             return logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
-        return loss / (targets != -1).sum().clamp(min=1), {}
+        loss, aux = loss / (targets != -1).sum().clamp(min=1), {}
+        if shared.routing:
+            balance, z, load = map(torch.stack, zip(*shared.routing))
+            aux = {'balance': balance.mean(), 'z': z.mean(), 'load': load}
+        return loss, aux
 
-    def shared(self, x, pos, cache):
-        """Rotary factors and mask for new tokens at pos: what all layers use."""
-        rope = self.rope and tuple(table[pos][:, None] for table in self.rope)  # (1 or B, 1, T, D/2) each
+    def document_starts(self, idx, pos, cache):
+        """(B, T): the position where each new token's document starts: its last document_token, or 0."""
+        start = torch.where(idx == self.config.document_token, pos, 0).cummax(dim=1).values
+        if cache is not None:
+            before = cache.starts.gather(1, (cache.length[:, None] - 1).clamp(min=0))  # of the last token, (B, 1)
+            start = torch.maximum(start, torch.where(cache.length[:, None] > 0, before, 0))
+            cache.starts.scatter_(1, pos.expand_as(start), start)
+        return start
+
+    def shared(self, x, pos, place, start, cache, weights, routing):
+        """Rotary factors and masks for new tokens at pos: what all layers use. place: pos in the document."""
+        config, rope = self.config, self.rope
+        if rope is not None:
+            rope = tuple(table[place][:, None] for table in rope)  # (1 or B, 1, T, pairs) each
+        elif config.pos == 'rope':  # a scaling that depends on the length
+            rope = rope_table(config, place[:, None], x.shape[1] if cache is None else cache.max_len)
+        explicit = bool(weights is not None or config.attn_softcap or config.attn_sink
+                        or x.device.type == 'cpu' and torch.is_grad_enabled())
+        masks = {kind: self.mask(x, pos, start, cache, *kind, explicit)
+                 for kind in dict.fromkeys(block.attn.kind for block in self.h)}
+        return Shared(rope, masks, explicit, weights, routing, self.compute_dtype())
+
+    def mask(self, x, pos, start, cache, window, alibi, explicit):
+        """The Mask of the layers with this window, None for all, and with or without ALiBi's bias."""
         T, longest = x.shape[1], 0 if cache is None else cache.longest
-        causal = longest == 0
-        if ((causal and not explicit(x) and T > 1)
-                or (T == 1 and longest is not None and (cache is None or cache.even))):
-            return Shared(rope, None, causal)  # the kernel knows, or all is seen
-        S = cache.max_len if longest is None else longest + T
-        seen = visible(pos, torch.arange(S, device=x.device)[None])
-        bias = torch.zeros(seen.shape, dtype=self.compute_dtype(),
-                           device=x.device).masked_fill(~seen, -math.inf)
-        return Shared(rope, bias, causal)
+        square, near = longest == 0, window is None or longest is not None and longest + T <= window
+        if start is None and not alibi:
+            if square and near and T > 1 and not explicit:
+                return Mask(None, True, None)  # the kernel knows
+            if T == 1 and (cache is None or cache.even and (near or cache.slots(window) == window)):
+                return Mask(None, square, None)  # all is seen
+        k_pos = pos if cache is None else cache.key_positions(window, pos)
+        first = 0 if start is None else start
+        if window is not None:
+            first = torch.maximum(pos - (window - 1), first if start is not None else torch.zeros_like(pos))
+        bias = torch.zeros((), dtype=self.compute_dtype(), device=x.device)
+        if alibi:
+            slopes = torch.tensor(alibi_slopes(self.config.n_head), device=x.device)[:, None, None]
+            bias = (-slopes * (pos[:, :, None] - k_pos[:, None])[:, None]).to(bias.dtype)
+        return Mask(bias.where(visible(pos, k_pos, first), -math.inf), square, window)
 
-    def make_cache(self, batch_size, max_len, static=False):
-        """An empty Cache in the compute dtype. static: for a compiled step, see Cache."""
+    def make_cache(self, batch_size, max_len, static=False, max_rewind=0):
+        """An empty Cache in the compute dtype. static: for a compiled step; max_rewind: see Cache."""
         if max_len > self.config.block_size:
             raise ValueError(f"max_len={max_len} is more than block_size={self.config.block_size}")
-        shapes = [block.attn.cache_shapes for block in self.h]
-        return Cache(shapes, batch_size, max_len, self.wte.weight.device, self.compute_dtype(), static)
+        layers = [(block.attn.window, block.attn.cache_shapes) for block in self.h]
+        return Cache(layers, batch_size, max_len, self.wte.weight.device, self.compute_dtype(), static,
+                     max_rewind, self.config.document_token is not None)
 
     # accounting
 
-    def num_params(self):
-        """Parameters, tied ones once, padding not counted."""
-        padding = (self.wte.num_embeddings - self.config.vocab_size) * self.config.n_embd
-        return sum(w.numel() for w in self.parameters()) - padding * (1 if self.lm_head is None else 2)
+    def account(self, block_size=None):
+        """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once,
+        padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward; attention
+        over block_size tokens or the window, the masked half counted too (PaLM, arXiv:2204.02311, B)."""
+        config, table = self.config, {}
+        used = (config.n_expert_active or 0) / (config.n_expert or 1)
+        for name, w in self.named_parameters():
+            part = next(part for pattern, part in PARTS.items() if pattern in name)
+            n = w.numel() // len(w) * min(len(w), config.vocab_size) if part in ('embedding', 'head') \
+                and 'wpe' not in name else w.numel()
+            active = round(n * used) if part == 'experts' else n
+            matmul = w.ndim > 1 and not name.endswith('bias') and part != 'embedding'
+            table.setdefault(part, []).append((n, active, 6 * active * matmul))
+        if self.lm_head is None:
+            table['head'] = [(0, 0, 6 * config.vocab_size * config.n_embd)]
+        length = block_size or config.block_size
+        widths = 2 * config.head_dim if config.kv_lora_rank is None else (
+            config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+        table['scores'] = [(0, 0, 6 * config.n_head * widths * min(length, block.attn.window or length))
+                           for block in self.h]
+        return {part: tuple(map(sum, zip(*rows))) for part, rows in table.items()}
+
+    def num_params(self, active=False):
+        return sum(row[active] for row in self.account().values())
 
     def flops_per_token(self, block_size=None):
-        """Training FLOPs a token, a multiply-add being two: 6 a matmul weight, forward and backward, and
-        12 n_layer n_head head_dim T for attention, the masked half counted too (PaLM, arXiv:2204.02311,
-        appendix B)."""
-        config = self.config
-        matmul = sum(m.weight.numel() for block in self.h for m in block.modules()
-                     if isinstance(m, nn.Linear))
-        matmul += config.vocab_size * config.n_embd
-        return (6 * matmul
-                + 12 * config.n_layer * config.n_head * config.head_dim * (block_size or config.block_size))
+        return sum(row[2] for row in self.account(block_size).values())
+
+    def cache_numbers(self, length=1):
+        """Numbers that a row's cache holds for so many tokens."""
+        return sum(heads * width * min(length, block.attn.window or length)
+                   for block in self.h for heads, width in block.attn.cache_shapes)
 
     def param_groups(self):
         """Every parameter once, by what an optimizer does with it: 'matrix' (inside the blocks), 'embedding'
-        (wte, wpe, lm_head) and 'vector' (norms and biases; not decayed)."""
+        (wte, wpe, lm_head) and 'vector' (norms, biases, sinks, lambdas; not decayed)."""
         groups = {'matrix': [], 'embedding': [], 'vector': []}
         for name, w in self.named_parameters():
-            groups['vector' if w.ndim < 2 else 'matrix' if name.startswith('h.') else 'embedding'].append(w)
+            vector = w.ndim < 2 or name.endswith('bias')
+            groups['vector' if vector else 'matrix' if name.startswith('h.') else 'embedding'].append(w)
         return groups
 
     def parts(self):
         """Weight matrix -> row counts of the projections fused in it, for the matrices of the blocks."""
-        return {m.weight: getattr(m, 'parts', (m.out_features,))
-                for m in self.h.modules() if isinstance(m, nn.Linear)}
+        return {m.weight: getattr(m, 'parts', (m.weight.shape[-2],))
+                for m in self.h.modules() if isinstance(m, (nn.Linear, Stack))}
+
+    @torch.no_grad()
+    def move_balance(self, load, rate=0.001):
+        """Moves each balance bias by rate towards even load (sparse layers, E), after a step: up for experts
+        with less than the mean, down for those with more (Wang et al. 2024, arXiv:2408.15664)."""
+        sparse = [block.mlp for block in self.h if isinstance(block.mlp, MoE)]
+        for moe, one in zip(sparse, load):
+            moe.balance_bias += rate * (one.mean() - one).sign()
 
     # checkpoints
 
@@ -538,15 +1149,18 @@ class GPT(nn.Module):
         return model, rest
 
 
+PADDED = ('wte.weight', 'lm_head.weight', 'lm_head.bias')
+
+
 def _trim_rows(model, state, prefix, metadata):
-    for name in ('wte.weight', 'lm_head.weight'):
+    for name in PADDED:
         if prefix + name in state:
             state[prefix + name] = state[prefix + name][:model.config.vocab_size]
 
 
 def _pad_rows(model, state, prefix, *_):
-    for name in ('wte.weight', 'lm_head.weight'):
+    for name in PADDED:
         if prefix + name in state:
             w, rows = state[prefix + name], model.wte.num_embeddings
             if len(w) == model.config.vocab_size:  # any other size is for strict loading to refuse
-                state[prefix + name] = F.pad(w, (0, 0, 0, rows - len(w)))
+                state[prefix + name] = F.pad(w, (0, 0) * (w.ndim - 1) + (0, rows - len(w)))

@@ -132,17 +132,20 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
         return draw(model(token, cache=cache, keep=1)[:, -1], u)
 
     contexts = [list(p[-block_size:]) for p in prompts]
-    longest = max(map(len, contexts)) + max_new_tokens
-    cache = model.make_cache(len(prompts), min(block_size, longest), static=compile)
+    max_len = min(block_size, max(map(len, contexts)) + max_new_tokens)
     if compile:
         step = torch.compile(step, dynamic=False, mode='reduce-overhead' if device.type == 'cuda' else None)
-        if device.type == 'cuda':  # CUDA graphs replay on fixed addresses
-            for buffer in [cache.length] + [old for layer in cache.layers for old in layer]:
-                torch._dynamo.mark_static_address(buffer)
-    token, ended = None, [False] * len(prompts)
+    cache, token, ended = None, None, [False] * len(prompts)
     for u in noise:
         if token is None or max(map(len, contexts)) > block_size:
             contexts = [c if len(c) <= block_size else c[-max(1, block_size // 2):] for c in contexts]
+            lengths = [len(c) for c in contexts]
+            spread = max(lengths) - min(lengths)  # what prefill takes back
+            if cache is None or spread > cache.max_rewind:
+                cache = model.make_cache(len(prompts), max_len, static=compile, max_rewind=spread)
+                if compile and device.type == 'cuda':  # CUDA graphs replay on fixed addresses
+                    for buffer in cache.tensors():
+                        torch._dynamo.mark_static_address(buffer)
             cache.rewind(cache.length.clone())
             token = draw(prefill(model, contexts, cache), u)
         else:

@@ -65,6 +65,10 @@ beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
 momentum = 0.95                      # Muon
 grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
+# experts: added to what is minimised, never to the loss reported
+balance_loss = 0.01                  # weight of the load-balancing loss
+z_loss = 0.0                         # weight of the router's z-loss; ST-MoE has 1e-3
+balance_rate = 0.001                 # how far balance_bias moves an iteration, where the model has it
 # learning rate
 decay_lr = True                      # False: constant after warm-up
 lr_schedule = 'cosine'               # cosine, linear, or wsd (constant, then linear over the last `cooldown`)
@@ -191,9 +195,10 @@ class Muon(torch.optim.Optimizer):
             nesterov = torch._foreach_lerp(grads, buffers, group['momentum'])
             torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
             shapes = {}  # (rows, columns) -> the update and the weights of each matrix of that shape
-            for update, w in zip(nesterov, params):
-                for u, part in zip(update.split(self.parts[w]), w.split(self.parts[w])):
-                    shapes.setdefault(part.shape, []).append((u, part))
+            for update, w in zip(nesterov, params):  # experts are stacked: (experts, rows, columns)
+                for u, part in zip(*(x.split(self.parts[w], dim=-2) for x in (update, w))):
+                    matrices = [(u, part)] if w.ndim == 2 else zip(u.unbind(), part.unbind())
+                    shapes.setdefault(part.shape[-2:], []).extend(matrices)
             for shape, pairs in shapes.items():
                 updates, weights = zip(*pairs)
                 updates = orthogonalise(torch.stack(updates)).to(weights[0].dtype)
@@ -363,7 +368,7 @@ if __name__ == '__main__':
         if not any(arg.endswith('.py') for arg in sys.argv[1:]):  # config/default.py asks for no architecture
             model_args = {key: value for key, value in model_args.items()
                           if any(arg.startswith(f'--{key}=') for arg in sys.argv)}
-        changes = {key: value for key, value in model_args.items() if key in ('dropout', 'block_size')}
+        changes = {key: value for key, value in model_args.items() if key in ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence')}
         model, rest = GPT.from_checkpoint(path, **changes)
         for key, value in model_args.items():
             if value is not None and value != rest['model_args'][key]:
@@ -452,7 +457,7 @@ if __name__ == '__main__':
     evaluated = forward if 'cuda' in device else model  # on a CPU compiling again costs more than it gives
     if ranks > 1:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
-                      gradient_as_bucket_view=True)
+                      gradient_as_bucket_view=True, broadcast_buffers=False)
 
     # files --------------------------------------------------------------------------------------------------
     log_file = wandb = None
@@ -558,24 +563,31 @@ if __name__ == '__main__':
         # dropout is a function of (seed, iteration, rank); torch.manual_seed would call CUDA on a CPU too
         generator = torch.default_generator if device == 'cpu' else torch
         generator.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))
-        losses = torch.zeros((), device=device)
+        losses, load = torch.zeros((), device=device), None
         for step in range(accumulation):
             if ranks > 1:  # gradients travel with the last micro-batch only
                 forward.require_backward_grad_sync = step == accumulation - 1
             with machine.autocast():
-                loss, _ = forward(*batch)
-            scaler.scale(loss / accumulation).backward()
+                loss, aux = forward(*batch)
             losses += loss.detach()
+            if aux:  # a model with experts
+                loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
+                load = aux['load'] if load is None else load + aux['load']
+            scaler.scale(loss / accumulation).backward()
             if step < accumulation - 1 or it + 1 < max_iters:  # read while the device computes
                 batch = read_batch(it, step + 1) if step < accumulation - 1 else read_batch(it + 1, 0)
         for opt in optimizers:
             scaler.unscale_(opt)
+        if load is not None and ranks > 1:
+            dist.all_reduce(load)
         grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf, foreach=device != 'mps')
         measured = (it + 1) % eval_interval == 0  # how far an update moves the weights, now and then
         before = [w.detach().clone() for w in params] if measured and rank == 0 else None
         if not scaler.is_enabled() or grad_norm.isfinite():  # else no optimizer steps, the scale goes down
             for opt in optimizers:
                 scaler.step(opt)
+            if model.config.balance_bias:
+                model.move_balance(load, balance_rate)
         else:
             skipped += 1
         scaler.update()
@@ -607,7 +619,8 @@ if __name__ == '__main__':
                        'lr': f"{lr_now:.6e}", 'grad_norm': f"{float(grad_norm):.5f}",
                        'update_ratio': ratio and f"{ratio:.3e}", 'ms_per_iter': f"{seconds * 1e3:.3f}",
                        'tok_per_s': f"{tokens_per_iter / seconds:.0f}", 'mfu': f"{mfu:.4f}" if mfu else '',
-                       'load_max': '', 'skipped': skipped,
+                       'load_max': '' if load is None else f"{(load.amax(1) / load.mean(1)).max():.3f}",
+                       'skipped': skipped,
                        'wall_s': f"{wall_before + time.time() - START:.2f}"}
                 if it % eval_interval and it < max_iters and not stopping:  # else the evaluation writes it
                     log.writerow(row)

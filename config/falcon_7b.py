@@ -1,0 +1,15 @@
+# Falcon 7B (arXiv:2311.16867): multi-query, attention and MLP in parallel after one norm, rotary.
+# 6,921,720,704 parameters:
+#   python bench.py params config/falcon_7b.py
+block_size = 2048
+vocab_size = 65024
+n_layer = 32
+n_head = 71
+n_kv_head = 1
+n_embd = 4544
+norm = 'layernorm'
+norm_eps = 1e-5
+norm_bias = True
+wiring = 'parallel'
+mlp = 'gelu'
+qk_norm = False

@@ -1,0 +1,13 @@
+# Llama 3 8B (arXiv:2407.21783). 8,030,261,248 parameters:
+#   python bench.py params config/llama3_8b.py
+block_size = 8192
+vocab_size = 128256
+n_layer = 32
+n_head = 32
+n_kv_head = 8
+n_embd = 4096
+d_ff = 14336
+rope_base = 500000.0
+norm_eps = 1e-5
+qk_norm = False
+tie_word_embeddings = False

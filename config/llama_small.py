@@ -1,0 +1,27 @@
+# Llama 3 in small: RoPE, RMSNorm, SwiGLU, grouped queries.
+#   python prepare.py && python train.py config/llama_small.py
+dataset = 'pystdlib_byte'
+out_dir = 'out-llama_small'
+
+n_layer = 6
+n_head = 4
+n_embd = 256
+block_size = 256
+n_kv_head = 2
+norm_eps = 1e-5
+qk_norm = False
+rope_base = 500000.0
+
+batch_size = 16
+gradient_accumulation_steps = 1
+max_iters = 1000
+optimizer = 'muon'
+learning_rate = 4e-3
+weight_decay = 0.0
+warmup_iters = 40
+lr_schedule = 'wsd'
+min_lr = 0.0
+
+eval_interval = 250
+eval_iters = 20
+log_interval = 10

@@ -1,0 +1,30 @@
+# MiniMind (github.com/jingyaogong/minimind), its 25,829,888 parameters and its recipe, on bytes of Python:
+# of its vocabulary the first 257 rows are used.
+#   python prepare.py && python train.py config/minimind.py
+dataset = 'pystdlib_byte'
+out_dir = 'out-minimind'
+
+n_layer = 8
+n_head = 8
+n_kv_head = 2
+n_embd = 512
+d_ff = 1408
+vocab_size = 6400
+rope_base = 1e6
+norm_eps = 1e-5
+qk_norm = False
+tie_word_embeddings = True
+block_size = 512
+
+batch_size = 32
+gradient_accumulation_steps = 8
+epochs = 1.0
+learning_rate = 5e-4
+min_lr = 5e-5
+warmup_iters = 0
+weight_decay = 0.01     # AdamW's own default, which it keeps
+beta2 = 0.999
+
+eval_interval = 100
+eval_iters = 20
+log_interval = 10
