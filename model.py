@@ -64,12 +64,12 @@ class GPTConfig:
     # attention
     window: int | None = None        # tokens that an S layer sees: its own and the window - 1 before it
     window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL', 'SSSL'
-    kv_lora_rank: int | None = None  # multi-head latent attention: numbers cached a token, beside the rotary key
+    kv_lora_rank: int | None = None  # multi-head latent attention (MLA): width of the latent
     q_lora_rank: int | None = None   # MLA: width of the compressed query; None: not compressed
     qk_nope_head_dim: int | None = None  # MLA: part of a head without positions; None: 128
     qk_rope_head_dim: int | None = None  # MLA: part with, its key shared by all heads; None: 64
     v_head_dim: int | None = None    # MLA: width of a head's value; None: 128
-    qk_norm: bool | str | None = None  # norm on queries and keys: True per head, 'whole'; None: True but in MLA
+    qk_norm: bool | str | None = None  # norm on queries and keys: True (per head), False, whole
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     attn_softcap: float = 0.0        # c * tanh(scores / c); 0 is off
     attn_sink: bool = False          # a learned logit for each head in the softmax's denominator
@@ -77,13 +77,13 @@ class GPTConfig:
     norm: str = 'rmsnorm'            # rmsnorm, layernorm
     norm_eps: float = 1e-6           # inside the root
     norm_bias: bool | None = None    # None: layernorm follows bias, rmsnorm has none
-    wiring: str = 'pre'              # of a block: pre, post, output, sandwich, parallel, parallel_2; see WIRINGS
+    wiring: str = 'pre'              # pre, post, output, sandwich, parallel, parallel_2; see WIRINGS
     embed_norm: bool = False         # a norm after the embedding
     embed_scale: float | None = None  # of the embedding; None: 1, or sqrt(n_embd) under sinusoidal positions
     residual_scale: float = 1.0      # of what attention and MLP add
     residual_lambdas: bool = False   # learned weights of stream and embedding before each layer, from 1 and 0
     # MLP, biases
-    mlp: str = 'swiglu'              # swiglu, geglu, geglu_tanh, reglu, glu; gelu, gelu_tanh, relu, relu2, silu
+    mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...; see ACTIVATIONS
     bias: bool = False               # in the linear layers, and in layernorm
     qkv_bias: bool | None = None     # of queries, keys, values; None: as bias
     proj_bias: bool | None = None    # of attention's output; None: as bias
@@ -114,24 +114,24 @@ class GPTConfig:
         problems = [f"{f.name}={given[f.name]!r} must be a whole number above 0"
                     for f in fields if f.type in (int, int | None) and given[f.name] is not None
                     and not (type(given[f.name]) is int and given[f.name] >= (f.name not in FROM_ZERO))]
-        problems += [f"{name}={given[name]!r} is none of {', '.join(map(str, known))}" for name, known in dict(
-            pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
-            qk_norm=(True, False, 'whole', None), mlp=ACTIVATIONS, wiring=WIRINGS, router=ROUTERS).items()
-            if given[name] not in known]
+        choices = dict(pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
+                       qk_norm=(True, False, 'whole', None), mlp=ACTIVATIONS, wiring=WIRINGS, router=ROUTERS)
+        problems += [f"{name}={given[name]!r} is none of {', '.join(map(str, known))}"
+                     for name, known in choices.items() if given[name] not in known]
         problems += [f"{name}={given[name]!r} is not made of {' and '.join(letters)}"
                      for name, letters in PATTERNS.items() if given[name] is not None
                      and (not given[name] or set(given[name]) - set(letters))]
-        problems += [f"{f.name}={given[f.name]!r} needs {needed}" for needed, names in NEEDS.items()
-                     for f in fields if f.name in names.split()  # an option that would do nothing is a mistake
+        problems += [f"{f.name}={given[f.name]!r} needs {needed}"  # an option that does nothing is a mistake
+                     for needed, names in NEEDS.items() for f in fields if f.name in names.split()
                      and given[needed] is None and given[f.name] != f.default]
-        if not problems:
+        with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):  # of what is named above
             self._resolve()
         for rule, reason in RULES.items():
-            code = compile(rule, 'RULES', 'eval')
-            with contextlib.suppress(TypeError, ZeroDivisionError):  # of what is named above
-                if not eval(code, {**vars(self), 'given': types.SimpleNamespace(**given)}):
-                    values = [f"{name}={given[name]!r}" for name in code.co_names
-                              if given.get(name) is not None]
+            code, known = compile(rule, 'RULES', 'eval'), {**vars(self), 'rope_dim': self.rope_dim}
+            with contextlib.suppress(TypeError, ZeroDivisionError):
+                if not eval(code, {**known, 'given': types.SimpleNamespace(**given)}):
+                    known.update(given)
+                    values = [f"{name}={known[name]!r}" for name in code.co_names if known.get(name) is not None]
                     problems.append(f"{', '.join(values)}: {reason}")
         try:
             if self.rope_scaling:
@@ -149,12 +149,11 @@ class GPTConfig:
         else:
             self.n_kv_head = self.n_kv_head or self.n_head
             self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.d_ff is None:
-            gated = ACTIVATIONS[self.mlp][1]
-            self.d_ff = round_up(8 * self.n_embd / 3) if gated else 4 * self.n_embd
         if self.n_expert is not None:
             self.n_expert_active = self.n_expert_active or min(2, self.n_expert)
-            self.d_expert = self.d_expert or self.d_ff
+        if self.d_ff is None:
+            self.d_ff = round_up(8 * self.n_embd / 3) if ACTIVATIONS[self.mlp][1] else 4 * self.n_embd
+        self.d_expert = self.d_expert or (self.n_expert and self.d_ff)
         sinusoidal, layernorm = self.pos == 'sinusoidal', self.norm == 'layernorm'
         for name, value in dict(qkv_bias=self.bias, proj_bias=self.bias, mlp_bias=self.bias,
                                 norm_bias=self.bias and layernorm, qk_norm=self.kv_lora_rank is None,
@@ -165,11 +164,11 @@ class GPTConfig:
     @property
     def rope_dim(self):
         """Dimensions of a head that turn."""
-        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+        return self.qk_rope_head_dim or int((self.head_dim or 0) * self.partial_rotary_factor)
 
     @property
     def scale(self):
-        """What scores are multiplied by. In MLA YaRN's mscale_all_dim is squared into it, as DeepSeek does."""
+        """What scores are multiplied by; in MLA YaRN's mscale_all_dim is squared in, as DeepSeek does."""
         if self.attn_scale is not None or self.kv_lora_rank is None:
             return self.attn_scale or self.head_dim ** -0.5
         factor, weight = ((self.rope_scaling or {}).get(key) for key in ('factor', 'mscale_all_dim'))
@@ -202,10 +201,7 @@ RULES = {  # what must hold: what to say if it does not
         'only rope outside latent attention turns a share of a head',
     'given.head_dim or kv_lora_rank or n_embd % n_head == 0': 'n_head must divide n_embd, or set head_dim',
     'not n_kv_head or n_head % n_kv_head == 0': 'n_kv_head must divide n_head',
-    'pos != "rope" or (qk_rope_head_dim or int(head_dim * partial_rotary_factor)) % 2 == 0':
-        'the rotary width is odd, rope turns pairs',
-    'pos != "rope" or (qk_rope_head_dim or int(head_dim * partial_rotary_factor)) > 0':
-        'no rotary dimension is left',
+    'pos != "rope" or rope_dim > 0 and rope_dim % 2 == 0': 'rope turns pairs: its width must be even',
     'rope_scaling is None or pos == "rope"': 'only rope can be scaled',
     '"N" not in pos_pattern or pos in ("rope", "alibi")': 'all layers share these positions',
     'pos != "sinusoidal" or n_embd % 2 == 0': 'sinusoidal positions are pairs',
@@ -287,13 +283,13 @@ def linear(freq, base, length, *, factor):
 
 
 def ntk(freq, base, length, *, factor):
-    """The base times factor^(d / (d - 2)): the slowest pair slowed by factor, the fastest kept. bloc97 2023."""
+    """The base times factor^(d / (d - 2)): the slowest pair slowed by factor, the fastest kept (bloc97)."""
     d = 2 * len(freq)
     return freq * factor ** (-torch.arange(0, d, 2, device=freq.device) / max(1, d - 2)), 1.0
 
 
 def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
-    """ntk by as much as a context of this length needs. emozilla 2023."""
+    """ntk by as much as a context of this length needs (emozilla)."""
     needed = factor * length / original_max_position_embeddings - (factor - 1)
     return ntk(freq, base, length, factor=max(1.0, needed))
 
@@ -315,7 +311,8 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
     return torch.lerp(freq, freq / factor, ramp.clamp(0, 1)), attention_factor
 
 
-def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings):
+def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
+           original_max_position_embeddings):
     """As yarn, with the ramp over the turns in the original context, low_freq_factor to high_freq_factor, and
     nothing sharpened. Llama 3.1, arXiv:2407.21783."""
     turns = original_max_position_embeddings * freq / (2 * math.pi)
@@ -337,7 +334,7 @@ ROPE_SCALINGS = {f.__name__: f for f in (linear, ntk, dynamic, yarn, llama3, lon
 
 
 def scaling_options(rope_scaling):
-    """{'rope_type': name, option: value, ...} -> (function, options). Raises ValueError if they do not fit."""
+    """{'rope_type': name, option: value, ...} -> (function, options). Raises ValueError if they don't fit."""
     options = dict(rope_scaling)
     kind = options.pop('rope_type', None)
     if kind not in ROPE_SCALINGS:
@@ -460,7 +457,7 @@ def attend_explicit(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights
         if mask.bias is not None:
             score = score + mask.bias[:, :, start:end, first:last]
         if sink is not None:  # takes its share and gives nothing
-            score = torch.cat((score, sink.type_as(score)[:, None, None].expand(B, H, end - start, 1)), dim=-1)
+            score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
         weight = score.softmax(dim=-1)[..., :last - first]
         if weights is not None:
             seen_weights.append(F.pad(weight, (first, S - last)))
@@ -574,11 +571,27 @@ class Cache:
         return sum(old.nbytes for layer in self.layers for old in layer)
 
 
-class Attention(nn.Module):
-    """Multi-head, grouped-query or multi-query attention, by n_kv_head."""
+class BaseAttention(nn.Module):
+    """What both kinds of attention have: a place in the model, and scores that are scaled, capped, sunk."""
 
     def __init__(self, config, layer):
         super().__init__()
+        self.layer, self.window = layer, config.window_of(layer)
+        self.pos = letter(config.pos_pattern, layer) == 'P'
+        self.kind = (self.window, config.pos == 'alibi' and self.pos)  # layers of a kind share their mask
+        self.p, self.scale, self.softcap = config.dropout, config.scale, config.attn_softcap
+        self.sink = nn.Parameter(torch.empty(config.n_head)) if config.attn_sink else None
+
+    def attend(self, q, k, v, shared):
+        return attend(q, k, v, shared, shared.masks[self.kind], self.scale, self.p if self.training else 0.0,
+                      self.softcap, self.sink)
+
+
+class Attention(BaseAttention):
+    """Multi-head, grouped-query or multi-query attention, by n_kv_head."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
         H, K, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
         self.c_attn = Fused(C, (H * D, K * D, K * D), bias=config.qkv_bias)
         self.c_proj = nn.Linear(H * D, C, bias=config.proj_bias)
@@ -586,31 +599,29 @@ class Attention(nn.Module):
         self.normed = [(1, n * D) if config.qk_norm == 'whole' else (n, D) for n in (H, K)]
         self.q_norm, self.k_norm = (Norm(width, config) if config.qk_norm else nn.Identity()
                                     for _, width in self.normed)
-        self.cache_shapes = [(K, D), (K, D)]
-        _attention_settings(self, config, layer)
+        self.head_dim, self.cache_shapes = D, [(K, D), (K, D)]
 
     def forward(self, x, shared, cache=None, pos=None):
         q, k, v = self.c_attn(x)
         q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
         k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
-        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v)]  # (B, heads, T, D)
+        # (B, heads, T, D)
+        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v)]
         if self.pos:
             q, k = rotate(q, shared.rope), rotate(k, shared.rope)
         if cache is not None:
             k, v = cache.append(self.layer, pos, k, v)
-        y = attend(q, k, v, shared, shared.masks[self.kind], self.scale, self.p if self.training else 0.0,
-                   self.softcap, self.sink)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+        return self.c_proj(self.attend(q, k, v, shared).transpose(1, 2).flatten(2))
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
     are projections of one latent a token, which is all that is cached, beside one rotary key that the heads
     share. Where it costs less, decoding does not project latents up but queries and outputs down ("absorbed",
     its section 2.1.2): then the latents are keys and values of multi-query attention."""
 
     def __init__(self, config, layer):
-        super().__init__()
+        super().__init__(config, layer)
         H, C, rank = config.n_head, config.n_embd, config.kv_lora_rank
         self.nope, self.rope, self.v = (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
         q_width = H * (self.nope + self.rope)
@@ -620,9 +631,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = Norm(rank, config)
         self.c_kv = nn.Linear(rank, H * (self.nope + self.v), bias=False)  # of each head its k, then its v
         self.c_proj = nn.Linear(H * self.v, C, bias=config.proj_bias)
-        self.n_head, self.rank = H, rank
-        self.cache_shapes = [(1, rank + self.rope)]
-        _attention_settings(self, config, layer)
+        self.n_head, self.rank, self.cache_shapes = H, rank, [(1, rank + self.rope)]
 
     def forward(self, x, shared, cache=None, pos=None, absorb=None):
         q, latent, k_rope = self.c_attn(x)
@@ -642,22 +651,11 @@ class LatentAttention(nn.Module):
         if absorb:
             q, k, v = q @ w_k, kept, kept[..., :self.rank]  # (B, H, T, rank); (B, 1, S, ...)
         else:
-            k, v = self.c_kv(kept[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2).split(
-                (self.nope, self.v), dim=-1)
+            kv = self.c_kv(kept[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            k, v = kv.split((self.nope, self.v), dim=-1)
             k = torch.cat((k, kept[..., self.rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
-        y = attend(torch.cat((q, q_rope), dim=-1), k, v, shared, shared.masks[self.kind], self.scale,
-                   self.p if self.training else 0.0, self.softcap, self.sink)
-        if absorb:
-            y = y @ w_v.mT
-        return self.c_proj(y.transpose(1, 2).flatten(2))
-
-
-def _attention_settings(attention, config, layer):
-    attention.layer, attention.p, attention.scale = layer, config.dropout, config.scale
-    attention.head_dim, attention.softcap = config.head_dim, config.attn_softcap
-    attention.window, attention.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
-    attention.kind = (attention.window, config.pos == 'alibi' and attention.pos)
-    attention.sink = nn.Parameter(torch.empty(config.n_head)) if config.attn_sink else None
+        y = self.attend(torch.cat((q, q_rope), dim=-1), k, v, shared)
+        return self.c_proj((y @ w_v.mT if absorb else y).transpose(1, 2).flatten(2))
 
 
 # MLP and experts --------------------------------------------------------------------------------------------
@@ -693,7 +691,8 @@ class Stack(nn.Module):
             y = torch.cat([F.linear(rows, one) for rows, one
                            in zip(x.tensor_split(ends[:-1].long().cpu()), w.unbind())])
         if self.bias is not None:
-            y = y + self.bias[torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)].type_as(y)
+            expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+            y = y + self.bias[expert].type_as(y)
         return y.split(self.parts, dim=-1)
 
 
@@ -729,7 +728,7 @@ def _rows(x, source):
     return (F.pad(x, (0, 0, 0, 1)) if len(source) > len(x) else x)[source]
 
 
-ROUTERS = {  # name: (log of an expert's score from the logits, what a group is worth from its experts' scores)
+ROUTERS = {  # name: (logits -> logs of the experts' scores, scores of a group's experts -> what it is worth)
     'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
     'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),  # DeepSeek-V3
 }
@@ -807,36 +806,15 @@ class MoE(nn.Module):
 
 # block ------------------------------------------------------------------------------------------------------
 
-def pre(x, attn, mlp, ln_1, ln_2):  # GPT-2, Llama
-    x = x + attn(ln_1(x))
-    return x + mlp(ln_2(x))
-
-
-def post(x, attn, mlp, ln_1, ln_2):  # the first Transformer, arXiv:1706.03762
-    x = ln_1(x + attn(x))
-    return ln_2(x + mlp(x))
-
-
-def output(x, attn, mlp, ln_1, ln_2):  # OLMo 2, arXiv:2501.00656
-    x = x + ln_1(attn(x))
-    return x + ln_2(mlp(x))
-
-
-def sandwich(x, attn, mlp, ln_1, ln_2, ln_3, ln_4):  # Gemma 2, arXiv:2408.00118
-    x = x + ln_2(attn(ln_1(x)))
-    return x + ln_4(mlp(ln_3(x)))
-
-
-def parallel(x, attn, mlp, ln_1):  # GPT-J, Falcon-7B
-    y = ln_1(x)
-    return x + attn(y) + mlp(y)
-
-
-def parallel_2(x, attn, mlp, ln_1, ln_2):  # GPT-NeoX, Falcon-40B
-    return x + attn(ln_1(x)) + mlp(ln_2(x))
-
-
-WIRINGS = {f.__name__: f for f in (pre, post, output, sandwich, parallel, parallel_2)}  # norms: its ln_ arguments
+WIRINGS = {  # name: function of (x, attention, MLP, a norm for each further argument)
+    'pre': lambda x, attn, mlp, ln_1, ln_2: (y := x + attn(ln_1(x))) + mlp(ln_2(y)),       # GPT-2, Llama
+    'post': lambda x, attn, mlp, ln_1, ln_2: ln_2((y := ln_1(x + attn(x))) + mlp(y)),      # arXiv:1706.03762
+    'output': lambda x, attn, mlp, ln_1, ln_2: (y := x + ln_1(attn(x))) + ln_2(mlp(y)),    # OLMo 2
+    'sandwich': lambda x, attn, mlp, ln_1, ln_2, ln_3, ln_4:                               # Gemma 2
+        (y := x + ln_2(attn(ln_1(x)))) + ln_4(mlp(ln_3(y))),
+    'parallel': lambda x, attn, mlp, ln_1: x + attn(y := ln_1(x)) + mlp(y),                # GPT-J, Falcon-7B
+    'parallel_2': lambda x, attn, mlp, ln_1, ln_2: x + attn(ln_1(x)) + mlp(ln_2(x)),       # GPT-NeoX
+}
 
 
 class Block(nn.Module):
@@ -845,7 +823,7 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.wire = WIRINGS[config.wiring]
-        self.norms = [name for name in inspect.signature(self.wire).parameters if name.startswith('ln_')]
+        self.norms = list(inspect.signature(self.wire).parameters)[3:]
         for name in self.norms:
             setattr(self, name, Norm(config.n_embd, config))
         self.attn = (Attention if config.kv_lora_rank is None else LatentAttention)(config, layer)
@@ -911,14 +889,14 @@ class GPT(nn.Module):
     def init_weights(self):
         """Every initial value, in one place:
 
-        | tensor                        | value                                                               |
-        |-------------------------------|---------------------------------------------------------------------|
-        | wte, wpe                      | normal, std 0.02 (GPT-2), at most 4 / n_embd when tied              |
-        | matrices of attention, MLP    | normal, std sqrt(1 / (3 columns)): 0.02 at 768, larger if narrower  |
-        | every c_proj                  | 0: every block starts as the identity, unless a norm follows it     |
-        | lm_head, when untied          | 0: every token starts equally likely                                |
-        | norm weights, resid_lambdas   | 1                                                                   |
-        | biases, sinks, x0_lambdas     | 0                                                                   |
+        | tensor                      | value                                                              |
+        |-----------------------------|--------------------------------------------------------------------|
+        | wte, wpe                    | normal, std 0.02 (GPT-2), at most 4 / n_embd when tied             |
+        | matrices of the blocks      | normal, std sqrt(1 / (3 columns)): 0.02 at 768, larger if narrower |
+        | every c_proj                | 0: blocks start as the identity; as above where a norm follows it  |
+        | lm_head, when untied        | 0: every token starts equally likely                               |
+        | norm weights, resid_lambdas | 1                                                                  |
+        | biases, sinks, x0_lambdas   | 0                                                                  |
         """
         if self.wte.weight.is_meta:
             return
@@ -947,7 +925,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, keep=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
         ignored, the mean cross entropy and aux: {} for a dense model, else 'balance' and 'z' (0-d, means over
-        the sparse layers, not weighted, not in the loss) and 'load' (sparse layers, experts), choices counted.
+        the sparse layers, not weighted, not in the loss) and 'load' (sparse layers, experts), choices made.
         With a cache the tokens are appended to it. weights: a list that takes the attention weights of each
         layer, (B, H, T, S). Raises ValueError if the tokens do not fit into block_size or the cache."""
         T, config = idx.shape[1], self.config
@@ -994,8 +972,9 @@ class GPT(nn.Module):
         """(B, T): the position where each new token's document starts: its last document_token, or 0."""
         start = torch.where(idx == self.config.document_token, pos, 0).cummax(dim=1).values
         if cache is not None:
-            before = cache.starts.gather(1, (cache.length[:, None] - 1).clamp(min=0))  # of the last token, (B, 1)
-            start = torch.maximum(start, torch.where(cache.length[:, None] > 0, before, 0))
+            length = cache.length[:, None]
+            before = torch.where(length > 0, cache.starts.gather(1, (length - 1).clamp(min=0)), 0)  # (B, 1)
+            start = torch.maximum(start, before)
             cache.starts.scatter_(1, pos.expand_as(start), start)
         return start
 

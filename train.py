@@ -368,7 +368,8 @@ if __name__ == '__main__':
         if not any(arg.endswith('.py') for arg in sys.argv[1:]):  # config/default.py asks for no architecture
             model_args = {key: value for key, value in model_args.items()
                           if any(arg.startswith(f'--{key}=') for arg in sys.argv)}
-        changes = {key: value for key, value in model_args.items() if key in ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence')}
+        changes = {key: value for key, value in model_args.items()
+                   if key in ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence')}
         model, rest = GPT.from_checkpoint(path, **changes)
         for key, value in model_args.items():
             if value is not None and value != rest['model_args'][key]:
