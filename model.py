@@ -131,7 +131,8 @@ class GPTConfig:
             with contextlib.suppress(TypeError, ZeroDivisionError):
                 if not eval(code, {**known, 'given': types.SimpleNamespace(**given)}):
                     known.update(given)
-                    values = [f"{name}={known[name]!r}" for name in code.co_names if known.get(name) is not None]
+                    values = [f"{name}={known[name]!r}" for name in code.co_names
+                              if known.get(name) is not None]
                     problems.append(f"{', '.join(values)}: {reason}")
         try:
             if self.rope_scaling:
@@ -685,15 +686,19 @@ class Stack(nn.Module):
     def forward(self, x, ends):
         """ends (E,) int32: where the rows of each expert end."""
         w = self.weight.to(x.dtype)
-        if x.device.type in ('cpu', 'cuda') and all(n * x.element_size() % 16 == 0 for n in w.shape[1:]):
-            y = F.grouped_mm(x, w.mT, offs=ends)
-        else:  # its kernels want rows of whole 16 bytes
-            y = torch.cat([F.linear(rows, one) for rows, one
-                           in zip(x.tensor_split(ends[:-1].long().cpu()), w.unbind())])
+        # the fast kernels want bfloat16 and rows of whole 16 bytes
+        fast = x.dtype == torch.bfloat16 and x.device.type != 'mps' and not any(n % 8 for n in w.shape[1:])
+        y = F.grouped_mm(x, w.mT, offs=ends) if fast else segments(x, w, ends)
         if self.bias is not None:
             expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
             y = y + self.bias[expert].type_as(y)
         return y.split(self.parts, dim=-1)
+
+
+@torch.compiler.disable  # segments of other lengths each time
+def segments(x, w, ends):
+    return torch.cat([F.linear(rows, one) for rows, one
+                      in zip(x.tensor_split(ends[:-1].long().cpu()), w.unbind())])
 
 
 class Experts(nn.Module):

@@ -60,14 +60,62 @@ def same_machine_state():
 
 # model ------------------------------------------------------------------------------------------------------
 
-VARIANTS = {  # what the cache and attention tests run over
-    'mha rope': {},
-    'gqa rope no qk_norm': dict(n_kv_head=2, qk_norm=False),
-    'mqa rope softcap untied': dict(n_kv_head=1, logit_softcap=5.0, tie_word_embeddings=False),
-    'gpt2': dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu_tanh', qk_norm=False, bias=True),
-    'gqa learned layernorm': dict(n_kv_head=2, pos='learned', norm='layernorm', mlp='geglu'),
-    'mqa none head_dim': dict(n_kv_head=1, pos='none', head_dim=10, mlp='relu2', norm_bias=True),
+MLA = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12)
+YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 12}
+GPT2 = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu_tanh', qk_norm=False, bias=True)
+CHOICES = {  # the axes of the pairwise grid; None and {}: GPTConfig's defaults
+    'attention': [{}, dict(n_kv_head=2), dict(n_kv_head=1, head_dim=10, qk_norm='whole'), MLA,
+                  {**MLA, 'q_lora_rank': 12}, dict(n_kv_head=2, attn_sink=True, qk_norm=False)],
+    'position': [{}, dict(rope_scaling=YARN), dict(pos_pattern='NP'), dict(pos='alibi'),
+                 dict(pos='learned'), dict(pos='sinusoidal'), dict(pos='none'),
+                 dict(pos='alibi', pos_pattern='PN')],
+    'window': [{}, dict(window=5, window_pattern='S'), dict(window=5, window_pattern='SL')],
+    'norm': [{}, dict(norm='layernorm', bias=True), dict(wiring='post'),
+             dict(wiring='output', embed_norm=True),
+             dict(wiring='sandwich', attn_softcap=3.0), dict(wiring='parallel', norm='layernorm'),
+             dict(wiring='parallel_2', residual_scale=0.7), dict(residual_lambdas=True, norm_bias=True)],
+    'mlp': [{}, dict(mlp='gelu_tanh'), dict(mlp='relu2', logit_softcap=5.0, tie_word_embeddings=False),
+            dict(n_expert=4, n_shared_expert=1, d_expert=24),
+            dict(n_expert=4, n_expert_active=3, router='sigmoid', balance_bias=True, n_dense_layer=1,
+                 d_expert=20),
+            dict(n_expert=6, n_group=3, topk_group=2, expert_pattern='DE', mlp='gelu', mlp_bias=True)],
+    'documents': [{}, dict(document_token=3)],
 }
+
+
+def pairwise(axes):
+    """Few combinations in which every two choices of two axes meet, by a greedy search."""
+    names, generator = list(axes), random.Random(0)
+    pairs = {((a, i), (b, j)) for a, b in itertools.combinations(names, 2)
+             for i in range(len(axes[a])) for j in range(len(axes[b]))}
+    rows = []
+    while pairs:
+        first = min(pairs)
+        tries = []
+        for _ in range(60):
+            row = {name: generator.randrange(len(axes[name])) for name in names} | dict(first)
+            tries.append((len(pairs & set(itertools.combinations(row.items(), 2))), tuple(row.items())))
+        rows.append(dict(max(tries)[1]))
+        pairs -= set(itertools.combinations(rows[-1].items(), 2))
+    return rows
+
+
+def grid_name(row):
+    return ' '.join(','.join(f'{k}={v}' for k, v in CHOICES[name][i].items() if k != 'rope_scaling') or '-'
+                    for name, i in row.items() if CHOICES[name][i])[:150] or 'default'
+
+
+def mixed(row):
+    """The options of a row of the grid; later axes give way where two cannot be combined."""
+    options = {}
+    for name, i in row.items():
+        options |= CHOICES[name][i]
+    if options.get('pos') in ('learned', 'sinusoidal', 'none', 'alibi'):
+        options.pop('rope_scaling', None)
+    return options
+
+
+GRID = pairwise(CHOICES)
 
 
 def tiny(**options):
@@ -78,42 +126,69 @@ def tiny(**options):
     with torch.no_grad():
         for w in model.parameters():
             w.copy_(torch.randn_like(w) * (0.3 if w.ndim > 1 else 0.2) + (w if w.ndim == 1 else 0))
+        for name, w in model.named_buffers():
+            w.copy_(torch.randn_like(w) * 0.2)
     return model.eval()
 
 
 def tokens(model, *shape):
-    return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    """Random tokens; every few of them ends a document, if the model knows any."""
+    idx = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    if model.config.document_token is not None:
+        idx[idx % 7 == 0] = model.config.document_token
+    return idx
 
 
-def naive_attention(q, k, v, q_pos, k_pos):
-    """Loops over rows, heads, queries and keys, in float64."""
+def naive_attention(q, k, v, q_pos, k_pos, scale, window=None, slopes=None, softcap=0.0, sink=None):
+    """Loops over rows, heads, queries and keys, in float64 -> outputs and weights."""
     q, k, v = q.double(), k.double(), v.double()
-    (B, H, T, D), K = q.shape, k.shape[1]
-    y = torch.zeros(B, H, T, D, dtype=torch.float64)
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    y, weights = torch.zeros(B, H, T, v.shape[-1]).double(), torch.zeros(B, H, T, S).double()
     for b, h, t in itertools.product(range(B), range(H), range(T)):
-        seen = [s for s in range(k.shape[2]) if 0 <= k_pos[b][s] <= q_pos[b][t]]
-        score = torch.stack([q[b, h, t] @ k[b, h * K // H, s] / math.sqrt(D) for s in seen])
-        weight = (score - score.max()).exp()
-        y[b, h, t] = sum(w * v[b, h * K // H, s] for w, s in zip(weight / weight.sum(), seen))
-    return y
+        total, parts = math.exp(sink[h]) if sink is not None else 0.0, {}
+        for s in range(S):
+            age = q_pos[b][t] - k_pos[b][s]
+            if k_pos[b][s] < 0 or not 0 <= age < (window or 10**9):
+                continue
+            score = float(q[b, h, t] @ k[b, h * K // H, s]) * scale
+            score = softcap * math.tanh(score / softcap) if softcap else score
+            parts[s] = math.exp(score - (slopes[h] * age if slopes else 0.0))
+        for s, part in parts.items():
+            weights[b, h, t, s] = part / (total + sum(parts.values()))
+            y[b, h, t] += weights[b, h, t, s] * v[b, h * K // H, s]
+    return y, weights
 
 
 @pytest.mark.parametrize('K', [4, 2, 1])
-@pytest.mark.parametrize('T, S, start', [(7, 7, 0), (1, 9, 8), (3, 9, 6), (5, 5, 0)])
+@pytest.mark.parametrize('T, S, start', [(7, 7, 0), (1, 9, 8), (3, 9, 6)])
+@pytest.mark.parametrize('window, alibi, softcap, sunk', [
+    (None, False, 0.0, False), (3, False, 0.0, False), (None, True, 0.0, False), (4, True, 1.5, True)])
 @pytest.mark.parametrize('grad', [True, False])
-def test_attend_equals_naive_loops(K, T, S, start, grad):
+def test_attend_equals_naive_loops(K, T, S, start, window, alibi, softcap, sunk, grad):
     g = torch.Generator().manual_seed(T)
-    q, k, v = (torch.randn(2, n, t, 6, generator=g) for n, t in ((4, T), (K, S), (K, S)))
-    q_pos, k_pos = (start + torch.arange(T)).expand(2, T), torch.arange(S).expand(2, S)
-    bias = torch.zeros(2, 1, T, S).masked_fill(~flat.visible(q_pos, k_pos), -math.inf)
-    expected = naive_attention(q, k, v, q_pos.tolist(), k_pos.tolist())
+    q, k, v = (torch.randn(2, n, t, d, generator=g) for n, t, d in ((4, T, 6), (K, S, 6), (K, S, 10)))
+    sink = torch.randn(4, generator=g) if sunk else None
+    config = GPTConfig(n_head=4, n_embd=32, block_size=16, n_layer=1, vocab_size=9,
+                       **(dict(window=window, window_pattern='S') if window else {}))
+    model = GPT(config)
+    q_pos, k_pos = torch.arange(start, start + T)[None], torch.arange(S)[None]
+    cache = model.make_cache(2, 16, max_rewind=16) if start else None
+    if cache is not None:
+        cache.length += start
+        cache.longest = start
+    expected, weights = naive_attention(q, k, v, q_pos.expand(2, T).tolist(), k_pos.expand(2, S).tolist(),
+                                        0.3, window, flat.alibi_slopes(4) if alibi else None, softcap, sink)
     with torch.set_grad_enabled(grad):
-        shareds = [flat.Shared(None, bias, False)] + [flat.Shared(None, bias, True)] * (start == 0)
-        for shared in shareds:
-            torch.testing.assert_close(flat.attend(q, k, v, shared).double(), expected, atol=1e-5, rtol=1e-4)
-        for block in (1, 2, 4):
-            y = flat.attend_explicit(q, k, v, shareds[-1], 0.0, block=block)
+        for explicit in (True, False) if not (softcap or sunk) else (True,):
+            mask = model.mask(q, q_pos, None, cache, window, alibi, explicit)
+            shared = flat.Shared(None, {}, explicit, None, None, torch.float32)
+            y = flat.attend(q, k, v, shared, mask, 0.3, 0.0, softcap, sink)
             torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+        mask, seen = model.mask(q, q_pos, None, cache, window, alibi, True), []
+        for block in (1, 2, 4):
+            y = flat.attend_explicit(q, k, v, mask, 0.3, 0.0, softcap, sink, seen, block=block)
+            torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(seen[-1].double(), weights, atol=1e-5, rtol=1e-4)
 
 
 def test_rows_at_different_places_equal_naive_loops():
@@ -122,9 +197,11 @@ def test_rows_at_different_places_equal_naive_loops():
     q_pos = torch.tensor([[3, 4], [7, 8], [0, 1]])
     k_pos = torch.arange(9).expand(3, 9)
     bias = torch.zeros(3, 1, 2, 9).masked_fill(~flat.visible(q_pos, k_pos), -math.inf)
-    y = flat.attend(q, k, v, flat.Shared(None, bias, False))
-    torch.testing.assert_close(y.double(), naive_attention(q, k, v, q_pos.tolist(), k_pos.tolist()),
-                               atol=1e-5, rtol=1e-4)
+    for explicit in (True, False):
+        shared = flat.Shared(None, {}, explicit, None, None, torch.float32)
+        y = flat.attend(q, k, v, shared, flat.Mask(bias, False, None), 0.4)
+        expected, _ = naive_attention(q, k, v, q_pos.tolist(), k_pos.tolist(), 0.4)
+        torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
 
 
 def feed(model, idx, chunks, cache):
@@ -135,47 +212,52 @@ def feed(model, idx, chunks, cache):
     return torch.cat(out, dim=1)
 
 
-@pytest.mark.parametrize('static', [False, True])
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize('row', GRID, ids=grid_name)
 @torch.no_grad()
-def test_cached_equals_uncached(name, static):
-    model = tiny(**VARIANTS[name])
-    idx = tokens(model, 2, 12)
+def test_cached_equals_uncached(row):
+    model = tiny(**mixed(row))
+    idx = tokens(model, 3, 24)
     full = model(idx)
-    assert full.std() > 0.5  # else equality would say little
-    for chunks in ([12], [1] * 12, [3, 5, 4], [11, 1], [1, 11]):
-        cache = model.make_cache(2, 16, static)
-        torch.testing.assert_close(feed(model, idx, chunks, cache), full, atol=1e-4, rtol=1e-4)
-    longest = tokens(model, 2, 24)  # up to the last position of the context
-    cache = model.make_cache(2, 24, static)
-    torch.testing.assert_close(feed(model, longest, [23, 1], cache), model(longest), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(model(longest[:, :5], cache=model.make_cache(2, 8, static), keep=2),
-                               model(longest[:, :5])[:, 3:], atol=1e-4, rtol=1e-4)
+    assert full.std() > 0.1  # else equality would say little
+    with torch.enable_grad():  # the path that trains
+        torch.testing.assert_close(model(idx).detach(), full, atol=1e-4, rtol=1e-4)
+    close = lambda a, b: torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    for static in (False, True):
+        for chunks in ([24], [1] * 24, [3, 5, 4, 12], [23, 1], [4, 1, 1, 6, 9, 2, 1]):
+            close(feed(model, idx, chunks, model.make_cache(3, 24, static)), full)
+        close(model(idx[:, :5], cache=model.make_cache(3, 8, static), keep=2), full[:, 3:5])
+        cache, at = model.make_cache(3, 24, static, max_rewind=5), [14, 11, 9]  # rows at different places
+        model(idx[:, :14], cache=cache, keep=0)
+        cache.rewind(torch.tensor([0, 3, 5]))
+        for n in (2, 1, 1, 4):
+            new = torch.stack([idx[row, a:a + n] for row, a in enumerate(at)])
+            close(model(new, cache=cache), torch.stack([full[row, a:a + n] for row, a in enumerate(at)]))
+            at = [a + n for a in at]
+        cache.select([2, 0, 2])
+        new = torch.stack([idx[row, at[row]:at[row] + 1] for row in (2, 0, 2)])
+        close(model(new, cache=cache), torch.stack([full[row, at[row]:at[row] + 1] for row in (2, 0, 2)]))
+        assert cache.length.tolist() == [at[2] + 1, at[0] + 1, at[2] + 1]
 
 
-@pytest.mark.parametrize('static', [False, True])
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize('row', GRID, ids=grid_name)
+def test_no_token_sees_the_future_or_past_its_window(row):
+    options = mixed(row)
+    model = tiny(**options)
+    idx = tokens(model, 1, 24)
+    idx[idx == 3] = 4
+    changed = idx.clone()
+    changed[0, 7] = 5 if idx[0, 7] != 5 else 6
+    # a window of 5 in 2 layers reaches 8 tokens back
+    end = 7 + 9 if options.get('window_pattern') == 'S' else 24
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            a, b = model(idx), model(changed)
+        seen = (a - b).abs().amax(-1)[0] > 1e-5
+        assert not seen[:7].any() and seen[7:end].float().mean() > 0.8 and not seen[end:].any()
+
+
 @torch.no_grad()
-def test_rows_may_stand_at_different_places(name, static):
-    model = tiny(**VARIANTS[name])
-    idx = tokens(model, 3, 12)
-    full, cache = model(idx), model.make_cache(3, 16, static)
-    model(idx[:, :8], cache=cache, keep=0)
-    cache.rewind(torch.tensor([0, 3, 5]))
-    at = [8, 5, 3]
-    for n in (2, 1, 1):
-        new = torch.stack([idx[row, a:a + n] for row, a in enumerate(at)])
-        expected = torch.stack([full[row, a:a + n] for row, a in enumerate(at)])
-        torch.testing.assert_close(model(new, cache=cache), expected, atol=1e-4, rtol=1e-4)
-        at = [a + n for a in at]
-    cache.select([2, 0, 2])
-    new = torch.stack([idx[row, at[row]:at[row] + 1] if at[row] < 12 else idx[row, :1] for row in (2, 0, 2)])
-    torch.testing.assert_close(model(new, cache=cache)[0], full[2, at[2]:at[2] + 1], atol=1e-4, rtol=1e-4)
-    assert cache.length.tolist() == [at[2] + 1, at[0] + 1, at[2] + 1]
-
-
-@torch.no_grad()
-def test_cache_refuses_what_does_not_fit_and_keeps_to_its_size():
+def test_caches_refuse_what_does_not_fit_and_keep_to_their_size():
     model = tiny(n_kv_head=2)
     cache = model.make_cache(2, 8)
     assert cache.nbytes == 2 * 8 * (2 + 2) * 8 * 2 * 4 and cache.layers[0][0].shape == (2, 2, 8, 8)
@@ -190,18 +272,443 @@ def test_cache_refuses_what_does_not_fit_and_keeps_to_its_size():
         model(tokens(model, 1, 25))
     with torch.autocast('cpu', torch.bfloat16):
         assert model.make_cache(1, 4).layers[0][0].dtype == torch.bfloat16
+    latent = tiny(**MLA)
+    assert latent.make_cache(2, 8).nbytes == 2 * 8 * (16 + 4) * 2 * 4  # rows, tokens, numbers, layers, bytes
+    assert latent.cache_numbers() == (16 + 4) * 2
 
 
-@pytest.mark.parametrize('grad', [True, False])
-@pytest.mark.parametrize('name', VARIANTS)
-def test_no_token_sees_the_future(name, grad):
-    model = tiny(**VARIANTS[name])
-    idx = tokens(model, 1, 12)
-    changed = idx.clone()
-    changed[0, 7] = (changed[0, 7] + 1) % 61
-    with torch.set_grad_enabled(grad):
-        a, b = model(idx), model(changed)
-    assert torch.equal(a[:, :7], b[:, :7]) and not torch.allclose(a[:, 7:], b[:, 7:], atol=1e-3)
+@torch.no_grad()
+def test_a_window_keeps_a_window_and_what_may_be_taken_back():
+    model = tiny(window=5, window_pattern='SL', n_layer=3, block_size=80)
+    for rewind in (0, 3):
+        cache = model.make_cache(2, 80, max_rewind=rewind)
+        assert [layer[0].shape[2] for layer in cache.layers] == [5 + rewind, 80, 5 + rewind]
+        size, idx = cache.nbytes, tokens(model, 2, 80)
+        full = model(idx)
+        for at in range(0, 70, 7):
+            torch.testing.assert_close(model(idx[:, at:at + 7], cache=cache), full[:, at:at + 7],
+                                       atol=1e-4, rtol=1e-4)
+        assert cache.nbytes == size
+        if rewind:
+            cache.rewind(2)
+            cache.rewind(torch.tensor([1, 0]))  # together as far as is allowed
+            new = torch.stack((idx[0, 67:70], idx[1, 68:71]))
+            torch.testing.assert_close(model(new, cache=cache),
+                                       torch.stack((full[0, 67:70], full[1, 68:71])), atol=1e-4, rtol=1e-4)
+        with pytest.raises(ValueError, match=f'max_rewind={rewind}'):
+            cache.rewind(rewind + 2)
+        cache.rewind(cache.length.clone())  # all of it always may
+        torch.testing.assert_close(feed(model, idx, [9, 1, 30], cache), full[:, :40], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('options', [{}, dict(q_lora_rank=12), dict(rope_scaling={**YARN, 'mscale': 0.7,
+                                                                                 'mscale_all_dim': 0.9})])
+@torch.no_grad()
+def test_absorbed_latent_attention_equals_expanded(options):
+    model = tiny(**MLA, **options)
+    idx, attn = tokens(model, 2, 20), model.h[0].attn
+    x, pos = torch.randn(2, 20, 32), torch.arange(20)[None]
+    shared = model.shared(x, pos, pos, None, None, None, None)
+    expanded, absorbed = attn(x, shared, absorb=False), attn(x, shared, absorb=True)
+    torch.testing.assert_close(absorbed, expanded, atol=1e-4, rtol=1e-4)
+    # and both equal the paper's equations, head by head: arXiv:2405.04434, equations 9 to 19
+    norm = lambda v, w: v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+    w = {name: v.double() for name, v in attn.state_dict().items()}
+    q, latent, k_rope = (x.double() @ w['c_attn.weight'].T).split(attn.c_attn.parts, -1)
+    if 'q_lora_rank' in options:
+        q = norm(q, w['q_norm.weight']) @ w['c_q.weight'].T
+    kv = norm(latent, w['kv_norm.weight']) @ w['c_kv.weight'].T
+    scale = (8 + 4) ** -0.5 * ((0.1 * 0.9 * math.log(4) + 1) ** 2 if 'rope_scaling' in options else 1)
+    turn = lambda v: flat.rotate(v[:, None], tuple(r.double() for r in shared.rope))
+    heads = []
+    for h in range(4):
+        q_h = torch.cat((q[..., 12 * h:12 * h + 8][:, None], turn(q[..., 12 * h + 8:12 * h + 12])), -1)
+        k_h = torch.cat((kv[..., 20 * h:20 * h + 8][:, None], turn(k_rope)), -1)
+        heads.append(naive_attention(q_h, k_h, kv[..., 20 * h + 8:20 * h + 20][:, None],
+                                     *[pos.expand(2, 20).tolist()] * 2, scale)[0])
+    y = torch.cat(heads, -1)[:, 0] @ w['c_proj.weight'].T
+    torch.testing.assert_close(expanded.double(), y, atol=1e-4, rtol=1e-4)
+
+
+def dense_experts(moe, x):
+    """Every expert for every token, in float64, weighted by a loop that reads like the papers."""
+    config, x = moe.config, x.double()
+    logits = x @ moe.router.weight.double().T + (0 if moe.router.bias is None else moe.router.bias.double())
+    score = logits.softmax(-1) if config.router == 'softmax' else logits.sigmoid()
+    choice = score + (moe.balance_bias.double() if config.balance_bias else 0)
+    y = torch.zeros_like(x)
+    for t in range(len(x)):
+        allowed = set(range(config.n_expert))
+        if config.n_group:
+            groups = choice[t].view(config.n_group, -1)
+            worth = groups.amax(1) if config.router == 'softmax' else groups.topk(2).values.sum(1)
+            best = worth.topk(config.topk_group).indices.tolist()
+            allowed = {e for e in allowed if e // groups.shape[1] in best}
+        chosen = sorted(allowed, key=lambda e: -choice[t, e])[:config.n_expert_active]
+        total = sum(score[t, e] for e in chosen) if config.norm_topk_prob else 1.0
+        for e in chosen:
+            up = x[t] @ moe.experts.c_fc.weight[e].double().T
+            if moe.experts.c_fc.bias is not None:
+                up = up + moe.experts.c_fc.bias[e].double()
+            up = moe.experts.act(*up.split(moe.experts.c_fc.parts))
+            down = up @ moe.experts.c_proj.weight[e].double().T
+            if moe.experts.c_proj.bias is not None:
+                down = down + moe.experts.c_proj.bias[e].double()
+            y[t] += down * score[t, e] / total * config.routed_scaling_factor
+    if moe.shared is not None:
+        gate, up = (x @ moe.shared.c_fc.weight.double().T).chunk(2, -1)
+        y = y + (torch.nn.functional.silu(gate) * up) @ moe.shared.c_proj.weight.double().T
+    return y
+
+
+@pytest.mark.parametrize('options', [
+    {}, dict(n_expert_active=1), dict(router='sigmoid', norm_topk_prob=False), dict(d_expert=21),
+    dict(n_shared_expert=2, routed_scaling_factor=2.5, router='sigmoid', balance_bias=True),
+    dict(n_expert=8, n_group=4, topk_group=2, n_expert_active=3, norm_topk_prob=False),
+    dict(n_expert=8, n_group=2, topk_group=1, router='sigmoid', balance_bias=True, n_expert_active=4),
+    dict(mlp='gelu', mlp_bias=True)])
+@pytest.mark.parametrize('n', [1, 5, 300])  # 300: rows are filled up to blocks
+def test_sorted_experts_equal_the_dense_sum(options, n):
+    moe = tiny(**{**dict(n_expert=4, d_expert=24), **options}).h[0].mlp
+    x = torch.randn(1, n, 32, requires_grad=True)
+    shared = flat.Shared(None, {}, True, None, None, torch.float32)
+    y, expected = moe(x, shared), dense_experts(moe, x[0])
+    torch.testing.assert_close(y[0].double(), expected, atol=1e-4, rtol=1e-4)
+    params, g = [x, *moe.parameters()], torch.randn(n, 32)
+    for got, wanted in zip(torch.autograd.grad((y[0] * g).sum(), params),
+                           torch.autograd.grad((expected * g).sum(), params)):
+        torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero():
+    moe = tiny(n_expert=4, n_expert_active=1, balance_bias=True, d_expert=24).h[0].mlp
+    moe.balance_bias.copy_(torch.tensor([0.0, 0.0, 0.0, -9.0]))
+    shared = flat.Shared(None, {}, True, None, None, torch.float32)
+    moe(torch.randn(1, 40, 32), shared).square().sum().backward()
+    for w in (moe.experts.c_fc.weight, moe.experts.c_proj.weight):
+        assert not w.grad[3].any() and w.grad[0].any()
+
+
+def moe_aux(model, idx):
+    loss, aux = model(idx[:, :-1], idx[:, 1:])
+    return loss, aux
+
+
+@pytest.mark.parametrize('k', [1, 2, 4])
+@pytest.mark.parametrize('router', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('per_sequence', [False, True])
+def test_uniform_routing_has_a_balance_loss_of_one(k, router, per_sequence):
+    model = tiny(n_expert=8, n_expert_active=k, router=router, balance_per_sequence=per_sequence)
+    idx = tokens(model, 3, 20)
+    with torch.no_grad():
+        for block in model.h:
+            block.mlp.router.weight.zero_()  # every expert as likely: the scores are even, whoever is chosen
+    loss, aux = moe_aux(model, idx)
+    assert aux['balance'].item() == pytest.approx(1.0, abs=1e-5)
+    assert aux['z'].item() == pytest.approx(math.log(8) ** 2, rel=1e-5)
+    assert aux['load'].shape == (2, 8) and aux['load'].sum(1).tolist() == [3 * 19 * k] * 2
+    for block in model.h:  # one expert takes all: as bad as it gets
+        block.mlp.router.weight.data[0] = 0
+    model.h[0].mlp.router.weight.data.normal_()
+    model.h[1].mlp.router.weight.data.normal_()
+    assert moe_aux(model, idx)[1]['balance'] > 1.0
+
+
+def test_aux_losses_follow_their_formulas_and_train_the_router_alone():
+    model = tiny(n_expert=4, n_dense_layer=1, balance_per_sequence=True)
+    x, routing = torch.randn(3, 10, 32), []
+    moe = model.h[1].mlp
+    moe(x, flat.Shared(None, {}, True, None, routing, torch.float32))
+    balance, z, load = routing[0]
+    logits = x @ moe.router.weight.T
+    each = []
+    for row in logits:  # arXiv:2101.03961, equations 4 to 6, for k = 2 experts a token
+        f = torch.bincount(row.topk(2).indices.flatten(), minlength=4) / 20
+        each.append(4 * (f * row.softmax(-1).mean(0)).sum())
+    torch.testing.assert_close(balance, torch.stack(each).mean())
+    torch.testing.assert_close(z, logits.exp().sum(-1).log().square().mean())
+    assert torch.equal(load, torch.bincount(logits.topk(2).indices.flatten(), minlength=4).float())
+    idx = tokens(model, 2, 12)
+    loss, aux = moe_aux(model, idx)
+    grads = torch.autograd.grad(aux['balance'], [moe.router.weight, moe.experts.c_fc.weight],
+                                allow_unused=True, retain_graph=True)
+    assert grads[0].abs().sum() > 0 and grads[1] is None
+    before, descent = aux['balance'].item(), torch.optim.SGD([moe.router.weight], lr=0.1)
+    for _ in range(100):
+        descent.zero_grad()
+        aux['balance'].backward(retain_graph=True)
+        descent.step()
+        loss, aux = moe_aux(model, idx)
+    assert aux['balance'] < 1.05 < 1.15 < before
+    # a weight of 0 leaves the gradients of the cross entropy alone
+    params = list(model.parameters())
+    off = loss + 0.0 * aux['balance'] + 0.0 * aux['z']
+    for a, b in zip(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True),
+                    torch.autograd.grad(off, params, allow_unused=True)):
+        assert torch.equal(a, b)
+
+
+def test_a_router_deep_in_underflow_still_weighs_to_one():
+    moe = tiny(n_expert=4, router='sigmoid', mlp_bias=True).h[0].mlp
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.bias.copy_(torch.tensor([-60.0, -60.5, -61.0, -200.0]))
+    routing = []
+    weight, chosen, _, _ = moe.route(torch.randn(7, 32))
+    moe(torch.randn(1, 7, 32), flat.Shared(None, {}, True, None, routing, torch.float32))
+    torch.testing.assert_close(weight.sum(-1), torch.ones(7))
+    assert set(chosen.flatten().tolist()) == {0, 1} and routing[0][0] >= 1
+
+
+def test_the_balance_bias_moves_choices_not_weights_and_follows_the_load():
+    model = tiny(n_expert=4, router='sigmoid', balance_bias=True)
+    moe, x = model.h[0].mlp, torch.randn(50, 32)
+    assert 'h.0.mlp.balance_bias' in model.state_dict() and model.num_params() == sum(
+        w.numel() for w in model.parameters()) - 3 * 32
+    moe.balance_bias.zero_()
+    weight, chosen, _, score = moe.route(x)
+    moe.balance_bias.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0]))
+    weight, now, _, _ = moe.route(x)
+    assert (now == 2).any(1).all() and not (chosen == 2).any(1).all()
+    s = score.exp().gather(1, now)
+    torch.testing.assert_close(weight, s / s.sum(-1, keepdim=True))
+    moe.balance_bias.zero_()
+    model.move_balance(torch.tensor([[5.0, 1.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]), rate=0.5)
+    assert moe.balance_bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
+    for to in (torch.bfloat16, torch.float64):
+        assert model.to(to).h[0].mlp.balance_bias.dtype == torch.float32  # like angles, never rounded
+    for _ in range(300):  # it balances a router that is not
+        model.float().move_balance(torch.stack([torch.bincount(block.mlp.route(x)[1].flatten(), minlength=4)
+                                                for block in model.h]).float(), rate=0.01)
+    load = torch.bincount(moe.route(x)[1].flatten(), minlength=4)
+    assert load.max() < 1.3 * load.float().mean()
+
+
+def turns(config):
+    """Angle of each pair at position 1 from the table, and the factor on the rotation."""
+    cos, sin = flat.rope_table(config, torch.tensor([0, 1]), config.block_size)
+    return torch.atan2(sin[1], cos[1]).tolist(), cos[0, 0].item()
+
+
+def test_rotary_scalings_follow_their_papers():
+    d, base, original, s = 16, 10000.0, 64, 8.0
+    rope = lambda **scaling: turns(GPTConfig(head_dim=d, block_size=512, rope_base=base,
+                                             rope_scaling=scaling or None))
+    plain = [base ** (-2 * i / d) for i in range(d // 2)]
+    assert rope() == (pytest.approx(plain, rel=1e-5), 1.0)
+    assert rope(rope_type='linear', factor=s) == (pytest.approx([f / s for f in plain], rel=1e-5), 1.0)
+    ntk = [(base * s ** (d / (d - 2))) ** (-2 * i / d) for i in range(d // 2)]
+    assert rope(rope_type='ntk', factor=s)[0] == pytest.approx(ntk, rel=1e-5)
+    assert ntk[-1] == pytest.approx(plain[-1] / s) and ntk[0] == plain[0]
+    grown = s * 512 / original - (s - 1)
+    assert rope(rope_type='dynamic', factor=s, original_max_position_embeddings=original)[0] == pytest.approx(
+        [(base * grown ** (d / (d - 2))) ** (-2 * i / d) for i in range(d // 2)], rel=1e-5)
+    # YaRN: where in the dimensions a pair turns 32 times, and once, over the original length
+    place = lambda n: d * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base))
+    low, high = max(math.floor(place(32)), 0), min(math.ceil(place(1)), d - 1)
+    keep = [1 - min(1, max(0, (i - low) / (high - low))) for i in range(d // 2)]
+    got, factor = rope(rope_type='yarn', factor=s, original_max_position_embeddings=original)
+    assert got == pytest.approx([f * k + f / s * (1 - k) for f, k in zip(plain, keep)], rel=1e-5)
+    assert got[0] == pytest.approx(plain[0]) and got[-1] == pytest.approx(plain[-1] / s, rel=1e-5)
+    assert factor == pytest.approx(0.1 * math.log(s) + 1)
+    yarn = dict(rope_type='yarn', factor=s, original_max_position_embeddings=original)
+    assert rope(**yarn, attention_factor=1.5)[1] == 1.5
+    assert rope(**yarn, mscale=0.7, mscale_all_dim=0.4)[1] == pytest.approx(
+        (0.07 * math.log(s) + 1) / (0.04 * math.log(s) + 1))
+    assert rope(**yarn, mscale=1.0, mscale_all_dim=1.0)[1] == 1.0
+    # Llama 3: wavelengths beyond original / 1 are slowed, those below original / 4 kept
+    smooth = [(original * f / (2 * math.pi) - 1) / (4 - 1) for f in plain]
+    assert rope(rope_type='llama3', factor=s, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=original)[0] == pytest.approx(
+        [f if x > 1 else f / s if x < 0 else (1 - x) * f / s + x * f for f, x in zip(plain, smooth)],
+        rel=1e-5)
+    long = dict(rope_type='longrope', short_factor=[1.0] * 8, long_factor=[2.0 + i for i in range(8)],
+                factor=s)
+    got, factor = rope(**long, original_max_position_embeddings=original)
+    assert got == pytest.approx([f / (2 + i) for i, f in enumerate(plain)], rel=1e-5)
+    assert factor == pytest.approx(math.sqrt(1 + math.log(s) / math.log(original)))
+    assert rope(**long, original_max_position_embeddings=512)[0] == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize('kind', ['linear', 'dynamic', 'yarn', 'llama3', 'longrope'])
+@pytest.mark.parametrize('factor', [1.0, 4.0])
+@pytest.mark.parametrize('partial', [1.0, 0.5])
+def test_rotary_scalings_equal_transformers(kind, factor, partial):
+    pairs = int(32 * partial) // 2
+    scaling = {'rope_type': kind, 'factor': factor}
+    if kind != 'linear':
+        scaling['original_max_position_embeddings'] = 64
+    if kind == 'llama3':
+        scaling |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+    if kind == 'longrope':
+        scaling |= dict(short_factor=[1.0 + i / 9 for i in range(pairs)],
+                        long_factor=[2.0 + i for i in range(pairs)])
+    their = transformers.LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=256,
+                                     rope_parameters={**scaling, 'rope_theta': 5000.0,
+                                                      'partial_rotary_factor': partial})
+    if kind == 'dynamic':
+        their.max_position_embeddings = 64
+    init = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
+    freq, attention = init(their, 'cpu', seq_len=256)
+    pos = torch.arange(256)
+    config = GPTConfig(head_dim=32, block_size=256, rope_base=5000.0, rope_scaling=scaling,
+                       partial_rotary_factor=partial)
+    cos, sin = flat.rope_table(config, pos, 256)
+    angle = pos[:, None] * freq
+    torch.testing.assert_close(cos, angle.cos() * attention, atol=2e-5, rtol=0)
+    torch.testing.assert_close(sin, angle.sin() * attention, atol=2e-5, rtol=0)
+
+
+def test_scaling_by_one_changes_nothing_bit_for_bit():
+    plain = tiny()
+    idx, length = tokens(plain, 2, 24), dict(original_max_position_embeddings=24)
+    for scaling in (dict(rope_type='linear'), dict(rope_type='ntk'), dict(rope_type='dynamic', **length),
+                    dict(rope_type='yarn', **length),
+                    dict(rope_type='llama3', low_freq_factor=1.0, high_freq_factor=4.0, **length)):
+        assert torch.equal(tiny(rope_scaling={**scaling, 'factor': 1.0})(idx), plain(idx)), scaling
+        if scaling['rope_type'] != 'dynamic':  # within the original length that changes nothing at any factor
+            assert not torch.equal(tiny(rope_scaling={**scaling, 'factor': 2.0})(idx), plain(idx)), scaling
+
+
+def test_rotation_depends_on_distance_alone():
+    config = GPTConfig(head_dim=8, block_size=64, rope_base=100.0)
+    cos, sin = flat.rope_table(config, torch.arange(64), 64)
+    for p, i in itertools.product((0, 1, 63), range(4)):  # equation 15 of arXiv:2104.09864
+        assert cos[p, i].item() == pytest.approx(math.cos(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
+        assert sin[p, i].item() == pytest.approx(math.sin(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
+    q, k = torch.randn(2, 1, 1, 1, 10)  # the last two of ten dimensions do not turn
+    turn = lambda x, p: flat.rotate(x, (cos[[p]][None, None], sin[[p]][None, None]))
+    assert torch.equal(turn(q, 0), q) and torch.equal(turn(q, 9)[..., 8:], q[..., 8:])
+    scores = [(turn(q, p + 5) * turn(k, p)).sum().item() for p in (0, 7, 50)]
+    assert scores == pytest.approx([scores[0]] * 3, abs=1e-5)
+    # GPT-J's interleaved pairs (0, 1), (2, 3), ... are this layout after a permutation
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    pairs = torch.view_as_complex(q[..., :8].reshape(1, 1, 1, 4, 2)) * torch.polar(
+        torch.ones(4), 7 * 100.0 ** (-torch.arange(0, 8, 2) / 8))
+    torch.testing.assert_close(turn(q[..., :8][..., order], 7),
+                               torch.view_as_real(pairs).flatten(-2)[..., order], atol=1e-5, rtol=1e-5)
+
+
+def test_positions_without_rotation_follow_their_papers():
+    assert flat.alibi_slopes(8) == pytest.approx([2.0 ** -i for i in range(1, 9)])
+    assert flat.alibi_slopes(12) == pytest.approx([2.0 ** -i for i in range(1, 9)]
+                                                  + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)])
+    assert flat.alibi_slopes(6) == pytest.approx([2.0 ** -(2 * i) for i in range(1, 5)]
+                                                 + [2.0 ** -1, 2.0 ** -3])
+    for n in (*range(1, 72), 112):
+        ours, theirs = flat.alibi_slopes(n), transformers.models.bloom.modeling_bloom.build_alibi_tensor(
+            torch.ones(1, 2), n, torch.float32)[:, 0, 1]
+        assert len(ours) == n and ours == pytest.approx(theirs.tolist())
+    model = tiny(pos='alibi', n_head=6, head_dim=4)
+    pos = torch.arange(12)[None]
+    mask = model.mask(torch.zeros(1, 12, 32), pos, None, None, None, True, True).bias
+    for h, i, j in itertools.product(range(6), range(12), range(12)):
+        assert mask[0, h, i, j].item() == (pytest.approx(-flat.alibi_slopes(6)[h] * (i - j)) if j <= i
+                                           else -math.inf)
+    cache = model.make_cache(1, 12)
+    cache.length += 11
+    cache.longest = 11
+    last = model.mask(torch.zeros(1, 1, 32), pos[:, 11:], None, cache, None, True, False).bias
+    assert torch.equal(last[0, :, 0], mask[0, :, 11])
+    table = flat.sinusoid(torch.arange(9)[None], 6)[0]
+    for p, i in itertools.product(range(9), range(3)):  # arXiv:1706.03762, section 3.5
+        assert table[p, 2 * i].item() == pytest.approx(math.sin(p / 10000 ** (2 * i / 6)), abs=1e-6)
+        assert table[p, 2 * i + 1].item() == pytest.approx(math.cos(p / 10000 ** (2 * i / 6)), abs=1e-6)
+
+
+@pytest.mark.parametrize('options', [{}, dict(pos='learned'), dict(pos='alibi', n_kv_head=1), MLA,
+                                     dict(window=4, window_pattern='S')])
+@torch.no_grad()
+def test_masked_documents_are_as_if_alone(options):
+    model, plain = tiny(document_token=3, **options), tiny(**options)
+    idx = torch.randint(4, 61, (2, 20), generator=torch.Generator().manual_seed(2))
+    idx[0, [6, 7, 15]] = idx[1, 11] = 3
+    logits = model(idx)
+    for row, ends in ((0, [0, 6, 7, 15, 20]), (1, [0, 11, 20])):
+        for a, b in zip(ends, ends[1:]):
+            torch.testing.assert_close(logits[row, a:b], plain(idx[row:row + 1, a:b])[0],
+                                       atol=1e-4, rtol=1e-4)
+    cache = model.make_cache(2, 24, max_rewind=9)
+    model(idx[:, :16], cache=cache)
+    cache.rewind(torch.tensor([9, 5]))  # before an end of text that had been seen
+    new = torch.stack((idx[0, 7:12], idx[1, 11:16]))
+    torch.testing.assert_close(model(new, cache=cache), torch.stack((logits[0, 7:12], logits[1, 11:16])),
+                               atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_attention_weights_on_request():
+    for options in (dict(n_kv_head=2), MLA, dict(window=3, window_pattern='SL'), dict(attn_sink=True)):
+        model, weights = tiny(**options), []
+        idx = tokens(model, 2, 12)
+        torch.testing.assert_close(model(idx, weights=weights), model(idx), atol=1e-4, rtol=1e-4)
+        assert [tuple(w.shape) for w in weights] == [(2, 4, 12, 12)] * 2
+        for w in weights:
+            assert (w.triu(1) == 0).all() and (w.sum(-1) < 1 + 1e-5).all()
+            assert torch.allclose(w.sum(-1), torch.ones(())) == ('attn_sink' not in options)
+        if 'window' in options:
+            assert (weights[0].tril(-3) == 0).all() and (weights[1].tril(-3) > 0).any()
+
+
+@pytest.mark.parametrize('wiring', flat.WIRINGS)
+def test_wirings_follow_their_formulas(wiring):
+    model = tiny(wiring=wiring, residual_scale=0.5, n_layer=1)
+    block, x, pos = model.h[0], torch.randn(2, 9, 32), torch.arange(9)[None]
+    shared = model.shared(x, pos, pos, None, None, None, None)
+    a, m = lambda v: 0.5 * block.attn(v, shared), lambda v: 0.5 * block.mlp(v)
+    n = [getattr(block, name) for name in block.norms]
+    if wiring == 'pre':
+        y = x + a(n[0](x))
+        y = y + m(n[1](y))
+    elif wiring == 'post':
+        y = n[0](x + a(x))
+        y = n[1](y + m(y))
+    elif wiring == 'output':
+        y = x + n[0](a(x))
+        y = y + n[1](m(y))
+    elif wiring == 'sandwich':
+        y = x + n[1](a(n[0](x)))
+        y = y + n[3](m(n[2](y)))
+    elif wiring == 'parallel':
+        y = x + a(n[0](x)) + m(n[0](x))
+    else:
+        y = x + a(n[0](x)) + m(n[1](x))
+    torch.testing.assert_close(block(x, shared), y)
+    assert isinstance(model.ln_f, torch.nn.Identity) == (wiring == 'post')
+
+
+def test_embedding_scale_norm_and_lambdas():
+    model = tiny(embed_scale=3.0, embed_norm=True, residual_lambdas=True, n_layer=2, head_bias=True,
+                 tie_word_embeddings=False)
+    idx, pos = tokens(model, 2, 9), torch.arange(9)[None]
+    x = x0 = model.ln_embd(3.0 * model.wte(idx))
+    shared = model.shared(x, pos, pos, None, None, None, None)
+    for i, block in enumerate(model.h):
+        x = block(model.resid_lambdas[i] * x + model.x0_lambdas[i] * x0, shared)
+    logits = model.ln_f(x) @ model.lm_head.weight[:61].T + model.lm_head.bias[:61]
+    torch.testing.assert_close(model(idx), logits, atol=1e-5, rtol=1e-5)
+    assert model.state_dict()['lm_head.bias'].shape == (61,)
+    fresh = GPT(model.config)
+    assert (fresh.resid_lambdas == 1).all() and (fresh.x0_lambdas == 0).all()
+    assert GPTConfig(pos='sinusoidal', n_embd=64, n_head=4).embed_scale == 8.0
+    groups = model.param_groups()
+    assert any(w is model.resid_lambdas for w in groups['vector'])
+
+
+def test_a_new_choice_is_one_entry(monkeypatch):
+    """What a hacker would add: an activation, a rotary scaling, a norm placement, each in one place."""
+    monkeypatch.setitem(flat.ACTIVATIONS, 'sine', (lambda x: x + torch.sin(x).square(), False))
+    monkeypatch.setitem(flat.ROPE_SCALINGS, 'halved',
+                        lambda freq, base, length, *, factor: (freq / factor, 1.0))
+    monkeypatch.setitem(flat.WIRINGS, 'triple', lambda x, attn, mlp, ln_1, ln_2, ln_3:
+                        ln_3((y := x + attn(ln_1(x))) + mlp(ln_2(y))))
+    model = tiny(mlp='sine', rope_scaling={'rope_type': 'halved', 'factor': 2.0}, wiring='triple')
+    idx = tokens(model, 2, 12)
+    torch.testing.assert_close(feed(model, idx, [5, 1, 6], model.make_cache(2, 12)), model(idx),
+                               atol=1e-4, rtol=1e-4)
+    assert model.num_params() == sum(w.numel() for w in model.state_dict().values())
+    with pytest.raises(ValueError, match=r"'halved' lacks \['factor'\] and does not know \['speed'\]"):
+        GPTConfig(rope_scaling={'rope_type': 'halved', 'speed': 3})
 
 
 @torch.no_grad()
@@ -261,7 +768,7 @@ def test_logits_equal_transformers_qwen3():
 
 
 def test_logits_and_loss_equal_transformers_gpt2():
-    model = tiny(**VARIANTS['gpt2'])
+    model = tiny(**GPT2)
     config = transformers.GPT2Config(vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4)
     names = {key.replace('h.N', 'transformer.h.N'): (key, None) for key in (
         f'h.N.{part}.{kind}'
@@ -299,52 +806,41 @@ def test_norms_activations_and_softcap_follow_their_formulas():
             torch.nn.init.normal_(w)
         torch.testing.assert_close(norm(x), y * norm.weight + norm.bias,
                                    atol=1e-5, rtol=1e-5, check_dtype=False)
-    phi = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-    tanh = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    sigmoid = 1 / (1 + torch.exp(-x))
-    formulas = {'swiglu': x * sigmoid, 'geglu': x * phi, 'reglu': x.clamp(min=0), 'glu': sigmoid,
-                'gelu': x * phi, 'gelu_tanh': x * tanh, 'relu': x.clamp(min=0), 'relu2': x.clamp(min=0)**2,
-                'silu': x * sigmoid}
-    assert formulas.keys() == flat.ACTIVATIONS.keys()
-    for name, y in formulas.items():
-        torch.testing.assert_close(flat.ACTIVATIONS[name][0](x), y)
-        mlp = flat.MLP(GPTConfig(n_embd=8, n_head=1, mlp=name)).double()
+    phi = lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    tanh = lambda x: x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    sigmoid = lambda x: 1 / (1 + torch.exp(-x))
+    silu, relu = lambda x: x * sigmoid(x), lambda x: x.clamp(min=0)
+    gated = {'swiglu': silu, 'geglu': phi, 'geglu_tanh': tanh, 'reglu': relu, 'glu': sigmoid}
+    plain = {'gelu': phi, 'gelu_tanh': tanh, 'relu': relu, 'relu2': lambda x: relu(x)**2, 'silu': silu}
+    assert {**gated, **plain}.keys() == flat.ACTIVATIONS.keys()
+    for name, f in {**gated, **plain}.items():
+        mlp = flat.MLP(GPTConfig(n_embd=8, n_head=1, mlp=name), 24).double()
         up, down = mlp.c_fc.weight, mlp.c_proj.weight
-        wide = flat.ACTIVATIONS[name][0](x @ up[:mlp.c_fc.parts[0]].T)
-        wide = wide * (x @ up[mlp.c_fc.parts[0]:].T) if mlp.gated else wide
+        wide = f(x @ up[:24].T) * (x @ up[24:].T if name in gated else 1)
         torch.testing.assert_close(mlp(x), wide @ down.T)
     plain, capped = tiny(), tiny(logit_softcap=5.0)
     idx = tokens(plain, 1, 6)
     torch.testing.assert_close(capped(idx), 5 * torch.tanh(plain(idx) / 5))
 
 
-def test_rotation_depends_on_distance_alone():
-    config = GPTConfig(head_dim=8, block_size=64, rope_base=100.0)
-    cos, sin = flat.rope_table(config)
-    for p, i in itertools.product((0, 1, 63), range(4)):  # equation 15 of arXiv:2104.09864
-        assert cos[p, i].item() == pytest.approx(math.cos(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
-        assert sin[p, i].item() == pytest.approx(math.sin(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
-    q, k = torch.randn(2, 1, 1, 1, 8)
-    turn = lambda x, p: flat.rotate(x, (cos[[p]][None, None], sin[[p]][None, None]))
-    assert torch.equal(turn(q, 0), q)
-    scores = [(turn(q, p + 5) * turn(k, p)).sum().item() for p in (0, 7, 50)]
-    assert scores == pytest.approx([scores[0]] * 3, abs=1e-5)
-
-
-def test_initial_weights_are_what_the_table_says():
-    for tied in (True, False):
-        model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=192, vocab_size=500, block_size=64, pos='learned',
-                              bias=True, tie_word_embeddings=tied))
-        for name, w in model.state_dict().items():
-            if name.endswith('bias') or 'c_proj' in name or name == 'lm_head.weight':
-                assert not w.any(), name
-            elif w.ndim == 1:
-                assert (w == 1).all(), name
-            else:
-                std = 0.02 if name in ('wte.weight', 'wpe.weight') else (1 / (3 * 192)) ** 0.5
-                assert w.std().item() == pytest.approx(std, rel=0.05) and abs(w.mean()) < 0.1 * std, name
-        idx, targets = torch.randint(500, (2, 4, 64))
-        assert model(idx, targets)[0].item() == pytest.approx(math.log(500), rel=0.1 if tied else 1e-4)
+@pytest.mark.parametrize('options', [
+    dict(bias=True, pos='learned', attn_sink=True, residual_lambdas=True), dict(wiring='sandwich'),
+    dict(tie_word_embeddings=False, head_bias=True, n_expert=4, n_shared_expert=1, balance_bias=True,
+         kv_lora_rank=96, q_lora_rank=96)])
+def test_initial_weights_are_what_the_table_says(options):
+    model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=192, vocab_size=500, block_size=64, **options))
+    for name, w in model.state_dict().items():
+        if (name.endswith(('bias', 'sink', 'x0_lambdas')) or name == 'lm_head.weight'
+                or 'c_proj' in name and 'wiring' not in options):
+            assert not w.any(), name
+        elif w.ndim == 1:
+            assert (w == 1).all(), name
+        else:
+            std = 0.02 if name in ('wte.weight', 'wpe.weight') else (1 / (3 * w.shape[-1])) ** 0.5
+            assert w.std().item() == pytest.approx(std, rel=0.05) and abs(w.mean()) < 0.1 * std, name
+    idx, targets = torch.randint(500, (2, 4, 64))
+    tied = 'tie_word_embeddings' not in options
+    assert model(idx, targets)[0].item() == pytest.approx(math.log(500), rel=0.2 if tied else 1e-4)
 
 
 def test_a_wide_model_starts_at_the_loss_of_guessing():
@@ -401,19 +897,53 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     assert not torch.equal(model.train()(tokens(model, 1, 5)), tiny()(tokens(model, 1, 5)))
 
 
-def test_an_impossible_model_names_every_problem():
+@pytest.mark.parametrize('options, parts', [
+    (dict(n_embd=100, n_head=12, n_kv_head=5, dropout=1.5),
+     ['n_embd=100, n_head=12: n_head must divide n_embd', 'n_kv_head=5, n_head=12', 'dropout=1.5']),
+    (dict(mlp='swoglu', n_layer=0, wiring='serial', pos_pattern='PX'),
+     ["mlp='swoglu' is none of swiglu", 'n_layer=0', "wiring='serial' is none of pre", "pos_pattern='PX'"]),
+    (dict(head_dim=7), ['rope_dim=7: rope turns pairs']),
+    (dict(head_dim=8, partial_rotary_factor=0.4), ['rope_dim=3']),
+    (dict(kv_lora_rank=8, n_kv_head=2, head_dim=64, qk_norm=True, qk_rope_head_dim=5),
+     ['n_kv_head=2, kv_lora_rank=8', 'head_dim=64', 'qk_norm=True', 'rope_dim=5']),
+    (dict(q_lora_rank=8, v_head_dim=4), ['q_lora_rank=8 needs kv_lora_rank', 'v_head_dim=4 needs']),
+    (dict(pos='alibi', rope_scaling=YARN, partial_rotary_factor=0.5),
+     ["pos='alibi': only rope can be scaled", 'partial_rotary_factor=0.5']),
+    (dict(pos='learned', pos_pattern='PN'), ["pos_pattern='PN', pos='learned'"]),
+    (dict(rope_scaling={'rope_type': 'yarn', 'factor': 0.5, 'beta': 1}), ["does not know ['beta']"]),
+    (dict(rope_scaling={'rope_type': 'warp', 'factor': 2.0}), ["rope_type='warp', which is none of linear"]),
+    (dict(rope_scaling={'rope_type': 'linear', 'factor': 0.5}), ['factor=0.5']),
+    (dict(window=8), ['window=8 needs window_pattern']), (dict(window_pattern='S'), ['needs window']),
+    (dict(n_expert=4, n_expert_active=5, n_group=3, topk_group=4, dropout=-1.0),
+     ['n_expert_active=5, n_expert=4', 'n_group=3', 'topk_group=4, n_group=3', 'dropout=-1.0']),
+    (dict(n_expert=8, n_group=8, topk_group=2, router='sigmoid'), ['best two']),
+    (dict(n_expert=8, n_group=4, topk_group=1, n_expert_active=3), ['n_expert_active=3']),
+    (dict(n_expert=8, n_group=4), ['n_group=4 needs topk_group']),
+    (dict(n_shared_expert=1, router='sigmoid'),
+     ['n_shared_expert=1 needs n_expert', "router='sigmoid' needs"]),
+    (dict(head_bias=True), ['only an untied head']),
+    (dict(document_token=99, vocab_size=99), ['no such token']),
+    (dict(attn_scale=-1.0, logit_softcap=-1.0, norm_eps=0.0),
+     ['attn_scale=-1.0', 'logit_softcap=-1.0', 'eps']),
+    (dict(qk_norm='half'), ["qk_norm='half' is none of True, False, whole"]),
+])
+def test_an_impossible_model_names_every_problem(options, parts):
     with pytest.raises(ValueError) as error:
-        GPTConfig(n_embd=100, n_head=12, n_kv_head=5, dropout=1.5)
-    for part in ('n_embd=100', 'n_head=12', 'n_kv_head=5', 'dropout=1.5'):
-        assert part in str(error.value)
-    with pytest.raises(ValueError, match="mlp='swoglu' is none of swiglu.*"):
-        GPTConfig(mlp='swoglu')
-    with pytest.raises(ValueError, match='n_layer=0'):
-        GPTConfig(n_layer=0)
-    with pytest.raises(ValueError, match='odd'):
-        GPTConfig(head_dim=7)
+        GPTConfig(**options)
+    message = str(error.value)
+    assert all(part in message for part in parts), message
+    assert '\n' not in message and message.startswith('impossible model: ')
+
+
+def test_what_none_stands_for():
     assert GPTConfig(n_embd=768).d_ff == 2048 and GPTConfig(n_embd=128, n_head=4).d_ff == 384
     assert GPTConfig(n_embd=128, n_head=4, mlp='gelu').d_ff == 512
+    config = GPTConfig(n_embd=128, n_head=4, n_expert=4)
+    assert (config.n_expert_active, config.d_expert, config.qk_norm) == (2, 384, True)
+    latent = GPTConfig(kv_lora_rank=64)
+    assert (latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim) == (128, 64, 128)
+    for c in (config, latent, GPTConfig(bias=True, norm='layernorm')):  # what is stored is read as it was
+        assert GPTConfig(**dataclasses.asdict(c)) == c
 
 
 # sampling ---------------------------------------------------------------------------------------------------
@@ -472,9 +1002,12 @@ def by_hand(model, prompt, n, sample=0, seed=7, **options):
     return out
 
 
-@pytest.mark.parametrize('name', ['mha rope', 'gqa learned layernorm', 'mqa none head_dim'])
-def test_generate_equals_uncached_generation_for_ragged_batches(name):
-    model, options = tiny(**VARIANTS[name]), dict(temperature=0.9, top_k=20)
+@pytest.mark.parametrize('variant', [
+    {}, dict(n_kv_head=2, pos='learned', norm='layernorm'), dict(n_kv_head=1, pos='none', head_dim=10), MLA,
+    dict(window=4, window_pattern='SL'), dict(pos='alibi', document_token=3, window=6, window_pattern='S'),
+    dict(rope_scaling=YARN, n_expert=4)])
+def test_generate_equals_uncached_generation_for_ragged_batches(variant):
+    model, options = tiny(**variant), dict(temperature=0.9, top_k=20)
     prompts = [[5], [1, 2, 3, 4, 5, 6, 7], [9, 8, 7], list(range(30))]  # the last is longer than the context
     columns = list(generate(model, prompts, 40, seed=7, **options))  # 40 more: the context fills repeatedly
     assert len(columns) == 40
@@ -498,8 +1031,10 @@ def test_rows_end_at_stop_tokens_without_disturbing_others():
         assert all(t is None for t in got[len(expected):])
 
 
-def test_compiled_generation_equals_eager(monkeypatch):
-    model, prompts = tiny(n_layer=1, n_kv_head=2), [[5], [1, 2, 3, 4]]
+@pytest.mark.parametrize('options', [dict(n_kv_head=2), dict(
+    window=5, window_pattern='S', n_expert=4, document_token=3, **MLA)])
+def test_compiled_generation_equals_eager(options):
+    model, prompts = tiny(n_layer=1, **options), [[5], [1, 2, 3, 4]]
     eager = list(generate(model, prompts, 30, seed=3, top_k=10))
     assert list(generate(model, prompts, 30, seed=3, top_k=10, compile=True)) == eager
 
@@ -633,16 +1168,19 @@ def test_muon_equals_torch():
     ours = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
     theirs = [torch.nn.Parameter(w.detach().clone()) for w in ours]
     fused = torch.nn.Parameter(torch.cat([w.detach() for w in theirs[:2]]))  # two projections as one matrix
-    mine = flat_train.Muon([*ours, fused], 0.01, {**{w: (len(w),) for w in ours}, fused: (8, 8)}, 0.9, 0.2)
+    stack = torch.nn.Parameter(torch.stack([w.detach() for w in theirs[:2]]))  # two experts
+    parts = {**{w: (len(w),) for w in ours}, fused: (8, 8), stack: (8,)}
+    mine = flat_train.Muon([*ours, fused, stack], 0.01, parts, 0.9, 0.2)
     other = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.2, momentum=0.9, adjust_lr_fn='match_rms_adamw')
     for _ in range(5):
         for a, b in zip(ours, theirs):
             a.grad = torch.randn_like(a)
             b.grad = a.grad.clone()
         fused.grad = torch.cat([w.grad for w in theirs[:2]])
+        stack.grad = torch.stack([w.grad for w in theirs[:2]])
         mine.step()
         other.step()
-    for a, b in zip([*ours, *fused.split(8)], [*theirs, *theirs[:2]]):
+    for a, b in zip([*ours, *fused.split(8), *stack], [*theirs, *theirs[:2], *theirs[:2]]):
         torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-2)  # bfloat16 inside, products in another order
     u = flat_train.orthogonalise(torch.randn(3, 20, 50)).float()
     values = torch.linalg.svdvals(u)
@@ -661,9 +1199,12 @@ def test_every_parameter_has_one_optimizer():
         flat_train.make_optimizers(model, 'sgd', 1e-3, 0.1, (0.9, 0.95), 0.95, 'cpu')
 
 
-@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
-def test_resumed_equals_uninterrupted(folder, optimizer):
-    common = ['--dropout=0.2', f'--optimizer={optimizer}', '--log_interval=1']
+@pytest.mark.parametrize('options', [
+    ['--optimizer=adamw'], ['--optimizer=muon'],
+    ['--optimizer=muon', '--n_expert=4', '--n_shared_expert=1', '--balance_bias=True', '--z_loss=0.001',
+     '--document_token=3', '--window=6', '--window_pattern=SL', '--residual_lambdas=True']])
+def test_resumed_equals_uninterrupted(folder, options):
+    common = ['--dropout=0.2', '--log_interval=1', *options]
     whole = train('--out_dir=whole', *common)
     train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
     parts = train('--out_dir=parts', *common, '--init_from=resume')
@@ -727,10 +1268,15 @@ def test_accumulation_and_one_large_batch_are_the_same(folder):
                                                                        rel=1e-4)
 
 
-def test_two_ranks_equal_one(folder):
+@pytest.mark.parametrize('options', [
+    ['--optimizer=muon'],
+    # so few tokens a rank that most of the experts get none
+    ['--n_expert=16', '--n_expert_active=1', '--d_expert=16', '--batch_size=1', '--balance_bias=True',
+     '--router=sigmoid', '--balance_rate=0.05', '--block_size=8']], ids=['dense', 'experts'])
+def test_two_ranks_equal_one(folder, options):
     # evaluations that fall between log lines once reduced on one rank alone
-    args = [*TOY, '--log_interval=3', '--eval_interval=5', '--gradient_accumulation_steps=2']
-    args += ['--optimizer=muon']
+    args = [*TOY, '--log_interval=3', '--eval_interval=5', '--gradient_accumulation_steps=2', *options]
+    torch.set_num_threads(1)  # another rounding might choose another expert
     one = run('train.py', '--out_dir=one', *args)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
                str(ROOT / 'train.py'), '--out_dir=two', *args]
@@ -745,6 +1291,22 @@ def test_two_ranks_equal_one(folder):
         assert float(a['loss']) == pytest.approx(float(b['loss']), rel=1e-4)
         assert (not a['val_loss']) == (not b['val_loss'])
         assert not a['val_loss'] or float(a['val_loss']) == pytest.approx(float(b['val_loss']), rel=1e-4)
+
+
+def test_losses_of_experts_train_but_are_not_reported(folder):
+    args = ['--n_expert=4', '--n_expert_active=1', '--log_interval=1', '--max_iters=21', '--balance_rate=0.02']
+    runs = {}
+    for name, more in dict(plain=['--balance_loss=0'], pushed=['--balance_loss=3'], z=['--z_loss=0.5'],
+                           bias=['--balance_loss=0', '--balance_bias=True']).items():
+        story = train(f'--out_dir={name}', *args, *more)
+        runs[name] = log_rows(name), story['model'].state_dict()
+    first = {name: rows[0]['loss'] for name, (rows, _) in runs.items()}
+    assert len(set(first.values())) == 1 and 2.9 < float(first['plain']) < 3.3  # ln 23 is 3.1
+    assert len({rows[-1]['loss'] for rows, _ in runs.values()}) == 4
+    assert all(1 <= float(row['load_max']) <= 4 for rows, _ in runs.values() for row in rows)
+    bias = runs['bias'][1]['h.0.mlp.balance_bias']
+    steps = bias / 0.02  # a step of balance_rate an iteration, and 21 of them
+    assert (steps - steps.round()).abs().max() < 1e-4 and bias.any() and steps.abs().max() < 21.1
 
 
 def test_evaluation_is_the_mean_over_windows_and_disturbs_nothing(folder):
@@ -1068,6 +1630,53 @@ def test_bench_prints_a_table_and_json(folder, capsys, what):
     assert numbers['tok_per_s'] == pytest.approx(tokens_each * 1e3 / numbers['ms'], rel=0.01)
 
 
+@pytest.mark.parametrize('options', [{}, dict(n_kv_head=2, window=10, window_pattern='SL', pos='alibi'),
+                                     dict(MLA, n_expert=4, n_shared_expert=1, n_dense_layer=1, d_expert=40),
+                                     dict(tie_word_embeddings=False, pos='learned', bias=True)])
+def test_bench_params_counts_what_is_there(capsys, options):
+    size = dict(n_layer=3, n_head=4, n_embd=32, block_size=24, vocab_size=61)
+    model = GPT(GPTConfig(**size, **options))
+    with pytest.raises(SystemExit):
+        run('bench.py', 'params', *(f'--{k}={v}' for k, v in (size | options).items()))
+    *table, _, last = capsys.readouterr().out.splitlines()
+    numbers, rows = json.loads(last), [line for line in table if '%' in line]
+    assert numbers['params'] == model.num_params() == sum(w.numel() for w in model.state_dict().values())
+    assert rows[-1].startswith('total') and all(f'{numbers[k]:,}' in rows[-1] for k in (
+        'params', 'active_params', 'flops_per_token'))
+    for column in (-6, -4, -2):
+        counts = [int(line.split()[column].replace(',', '')) for line in rows]
+        assert sum(counts[:-1]) == counts[-1]
+    experts = [block.mlp.experts for block in model.h if isinstance(block.mlp, flat.MoE)]
+    idle = sum(w.numel() for e in experts for w in e.parameters()) // 2  # 2 of 4 experts
+    assert numbers['active_params'] == numbers['params'] - idle
+    cache = model.make_cache(1, 24)
+    assert numbers['cache_bytes_per_token'] * 2 == 4 * model.cache_numbers()  # printed for bfloat16
+    assert numbers['cache_bytes'] * 2 == cache.nbytes
+    # 6 FLOPs for each weight of a matrix that a token meets, and for both products of attention
+    matrices = sum(w.numel() for name, w in model.named_parameters() if w.ndim > 1 and name.startswith('h.'))
+    head = 61 * 32
+    attended = [min(24, block.attn.window or 24) for block in model.h]
+    width = 4 * (8 + 8 if 'kv_lora_rank' not in options else 8 + 4 + 12)
+    assert numbers['flops_per_token'] == 6 * (matrices - idle + head + width * sum(attended))
+
+
+@pytest.mark.parametrize('name, params, active', [
+    ('gpt2', 124439808, None), ('llama2_7b', 6738415616, None), ('llama2_70b', 68976648192, None),
+    ('llama3_8b', 8030261248, None), ('mistral_7b', 7241732096, None),
+    ('mixtral_8x7b', 46702792704, 12879925248), ('qwen3_0.6b', 596049920, None),
+    ('qwen3_8b', 8190735360, None), ('qwen3_30b_a3b', 30532122624, 3353032704),
+    ('deepseek_v2_lite', 15706484224, 2661150208), ('deepseek_v3', 671026404352, 37552282624),
+    ('bloom_560m', 559214592, None), ('falcon_7b', 6921720704, None), ('minimind', 25829888, None)])
+def test_published_models_have_their_parameters(monkeypatch, name, params, active):
+    monkeypatch.chdir(ROOT)
+    _, args = configure({**vars(flat_train), '__name__': 'x'}, GPTConfig, argv=[f'config/{name}.py'])
+    with torch.device('meta'):
+        model = GPT(GPTConfig(**args))
+    assert model.num_params() == params and model.num_params(active=True) == (active or params)
+    said = re.search(r'([\d,]{9,}) ?parameters', (ROOT / f'config/{name}.py').read_text(encoding='utf-8'))
+    assert said is None or int(said[1].replace(',', '')) == params
+
+
 def test_every_config_builds_and_divides(monkeypatch):
     monkeypatch.chdir(ROOT)
     for path in sorted((ROOT / 'config').glob('*.py')):
@@ -1080,8 +1689,6 @@ def test_every_config_builds_and_divides(monkeypatch):
             flat_train.share_batch(config['gradient_accumulation_steps'], config['batch_size'], ranks)
         if path.name == 'small.py':
             assert 120e6 < model.num_params() < 130e6
-        if path.name == 'gpt2.py':
-            assert model.num_params() == 124_439_808
     with torch.device('meta'):
         config, args = configure({**vars(flat_train), '__name__': 'x'}, GPTConfig,
                                  argv=['--n_layer=8', 'config/dial.py'])
@@ -1092,7 +1699,7 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--dataset=nowhere'], 'not prepared'),
     (['--block_size=5000'], 'needs block_size'),
     (['--vocab_size=20'], 'outside the vocabulary of 20'),
-    (['--n_embd=33'], 'n_embd=33 is not divisible by n_head=2'),
+    (['--n_embd=33'], 'n_embd=33, n_head=2: n_head must divide'),
     (['--dtype=float16'], 'float16 needs CUDA'),
     (['--device=cuda'], 'device=cuda'),
     (['--init_from=missing.pt'], 'no checkpoint at missing.pt'),
