@@ -171,7 +171,10 @@ if __name__ == '__main__':
         raise ValueError(f"bench.py measures train, decode or params, not {what!r}: "
                          "python bench.py train config/small.py")
     if what == 'params':  # of the data type that weights and cache are published in, unless another is named
-        print_params(GPTConfig(**model_args), getattr(torch, 'bfloat16' if dtype == 'auto' else dtype))
+        dtypes = {name: getattr(torch, name) for name in ('bfloat16', 'float16', 'float32')}
+        if dtype not in ('auto', *dtypes):
+            raise ValueError(f"dtype={dtype!r} is none of auto, {', '.join(dtypes)}")
+        print_params(GPTConfig(**model_args), dtypes.get(dtype, torch.bfloat16))
         raise SystemExit
     machine = runtime(device, dtype, seed)
     device = machine.device

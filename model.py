@@ -15,11 +15,12 @@ globals, downloads nothing.
 """
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 import pickle
 import types
-from typing import NamedTuple
+import typing
 
 import torch
 import torch.nn as nn
@@ -111,9 +112,13 @@ class GPTConfig:
 
     def __post_init__(self):
         fields, given = dataclasses.fields(self), vars(self).copy()
+        problems = [f"{f.name}={given[f.name]!r} is no {getattr(f.type, '__name__', f.type)}"
+                    for f in fields if not _fits(given[f.name], f.type)]
+        if problems:
+            raise ValueError('impossible model: ' + '; '.join(problems))
         problems = [f"{f.name}={given[f.name]!r} must be a whole number above 0"
                     for f in fields if f.type in (int, int | None) and given[f.name] is not None
-                    and not (type(given[f.name]) is int and given[f.name] >= (f.name not in FROM_ZERO))]
+                    and given[f.name] < (f.name not in FROM_ZERO)]
         choices = dict(pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
                        qk_norm=(True, False, 'whole', None), mlp=ACTIVATIONS, wiring=WIRINGS, router=ROUTERS)
         problems += [f"{name}={given[name]!r} is none of {', '.join(map(str, known))}"
@@ -128,15 +133,15 @@ class GPTConfig:
             self._resolve()
         for rule, reason in RULES.items():
             code, known = compile(rule, 'RULES', 'eval'), {**vars(self), 'rope_dim': self.rope_dim}
-            with contextlib.suppress(TypeError, ZeroDivisionError):
-                if not eval(code, {**known, 'given': types.SimpleNamespace(**given)}):
+            with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
+                if not eval(code, {**known, 'config': self, 'given': types.SimpleNamespace(**given)}):
                     known.update(given)
                     values = [f"{name}={known[name]!r}" for name in code.co_names
                               if known.get(name) is not None]
                     problems.append(f"{', '.join(values)}: {reason}")
         try:
-            if self.rope_scaling:
-                scaling_options(self.rope_scaling)
+            if self.rope_dim and self.rope_scaling:
+                rope_table(self, torch.arange(2), self.block_size)
         except ValueError as error:
             problems.append(str(error))
         if problems:
@@ -165,7 +170,7 @@ class GPTConfig:
     @property
     def rope_dim(self):
         """Dimensions of a head that turn."""
-        return self.qk_rope_head_dim or int((self.head_dim or 0) * self.partial_rotary_factor)
+        return self.qk_rope_head_dim or self.head_dim and int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def scale(self):
@@ -203,9 +208,17 @@ RULES = {  # what must hold: what to say if it does not
     'given.head_dim or kv_lora_rank or n_embd % n_head == 0': 'n_head must divide n_embd, or set head_dim',
     'not n_kv_head or n_head % n_kv_head == 0': 'n_kv_head must divide n_head',
     'pos != "rope" or rope_dim > 0 and rope_dim % 2 == 0': 'rope turns pairs: its width must be even',
+    'pos == "rope" or rope_base == 10000': 'only rope has a base',
     'rope_scaling is None or pos == "rope"': 'only rope can be scaled',
     '"N" not in pos_pattern or pos in ("rope", "alibi")': 'all layers share these positions',
     'pos != "sinusoidal" or n_embd % 2 == 0': 'sinusoidal positions are pairs',
+    'window is None or "S" in window_pattern': 'no layer has a window',
+    'wiring not in ("output", "sandwich") or residual_scale == 1': 'the norm after a branch undoes its scale',
+    'pos in ("learned", "sinusoidal") or not embed_norm or embed_scale == 1':
+        'the norm after the embedding undoes its scale',
+    'n_expert is None or any(config.has_experts(layer) for layer in range(n_layer))': 'no layer has experts',
+    'n_expert is None or n_expert_active > 1 or not norm_topk_prob':
+        'the weight of one expert is always 1, so that its router learns nothing: norm_topk_prob=False',
     'n_expert_active <= n_expert': 'a token cannot use more experts than there are',
     'n_expert % n_group == 0': 'n_group must divide n_expert',
     'topk_group <= n_group': 'a token cannot use more groups than there are',
@@ -219,6 +232,14 @@ RULES = {  # what must hold: what to say if it does not
         'rope_base', 'norm_eps', 'residual_scale', 'routed_scaling_factor', 'embed_scale', 'attn_scale')},
     **{f'{name} >= 0': 'must be 0 (off) or above' for name in ('attn_softcap', 'logit_softcap')},
 }
+
+
+def _fits(value, kind):
+    """Whether value is of the declared type: whole numbers are floats too, bools are no numbers."""
+    kinds = typing.get_args(kind) or (kind,)
+    if type(value) in (int, float) and float in kinds:
+        return math.isfinite(value)
+    return type(value) in kinds
 
 
 def letter(pattern, layer):
@@ -334,33 +355,24 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
 ROPE_SCALINGS = {f.__name__: f for f in (linear, ntk, dynamic, yarn, llama3, longrope)}
 
 
-def scaling_options(rope_scaling):
-    """{'rope_type': name, option: value, ...} -> (function, options). Raises ValueError if they don't fit."""
-    options = dict(rope_scaling)
-    kind = options.pop('rope_type', None)
-    if kind not in ROPE_SCALINGS:
-        raise ValueError(f"rope_scaling has rope_type={kind!r}, which is none of {', '.join(ROPE_SCALINGS)}")
-    known = {name: p.default for name, p in inspect.signature(ROPE_SCALINGS[kind]).parameters.items()
-             if p.kind is p.KEYWORD_ONLY}
-    missing = [name for name, default in known.items() if default is inspect.Parameter.empty
-               and name not in options]
-    if missing or options.keys() - known:
-        raise ValueError(f"rope_scaling of rope_type={kind!r} lacks {missing} and does not know "
-                         f"{sorted(options.keys() - known)}: it takes {', '.join(known)}")
-    if options.get('factor', 1.0) < 1:
-        raise ValueError(f"rope_scaling has factor={options['factor']}, which is below 1")
-    return ROPE_SCALINGS[kind], options
-
-
 def rope_table(config, pos, length):
     """cos and sin of the rotation angles at pos (...), each (..., rope_dim / 2) float32: position p turns
     pair i by p * rope_base^(-2i / rope_dim). RoFormer, arXiv:2104.09864, equation 15. length: of the context,
-    for scalings that depend on it."""
+    for scalings that depend on it. Raises ValueError if rope_scaling cannot be computed."""
     pair = torch.arange(0, config.rope_dim, 2, device=pos.device, dtype=torch.float32)
     freq, factor = 1.0 / config.rope_base ** (pair / config.rope_dim), 1.0
     if config.rope_scaling:
-        scale, options = scaling_options(config.rope_scaling)
-        freq, factor = scale(freq, config.rope_base, length, **options)
+        options = dict(config.rope_scaling)
+        kind = str(options.pop('rope_type', None))
+        if kind not in ROPE_SCALINGS:
+            raise ValueError(f"rope_scaling's rope_type={kind!r} is none of {', '.join(ROPE_SCALINGS)}")
+        try:
+            if not options.get('factor', 1.0) >= 1.0:
+                raise ValueError('factor is below 1, which would speed rotations up')
+            freq, factor = ROPE_SCALINGS[kind](freq, config.rope_base, length, **options)
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            takes = ', '.join(list(inspect.signature(ROPE_SCALINGS[kind]).parameters)[3:])
+            raise ValueError(f"rope_scaling={config.rope_scaling}: {error}; {kind} takes {takes}") from None
     angle = pos[..., None] * freq
     return angle.cos() * factor, angle.sin() * factor
 
@@ -383,12 +395,11 @@ def sinusoid(pos, width):
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
 
 
-def alibi_slopes(n_head):
-    """2^(-8i/n) for n heads, a power of two; for other counts those of the next smaller power, then every
-    second one of the doubled list (Press et al. 2021, arXiv:2108.12409)."""
-    n = 2 ** int(math.log2(n_head))
-    return ([2 ** (-8 * i / n) for i in range(1, n + 1)]
-            + [2 ** (-4 * i / n) for i in range(1, 2 * (n_head - n), 2)])
+def alibi_slopes(n_head, device=None):
+    """(H,): 2^(-8i/n) for n heads, a power of two; for other counts those of the next smaller power, then
+    every second one of the doubled list (Press et al. 2021, arXiv:2108.12409)."""
+    n, i = 2 ** int(math.log2(n_head)), torch.arange(1, n_head + 1, device=device)
+    return 2.0 ** torch.where(i <= n, -8 * i / n, -4 * (2 * (i - n) - 1) / n)
 
 
 def visible(q_pos, k_pos, first=0):
@@ -400,14 +411,14 @@ def visible(q_pos, k_pos, first=0):
 
 # attention --------------------------------------------------------------------------------------------------
 
-class Mask(NamedTuple):
+class Mask(typing.NamedTuple):
     """Who sees whom in the layers of one kind."""
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
     square: bool                  # the keys are the queries' own tokens, T == S: causal, also without a bias
     window: int | None            # and none sees more than the last so many
 
 
-class Shared(NamedTuple):
+class Shared(typing.NamedTuple):
     """What all layers of one forward pass have in common, made once."""
     rope: tuple | None            # (cos, sin) at the new tokens' positions
     masks: dict                   # (window, alibi) of a layer -> Mask
@@ -424,22 +435,24 @@ def attend(q, k, v, shared, mask, scale, p=0.0, softcap=0.0, sink=None):
     - explicit: where the scores are capped, a sink takes its share or the weights are asked for, and to train
       on a CPU: the compiler fuses it and it skips what is masked (SDPA's backward takes 1.5 to 2 times as
       long there, 3 times with dropout);
-    - one new token: its heads of a group become the rows of one product, so keys are read once a group;
+    - shared keys, and one new token or a mask: a group's heads become the rows of one product, so that keys
+      are read once a group, and by kernels that know no groups;
     - everything else: scaled_dot_product_attention, which picks its fastest kernel.
     """
-    (B, H, T, D), K = q.shape, k.shape[1]
+    (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
     if shared.explicit:
         return attend_explicit(q, k, v, mask, scale, p, softcap, sink, shared.weights)
-    if T == 1:
-        bias = mask.bias if mask.bias is None or mask.bias.shape[1] == 1 else mask.bias.view(-1, K, H // K,
-                                                                                             k.shape[2])
-        y = F.scaled_dot_product_attention(q.reshape(B, K, H // K, D), k, v, attn_mask=bias, dropout_p=p,
-                                           scale=scale)
-        return y.reshape(B, H, 1, -1)
-    if H > K and q.device.type == 'mps':
-        k, v, K = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1), H
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bias, dropout_p=p, scale=scale,
-                                          is_causal=mask.square and mask.bias is None, enable_gqa=H > K)
+    fold = H > K and (T == 1 or bias is not None or q.device.type == 'mps')
+    if fold:
+        if bias is None and mask.square and T > 1:
+            bias = q.new_full((T, S), -math.inf).triu(1)[None, None]
+        if bias is not None:
+            bias = bias.repeat(1, 1, H // K, 1) if bias.shape[1] == 1 else bias.view(-1, K, H // K * T, S)
+        q = q.reshape(B, K, H // K * T, D)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale,
+                                       is_causal=mask.square and T > 1 and bias is None,
+                                       enable_gqa=H > K and not fold)
+    return y.view(B, H, T, -1) if fold else y
 
 
 def attend_explicit(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=128):
@@ -495,6 +508,9 @@ class Cache:
 
     def positions(self, T):
         """Positions of the next T tokens: (1, T) if all rows are alike, else (B, T)."""
+        if not self.static and self.longest + T > self.max_len:
+            raise ValueError(f"cache is full: {self.longest + T} tokens into {self.max_len} slots; "
+                             "make_cache with a larger max_len")
         new = torch.arange(T, device=self.length.device)
         return self.longest + new[None] if self.even else self.length[:, None] + new
 
@@ -516,9 +532,6 @@ class Cache:
     def append(self, layer, pos, *new):
         """Puts new tensors (B, heads, T, width) at pos; returns what to attend to, (B, heads, S, width)."""
         T, slots = pos.shape[1], self.layers[layer][0].shape[2]
-        if not self.static and self.longest + T > self.max_len:
-            raise ValueError(f"cache is full: {self.longest + T} tokens into {self.max_len} slots; "
-                             "make_cache with a larger max_len")
         ring, held, kept = slots < self.max_len and T > 1, self.held(slots, T), min(T, slots)
         seen = [torch.cat((old[:, :, :held], add), dim=2)
                 for old, add in zip(self.layers[layer], new)] if ring else None  # before any is written over
@@ -541,7 +554,7 @@ class Cache:
         """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Layers with a window
         allow max_rewind tokens, or all of them."""
         length = self.length - n
-        if (length < 0).any():
+        if (length < 0).any() or (length > self.length).any():
             raise ValueError(f"cannot rewind {n} tokens: the cache holds {self.length.tolist()}")
         slots = min(old.shape[2] for layer in self.layers for old in layer)
         if slots < self.max_len and ((self.peak > slots) & (length > 0)
@@ -662,16 +675,18 @@ class LatentAttention(BaseAttention):
 # MLP and experts --------------------------------------------------------------------------------------------
 
 class MLP(nn.Module):
-    """down(f(up(x))), or gated: down(f(gate(x), up(x)))."""
+    """down(f(up(x))), or gated: down(f(gate(x), up(x))). With n_expert as many of them, for rows sorted by
+    expert, each expert's ending at `ends` (E,)."""
 
-    def __init__(self, config, width):
+    def __init__(self, config, width, n_expert=None):
         super().__init__()
         self.act, gated = ACTIVATIONS[config.mlp]
-        self.c_fc = Fused(config.n_embd, (width,) * (2 if gated else 1), bias=config.mlp_bias)
-        self.c_proj = nn.Linear(width, config.n_embd, bias=config.mlp_bias)
+        linear = functools.partial(Stack, n_expert) if n_expert else Fused
+        self.c_fc = linear(config.n_embd, (width,) * (2 if gated else 1), bias=config.mlp_bias)
+        self.c_proj = linear(width, (config.n_embd,), bias=config.mlp_bias)
 
-    def forward(self, x, shared=None):
-        return self.c_proj(self.act(*self.c_fc(x)))
+    def forward(self, x, *ends):
+        return self.c_proj(self.act(*self.c_fc(x, *ends)), *ends)[0]
 
 
 class Stack(nn.Module):
@@ -699,20 +714,6 @@ class Stack(nn.Module):
 def segments(x, w, ends):
     return torch.cat([F.linear(rows, one) for rows, one
                       in zip(x.tensor_split(ends[:-1].long().cpu()), w.unbind())])
-
-
-class Experts(nn.Module):
-    """As many MLPs as there are experts."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.act, gated = ACTIVATIONS[config.mlp]
-        E, C, width = config.n_expert, config.n_embd, config.d_expert
-        self.c_fc = Stack(E, C, (width,) * (2 if gated else 1), config.mlp_bias)
-        self.c_proj = Stack(E, width, (C,), config.mlp_bias)
-
-    def forward(self, x, ends):
-        return self.c_proj(self.act(*self.c_fc(x, ends)), ends)[0]
 
 
 class Move(torch.autograd.Function):
@@ -748,7 +749,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config, shared = config, (config.n_shared_expert or 0) * config.d_expert
         self.router = nn.Linear(config.n_embd, config.n_expert, bias=config.mlp_bias)
-        self.experts = Experts(config)
+        self.experts = MLP(config, config.d_expert, config.n_expert)
         self.shared = MLP(config, shared) if shared else None
         if config.balance_bias:
             self.register_buffer('balance_bias', torch.zeros(config.n_expert))
@@ -829,18 +830,20 @@ class Block(nn.Module):
         super().__init__()
         self.wire = WIRINGS[config.wiring]
         self.norms = list(inspect.signature(self.wire).parameters)[3:]
-        for name in self.norms:
-            setattr(self, name, Norm(config.n_embd, config))
+        self.ln_1 = Norm(config.n_embd, config)
         self.attn = (Attention if config.kv_lora_rank is None else LatentAttention)(config, layer)
+        for name in self.norms[1:]:  # in this place, as nanoGPT's files have optimizer states by number
+            setattr(self, name, Norm(config.n_embd, config))
         self.mlp = MoE(config) if config.has_experts(layer) else MLP(config, config.d_ff)
-        self.p, self.scale = config.dropout, config.residual_scale
+        self.p, self.scale, self.sparse = config.dropout, config.residual_scale, config.has_experts(layer)
 
     def forward(self, x, shared, cache=None, pos=None):
         def branch(y):
             y = dropout(y, self.p if self.training else 0.0)
             return y if self.scale == 1 else y * self.scale
+        more = (shared,) if self.sparse else ()
         return self.wire(x, lambda y: branch(self.attn(y, shared, cache, pos)),
-                         lambda y: branch(self.mlp(y, shared)), *[getattr(self, name) for name in self.norms])
+                         lambda y: branch(self.mlp(y, *more)), *[getattr(self, name) for name in self.norms])
 
 
 # the model --------------------------------------------------------------------------------------------------
@@ -936,6 +939,8 @@ class GPT(nn.Module):
         T, config = idx.shape[1], self.config
         if T > config.block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
+        if cache is not None and len(idx) != len(cache.length):
+            raise ValueError(f"{len(idx)} rows of tokens for a cache of {len(cache.length)}")
         pos = torch.arange(T, device=idx.device)[None] if cache is None else cache.positions(T)  # (1 or B, T)
         start = None if config.document_token is None else self.document_starts(idx, pos, cache)
         place = pos if start is None else pos - start
@@ -1011,14 +1016,15 @@ class GPT(nn.Module):
             first = torch.maximum(pos - (window - 1), first if start is not None else torch.zeros_like(pos))
         bias = torch.zeros((), dtype=self.compute_dtype(), device=x.device)
         if alibi:
-            slopes = torch.tensor(alibi_slopes(self.config.n_head), device=x.device)[:, None, None]
+            slopes = alibi_slopes(self.config.n_head, x.device)[:, None, None]
             bias = (-slopes * (pos[:, :, None] - k_pos[:, None])[:, None]).to(bias.dtype)
         return Mask(bias.where(visible(pos, k_pos, first), -math.inf), square, window)
 
     def make_cache(self, batch_size, max_len, static=False, max_rewind=0):
         """An empty Cache in the compute dtype. static: for a compiled step; max_rewind: see Cache."""
-        if max_len > self.config.block_size:
-            raise ValueError(f"max_len={max_len} is more than block_size={self.config.block_size}")
+        if not (batch_size > 0 and 0 < max_len <= self.config.block_size and max_rewind >= 0):
+            raise ValueError(f"batch_size={batch_size}, max_len={max_len}, max_rewind={max_rewind}: a cache "
+                             f"has rows, and 1 to block_size={self.config.block_size} tokens")
         layers = [(block.attn.window, block.attn.cache_shapes) for block in self.h]
         return Cache(layers, batch_size, max_len, self.wte.weight.device, self.compute_dtype(), static,
                      max_rewind, self.config.document_token is not None)
@@ -1033,8 +1039,7 @@ class GPT(nn.Module):
         used = (config.n_expert_active or 0) / (config.n_expert or 1)
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
-            n = w.numel() // len(w) * min(len(w), config.vocab_size) if part in ('embedding', 'head') \
-                and 'wpe' not in name else w.numel()
+            n = (w[:config.vocab_size] if name in PADDED else w).numel()
             active = round(n * used) if part == 'experts' else n
             matmul = w.ndim > 1 and not name.endswith('bias') and part != 'embedding'
             table.setdefault(part, []).append((n, active, 6 * active * matmul))

@@ -246,11 +246,16 @@ def load_optimizers(optimizers, states, path):
                          + str(path))
     for opt, state in zip(optimizers, states):
         params = [w for group in opt.param_groups for w in group['params']]
-        for i, w in enumerate(params):  # rows that pad the vocabulary are not in nanoGPT's files
+        for i, w in enumerate(params):
             for name, value in state['state'].get(i, {}).items():
-                if value.ndim and value.shape != w.shape:
-                    state['state'][i][name] = torch.zeros_like(w, device='cpu').index_copy_(
-                        0, torch.arange(len(value)), value.to(w.dtype))
+                if not value.ndim or value.shape == w.shape:
+                    continue
+                if w.ndim != 2 or value.shape[1:] != w.shape[1:] or not 0 < len(w) - len(value) < 64:
+                    raise ValueError(f"{path}: optimizer state {i} is {tuple(value.shape)}, its parameter "
+                                     f"{tuple(w.shape)}; fine-tune instead, with --init_from={path}")
+                # rows that pad the vocabulary are not in nanoGPT's files
+                state['state'][i][name] = torch.zeros_like(w, device='cpu').index_copy_(
+                    0, torch.arange(len(value)), value.to(w.dtype))
         ours = [{k: v for k, v in group.items() if k != 'params'} for group in opt.param_groups]
         opt.load_state_dict(state)
         for group, mine in zip(opt.param_groups, ours):
