@@ -17,8 +17,12 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import json
 import math
+import mmap
+import os
 import pickle
+import re
 import types
 import typing
 
@@ -34,6 +38,8 @@ ACTIVATIONS = {  # name: (function, gated); gated ones (Shazeer 2020, arXiv:2002
     'geglu_tanh': (lambda gate, up: F.gelu(gate, approximate='tanh') * up, True),  # Gemma's
     'reglu': (lambda gate, up: F.relu(gate) * up, True),
     'glu': (lambda gate, up: torch.sigmoid(gate) * up, True),
+    'swiglu_oai': (lambda gate, up: (g := gate.clamp(max=7)) * torch.sigmoid(1.702 * g)
+                   * (up.clamp(-7, 7) + 1), True),
     'gelu': (F.gelu, False),                                        # the exact one, by erf
     'gelu_tanh': (lambda x: F.gelu(x, approximate='tanh'), False),  # OpenAI GPT-2's
     'relu': (F.relu, False),
@@ -57,6 +63,7 @@ class GPTConfig:
     d_ff: int | None = None          # MLP width; None: 4 n_embd; if gated 8/3 n_embd up to a multiple of 64
     # positions
     pos: str = 'rope'                # rope, alibi, learned, sinusoidal, none
+    alibi_scale: float = 1.0         # of ALiBi's slopes (Falcon)
     pos_pattern: str = 'P'           # P: as pos says, N: a layer without (rope and alibi only); 'PPPN'
     rope_base: float = 10000.0       # the slowest rotation's base (RoFormer, arXiv:2104.09864)
     rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0, ...}, see ROPE_SCALINGS
@@ -229,7 +236,8 @@ RULES = {  # what must hold: what to say if it does not
     '0 < partial_rotary_factor <= 1': 'must be in (0, 1]',
     '0 <= dropout < 1': 'must be in [0, 1)',
     **{f'{name} is None or {name} > 0': 'must be above 0' for name in (
-        'rope_base', 'norm_eps', 'residual_scale', 'routed_scaling_factor', 'embed_scale', 'attn_scale')},
+        'rope_base', 'norm_eps', 'residual_scale', 'alibi_scale', 'routed_scaling_factor', 'embed_scale',
+        'attn_scale')},
     **{f'{name} >= 0': 'must be 0 (off) or above' for name in ('attn_softcap', 'logit_softcap')},
 }
 
@@ -1016,7 +1024,7 @@ class GPT(nn.Module):
             first = torch.maximum(pos - (window - 1), first if start is not None else torch.zeros_like(pos))
         bias = torch.zeros((), dtype=self.compute_dtype(), device=x.device)
         if alibi:
-            slopes = alibi_slopes(self.config.n_head, x.device)[:, None, None]
+            slopes = alibi_slopes(self.config.n_head, x.device)[:, None, None] * self.config.alibi_scale
             bias = (-slopes * (pos[:, :, None] - k_pos[:, None])[:, None]).to(bias.dtype)
         return Mask(bias.where(visible(pos, k_pos, first), -math.inf), square, window)
 
@@ -1088,6 +1096,37 @@ class GPT(nn.Module):
     # checkpoints
 
     @classmethod
+    def from_pretrained(cls, folder, dtype=None, device='cpu', **changes):
+        """A folder with config.json and safetensors, as transformers writes them -> the model, in eval mode.
+        dtype: of the weights; None: as they are stored. changes: config fields to set otherwise. Raises
+        FileNotFoundError, or ValueError that names what is not supported or does not fit."""
+        folder = os.fspath(folder)
+        c = _read_json(os.path.join(folder, 'config.json'))
+        try:
+            config = dataclasses.replace(config_from_hf(c), **changes)
+        except ValueError as error:
+            raise ValueError(f"{folder}/config.json: {error}") from None
+        stored = str(c.get('dtype') or c.get('torch_dtype') or 'float32').removeprefix('torch.')
+        with torch.device('meta'):
+            model = cls(config).to(dtype or getattr(torch, stored))
+        model = model.to_empty(device=device)
+        with torch.no_grad():
+            _load(model, folder, FAMILIES[c['model_type']])
+        return model.eval()
+
+    def save_pretrained(self, folder):
+        """Writes config.json and model.safetensors, which AutoModelForCausalLM opens, all or nothing. Raises
+        ValueError if no family of FAMILIES computes what this model does."""
+        c = config_to_hf(self.config)
+        c.update(dtype=str(self.wte.weight.dtype)[6:], dropout=0.0)
+        os.makedirs(folder, exist_ok=True)
+        with torch.no_grad():
+            save_safetensors(_theirs(self, FAMILIES[c['model_type']]),
+                             os.path.join(folder, 'model.safetensors'))
+        with open(os.path.join(folder, 'config.json'), 'w', encoding='utf-8') as f:
+            json.dump(c, f, indent=2)
+
+    @classmethod
     def from_checkpoint(cls, path, **changes):
         """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU, in the dtype stored,
         and the rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller
@@ -1153,3 +1192,610 @@ def _pad_rows(model, state, prefix, *_):
             w, rows = state[prefix + name], model.wte.num_embeddings
             if len(w) == model.config.vocab_size:  # any other size is for strict loading to refuse
                 state[prefix + name] = F.pad(w, (0, 0) * (w.ndim - 1) + (0, rows - len(w)))
+
+
+# Hugging Face checkpoints -----------------------------------------------------------------------------------
+
+def _over(base, **more):
+    """The family `base` with what is different: dicts are merged, the rest replaced."""
+    return {**base, **{key: {**base.get(key, {}), **value} if isinstance(value, dict) else value
+                       for key, value in more.items()}}
+
+
+def _grouped(config):
+    """Their rows: for each k/v head its queries, then its key, then its value."""
+    K, D, G = config.n_kv_head, config.head_dim, config.n_head // config.n_kv_head
+    rows = torch.arange(K * (G + 2) * D).view(K, G + 2, D)
+    return torch.cat((rows[:, :G].flatten(), rows[:, G].flatten(), rows[:, G + 1].flatten()))
+
+
+def _halves(heads, kept, turned):
+    """Their rows: for each head `kept`, then `turned` in interleaved pairs, where ours have halves."""
+    one = torch.cat((torch.arange(kept), kept + torch.arange(turned).view(-1, 2).T.flatten()))
+    return (torch.arange(heads)[:, None] * (kept + turned) + one).flatten()
+
+
+def _latent_q(config):
+    return _halves(config.n_head, config.qk_nope_head_dim, config.qk_rope_head_dim)
+
+
+def _latent_in(config):
+    q = _latent_q(config) if config.q_lora_rank is None else torch.arange(config.q_lora_rank)
+    return torch.cat((q, len(q) + _halves(1, config.kv_lora_rank, config.qk_rope_head_dim)))
+
+
+def _alternating(config):
+    """Their rows: a row of the gate, a row of up, and so on."""
+    return torch.arange(2 * config.d_expert).view(-1, 2).T.flatten()
+
+
+LLAMA = dict(
+    arch='LlamaForCausalLM',
+    fields=dict(  # ours: theirs in config.json, the first that is there
+        vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
+        n_head='num_attention_heads', n_kv_head='num_key_value_heads', n_embd='hidden_size',
+        head_dim='head_dim', d_ff='intermediate_size', norm_eps='rms_norm_eps', mlp='hidden_act',
+        qkv_bias='attention_bias', proj_bias='attention_bias', mlp_bias='mlp_bias',
+        tie_word_embeddings='tie_word_embeddings'),
+    ours=dict(qk_norm=False, tie_word_embeddings=False),  # unless a field says otherwise
+    theirs={},       # what their other fields must be, where they are there
+    layer='model.layers.N.',
+    names={          # our modules and tensors: theirs, one after the other
+        'wte': 'model.embed_tokens', 'ln_f': 'model.norm', 'lm_head': 'lm_head',
+        'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm',
+        'attn.c_attn': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj',
+        'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
+        'attn.c_proj': 'self_attn.o_proj', 'mlp.c_fc': 'mlp.gate_proj mlp.up_proj',
+        'mlp.c_proj': 'mlp.down_proj', 'mlp.router': 'mlp.gate',
+        'mlp.experts.c_fc': 'mlp.experts.E.gate_proj mlp.experts.E.up_proj',
+        'mlp.experts.c_proj': 'mlp.experts.E.down_proj', 'mlp.shared.c_proj': 'mlp.shared_experts.down_proj',
+        'mlp.shared.c_fc': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj'},
+    rows={},         # our modules whose rows have another order there: config -> their rows in our order
+    transposed=(),   # modules whose matrices are transposed there
+    windows='',      # layers that slide, unless layer_types says; '': the family has none
+)
+MISTRAL = _over(LLAMA, arch='MistralForCausalLM', windows='S',
+                fields=dict(qkv_bias=None, proj_bias=None, mlp_bias=None))
+QWEN3 = _over(LLAMA, arch='Qwen3ForCausalLM', windows='S', fields=dict(mlp_bias=None),
+              ours=dict(qk_norm=True))
+EXPERTS = dict(n_expert=('num_local_experts', 'num_experts', 'n_routed_experts'),
+               n_expert_active=('num_experts_per_tok', 'experts_per_token'))
+DEEPSEEK_V3 = _over(
+    LLAMA, arch='DeepseekV3ForCausalLM',
+    fields=dict(n_kv_head=None, head_dim=None, mlp_bias=None, n_shared_expert='n_shared_experts',
+                n_expert=('n_routed_experts', 'num_local_experts'), n_expert_active='num_experts_per_tok',
+                d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
+                **{name: name for name in (
+                    'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim',
+                    'norm_topk_prob', 'routed_scaling_factor', 'n_group', 'topk_group')}),
+    ours=dict(qk_norm=None, router='sigmoid', balance_bias=True),
+    theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid', rope_interleave=True),
+    names={'attn.c_attn': 'self_attn.q_a_proj self_attn.kv_a_proj_with_mqa',
+           'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
+           'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj',
+           'mlp.balance_bias': 'mlp.gate.e_score_correction_bias'},
+    rows={'attn.c_attn': _latent_in, 'attn.c_q': _latent_q})
+BLOOM = dict(
+    arch='BloomForCausalLM', theirs=dict(apply_residual_connection_post_layernorm=False), windows='',
+    transposed=(),
+    fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer='n_layer', n_head='n_head',
+                n_embd=('hidden_size', 'n_embed'), norm_eps='layer_norm_epsilon',
+                tie_word_embeddings='tie_word_embeddings'),
+    ours=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
+              mlp='gelu_tanh', embed_norm=True),
+    layer='transformer.h.N.',
+    names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
+           'ln_f': 'transformer.ln_f', 'lm_head': 'lm_head', 'ln_1': 'input_layernorm',
+           'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
+           'attn.c_proj': 'self_attention.dense', 'mlp.c_fc': 'mlp.dense_h_to_4h',
+           'mlp.c_proj': 'mlp.dense_4h_to_h'},
+    rows={'attn.c_attn': _grouped})
+FALCON = _over(
+    BLOOM, arch='FalconForCausalLM', theirs=dict(apply_residual_connection_post_layernorm=False),
+    fields=dict(block_size='max_position_embeddings', n_layer=('num_hidden_layers', 'n_layer'), bias='bias',
+                n_head=('num_attention_heads', 'n_head'), n_embd='hidden_size', d_ff='ffn_hidden_size',
+                mlp='activation'),
+    ours=dict(bias=False, norm_bias=True, pos='rope', mlp='gelu', embed_norm=False))
+NEOX = _over(
+    BLOOM, arch='GPTNeoXForCausalLM', theirs={},
+    fields={**LLAMA['fields'], 'n_kv_head': None, 'head_dim': None, 'mlp_bias': None,
+            'norm_eps': 'layer_norm_eps'},
+    ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
+              partial_rotary_factor=0.25),
+    layer='gpt_neox.layers.N.',
+    names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
+           'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'})
+FAMILIES = {
+    'qwen3': QWEN3,
+    'llama': LLAMA,
+    'mistral': _over(MISTRAL),
+    'qwen2': _over(MISTRAL, arch='Qwen2ForCausalLM', fields=dict(head_dim=None),
+                   ours=dict(qkv_bias=True, proj_bias=False)),
+    'mixtral': _over(
+        MISTRAL, arch='MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
+        names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
+               'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'}),
+    'qwen3_moe': _over(QWEN3, arch='Qwen3MoeForCausalLM', ours=dict(norm_topk_prob=False), fields=dict(
+        EXPERTS, d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')),
+    'deepseek_v3': DEEPSEEK_V3,
+    'deepseek_v2': _over(DEEPSEEK_V3, arch='DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=None),
+                         ours=dict(router='softmax', balance_bias=False, norm_topk_prob=False),
+                         theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False)),
+    'bloom': BLOOM,
+    'falcon': FALCON,
+    'gpt_neox': NEOX,
+    'gpt2': _over(
+        BLOOM, arch='GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
+        theirs=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+                    add_cross_attention=False),
+        fields=dict(block_size=('n_positions', 'n_ctx'), n_embd='n_embd', d_ff='n_inner',
+                    mlp='activation_function'),
+        names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
+               **{name: name for name in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')}},
+        transposed=('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')),
+    'mpt': _over(
+        BLOOM, arch='MptForCausalLM', rows={'attn.c_attn': None}, layer='transformer.blocks.N.',
+        fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model'),
+        ours=dict(bias=False, mlp='gelu', embed_norm=False),
+        theirs=dict(no_bias=True, logit_scale=None, embedding_fraction=1.0, expansion_ratio=4,
+                    norm_type='low_precision_layernorm'),
+        names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
+               'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
+               'mlp.c_proj': 'ffn.down_proj'}),
+    'olmo2': _over(LLAMA, arch='Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
+                   ours=dict(qk_norm='whole', wiring='output'),
+                   names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
+    'gemma2': _over(
+        LLAMA, arch='Gemma2ForCausalLM', windows='SL', plus_one=True,
+        theirs=dict(use_bidirectional_attention=None),
+        fields=dict(mlp='hidden_activation', mlp_bias=None, attn_softcap='attn_logit_softcapping',
+                    logit_softcap='final_logit_softcapping'),
+        ours=dict(wiring='sandwich', tie_word_embeddings=True),
+        names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
+               'ln_4': 'post_feedforward_layernorm'}),
+    'phi': _over(
+        LLAMA, arch='PhiForCausalLM', theirs=dict(qk_layernorm=False),
+        fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
+        ours=dict(norm='layernorm', bias=True, head_bias=True, wiring='parallel', partial_rotary_factor=0.5),
+        names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
+               'mlp.c_proj': 'mlp.fc2'}),
+    'smollm3': _over(LLAMA, arch='SmolLM3ForCausalLM', windows='S', ours=dict(tie_word_embeddings=True)),
+    'gpt_oss': _over(
+        LLAMA, arch='GptOssForCausalLM', windows='SL',
+        theirs=dict(swiglu_limit=7.0, swiglu_alpha=1.702, hidden_act='silu'),
+        fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size'),
+        ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True),
+        names={'mlp.router': 'mlp.router', 'attn.sink': 'self_attn.sinks',
+               **{f'mlp.experts.{ours}.{kind}': f'mlp.experts.{theirs}_proj{end}'
+                  for ours, theirs in (('c_fc', 'gate_up'), ('c_proj', 'down'))
+                  for kind, end in (('weight', ''), ('bias', '_bias'))}},
+        rows={'mlp.experts.c_fc': _alternating}, transposed=('mlp.experts.c_fc', 'mlp.experts.c_proj')),
+    'minimind': _over(LLAMA, arch='MiniMindForCausalLM', theirs=dict(use_moe=False)),
+}
+GATED = {'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu',
+         'sigmoid': 'glu'}
+PLAIN = {'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
+         'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh'}
+HARMLESS = re.compile(  # fields of config.json that change nothing that is computed here, or are read below
+    r'_.*|architectures|model_type|(torch_)?dtype|transformers_version|.*cache.*|.*_token(_id)?|.*dropout.*|'
+    r'.*_pdrop|initializer_range|output_.*|summary_.*|auto_map|task_.*|.*aux_loss.*|.*loss_alpha|'
+    r'pretraining_tp|seq_aux|n_ctx|slow_but_exact|ep_size|.*checkpointing|id2label|label2id|is_decoder|'
+    r'init_.*|name|verbose|language|classifier_.*|rope_.*|rotary_.*|partial_rotary_factor|'
+    r'.*original_max_position_embeddings|.*sliding_window|max_window_layers|layer_types|no_rope_.*|'
+    r'decoder_sparse_step|mlp_only_layers|alibi|multi_query|parallel_attn|n(um)?_(kv_)?heads?.*|'
+    r'new_decoder_architecture|num_ln_in_parallel_attn|attn_config|expansion_ratio|learned_pos_emb|'
+    r'reorder_and_.*|use_parallel_residual|query_pre_attn_scalar|num_nextn_predict_layers|(qk_)?head_dim|'
+    r'topk_method|hidden_size|num_key_value_heads|num_local_experts|intermediate_size|initial_context_length|'
+    r'flash_attn|inference_rope_.*|router_jitter_noise|attn_implementation|max_sequence_length')
+
+
+def _read_rope(c, args):
+    rope = dict(c.get('rope_parameters') or {
+        'rope_theta': c.get('rope_theta') or c.get('rotary_emb_base'), **(c.get('rope_scaling') or {})})
+    kind, old = rope.pop('rope_type', None), rope.pop('type', None)
+    args['rope_base'] = float(rope.pop('rope_theta', None) or 10000.0)
+    share = rope.pop('partial_rotary_factor', None) or c.get('partial_rotary_factor') or c.get('rotary_pct')
+    if 'partial_rotary_factor' in args:
+        args['partial_rotary_factor'] = share or args['partial_rotary_factor']
+    elif share and share != 1:
+        raise ValueError(f"{c['model_type']} with partial_rotary_factor={share} is not supported")
+    if (kind or old or 'default') != 'default':
+        scaling = {'rope_type': kind or old,
+                   **{key: value for key, value in rope.items() if value is not None}}
+        length = c['max_position_embeddings']
+        if scaling['rope_type'] not in ('linear', 'ntk'):
+            scaling.setdefault('original_max_position_embeddings',
+                               c.get('original_max_position_embeddings') or length)
+        if scaling['rope_type'] == 'longrope':
+            scaling.setdefault('factor', length / scaling['original_max_position_embeddings'])
+        args['rope_scaling'] = scaling
+
+
+def _write_rope(config, c):
+    c['rope_parameters'] = {'rope_type': 'default', 'rope_theta': config.rope_base,
+                            **(config.rope_scaling or {})}
+    if 'partial_rotary_factor' in FAMILIES[c['model_type']]['ours']:
+        c['rope_parameters']['partial_rotary_factor'] = config.partial_rotary_factor
+
+
+def _read_windows(c, args, default):
+    size, n, start = c.get('sliding_window'), args['n_layer'], c.get('max_window_layers')
+    letters = ''.join({'sliding_attention': 'S', 'full_attention': 'L'}.get(kind, '?')
+                      for kind in c.get('layer_types') or ())
+    if '?' in letters:
+        raise ValueError(f"layer_types={sorted(set(c['layer_types']))} is not supported")
+    if not letters and start is not None and c['model_type'] != 'qwen3_moe':
+        letters = 'L' * min(n, start) + 'S' * (n - start)
+    letters = letters or default
+    if size and c.get('use_sliding_window', True) and not default:
+        raise ValueError(f"{c['model_type']} with sliding_window={size} is not supported")
+    if size and c.get('use_sliding_window', True) and 'S' in letters:
+        args.update(window=size, window_pattern=letters)
+
+
+def _write_windows(config, c, default):
+    if not default:
+        return
+    letters = ['full_attention' if config.window_of(i) is None else 'sliding_attention'
+               for i in range(config.n_layer)]
+    c.update(sliding_window=config.window, use_sliding_window=config.window is not None, max_window_layers=0)
+    if c['model_type'] not in ('mistral', 'mixtral', 'qwen3_moe'):
+        c['layer_types'] = letters
+
+
+def _read_falcon(c, args):
+    new, heads = c.get('new_decoder_architecture'), c.get('num_kv_heads') or c.get('n_head_kv')
+    args['n_kv_head'] = heads if new else 1 if c.get('multi_query', True) else None
+    if new:
+        args['wiring'] = 'parallel' if c.get('num_ln_in_parallel_attn') == 1 else 'parallel_2'
+    else:
+        args['wiring'] = 'parallel' if c.get('parallel_attn', True) else 'pre'
+    if c.get('alibi'):  # Falcon scales the bias with the scores
+        args.update(pos='alibi', alibi_scale=(args['n_embd'] // args['n_head']) ** -0.5)
+
+
+def _write_falcon(config, c):
+    new = config.wiring == 'parallel_2' or config.n_kv_head not in (1, config.n_head)
+    c.update(new_decoder_architecture=new, num_kv_heads=config.n_kv_head, multi_query=config.n_kv_head == 1,
+             parallel_attn=config.wiring != 'pre', alibi=config.pos == 'alibi',
+             num_ln_in_parallel_attn=1 + (config.wiring == 'parallel_2') if new else None)
+
+
+def _read_mpt(c, args):
+    attn = c.get('attn_config') or {}
+    for name, value in dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, prefix_lm=False,
+                            attn_type='multihead_attention', attn_uses_sequence_id=False).items():
+        if attn.get(name, value) != value:
+            raise ValueError(f"attn_config has {name}={attn[name]!r}, which is not supported")
+    args['attn_scale'] = attn.get('softmax_scale')
+
+
+def _write_mpt(config, c):
+    c['attn_config'] = dict(alibi=True, alibi_bias_max=8, softmax_scale=config.attn_scale)
+
+
+def _read_deepseek(c, args):
+    if args.get('qkv_bias') and not args.get('q_lora_rank'):
+        raise ValueError('attention_bias without q_lora_rank is not supported')
+    if (args.get('n_group') or 1) == 1 or c.get('topk_method') == 'greedy':
+        args.update(n_group=None, topk_group=None)
+
+
+def _write_deepseek(config, c):
+    if not (config.n_expert and config.n_shared_expert):
+        raise ValueError('DeepSeek has experts, and shared ones')
+    c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1,
+             num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim, num_nextn_predict_layers=0)
+    if c['model_type'] == 'deepseek_v2':
+        c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
+
+
+def _read_qwen3_moe(c, args):
+    step, dense = c.get('decoder_sparse_step', 1), c.get('mlp_only_layers') or ()
+    args['expert_pattern'] = ''.join('D' if i in dense or (i + 1) % step else 'E'
+                                     for i in range(args['n_layer']))
+
+
+def _write_qwen3_moe(config, c):
+    c.update(decoder_sparse_step=1,
+             mlp_only_layers=[i for i in range(config.n_layer) if not config.has_experts(i)])
+
+
+def _read_gemma2(c, args):
+    args.update(embed_scale=args['n_embd'] ** 0.5, attn_scale=c['query_pre_attn_scalar'] ** -0.5)
+
+
+def _write_gemma2(config, c):
+    c['query_pre_attn_scalar'] = round(config.scale ** -2)
+
+
+def _read_smollm3(c, args):
+    every, n = c.get('no_rope_layer_interval', 4), args['n_layer']
+    turns = c.get('no_rope_layers') or [int((i + 1) % every != 0) for i in range(n)]
+    args['pos_pattern'] = ''.join('NP'[bool(turn)] for turn in turns)
+
+
+def _write_smollm3(config, c):
+    c['no_rope_layers'] = [int(letter(config.pos_pattern, i) == 'P') for i in range(config.n_layer)]
+
+
+def _read_neox(c, args):
+    args['wiring'] = 'parallel_2' if c.get('use_parallel_residual', True) else 'pre'
+
+
+def _write_neox(config, c):
+    c['use_parallel_residual'] = config.wiring == 'parallel_2'
+
+
+SPECIAL = {  # families with fields that stand for something else: what reads them, what writes them
+    'falcon': (_read_falcon, _write_falcon), 'mpt': (_read_mpt, _write_mpt),
+    'deepseek_v2': (_read_deepseek, _write_deepseek), 'deepseek_v3': (_read_deepseek, _write_deepseek),
+    'qwen3_moe': (_read_qwen3_moe, _write_qwen3_moe), 'gemma2': (_read_gemma2, _write_gemma2),
+    'smollm3': (_read_smollm3, _write_smollm3), 'gpt_neox': (_read_neox, _write_neox)}
+
+
+def config_from_hf(c):
+    """A config.json, as a dict, in its old form or its new -> GPTConfig. Raises ValueError that names what is
+    not supported."""
+    kind = c.get('model_type')
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type={kind!r} is not supported; these are: {', '.join(sorted(FAMILIES))}")
+    if c.get('quantization_config'):
+        raise ValueError(f"the weights are quantized ({c['quantization_config'].get('quant_method')}): use a "
+                         "checkpoint in bfloat16 or float32")
+    family, known = FAMILIES[kind], set()
+    args = dict(family['ours'])
+    for ours, theirs in family['fields'].items():
+        names = theirs if isinstance(theirs, tuple) else (theirs,)
+        known.update(names)
+        args.update({ours: c[name] for name in names[::-1] if c.get(name) is not None})
+    wrong = [f"{name}={c[name]!r}" for name, value in family['theirs'].items()
+             if value is not None and c.get(name, value) != value]
+    wrong += [f"{name}={value!r}" for name, value in c.items() if value and not HARMLESS.fullmatch(name)
+              and name not in known and name not in family['theirs']]
+    if family['fields'].get('mlp'):
+        table = GATED if 'gate' in family['names']['mlp.c_fc'] else PLAIN
+        wrong += [f"{family['fields']['mlp']}={args['mlp']!r}"] * (args['mlp'] not in table)
+        args['mlp'] = table.get(args['mlp'])
+    if wrong:
+        raise ValueError(f"{kind} with {', '.join(wrong)} is not supported")
+    if args.get('pos', 'rope') == 'rope':
+        _read_rope(c, args)
+    _read_windows(c, args, family['windows'])
+    SPECIAL.get(kind, (lambda c, args: None,))[0](c, args)
+    return GPTConfig(**args)
+
+
+def _essence(config):
+    """What a config computes, apart from how it is written."""
+    layers = range(config.n_layer)
+    sparse = [config.has_experts(i) for i in layers]
+    return {**vars(config), 'dropout': 0, 'bias': None, 'balance_per_sequence': None, 'n_dense_layer': sparse,
+            'window_pattern': [config.window_of(i) for i in layers], 'expert_pattern': None, 'window': None,
+            'pos_pattern': [letter(config.pos_pattern, i) for i in layers],
+            'attn_scale': round(config.scale, 9), 'd_ff': None if all(sparse) else config.d_ff}
+
+
+def config_to_hf(config):
+    """GPTConfig -> config.json of a family that computes the same, as a dict: the family whose reading of
+    what is written gives the same model back. Raises ValueError that names what the nearest family lacks."""
+    nearest = None
+    for kind, family in FAMILIES.items():
+        c = {'model_type': kind, 'architectures': [family['arch']], 'pad_token_id': None,
+             'bos_token_id': None, 'eos_token_id': None,
+             **{name: value for name, value in family['theirs'].items() if value is not None}}
+        for ours, theirs in family['fields'].items():
+            if theirs is not None:
+                c[theirs[0] if isinstance(theirs, tuple) else theirs] = getattr(config, ours)
+        if family['fields'].get('mlp'):
+            table = GATED if 'gate' in family['names']['mlp.c_fc'] else PLAIN
+            c[family['fields']['mlp']] = next((name for name, ours in table.items()
+                                               if ours == config.mlp), None)
+        if config.pos == 'rope' and family['ours'].get('pos', 'rope') == 'rope':
+            _write_rope(config, c)
+        _write_windows(config, c, family['windows'])
+        try:
+            SPECIAL.get(kind, (None, lambda config, c: None))[1](config, c)
+            ours, read = _essence(config), _essence(config_from_hf(c))
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+            continue  # this family cannot even write it down
+        lacks = [name for name in ours if ours[name] != read[name]]
+        if not lacks:
+            return c
+        if nearest is None or len(lacks) < len(nearest[1]):
+            nearest = kind, lacks
+    raise ValueError("no published family computes this model" + (
+        f"; the nearest, {nearest[0]}, has another "
+        + ', '.join(f"{name} (here {getattr(config, name)!r})" for name in nearest[1]) if nearest else ''))
+
+
+SAFE_DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
+
+
+class SafeTensors:
+    """The tensors of a folder's *.safetensors, read by memory map: name -> tensor. The format is an 8-byte
+    length, a JSON header and raw bytes. Raises FileNotFoundError, or ValueError for files that are damaged
+    or lie."""
+
+    def __init__(self, folder):
+        self.where, self.maps = {}, {}  # name -> (file, dtype, shape, start, end)
+        index = os.path.join(folder, 'model.safetensors.index.json')
+        files = {'model.safetensors'}
+        if os.path.exists(index):
+            files = set(_read_json(index).get('weight_map', {}).values())
+        for file in sorted(files):
+            path = os.path.join(folder, file)
+            if os.path.basename(file) != file or not file.endswith('.safetensors'):
+                raise ValueError(f"{index} names {file!r}, which is no safetensors file of its own folder")
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"{folder} lacks {file}: download it again" + (
+                    ' (other formats of weights are not read)' if len(files) == 1 else ''))
+            self._read_header(path)
+
+    def _read_header(self, path):
+        size = os.path.getsize(path)
+        with open(path, 'rb') as f:
+            length = int.from_bytes(f.read(8), 'little')
+            if not 2 <= length <= size - 8:
+                raise ValueError(f"{path} is damaged or truncated: its header would take {length} "
+                                 f"of {size} bytes")
+            try:
+                header = json.loads(f.read(length))
+                tensors = {name: (path, entry['dtype'], tuple(entry['shape']), *entry['data_offsets'])
+                           for name, entry in header.items() if name != '__metadata__'}
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(f"{path} is damaged: its header cannot be read ({error})") from None
+            self.maps[path] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY), 8 + length
+        for name, (_, dtype, shape, start, end) in tensors.items():
+            if dtype not in SAFE_DTYPES:
+                raise ValueError(f"{path}: {name} has dtype {dtype}; {', '.join(SAFE_DTYPES)} are supported")
+            if not (0 <= start <= end <= size - 8 - length
+                    and end - start == math.prod(shape) * SAFE_DTYPES[dtype].itemsize):
+                raise ValueError(f"{path} is damaged or truncated: {name} {shape} would be bytes {start} "
+                                 f"to {end} of {size - 8 - length}")
+        self.where.update(tensors)
+
+    def shape(self, name):
+        return self.where[name][2]
+
+    def __getitem__(self, name):
+        path, dtype, shape, start, end = self.where[name]
+        memory, begin = self.maps[path]
+        if start == end:
+            return torch.empty(shape, dtype=SAFE_DTYPES[dtype])
+        return torch.frombuffer(memory, dtype=SAFE_DTYPES[dtype], count=math.prod(shape),
+                                offset=begin + start).view(shape)
+
+    def forget(self, name):
+        """Gives the pages of a tensor that has been copied back to the system."""
+        path, _, _, start, end = self.where[name]
+        memory, begin = self.maps[path]
+        if hasattr(mmap, 'MADV_DONTNEED') and end > start:
+            first = (begin + start) // mmap.PAGESIZE * mmap.PAGESIZE
+            memory.madvise(mmap.MADV_DONTNEED, first, begin + end - first)
+
+
+def _read_json(path):
+    try:
+        with open(path, encoding='utf-8') as f:
+            found = json.load(f)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no {os.path.basename(path)} in {os.path.dirname(path)}: it holds no "
+                                "checkpoint of transformers") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
+    return found
+
+
+def _places(name, family, config):
+    """Our tensor's name -> the names of theirs that are its rows, one after the other."""
+    layer, rest = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', name).groups()
+    names, prefix = family['names'], '' if layer is None else family['layer'].replace('N', layer)
+    if rest in names:
+        return [prefix + names[rest]]
+    module, kind = rest.rsplit('.', 1)
+    if family['arch'] == 'FalconForCausalLM' and config.wiring == 'parallel_2':
+        names = {**names, 'ln_1': 'ln_attn', 'ln_2': 'ln_mlp'}
+    each = [f'{prefix}{part}.{kind}' for part in names[module].split()]
+    if config.kv_lora_rank is not None and config.q_lora_rank is None:
+        each = [part.replace('.q_a_proj.', '.q_proj.') for part in each]
+    if '.E.' in each[0]:
+        each = [part.replace('.E.', f'.{e}.') for e in range(config.n_expert) for part in each]
+    return each
+
+
+def _load(model, folder, family):
+    """Fills the model, whose tensors are empty, from a folder's safetensors, one after the other. Raises
+    ValueError that names all tensors that are missing, unexpected or of another shape."""
+    tensors, config, state = SafeTensors(folder), model.config, model.state_dict()
+    prefix = family['names']['wte'].split('.')[0] + '.'
+    if prefix != 'lm_head.' and f"{family['names']['wte']}.weight" not in tensors.where:
+        # GPT-2 and BLOOM as first published: the names lack the prefix
+        tensors.where = {name if name.startswith(family['names']['lm_head']) else prefix + name: entry
+                         for name, entry in tensors.where.items()}
+    places = {name: _places(name, family, config) for name in state}
+    used = {place for each in places.values() for place in each}
+    extra = re.compile(r'.*\.(attn\.(masked_)?bias|(rotary_emb\.)?inv_freq|attention\.(masked_)?bias)'
+                       + (f"|{family['names']['lm_head']}\\..*" if model.lm_head is None else '')
+                       + (rf"|{re.escape(prefix)}layers\."
+                          rf"({'|'.join(map(str, range(config.n_layer, config.n_layer + 9)))})\..*"
+                          if family['arch'] == 'DeepseekV3ForCausalLM' else ''))  # the extra prediction layer
+    wrong = [f"{place} is missing" for place in sorted(used - tensors.where.keys())]
+    wrong += [f"{name} is unexpected" for name in sorted(tensors.where.keys() - used)
+              if not extra.fullmatch(name)]
+    for name, each in places.items():
+        if all(place in tensors.where for place in each):
+            shapes = [tensors.shape(place) for place in each]
+            if _module(name) in family['transposed'] and not name.endswith('bias'):
+                shapes = [(*shape[:-2], shape[-1], shape[-2]) for shape in shapes]
+            whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            w = state[name]
+            fits = whole in (tuple(w.shape), (math.prod(w.shape[:-1]), *w.shape[-1:]) if w.ndim > 2 else ())
+            if not fits or len({shape[1:] for shape in shapes}) > 1:
+                wrong.append(f"{' + '.join(each[:3])} {', '.join(map(str, shapes[:3]))} "
+                             f"instead of {tuple(w.shape)}")
+    if wrong:
+        raise ValueError(f"{folder} does not fit its config.json: " + '; '.join(wrong[:60])
+                         + (f" and {len(wrong) - 60} more" if len(wrong) > 60 else ''))
+    for name, w in state.items():
+        module, rows = _module(name), w.flatten(0, 1) if w.ndim > 2 and len(places[name]) > 1 else w
+        each = [tensors[place] for place in places[name]]
+        if module in family['transposed'] and not name.endswith('bias'):
+            each = [source.mT for source in each]
+        if module in family['rows'] and family['rows'][module]:
+            whole = each[0] if len(each) == 1 else torch.cat(each)
+            each = [whole.index_select(int('experts' in module), family['rows'][module](config))]
+        for part, source in zip(rows.split([len(source) for source in each]), each):
+            part.copy_(source)
+        for place in places[name]:
+            tensors.forget(place)
+    for head in filter(None, (model.wte, model.lm_head)):
+        head.weight[config.vocab_size:] = 0
+        if getattr(head, 'bias', None) is not None:
+            head.bias[config.vocab_size:] = 0
+    if family.get('plus_one'):
+        for norm in (m for m in model.modules() if isinstance(m, Norm)):  # exact in float32 only
+            norm.weight.data = norm.weight.float() + 1
+
+
+def _module(name):
+    """h.3.attn.c_attn.weight -> attn.c_attn"""
+    return re.sub(r'^h\.\d+\.', '', name).rsplit('.', 1)[0]
+
+
+def _theirs(model, family):
+    """Yields (their name, tensor) for all of the model's tensors, in the family's layout."""
+    config, modules = model.config, dict(model.named_modules())
+    for name, w in model.state_dict().items():
+        module, each = _module(name), _places(name, family, config)
+        if family.get('plus_one') and isinstance(modules.get(name.rsplit('.', 1)[0]), Norm):
+            w = w - 1
+        if family['rows'].get(module):
+            w = w.index_select(int('experts' in module), family['rows'][module](config).argsort())
+        parts = getattr(modules[name.rsplit('.', 1)[0]], 'parts', (len(w),)) if len(each) > 1 else (len(w),)
+        stack = 1
+        if w.ndim > 2 and len(each) > 1:
+            stack, w = len(w), w.flatten(0, 1)
+        count = len(each) // stack
+        sizes = [*parts[:count - 1], sum(parts[count - 1:])] * stack
+        for place, part in zip(each, w.split(sizes)):
+            yield place, part.mT if module in family['transposed'] and not name.endswith('bias') else part
+
+
+def save_safetensors(tensors, path):
+    """Writes (name, tensor) pairs, to a temporary file first."""
+    header, offset, tensors = {}, 0, list(tensors)
+    names = {dtype: name for name, dtype in SAFE_DTYPES.items()}
+    for name, w in tensors:
+        header[name] = {'dtype': names[w.dtype], 'shape': list(w.shape),
+                        'data_offsets': [offset, offset + w.nbytes]}
+        offset += w.nbytes
+    head = json.dumps({'__metadata__': {'format': 'pt'}, **header}).encode()
+    head += b' ' * (-len(head) % 8)
+    with open(path + '.tmp', 'wb') as f:
+        f.write(len(head).to_bytes(8, 'little') + head)
+        for _, w in tensors:
+            f.write(w.contiguous().flatten().view(torch.uint8).cpu().numpy())
+    os.replace(path + '.tmp', path)

@@ -827,7 +827,7 @@ def test_norms_activations_and_softcap_follow_their_formulas():
     silu, relu = lambda x: x * sigmoid(x), lambda x: x.clamp(min=0)
     gated = {'swiglu': silu, 'geglu': phi, 'geglu_tanh': tanh, 'reglu': relu, 'glu': sigmoid}
     plain = {'gelu': phi, 'gelu_tanh': tanh, 'relu': relu, 'relu2': lambda x: relu(x)**2, 'silu': silu}
-    assert {**gated, **plain}.keys() == flat.ACTIVATIONS.keys()
+    assert {**gated, **plain}.keys() == flat.ACTIVATIONS.keys() - {'swiglu_oai'}  # gpt_oss tests that one
     for name, f in {**gated, **plain}.items():
         mlp = flat.MLP(GPTConfig(n_embd=8, n_head=1, mlp=name), 24).double()
         up, down = mlp.c_fc.weight, mlp.c_proj.weight
@@ -1561,6 +1561,265 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     train('--out_dir=cut', '--init_from=resume')
     a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'cut'))
     assert same_weights(a['model'], b['model'])
+
+# Hugging Face checkpoints -----------------------------------------------------------------------------------
+
+HF = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+          num_key_value_heads=2, max_position_embeddings=64)
+HF_LATENT = dict(HF, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+                 v_head_dim=12, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
+                 moe_intermediate_size=24, first_k_dense_replace=1)
+
+
+def hf_rope(kind, **options):
+    length = {} if kind in ('linear', 'default') else {'original_max_position_embeddings': 16}
+    return {'rope_parameters': {'rope_type': kind, 'rope_theta': 5000.0, **length, **options}}
+
+
+HF_MODELS = [  # model_type and its configuration
+    ('gpt2', dict(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64)),
+    ('gpt2', dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, n_inner=40,
+                  activation_function='relu', tie_word_embeddings=False)),
+    ('llama', HF),
+    ('llama', dict(HF, head_dim=16, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
+    ('llama', dict(HF, **hf_rope('yarn', factor=4.0))),
+    ('llama', dict(HF, **hf_rope('linear', factor=2.0))),
+    ('llama', dict(HF, **hf_rope('llama3', factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0))),
+    ('llama', dict(HF, num_key_value_heads=1, **hf_rope(
+        'longrope', factor=4.0, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 3.0, 4.0],
+        original_max_position_embeddings=4))),  # a cache is for one list: transformers changes it on the way
+    ('mistral', dict(HF, sliding_window=8)), ('mistral', dict(HF, sliding_window=None, head_dim=12)),
+    ('mixtral', dict(HF, num_local_experts=4)),
+    ('mixtral', dict(HF, num_local_experts=5, num_experts_per_tok=3, sliding_window=7)),
+    ('qwen2', HF), ('qwen2', dict(HF, use_sliding_window=True, sliding_window=6, max_window_layers=1,
+                                  tie_word_embeddings=True)),
+    ('qwen3', dict(HF, head_dim=16)),
+    ('qwen3', dict(HF, head_dim=12, attention_bias=True, tie_word_embeddings=True, use_sliding_window=True,
+                   sliding_window=6, max_window_layers=2)),
+    ('qwen3_moe', dict(HF, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)),
+    ('qwen3_moe', dict(HF, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                       norm_topk_prob=True, mlp_only_layers=[1])),
+    ('qwen3_moe', dict(HF, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                       decoder_sparse_step=2)),
+    ('deepseek_v2', dict(HF_LATENT, q_lora_rank=None, n_group=1, topk_group=1, topk_method='greedy')),
+    ('deepseek_v2', dict(HF_LATENT, q_lora_rank=12, n_group=4, topk_group=2,
+                         topk_method='group_limited_greedy', routed_scaling_factor=2.0,
+                         **hf_rope('yarn', factor=4.0, mscale=0.7, mscale_all_dim=0.9))),
+    ('deepseek_v3', dict(HF_LATENT, q_lora_rank=12, n_group=2, topk_group=1)),
+    ('deepseek_v3', dict(HF_LATENT, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False,
+                         n_shared_experts=2, first_k_dense_replace=2)),
+    ('deepseek_v3', dict(HF_LATENT, q_lora_rank=12, n_group=1, topk_group=1, attention_bias=True)),
+    ('bloom', dict(vocab_size=61, hidden_size=32, n_layer=3, n_head=4)),
+    ('bloom', dict(vocab_size=61, hidden_size=36, n_layer=2, n_head=6)),
+    ('falcon', dict(vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)),
+    ('falcon', dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                    new_decoder_architecture=True, num_kv_heads=2)),
+    ('falcon', dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                    new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1)),
+    ('falcon', dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+                    multi_query=False, parallel_attn=False, bias=True)),
+    ('mpt', dict(vocab_size=61, d_model=32, n_layers=2, n_heads=4)),
+    ('mpt', dict(vocab_size=61, d_model=36, n_layers=2, n_heads=6)),
+    ('gpt_neox', dict(HF, num_key_value_heads=4)),
+    ('gpt_neox', dict(HF, use_parallel_residual=False, attention_bias=False,
+                      **hf_rope('default', partial_rotary_factor=0.5))),
+    ('olmo2', HF), ('gemma2', dict(HF, head_dim=16, sliding_window=6)),
+    ('gemma2', dict(HF, head_dim=8, sliding_window=9, query_pre_attn_scalar=32, num_hidden_layers=2)),
+    ('phi', HF), ('phi', dict(HF, **hf_rope('default', partial_rotary_factor=1.0))),
+    ('smollm3', dict(HF, pad_token_id=0, num_hidden_layers=4)),
+    ('smollm3', dict(HF, pad_token_id=0, tie_word_embeddings=False, no_rope_layers=[0, 1, 0])),
+    ('gpt_oss', dict(HF, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
+                     **hf_rope('yarn', factor=4.0, truncate=False))),
+]
+
+
+@torch.no_grad()
+def hf_model(kind, options, folder=None, **save):
+    """A model of transformers whose every weight matters, saved to the folder. Falcon's ALiBi is added twice
+    by the eager attention of transformers 5.23, which its sdpa has right."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **options)
+    how = 'sdpa' if options.get('alibi') else 'eager'
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how).float().eval()
+    for name, w in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if w.is_floating_point() and 'inv_freq' not in name and 'embed_scale' not in name:
+            one = w.ndim == 1 and 'norm' in name and kind != 'gemma2' and 'bias' not in name
+            w.copy_(torch.randn_like(w) * (0.3 if w.ndim > 1 else 0.2) + one)
+    model.tie_weights()
+    model.generation_config.eos_token_id = None
+    if folder:
+        model.save_pretrained(folder, **save)
+    return model
+
+
+def hf_opened(folder):
+    c = json.loads((Path(folder) / 'config.json').read_text())
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation='sdpa' if c.get('alibi') else 'eager', dtype=torch.float32).eval()
+
+
+def near(a, b, tolerance=1e-4):
+    assert (a - b).abs().max() <= tolerance * b.abs().max(), ((a - b).abs().max(), b.abs().max())
+
+
+@pytest.mark.parametrize('kind, options', HF_MODELS, ids=lambda v: v if isinstance(v, str) else '')
+@torch.no_grad()
+def test_hf_checkpoints_in_and_out(kind, options, tmp_path):
+    theirs = hf_model(kind, options, tmp_path / 'in')
+    ours, idx = GPT.from_pretrained(tmp_path / 'in'), torch.randint(61, (2, 24))
+    logits = theirs(idx).logits
+    near(ours(idx), logits)
+    start = idx[:1, :6]
+    greedy = theirs.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=20, do_sample=False,
+                             pad_token_id=0)[0, 6:].tolist()
+    assert [token for token, in generate(ours, [start[0].tolist()], 20, temperature=0)] == greedy
+    ours.save_pretrained(tmp_path / 'out')
+    near(hf_opened(tmp_path / 'out')(idx).logits, logits)
+    again = GPT.from_pretrained(tmp_path / 'out')
+    assert torch.equal(again(idx), ours(idx))
+
+
+@torch.no_grad()
+def test_hf_old_configs_shards_dtypes_and_names_without_prefix(tmp_path):
+    theirs = hf_model('llama', dict(HF, **hf_rope('yarn', factor=4.0)), tmp_path, max_shard_size='20KB')
+    assert len(list(tmp_path.glob('model-*.safetensors'))) > 3
+    idx = torch.randint(61, (2, 20))
+    logits = theirs(idx).logits
+    near(GPT.from_pretrained(tmp_path)(idx), logits)
+    c = json.loads((tmp_path / 'config.json').read_text())
+    rope = c.pop('rope_parameters')
+    c.update(rope_theta=rope.pop('rope_theta'), torch_dtype=c.pop('dtype'), rope_scaling={
+        'type': rope.pop('rope_type'), **rope})
+    (tmp_path / 'config.json').write_text(json.dumps(c))
+    near(GPT.from_pretrained(tmp_path)(idx), logits)
+    half = GPT.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.wte.weight.dtype == torch.bfloat16 and half.rope[0].dtype == torch.float32
+    for dtype in (torch.float16, torch.bfloat16):
+        theirs.to(dtype).save_pretrained(tmp_path / str(dtype))
+        ours = GPT.from_pretrained(tmp_path / str(dtype))
+        assert ours.wte.weight.dtype == dtype
+        near(ours.float()(idx), hf_opened(tmp_path / str(dtype))(idx).logits)
+    # GPT-2 as it was first published: no prefix, and buffers of masks
+    safetensors = pytest.importorskip('safetensors.torch')
+    theirs = hf_model('gpt2', HF_MODELS[0][1], tmp_path / 'gpt2')
+    path = tmp_path / 'gpt2/model.safetensors'
+    state = {name.removeprefix('transformer.'): w for name, w in safetensors.load_file(path).items()}
+    state |= {f'h.{i}.attn.bias': torch.ones(1, 1, 64, 64) for i in range(3)}
+    safetensors.save_file(state, path)
+    near(GPT.from_pretrained(tmp_path / 'gpt2')(idx), theirs(idx).logits)
+
+
+@torch.no_grad()
+def test_hf_leaves_out_the_extra_prediction_layer(tmp_path):
+    safetensors = pytest.importorskip('safetensors.torch')
+    theirs = hf_model('deepseek_v3', HF_MODELS[21][1], tmp_path)
+    state = safetensors.load_file(tmp_path / 'model.safetensors')
+    state |= {'model.layers.3.eh_proj.weight': torch.ones(32, 64),
+              'model.layers.3.enorm.weight': torch.ones(32)}
+    safetensors.save_file(state, tmp_path / 'model.safetensors')
+    idx = torch.randint(61, (2, 12))
+    near(GPT.from_pretrained(tmp_path)(idx), theirs(idx).logits)
+    state['model.layers.0.eh_proj.weight'] = state.pop('model.layers.3.eh_proj.weight')
+    safetensors.save_file(state, tmp_path / 'model.safetensors')
+    with pytest.raises(ValueError, match='model.layers.0.eh_proj.weight is unexpected'):
+        GPT.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize('change, message', [
+    (dict(model_type='rwkv'), "model_type='rwkv' is not supported; these are: .*llama"),
+    (dict(quantization_config={'quant_method': 'fp8'}), 'quantized .fp8.'),
+    (dict(hidden_act='swish9'), "hidden_act='swish9'"), (dict(use_magic=True), 'use_magic=True'),
+    (dict(sliding_window=8), 'sliding_window=8'), (dict(num_key_value_heads=3), 'n_kv_head must divide'),
+    (dict(rope_parameters={'rope_type': 'mrope', 'rope_theta': 1e4}), "rope_type='mrope' is none of"),
+    (dict(rope_parameters={'rope_type': 'default', 'partial_rotary_factor': 0.5}),
+     'partial_rotary_factor=0.5'),
+])
+def test_hf_refuses_by_name_what_it_does_not_support(change, message, tmp_path):
+    hf_model('llama', HF, tmp_path)
+    path = tmp_path / 'config.json'
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    os.remove(tmp_path / 'model.safetensors')  # it is the config that is refused, before weights are wanted
+    with pytest.raises(ValueError, match=message) as error:
+        GPT.from_pretrained(tmp_path)
+    assert '\n' not in str(error.value)
+
+
+def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
+    safetensors = pytest.importorskip('safetensors.torch')
+    hf_model('llama', HF, tmp_path)
+    path = tmp_path / 'model.safetensors'
+    state = safetensors.load_file(path)
+    del state['model.norm.weight'], state['model.layers.1.mlp.up_proj.weight']
+    state['model.layers.0.self_attn.o_proj.weight'] = torch.ones(8, 32)
+    state['extra.weight'] = torch.ones(2)
+    safetensors.save_file(state, path)
+    with pytest.raises(ValueError) as error:
+        GPT.from_pretrained(tmp_path)
+    for part in ('model.norm.weight is missing', 'model.layers.1.mlp.up_proj.weight is missing',
+                 'extra.weight is unexpected', 'o_proj.weight (8, 32) instead of (32, 32)'):
+        assert part in str(error.value)
+
+
+def test_hf_damaged_files_are_one_line(tmp_path):
+    safetensors = pytest.importorskip('safetensors.torch')
+    hf_model('llama', HF, tmp_path)
+    path, index = tmp_path / 'model.safetensors', tmp_path / 'model.safetensors.index.json'
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], 'little')
+    header = whole[8:8 + length]
+
+    def broken(data, message, error=ValueError):
+        path.write_bytes(data)
+        with pytest.raises(error, match=message) as caught:
+            GPT.from_pretrained(tmp_path)
+        assert '\n' not in str(caught.value)
+
+    broken(whole[:-1000], 'damaged or truncated')
+    broken(whole[:4], 'damaged or truncated')
+    broken(b'', 'damaged or truncated')
+    broken((1 << 60).to_bytes(8, 'little') + whole[8:], 'damaged or truncated')
+    broken((length - 7).to_bytes(8, 'little') + whole[8:], 'damaged')
+    broken(whole[:8] + header.replace(b'"F32"', b'"I32"') + whole[8 + length:], 'dtype I32')
+    broken(whole[:8] + header.replace(b'[61,32]', b'[71,32]') + whole[8 + length:], 'damaged or truncated')
+    broken(whole[:8] + b'[' + header[1:-1] + b']' + whole[8 + length:], 'damaged')
+    path.write_bytes(whole)
+    for weight_map, message, error in (
+            ({'lm_head.weight': 'model-2.safetensors'}, 'lacks model-2.safetensors', FileNotFoundError),
+            ({'lm_head.weight': '../model.safetensors'}, 'no safetensors file of its own folder', ValueError),
+            ({'lm_head.weight': 'pytorch_model.bin'}, 'no safetensors file of its own folder', ValueError)):
+        index.write_text(json.dumps({'weight_map': weight_map}))
+        with pytest.raises(error, match=message):
+            GPT.from_pretrained(tmp_path)
+    index.write_text('{')
+    with pytest.raises(ValueError, match='is no JSON'):
+        GPT.from_pretrained(tmp_path)
+    os.remove(index)
+    (tmp_path / 'config.json').write_text('[1]')
+    with pytest.raises(ValueError, match='holds a list'):
+        GPT.from_pretrained(tmp_path)
+    os.remove(tmp_path / 'config.json')
+    with pytest.raises(FileNotFoundError, match='no config.json'):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_hf_refuses_to_export_what_no_family_computes(tmp_path):
+    for options, part in ((dict(residual_lambdas=True), 'residual_lambdas (here True)'),
+                          (dict(n_expert=4, n_shared_expert=1), 'n_shared_expert'),
+                          (dict(pos_pattern='PN', norm='layernorm'), 'norm')):
+        with pytest.raises(ValueError, match='no published family') as error:
+            tiny(**options).save_pretrained(tmp_path / 'none')
+        assert part in str(error.value) and not (tmp_path / 'none').exists()
+
+
+def test_hf_opens_what_was_trained_here(folder):
+    story = run('train.py', '--out_dir=out', *TOY, '--max_iters=3', '--n_kv_head=1')
+    model, _ = GPT.from_checkpoint('out/ckpt.pt')
+    model.save_pretrained('exported')
+    idx = tokens(model, 2, 16)
+    with torch.no_grad():
+        near(hf_opened('exported')(idx).logits, model(idx))
+    assert json.loads(Path('exported/config.json').read_text())['model_type'] == 'qwen3'
+    assert same_weights(story['model'].state_dict(), GPT.from_pretrained('exported').state_dict())
 
 
 # nanoGPT ----------------------------------------------------------------------------------------------------
