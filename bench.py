@@ -25,7 +25,7 @@ import torch
 
 from configurator import configure, runtime
 from model import GPT, GPTConfig
-from prepare import read_meta
+from prepare import find_checkpoint, foreign, read_meta
 from sample import checkpoint_path, generate
 from train import make_optimizers, peak_flops, resolve_compile
 
@@ -183,7 +183,8 @@ if __name__ == '__main__':
     if dataset and 'vocab_size' not in model_args and os.path.isdir(folder):
         model_args['vocab_size'] = read_meta(folder)['vocab_size']
     if init_from != 'scratch':
-        model, _ = GPT.from_checkpoint(checkpoint_path(init_from, init_from))
+        model = (GPT.from_pretrained(find_checkpoint(init_from)) if foreign(init_from)
+                 else GPT.from_checkpoint(checkpoint_path(init_from, init_from))[0])
         model.to(device)
     else:
         model = GPT(GPTConfig(**model_args)).to(device)

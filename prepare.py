@@ -15,6 +15,7 @@ import contextlib
 import functools
 import glob
 import hashlib
+import heapq
 import json
 import os
 import pickle
@@ -25,6 +26,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import unicodedata
 import urllib.parse
 
 import numpy as np
@@ -32,7 +34,7 @@ import numpy as np
 from configurator import configure
 
 source = 'pystdlib'        # pystdlib, shakespeare, or a text file, folder or glob of your own
-tokenizer = 'byte'         # byte, char, or a tiktoken encoding: gpt2, cl100k_base, o200k_base...
+tokenizer = 'byte'         # byte, char, tiktoken's (gpt2, o200k_base...), or a folder with tokenizer.json
 out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
 val_fraction = 0.1         # the share of the text that is kept for validation
 procs: int | None = None   # processes that encode; None: one a core
@@ -138,6 +140,61 @@ def fetch_rest(url, part, size, headers):
         raise requests.ConnectionError('connection closed')
     progress.add(0, last=True)
 
+# checkpoints of others --------------------------------------------------------------------------------------
+
+GPT2_IDS = {name: f'openai-community/{name}' for name in ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')}
+WEIGHTS = r'model(-\d+-of-\d+)?\.safetensors(\.index\.json)?'
+
+def foreign(name):
+    """Whether init_from or tokenizer names a folder of transformers' files, or an id on the hub."""
+    if os.path.exists(name):
+        return os.path.basename(name) == 'tokenizer.json' or any(
+            os.path.isfile(os.path.join(name, part)) for part in ('config.json', 'tokenizer.json'))
+    id_like = re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name) and not name.endswith('.pt')
+    return name in GPT2_IDS or bool(id_like)
+
+def find_checkpoint(name, weights=True):
+    """
+    The folder of a checkpoint: name itself, or for an id on the hub data/hub/<id>, downloaded if it is not
+    there: config.json, which is checked first, tokenizer files, safetensors. HF_TOKEN and HF_ENDPOINT count.
+    """
+    if os.path.exists(name):
+        return name
+    repo, host = GPT2_IDS.get(name, name), os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')
+    folder = os.path.join('data', 'hub', repo.replace('/', '--'))
+    done = os.path.join(folder, 'complete' if weights else 'complete-tokenizer')
+    if os.path.exists(done):
+        return folder
+    token = os.environ.get('HF_TOKEN')
+    headers = {'Authorization': f'Bearer {token}'} if token else {}
+    instead = f' and the other files of {repo} beside it; a gated or private one needs HF_TOKEN'
+    listing = os.path.join(folder, 'files.json')
+    if os.path.exists(listing):
+        os.remove(listing)
+    fetch(f'{host}/api/models/{repo}/tree/main', listing, headers=headers, instead=instead)
+    try:
+        with open(listing, encoding='utf-8') as f:
+            files = {entry['path']: entry for entry in json.load(f)}
+    except (ValueError, TypeError, KeyError) as e:
+        raise ValueError(f'{host} sent no list of files for {repo}: is HF_ENDPOINT right?') from e
+    wanted = [file for file in ('config.json', 'tokenizer.json', 'tokenizer_config.json') if file in files]
+    wanted += sorted(file for file in files if weights and re.fullmatch(WEIGHTS, file))
+    lacking = ({'config.json', 'safetensors'} if weights else {'tokenizer.json'}) - {
+        file if file in ('config.json', 'tokenizer.json') else 'safetensors' for file in wanted}
+    if lacking:
+        raise ValueError(f'{repo} has no {" and no ".join(sorted(lacking))}: it cannot be read here')
+    for file in wanted:
+        entry = files[file]
+        fetch(f'{host}/{repo}/resolve/main/{file}', os.path.join(folder, file), entry.get('size'),
+              (entry.get('lfs') or {}).get('oid'), headers, instead)
+        if file == 'config.json' and weights:
+            from model import config_from_hf
+            with open(os.path.join(folder, file), encoding='utf-8') as f:
+                config_from_hf(json.load(f)) # refused before anything large comes
+    with open(done, 'w', encoding='utf-8') as f:
+        f.write('all files of this folder have been downloaded\n')
+    return folder
+
 # sources ----------------------------------------------------------------------------------------------------
 
 def sort_files(files):
@@ -189,7 +246,7 @@ def plain_name(text):
 
 def output_folder(out, source_name, tokenizer):
     """data/<out>, or out itself if it has a slash; without out, data/<source>_<tokenizer>."""
-    usual = f'{source_name}_{tokenizer}'
+    usual = f'{source_name}_{plain_name(tokenizer.removesuffix("tokenizer.json"))}'
     usual = 'shakespeare' if usual == 'shakespeare_gpt2' else usual # nanoGPT's name
     return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
 
@@ -348,6 +405,9 @@ class ByteTokenizer(Tokenizer):
     def state(self):
         return {'kind': 'byte'}
 
+    def to_json(self):
+        return bpe_json({char: b for b, char in byte_chars().items()}, [], None, self.special)
+
 class CharTokenizer(Tokenizer):
     """chars[id] is a character, or '' where there is none; eot is an id too, if documents need one."""
     anywhere = True
@@ -370,6 +430,10 @@ class CharTokenizer(Tokenizer):
     def state(self):
         return {'kind': 'char', 'chars': self.chars, 'eot': self.eot}
 
+    def to_json(self):
+        vocab = {char: i for i, char in enumerate(self.chars) if char}
+        return bpe_json(vocab, [], None, self.special, byte_level=False)
+
 class TiktokenTokenizer(Tokenizer):
     """Byte-level BPE by tiktoken. ranks is its table as text, one `base64 rank` a line."""
     def __init__(self, name, pattern, special, ranks):
@@ -387,15 +451,351 @@ class TiktokenTokenizer(Tokenizer):
         return {'kind': 'tiktoken', 'name': self.name, 'pattern': self.pattern, 'special': dict(self.special),
                 'ranks': self.ranks}
 
-KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer}
+    def to_json(self):
+        """Its merges are not stored: a token's are the two parts that the ranks below its own leave of it."""
+        ranks, chars = self.bpe._mergeable_ranks, byte_chars()
+        text = lambda token: ''.join(chars[b] for b in token)
+        pairs = [two_parts(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+        merges = [[text(a), text(b)] for a, b in filter(None, pairs)]
+        return bpe_json({text(token): i for token, i in ranks.items()}, merges, self.pattern, self.special)
+
+def two_parts(token, ranks):
+    """What is left of a token's bytes when all pairs of lower rank are merged; None unless that is a pair."""
+    parts, limit, never = [token[i:i + 1] for i in range(len(token))], ranks[token], 1 << 60
+    while len(parts) > 2:
+        best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], never))
+        if ranks.get(parts[best] + parts[best + 1], never) >= limit:
+            return None
+        parts[best:best + 2] = [parts[best] + parts[best + 1]]
+    return tuple(parts)
+
+def bpe_json(vocab, merges, pattern, special, byte_level=True):
+    """A tokenizer.json, as text."""
+    split = [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}]
+    level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': False, 'use_regex': False}
+    steps = split * bool(pattern) + [level] * byte_level
+    return json.dumps({
+        'version': '1.0', 'truncation': None, 'padding': None, 'normalizer': None, 'post_processor': None,
+        'added_tokens': [{'id': i, 'content': text, 'single_word': False, 'lstrip': False, 'rstrip': False,
+                          'normalized': False, 'special': True} for text, i in special.items()],
+        'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': steps} if steps else None,
+        'decoder': level if byte_level else {'type': 'Fuse'},
+        'model': {'type': 'BPE', 'dropout': None, 'unk_token': None, 'continuing_subword_prefix': None,
+                  'end_of_word_suffix': None, 'fuse_unk': False, 'byte_fallback': False,
+                  'ignore_merges': byte_level and bool(merges), 'vocab': vocab, 'merges': merges},
+    }, ensure_ascii=False)
+
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+def byte_chars():
+    """{byte: the character that stands for it in byte-level vocabularies}, GPT-2's table."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+
+def merge(parts, ranks):
+    """
+    Byte-pair encoding of one piece: list of ids -> list of ids. ranks: {(left, right): (rank, id)}. The pair
+    of the lowest rank is merged first, the leftmost of equals; a heap over a linked list, so n log n.
+    """
+    ids, before, after = list(parts), list(range(-1, len(parts) - 1)), list(range(1, len(parts) + 1))
+    heap = [(ranks[pair][0], i, ranks[pair][1], pair) for i, pair in enumerate(zip(ids, ids[1:]))
+            if pair in ranks] # (rank, place, merged id, pair)
+    heapq.heapify(heap)
+    while heap:
+        _, i, new, pair = heapq.heappop(heap)
+        j = after[i] if ids[i] is not None else len(ids)
+        if j >= len(ids) or (ids[i], ids[j]) != pair:
+            continue # one of them has been merged since
+        ids[i], ids[j], after[i] = new, None, after[j]
+        if after[i] < len(ids):
+            before[after[i]] = i
+        for left, right in ((before[i], i), (i, after[i])):
+            if left >= 0 and right < len(ids) and (ids[left], ids[right]) in ranks:
+                rank, made = ranks[ids[left], ids[right]]
+                heapq.heappush(heap, (rank, left, made, (ids[left], ids[right])))
+    return [i for i in ids if i is not None]
+
+def cut(pieces, pattern, behavior):
+    """Splits every piece at the matches of a pattern, as tokenizers' Split does."""
+    for piece in pieces:
+        spans, at = [], 0 # (text, is it a match)
+        for m in pattern.finditer(piece):
+            spans += [(piece[at:m.start()], False)] * (m.start() > at) + [(m[0], True)] * bool(m[0])
+            at = max(at, m.end())
+        spans += [(piece[at:], False)] * (at < len(piece))
+        if behavior == 'Removed':
+            yield from (text for text, found in spans if not found)
+        elif behavior == 'Isolated':
+            yield from (text for text, _ in spans)
+        else:
+            held = ''
+            for n, (text, found) in enumerate(spans):
+                if behavior == 'Contiguous':
+                    joins = n and spans[n - 1][1] == found
+                elif behavior == 'MergedWithPrevious':
+                    joins = n and found and not spans[n - 1][1]
+                else: # MergedWithNext
+                    joins = n and spans[n - 1][1] and not found
+                if held and not joins:
+                    yield held
+                    held = ''
+                held += text
+            if held:
+                yield held
+
+class JsonTokenizer(Tokenizer):
+    """
+    A tokenizer.json of Hugging Face tokenizers with a BPE model, byte-level or with byte fallback: the same
+    ids as that library's. source: the file's text; config: what of tokenizer_config.json is used. ValueError
+    names the parts that are not supported.
+    """
+    def __init__(self, source, config=None):
+        import regex
+        spec = json.loads(source)
+        self.source, self.config, self.regex = source, config or {}, regex
+        model = spec.get('model') or {}
+        if model.get('type', 'BPE') != 'BPE' or any(model.get(key) for key in (
+                'dropout', 'continuing_subword_prefix', 'end_of_word_suffix')):
+            raise ValueError(f"tokenizer.json: model {model.get('type')!r} or its options are not supported: "
+                             'BPE without dropout, prefix and suffix is')
+        self.vocab = model['vocab']
+        added = sorted(spec.get('added_tokens') or [], key=lambda t: t['id'])
+        merges = [tuple(m.split(' ', 1)) if isinstance(m, str) else tuple(m) for m in model['merges']]
+        self.ranks = {(self.vocab[a], self.vocab[b]): (rank, self.vocab[a + b])
+                      for rank, (a, b) in reversed(list(enumerate(merges)))}
+        self.whole = model.get('ignore_merges', False)
+        self.normalize = [self.normalizer(part) for part in flat(spec.get('normalizer'), 'normalizers')]
+        self.cuts, self.byte_level, self.mapped = [], False, False
+        self.chars = byte_chars()
+        self.bytes = {char: b for b, char in self.chars.items()}
+        for part in flat(spec.get('pre_tokenizer'), 'pretokenizers'):
+            if self.byte_level and not self.mapped: # what follows ByteLevel sees a character for each byte
+                self.cuts.append(lambda pieces: (''.join(self.chars[b] for b in p.encode()) for p in pieces))
+                self.mapped = True
+            self.cuts += self.pre_tokenizer(part)
+        decoders = {part['type'] for part in flat(spec.get('decoder'), 'decoders')}
+        self.byte_level |= 'ByteLevel' in decoders
+        self.fallback = model.get('byte_fallback', False)
+        self.unk, self.fuse = self.vocab.get(model.get('unk_token')), model.get('fuse_unk', False)
+        tokens, back = {}, self.bytes
+        for text, i in self.vocab.items():
+            if self.byte_level and all(char in back for char in text):
+                tokens[i] = bytes(back[char] for char in text)
+            elif self.fallback and re.fullmatch('<0x[0-9A-F]{2}>', text):
+                tokens[i] = bytes([int(text[3:5], 16)])
+            else:
+                text = text if self.byte_level else text.replace('\u2581', ' ')
+                tokens[i] = text.encode('utf-8', 'replace')
+        tokens |= {t['id']: t['content'].encode() for t in added}
+        self.added = {t['content']: t['id'] for t in added}
+        self.finders = [self.finder([t for t in added if t.get('normalized', False) is late])
+                        for late in (False, True)] # in the text as it comes, in normalised text
+        super().__init__('json', tokens, {t['content']: t['id'] for t in added if t['special']},
+                         max([*self.vocab.values(), *self.added.values()]) + 1)
+        self.bos = self.template(spec.get('post_processor'))
+        ends = [self.config.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
+        ends = [end['content'] if isinstance(end, dict) else end for end in ends]
+        self.eot = next((self.added[end] for end in ends if end in self.added), None)
+        self.known = {}
+        self.bpe = self.tiktoken(merges) if self.byte_level else None
+
+    def normalizer(self, part):
+        kind = part['type']
+        if kind in ('NFC', 'NFD', 'NFKC', 'NFKD'):
+            return functools.partial(unicodedata.normalize, kind)
+        if kind == 'Prepend':
+            return lambda text: part['prepend'] + text if text else text
+        if kind == 'Replace' and 'String' in part['pattern']:
+            return lambda text: text.replace(part['pattern']['String'], part['content'])
+        if kind == 'Replace':
+            pattern = self.regex.compile(part['pattern']['Regex'])
+            return lambda text: pattern.sub(lambda m: part['content'], text)
+        if kind == 'Lowercase':
+            return str.lower
+        raise ValueError(f'tokenizer.json: normalizer {kind} is not supported')
+
+    def pre_tokenizer(self, part):
+        """-> functions from pieces to pieces."""
+        kind, compiled = part['type'], self.regex.compile
+        if kind == 'ByteLevel':
+            self.byte_level = True
+            prefix = [lambda pieces: (p if p.startswith(' ') else ' ' + p for p in pieces)]
+            split = [lambda pieces, pattern=compiled(GPT2_SPLIT): cut(pieces, pattern, 'Isolated')]
+            return prefix * part.get('add_prefix_space', True) + split * part.get('use_regex', True)
+        if kind == 'Split' and not part.get('invert'):
+            text = part['pattern'].get('Regex') or re.escape(part['pattern']['String'])
+            return [lambda pieces, pattern=compiled(text): cut(pieces, pattern, part['behavior'])]
+        if kind == 'Digits':
+            pattern = compiled(r'\p{N}' if part.get('individual_digits') else r'\p{N}+')
+            return [lambda pieces: cut(pieces, pattern, 'Isolated')]
+        if kind == 'Punctuation':
+            pattern = compiled(r'[\p{P}!-/:-@\[-`{-~]')
+            return [lambda pieces: cut(pieces, pattern, part.get('behavior', 'Isolated'))]
+        if kind == 'Metaspace' and part.get('replacement', '\u2581') == '\u2581':
+            scheme, cuts = part.get('prepend_scheme', 'always'), part.get('split', True)
+            def metaspace(pieces):
+                for n, piece in enumerate(pieces):
+                    piece = piece.replace(' ', '\u2581')
+                    wanted = scheme == 'always' or scheme == 'first' and self.first
+                    piece = '\u2581' * (wanted and not piece.startswith('\u2581')) + piece
+                    yield from cut([piece], compiled('\u2581'), 'MergedWithNext') if cuts else [piece]
+            return [metaspace]
+        raise ValueError(f'tokenizer.json: pre_tokenizer {kind} is not supported')
+
+    def finder(self, tokens):
+        """-> a function from text and whether special tokens count to (id or None, text) parts, in order."""
+        by_text = {t['content']: t for t in tokens}
+        pattern = re.compile('|'.join(map(re.escape, sorted(by_text, key=len, reverse=True))) or '(?!)')
+
+        def find(text, special):
+            at = 0
+            for m in pattern.finditer(text):
+                t, start, end = by_text[m[0]], m.start(), m.end()
+                beside = text[start - 1:start] + text[end:end + 1]
+                if t['special'] and not special or t.get('single_word') and re.search(r'\w', beside):
+                    continue
+                if t.get('lstrip'):
+                    start = max(at, len(text[:start].rstrip()))
+                if t.get('rstrip'):
+                    end = len(text) - len(text[end:].lstrip())
+                yield from [(None, text[at:start])] * (start > at) + [(t['id'], m[0])]
+                at = end
+            yield from [(None, text[at:])] * (at < len(text))
+        return find
+
+    def template(self, part):
+        """The ids that are put before every text."""
+        for one in flat(part, 'processors'):
+            if one['type'] == 'TemplateProcessing':
+                names = []
+                for piece in one['single']:
+                    if 'Sequence' in piece:
+                        break
+                    names.append(piece['SpecialToken']['id'])
+                return [i for name in names for i in one['special_tokens'][name]['ids']]
+        return []
+
+    def tiktoken(self, merges):
+        """
+        tiktoken merges any neighbours whose concatenation is a token, tokenizers listed pairs only. They
+        agree if every token, encoded by the merges that rank below its own, comes out as its listed pair:
+        then a token's bytes pass through one state of two parts only. Checked here; None if it does not hold.
+        """
+        import tiktoken
+        table = {self.tokens[i]: None for text, i in self.vocab.items() if text not in self.added}
+        order = [bytes([b]) for b in range(256)]
+        if not all(one in table for one in order):
+            return None
+        ids = {self.tokens[i]: i for text, i in self.vocab.items() if text not in self.added}
+        seen, byte_rank = set(order), {}
+        for rank, (a, b) in enumerate(merges):
+            left, right = self.tokens[self.vocab[a]], self.tokens[self.vocab[b]]
+            if left + right in seen or left not in seen or right not in seen:
+                return None
+            seen.add(left + right)
+            order.append(left + right)
+            byte_rank[left + right] = 256 + rank
+        for (a, b), token in zip(merges, order[256:]):
+            if two_parts(token, byte_rank) != (self.tokens[self.vocab[a]], self.tokens[self.vocab[b]]):
+                return None
+        order += sorted((token for token in ids if token not in seen), key=ids.get) if self.whole else []
+        self.ids_of = np.array([ids[token] for token in order], np.uint32)
+        return tiktoken.Encoding('json', pat_str=r'[\s\S]+', special_tokens={}, mergeable_ranks={
+            token: rank for rank, token in enumerate(order)})
+
+    def encode_piece(self, piece):
+        if (found := self.known.get(piece)) is not None:
+            return found
+        raw = bytes(self.bytes[char] for char in piece) if self.mapped else piece.encode()
+        if self.bpe:
+            found = self.ids_of[self.bpe._core_bpe.encode_single_piece(raw)].tolist()
+        else:
+            found = self.encode_slowly(''.join(self.chars[b] for b in raw) if self.byte_level else piece)
+        if len(self.known) < 1 << 18 and len(piece) < 64:
+            self.known[piece] = found
+        return found
+
+    def encode_slowly(self, text):
+        if self.whole and text in self.vocab:
+            return [self.vocab[text]]
+        ids = []
+        for char in text:
+            each = [f'<0x{b:02X}>' for b in char.encode()]
+            if char in self.vocab:
+                ids.append(self.vocab[char])
+            elif self.fallback and all(one in self.vocab for one in each):
+                ids += [self.vocab[one] for one in each]
+            elif self.unk is not None and not (self.fuse and ids and ids[-1] == self.unk):
+                ids.append(self.unk)
+        return merge(ids, self.ranks)
+
+    def encode_parts(self, text, special):
+        self.first = True
+        for i, part in self.finders[0](text, special):
+            if i is not None:
+                yield i
+            else:
+                for normalize in self.normalize:
+                    part = normalize(part)
+                for i, part in self.finders[1](part, special):
+                    if i is not None:
+                        yield i
+                        continue
+                    pieces = [part]
+                    for one in self.cuts:
+                        pieces = one(pieces)
+                    for piece in pieces:
+                        yield from self.encode_piece(piece)
+            self.first = False
+
+    def encode(self, text, allow_special=True):
+        text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') # lone surrogates: U+FFFD
+        return [*self.bos, *self.encode_parts(text, allow_special)]
+
+    def encode_array(self, text):
+        return np.fromiter(self.encode_parts(text, False), np.uint32)
+
+    def state(self):
+        return {'kind': 'json', 'source': self.source, 'config': self.config}
+
+    def to_json(self):
+        return self.source
+
+def flat(part, key):
+    """A part of tokenizer.json, or the parts of a Sequence, as a list."""
+    if part is None:
+        return []
+    return [one for inner in part[key] for one in flat(inner, key)] if part['type'] == 'Sequence' else [part]
+
+KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'json': JsonTokenizer}
 MAKERS = { # name: from (characters, by_document); other names are tiktoken's
     'byte': lambda chars, by_document: ByteTokenizer(),
     'char': lambda chars, by_document: CharTokenizer(chars, len(chars) if by_document else None),
 }
 
+def json_tokenizer(path):
+    """The tokenizer of a tokenizer.json, or of a folder with one; tokenizer_config.json beside it counts."""
+    path = os.path.join(path, 'tokenizer.json') if os.path.isdir(path) else path
+    beside = os.path.join(os.path.dirname(path), 'tokenizer_config.json')
+    try:
+        with open(path, encoding='utf-8') as f:
+            source = f.read()
+        with open(beside, encoding='utf-8') if os.path.exists(beside) else contextlib.nullcontext() as f:
+            config = json.load(f) if f else {}
+        return JsonTokenizer(source, {key: config[key] for key in ('eos_token',) if key in config})
+    except FileNotFoundError:
+        raise FileNotFoundError(f'{path} is missing: without it there are no tokens') from None
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f'{path} cannot be read as a tokenizer ({e!r}): is it complete?') from e
+
 def make_tokenizer(name, characters='', by_document=False):
     """A tokenizer for new data; char takes the characters, and an end-of-text id if there are documents."""
-    return MAKERS[name](characters, by_document) if name in MAKERS else tiktoken_tokenizer(name)
+    if name in MAKERS:
+        return MAKERS[name](characters, by_document)
+    if foreign(name) and name not in GPT2_IDS: # tiktoken has gpt2
+        return json_tokenizer(find_checkpoint(name, weights=False))
+    return tiktoken_tokenizer(name)
 
 def tiktoken_tokenizer(name):
     import requests
@@ -413,6 +813,8 @@ def tiktoken_tokenizer(name):
     ranks = ''.join(f'{base64.b64encode(token).decode()} {rank}\n' for token, rank in ranks)
     return TiktokenTokenizer(name, bpe._pat_str, dict(bpe._special_tokens), ranks)
 
+TABLES = {'tiktoken': ('ranks', 'tokenizer.tiktoken'), 'json': ('source', 'tokenizer.json')} # beside the .bin
+
 def tokenizer_from_state(state):
     """The tokenizer whose state() this is, without files or network. ValueError: it is no such state."""
     try:
@@ -426,9 +828,10 @@ def load_tokenizer(folder):
     state = read_meta(folder)['tokenizer']
     if state is None:
         return make_tokenizer('gpt2')
-    if state.get('kind') == 'tiktoken':
-        with open(os.path.join(folder, 'tokenizer.tiktoken'), encoding='utf-8', newline='') as f:
-            state = {**state, 'ranks': f.read()}
+    if state.get('kind') in TABLES:
+        key, name = TABLES[state['kind']]
+        with open(os.path.join(folder, name), encoding='utf-8', newline='') as f:
+            state = {**state, key: f.read()}
     return tokenizer_from_state(state)
 
 # writing ----------------------------------------------------------------------------------------------------
@@ -511,7 +914,8 @@ def write_dataset(folder, plan, tok, label, by_document=False, procs=1, n_bytes=
     made = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
     state, dtype = tok.state(), dtype_of(tok.n_vocab).name
-    texts = {'tokenizer.tiktoken': state.pop('ranks', None), 'train.mask.bin': None} # None: remove
+    texts = {'train.mask.bin': None} # None: remove
+    texts |= {name: state.pop(key, None) for key, name in TABLES.values()}
     try:
         with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
             meta = {'source': label, 'vocab_size': tok.n_vocab, 'dtype': dtype, 'eot': tok.eot,

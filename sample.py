@@ -4,11 +4,14 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py                                        # from out/
     python sample.py --out_dir=out-x --start='def ' --num_samples=3 --max_new_tokens=200
     python sample.py --start=FILE:prompt.txt --temperature=0  # greedy; LINES:file: a prompt a line, -: stdin
+    python sample.py --init_from=Qwen/Qwen3-0.6B --start=Once  # or a folder with config.json and safetensors
+    python sample.py --export=folder                        # for transformers and vLLM, instead of text
     python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
 
 Noise is a function of (seed, sample, position): sample 3 is the same text alone or among a hundred others.
 """
 import codecs
+import json
 import os
 import sys
 import time
@@ -18,11 +21,12 @@ import torch
 
 from configurator import configure, runtime
 from model import GPT
-from prepare import load_tokenizer, tokenizer_from_state
+from prepare import find_checkpoint, foreign, json_tokenizer, load_tokenizer, tokenizer_from_state
 
 # model
-init_from = 'resume'        # resume (from out_dir), or a checkpoint or its folder
+init_from = 'resume'        # resume (from out_dir), a checkpoint, a folder (transformers' too), or a hub id
 out_dir = 'out'             # where train.py wrote; best.pt is read if it is there, else ckpt.pt
+export = ''                 # a folder to write the model to, as transformers reads it, instead of text
 # text
 start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a line), - (standard input)
 num_samples = 10            # for each prompt, drawn as one batch
@@ -217,14 +221,23 @@ def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, *
 
 def checkpoint_path(init_from, out_dir):
     """The file that init_from means."""
-    if init_from.startswith('gpt2') and not os.path.exists(init_from):
-        raise ValueError(f"init_from={init_from!r}: OpenAI's weights cannot be read yet; "
-                         "use a checkpoint of train.py")
     folder = out_dir if init_from == 'resume' else init_from
     if init_from != 'resume' and not os.path.isdir(folder):
         return folder
     best = os.path.join(folder, 'best.pt')
     return best if os.path.exists(best) else os.path.join(folder, 'ckpt.pt')
+
+
+def write_pretrained(model, tokenizer, folder):
+    """Model and tokenizer, as AutoModelForCausalLM and AutoTokenizer read them."""
+    model.save_pretrained(folder)
+    eot = tokenizer.decode([tokenizer.eot]) if tokenizer.eot is not None else None
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eot,
+              'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size}
+    for name, text in {'tokenizer.json': tokenizer.to_json(),
+                       'tokenizer_config.json': json.dumps(config)}.items():
+        with open(os.path.join(folder, name), 'w', encoding='utf-8', newline='') as f:
+            f.write(text)
 
 
 def find_tokenizer(rest, path):
@@ -268,12 +281,21 @@ if __name__ == '__main__':
                              "0 <= min_p <= 1, repetition_penalty > 0, num_samples, max_new_tokens >= 1, "
                              "seed >= 0")
     machine = runtime(device, dtype, seed)
-    path = checkpoint_path(init_from, out_dir)
-    model, rest = GPT.from_checkpoint(path)
-    tokenizer = find_tokenizer(rest, path)
+    if init_from != 'resume' and foreign(init_from):
+        path, rest = find_checkpoint(init_from), {}
+        model, tokenizer = GPT.from_pretrained(path), json_tokenizer(path)
+    else:
+        path = checkpoint_path(init_from, out_dir)
+        model, rest = GPT.from_checkpoint(path)
+        tokenizer = find_tokenizer(rest, path)
+    if export:
+        write_pretrained(model, tokenizer, export)
+        print(f"{path} is in {export} for transformers: {', '.join(sorted(os.listdir(export)))}")
+        raise SystemExit
     model.to(machine.device, machine.dtype).eval()
-    print(f"{path}: {model.num_params():,} parameters, iteration {rest.get('iter_num', 0):,}, "
+    at = (f", iteration {rest.get('iter_num', 0):,}, "
           f"val loss {float(rest.get('best_val_loss', float('nan'))):.4f} at best")
+    print(f"{path}: {model.num_params():,} parameters{at if rest else ''}")
     prompts = read_prompts(start)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     if max(map(len, ids)) > model.config.block_size:

@@ -1537,8 +1537,6 @@ def test_resuming_with_another_architecture_names_both_values(folder):
         train('--out_dir=out', '--init_from=resume')
     fine = train('--out_dir=fine', '--init_from=out/ckpt.pt', '--max_iters=1', '--dropout=0.1')
     assert fine['first_it'] == 0 and fine['model'].config.dropout == 0.1
-    with pytest.raises(ValueError, match='OpenAI'):
-        run('train.py', '--init_from=gpt2', *TOY)
 
 
 def test_ctrl_c_saves_and_resumes_exactly(folder):
@@ -3047,3 +3045,291 @@ def test_fetch_offline_names_the_way_out(tmp_path, monkeypatch, capsys):
     assert code == 1 and len(stderr.strip().splitlines()) == 1
     assert 'cannot reach raw.githubusercontent.com' in stderr and 'python prepare.py my.txt' in stderr
     assert os.path.join('data', 'shakespeare', 'input.txt') in stderr and prep_files(tmp_path) == []
+
+# tokenizer.json and the hub ---------------------------------------------------------------------------------
+
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+                r"\s*[\r\n]+|\s+(?!\S)|\s+")
+DEEPSEEK_SPLIT = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                  r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+@functools.lru_cache(maxsize=1)
+def tok_texts():
+    """Code, Chinese, emoji, digits, spaces, odd Unicode: something of everything, 400 KB."""
+    rng = random.Random(0)
+    code = ''.join((ROOT / name).read_text(encoding='utf-8')
+                   for name in ('train.py', 'sample.py', 'bench.py'))
+    chinese = '，'.join(''.join(chr(rng.randrange(0x4e00, 0x4f50)) for _ in range(7)) for _ in range(400))
+    odd = ('😀👩\u200d👩\u200d👧🇩🇪 e\u0301 é ﬁ ½ ǅ \u200d \ufeff \u00a0\u3000 １２ ⅷ \x00 ' * 40
+           + "It's WE'LL they'Ve don't\u2019s " * 20 + '\n\n \n\t\t  \r\n' * 60)
+    digits = ' '.join(str(rng.randrange(10**rng.randrange(1, 12))) for _ in range(2000))
+    return [code, chinese, odd, digits, code.upper() + chinese + code.replace('\n', '\n\n') + odd + digits]
+
+
+@functools.lru_cache(maxsize=None)
+def tok_oracles():
+    """name -> a tokenizer of the tokenizers library, of each kind that is met on the hub."""
+    tk = pytest.importorskip('tokenizers')
+    pre, norm, dec = tk.pre_tokenizers, tk.normalizers, tk.decoders
+    level = lambda prefix=False, regex=True: pre.ByteLevel(add_prefix_space=prefix, use_regex=regex)
+    split = lambda pattern: pre.Split(tk.Regex(pattern), 'isolated')
+
+    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',), **model):
+        t = tk.Tokenizer(tk.models.BPE(**model))
+        if pretok:
+            t.pre_tokenizer = pretok
+        if normalizer:
+            t.normalizer = normalizer
+        t.decoder = decoder or dec.ByteLevel()
+        texts = [line for text in tok_texts()[:4]
+                 for line in (text.splitlines() if pretok is None else [text])]
+        alphabet = pre.ByteLevel.alphabet() if decoder is None else []
+        t.train_from_iterator(texts, tk.trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False))
+        return t
+
+    found = {
+        'gpt2': trained(level()), 'gpt2 prefix': trained(level(prefix=True)),
+        'llama3': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), ignore_merges=True),
+        'qwen': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), norm.NFC()),
+        'deepseek': trained(pre.Sequence([split(r'\p{N}{1,3}'), split('[一-龥぀-ゟ゠-ヿ]+'),
+                                          split(DEEPSEEK_SPLIT), level(regex=False)])),
+        'falcon': trained(pre.Sequence([pre.Punctuation('contiguous'), level(), pre.Digits(False),
+                                        split('[0-9][0-9][0-9]')])),
+        'smollm': trained(pre.Sequence([pre.Digits(True), level()]))}
+    pieces = dec.Sequence([dec.Replace('▁', ' '), dec.ByteFallback(), dec.Fuse(), dec.Strip(' ', 1, 0)])
+    llama2 = json.loads(trained(
+        None, norm.Sequence([norm.Prepend('▁'), norm.Replace(' ', '▁')]), pieces, 1300,
+        ['<unk>', '<s>', '</s>', *(f'<0x{b:02X}>' for b in range(256))]).to_str())
+    llama2['model'].update(byte_fallback=True, unk_token='<unk>', fuse_unk=True)
+    llama2['added_tokens'] = [t for t in llama2['added_tokens'] if not t['content'].startswith('<0x')]
+    start = {'SpecialToken': {'id': '<s>', 'type_id': 0}}
+    texts = [{'Sequence': {'id': name, 'type_id': 0}} for name in 'AB']
+    llama2['post_processor'] = {'type': 'TemplateProcessing', 'single': [start, texts[0]],
+                                'pair': [start, texts[0], start, texts[1]],
+                                'special_tokens': {'<s>': {'id': '<s>', 'ids': [1], 'tokens': ['<s>']}}}
+    found['llama2'] = tk.Tokenizer.from_str(json.dumps(llama2))
+    found['mistral'] = tk.Tokenizer.from_str(json.dumps({**llama2, 'normalizer': None, 'pre_tokenizer': {
+        'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first', 'split': False}}))
+    added = tk.Tokenizer.from_str(found['gpt2'].to_str())
+    added.add_tokens([tk.AddedToken('hello', normalized=True), tk.AddedToken('  ', normalized=False),
+                      tk.AddedToken('word', single_word=True)])
+    added.add_special_tokens([tk.AddedToken('<|x|>', lstrip=True), tk.AddedToken('<|y|>', rstrip=True)])
+    found['added'] = added
+    path = Path(os.environ.get('FLATGPT_DATA', 'nowhere')) / 'minimind_tokenizer/tokenizer.json'
+    if path.exists():
+        found['minimind'] = tk.Tokenizer.from_file(str(path))
+    return found
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'gpt2 prefix', 'llama3', 'qwen', 'deepseek', 'falcon', 'smollm',
+                                  'llama2', 'mistral', 'added', 'minimind'])
+def test_tokenizer_json_gives_the_ids_of_tokenizers(name):
+    if name not in tok_oracles():
+        pytest.skip('its file is not at hand')
+    theirs, rng, mixed = tok_oracles()[name], random.Random(1), ''.join(tok_texts())
+    ours = prepare.tokenizer_from_state(prepare.JsonTokenizer(theirs.to_str()).state())
+    assert (ours.bpe is None) == (name in ('llama2', 'mistral')) and ours.n_vocab == theirs.get_vocab_size()
+    parts = [mixed[a:a + rng.randrange(1, 120)] for a in (rng.randrange(len(mixed)) for _ in range(600))]
+    marks = list(ours.added)[:5]
+    parts += [mark + part + marks[-1] + ' ' + mark for mark in marks for part in parts[:12]]
+    parts += ['', ' ', '\n', 'a', ' a', '  a  ', 'hello  world <|x|> <|y|>  z word words', '<s> x </s>',
+              mixed]
+    for part in parts:
+        assert ours.encode(part) == theirs.encode(part).ids, repr(part[:80])
+    ours.encode('a\ud800b')
+    for part in parts[:200]:  # and back; a prefix that encoding puts in front is text
+        back = ours.decode(ours.encode(part)).removeprefix('<s>')
+        same = part if name != 'qwen' else __import__('unicodedata').normalize('NFC', part)
+        assert back in (same, ' ' + same) or name == 'added', (part, back)
+
+
+def test_merges_that_tiktoken_would_not_make_take_the_own_loop():
+    tk = pytest.importorskip('tokenizers')
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    vocab, merges = spec['model']['vocab'], [tuple(m) for m in spec['model']['merges']]
+    # 'abc' is listed as a + bc only, but ab is merged before bc
+    for text in ('ab', 'bc', 'abc'):
+        vocab.setdefault(text, max(vocab.values()) + 1)
+    merges = [('a', 'b'), ('b', 'c'), ('a', 'bc')] + [
+        m for m in merges if ''.join(m) not in ('ab', 'bc', 'abc')]
+    spec['model'].update(merges=[list(m) for m in merges])
+    theirs, ours = tk.Tokenizer.from_str(json.dumps(spec)), prepare.JsonTokenizer(json.dumps(spec))
+    assert ours.bpe is None
+    for text in ('abc', 'xabcabc bc cab', tok_texts()[0][:20000]):
+        assert ours.encode(text) == theirs.encode(text).ids
+
+
+def test_unsupported_parts_of_a_tokenizer_are_named(tmp_path):
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    for change, part in (({'normalizer': {'type': 'StripAccents'}}, 'normalizer StripAccents'),
+                         ({'pre_tokenizer': {'type': 'UnicodeScripts'}}, 'pre_tokenizer UnicodeScripts'),
+                         ({'model': {**spec['model'], 'type': 'WordPiece'}}, "model 'WordPiece'"),
+                         ({'model': {}}, 'cannot be read as a tokenizer')):
+        (tmp_path / 'tokenizer.json').write_text(json.dumps({**spec, **change}))
+        with pytest.raises(ValueError, match=part) as error:
+            prepare.json_tokenizer(str(tmp_path))
+        assert '\n' not in str(error.value)
+    (tmp_path / 'tokenizer.json').write_text('{')
+    with pytest.raises(ValueError, match='cannot be read as a tokenizer'):
+        prepare.json_tokenizer(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match='none is missing'):
+        prepare.json_tokenizer(str(tmp_path / 'none'))
+
+
+@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy'])
+def test_exported_tokenizers_encode_the_same(name, tmp_path, monkeypatch):
+    tk = pytest.importorskip('tokenizers')
+    if name == 'gpt2':
+        prep_gpt2(monkeypatch)
+    text = tok_texts()[0][:30000] + tok_texts()[2][:500]
+    ours = (prep_toy_bpe() if name == 'toy' else prepare.make_tokenizer(name, sorted(set(text)), True))
+    theirs = tk.Tokenizer.from_str(ours.to_json())
+    for part in (text, text[5000:6000], 'a' + prepare.EOT + 'b' if name != 'toy' else 'abc'):
+        part = part if name != 'char' else ''.join(c for c in part if c in ours.chars or c in prepare.EOT)
+        assert theirs.encode(part).ids == ours.encode(part)
+    assert theirs.decode(ours.encode(text[:500]), skip_special_tokens=False) == text[:500]
+
+
+def test_a_dataset_is_prepared_with_a_tokenizer_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('qwen')
+    Path('qwen/tokenizer.json').write_text(tok_oracles()['qwen'].to_str(), encoding='utf-8')
+    Path('my.txt').write_text(tok_texts()[0], encoding='utf-8')
+    run('prepare.py', 'my.txt', '--tokenizer=qwen')
+    made = [np.fromfile(f'data/my_qwen/{split}.bin', '<u2').tolist() for split in ('train', 'val')]
+    again = prepare.load_tokenizer('data/my_qwen')
+    assert ''.join(map(again.decode, made)) == tok_texts()[0]
+    assert all(tok_oracles()['qwen'].encode(again.decode(ids)).ids == ids for ids in made)
+    assert again.encode('def x') == tok_oracles()['qwen'].encode('def x').ids
+
+
+class HubHandler(http.server.BaseHTTPRequestHandler):
+    """A hub of one repository, a/b, from a folder; faults: {file: what goes wrong}, once or for good."""
+    root, faults, asked = None, {}, []
+
+    def do_GET(self):
+        self.asked.append((self.path, self.headers.get('Authorization')))
+        body, status, name = b'no', 404, self.path.rpartition('/')[2]
+        if self.path == '/api/models/a/b/tree/main':
+            files = [p for p in self.root.iterdir()]
+            body, status = json.dumps([{
+                'path': p.name, 'size': p.stat().st_size, **({'lfs': {'oid': hashlib.sha256(
+                    p.read_bytes()).hexdigest()}} if p.suffix == '.safetensors' else {})}
+                for p in files]).encode(), 200
+        elif self.path.startswith('/a/b/resolve/main/') and (self.root / name).exists():
+            body, status = (self.root / name).read_bytes(), 200
+        fault = self.faults.get(name)
+        if fault in (401, 429, 500):
+            status = fault
+        elif fault == 'lie':
+            body = body[:-4] + b'lies'
+        if fault not in ('lie', 401):
+            self.faults.pop(name, None)
+        begin = int((self.headers.get('Range') or 'bytes=0-')[6:-1])
+        self.send_response(206 if begin and status == 200 else status)
+        self.send_header('Content-Length', str(len(body) - begin))
+        if begin:
+            self.send_header('Content-Range', f'bytes {begin}-{len(body) - 1}/{len(body)}')
+        self.end_headers()
+        self.wfile.write(body[begin:begin + 5000] if fault == 'cut' else body[begin:])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    pytest.importorskip('requests')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, 'RETRY_WAITS', (0, 0))
+    hf_model('llama', {**HF, 'vocab_size': 1100}, tmp_path / 'repo', max_shard_size='100KB')
+    (tmp_path / 'repo/tokenizer.json').write_text(tok_oracles()['gpt2'].to_str(), encoding='utf-8')
+    (tmp_path / 'repo/evil.py').write_text('raise SystemExit')
+    (tmp_path / 'repo/pytorch_model.bin').write_bytes(pickle.dumps(Evil()))
+    HubHandler.root, HubHandler.faults, HubHandler.asked = tmp_path / 'repo', {}, []
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), HubHandler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
+    monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_address[1]}')
+    monkeypatch.setenv('HF_TOKEN', 'secret')
+    yield HubHandler
+    server.shutdown()
+    server.server_close()
+
+
+def test_hub_ids_become_local_folders(hub, capsys):
+    hub.faults = {'config.json': 500, 'model-00001-of-00003.safetensors': 'cut', 'tokenizer.json': 429}
+    folder = prepare.find_checkpoint('a/b')
+    got = set(os.listdir(folder))
+    assert got >= {'config.json', 'tokenizer.json', 'model.safetensors.index.json'}
+    assert not got & {'evil.py', 'pytorch_model.bin', 'generation_config.json'}
+    assert all(who == 'Bearer secret' for _, who in hub.asked)
+    assert len([path for path, _ in hub.asked if 'config' in path]) == 2
+    for name in got & set(os.listdir('repo')):
+        assert (Path(folder) / name).read_bytes() == (Path('repo') / name).read_bytes()
+    asked = len(hub.asked)
+    assert prepare.find_checkpoint('a/b') == folder and len(hub.asked) == asked  # offline from now on
+    run('sample.py', '--init_from=a/b', '--start=def', '--num_samples=1', '--max_new_tokens=8',
+        '--device=cpu')
+    assert '8 tokens in' in capsys.readouterr().err
+
+
+def test_hub_refuses_in_one_line_before_anything_large(hub):
+    def refused(kind, message, name='a/b'):
+        shutil.rmtree('data', ignore_errors=True)
+        with pytest.raises(kind, match=message) as error:
+            prepare.find_checkpoint(name)
+        assert '\n' not in str(error.value)
+        assert not [p for p, _ in hub.asked if p.endswith('.safetensors')] or 'sha256' in message
+        hub.asked.clear()
+
+    path = Path('repo/config.json')
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, 'model_type': 'rwkv'}))
+    refused(ValueError, "model_type='rwkv' is not supported")
+    path.write_text(json.dumps({**config, 'quantization_config': {'quant_method': 'gptq'}}))
+    refused(ValueError, 'quantized')
+    path.write_text(json.dumps(config))
+    refused(OSError, '404', 'a/none')
+    hub.faults = {'config.json': 401}
+    refused(OSError, 'it says 401')
+    hub.faults = {'model-00001-of-00003.safetensors': 'lie'}
+    refused(ValueError, 'sha256')
+    hub.faults = {}
+    for file in Path('repo').glob('*.safetensors*'):
+        file.unlink()
+    refused(ValueError, 'a/b has no safetensors')
+
+
+def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, 'RETRY_WAITS', ())
+    monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:9')
+    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
+    for script in ('train.py', 'sample.py'):
+        with pytest.raises(OSError, match='go online, or download .*gpt2.* by other means to') as error:
+            run(script, '--init_from=gpt2', '--device=cpu')
+        assert '\n' not in str(error.value)
+
+
+def test_train_from_and_export_to_transformers(folder, capsys):
+    hf_model('qwen3', {**HF, 'vocab_size': 23, 'head_dim': 16}, 'theirs')
+    story = run('train.py', '--init_from=theirs', '--dataset=toy', '--out_dir=out', '--block_size=16',
+                '--max_iters=2', '--batch_size=4', '--gradient_accumulation_steps=1', '--device=cpu',
+                '--dtype=float32', '--compile=False', '--eval_iters=2')
+    assert story['model'].config.head_dim == 16 and story['model'].config.block_size == 16
+    with pytest.raises(ValueError, match='n_embd=64 differs'):
+        run('train.py', '--init_from=theirs', '--dataset=toy', '--n_embd=64', '--device=cpu')
+    meta = json.loads(Path('data/toy/meta.json').read_text())
+    if meta['tokenizer']:
+        with pytest.raises(SystemExit):
+            run('sample.py', '--out_dir=out', '--export=exported', '--device=cpu')
+        auto = transformers.AutoTokenizer.from_pretrained('exported')
+        idx, model = torch.randint(23, (1, 12)), story['model'].eval()
+        with torch.no_grad():
+            near(hf_opened('exported')(idx).logits, model(idx))
+        ours = prepare.load_tokenizer('data/toy')
+        text = ours.decode([1, 2, 3, 4])
+        assert auto(text)['input_ids'] == ours.encode(text)

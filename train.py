@@ -34,13 +34,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import configure, runtime
 from model import GPT, GPTConfig
-from prepare import Bins, load_tokenizer, read_meta
+from prepare import Bins, find_checkpoint, foreign, load_tokenizer, read_meta
 from sample import complete
 
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
-init_from = 'scratch'                # scratch, resume (out_dir's), a checkpoint or its folder, to fine-tune
+init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations; each one writes a checkpoint
 eval_iters = 200                     # batches an evaluation, spread over val.bin; all of it if that is less
 eval_only = False                    # evaluate once and stop
@@ -366,16 +366,18 @@ if __name__ == '__main__':
         path = checkpoint_file
     elif init_from != 'scratch':
         path = os.path.join(init_from, 'ckpt.pt') if os.path.isdir(init_from) else init_from
-        if init_from.startswith('gpt2') and not os.path.exists(init_from):
-            raise ValueError(f"init_from={init_from!r}: OpenAI's weights cannot be read yet; use scratch, "
-                             "resume, or a checkpoint of train.py or nanoGPT")
     if path:
         if not any(arg.endswith('.py') for arg in sys.argv[1:]):  # config/default.py asks for no architecture
             model_args = {key: value for key, value in model_args.items()
                           if any(arg.startswith(f'--{key}=') for arg in sys.argv)}
         changes = {key: value for key, value in model_args.items()
                    if key in ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence')}
-        model, rest = GPT.from_checkpoint(path, **changes)
+        if init_from != 'resume' and foreign(init_from):
+            path = find_checkpoint(init_from)
+            model = GPT.from_pretrained(path, torch.float32, **changes)
+            rest = {'model_args': vars(model.config).copy()}
+        else:
+            model, rest = GPT.from_checkpoint(path, **changes)
         for key, value in model_args.items():
             if value is not None and value != rest['model_args'][key]:
                 raise ValueError(f"{key}={value!r} differs from {path}, which has "
