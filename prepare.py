@@ -177,7 +177,8 @@ def find_checkpoint(name, weights=True):
             files = {entry['path']: entry for entry in json.load(f)}
     except (ValueError, TypeError, KeyError) as e:
         raise ValueError(f'{host} sent no list of files for {repo}: is HF_ENDPOINT right?') from e
-    wanted = [file for file in ('config.json', 'tokenizer.json', 'tokenizer_config.json') if file in files]
+    wanted = [file for file in ('config.json', 'tokenizer.json', 'tokenizer_config.json',
+                                'chat_template.jinja') if file in files]
     wanted += sorted(file for file in files if weights and re.fullmatch(WEIGHTS, file))
     lacking = ({'config.json', 'safetensors'} if weights else {'tokenizer.json'}) - {
         file if file in ('config.json', 'tokenizer.json') else 'safetensors' for file in wanted}
@@ -756,11 +757,51 @@ class JsonTokenizer(Tokenizer):
     def encode_array(self, text):
         return np.fromiter(self.encode_parts(text, False), np.uint32)
 
+    def chat(self, messages, thinking=True):
+        """[{'role': 'system', 'user' or 'assistant', 'content': text}] -> ids, to where the answer begins."""
+        return [*self.encode_parts(chat_text(self.config.get('chat_template'), messages, thinking), True)]
+
     def state(self):
         return {'kind': 'json', 'source': self.source, 'config': self.config}
 
     def to_json(self):
         return self.source
+
+CHATS = { # name: (its mark in a chat_template, what comes first, a turn, what the answer follows)
+    'llama3': ('<|start_header_id|>', '<|begin_of_text|>',
+               '<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>',
+               '<|start_header_id|>assistant<|end_header_id|>\n\n'),
+    'chatml': ('<|im_start|>', '', '<|im_start|>{role}\n{content}<|im_end|>\n', '<|im_start|>assistant\n'),
+    'llama2': ('[INST]', '', {'user': '<s>[INST] {content} [/INST]', 'assistant': ' {content} </s>'}, ''),
+}
+
+def chat_text(template, messages, thinking=True):
+    """
+    Messages as text in the format of a chat template, which is recognised, not run: ChatML, with its
+    template's system prompt if it has one, Llama 2's and 3's. Without a template, the contents alone. thinking: False
+    closes the thoughts of models that have them before they begin.
+    """
+    template = template or ''
+    kind = next((name for name, (mark, *_) in CHATS.items() if mark in template), None)
+    if kind is None:
+        if template:
+            raise ValueError('the chat_template is none of ' + ', '.join(CHATS) + ': give a plain prompt')
+        return '\n'.join(message['content'] for message in messages)
+    _, text, turn, answer = CHATS[kind]
+    system = messages[0]['role'] == 'system'
+    usual = re.search(r"<\|im_start\|>system\\n([^'{<]+)<\|im_end\|>", template)
+    if kind == 'chatml' and usual and not system:
+        messages = [{'role': 'system', 'content': usual[1].replace('\\n', '\n')}, *messages]
+    if kind == 'llama2' and system:
+        first = f'<<SYS>>\n{messages[0]["content"]}\n<</SYS>>\n\n{messages[1]["content"]}'
+        messages = [{'role': 'user', 'content': first}, *messages[2:]]
+    for message in messages:
+        content = message['content'].split('</think>')[-1].lstrip('\n') if message['role'] == 'assistant' \
+            else message['content']
+        content = content if kind == 'chatml' else content.strip()
+        shape = turn if isinstance(turn, str) else turn[message['role']]
+        text += shape.replace('{role}', message['role']).replace('{content}', content)
+    return text + answer + '<think>\n\n</think>\n\n' * ('<think>' in template and not thinking)
 
 def flat(part, key):
     """A part of tokenizer.json, or the parts of a Sequence, as a list."""
@@ -783,7 +824,12 @@ def json_tokenizer(path):
             source = f.read()
         with open(beside, encoding='utf-8') if os.path.exists(beside) else contextlib.nullcontext() as f:
             config = json.load(f) if f else {}
-        return JsonTokenizer(source, {key: config[key] for key in ('eos_token',) if key in config})
+        template = os.path.join(os.path.dirname(path), 'chat_template.jinja')
+        if os.path.exists(template):
+            with open(template, encoding='utf-8') as f:
+                config['chat_template'] = f.read()
+        used = {key: config[key] for key in ('eos_token', 'chat_template') if key in config}
+        return JsonTokenizer(source, used)
     except FileNotFoundError:
         raise FileNotFoundError(f'{path} is missing: without it there are no tokens') from None
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as e:

@@ -3061,7 +3061,8 @@ def tok_texts():
     code = ''.join((ROOT / name).read_text(encoding='utf-8')
                    for name in ('train.py', 'sample.py', 'bench.py'))
     chinese = '，'.join(''.join(chr(rng.randrange(0x4e00, 0x4f50)) for _ in range(7)) for _ in range(400))
-    odd = ('😀👩\u200d👩\u200d👧🇩🇪 e\u0301 é ﬁ ½ ǅ \u200d \ufeff \u00a0\u3000 １２ ⅷ \x00 ' * 40
+    odd = ('\U0001f600👩\u200d👩\u200d👧🇩🇪 e\u0301 é ﬁ ½ ǅ \u200d \ufeff \u00a0\u3000 '
+           '１２３ ⅷ ' * 40
            + "It's WE'LL they'Ve don't\u2019s " * 20 + '\n\n \n\t\t  \r\n' * 60)
     digits = ' '.join(str(rng.randrange(10**rng.randrange(1, 12))) for _ in range(2000))
     return [code, chinese, odd, digits, code.upper() + chinese + code.replace('\n', '\n\n') + odd + digits]
@@ -3190,6 +3191,63 @@ def test_exported_tokenizers_encode_the_same(name, tmp_path, monkeypatch):
         part = part if name != 'char' else ''.join(c for c in part if c in ours.chars or c in prepare.EOT)
         assert theirs.encode(part).ids == ours.encode(part)
     assert theirs.decode(ours.encode(text[:500]), skip_special_tokens=False) == text[:500]
+
+
+CHAT_TEMPLATES = {
+    'chatml':
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
+        " '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    'qwen2.5':
+        "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] +"
+        " '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'"
+        " }}{%- endif %}{%- for m in messages %}{%- if m.role != 'system' %}{{- '<|im_start|>' + m.role +"
+        " '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{-"
+        " '<|im_start|>assistant\n' }}{%- endif %}",
+    'qwen3':
+        "{%- for m in messages %}{%- set content = m.content %}{%- if m.role == 'assistant' and"
+        " '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%-"
+        " endif %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}{%- if"
+        " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and"
+        " enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}",
+    'llama3':
+        "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] +"
+        " '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set"
+        " content = '<|begin_of_text|>' + content %}{% endif %}{{ content }}{% endfor %}{% if"
+        " add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    'llama2':
+        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system ="
+        " messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system = false %}{%"
+        " endif %}{% for m in loop_messages %}{% if loop.index0 == 0 and system %}{% set content ="
+        " '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}{% else %}{% set content ="
+        " m['content'] %}{% endif %}{% if m['role'] == 'user' %}{{ '<s>' + '[INST] ' + content.strip() +"
+        " ' [/INST]' }}{% else %}{{ ' ' + content.strip() + ' ' + '</s>' }}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize('name', CHAT_TEMPLATES)
+@pytest.mark.parametrize('thinking', [True, False])
+def test_chat_templates_are_recognised_and_written_as_jinja_does(name, thinking):
+    jinja2 = pytest.importorskip('jinja2')
+    render = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATES[name]).render
+    source = CHAT_TEMPLATES[name].replace('\n', '\\n')  # as it stands in tokenizer_config.json's template
+    user, answer = ({'role': role, 'content': text} for role, text in (
+        ('user', 'Hi, who are you?'), ('assistant', 'A program.')))
+    system = {'role': 'system', 'content': 'Be\nshort.'}
+    thought = {**answer, 'content': '<think>\nhm\n</think>\n\nA program.'} if name == 'qwen3' else answer
+    for messages in ([user], [system, user], [user, answer, user], [system, user, thought, user]):
+        assert prepare.chat_text(source, messages, thinking) == render(
+            messages=messages, add_generation_prompt=True, enable_thinking=thinking)
+    tokenizer = prepare.JsonTokenizer(tok_oracles()['llama2'].to_str(), {'chat_template': source})
+    text = prepare.chat_text(source, [user], thinking)
+    theirs = tok_oracles()['llama2'].encode(text, add_special_tokens=False)
+    assert tokenizer.chat([user], thinking) == theirs.ids
+
+
+def test_without_a_template_messages_are_their_text_and_others_are_refused():
+    messages = [{'role': 'user', 'content': 'one'}, {'role': 'user', 'content': 'two'}]
+    assert prepare.chat_text(None, messages) == 'one\ntwo'
+    with pytest.raises(ValueError, match='none of llama3, chatml, llama2'):
+        prepare.chat_text('{{ "GPT4 Correct User: " }}', messages)
 
 
 def test_a_dataset_is_prepared_with_a_tokenizer_json(tmp_path, monkeypatch, capsys):
@@ -3322,14 +3380,10 @@ def test_train_from_and_export_to_transformers(folder, capsys):
     assert story['model'].config.head_dim == 16 and story['model'].config.block_size == 16
     with pytest.raises(ValueError, match='n_embd=64 differs'):
         run('train.py', '--init_from=theirs', '--dataset=toy', '--n_embd=64', '--device=cpu')
-    meta = json.loads(Path('data/toy/meta.json').read_text())
-    if meta['tokenizer']:
-        with pytest.raises(SystemExit):
-            run('sample.py', '--out_dir=out', '--export=exported', '--device=cpu')
-        auto = transformers.AutoTokenizer.from_pretrained('exported')
-        idx, model = torch.randint(23, (1, 12)), story['model'].eval()
-        with torch.no_grad():
-            near(hf_opened('exported')(idx).logits, model(idx))
-        ours = prepare.load_tokenizer('data/toy')
-        text = ours.decode([1, 2, 3, 4])
-        assert auto(text)['input_ids'] == ours.encode(text)
+    with pytest.raises(SystemExit):
+        run('sample.py', '--out_dir=out', '--export=exported', '--device=cpu')
+    auto = transformers.AutoTokenizer.from_pretrained('exported')
+    idx, model = torch.randint(23, (1, 12)), story['model'].eval()
+    with torch.no_grad():
+        near(hf_opened('exported')(idx).logits, model(idx))
+    assert auto('abcd')['input_ids'] == prepare.load_tokenizer('data/toy').encode('abcd') == [0, 1, 2, 3]
