@@ -778,8 +778,8 @@ CHATS = { # name: (its mark in a chat_template, what comes first, a turn, what t
 def chat_text(template, messages, thinking=True):
     """
     Messages as text in the format of a chat template, which is recognised, not run: ChatML, with its
-    template's system prompt if it has one, Llama 2's and 3's. Without a template, the contents alone. thinking: False
-    closes the thoughts of models that have them before they begin.
+    template's system prompt if it has one, Llama 2's and 3's. Without a template, the contents alone.
+    thinking=False closes the thoughts of models that have them before they begin.
     """
     template = template or ''
     kind = next((name for name, (mark, *_) in CHATS.items() if mark in template), None)
