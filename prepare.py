@@ -167,11 +167,16 @@ def find_checkpoint(name, weights=True):
         return folder
     token = os.environ.get('HF_TOKEN')
     headers = {'Authorization': f'Bearer {token}'} if token else {}
-    instead = f' and the other files of {repo} beside it; a gated or private one needs HF_TOKEN'
+    instead = f', or name a folder that has the config.json, tokenizer.json and safetensors of {repo}'
     listing = os.path.join(folder, 'files.json')
     if os.path.exists(listing):
         os.remove(listing)
-    fetch(f'{host}/api/models/{repo}/tree/main', listing, headers=headers, instead=instead)
+    try:
+        fetch(f'{host}/api/models/{repo}/tree/main', listing, headers=headers)
+    except OSError as e:
+        why = re.search(r'it says \d+ [\w ]+|(?<=\()\w+', str(e))
+        raise OSError(f'{host} gives no {repo} ({why[0] if why else e}): check the id, go online, set HF_TOKEN if '
+                      f'it is gated{instead}') from e
     try:
         with open(listing, encoding='utf-8') as f:
             files = {entry['path']: entry for entry in json.load(f)}
