@@ -1106,25 +1106,33 @@ class GPT(nn.Module):
             config = dataclasses.replace(config_from_hf(c), **changes)
         except ValueError as error:
             raise ValueError(f"{folder}/config.json: {error}") from None
-        stored = str(c.get('dtype') or c.get('torch_dtype') or 'float32').removeprefix('torch.')
+        tensors, family = SafeTensors(folder), FAMILIES[c['model_type']]
         with torch.device('meta'):
-            model = cls(config).to(dtype or getattr(torch, stored))
+            model = cls(config).to(dtype or tensors.dtype())
         model = model.to_empty(device=device)
         with torch.no_grad():
-            _load(model, folder, FAMILIES[c['model_type']])
+            _load(model, tensors, folder, family)
         return model.eval()
 
-    def save_pretrained(self, folder):
-        """Writes config.json and model.safetensors, which AutoModelForCausalLM opens, all or nothing. Raises
-        ValueError if no family of FAMILIES computes what this model does."""
-        c = config_to_hf(self.config)
-        c.update(dtype=str(self.wte.weight.dtype)[6:], dropout=0.0)
+    def save_pretrained(self, folder, **more):
+        """Writes config.json, with `more` in it, and model.safetensors, which AutoModelForCausalLM opens, and
+        each is renamed when it is complete, config.json last. Raises ValueError if no family of FAMILIES
+        computes what this model does, or if the folder holds other weights."""
+        c = {**config_to_hf(self.config), 'dtype': str(self.wte.weight.dtype)[6:], **more}
+        if self.wte.weight.dtype not in SAFE_DTYPES.values():
+            raise ValueError(f"weights in {c['dtype']} cannot be written: use float32, bfloat16 or float16")
+        other = [name for name in (os.listdir(folder) if os.path.isdir(folder) else ())
+                 if '.safetensors' in name and name != 'model.safetensors']
+        if other:
+            raise ValueError(f"{folder} holds other weights ({other[0]}): give an empty folder")
         os.makedirs(folder, exist_ok=True)
         with torch.no_grad():
-            save_safetensors(_theirs(self, FAMILIES[c['model_type']]),
+            save_safetensors(lambda: _theirs(self, FAMILIES[c['model_type']]),
                              os.path.join(folder, 'model.safetensors'))
-        with open(os.path.join(folder, 'config.json'), 'w', encoding='utf-8') as f:
+        path = os.path.join(folder, 'config.json')
+        with open(path + '.tmp', 'w', encoding='utf-8') as f:
             json.dump(c, f, indent=2)
+        os.replace(path + '.tmp', path)
 
     @classmethod
     def from_checkpoint(cls, path, **changes):
@@ -1278,7 +1286,8 @@ DEEPSEEK_V3 = _over(
 BLOOM = dict(
     arch='BloomForCausalLM', theirs=dict(apply_residual_connection_post_layernorm=False), windows='',
     transposed=(),
-    fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer='n_layer', n_head='n_head',
+    fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer=('n_layer', 'num_hidden_layers'),
+                n_head=('n_head', 'num_attention_heads'),
                 n_embd=('hidden_size', 'n_embed'), norm_eps='layer_norm_epsilon',
                 tie_word_embeddings='tie_word_embeddings'),
     ours=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
@@ -1291,7 +1300,10 @@ BLOOM = dict(
            'mlp.c_proj': 'mlp.dense_4h_to_h'},
     rows={'attn.c_attn': _grouped})
 FALCON = _over(
-    BLOOM, arch='FalconForCausalLM', theirs=dict(apply_residual_connection_post_layernorm=False),
+    BLOOM, arch='FalconForCausalLM', theirs=dict(
+        apply_residual_connection_post_layernorm=False, ff_factor=4, **dict.fromkeys(  # None: any, read below
+            ('alibi', 'multi_query', 'parallel_attn', 'new_decoder_architecture', 'num_ln_in_parallel_attn',
+             'num_kv_heads', 'n_head_kv'))),
     fields=dict(block_size='max_position_embeddings', n_layer=('num_hidden_layers', 'n_layer'), bias='bias',
                 n_head=('num_attention_heads', 'n_head'), n_embd='hidden_size', d_ff='ffn_hidden_size',
                 mlp='activation'),
@@ -1309,8 +1321,7 @@ FAMILIES = {
     'qwen3': QWEN3,
     'llama': LLAMA,
     'mistral': _over(MISTRAL),
-    'qwen2': _over(MISTRAL, arch='Qwen2ForCausalLM', fields=dict(head_dim=None),
-                   ours=dict(qkv_bias=True, proj_bias=False)),
+    'qwen2': _over(MISTRAL, arch='Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False)),
     'mixtral': _over(
         MISTRAL, arch='MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
         names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
@@ -1348,7 +1359,8 @@ FAMILIES = {
     'gemma2': _over(
         LLAMA, arch='Gemma2ForCausalLM', windows='SL', plus_one=True,
         theirs=dict(use_bidirectional_attention=None),
-        fields=dict(mlp='hidden_activation', mlp_bias=None, attn_softcap='attn_logit_softcapping',
+        fields=dict(mlp=('hidden_activation', 'hidden_act'), mlp_bias=None,
+                    attn_softcap='attn_logit_softcapping',
                     logit_softcap='final_logit_softcapping'),
         ours=dict(wiring='sandwich', tie_word_embeddings=True),
         names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
@@ -1370,7 +1382,9 @@ FAMILIES = {
                   for ours, theirs in (('c_fc', 'gate_up'), ('c_proj', 'down'))
                   for kind, end in (('weight', ''), ('bias', '_bias'))}},
         rows={'mlp.experts.c_fc': _alternating}, transposed=('mlp.experts.c_fc', 'mlp.experts.c_proj')),
-    'minimind': _over(LLAMA, arch='MiniMindForCausalLM', theirs=dict(use_moe=False)),
+    'minimind': _over(LLAMA, arch='MiniMindForCausalLM', ours=dict(tie_word_embeddings=True), theirs=dict(
+        use_moe=False, **dict.fromkeys(('n_routed_experts', 'n_shared_experts', 'norm_topk_prob',
+                                        'num_experts_per_tok', 'scoring_func', 'num_experts')))),
 }
 GATED = {'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu',
          'sigmoid': 'glu'}
@@ -1378,15 +1392,18 @@ PLAIN = {'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu
          'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh'}
 HARMLESS = re.compile(  # fields of config.json that change nothing that is computed here, or are read below
     r'_.*|architectures|model_type|(torch_)?dtype|transformers_version|.*cache.*|.*_token(_id)?|.*dropout.*|'
-    r'.*_pdrop|initializer_range|output_.*|summary_.*|auto_map|task_.*|.*aux_loss.*|.*loss_alpha|'
+    r'.*_pdrop|initializer_range|output_(router_logits|attentions|hidden_states)|summary_.*|auto_map|'
+    r'task_.*|.*aux_loss.*|.*loss_alpha|'
     r'pretraining_tp|seq_aux|n_ctx|slow_but_exact|ep_size|.*checkpointing|id2label|label2id|is_decoder|'
-    r'init_.*|name|verbose|language|classifier_.*|rope_.*|rotary_.*|partial_rotary_factor|'
+    r'init_(device|config|std)|name|verbose|language|classifier_.*|partial_rotary_factor|'
+    r'rope_(parameters|scaling|theta|interleave)|rotary_(pct|emb_base)|'
     r'.*original_max_position_embeddings|.*sliding_window|max_window_layers|layer_types|no_rope_.*|'
-    r'decoder_sparse_step|mlp_only_layers|alibi|multi_query|parallel_attn|n(um)?_(kv_)?heads?.*|'
-    r'new_decoder_architecture|num_ln_in_parallel_attn|attn_config|expansion_ratio|learned_pos_emb|'
+    r'decoder_sparse_step|mlp_only_layers|attn_config|expansion_ratio|learned_pos_emb|'
     r'reorder_and_.*|use_parallel_residual|query_pre_attn_scalar|num_nextn_predict_layers|(qk_)?head_dim|'
     r'topk_method|hidden_size|num_key_value_heads|num_local_experts|intermediate_size|initial_context_length|'
-    r'flash_attn|inference_rope_.*|router_jitter_noise|attn_implementation|max_sequence_length')
+    r'flash_attn|inference_rope_.*|router_jitter_noise|attn_implementation|max_sequence_length|'
+    r'attention_softmax_in_fp32|masked_softmax_fusion|offset_alibi|skip_bias_add.*|tokenizer_name|'
+    r'is_llama_config|transformers.js_config|bias_dropout_fusion|unk_token_id|hidden_act')
 
 
 def _read_rope(c, args):
@@ -1412,10 +1429,17 @@ def _read_rope(c, args):
 
 
 def _write_rope(config, c):
+    scaling = config.rope_scaling or {}
+    length = scaling.get('original_max_position_embeddings')
+    if {'ntk': True, 'dynamic': length != config.block_size}.get(scaling.get('rope_type')):
+        raise ValueError('transformers has no such scaling')
     c['rope_parameters'] = {'rope_type': 'default', 'rope_theta': config.rope_base,
                             **(config.rope_scaling or {})}
     if 'partial_rotary_factor' in FAMILIES[c['model_type']]['ours']:
         c['rope_parameters']['partial_rotary_factor'] = config.partial_rotary_factor
+
+
+SAME_WINDOWS = ('mistral', 'mixtral', 'qwen3_moe')  # transformers gives all of their layers the window
 
 
 def _read_windows(c, args, default):
@@ -1424,12 +1448,17 @@ def _read_windows(c, args, default):
                       for kind in c.get('layer_types') or ())
     if '?' in letters:
         raise ValueError(f"layer_types={sorted(set(c['layer_types']))} is not supported")
-    if not letters and start is not None and c['model_type'] != 'qwen3_moe':
+    qwen = c['model_type'] in ('qwen2', 'qwen3', 'qwen3_moe', 'smollm3')
+    used = bool(size) and c.get('use_sliding_window', not qwen)
+    if c['model_type'] in SAME_WINDOWS:
+        letters = default
+    elif not letters and c['model_type'] in ('qwen2', 'qwen3'):
+        start = 28 if start is None else start
         letters = 'L' * min(n, start) + 'S' * (n - start)
     letters = letters or default
-    if size and c.get('use_sliding_window', True) and not default:
+    if used and not default:
         raise ValueError(f"{c['model_type']} with sliding_window={size} is not supported")
-    if size and c.get('use_sliding_window', True) and 'S' in letters:
+    if used and 'S' in letters:
         args.update(window=size, window_pattern=letters)
 
 
@@ -1439,8 +1468,10 @@ def _write_windows(config, c, default):
     letters = ['full_attention' if config.window_of(i) is None else 'sliding_attention'
                for i in range(config.n_layer)]
     c.update(sliding_window=config.window, use_sliding_window=config.window is not None, max_window_layers=0)
-    if c['model_type'] not in ('mistral', 'mixtral', 'qwen3_moe'):
+    if c['model_type'] not in SAME_WINDOWS:
         c['layer_types'] = letters
+    if c['model_type'] == 'gpt_oss':
+        c['sliding_window'] = config.window or config.block_size
 
 
 def _read_falcon(c, args):
@@ -1502,11 +1533,16 @@ def _write_qwen3_moe(config, c):
 
 
 def _read_gemma2(c, args):
-    args.update(embed_scale=args['n_embd'] ** 0.5, attn_scale=c['query_pre_attn_scalar'] ** -0.5)
+    args.update(embed_scale=args['n_embd'] ** 0.5, attn_scale=c['query_pre_attn_scalar'] ** -0.5,
+                attn_softcap=c.get('attn_logit_softcapping', 50.0) or 0.0,
+                logit_softcap=c.get('final_logit_softcapping', 30.0) or 0.0)
 
 
 def _write_gemma2(config, c):
-    c['query_pre_attn_scalar'] = round(config.scale ** -2)
+    c.update(query_pre_attn_scalar=round(config.scale ** -2),
+             sliding_window=config.window or config.block_size,
+             attn_logit_softcapping=config.attn_softcap or None,
+             final_logit_softcapping=config.logit_softcap or None)
 
 
 def _read_smollm3(c, args):
@@ -1537,6 +1573,13 @@ SPECIAL = {  # families with fields that stand for something else: what reads th
 def config_from_hf(c):
     """A config.json, as a dict, in its old form or its new -> GPTConfig. Raises ValueError that names what is
     not supported."""
+    try:
+        return _read_config(c)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{c.get('model_type')} with a missing or odd field ({error!r})") from None
+
+
+def _read_config(c):
     kind = c.get('model_type')
     if kind not in FAMILIES:
         raise ValueError(f"model_type={kind!r} is not supported; these are: {', '.join(sorted(FAMILIES))}")
@@ -1555,7 +1598,7 @@ def config_from_hf(c):
               and name not in known and name not in family['theirs']]
     if family['fields'].get('mlp'):
         table = GATED if 'gate' in family['names']['mlp.c_fc'] else PLAIN
-        wrong += [f"{family['fields']['mlp']}={args['mlp']!r}"] * (args['mlp'] not in table)
+        wrong += [f"hidden_act={args['mlp']!r}"] * (args['mlp'] not in table)
         args['mlp'] = table.get(args['mlp'])
     if wrong:
         raise ValueError(f"{kind} with {', '.join(wrong)} is not supported")
@@ -1589,12 +1632,13 @@ def config_to_hf(config):
                 c[theirs[0] if isinstance(theirs, tuple) else theirs] = getattr(config, ours)
         if family['fields'].get('mlp'):
             table = GATED if 'gate' in family['names']['mlp.c_fc'] else PLAIN
-            c[family['fields']['mlp']] = next((name for name, ours in table.items()
-                                               if ours == config.mlp), None)
-        if config.pos == 'rope' and family['ours'].get('pos', 'rope') == 'rope':
-            _write_rope(config, c)
+            field = family['fields']['mlp']
+            c[field if isinstance(field, str) else field[0]] = next(
+                (name for name, ours in table.items() if ours == config.mlp), None)
         _write_windows(config, c, family['windows'])
         try:
+            if config.pos == 'rope' and family['ours'].get('pos', 'rope') == 'rope':
+                _write_rope(config, c)
             SPECIAL.get(kind, (None, lambda config, c: None))[1](config, c)
             ours, read = _essence(config), _essence(config_from_hf(c))
         except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
@@ -1606,7 +1650,8 @@ def config_to_hf(config):
             nearest = kind, lacks
     raise ValueError("no published family computes this model" + (
         f"; the nearest, {nearest[0]}, has another "
-        + ', '.join(f"{name} (here {getattr(config, name)!r})" for name in nearest[1]) if nearest else ''))
+        + ', '.join(f"{name} (here {getattr(config, name)!r})" for name in nearest[1]) if nearest
+        else f", nor anything near it; rope_scaling={config.rope_scaling}"))
 
 
 SAFE_DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
@@ -1621,11 +1666,12 @@ class SafeTensors:
         self.where, self.maps = {}, {}  # name -> (file, dtype, shape, start, end)
         index = os.path.join(folder, 'model.safetensors.index.json')
         files = {'model.safetensors'}
-        if os.path.exists(index):
-            files = set(_read_json(index).get('weight_map', {}).values())
-        for file in sorted(files):
-            path = os.path.join(folder, file)
-            if os.path.basename(file) != file or not file.endswith('.safetensors'):
+        if os.path.exists(index) and not os.path.exists(os.path.join(folder, 'model.safetensors')):
+            files = _read_json(index).get('weight_map')
+            files = set(files.values()) if isinstance(files, dict) else {files}
+        for file in sorted(files, key=str):
+            path = os.path.join(folder, str(file))
+            if type(file) is not str or os.path.basename(file) != file or not file.endswith('.safetensors'):
                 raise ValueError(f"{index} names {file!r}, which is no safetensors file of its own folder")
             if not os.path.exists(path):
                 raise FileNotFoundError(f"{folder} lacks {file}: download it again" + (
@@ -1641,8 +1687,11 @@ class SafeTensors:
                                  f"of {size} bytes")
             try:
                 header = json.loads(f.read(length))
-                tensors = {name: (path, entry['dtype'], tuple(entry['shape']), *entry['data_offsets'])
+                tensors = {name: (path, str(entry['dtype']), tuple(entry['shape']), *entry['data_offsets'])
                            for name, entry in header.items() if name != '__metadata__'}
+                if not all(type(n) is int and n >= 0 for _, _, shape, *ends in tensors.values()
+                           for n in (*shape, *ends)):
+                    raise ValueError('shapes and offsets must be whole numbers')
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ValueError(f"{path} is damaged: its header cannot be read ({error})") from None
             self.maps[path] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY), 8 + length
@@ -1657,6 +1706,10 @@ class SafeTensors:
 
     def shape(self, name):
         return self.where[name][2]
+
+    def dtype(self):
+        """That of the largest tensor."""
+        return SAFE_DTYPES[max(self.where.values(), key=lambda entry: math.prod(entry[2]))[1]]
 
     def __getitem__(self, name):
         path, dtype, shape, start, end = self.where[name]
@@ -1706,10 +1759,10 @@ def _places(name, family, config):
     return each
 
 
-def _load(model, folder, family):
+def _load(model, tensors, folder, family):
     """Fills the model, whose tensors are empty, from a folder's safetensors, one after the other. Raises
     ValueError that names all tensors that are missing, unexpected or of another shape."""
-    tensors, config, state = SafeTensors(folder), model.config, model.state_dict()
+    config, state = model.config, model.state_dict()
     prefix = family['names']['wte'].split('.')[0] + '.'
     if prefix != 'lm_head.' and f"{family['names']['wte']}.weight" not in tensors.where:
         # GPT-2 and BLOOM as first published: the names lack the prefix
@@ -1722,6 +1775,10 @@ def _load(model, folder, family):
                        + (rf"|{re.escape(prefix)}layers\."
                           rf"({'|'.join(map(str, range(config.n_layer, config.n_layer + 9)))})\..*"
                           if family['arch'] == 'DeepseekV3ForCausalLM' else ''))  # the extra prediction layer
+    if (place := f"{family['names'].get('wpe')}.weight") in tensors.where:  # a smaller context crops them
+        path, stored, (rows, width), start, end = tensors.where[place]
+        kept = min(rows, config.block_size)
+        tensors.where[place] = path, stored, (kept, width), start, start + (end - start) // rows * kept
     wrong = [f"{place} is missing" for place in sorted(used - tensors.where.keys())]
     wrong += [f"{name} is unexpected" for name in sorted(tensors.where.keys() - used)
               if not extra.fullmatch(name)]
@@ -1785,10 +1842,11 @@ def _theirs(model, family):
 
 
 def save_safetensors(tensors, path):
-    """Writes (name, tensor) pairs, to a temporary file first."""
-    header, offset, tensors = {}, 0, list(tensors)
+    """Writes the (name, tensor) pairs that tensors() yields, twice the same: only one is in memory at a time.
+    To a temporary file first."""
+    header, offset = {}, 0
     names = {dtype: name for name, dtype in SAFE_DTYPES.items()}
-    for name, w in tensors:
+    for name, w in tensors():
         header[name] = {'dtype': names[w.dtype], 'shape': list(w.shape),
                         'data_offsets': [offset, offset + w.nbytes]}
         offset += w.nbytes
@@ -1796,6 +1854,6 @@ def save_safetensors(tensors, path):
     head += b' ' * (-len(head) % 8)
     with open(path + '.tmp', 'wb') as f:
         f.write(len(head).to_bytes(8, 'little') + head)
-        for _, w in tensors:
+        for _, w in tensors():
             f.write(w.contiguous().flatten().view(torch.uint8).cpu().numpy())
     os.replace(path + '.tmp', path)

@@ -125,7 +125,8 @@ def fetch_rest(url, part, size, headers):
         if r.status_code in (408, 429) or r.status_code >= 500:
             raise requests.ConnectionError(f'it says {r.status_code} {r.reason}')
         if r.status_code not in (200, 206):
-            raise OSError(f'cannot download {url}: it says {r.status_code} {r.reason}: check the address')
+            hint = 'set HF_TOKEN, if that is the hub' if r.status_code in (401, 403) else 'check the address'
+            raise OSError(f'cannot download {url}: it says {r.status_code} {r.reason}: {hint}')
         have = have if r.status_code == 206 else 0 # 200: the server ignores Range and sends all of it
         length = None if r.headers.get('Content-Encoding') else r.headers.get('Content-Length')
         total = have + int(length) if length else None
@@ -163,7 +164,10 @@ def find_checkpoint(name, weights=True):
     repo, host = GPT2_IDS.get(name, name), os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')
     folder = os.path.join('data', 'hub', repo.replace('/', '--'))
     done = os.path.join(folder, 'complete' if weights else 'complete-tokenizer')
-    if os.path.exists(done):
+    have = os.listdir(folder) if os.path.isdir(folder) else []
+    if os.path.exists(done) or {'config.json', 'tokenizer.json'} <= {*have} and (not weights or any(
+            re.fullmatch(WEIGHTS, file) for file in have)) and not any(f.endswith('.part') for f in have) \
+            and 'files.json' not in have: # put there by hand
         return folder
     token = os.environ.get('HF_TOKEN')
     headers = {'Authorization': f'Bearer {token}'} if token else {}
@@ -175,8 +179,8 @@ def find_checkpoint(name, weights=True):
         fetch(f'{host}/api/models/{repo}/tree/main', listing, headers=headers)
     except OSError as e:
         why = re.search(r'it says \d+ [\w ]+|(?<=\()\w+', str(e))
-        raise OSError(f'{host} gives no {repo} ({why[0] if why else e}): check the id, go online, set HF_TOKEN if '
-                      f'it is gated{instead}') from e
+        raise OSError(f'{name} is no folder, and {host} gives no {repo} ({why[0] if why else e}): check the '
+                      f'id, go online, set HF_TOKEN if it is gated{instead}') from e
     try:
         with open(listing, encoding='utf-8') as f:
             files = {entry['path']: entry for entry in json.load(f)}
@@ -196,7 +200,10 @@ def find_checkpoint(name, weights=True):
         if file == 'config.json' and weights:
             from model import config_from_hf
             with open(os.path.join(folder, file), encoding='utf-8') as f:
-                config_from_hf(json.load(f)) # refused before anything large comes
+                try:
+                    config_from_hf(json.load(f)) # refused before anything large comes
+                except ValueError as e:
+                    raise ValueError(f'{repo}: {e}') from None
     with open(done, 'w', encoding='utf-8') as f:
         f.write('all files of this folder have been downloaded\n')
     return folder
@@ -569,7 +576,7 @@ class JsonTokenizer(Tokenizer):
         added = sorted(spec.get('added_tokens') or [], key=lambda t: t['id'])
         merges = [tuple(m.split(' ', 1)) if isinstance(m, str) else tuple(m) for m in model['merges']]
         self.ranks = {(self.vocab[a], self.vocab[b]): (rank, self.vocab[a + b])
-                      for rank, (a, b) in reversed(list(enumerate(merges)))}
+                      for rank, (a, b) in enumerate(merges)}
         self.whole = model.get('ignore_merges', False)
         self.normalize = [self.normalizer(part) for part in flat(spec.get('normalizer'), 'normalizers')]
         self.cuts, self.byte_level, self.mapped = [], False, False
@@ -595,11 +602,11 @@ class JsonTokenizer(Tokenizer):
                 tokens[i] = text.encode('utf-8', 'replace')
         tokens |= {t['id']: t['content'].encode() for t in added}
         self.added = {t['content']: t['id'] for t in added}
-        self.finders = [self.finder([t for t in added if t.get('normalized', False) is late])
+        self.finders = [self.finder([t for t in added if t.get('normalized', False) is late], late)
                         for late in (False, True)] # in the text as it comes, in normalised text
         super().__init__('json', tokens, {t['content']: t['id'] for t in added if t['special']},
                          max([*self.vocab.values(), *self.added.values()]) + 1)
-        self.bos = self.template(spec.get('post_processor'))
+        self.before, self.after = self.template(spec.get('post_processor'))
         ends = [self.config.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         ends = [end['content'] if isinstance(end, dict) else end for end in ends]
         self.eot = next((self.added[end] for end in ends if end in self.added), None)
@@ -618,7 +625,7 @@ class JsonTokenizer(Tokenizer):
             pattern = self.regex.compile(part['pattern']['Regex'])
             return lambda text: pattern.sub(lambda m: part['content'], text)
         if kind == 'Lowercase':
-            return str.lower
+            return lambda text: ''.join(map(str.lower, text)) # character by character, as Rust does
         raise ValueError(f'tokenizer.json: normalizer {kind} is not supported')
 
     def pre_tokenizer(self, part):
@@ -643,15 +650,18 @@ class JsonTokenizer(Tokenizer):
             def metaspace(pieces):
                 for n, piece in enumerate(pieces):
                     piece = piece.replace(' ', '\u2581')
-                    wanted = scheme == 'always' or scheme == 'first' and self.first
+                    wanted = scheme == 'always' or scheme == 'first' and self.first and n == 0
                     piece = '\u2581' * (wanted and not piece.startswith('\u2581')) + piece
                     yield from cut([piece], compiled('\u2581'), 'MergedWithNext') if cuts else [piece]
             return [metaspace]
         raise ValueError(f'tokenizer.json: pre_tokenizer {kind} is not supported')
 
-    def finder(self, tokens):
+    def finder(self, tokens, late):
         """-> a function from text and whether special tokens count to (id or None, text) parts, in order."""
         by_text = {t['content']: t for t in tokens}
+        if late: # in normalised text a token's own text is normalised too
+            by_text = {functools.reduce(lambda text, f: f(text), self.normalize, key): t
+                       for key, t in by_text.items()}
         pattern = re.compile('|'.join(map(re.escape, sorted(by_text, key=len, reverse=True))) or '(?!)')
 
         def find(text, special):
@@ -671,16 +681,17 @@ class JsonTokenizer(Tokenizer):
         return find
 
     def template(self, part):
-        """The ids that are put before every text."""
+        """The ids that are put before and after every text."""
         for one in flat(part, 'processors'):
             if one['type'] == 'TemplateProcessing':
-                names = []
-                for piece in one['single']:
-                    if 'Sequence' in piece:
-                        break
-                    names.append(piece['SpecialToken']['id'])
-                return [i for name in names for i in one['special_tokens'][name]['ids']]
-        return []
+                around, names = ([], []), [piece.get('SpecialToken', {}).get('id') for piece in one['single']]
+                for n, name in enumerate(names):
+                    if name is not None:
+                        around[n > names.index(None)].extend(one['special_tokens'][name]['ids'])
+                return around
+            if one['type'] != 'ByteLevel':
+                raise ValueError(f'tokenizer.json: post_processor {one["type"]} is not supported')
+        return [], []
 
     def tiktoken(self, merges):
         """
@@ -705,7 +716,8 @@ class JsonTokenizer(Tokenizer):
         for (a, b), token in zip(merges, order[256:]):
             if two_parts(token, byte_rank) != (self.tokens[self.vocab[a]], self.tokens[self.vocab[b]]):
                 return None
-        order += sorted((token for token in ids if token not in seen), key=ids.get) if self.whole else []
+        if any(token not in ids for token in order):
+            return None
         self.ids_of = np.array([ids[token] for token in order], np.uint32)
         return tiktoken.Encoding('json', pat_str=r'[\s\S]+', special_tokens={}, mergeable_ranks={
             token: rank for rank, token in enumerate(order)})
@@ -714,7 +726,9 @@ class JsonTokenizer(Tokenizer):
         if (found := self.known.get(piece)) is not None:
             return found
         raw = bytes(self.bytes[char] for char in piece) if self.mapped else piece.encode()
-        if self.bpe:
+        if self.whole and (i := self.vocab.get(''.join(self.chars[b] for b in raw))) is not None:
+            found = [i]
+        elif self.bpe:
             found = self.ids_of[self.bpe._core_bpe.encode_single_piece(raw)].tolist()
         else:
             found = self.encode_slowly(''.join(self.chars[b] for b in raw) if self.byte_level else piece)
@@ -747,17 +761,19 @@ class JsonTokenizer(Tokenizer):
                 for i, part in self.finders[1](part, special):
                     if i is not None:
                         yield i
+                        self.first = False
                         continue
                     pieces = [part]
                     for one in self.cuts:
                         pieces = one(pieces)
                     for piece in pieces:
                         yield from self.encode_piece(piece)
+                    self.first = False
             self.first = False
 
     def encode(self, text, allow_special=True):
         text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') # lone surrogates: U+FFFD
-        return [*self.bos, *self.encode_parts(text, allow_special)]
+        return [*self.before, *self.encode_parts(text, allow_special), *self.after]
 
     def encode_array(self, text):
         return np.fromiter(self.encode_parts(text, False), np.uint32)

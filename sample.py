@@ -230,11 +230,13 @@ def checkpoint_path(init_from, out_dir):
 
 def write_pretrained(model, tokenizer, folder):
     """Model and tokenizer, as AutoModelForCausalLM and AutoTokenizer read them."""
-    model.save_pretrained(folder)
+    source = tokenizer.to_json()
     eot = tokenizer.decode([tokenizer.eot]) if tokenizer.eot is not None else None
+    model.save_pretrained(folder, eos_token_id=tokenizer.eot)
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eot,
               'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size}
-    for name, text in {'tokenizer.json': tokenizer.to_json(),
+    config |= getattr(tokenizer, 'config', {})  # what came with it: its own end of text, its chat template
+    for name, text in {'tokenizer.json': source,
                        'tokenizer_config.json': json.dumps(config)}.items():
         with open(os.path.join(folder, name), 'w', encoding='utf-8', newline='') as f:
             f.write(text)

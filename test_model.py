@@ -1728,6 +1728,10 @@ def test_hf_leaves_out_the_extra_prediction_layer(tmp_path):
     (dict(quantization_config={'quant_method': 'fp8'}), 'quantized .fp8.'),
     (dict(hidden_act='swish9'), "hidden_act='swish9'"), (dict(use_magic=True), 'use_magic=True'),
     (dict(sliding_window=8), 'sliding_window=8'), (dict(num_key_value_heads=3), 'n_kv_head must divide'),
+    (dict(num_hidden_layers=None), "missing or odd field .KeyError.'n_layer'"),
+    (dict(quantization_config='fp8'), 'missing or odd field'),
+    (dict(hidden_act=['silu']), 'missing or odd field'),
+    (dict(alibi=True), 'alibi=True'), (dict(rope_interleaved=True), 'rope_interleaved=True'),
     (dict(rope_parameters={'rope_type': 'mrope', 'rope_theta': 1e4}), "rope_type='mrope' is none of"),
     (dict(rope_parameters={'rope_type': 'default', 'partial_rotary_factor': 0.5}),
      'partial_rotary_factor=0.5'),
@@ -1780,11 +1784,14 @@ def test_hf_damaged_files_are_one_line(tmp_path):
     broken(whole[:8] + header.replace(b'"F32"', b'"I32"') + whole[8 + length:], 'dtype I32')
     broken(whole[:8] + header.replace(b'[61,32]', b'[71,32]') + whole[8 + length:], 'damaged or truncated')
     broken(whole[:8] + b'[' + header[1:-1] + b']' + whole[8 + length:], 'damaged')
-    path.write_bytes(whole)
+    broken(whole[:8] + header.replace(b'[61,32]', b'[-1,32]') + whole[8 + length:], 'whole numbers')
+    os.remove(path)
     for weight_map, message, error in (
             ({'lm_head.weight': 'model-2.safetensors'}, 'lacks model-2.safetensors', FileNotFoundError),
             ({'lm_head.weight': '../model.safetensors'}, 'no safetensors file of its own folder', ValueError),
-            ({'lm_head.weight': 'pytorch_model.bin'}, 'no safetensors file of its own folder', ValueError)):
+            ({'lm_head.weight': 'pytorch_model.bin'}, 'no safetensors file of its own folder', ValueError),
+            ({'lm_head.weight': 5}, 'no safetensors file', ValueError),
+            ('x', 'no safetensors file', ValueError)):
         index.write_text(json.dumps({'weight_map': weight_map}))
         with pytest.raises(error, match=message):
             GPT.from_pretrained(tmp_path)
@@ -1807,6 +1814,82 @@ def test_hf_refuses_to_export_what_no_family_computes(tmp_path):
         with pytest.raises(ValueError, match='no published family') as error:
             tiny(**options).save_pretrained(tmp_path / 'none')
         assert part in str(error.value) and not (tmp_path / 'none').exists()
+
+
+@pytest.mark.parametrize('c, expected', [  # as they were published, before rope_parameters and dtype
+    (dict(model_type='bloom', hidden_size=1024, n_layer=24, num_attention_heads=16, vocab_size=250880,
+          attention_softmax_in_fp32=True, masked_softmax_fusion=True, offset_alibi=100, skip_bias_add=True,
+          seq_length=2048, layer_norm_epsilon=1e-5), 'bloom_560m'),
+    (dict(model_type='falcon', hidden_size=4544, n_layer=32, n_head=71, vocab_size=65024, multi_query=True,
+          parallel_attn=True, alibi=False, bias=False, layer_norm_epsilon=1e-5,
+          new_decoder_architecture=False, max_position_embeddings=2048), 'falcon_7b'),
+    (dict(model_type='qwen3', hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, head_dim=128,
+          num_key_value_heads=8, intermediate_size=12288, vocab_size=151936, hidden_act='silu',
+          max_position_embeddings=40960, max_window_layers=36, rms_norm_eps=1e-6, rope_scaling=None,
+          rope_theta=1000000, sliding_window=None, tie_word_embeddings=False, torch_dtype='bfloat16',
+          use_sliding_window=False), 'qwen3_8b'),
+    (dict(model_type='mistral', hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+          num_key_value_heads=8, intermediate_size=14336, vocab_size=32000, hidden_act='silu',
+          max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
+          sliding_window=4096), 'mistral_7b'),
+    (dict(model_type='deepseek_v2', hidden_size=2048, num_hidden_layers=27, num_attention_heads=16,
+          num_key_value_heads=16, intermediate_size=10944, vocab_size=102400, hidden_act='silu',
+          kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+          n_routed_experts=64,
+          num_experts_per_tok=6, n_shared_experts=2, moe_intermediate_size=1408, first_k_dense_replace=1,
+          moe_layer_freq=1, n_group=1, topk_group=1, topk_method='greedy', scoring_func='softmax',
+          norm_topk_prob=False, routed_scaling_factor=1.0, seq_aux=True, aux_loss_alpha=0.001, ep_size=1,
+          max_position_embeddings=163840, rms_norm_eps=1e-6, rope_theta=10000, rope_scaling={
+              'beta_fast': 32, 'beta_slow': 1, 'factor': 40, 'mscale': 0.707, 'mscale_all_dim': 0.707,
+              'original_max_position_embeddings': 4096, 'type': 'yarn'}), 'deepseek_v2_lite'),
+    (dict(model_type='minimind', hidden_size=512, num_hidden_layers=8, num_attention_heads=8,
+          num_key_value_heads=2, intermediate_size=1408, vocab_size=6400, hidden_act='silu',
+          max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=1e6, use_moe=False, n_routed_experts=4,
+          num_experts_per_tok=2, n_shared_experts=1, scoring_func='softmax', norm_topk_prob=True,
+          flash_attn=True),
+     'minimind')])
+def test_hf_published_configs_are_read_as_our_own(monkeypatch, c, expected):
+    monkeypatch.chdir(ROOT)
+    _, args = configure({**vars(flat_train), '__name__': 'x'}, GPTConfig, argv=[f'config/{expected}.py'])
+    ours, read = flat._essence(GPTConfig(**args)), flat._essence(flat.config_from_hf(c))
+    assert {name: value for name, value in read.items() if value != ours[name]} in (
+        {}, {'rope_scaling': read['rope_scaling']})  # which names its defaults
+    with torch.device('meta'):
+        assert GPT(flat.config_from_hf(c)).num_params() == GPT(GPTConfig(**args)).num_params()
+
+
+@torch.no_grad()
+def test_hf_exports_open_where_transformers_wants_more_than_it_needs(tmp_path):
+    gemma = dict(wiring='sandwich', qk_norm=False, mlp='geglu_tanh', embed_scale=32**0.5)
+    for i, options in enumerate((gemma, dict(gemma, window=5, window_pattern='SL'),
+                                 dict(gemma, attn_softcap=3.0))):
+        model = tiny(**options)
+        idx = tokens(model, 2, 20)
+        model.save_pretrained(tmp_path / str(i))
+        near(hf_opened(tmp_path / str(i))(idx).logits, model(idx))
+    for scaling in ({'rope_type': 'ntk', 'factor': 2.0},
+                    {'rope_type': 'dynamic', 'factor': 2.0, 'original_max_position_embeddings': 12}):
+        with pytest.raises(ValueError, match='no published family'):
+            tiny(rope_scaling=scaling).save_pretrained(tmp_path / 'none')
+    with pytest.raises(ValueError, match='float64 cannot be written'):
+        tiny().double().save_pretrained(tmp_path / 'none')
+    assert not (tmp_path / 'none').exists()
+    (tmp_path / 'old').mkdir()
+    (tmp_path / 'old/model-00001-of-00002.safetensors').write_bytes(b'')
+    with pytest.raises(ValueError, match='holds other weights'):
+        tiny().save_pretrained(tmp_path / 'old')
+
+
+@torch.no_grad()
+def test_hf_learned_positions_are_cropped_and_dtypes_are_the_files(tmp_path):
+    theirs = hf_model('gpt2', HF_MODELS[0][1], tmp_path)
+    idx = torch.randint(61, (2, 16))
+    near(GPT.from_pretrained(tmp_path, block_size=16)(idx), theirs(idx).logits)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / 'half')
+    c = json.loads((tmp_path / 'half/config.json').read_text())
+    del c['dtype']
+    (tmp_path / 'half/config.json').write_text(json.dumps(c))
+    assert GPT.from_pretrained(tmp_path / 'half').wte.weight.dtype == torch.bfloat16
 
 
 def test_hf_opens_what_was_trained_here(folder):
@@ -3146,6 +3229,36 @@ def test_tokenizer_json_gives_the_ids_of_tokenizers(name):
         assert back in (same, ' ' + same) or name == 'added', (part, back)
 
 
+def test_tokenizer_json_in_its_odd_corners():
+    tk = pytest.importorskip('tokenizers')
+    base = json.loads(tok_oracles()['gpt2'].to_str())
+    level = {char: b for b, char in prepare.byte_chars().items()}
+
+    def same(spec, *texts):
+        theirs, ours = tk.Tokenizer.from_str(json.dumps(spec)), prepare.JsonTokenizer(json.dumps(spec))
+        for text in texts:
+            assert ours.encode(text) == theirs.encode(text).ids, text
+    bpe = {**base, 'added_tokens': [], 'model': {**base['model'], 'vocab': {**level, 'ab': 256, 'abc': 257},
+                                                 'merges': [['a', 'b']], 'ignore_merges': True}}
+    same(bpe, 'abcd', 'abc', 'ab abc')  # a token without a merge is found as a whole piece only
+    token = lambda text, i, **more: {'id': i, 'content': text, 'single_word': False, 'lstrip': False,
+                                     'rstrip': False, 'normalized': True, 'special': False, **more}
+    for normalizer in ({'type': 'Lowercase'}, {'type': 'NFC'}):  # which the token itself goes through as well
+        added = [token('<AB>', 1100), token('e\u0301', 1101)]
+        same({**base, 'normalizer': normalizer, 'added_tokens': added}, 'x<AB>y <ab> ',
+             'cafe\u0301 caf\u00e9', 'ΑΣ ΑΣ.')
+    same({**bpe, 'added_tokens': [token('ab', 256)]}, 'ab abab')
+    llama2 = json.loads(tok_oracles()['mistral'].to_str())
+    same({**llama2, 'added_tokens': llama2['added_tokens'] + [token('<X>', 1300)]}, 'ab<X>ab', '<X> ab',
+         'a b<X>')
+    around = json.loads(json.dumps(llama2['post_processor']))
+    around['single'].append(around['single'][0])
+    same({**llama2, 'post_processor': around}, 'a b', '')
+    with pytest.raises(ValueError, match='post_processor BertProcessing is not supported'):
+        prepare.JsonTokenizer(json.dumps({**llama2, 'post_processor': {
+            'type': 'BertProcessing', 'sep': ['</s>', 2], 'cls': ['<s>', 1]}}))
+
+
 def test_merges_that_tiktoken_would_not_make_take_the_own_loop():
     tk = pytest.importorskip('tokenizers')
     spec = json.loads(tok_oracles()['gpt2'].to_str())
@@ -3367,7 +3480,7 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:9')
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     for script in ('train.py', 'sample.py'):
-        with pytest.raises(OSError, match='gives no openai-community/gpt2 .ConnectionError.: .*go online') as error:
+        with pytest.raises(OSError, match='gives no openai-community/gpt2 .Connection.*go online') as error:
             run(script, '--init_from=gpt2', '--device=cpu')
         assert '\n' not in str(error.value)
 
@@ -3378,8 +3491,14 @@ def test_train_from_and_export_to_transformers(folder, capsys):
                 '--max_iters=2', '--batch_size=4', '--gradient_accumulation_steps=1', '--device=cpu',
                 '--dtype=float32', '--compile=False', '--eval_iters=2')
     assert story['model'].config.head_dim == 16 and story['model'].config.block_size == 16
+    assert 'warning' not in capsys.readouterr().out  # the folder has no tokenizer that could be another
+    Path('theirs/tokenizer.json').write_text(tok_oracles()['gpt2'].to_str(), encoding='utf-8')
     with pytest.raises(ValueError, match='n_embd=64 differs'):
         run('train.py', '--init_from=theirs', '--dataset=toy', '--n_embd=64', '--device=cpu')
+    run('train.py', '--init_from=theirs', '--dataset=toy', '--out_dir=other', '--block_size=16',
+        '--max_iters=1', '--batch_size=4', '--gradient_accumulation_steps=1', '--device=cpu',
+        '--compile=False', '--eval_iters=1')
+    assert 'warning: data/toy was prepared with another tokenizer' in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run('sample.py', '--out_dir=out', '--export=exported', '--device=cpu')
     auto = transformers.AutoTokenizer.from_pretrained('exported')

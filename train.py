@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import configure, runtime
 from model import GPT, GPTConfig
-from prepare import Bins, find_checkpoint, foreign, load_tokenizer, read_meta
+from prepare import Bins, find_checkpoint, foreign, json_tokenizer, load_tokenizer, read_meta
 from sample import complete
 
 # input and output
@@ -408,6 +408,10 @@ if __name__ == '__main__':
     except (OSError, ImportError, ValueError) as error:
         say(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         words = None
+    if path and words and not resumed and os.path.exists(os.path.join(path, 'tokenizer.json')) \
+            and json_tokenizer(path).to_json() != words.to_json():
+        say(f"warning: {folder} was prepared with another tokenizer than {path} has, so its ids mean other "
+            f"text: python prepare.py ... --tokenizer={path}")
 
     # model --------------------------------------------------------------------------------------------------
     if model is None:
