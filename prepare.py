@@ -618,7 +618,7 @@ class JsonTokenizer(Tokenizer):
         if kind in ('NFC', 'NFD', 'NFKC', 'NFKD'):
             return functools.partial(unicodedata.normalize, kind)
         if kind == 'Prepend':
-            return lambda text: part['prepend'] + text if text else text
+            return lambda text: part['prepend'] + text if text and not self.inside else text
         if kind == 'Replace' and 'String' in part['pattern']:
             return lambda text: text.replace(part['pattern']['String'], part['content'])
         if kind == 'Replace':
@@ -633,7 +633,7 @@ class JsonTokenizer(Tokenizer):
         kind, compiled = part['type'], self.regex.compile
         if kind == 'ByteLevel':
             self.byte_level = True
-            prefix = [lambda pieces: (p if p.startswith(' ') else ' ' + p for p in pieces)]
+            prefix = [lambda pieces: (p if p.startswith(' ') or self.inside else ' ' + p for p in pieces)]
             split = [lambda pieces, pattern=compiled(GPT2_SPLIT): cut(pieces, pattern, 'Isolated')]
             return prefix * part.get('add_prefix_space', True) + split * part.get('use_regex', True)
         if kind == 'Split' and not part.get('invert'):
@@ -750,8 +750,8 @@ class JsonTokenizer(Tokenizer):
                 ids.append(self.unk)
         return merge(ids, self.ranks)
 
-    def encode_parts(self, text, special):
-        self.first = True
+    def encode_parts(self, text, special, inside=False):
+        self.inside, self.first = inside, not inside
         for i, part in self.finders[0](text, special):
             if i is not None:
                 yield i
@@ -769,14 +769,15 @@ class JsonTokenizer(Tokenizer):
                     for piece in pieces:
                         yield from self.encode_piece(piece)
                     self.first = False
-            self.first = False
+            self.inside = self.first = False
 
     def encode(self, text, allow_special=True):
         text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') # lone surrogates: U+FFFD
         return [*self.before, *self.encode_parts(text, allow_special), *self.after]
 
     def encode_array(self, text):
-        return np.fromiter(self.encode_parts(text, False), np.uint32)
+        # long documents come in pieces, the later ones from a space on: they are no beginnings
+        return np.fromiter(self.encode_parts(text, False, inside=text[:1].isspace()), np.uint32)
 
     def chat(self, messages, thinking=True):
         """[{'role': 'system', 'user' or 'assistant', 'content': text}] -> ids, to where the answer begins."""

@@ -469,7 +469,7 @@ if __name__ == '__main__':
     evaluated = forward if 'cuda' in device else model  # on a CPU compiling again costs more than it gives
     if ranks > 1:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
-                      gradient_as_bucket_view=True, broadcast_buffers=False)
+                      gradient_as_bucket_view=True)
 
     # files --------------------------------------------------------------------------------------------------
     log_file = wandb = None
