@@ -1315,8 +1315,11 @@ def test_two_ranks_equal_one(folder, options):
     one = run('train.py', '--out_dir=one', *args)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
                str(ROOT / 'train.py'), '--out_dir=two', *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240,
-                          env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    for last in (False, True):  # gloo has aborted a rank (exit code -6) in 2 of 60 runs, on one machine
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240,
+                              env={**os.environ, 'OMP_NUM_THREADS': '1'})
+        if last or 'exitcode: -6' not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count('step 20: val loss') == 1  # one rank speaks
     two = torch.load('two/ckpt.pt', weights_only=True)['model']
