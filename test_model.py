@@ -1098,6 +1098,9 @@ CHOICES = {  # the axes of the pairwise grid; None and {}: GPTConfig's defaults
                  d_expert=20),
             dict(n_expert=6, n_group=3, topk_group=2, expert_pattern='DE', mlp='gelu', mlp_bias=True)],
     'documents': [{}, dict(document_token=3)],
+    'mixer': [{}, dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4), dict(attn_gate=True),
+              dict(mixer_pattern='D', linear_key_head_dim=6, linear_value_head_dim=10,
+                   linear_conv_kernel_dim=2)],
 }
 
 
@@ -1130,6 +1133,16 @@ def mixed(row):
         options |= CHOICES[name][i]
     if options.get('pos') in ('learned', 'sinusoidal', 'none', 'alibi'):
         options.pop('rope_scaling', None)
+    latent, pattern = 'kv_lora_rank' in options, options.get('mixer_pattern', 'A')
+    if latent:
+        options.pop('attn_gate', None)
+        if 'A' in pattern and pattern != 'A':
+            options['mixer_pattern'] = pattern.replace('A', 'M')
+    if pattern == 'D':
+        for name in [*MLA, 'q_lora_rank', 'window', 'window_pattern']:
+            options.pop(name, None)
+    if pattern == 'DA' and options.get('window_pattern') == 'SL':
+        options['window_pattern'] = 'LS'
     return options
 
 
@@ -1144,9 +1157,14 @@ def tiny(**options):
     with torch.no_grad():
         for w in model.parameters():
             w.copy_(torch.randn_like(w) * (0.3 if w.ndim > 1 else 0.2) + (w if w.ndim == 1 else 0))
-        for name, w in model.named_buffers():
+        for w in model.buffers():
             w.copy_(torch.randn_like(w) * 0.2)
     return model.eval()
+
+
+def bare_context(eager=True, routing=None):
+    """For a module that needs no positions."""
+    return flat.ForwardContext(None, None, None, None, {}, None, None, eager, torch.float32, None, routing)
 
 
 def tokens(model, *shape):
@@ -1198,14 +1216,14 @@ def test_attend_equals_naive_loops(K, T, S, start, window, alibi, softcap, sunk,
                                         0.3, window, flat.alibi_slopes(4).tolist() if alibi else None,
                                         softcap, sink)
     with torch.set_grad_enabled(grad):
-        for explicit in (True, False) if not (softcap or sunk) else (True,):
-            mask = model.mask(q, q_pos, None, cache, window, alibi, explicit)
-            shared = flat.Shared(None, {}, explicit, None, None, torch.float32)
-            y = flat.attend(q, k, v, shared, mask, 0.3, 0.0, softcap, sink)
+        context = model.context(torch.zeros(2, T, dtype=torch.long), cache)
+        for context.eager in (False, True) if not (softcap or sunk) else (True,):
+            mask = model.mask(context, window, alibi)
+            y = flat.attend(q, k, v, context, mask, 0.3, 0.0, softcap, sink)
             torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
-        mask, seen = model.mask(q, q_pos, None, cache, window, alibi, True), []
+        seen = []
         for block in (1, 2, 4):
-            y = flat.attend_explicit(q, k, v, mask, 0.3, 0.0, softcap, sink, seen, block=block)
+            y = flat.eager_attention(q, k, v, mask, 0.3, 0.0, softcap, sink, seen, block=block)
             torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(seen[-1].double(), weights, atol=1e-5, rtol=1e-4)
 
@@ -1216,9 +1234,8 @@ def test_rows_at_different_places_equal_naive_loops():
     q_pos = torch.tensor([[3, 4], [7, 8], [0, 1]])
     k_pos = torch.arange(9).expand(3, 9)
     bias = torch.zeros(3, 1, 2, 9).masked_fill(~flat.visible(q_pos, k_pos), -math.inf)
-    for explicit in (True, False):
-        shared = flat.Shared(None, {}, explicit, None, None, torch.float32)
-        y = flat.attend(q, k, v, shared, flat.Mask(bias, False, None), 0.4)
+    for eager in (True, False):
+        y = flat.attend(q, k, v, bare_context(eager), flat.Mask(bias, False, None), 0.4)
         expected, _ = naive_attention(q, k, v, q_pos.tolist(), k_pos.tolist(), 0.4)
         torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
 
@@ -1245,17 +1262,36 @@ def test_cached_equals_uncached(row):
         for chunks in ([24], [1] * 24, [3, 5, 4, 12], [23, 1], [4, 1, 1, 6, 9, 2, 1]):
             close(feed(model, idx, chunks, model.make_cache(3, 24, static)), full)
         close(model(idx[:, :5], cache=model.make_cache(3, 8, static), keep=2), full[:, 3:5])
-        cache, at = model.make_cache(3, 24, static, max_rewind=5), [14, 11, 9]  # rows at different places
-        model(idx[:, :14], cache=cache, keep=0)
-        cache.rewind(torch.tensor([0, 3, 5]))
-        for n in (2, 1, 1, 4):
-            new = torch.stack([idx[row, a:a + n] for row, a in enumerate(at)])
-            close(model(new, cache=cache), torch.stack([full[row, a:a + n] for row, a in enumerate(at)]))
-            at = [a + n for a in at]
-        cache.select([2, 0, 2])
-        new = torch.stack([idx[row, at[row]:at[row] + 1] for row in (2, 0, 2)])
-        close(model(new, cache=cache), torch.stack([full[row, at[row]:at[row] + 1] for row in (2, 0, 2)]))
-        assert cache.length.tolist() == [at[2] + 1, at[0] + 1, at[2] + 1]
+        for has_rewound in (False, True):  # rows of different lengths, by padding or by taking tokens back
+            cache, at = model.make_cache(3, 24, static, max_rewind=5), [14, 11, 9]
+            if not has_rewound:
+                last = model(idx[:, :14], cache=cache, keep=2, lengths=torch.tensor(at))
+                close(last, torch.stack([full[row, a - 2:a] for row, a in enumerate(at)]))
+            elif 'D' in model.config.mixer_pattern:
+                continue  # refused, see test_a_state_is_reset_and_never_rewound
+            else:
+                model(idx[:, :14], cache=cache, keep=0)
+                cache.rewind(torch.tensor([0, 3, 5]))
+            for n in (2, 1, 1, 4):
+                new = torch.stack([idx[row, a:a + n] for row, a in enumerate(at)])
+                close(model(new, cache=cache), torch.stack([full[row, a:a + n] for row, a in enumerate(at)]))
+                at = [a + n for a in at]
+            lengths = torch.tensor([1, 0, 2])  # two rows go on, by other numbers of tokens
+            new = torch.stack([idx[row, a:a + 2] for row, a in enumerate(at)])
+            last = model(new, cache=cache, keep=1, lengths=lengths)[[0, 2], 0]
+            close(last, torch.stack((full[0, at[0]], full[2, at[2] + 1])))
+            at = [at[0] + 1, at[1], at[2] + 2]
+            cache.select([2, 0, 1, 2])
+            new = torch.stack([idx[row, at[row]:at[row] + 1] for row in (2, 0, 1, 2)])
+            close(model(new, cache=cache), torch.stack([full[row, at[row]:at[row] + 1]
+                                                        for row in (2, 0, 1, 2)]))
+            assert cache.length.tolist() == [at[2] + 1, at[0] + 1, at[1] + 1, at[2] + 1]
+            cache.reset(torch.tensor([False, True, False, True]))  # two rows begin anew
+            new, lengths = idx[[0, 1, 2, 0], :9], torch.tensor([0, 7, 0, 9])
+            last = model(new, cache=cache, keep=1, lengths=lengths)[[1, 3], 0]
+            close(last, torch.stack((full[1, 6], full[0, 8])))
+            close(model(idx[[2, 1, 1, 0], [at[2] + 1, 7, at[1] + 1, 9]][:, None], cache=cache)[:, 0],
+                  full[[2, 1, 1, 0], [at[2] + 1, 7, at[1] + 1, 9]])
 
 
 @pytest.mark.parametrize('row', GRID, ids=grid_name)
@@ -1267,7 +1303,8 @@ def test_no_token_sees_the_future_or_past_its_window(row):
     changed = idx.clone()
     changed[0, 7] = 5 if idx[0, 7] != 5 else 6
     # a window of 5 in 2 layers reaches 8 tokens back
-    end = 7 + 9 if options.get('window_pattern') == 'S' else 24
+    windowed = options.get('window_pattern') == 'S' and 'D' not in model.config.mixer_pattern
+    end = 7 + 9 if windowed else 24
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             a, b = model(idx), model(changed)
@@ -1279,7 +1316,9 @@ def test_no_token_sees_the_future_or_past_its_window(row):
 def test_caches_refuse_what_does_not_fit_and_keep_to_their_size():
     model = tiny(n_kv_head=2)
     cache = model.make_cache(2, 8)
-    assert cache.nbytes == 2 * 8 * (2 + 2) * 8 * 2 * 4 and cache.layers[0][0].shape == (2, 2, 8, 8)
+    # rows, slots and one for padding, k/v heads, width, layers, bytes
+    assert cache.nbytes == 2 * (8 + 1) * (2 + 2) * 8 * 2 * 4
+    assert cache.slots[0].tensors[0].shape == (2, 2, 9, 8)
     model(tokens(model, 2, 8), cache=cache)
     with pytest.raises(ValueError, match='cache is full: 9 tokens into 8 slots'):
         model(tokens(model, 2, 1), cache=cache)
@@ -1300,10 +1339,10 @@ def test_caches_refuse_what_does_not_fit_and_keep_to_their_size():
     with pytest.raises(ValueError, match='25 tokens do not fit into block_size=24'):
         model(tokens(model, 1, 25))
     with torch.autocast('cpu', torch.bfloat16):
-        assert model.make_cache(1, 4).layers[0][0].dtype == torch.bfloat16
+        assert model.make_cache(1, 4).slots[0].tensors[0].dtype == torch.bfloat16
     latent = tiny(**MLA)
-    assert latent.make_cache(2, 8).nbytes == 2 * 8 * (16 + 4) * 2 * 4  # rows, tokens, numbers, layers, bytes
-    assert latent.cache_numbers() == (16 + 4) * 2
+    assert latent.make_cache(2, 8).nbytes == 2 * (8 + 1) * (16 + 4) * 2 * 4
+    assert latent.cache_elements() == (16 + 4) * 2 and latent.cache_elements(8) == 8 * (16 + 4) * 2
 
 
 @torch.no_grad()
@@ -1311,7 +1350,7 @@ def test_a_window_keeps_a_window_and_what_may_be_taken_back():
     model = tiny(window=5, window_pattern='SL', n_layer=3, block_size=80)
     for rewind in (0, 3):
         cache = model.make_cache(2, 80, max_rewind=rewind)
-        assert [layer[0].shape[2] for layer in cache.layers] == [5 + rewind, 80, 5 + rewind]
+        assert [slots.count for slots in cache.slots] == [5 + rewind, 80, 5 + rewind]
         size, idx = cache.nbytes, tokens(model, 2, 80)
         full = model(idx)
         for at in range(0, 70, 7):
@@ -1336,19 +1375,18 @@ def test_a_window_keeps_a_window_and_what_may_be_taken_back():
 def test_absorbed_latent_attention_equals_expanded(options):
     model = tiny(**MLA, **options)
     idx, attn = tokens(model, 2, 20), model.h[0].attn
-    x, pos = torch.randn(2, 20, 32), torch.arange(20)[None]
-    shared = model.shared(x, pos, pos, None, None, None, None)
-    expanded, absorbed = attn(x, shared, absorb=False), attn(x, shared, absorb=True)
+    x, pos, context = torch.randn(2, 20, 32), torch.arange(20)[None], model.context(idx)
+    expanded, absorbed = attn(x, context, absorb=False), attn(x, context, absorb=True)
     torch.testing.assert_close(absorbed, expanded, atol=1e-4, rtol=1e-4)
     # and both equal the paper's equations, head by head: arXiv:2405.04434, equations 9 to 19
     norm = lambda v, w: v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
     w = {name: v.double() for name, v in attn.state_dict().items()}
-    q, latent, k_rope = (x.double() @ w['c_attn.weight'].T).split(attn.c_attn.parts, -1)
+    q, latent, k_rope = (x.double() @ w['c_attn.weight'].T).split(attn.c_attn.widths, -1)
     if 'q_lora_rank' in options:
         q = norm(q, w['q_norm.weight']) @ w['c_q.weight'].T
     kv = norm(latent, w['kv_norm.weight']) @ w['c_kv.weight'].T
     scale = (8 + 4) ** -0.5 * ((0.1 * 0.9 * math.log(4) + 1) ** 2 if 'rope_scaling' in options else 1)
-    turn = lambda v: flat.rotate(v[:, None], tuple(r.double() for r in shared.rope))
+    turn = lambda v: flat.rotate(v[:, None], tuple(r.double() for r in context.rope))
     heads = []
     for h in range(4):
         q_h = torch.cat((q[..., 12 * h:12 * h + 8][:, None], turn(q[..., 12 * h + 8:12 * h + 12])), -1)
@@ -1359,19 +1397,106 @@ def test_absorbed_latent_attention_equals_expanded(options):
     torch.testing.assert_close(expanded.double(), y, atol=1e-4, rtol=1e-4)
 
 
+def naive_delta_rule(q, k, v, decay, beta, state, starts=None):
+    """arXiv:2412.06464, equation 10, token by token, in float64."""
+    out, state = [], state.double()
+    q, k, v, decay, beta = (x.double() for x in (q, k, v, decay, beta))
+    for t in range(q.shape[2]):
+        if starts is not None:  # a document that starts here has seen nothing
+            state = state * (starts[:, t] < t)[:, None, None, None] if t else state
+        state = state * decay[:, :, t, None, None].exp()
+        wrong = v[:, :, t] - (k[:, :, t, None] @ state)[:, :, 0]
+        state = state + beta[:, :, t, None, None] * k[:, :, t, :, None] * wrong[:, :, None]
+        out.append((q[:, :, t, None] @ state)[:, :, 0])
+    return torch.stack(out, dim=2), state
+
+
+@pytest.mark.parametrize('T', [1, 5, 64, 150])
+@pytest.mark.parametrize('documents', [False, True])
+def test_the_chunked_delta_rule_is_the_recurrence(T, documents):
+    g = torch.Generator().manual_seed(T)
+    q, k, v = (torch.randn(2, 3, T, width, generator=g) for width in (4, 4, 6))
+    k = k / k.norm(dim=-1, keepdim=True)
+    decay, beta = -torch.rand(2, 3, T, generator=g) * 2, torch.rand(2, 3, T, generator=g)
+    state, starts, first = torch.randn(2, 3, 4, 6, generator=g), None, None
+    if documents and T > 1:
+        is_start = torch.rand(2, T, generator=g) < 0.1
+        is_start[0, -1], is_start[1, 2:] = True, False
+        starts = torch.where(is_start, torch.arange(T), 0).cummax(dim=1).values
+        starts[:, :3] = torch.where(starts[:, :3] > 0, starts[:, :3], -5)  # one that goes on from before
+        starts[starts == 0] = -5
+        first = torch.tensor([[0]])
+    inputs = [x.requires_grad_() for x in (q, k, v, decay, beta, state)]
+    expected, last = naive_delta_rule(*inputs, starts)
+    for chunk in (64, 7):
+        y, after = flat.gated_delta_rule(*inputs, starts, first, chunk=chunk)
+        torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(after.double(), last, atol=1e-4, rtol=1e-4)
+    weight = torch.randn(y.shape, generator=g)
+    got = torch.autograd.grad((y * weight).sum() + after.sum(), inputs)
+    wanted = torch.autograd.grad((expected * weight).sum() + last.sum(), inputs)
+    for a, b in zip(got, wanted):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_gated_deltanet_equals_transformers():
+    modeling = transformers.models.qwen3_next.modeling_qwen3_next
+    config = transformers.Qwen3NextConfig(hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
+                                          linear_key_head_dim=6, linear_value_head_dim=10,
+                                          linear_conv_kernel_dim=4, num_hidden_layers=4)
+    other = modeling.Qwen3NextGatedDeltaNet(config, 0).float().eval()
+    model = tiny(mixer_pattern='D', linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
+                 linear_value_head_dim=10, block_size=150)
+    mixer = model.h[0].attn
+    q, k, v, z, b, a = mixer.c_attn.weight.split(mixer.c_attn.widths)
+    by_key_head = [w.unflatten(0, (2, -1)) for w in (q, k, v, z)]
+    state = {'conv1d.weight': mixer.conv[:, None], 'dt_bias': mixer.dt_bias, 'A_log': mixer.A_log,
+             'norm.weight': mixer.o_norm, 'out_proj.weight': mixer.c_proj.weight,
+             'in_proj_qkvz.weight': torch.cat(by_key_head, dim=1).flatten(0, 1),
+             'in_proj_ba.weight': torch.cat([w.unflatten(0, (2, -1)) for w in (b, a)], dim=1).flatten(0, 1)}
+    other.load_state_dict(state)
+    x = torch.randn(2, 150, 32)
+    y = mixer(x, model.context(torch.zeros(2, 150, dtype=torch.long)))
+    assert y.std() > 0.1
+    torch.testing.assert_close(y, other(x), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_state_is_reset_and_never_rewound():
+    model = tiny(mixer_pattern='DA')
+    idx = tokens(model, 2, 24)
+    cache = model.make_cache(2, 24, max_rewind=5)
+    assert [tuple(s.shape) for s in cache.states[0]] == [(2, 3, 96), (2, 4, 8, 8)] and not cache.states[1]
+    assert cache.states[0][1].dtype == torch.float32
+    assert model.cache_elements(10) == 3 * 96 + 4 * 8 * 8 + 10 * 64
+    model(idx[:, :9], cache=cache)
+    for n in (1, torch.tensor([0, 1]), cache.length.clone()):
+        with pytest.raises(ValueError, match='layer 0 keeps a state'):
+            cache.rewind(n)
+    cache.rewind(0)
+    cache.reset()
+    torch.testing.assert_close(feed(model, idx, [20, 1, 3], cache), model(idx), atol=1e-4, rtol=1e-4)
+    with torch.autocast('cpu', torch.bfloat16):
+        cache = model.make_cache(2, 24)
+        half = feed(model, idx, [7, 1, 16], cache)
+    assert [s.dtype for s in cache.states[0]] == [torch.bfloat16, torch.float32]
+    assert (half - model(idx)).abs().mean() < 0.1 * half.std()
+
+
 def dense_experts(moe, x):
     """Every expert for every token, in float64, weighted by a loop that reads like the papers."""
     config, x = moe.config, x.double()
     logits = x @ moe.router.weight.double().T + (0 if moe.router.bias is None else moe.router.bias.double())
     score = logits.softmax(-1) if config.router == 'softmax' else logits.sigmoid()
-    choice = score + (moe.balance_bias.double() if config.balance_bias else 0)
+    choice = score + (moe.expert_bias.double() if config.balance_bias else 0)
     y = torch.zeros_like(x)
     for t in range(len(x)):
         allowed = set(range(config.n_expert))
         if config.n_group:
             groups = choice[t].view(config.n_group, -1)
-            worth = groups.amax(1) if config.router == 'softmax' else groups.topk(2).values.sum(1)
-            best = worth.topk(config.topk_group).indices.tolist()
+            group_score = groups.amax(1) if config.router == 'softmax' else groups.topk(2).values.sum(1)
+            best = group_score.topk(config.topk_group).indices.tolist()
             allowed = {e for e in allowed if e // groups.shape[1] in best}
         chosen = sorted(allowed, key=lambda e: -choice[t, e])[:config.n_expert_active]
         total = sum(score[t, e] for e in chosen) if config.norm_topk_prob else 1.0
@@ -1379,14 +1504,17 @@ def dense_experts(moe, x):
             up = x[t] @ moe.experts.c_fc.weight[e].double().T
             if moe.experts.c_fc.bias is not None:
                 up = up + moe.experts.c_fc.bias[e].double()
-            up = moe.experts.act(*up.split(moe.experts.c_fc.parts))
+            up = moe.experts.act(*up.split(moe.experts.c_fc.widths))
             down = up @ moe.experts.c_proj.weight[e].double().T
             if moe.experts.c_proj.bias is not None:
                 down = down + moe.experts.c_proj.bias[e].double()
             y[t] += down * score[t, e] / total * config.routed_scaling_factor
     if moe.shared is not None:
         gate, up = (x @ moe.shared.c_fc.weight.double().T).chunk(2, -1)
-        y = y + (torch.nn.functional.silu(gate) * up) @ moe.shared.c_proj.weight.double().T
+        more = (torch.nn.functional.silu(gate) * up) @ moe.shared.c_proj.weight.double().T
+        if moe.shared_gate is not None:
+            more = more * (x @ moe.shared_gate.weight.double().T).sigmoid()
+        y = y + more
     return y
 
 
@@ -1394,6 +1522,7 @@ def dense_experts(moe, x):
     {}, dict(n_expert_active=1, norm_topk_prob=False), dict(router='sigmoid', norm_topk_prob=False),
     dict(d_expert=21),
     dict(n_shared_expert=2, routed_scaling_factor=2.5, router='sigmoid', balance_bias=True),
+    dict(n_shared_expert=1, shared_gate=True),
     dict(n_expert=8, n_group=4, topk_group=2, n_expert_active=3, norm_topk_prob=False),
     dict(n_expert=8, n_group=2, topk_group=1, router='sigmoid', balance_bias=True, n_expert_active=4),
     dict(mlp='gelu', mlp_bias=True)])
@@ -1401,8 +1530,7 @@ def dense_experts(moe, x):
 def test_sorted_experts_equal_the_dense_sum(options, n):
     moe = tiny(**{**dict(n_expert=4, d_expert=24), **options}).h[0].mlp
     x = torch.randn(1, n, 32, requires_grad=True)
-    shared = flat.Shared(None, {}, True, None, None, torch.float32)
-    y, expected = moe(x, shared), dense_experts(moe, x[0])
+    y, expected = moe(x, bare_context()), dense_experts(moe, x[0])
     torch.testing.assert_close(y[0].double(), expected, atol=1e-4, rtol=1e-4)
     params, g = [x, *moe.parameters()], torch.randn(n, 32)
     for got, wanted in zip(torch.autograd.grad((y[0] * g).sum(), params),
@@ -1412,9 +1540,8 @@ def test_sorted_experts_equal_the_dense_sum(options, n):
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero():
     moe = tiny(n_expert=4, n_expert_active=1, norm_topk_prob=False, balance_bias=True, d_expert=24).h[0].mlp
-    moe.balance_bias.copy_(torch.tensor([0.0, 0.0, 0.0, -9.0]))
-    shared = flat.Shared(None, {}, True, None, None, torch.float32)
-    moe(torch.randn(1, 40, 32), shared).square().sum().backward()
+    moe.expert_bias.copy_(torch.tensor([0.0, 0.0, 0.0, -9.0]))
+    moe(torch.randn(1, 40, 32), bare_context()).square().sum().backward()
     for w in (moe.experts.c_fc.weight, moe.experts.c_proj.weight):
         assert not w.grad[3].any() and w.grad[0].any()
 
@@ -1449,7 +1576,7 @@ def test_aux_losses_follow_their_formulas_and_train_the_router_alone():
     model = tiny(n_expert=4, n_dense_layer=1, balance_per_sequence=True)
     x, routing = torch.randn(3, 10, 32), []
     moe = model.h[1].mlp
-    moe(x, flat.Shared(None, {}, True, None, routing, torch.float32))
+    moe(x, bare_context(routing=routing))
     balance, z, load = routing[0]
     logits = x @ moe.router.weight.T
     each = []
@@ -1486,7 +1613,7 @@ def test_a_router_deep_in_underflow_still_weighs_to_one():
         moe.router.bias.copy_(torch.tensor([-60.0, -60.5, -61.0, -200.0]))
     routing = []
     weight, chosen, _, _ = moe.route(torch.randn(7, 32))
-    moe(torch.randn(1, 7, 32), flat.Shared(None, {}, True, None, routing, torch.float32))
+    moe(torch.randn(1, 7, 32), bare_context(routing=routing))
     torch.testing.assert_close(weight.sum(-1), torch.ones(7))
     assert set(chosen.flatten().tolist()) == {0, 1} and routing[0][0] >= 1
 
@@ -1494,20 +1621,20 @@ def test_a_router_deep_in_underflow_still_weighs_to_one():
 def test_the_balance_bias_moves_choices_not_weights_and_follows_the_load():
     model = tiny(n_expert=4, router='sigmoid', balance_bias=True)
     moe, x = model.h[0].mlp, torch.randn(50, 32)
-    assert 'h.0.mlp.balance_bias' in model.state_dict() and model.num_params() == sum(
+    assert 'h.0.mlp.expert_bias' in model.state_dict() and model.num_params() == sum(
         w.numel() for w in model.parameters()) - 3 * 32
-    moe.balance_bias.zero_()
+    moe.expert_bias.zero_()
     weight, chosen, _, score = moe.route(x)
-    moe.balance_bias.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0]))
+    moe.expert_bias.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0]))
     weight, now, _, _ = moe.route(x)
     assert (now == 2).any(1).all() and not (chosen == 2).any(1).all()
     s = score.exp().gather(1, now)
     torch.testing.assert_close(weight, s / s.sum(-1, keepdim=True))
-    moe.balance_bias.zero_()
+    moe.expert_bias.zero_()
     model.move_balance(torch.tensor([[5.0, 1.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]), rate=0.5)
-    assert moe.balance_bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
+    assert moe.expert_bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
     for to in (torch.bfloat16, torch.float64):
-        assert model.to(to).h[0].mlp.balance_bias.dtype == torch.float32  # like angles, never rounded
+        assert model.to(to).h[0].mlp.expert_bias.dtype == torch.float32  # like angles, never rounded
     for _ in range(300):  # it balances a router that is not
         model.float().move_balance(torch.stack([torch.bincount(block.mlp.route(x)[1].flatten(), minlength=4)
                                                 for block in model.h]).float(), rate=0.01)
@@ -1632,15 +1759,14 @@ def test_positions_without_rotation_follow_their_papers():
             torch.ones(1, 2), n, torch.float32)[:, 0, 1]
         assert len(ours) == n and ours == pytest.approx(theirs.tolist())
     model = tiny(pos='alibi', n_head=6, head_dim=4)
-    pos = torch.arange(12)[None]
-    mask = model.mask(torch.zeros(1, 12, 32), pos, None, None, None, True, True).bias
+    mask = model.context(torch.zeros(1, 12, dtype=torch.long)).masks[None, True].bias
     for h, i, j in itertools.product(range(6), range(12), range(12)):
         assert mask[0, h, i, j].item() == (pytest.approx(-flat.alibi_slopes(6)[h].item() * (i - j)) if j <= i
                                            else -math.inf)
     cache = model.make_cache(1, 12)
     cache.length += 11
     cache.longest = 11
-    last = model.mask(torch.zeros(1, 1, 32), pos[:, 11:], None, cache, None, True, False).bias
+    last = model.context(torch.zeros(1, 1, dtype=torch.long), cache).masks[None, True].bias
     assert torch.equal(last[0, :, 0], mask[0, :, 11])
     table = flat.sinusoid(torch.arange(9)[None], 6)[0]
     for p, i in itertools.product(range(9), range(3)):  # arXiv:1706.03762, section 3.5
@@ -1649,7 +1775,7 @@ def test_positions_without_rotation_follow_their_papers():
 
 
 @pytest.mark.parametrize('options', [{}, dict(pos='learned'), dict(pos='alibi', n_kv_head=1), MLA,
-                                     dict(window=4, window_pattern='S')])
+                                     dict(window=4, window_pattern='S'), dict(mixer_pattern='DA')])
 @torch.no_grad()
 def test_masked_documents_are_as_if_alone(options):
     model, plain = tiny(document_token=3, **options), tiny(**options)
@@ -1661,8 +1787,11 @@ def test_masked_documents_are_as_if_alone(options):
             torch.testing.assert_close(logits[row, a:b], plain(idx[row:row + 1, a:b])[0],
                                        atol=1e-4, rtol=1e-4)
     cache = model.make_cache(2, 24, max_rewind=9)
-    model(idx[:, :16], cache=cache)
-    cache.rewind(torch.tensor([9, 5]))  # before an end of text that had been seen
+    if 'mixer_pattern' in options:
+        model(idx[:, :11], cache=cache, lengths=torch.tensor([7, 11]))
+    else:
+        model(idx[:, :16], cache=cache)
+        cache.rewind(torch.tensor([9, 5]))  # before an end of text that had been seen
     new = torch.stack((idx[0, 7:12], idx[1, 11:16]))
     torch.testing.assert_close(model(new, cache=cache), torch.stack((logits[0, 7:12], logits[1, 11:16])),
                                atol=1e-4, rtol=1e-4)
@@ -1682,13 +1811,17 @@ def test_attention_weights_on_request():
             assert (weights[0].tril(-3) == 0).all() and (weights[1].tril(-3) > 0).any()
 
 
-@pytest.mark.parametrize('wiring', flat.WIRINGS)
-def test_wirings_follow_their_formulas(wiring):
+@pytest.mark.parametrize('wiring', flat.NORM_PLACEMENTS)
+def test_norm_placements_follow_their_formulas(wiring):
     scale = 1.0 if wiring in ('output', 'sandwich') else 0.5
     model = tiny(wiring=wiring, residual_scale=scale, n_layer=1)
-    block, x, pos = model.h[0], torch.randn(2, 9, 32), torch.arange(9)[None]
-    shared = model.shared(x, pos, pos, None, None, None, None)
-    a, m = lambda v: scale * block.attn(v, shared), lambda v: scale * block.mlp(v)
+    block, x, context = model.h[0], torch.randn(2, 9, 32), model.context(tokens(model, 2, 9))
+
+    def a(v):
+        return scale * block.attn(v, context)
+
+    def m(v):
+        return scale * block.mlp(v)
     n = [getattr(block, name) for name in block.norms]
     if wiring == 'pre':
         y = x + a(n[0](x))
@@ -1706,7 +1839,7 @@ def test_wirings_follow_their_formulas(wiring):
         y = x + a(n[0](x)) + m(n[0](x))
     else:
         y = x + a(n[0](x)) + m(n[1](x))
-    torch.testing.assert_close(block(x, shared), y)
+    torch.testing.assert_close(block(x, context), y)
     assert isinstance(model.ln_f, torch.nn.Identity) == (wiring == 'post')
 
 
@@ -1715,9 +1848,9 @@ def test_embedding_scale_norm_and_lambdas():
                  tie_word_embeddings=False, pos='learned')
     idx, pos = tokens(model, 2, 9), torch.arange(9)[None]
     x = x0 = model.ln_embd(3.0 * model.wte(idx) + model.wpe(pos))
-    shared = model.shared(x, pos, pos, None, None, None, None)
+    context = model.context(idx)
     for i, block in enumerate(model.h):
-        x = block(model.resid_lambdas[i] * x + model.x0_lambdas[i] * x0, shared)
+        x = block(model.resid_lambdas[i] * x + model.x0_lambdas[i] * x0, context)
     logits = model.ln_f(x) @ model.lm_head.weight[:61].T + model.lm_head.bias[:61]
     torch.testing.assert_close(model(idx), logits, atol=1e-5, rtol=1e-5)
     assert model.state_dict()['lm_head.bias'].shape == (61,)
@@ -1728,20 +1861,104 @@ def test_embedding_scale_norm_and_lambdas():
     assert any(w is model.resid_lambdas for w in groups['vector'])
 
 
+class XIELU(torch.nn.Module):
+    """An activation with parameters, of no dimension: arXiv:2411.13010, equation 7."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha_p, self.alpha_n = (flat.parameter(init=torch.nn.init.ones_, group='vector')
+                                      for _ in range(2))
+
+    def forward(self, x):
+        alpha_p, alpha_n = (torch.nn.functional.softplus(alpha) for alpha in (self.alpha_p, self.alpha_n))
+        return torch.where(x > 0, alpha_p * x * x, alpha_n * (torch.expm1(x.clamp(max=-1e-6)) - x)) + 0.5 * x
+
+
+class LeakyAverage(flat.Mixer):
+    """A mixer with a state and a parameter of each kind: y_t = m y_{t-1} + x_t W."""
+
+    documents = False
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.c_fc = flat.Linear(config.n_embd, 16)
+        self.c_proj = flat.Linear(16, config.n_embd, init=flat.branch_init(config))
+        self.leak = flat.parameter(1, 16, init=torch.nn.init.ones_, group='vector')
+        self.states = [((16,), torch.float32)]
+
+    def flops(self, length):
+        return 6 * 16
+
+    def forward(self, x, context):
+        state = x.new_zeros(len(x), 16) if context.cache is None else context.cache.states[self.layer][0]
+        y, last, is_token = [], state, context.is_token()
+        for t, new in enumerate(self.c_fc(x).unbind(1)):
+            now = last * self.leak.sigmoid() + new
+            last = now if is_token is None else torch.where(is_token[:, t:t + 1], now, last)
+            y.append(now)
+        if context.cache is not None:
+            state.copy_(last)
+        return self.c_proj(torch.stack(y, dim=1))
+
+
 def test_a_new_choice_is_one_entry(monkeypatch):
-    """What a hacker would add: an activation, a rotary scaling, a norm placement, each in one place."""
-    monkeypatch.setitem(flat.ACTIVATIONS, 'sine', (lambda x: x + torch.sin(x).square(), False))
-    monkeypatch.setitem(flat.ROPE_SCALINGS, 'halved',
-                        lambda freq, base, length, *, factor: (freq / factor, 1.0))
-    monkeypatch.setitem(flat.WIRINGS, 'triple', lambda x, attn, mlp, ln_1, ln_2, ln_3:
-                        ln_3((y := x + attn(ln_1(x))) + mlp(ln_2(y))))
-    model = tiny(mlp='sine', rope_scaling={'rope_type': 'halved', 'factor': 2.0}, wiring='triple')
+    """What a fork adds: an activation, a rotary scaling, a norm placement, a mixer, each in one place."""
+    def halved(freq, base, length, *, factor):
+        return freq / factor, 1.0
+
+    def triple(x, attn, mlp, ln_1, ln_2, ln_3):
+        x = x + attn(ln_1(x))
+        return ln_3(x + mlp(ln_2(x)))
+    monkeypatch.setitem(flat.ACTIVATIONS, 'xielu', (XIELU, False))
+    monkeypatch.setitem(flat.ROPE_SCALINGS, 'halved', (halved, False))
+    monkeypatch.setitem(flat.NORM_PLACEMENTS, 'triple', (triple, 3))
+    monkeypatch.setitem(flat.MIXERS, 'X', LeakyAverage)
+    model = tiny(mlp='xielu', rope_scaling={'rope_type': 'halved', 'factor': 2.0}, wiring='triple',
+                 mixer_pattern='XA')
     idx = tokens(model, 2, 12)
     torch.testing.assert_close(feed(model, idx, [5, 1, 6], model.make_cache(2, 12)), model(idx),
                                atol=1e-4, rtol=1e-4)
+    cache = model.make_cache(2, 12)
+    model(idx, cache=cache, keep=0, lengths=torch.tensor([12, 5]))
+    cache.reset(torch.tensor([True, False]))
+    new = torch.stack((idx[0, :3], idx[1, 5:8]))
+    torch.testing.assert_close(model(new, cache=cache), torch.stack((model(idx)[0, :3], model(idx)[1, 5:8])),
+                               atol=1e-4, rtol=1e-4)
     assert model.num_params() == sum(w.numel() for w in model.state_dict().values())
-    with pytest.raises(ValueError, match="unexpected keyword argument 'speed'; halved takes factor"):
+    groups = model.param_groups()
+    assert {w.ndim for w in groups['vector']} == {0, 1, 2} and {w.ndim for w in groups['matrix']} == {2}
+    assert model.flops_per_token(10) - model.flops_per_token(5) == 12 * 32 * 5  # the attention layer's
+    with pytest.raises(ValueError, match="unexpected keyword argument 'speed'"):
         GPTConfig(rope_scaling={'rope_type': 'halved', 'speed': 3})
+
+
+def test_what_a_fork_forgets_fails_loudly(monkeypatch):
+    class Forgetful(LeakyAverage):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.states = []
+            if forgets == 'mark':
+                self.scale = torch.nn.Parameter(torch.ones(3, 4))
+            if forgets == 'group':
+                self.scale = flat.parameter(3, init=torch.nn.init.ones_, group='matrix')
+            if forgets == 'name':
+                self.scale = flat.parameter(3, init=torch.nn.init.ones_, group='vectors')
+            if forgets == 'rows':
+                self.scale = flat.parameter(3, 4, init=torch.nn.init.ones_, group='matrix', rows=(1, 1))
+    monkeypatch.setitem(flat.MIXERS, 'X', Forgetful)
+    for forgets, message in (
+            ('mark', r'h\.0\.attn\.scale \(3, 4\) has no mark: make it with parameter'),
+            ('group', r'h\.0\.attn\.scale \(3,\) is marked as a matrix'), ('name', "group='vectors'"),
+            ('rows', r'rows=\(1, 1\)')):
+        with pytest.raises(ValueError, match=message):
+            tiny(mixer_pattern='X')
+    forgets = 'slots and states'
+    with pytest.raises(ValueError, match='Forgetful of layer 0 says neither slots nor states'):
+        tiny(mixer_pattern='X').make_cache(1, 5)
+    with pytest.raises(ValueError, match='Forgetful does not keep documents apart'):
+        tiny(mixer_pattern='X', document_token=3)
+    with pytest.raises(TypeError, match='flops'):
+        type('WithoutFlops', (flat.Mixer,), {'forward': LeakyAverage.forward})(GPTConfig(), 0)
 
 
 @torch.no_grad()
@@ -1821,6 +2038,8 @@ def test_logits_and_loss_equal_transformers_gpt2():
 def test_loss_counts_only_targets():
     model = tiny()
     idx, targets = tokens(model, 2, 8), tokens(model, 2, 8)
+    with pytest.raises(ValueError, match='targets hold -100'):
+        model(idx, torch.full_like(targets, -100))
     targets[0, :5] = -1
     logp = model(idx).log_softmax(-1)
     kept = [-logp[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0]
@@ -1845,7 +2064,6 @@ def test_norms_activations_and_softcap_follow_their_formulas():
     silu, relu = lambda x: x * sigmoid(x), lambda x: x.clamp(min=0)
     gated = {'swiglu': silu, 'geglu': phi, 'geglu_tanh': tanh, 'reglu': relu, 'glu': sigmoid}
     plain = {'gelu': phi, 'gelu_tanh': tanh, 'relu': relu, 'relu2': lambda x: relu(x)**2, 'silu': silu}
-    assert {**gated, **plain}.keys() == flat.ACTIVATIONS.keys() - {'swiglu_oai'}  # gpt_oss tests that one
     for name, f in {**gated, **plain}.items():
         mlp = flat.MLP(GPTConfig(n_embd=8, n_head=1, mlp=name), 24).double()
         up, down = mlp.c_fc.weight, mlp.c_proj.weight
@@ -1858,12 +2076,20 @@ def test_norms_activations_and_softcap_follow_their_formulas():
 
 @pytest.mark.parametrize('options', [
     dict(bias=True, pos='learned', attn_sink=True, residual_lambdas=True), dict(wiring='sandwich'),
+    dict(mixer_pattern='DA', linear_n_value_head=64, attn_gate=True),
     dict(tie_word_embeddings=False, head_bias=True, n_expert=4, n_shared_expert=1, balance_bias=True,
          kv_lora_rank=96, q_lora_rank=96)])
 def test_initial_weights_are_what_the_table_says(options):
     model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=192, vocab_size=500, block_size=64, **options))
     for name, w in model.state_dict().items():
-        if (name.endswith(('bias', 'sink', 'x0_lambdas')) or name == 'lm_head.weight'
+        if name.endswith('conv'):
+            assert 0.4 < w.max() <= 4 ** -0.5 and -0.4 > w.min() >= -4 ** -0.5
+        elif name.endswith('A_log'):
+            assert 0 < w.exp().min() < 4 and 12 < w.exp().max() <= 16
+        elif name.endswith('dt_bias'):
+            step = torch.nn.functional.softplus(w)
+            assert 0.0009 < step.min() < 0.003 and 0.03 < step.max() < 0.11
+        elif (name.endswith(('bias', 'sink', 'x0_lambdas')) or name == 'lm_head.weight'
                 or 'c_proj' in name and 'wiring' not in options):
             assert not w.any(), name
         elif w.ndim == 1:
@@ -1909,7 +2135,8 @@ def test_counts_of_parameters_and_flops():
     assert sorted(map(id, sum(groups.values(), []))) == sorted(map(id, model.parameters()))
     assert (all(w.ndim < 2 for w in groups['vector'])
             and {id(w) for w in groups['embedding']} == {id(model.wte.weight)})
-    assert model.parts()[model.h[0].attn.c_attn.weight] == (32, 16, 16)
+    assert model.row_splits()[model.h[0].attn.c_attn.weight] == (32, 16, 16)
+    assert model.row_splits()[model.h[0].attn.c_proj.weight] == (32,)
 
 
 def test_gqa_with_all_heads_is_mha():
@@ -1935,18 +2162,19 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
      ['n_embd=100, n_head=12: n_head must divide n_embd', 'n_kv_head=5, n_head=12', 'dropout=1.5']),
     (dict(mlp='swoglu', n_layer=0, wiring='serial', pos_pattern='PX'),
      ["mlp='swoglu' is none of swiglu", 'n_layer=0', "wiring='serial' is none of pre", "pos_pattern='PX'"]),
-    (dict(head_dim=7), ['rope_dim=7: rope turns pairs']),
+    (dict(head_dim=7), ['rope_dim=7: rope rotates pairs']),
     (dict(head_dim=8, partial_rotary_factor=0.4), ['rope_dim=3']),
     (dict(kv_lora_rank=8, n_kv_head=2, head_dim=64, qk_norm=True, qk_rope_head_dim=5),
      ['n_kv_head=2, kv_lora_rank=8', 'head_dim=64', 'qk_norm=True', 'rope_dim=5']),
     (dict(q_lora_rank=8, v_head_dim=4), ['q_lora_rank=8 needs kv_lora_rank', 'v_head_dim=4 needs']),
     (dict(pos='alibi', rope_scaling=YARN, partial_rotary_factor=0.5),
-     ["pos='alibi': only rope can be scaled", 'partial_rotary_factor=0.5']),
+     ["'original_max_position_embeddings': 12}, pos='alibi': only rope can be scaled",
+      'partial_rotary_factor=0.5']),
     (dict(pos='learned', pos_pattern='PN'), ["pos_pattern='PN', pos='learned'"]),
-    (dict(rope_scaling={'rope_type': 'yarn', 'factor': 0.5, 'beta': 1}),
-     ['factor is below 1', 'yarn takes factor, original_max_position_embeddings']),
+    (dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0, 'beta': 1}), ["keyword argument 'beta'"]),
+    (dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0}), ["'original_max_position_embeddings'"]),
     (dict(rope_scaling={'rope_type': 'warp', 'factor': 2.0}), ["rope_type='warp' is none of linear"]),
-    (dict(rope_scaling={'rope_type': 'linear', 'factor': 0.5}), ["'factor': 0.5}: factor is below 1"]),
+    (dict(rope_scaling={'rope_type': 'linear', 'factor': 0.5}), ["factor=0.5 is below 1"]),
     (dict(window=8), ['window=8 needs window_pattern']), (dict(window_pattern='S'), ['needs window']),
     (dict(n_expert=4, n_expert_active=5, n_group=3, topk_group=4, dropout=-1.0),
      ['n_expert_active=5, n_expert=4', 'n_group=3', 'topk_group=4, n_group=3', 'dropout=-1.0']),
@@ -1959,17 +2187,28 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     (dict(document_token=99, vocab_size=99), ['no such token']),
     (dict(attn_scale=-1.0, logit_softcap=-1.0, norm_eps=0.0),
      ['attn_scale=-1.0', 'logit_softcap=-1.0', 'eps']),
-    (dict(rope_scaling={'rope_type': 'linear', 'factor': '4'}), ['linear takes factor']),
+    (dict(rope_scaling={'rope_type': 'linear', 'factor': '4'}), ["rope_scaling={'rope_type': 'linear'"]),
     (dict(rope_scaling={'rope_type': ['a']}), ["is none of linear"]),
     (dict(rope_scaling={**YARN, 'original_max_position_embeddings': 0}), ['rope_scaling=']),
     (dict(rope_scaling={**YARN, 'beta_fast': 0}), ['rope_scaling=']),
-    (dict(rope_scaling={'rope_type': 'ntk', 'factor': math.nan}), ['factor is below 1']),
+    (dict(rope_scaling={'rope_type': 'ntk', 'factor': math.nan}), ['factor=nan is below 1']),
     (dict(rope_scaling={'rope_type': 'longrope', 'short_factor': [1.0], 'long_factor': [1.0, 2.0],
                         'factor': 2.0, 'original_max_position_embeddings': 99}),
-     ['longrope takes short_factor']),
+     ["rope_scaling={'rope_type': 'longrope'"]),
     (dict(rope_base=math.inf, head_dim='8', bias='no', dropout=None, mlp=['a'], norm_eps=True),
-     ['rope_base=inf is no float', "head_dim='8'", "bias='no' is no bool", 'dropout=None',
-      "mlp=['a'] is no str", 'norm_eps=True']),
+     ['rope_base=inf is not float', "head_dim='8' is not int or None", "bias='no' is not bool",
+      'dropout=None', "mlp=['a'] is not str", 'norm_eps=True']),
+    (dict(n_layer=99999999), ['n_layer=99999999 must be at most 10,000']),
+    (dict(n_embd=2**24, n_head=2**10, n_layer=1000), ['parameters are too many']),
+    (dict(mixer_pattern='AX'), ["mixer_pattern='AX' must be made of A, M, D"]),
+    (dict(mixer_pattern='DM'), ["mixer_pattern='DM'", 'M layers and kv_lora_rank go together']),
+    (dict(mixer_pattern='DA', **MLA), ['not both', 'go together']),
+    (dict(linear_n_key_head=3, linear_n_value_head=4, mixer_pattern='DA'), ['key heads must divide']),
+    (dict(linear_conv_kernel_dim=3), ['linear_conv_kernel_dim=3', 'only D layers']),
+    (dict(attn_gate=True, mixer_pattern='D'), ['only attention (A) has a gate']),
+    (dict(window=4, window_pattern='SL', mixer_pattern='DA'), ['no layer has a window']),
+    (dict(mixer_pattern='DDDA', n_layer=3), ['fewer layers than letters']),
+    (dict(shared_gate=True, n_expert=4), ['shared_gate=True needs n_shared_expert']),
     (dict(n_expert=4, n_dense_layer=12), ['no layer has experts']),
     (dict(n_expert=4, expert_pattern='D'), ['no layer has experts']),
     (dict(n_expert=4, n_expert_active=1), ['norm_topk_prob=False']),
@@ -1979,12 +2218,12 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     (dict(embed_norm=True, embed_scale=2.0), ['undoes']),
     (dict(qk_norm='half'), ["qk_norm='half' is none of True, False, whole"]),
 ])
-def test_an_impossible_model_names_every_problem(options, parts):
+def test_an_invalid_config_names_every_problem(options, parts):
     with pytest.raises(ValueError) as error:
         GPTConfig(**options)
     message = str(error.value)
     assert all(part in message for part in parts), message
-    assert '\n' not in message and message.startswith('impossible model: ')
+    assert '\n' not in message and message.startswith('invalid config: ')
 
 
 def test_what_none_stands_for():
@@ -1992,9 +2231,12 @@ def test_what_none_stands_for():
     assert GPTConfig(n_embd=128, n_head=4, mlp='gelu').d_ff == 512
     config = GPTConfig(n_embd=128, n_head=4, n_expert=4)
     assert (config.n_expert_active, config.d_expert, config.qk_norm) == (2, 384, True)
+    assert GPTConfig(n_expert=0) == GPTConfig()  # as a flag can say it
+    hybrid = GPTConfig(mixer_pattern='DDDA', linear_n_value_head=24)
+    assert (hybrid.linear_n_key_head, hybrid.linear_key_head_dim, hybrid.linear_value_head_dim) == (12, 64, 64)
     latent = GPTConfig(kv_lora_rank=64)
     assert (latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim) == (128, 64, 128)
-    for c in (config, latent, GPTConfig(bias=True, norm='layernorm')):  # what is stored is read as it was
+    for c in (config, latent, hybrid, GPTConfig(bias=True, norm='layernorm')):  # what is stored is read as it was
         assert GPTConfig(**dataclasses.asdict(c)) == c
 
 
