@@ -169,8 +169,8 @@ class GPTConfig:
 
     def window_of(self, layer):
         """The window of a layer; None: it sees all."""
-        slides = self.window and self.mixer_of(layer) != 'D' and letter(self.window_pattern, layer) == 'S'
-        return self.window if slides else None
+        attends = self.mixer_of(layer) in ('A', 'M')
+        return self.window if self.window and attends and letter(self.window_pattern, layer) == 'S' else None
 
     def has_experts(self, layer):
         sparse = self.n_expert is not None and layer >= self.n_dense_layer

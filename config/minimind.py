@@ -8,7 +8,6 @@ n_layer = 8
 n_head = 8
 n_kv_head = 2
 n_embd = 512
-d_ff = 1408
 vocab_size = 6400
 rope_base = 1e6
 norm_eps = 1e-5
