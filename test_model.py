@@ -3,6 +3,7 @@ All tests: pytest -q. Numbers are compared with an independent oracle: naive loo
 paper's formula, torch's own optimizers, an unbroken run. FLATGPT_DATA names a folder with tinyshakespeare.txt
 and tiktoken_cache/ for the tests of parity with nanoGPT's data; without it they are skipped.
 """
+import ast
 import base64
 import contextlib
 import csv
@@ -62,6 +63,7 @@ def same_machine_state():
 
 CFG_MODEL = '''
 from dataclasses import dataclass
+raise SystemExit('model.py was imported')
 
 @dataclass
 class GPTConfig:
@@ -71,7 +73,10 @@ class GPTConfig:
     # positions ---------------------------
     rope_scaling: dict | None = None  # {'type': 'yarn'}
     window: int | None = None
-    dropout: float = 0.0
+    dropout: 'float' = 0.0
+    pattern: tuple[str, ...] = (
+        'S',  # over
+        'L')  # three lines
 
     def method(self):
         hidden = 3  # no field
@@ -83,9 +88,10 @@ A script, as ours are built.
     # no heading
     example = 3
 """
-from cfg_model import GPTConfig
+import os
 from configurator import configure
 
+ROOT = os.sep
 # files ------------------------------
 out_dir = 'out'                     # checkpoints go here
 start = '\\n'                        # text, FILE:name
@@ -98,30 +104,42 @@ compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list | None = None
 anything = None
-config, model_args, words = configure(globals(), GPTConfig, words=1, default_file=None)
+config, model_args, words = configure(globals(), 'GPTConfig', words=1)
 not_a_setting = 3
 '''
 
+
 def cfg_script(folder):
     (folder / 'config').mkdir(exist_ok=True)
-    (folder / 'cfg_model.py').write_text(CFG_MODEL, encoding='utf-8')
+    (folder / 'model.py').write_text(CFG_MODEL, encoding='utf-8')
     path = folder / 'script.py'
     path.write_text(CFG_SCRIPT, encoding='utf-8')
     return path
 
+
 def cfg_run(folder, monkeypatch, *argv):
-    """runs the script as a user would -> its globals, where model_args and config are"""
+    """Runs the script as a user would -> its globals, where model_args and config are."""
     monkeypatch.setattr(sys, 'argv', ['script.py', *argv])
-    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
     return runpy.run_path(str(cfg_script(folder)), run_name='__main__')
 
+
 def cfg_error(folder, monkeypatch, capsys, *argv):
-    """the one line on standard error of a command line that exits with code 2"""
+    """The one line on standard error of a command line that exits with code 2."""
     with pytest.raises(SystemExit) as e:
         cfg_run(folder, monkeypatch, *argv)
-    error = capsys.readouterr().err
-    assert e.value.code == 2 and error.count('\n') == 1 and error.startswith('script.py: ')
+    out, error = capsys.readouterr()
+    assert e.value.code == 2 and error.count('\n') == 1 and error.startswith('script.py: ') and not out
     return error.removeprefix('script.py: ').strip()
+
+
+def cfg_configure(path, *argv, name='__main__', text='batch_size = 1\nconfigure(globals())', **options):
+    """configure() of a script with this text, as if it was started with these arguments."""
+    path.write_text(text, encoding='utf-8')
+    settings = {'__name__': name, '__file__': str(path)}
+    exec(text.partition('configure(')[0], settings)
+    return configure(settings, argv=list(argv), **options)
+
 
 @pytest.mark.parametrize('arg, value', [
     ('--learning_rate=1', 1.0), ('--learning_rate=3e-4', 3e-4), ('--max_iters=1e6', 1000000),
@@ -135,58 +153,55 @@ def cfg_error(folder, monkeypatch, capsys, *argv):
     ('--decay_lr=1', True), ('--decay_lr', True),
     ("--stop=['a', 'b']", ['a', 'b']), ('--stop=None', None), ('--stop=12', '12'), ('--stop="a"', '"a"'),
     ('--anything=3', 3), ('--anything=word', 'word'), ('--anything={1: 2}', {1: 2}),
+    ('--start=' + '[' * 9999, '[' * 9999),
     ('--n_layer=4', 4), ('--dropout=0', 0.0), ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}),
-    ('--window=None', None)])
+    ('--window=None', None), ("--pattern=('S',)", ('S',))])
 def test_cfg_flags(arg, value, tmp_path, monkeypatch):
     name = arg.removeprefix('--').partition('=')[0]
     found = cfg_run(tmp_path, monkeypatch, arg)
-    where = (found['model_args'] if name in ('n_layer', 'dropout', 'rope_scaling', 'window')
-             else found['config'])
+    of_model = {'n_layer', 'dropout', 'rope_scaling', 'window', 'pattern'}
+    where = found['model_args'] if name in of_model else found['config']
     assert where[name] == value and type(where[name]) is type(value)
     assert name in found['model_args'] or found[name] == value
-    assert (set(found['model_args']) <= {name}
-            and not found.keys() & {'n_layer', 'dropout', 'rope_scaling', 'window'})
+    assert set(found['model_args']) <= {name} and not found.keys() & of_model
 
-@pytest.mark.parametrize('arg, message', [
-    ('--learing_rate=1', "--learing_rate=1: unknown setting 'learing_rate'; did you mean 'learning_rate'?"),
-    ('--max-iters=1', "--max-iters=1: unknown setting 'max-iters'; did you mean 'max_iters'?"),
-    ('-max_iters=1', "-max_iters=1: unknown setting '-max_iters'; did you mean 'max_iters'?"),
-    ('--n_layers=1', "--n_layers=1: unknown setting 'n_layers'; did you mean 'n_layer'?"),
-    ('--zzz=1', "--zzz=1: unknown setting 'zzz'; see --help"),
-    ('--not_a_setting=1', "unknown setting 'not_a_setting'"), ('--runpy=1', "unknown setting 'runpy'"),
-    ('--n_layer=2.5', "--n_layer=2.5: n_layer must be int, got '2.5'"),
-    ('--n_layer=True', "n_layer must be int, got 'True'"),
-    ('--n_layer', '--n_layer: n_layer must be int, got True'),
-    ('--n_layer=1e999', "n_layer must be int, got '1e999'"), ('--out_dir', 'out_dir must be str, got True'),
-    ('--decay_lr=flase', "decay_lr must be True or False, got 'flase'"),
-    ('--decay_lr=2', "must be True or False, got '2'"),
-    ('--min_lr=none', "min_lr must be float or None, got 'none'"),
-    ('--betas=[1, 2]', "betas must be tuple, got '[1, 2]'"),
-    ('--learning_rate=nan', "learning_rate must be float, got 'nan'"),
-    ('--dropout=', "dropout must be float, got ''"),
-    ('nope.py', "no config file nope.py; config/ has ['small.py']"),
-    ('config/smal.py', "no config file config/smal.py; config/ has ['small.py']")])
-def test_cfg_errors(arg, message, tmp_path, monkeypatch, capsys):
+
+@pytest.mark.parametrize('arg, parts', [
+    ('--learing_rate=1', ["--learing_rate=1: ", "'learing_rate'", "'learning_rate'?"]),
+    ('--max-iters=1', ["'max-iters'", "'max_iters'?"]),
+    ('-max_iters=1', ["'-max_iters'", "'max_iters'?"]),
+    ('--n_layers=1', ["'n_layers'", "'n_layer'?"]),
+    ('--zzz=1', ["'zzz'", "--help"]), ('--not_a_setting=1', ["'not_a_setting'"]), ('--os=1', ["'os'"]),
+    ('--n_layer=2.5', ["--n_layer=2.5: ", "int, got '2.5'"]), ('--n_layer=True', ["int, got 'True'"]),
+    ('--n_layer', ["--n_layer: n_layer", "int, got True"]), ('--n_layer=1e999', ["int, got '1e999'"]),
+    ('--out_dir', ["str, got True"]), ('--decay_lr=flase', ["True or False, got 'flase'"]),
+    ('--decay_lr=2', ["True or False, got '2'"]), ('--min_lr=none', ["float or None, got 'none'"]),
+    ('--betas=[1, 2]', ["betas", "tuple, got '[1, 2]'"]), ('--learning_rate=nan', ["float, got 'nan'"]),
+    ('--dropout=', ["float, got ''"]), ('nope.py', ["nope.py", "small.py"]),
+    ('config/smal.py', ["config/smal.py", "small.py"])])
+def test_cfg_errors(arg, parts, tmp_path, monkeypatch, capsys):
     cfg_script(tmp_path).parent.joinpath('config', 'small.py').write_text('max_iters = 1')
-    assert message in cfg_error(tmp_path, monkeypatch, capsys, arg)
+    message = cfg_error(tmp_path, monkeypatch, capsys, arg)
+    assert all(part in message for part in parts), message
 
-@pytest.mark.parametrize('text, message', [
-    ('max_iters = 1\nlearing_rate = 1',
-     "config/a.py: unknown setting 'learing_rate'; did you mean 'learning_rate'?"),
-    ('max_iters = 2.5', 'config/a.py: max_iters must be int, got 2.5'),
-    ("decay_lr = 'x'", "must be True or False, got 'x'"),
-    ('import numpy\nlearning_rate = numpy.float64(1)', 'learning_rate must be float, got '),
-    ('max_iters = max_itres * 2', "config/a.py, line 1: NameError: name 'max_itres' is not defined"),
-    ('max_iters = 1\n\ndef f():\n    return 1 / 0\nf()',
-     'config/a.py, line 4: ZeroDivisionError: division by zero'),
-    ('max_iters = 1\nmax_iters = = 2', 'config/a.py, line 2: SyntaxError: invalid syntax'),
-    ('import no_such_module', "config/a.py, line 1: ModuleNotFoundError: No module named 'no_such_module'")])
-def test_cfg_file_errors(text, message, tmp_path, monkeypatch, capsys):
+
+@pytest.mark.parametrize('text, parts', [
+    ('max_iters = 1\nlearing_rate = 1', ["'learing_rate'", "'learning_rate'?"]),
+    ('max_iters = 2.5', ['max_iters', 'int, got 2.5']),
+    ("decay_lr = 'x'", ["True or False, got 'x'"]),
+    ('import numpy\nlearning_rate = numpy.float64(1)', ['learning_rate', 'float, got ']),
+    ('max_iters = max_itres * 2', ['line 1', 'NameError', 'max_itres']),
+    ('max_iters = 1\n\ndef f():\n    return 1 / 0\nf()', ['line 4', 'ZeroDivisionError']),
+    ('max_iters = 1\nmax_iters = = 2', ['line 2', 'SyntaxError']),
+    ('import no_such_module', ['line 1', 'no_such_module'])])
+def test_cfg_file_errors(text, parts, tmp_path, monkeypatch, capsys):
     cfg_script(tmp_path).parent.joinpath('config', 'a.py').write_text(text)
-    assert message in cfg_error(tmp_path, monkeypatch, capsys, 'config/a.py')
+    message = cfg_error(tmp_path, monkeypatch, capsys, 'config/a.py')
+    assert message.startswith('config/a.py') and all(part in message for part in parts), message
+
 
 def test_cfg_order_and_files(tmp_path, monkeypatch, capsys):
-    """file over default, later over earlier; a file computes, sees the settings so far, may repeat a value"""
+    """File over default, later over earlier; a file computes, sees the settings so far, may repeat a value."""
     folder = cfg_script(tmp_path).parent / 'config'
     text = ("import math, time\nfrom os import path\n_half = 0.5\nN = 3\n"
             "def twice(x): return [x * _i for _i in (1, 2)][-1]\n"
@@ -199,77 +214,103 @@ def test_cfg_order_and_files(tmp_path, monkeypatch, capsys):
     assert found['max_iters'] == 10 and found['out_dir'] == 'éTrue' and found['decay_lr'] is False
     assert found['learning_rate'] == found['config']['learning_rate'] == 2.0 and found['words'] == ['look']
     assert found['model_args'] == {'n_layer': 2, 'n_embd': 128, 'window': None}
-    out = capsys.readouterr().out.splitlines()
-    assert (out[0] == '--max_iters=5: max_iters = 5'
-            and out[2].startswith('config/a.py: max_iters = 10, n_embd = 128, window = None'))
-    assert len(out) == 4
     found = cfg_run(tmp_path, monkeypatch, 'config/a.py', '--max_iters=5')
     assert found['max_iters'] == 5 and found['model_args']['n_embd'] == 64 * 12
 
+
+def test_cfg_shows_what_was_set(tmp_path, monkeypatch, capsys):
+    """Files by name, flags in a row together, every setting and its value, in lines that can be read."""
+    names = [f'a_setting_{i}' for i in range(40)]
+    text = ''.join(f'{name} = 0\n' for name in names) + 'configure(globals())'
+    (tmp_path / 'a.py').write_text(''.join(f'{name} = {i + 1}\n' for i, name in enumerate(names)))
+    (tmp_path / 'empty.py').write_text('')
+    cfg_configure(tmp_path / 'x.py', '--a_setting_1=5', '--a_setting_2=6', str(tmp_path / 'a.py'),
+                  str(tmp_path / 'empty.py'), '--a_setting_3=7', text=text)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100 < len(out)
+    entries = re.split(r'\n(?! )', out.strip())
+    assert len(entries) == 4 and str(tmp_path / 'a.py') in entries[1] and str(tmp_path / 'empty.py') in entries[2]
+    found = [re.findall(r'(\w+) = (\d+)', entry) for entry in entries]
+    assert found == [[('a_setting_1', '5'), ('a_setting_2', '6')],
+                     [(name, str(i + 1)) for i, name in enumerate(names)], [], [('a_setting_3', '7')]]
+    monkeypatch.setenv('RANK', '1')  # only rank 0 prints
+    cfg_configure(tmp_path / 'x.py', '--a_setting_1=5', text=text)
+    configurator.print0('text')
+    assert capsys.readouterr().out == ''
+
+
 def test_cfg_imported_script(tmp_path, monkeypatch, capsys):
-    """importing a script leaves the command line alone and says nothing"""
-    monkeypatch.syspath_prepend(tmp_path)
+    """Importing a script leaves the command line alone and prints nothing."""
     monkeypatch.setattr(sys, 'argv', ['pytest', '-q', '--max_iters=5', 'nope.py'])
+    hook = sys.excepthook
     found = runpy.run_path(str(cfg_script(tmp_path)), run_name='script')
     assert found['max_iters'] == 100 and found['model_args'] == {} and found['words'] == []
-    assert capsys.readouterr() == ('', '')
+    assert capsys.readouterr() == ('', '') and sys.excepthook is hook
+
 
 def test_cfg_default_file(tmp_path, monkeypatch, capsys):
-    """is loaded first and named, from the script's folder, unless the command line names a file"""
+    """Is loaded first and named, from the script's folder, unless the command line names a file."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / 'scripts' / 'config'
     folder.mkdir(parents=True)
     (folder / 'default.py').write_text('max_iters = 7')
     (folder / 'other.py').write_text('')
-    def run(*argv, name='__main__'):
-        settings = {'max_iters': 1, 'start': '', '__name__': name, '__file__': str(folder.parent / 'x.py')}
-        return configure(settings, argv=list(argv), default_file='config/default.py')[0]['max_iters']
-    assert run() == 7 and capsys.readouterr().out == 'config/default.py: max_iters = 7\n'
+
+    def run(*argv):
+        return cfg_configure(folder.parent / 'x.py', *argv, default_file='config/default.py',
+                             text="max_iters = 1\nstart = ''\nconfigure(globals())")[0]['max_iters']
+    assert run() == 7 and 'config/default.py' in capsys.readouterr().out
     assert run('--start=a.py') == 7 and run('--max_iters=2') == 2 and run('config/other.py') == 1
     settings = {'max_iters': 1, '__name__': 'x', '__file__': str(folder.parent / 'x.py')}
-    assert configure(settings, default_file='config/default.py') == ({'max_iters': 1}, {})
-    monkeypatch.setenv('RANK', '1') # only rank 0 prints
-    capsys.readouterr()
-    assert run() == 7 and capsys.readouterr().out == ''
+    assert configure({**settings, 'start': ''}, default_file='config/default.py')[0]['max_iters'] == 1
 
-def test_cfg_words(capsys):
+
+def test_cfg_words(tmp_path, capsys):
     def run(words, *argv):
-        return configure({'batch_size': 1, '__name__': 'x'}, words=words, argv=list(argv))
+        return cfg_configure(tmp_path / 'x.py', *argv, name='x', words=words)
     assert run(2, 'train', '--batch_size=2', 'my.txt') == ({'batch_size': 2}, {}, ['train', 'my.txt'])
     assert run(1) == ({'batch_size': 1}, {}, []) and run(0) == ({'batch_size': 1}, {})
     for argv in (['train', 'look'], ['train', 'batch_size=2']):
         with pytest.raises(SystemExit) as e:
             run(1, *argv)
-        assert (e.value.code == 2
-                and f'cannot use {argv[1]!r}: settings are --key=value' in capsys.readouterr().err)
+        assert e.value.code == 2 and repr(argv[1]) in capsys.readouterr().err
+
 
 def test_cfg_names_of_other_scripts(tmp_path, monkeypatch, capsys):
-    """one file serves all scripts: what another owns is ignored in a file, though not in a flag"""
+    """One file serves all scripts: what another owns is ignored in a file, though not in a flag."""
     (tmp_path / 'train.py').write_text("eval_iters: int = 200 # batches\nnames = dict(a=1)\n"
                                        "config = configure(globals())\nghost = 1\n")
-    (tmp_path / 'model.py').write_text("import torch\nclass GPTConfig:\n    n_head: int = 12\n\n"
-                                       "    def f(self):\n        local = 1\n")
     (tmp_path / 'sample.py').write_text("top_k: int | None = 200\nconfigure(globals())\n"
                                         "def f():\n    probs = 1\n")
-    monkeypatch.setattr(configurator, 'SCRIPTS',
-                        [tmp_path / f'{name}.py' for name in ('train', 'model', 'sample', 'none')])
-    cfg_script(tmp_path)
-    (tmp_path / 'a.py').write_text('eval_iters = 3\nn_head = 4\ntop_k = None\nmax_iters = 9')
-    assert cfg_run(tmp_path, monkeypatch, 'a.py')['max_iters'] == 9
-    assert capsys.readouterr().out == 'a.py: max_iters = 9\n'
-    assert "unknown setting 'n_head'" in cfg_error(tmp_path, monkeypatch, capsys, '--n_head=4')
+    (tmp_path / 'hub.py').write_text("weights = True\nconfigure(globals())\n")
+    (tmp_path / 'model.py').write_text("import torch\nclass GPTConfig:\n    n_head: int = 12\n\n"
+                                       "    def f(self):\n        local = 1\n")
+
+    def run(*argv):
+        return cfg_configure(tmp_path / 'x.py', *argv, text='max_iters = 1\nconfigure(globals())')
+    (tmp_path / 'a.py').write_text('eval_iters = 3\nn_head = 4\ntop_k = None\nweights = False\nmax_iters = 9')
+    assert run(str(tmp_path / 'a.py')) == ({'max_iters': 9}, {})
+    assert re.findall(r'(\w+) =', capsys.readouterr().out) == ['max_iters']
     for name in ('ghost', 'local', 'eval_iter', 'probs'):
         (tmp_path / 'a.py').write_text(f'{name} = 3')
-        assert f"a.py: unknown setting '{name}'" in cfg_error(tmp_path, monkeypatch, capsys, 'a.py')
+        for arg in (f'--{name}=3', str(tmp_path / 'a.py')):
+            with pytest.raises(SystemExit):
+                run(arg)
+            assert f"{arg}: unknown setting '{name}'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run('--n_head=4')
 
-def test_cfg_name_owned_twice():
-    @dataclasses.dataclass
-    class Tiny:
-        n_layer: 'int' = 2
+
+def test_cfg_mistakes_in_a_script_are_named(tmp_path):
+    (tmp_path / 'model.py').write_text('class Tiny:\n    n_layer: int = 2\n')
     with pytest.raises(AssertionError, match='n_layer'):
-        configure({'n_layer': 3, '__name__': 'x'}, Tiny)
-    # annotations may be text
-    assert configure({'__name__': 'x'}, Tiny, argv=['--n_layer=3']) == ({}, {'n_layer': 3})
+        cfg_configure(tmp_path / 'x.py', model_config='Tiny', text='n_layer = 3\nconfigure(globals())')
+    with pytest.raises(TypeError, match='set'):
+        cfg_configure(tmp_path / 'x.py', text='a: set = 3\nconfigure(globals())')
+    (tmp_path / 'model.py').write_text("class Tiny:\n    n_layer: 'int | None' = 2\n")
+    found = cfg_configure(tmp_path / 'x.py', '--n_layer=None', model_config='Tiny')
+    assert found == ({'batch_size': 1}, {'n_layer': None})
+
 
 @pytest.mark.parametrize('flag', ['--help', '-h'])
 def test_cfg_help(flag, tmp_path, monkeypatch, capsys):
@@ -279,18 +320,22 @@ def test_cfg_help(flag, tmp_path, monkeypatch, capsys):
     assert e.value.code == 0 and '$ python script.py --batch_size=8' in out
     order = ["# files", "out_dir = 'out'                     # checkpoints go here", "# optimizer",
              "learning_rate: float = 6e-4         # peak", "betas: tuple", "anything = None", "# sizes",
-             "n_layer: int = 12               # blocks", "# positions", "dropout: float = 0.0"]
-    places = [out.rindex(text) for text in order]
-    assert (places == sorted(places) and 'not_a_setting' not in out and 'hidden' not in out
-            and out.count('example') == 1)
+             "n_layer: int = 12               # blocks", "# positions", "dropout: 'float' = 0.0", "# three lines"]
+    at = [out.rindex(text) for text in order]
+    assert at == sorted(at) and out.count('example') == 1
+    assert not [name for name in ('not_a_setting', 'hidden', 'ROOT', 'import') if name in out]
 
-CFG_NANOGPT = dict( # nanoGPT's train.py (names and values), without the sizes that GPTConfig owns
-    out_dir='out', eval_interval=2000, log_interval=1, eval_iters=200, eval_only=False,
-    always_save_checkpoint=True, init_from='scratch', wandb_log=False, wandb_project='owt',
-    wandb_run_name='gpt2', dataset='openwebtext', gradient_accumulation_steps=40, batch_size=12,
-    learning_rate=6e-4, max_iters=600000, weight_decay=1e-1, beta1=0.9, beta2=0.95, grad_clip=1.0,
-    decay_lr=True, warmup_iters=2000, lr_decay_iters=600000, min_lr=6e-5, backend='nccl', device='cuda',
-    dtype='bfloat16', compile=True)
+
+CFG_NANOGPT = '''  # nanoGPT's train.py: names and values, without the sizes that GPTConfig owns
+out_dir = 'out'; eval_interval = 2000; log_interval = 1; eval_iters = 200; eval_only = False
+always_save_checkpoint = True; init_from = 'scratch'; wandb_log = False; wandb_project = 'owt'
+wandb_run_name = 'gpt2'; dataset = 'openwebtext'; gradient_accumulation_steps = 5 * 8; batch_size = 12
+learning_rate = 6e-4; max_iters = 600000; weight_decay = 1e-1; beta1 = 0.9; beta2 = 0.95; grad_clip = 1.0
+decay_lr = True; warmup_iters = 2000; lr_decay_iters = 600000; min_lr = 6e-5; backend = 'nccl'
+device = 'cuda'; dtype = 'bfloat16'; compile = True
+configure(globals(), 'GPTConfig')
+'''.lstrip()
+
 
 @pytest.mark.parametrize('text, config, model', [
     ("import time\nout_dir = 'out-shakespeare'\nwandb_run_name = 'ft-' + str(time.time())\n"
@@ -301,22 +346,26 @@ CFG_NANOGPT = dict( # nanoGPT's train.py (names and values), without the sizes t
     ("n_layer = 6\nn_embd = 384 # baby\ndropout = 0.2\nwarmup_iters = 100\n",
      dict(warmup_iters=100), dict(n_layer=6, n_embd=384, dropout=0.2))])
 def test_cfg_nanogpt_files(text, config, model, tmp_path):
-    """files as nanoGPT's config/ has them"""
-    model_config = dataclasses.make_dataclass('Config', [
-        ('block_size', int, 1024), ('n_layer', int, 12), ('n_head', int, 12), ('n_embd', int, 768),
-        ('dropout', float, 0.0), ('bias', bool, True)])
+    """Files as nanoGPT's config/ has them, with the fields that our model.py has."""
     (tmp_path / 'a.py').write_text(text)
-    got, model_args = configure({**CFG_NANOGPT, '__name__': 'x'}, model_config,
-                                argv=[str(tmp_path / 'a.py'), '--compile=False'])
+    shutil.copy(ROOT / 'model.py', tmp_path)
+    got, model_args = cfg_configure(tmp_path / 'x.py', str(tmp_path / 'a.py'), '--compile=False',
+                                    text=CFG_NANOGPT, model_config='GPTConfig')
     assert config.items() <= got.items() and model_args == model and got['compile'] is False
+
+
+def test_cfg_knows_the_fields_of_our_model(tmp_path):
+    fields = {f.name: f.default for f in dataclasses.fields(GPTConfig)}
+    read = configurator.Settings(ROOT / 'model.py', 'GPTConfig')
+    assert {name: ast.literal_eval(node) for name, node in read.defaults.items()} == fields
+    assert all(type(default) in read.kinds[name] for name, default in fields.items())
+
 
 @pytest.mark.parametrize('error, line', [
     (ValueError('n_embd=7: take 8\n  and go on'), 'x.py: n_embd=7: take 8   and go on\n'),
-    (FileNotFoundError('no data'), 'x.py: no data\n'),
+    (FileNotFoundError('no data'), 'x.py: no data\n'), (ValueError(), 'x.py: ValueError\n'),
     (ImportError('pip install wandb'), 'x.py: pip install wandb\n'),
     (KeyboardInterrupt(), 'x.py: interrupted\n'),
-    (MemoryError(), 'x.py: out of memory; try half --batch_size'),
-    (RuntimeError('CUDA out of memory. Tried'), 'x.py: out of memory; try half --batch_size'),
     (TypeError('bug'), 'TypeError: bug\n'), (RuntimeError('bug'), 'RuntimeError: bug\n')])
 def test_cfg_one_line_errors(error, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['/somewhere/x.py'])
@@ -325,25 +374,47 @@ def test_cfg_one_line_errors(error, line, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(line)
     monkeypatch.setenv('FLATGPT_TRACE', '1')
     one_line_errors(type(error), error, None)
-    if not isinstance(error, MemoryError) and 'out of memory' not in str(error):
-        assert capsys.readouterr().err.startswith(type(error).__name__)
+    assert capsys.readouterr().err.startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize('error', [
+    MemoryError(), RuntimeError('CUDA out of memory. Tried'),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+def test_cfg_out_of_memory_names_settings_that_the_script_has(error, capsys):
+    one_line_errors(type(error), error, None)
+    assert '--' not in capsys.readouterr().err
+    scripts = [script for script in configurator.SCRIPTS if (ROOT / script).exists()]
+    for script in scripts:
+        names = configurator.Settings(ROOT / script).kinds | configurator.Settings(
+            ROOT / 'model.py', 'GPTConfig').kinds
+        one_line_errors(type(error), error, None, configurator.Settings(ROOT / script).kinds)
+        message = capsys.readouterr().err
+        advised = re.findall(r'--(\w+)', message)
+        assert message.count('\n') == 1 and set(advised) <= names.keys(), (script, message)
+        assert advised or script == 'hub.py'
+        assert ('gradient_accumulation_steps' in advised) == (script == 'train.py')
 
 
 def test_cfg_subprocess(tmp_path):
-    """as a user sees it: one line, no traceback, the exit code; and --help does not import torch"""
-    path = cfg_script(tmp_path)
-    def run(*argv):
-        return subprocess.run([sys.executable, str(path), *argv], capture_output=True, text=True,
-                              env={**os.environ, 'PYTHONPATH': str(ROOT)})
-    done = run('--learing_rate=1')
-    assert done.returncode == 2 and done.stdout == ''
-    assert done.stderr == ("script.py: --learing_rate=1: unknown setting 'learing_rate'; "
-                           "did you mean 'learning_rate'?\n")
-    path.write_text(CFG_SCRIPT + "\nimport sys\nprint('torch' in sys.modules)")
-    assert run('--max_iters=3').stdout == '--max_iters=3: max_iters = 3\nFalse\n'
+    """As a user sees it: one line, no traceback, the exit code."""
+    done = subprocess.run([sys.executable, str(cfg_script(tmp_path)), '--learing_rate=1'], text=True,
+                          capture_output=True, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    assert done.returncode == 2 and done.stdout == '' and done.stderr.count('\n') == 1
+    assert done.stderr.startswith('script.py: --learing_rate=1: ')
+
+
+@pytest.mark.parametrize('script', configurator.SCRIPTS)
+def test_cfg_help_and_typos_do_not_wait_for_torch(script, tmp_path):
+    for name in ('torch', 'numpy', 'tokenizers', 'safetensors'):  # found first, and not importable
+        (tmp_path / f'{name}.py').write_text(f'raise ImportError("{name} was imported")')
+    env = {**os.environ, 'PYTHONPATH': str(tmp_path)}
+    for arg, code in {'--help': 0, '--no_such_setting=1': 2}.items():
+        done = subprocess.run([sys.executable, str(ROOT / script), arg], capture_output=True, text=True, env=env)
+        assert done.returncode == code and 'was imported' not in done.stderr, done.stderr
+
 
 def test_cfg_closed_pipe():
-    """python sample.py | head: quiet"""
+    """`python sample.py | head` is quiet."""
     code = ("import sys, configurator; sys.excepthook = configurator.one_line_errors\n"
             "for i in range(10**6): print('a' * 99)")
     run = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -353,15 +424,9 @@ def test_cfg_closed_pipe():
     assert run.stderr.read() == b'' and run.wait() == 141
     run.stderr.close()
 
-@pytest.fixture
-def cfg_torch_state():
-    state, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
-    yield
-    torch.set_rng_state(state)
-    torch.set_float32_matmul_precision(precision)
 
-def test_cfg_runtime_without_cuda(cfg_torch_state, monkeypatch, capsys):
-    """device=cpu makes no CUDA call at all, not even to seed (nanoGPT #293, #708)"""
+def test_cfg_runtime_without_cuda(monkeypatch, capsys):
+    """device=cpu makes no CUDA call at all, not even to seed (nanoGPT #293, #708)."""
     def no_cuda(*args, **kwargs):
         raise RuntimeError('CUDA was called')
     for name, value in vars(torch.cuda).items():
@@ -375,26 +440,29 @@ def test_cfg_runtime_without_cuda(cfg_torch_state, monkeypatch, capsys):
         assert ((run.device, run.device_type, run.threads) == ('cpu', 'cpu', threads)
                 and torch.get_num_threads() == threads)
         assert dtype == 'auto' or run.dtype == getattr(torch, dtype)
-        assert capsys.readouterr().out == f'device cpu ({threads} threads), dtype {str(run.dtype)[6:]}\n'
-        for _ in range(2): # the context can be had again
+        out = capsys.readouterr().out
+        assert all(part in out for part in ('cpu', f'{threads} threads', str(run.dtype)[6:]))
+        for _ in range(2):  # the context can be had again
             with run.autocast():
                 assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == run.dtype
     runtime('cpu', seed=3)
     assert torch.equal(torch.rand(3), first)
 
+
 @pytest.mark.parametrize('amx, bf16, avx, dtype, precision', [
     (False, False, 'AVX2', 'float32', 'medium'), (False, True, 'AVX512', 'bfloat16', 'medium'),
     (True, True, 'AVX512', 'bfloat16', 'highest'), (False, False, 'SVE256', 'float32', 'highest')])
-def test_cfg_runtime_cpu_dtype(amx, bf16, avx, dtype, precision, cfg_torch_state, monkeypatch):
+def test_cfg_runtime_cpu_dtype(amx, bf16, avx, dtype, precision, monkeypatch):
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: bf16)
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: avx)
     assert runtime('cpu').dtype == getattr(torch, dtype) and torch.get_float32_matmul_precision() == precision
 
+
 @pytest.mark.parametrize('capability, dtype', [
     ((9, 0), 'bfloat16'), ((8, 0), 'bfloat16'), ((7, 5), 'float16')])
-def test_cfg_runtime_cuda(capability, dtype, cfg_torch_state, monkeypatch, capsys):
-    """what runtime asks of CUDA, with the answers of a machine of two GPUs"""
+def test_cfg_runtime_cuda(capability, dtype, monkeypatch, capsys):
+    """What runtime asks of CUDA, with the answers of a machine of two GPUs."""
     chosen = []
     answers = dict(is_available=lambda: True, device_count=lambda: 2, set_device=chosen.append,
                    get_device_name=lambda i: 'a GPU', get_device_capability=lambda i: capability)
@@ -404,35 +472,33 @@ def test_cfg_runtime_cuda(capability, dtype, cfg_torch_state, monkeypatch, capsy
     run = runtime('cuda:1')
     assert ((run.device, run.device_type, run.dtype) == ('cuda:1', 'cuda', getattr(torch, dtype))
             and chosen == [1])
-    assert (capsys.readouterr().out == f'device cuda:1 (a GPU), dtype {dtype}\n'
-            and torch.get_float32_matmul_precision() == 'high')
+    out = capsys.readouterr().out
+    assert all(part in out for part in ('cuda:1', 'a GPU', dtype))
+    assert torch.get_float32_matmul_precision() == 'high'
     assert runtime('auto', 'float16').device == 'cuda:0' and runtime('cuda', 'float16').dtype == torch.float16
     monkeypatch.setenv('LOCAL_RANK', '1')
     assert runtime('auto').device == 'cuda:1'
     monkeypatch.setenv('LOCAL_RANK', '7')
-    with pytest.raises(ValueError, match='^device=cuda:7: torch sees 2 CUDA; use cpu or auto$'):
+    with pytest.raises(ValueError, match='^device=cuda:7: .* 2 CUDA'):
         runtime('auto')
+
 
 def test_cfg_runtime_errors(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
-    for settings, message in {
-            ('cuda', 'auto'): 'device=cuda:0: torch sees no CUDA; use cpu or auto',
-            ('mps', 'auto'): 'device=mps: torch sees no MPS; use cpu or auto',
-            ('gpu', 'auto'): 'device=gpu: torch sees no GPU; use cpu or auto',
-            ('cpu', 'float16'): 'dtype=float16: use --dtype=auto, float32 or bfloat16; float16 needs CUDA',
-            ('cpu', 'half'): 'dtype=half: use --dtype=auto, float32 or bfloat16; float16 needs CUDA'}.items():
+    for settings, parts in {
+            ('cuda', 'auto'): ['device=cuda:0', 'no CUDA'], ('mps', 'auto'): ['device=mps', 'no MPS'],
+            ('gpu', 'auto'): ['device=gpu'], ('cuda:x', 'auto'): ['device=cuda:x'],
+            ('cpu', 'float16'): ['dtype=float16', 'bfloat16', 'CUDA'],
+            ('cpu', 'half'): ['dtype=half', 'float32']}.items():
         with pytest.raises(ValueError) as e:
             runtime(*settings)
-        assert str(e.value) == message
+        assert all(part in str(e.value) for part in parts) and '\n' not in str(e.value)
 
-def test_cfg_runtime_threads(cfg_torch_state):
-    before = torch.get_num_threads()
-    try:
-        assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+
+def test_cfg_runtime_threads():
+    assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
 
 
 # prepare ----------------------------------------------------------------------------------------------------
