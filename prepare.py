@@ -635,7 +635,9 @@ class JsonTokenizer(Tokenizer):
 
     def encode_array(self, text):
         self.library.encode_special_tokens = True
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.uint32)
+        # _fast: half the time, by not counting where in the text each token is
+        encoding, = self.library.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.uint32)
 
     def may_cut(self, text, n):
         """Tried on the text around: with some files, tokens reach across spaces, or each text gets a prefix.
@@ -685,6 +687,7 @@ def library_tokenizer(source):
                          'Unigram are supported, without dropout, prefix and suffix')
     tok.no_truncation()
     tok.no_padding()
+    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # its threads and our processes do not mix
     return tok
 
 

@@ -20,11 +20,14 @@ import pickle
 import random
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -201,7 +204,7 @@ def test_cfg_file_errors(text, parts, tmp_path, monkeypatch, capsys):
 
 
 def test_cfg_order_and_files(tmp_path, monkeypatch, capsys):
-    """File over default, later over earlier; a file computes, sees the settings so far, may repeat a value."""
+    """File over default, later over earlier; a file computes, sees the settings so far, may repeat them."""
     folder = cfg_script(tmp_path).parent / 'config'
     text = ("import math, time\nfrom os import path\n_half = 0.5\nN = 3\n"
             "def twice(x): return [x * _i for _i in (1, 2)][-1]\n"
@@ -229,7 +232,8 @@ def test_cfg_shows_what_was_set(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100 < len(out)
     entries = re.split(r'\n(?! )', out.strip())
-    assert len(entries) == 4 and str(tmp_path / 'a.py') in entries[1] and str(tmp_path / 'empty.py') in entries[2]
+    assert len(entries) == 4
+    assert str(tmp_path / 'a.py') in entries[1] and str(tmp_path / 'empty.py') in entries[2]
     found = [re.findall(r'(\w+) = (\d+)', entry) for entry in entries]
     assert found == [[('a_setting_1', '5'), ('a_setting_2', '6')],
                      [(name, str(i + 1)) for i, name in enumerate(names)], [], [('a_setting_3', '7')]]
@@ -320,7 +324,8 @@ def test_cfg_help(flag, tmp_path, monkeypatch, capsys):
     assert e.value.code == 0 and '$ python script.py --batch_size=8' in out
     order = ["# files", "out_dir = 'out'                     # checkpoints go here", "# optimizer",
              "learning_rate: float = 6e-4         # peak", "betas: tuple", "anything = None", "# sizes",
-             "n_layer: int = 12               # blocks", "# positions", "dropout: 'float' = 0.0", "# three lines"]
+             "n_layer: int = 12               # blocks", "# positions", "dropout: 'float' = 0.0",
+             "# three lines"]
     at = [out.rindex(text) for text in order]
     assert at == sorted(at) and out.count('example') == 1
     assert not [name for name in ('not_a_setting', 'hidden', 'ROOT', 'import') if name in out]
@@ -409,7 +414,8 @@ def test_cfg_help_and_typos_do_not_wait_for_torch(script, tmp_path):
         (tmp_path / f'{name}.py').write_text(f'raise ImportError("{name} was imported")')
     env = {**os.environ, 'PYTHONPATH': str(tmp_path)}
     for arg, code in {'--help': 0, '--no_such_setting=1': 2}.items():
-        done = subprocess.run([sys.executable, str(ROOT / script), arg], capture_output=True, text=True, env=env)
+        done = subprocess.run([sys.executable, str(ROOT / script), arg], capture_output=True, text=True,
+                              env=env)
         assert done.returncode == code and 'was imported' not in done.stderr, done.stderr
 
 
@@ -566,6 +572,17 @@ def prep_ids(folder, split, dtype='<u2'):
     return np.fromfile(os.path.join(folder, f'{split}.bin'), dtype)
 
 
+def prep_source(*texts, separate=None):
+    """A Source of these documents; a single one is a text that is cut for train and val."""
+    return prepare.Source('x', 'x', lambda: ([text] for text in texts),
+                          len(texts) > 1 if separate is None else separate)
+
+
+def prep_texts(source, fraction=0.1):
+    """(split, blocks, is a document) as prepare.py makes them of a source."""
+    return prepare.planned_texts(source, prepare.plan_splits(source, prepare.scan(source), fraction))
+
+
 # whole runs -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('tokenizer, n_train, n_val, vocab, name', [
@@ -609,13 +626,15 @@ def test_prepare_default_is_the_standard_library(tmp_path, monkeypatch, capsys):
     assert code == 0 and stdout.rstrip().endswith('next: python train.py')
     assert 5e6 < meta['train_bytes'] < 3e7 and 0.1 < meta['val_bytes'] / meta['train_bytes'] < 0.13
     ids = np.concatenate([prep_ids('data/pystdlib_byte', split) for split in ('train', 'val')])
-    files = int(stdout.split(': ')[1].split(' ')[0])
-    assert ids.max() == 256 and (ids == 256).sum() == files     # one end of text a document
-    source = prepare.find_source('pystdlib')
-    root = os.path.commonpath(source.files)
-    parts = [os.path.relpath(path, root).split(os.sep) for path in source.files]
-    assert parts == sorted(parts) and len(set(map(tuple, parts))) == len(parts) >= files
+    read, root = [], sysconfig.get_paths()['stdlib']
+    monkeypatch.setattr(prepare, 'read_text', lambda path: read.append(path) or [])
+    prepare.collections.deque(prepare.find_source('pystdlib').documents(), maxlen=0)
+    read = read[len(read) // 2:]  # each is read before, to see whether it is UTF-8
+    parts = [os.path.relpath(path, root).split(os.sep) for path in read]
+    assert parts == sorted(parts) and len(set(map(tuple, parts))) == len(parts)
     assert not {'test', 'tests', 'idle_test', 'site-packages'} & {name for path in parts for name in path}
+    full = [path for path in read if os.path.getsize(path)]
+    assert ids.max() == 256 and (ids == 256).sum() == len(full)  # one end of text a document
     with open(os.path.join(root, 'dataclasses.py'), 'rb') as f:
         whole = f.read()
     both = [prep_ids('data/pystdlib_byte', split).astype(np.uint8).tobytes() for split in ('train', 'val')]
@@ -634,7 +653,7 @@ def test_prepare_folder_glob_and_split_by_document(tmp_path, monkeypatch, capsys
         with open(path, 'w', encoding='utf-8', newline='') as f:
             f.write(text)
     code, stdout, _ = prep_run(['notes', '--tokenizer=char'], monkeypatch, capsys)
-    assert code == 0 and '40 files' in stdout and '1 left out (empty)' in stdout
+    assert code == 0 and '40 documents' in stdout and '1 left out' in stdout
     tok = prepare.load_tokenizer('data/notes_char')
     chars = sorted(set(''.join(texts.values())))
     assert tok.n_vocab == len(chars) + 1 and tok.eot == len(chars)
@@ -651,7 +670,7 @@ def test_prepare_folder_glob_and_split_by_document(tmp_path, monkeypatch, capsys
     meta = prepare.read_meta('data/notes_char')
     assert (meta['train_bytes'], meta['val_bytes']) == (sizes['train'], sizes['val'])
     code, stdout, _ = prep_run(['notes/**/*.md', '--out=md'], monkeypatch, capsys)
-    assert code == 0 and '20 files' in stdout and '--dataset=md' in stdout
+    assert code == 0 and '20 documents' in stdout and '--dataset=md' in stdout
     name = prepare.find_source('notes/**/*.md').name
     assert prepare.output_folder(None, name, 'byte') == os.path.join('data', 'notes_byte')
 
@@ -659,13 +678,99 @@ def test_prepare_folder_glob_and_split_by_document(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize('sizes', [
     [1, 1], [700, 35000], [35000, 700], [5] * 5, [1] * 1000, [10_000] + [10] * 99])
 def test_prepare_split_never_starves_a_side(sizes):
-    plan = prepare.split_documents([(f'{i}', n, n) for i, n in enumerate(sizes)], 0.1, True)
-    val = sum(n for _, [(split, n)] in plan if split == 'val')
+    plan = prepare.split_documents(sizes, 0.1)
+    val = sum(size for size, split in zip(sizes, plan) if split == 'val')
     assert 0 < val < sum(sizes) and len(plan) == len(sizes)
+    assert plan == [split for split in prepare.split_documents([0, *sizes, 0], 0.1) if split]  # empty: None
     if max(sizes) <= 0.1 * sum(sizes):
         assert abs(val - 0.1 * sum(sizes)) <= max(sizes)
     else:
         assert val <= max(0.2 * sum(sizes), min(sizes))
+
+
+def test_prepare_json_lines_are_documents(tmp_path, monkeypatch, capsys):
+    """A record, a document: as if each was a file, whatever the field, mixed with text files or not."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f'tale {i}\u2028 "é🙂" \\ \r\n' * (i % 7 + 1) for i in range(300)]
+    os.makedirs('files')
+    os.makedirs('both')
+    for i, text in enumerate(texts):
+        Path(f'files/{i:03d}.txt').write_text(text, encoding='utf-8', newline='')
+    lines = [json.dumps({'id': i, 'story': text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)]
+    lines[5:5] = ['', '  ', json.dumps({'story': '', 'id': None})]
+    Path('tales.jsonl').write_bytes('\ufeff'.encode() + '\r\n'.join(lines).encode())
+    Path('both/0.JSONL').write_text('\n'.join(lines[:100]), encoding='utf-8')
+    Path('both/1.txt').write_text('not json', encoding='utf-8')
+    out = prep_run(['tales.jsonl', '--field=story', '--tokenizer=char'], monkeypatch, capsys)[1]
+    assert '300 documents' in out and '1 left out' in out
+    prep_run(['files', '--tokenizer=char'], monkeypatch, capsys)
+    for split in ('train', 'val'):
+        assert np.array_equal(prep_ids('data/tales_char', split), prep_ids('data/files_char', split))
+    assert '98 documents' in prep_run(['both', '--field=story'], monkeypatch, capsys)[1]
+    Path('one.jsonl').write_text('{"text": "the only document is cut"}')
+    assert prep_run(['one.jsonl'], monkeypatch, capsys)[0] == 0
+    whole = [*prep_ids('data/one_byte', 'train'), *prep_ids('data/one_byte', 'val')]
+    assert bytes(whole) == b'the only document is cut'
+
+
+def test_prepare_many_documents_in_bounded_memory_and_time(tmp_path):
+    """200,000 records of JSON lines: their sizes are all that is kept."""
+    pytest.importorskip('resource')
+    with open(tmp_path / 'a.jsonl', 'w', encoding='utf-8') as f:
+        for i in range(200_000):
+            f.write(f'{{"text": "record {i}, and some text of its own"}}\n')
+    code = ("import resource, sys; sys.argv = ['prepare.py']; import prepare\n"
+            "used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "source = prepare.find_source('a.jsonl'); before = used()\n"
+            "plan = prepare.plan_splits(source, prepare.scan(source), 0.1)\n"
+            "texts = prepare.planned_texts(source, plan)\n"
+            "meta = prepare.write_dataset('d', texts, prepare.make_tokenizer('byte'), 'x')\n"
+            "print(used() - before, meta['train_tokens'] + meta['val_tokens'] - meta['train_bytes']"
+            " - meta['val_bytes'])")
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([PREP_DIR, os.environ.get('PYTHONPATH', '')])}
+    done = subprocess.run([sys.executable, '-c', code], env=env, check=True, capture_output=True, text=True,
+                          cwd=tmp_path)
+    grown, ends = map(int, done.stdout.split()[-2:])
+    assert grown * (1 if sys.platform == 'darwin' else 1024) < 60 << 20 and ends == 200_000
+
+
+def test_prepare_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeypatch, capsys):
+    def tales():
+        def documents():
+            for i in range(20):
+                yield [f'tale {i} ', 'goes on']
+        return prepare.Source('tales', 'tales 1.0', documents)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(prepare.SOURCES, 'tales', tales)
+    monkeypatch.setitem(prepare.MAKERS, 'reversed', lambda characters, by_document:
+                        prepare.CharTokenizer(characters[::-1], len(characters)))
+    source = prepare.find_source('tales')
+    seen = prepare.scan(source)
+    assert seen.n_documents == 20 and seen.characters[:2] == ' 0' and seen.n_bytes == seen.n_characters
+    tok = prepare.make_tokenizer('reversed', seen.characters, True)
+    prepare.write_dataset('data/t', prep_texts(source), tok, source.label)
+    text = prepare.load_tokenizer('data/t').decode(prep_ids('data/t', 'train'))
+    assert text.startswith('tale 1 goes on' + prepare.EOT)
+    assert prepare.read_meta('data/t')['source'] == 'tales 1.0'
+    assert 'tales' in str(pytest.raises(OSError, prepare.find_source, 'none').value)
+
+
+def test_prepare_shows_progress_while_it_scans_and_encodes(monkeypatch, capsys):
+    clock = itertools.count(0, 6)
+    monkeypatch.setattr(prepare.time, 'time', lambda: next(clock))
+    source = prepare.Source('x', 'x', lambda: [['a' * 10**6] * 9], separate=False)
+    prepare.scan(source)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3 and '2.0 MB' in lines[0] and '9.0 MB' in lines[-1]
+    prepare.scan(prep_source('quick'))
+    assert capsys.readouterr().out == ''
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+    progress = prepare.Progress('work', total=10**7)
+    for _ in range(10):
+        progress.add(10**6)
+    progress.close()
+    out = capsys.readouterr().out
+    assert out.count('\n') == 1 and out.count('\r') == 11 and ' 10.0 of 10.0 MB' in out
 
 
 def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch, capsys):
@@ -674,37 +779,45 @@ def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monke
     with open('latin.txt', 'wb') as f:
         f.write(b'x' * (1 << 20) + b'caf\xe9 au lait')
     for name, data in (('empty.txt', b''), ('short.txt', b'x'), ('cut.txt', 'abc🙂'.encode()[:-1]),
-                       ('good.txt', b'some good text, enough for two parts')):
+                       ('good.txt', b'some good text, enough for two parts'),
+                       ('broken.jsonl', b'{"text": "a"}\n\n{"text": "b"\n'),
+                       ('list.jsonl', b'{"text": "a"}\n["text"]\n'), ('deep.jsonl', b'[' * 200_000),
+                       ('latin.jsonl', b'{"text": "caf\xe9"}'), ('number.jsonl', b'{"text": 3}'),
+                       ('half.jsonl', b'{"text": "a"}\n{"text": "\\ud800"}\n')):
         with open(name, 'wb') as f:
             f.write(data)
     os.mkdir('nofiles')
     assert prep_run(['good.txt', '--out=d'], monkeypatch, capsys)[0] == 0
-    before = {name: open(f'data/d/{name}', 'rb').read() for name in prep_files('data/d')}
+    before = {name: Path('data/d', name).read_bytes() for name in prep_files('data/d')}
     table = [(['latin.txt'], ['latin.txt', '0xe9', f'offset {(1 << 20) + 3}']),
              (['cut.txt'], ['cut.txt', 'offset 3']),
              (['empty.txt'], ['empty.txt', 'empty']), (['short.txt'], ['short.txt', 'too few']),
-             (['nofiles'], ['nofiles', 'no such']), (['none.txt'], ['none.txt', 'pystdlib, shakespeare']),
+             (['nofiles'], ['nofiles', 'no such']), (['none.txt'], ['none.txt', *prepare.SOURCES]),
+             (['broken.jsonl'], ['broken.jsonl, line 3']), (['list.jsonl'], ['list.jsonl, line 2']),
+             (['deep.jsonl'], ['deep.jsonl, line 1']), (['latin.jsonl'], ['latin.jsonl, line 1']),
+             (['number.jsonl'], ['number.jsonl, line 1']), (['half.jsonl'], ['half.jsonl, line 2']),
+             (['broken.jsonl', '--field=story'], ["broken.jsonl, line 1", "'story'", '--field']),
              (['*.none'], ['*.none']), (['good.txt', '--procs=0'], ['procs=0']),
              (['good.txt', '--val_fraction=1.0'], ['val_fraction=1.0', 'between 0 and 1']),
-             (['good.txt', '--tokenizer=gpt3'], ["'gpt3'", 'cl100k_base'])]
+             (['good.txt', '--tokenizer=gpt3'], ["'gpt3'", 'cl100k_base']),
+             (['good.txt', '--tokenizer=no/such'], ['python hub.py no/such'])]
     for argv, parts in table:
         for where in ('d', 'fresh'):                 # over an earlier folder, and to a new one
             code, _, stderr = prep_run([*argv, f'--out={where}'], monkeypatch, capsys)
             assert code == 1 and len(stderr.strip().splitlines()) == 1, (argv, code, stderr)
             assert all(part in stderr for part in parts), stderr
     assert os.listdir('data') == ['d']
-    assert {name: open(f'data/d/{name}', 'rb').read() for name in prep_files('data/d')} == before
+    assert {name: Path('data/d', name).read_bytes() for name in prep_files('data/d')} == before
 
 
 def test_prepare_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, 'CHUNK', 10)
-    with open('a.txt', 'w', encoding='utf-8', newline='') as f:
-        f.write('one two three\n' * 20)
+    source = prep_source('one two three\n' * 20)
     tok = prepare.make_tokenizer('byte')
-    plan = prepare.split_documents([('a.txt', 280, 280)], 0.1, False)
-    meta = prepare.write_dataset('data/a', plan, tok, 'a')
-    before = {name: open(f'data/a/{name}', 'rb').read() for name in os.listdir('data/a')}
+    monkeypatch.setattr(prepare, 'AROUND', 0)
+    meta = prepare.write_dataset('data/a', prep_texts(source), tok, 'a')
+    before = {name: Path('data/a', name).read_bytes() for name in os.listdir('data/a')}
     real, calls = tok.encode_array, []
 
     def full_disk(text):
@@ -716,21 +829,22 @@ def test_prepare_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
     for folder in ('data/a', 'data/b'):
         calls.clear()
         with pytest.raises(KeyboardInterrupt):
-            prepare.write_dataset(folder, plan, tok, 'a')
+            prepare.write_dataset(folder, prep_texts(source), tok, 'a')
+    tok.encode_array = real
+    with pytest.raises(ValueError, match='changed'):
+        prepare.write_dataset('data/b', prep_texts(source), tok, 'a', n_bytes=281)
     assert os.listdir('data') == ['a'] and meta['train_tokens'] == 252
-    assert {name: open(f'data/a/{name}', 'rb').read() for name in os.listdir('data/a')} == before
+    assert {name: Path('data/a', name).read_bytes() for name in os.listdir('data/a')} == before
 
 
 def test_prepare_again_removes_what_belonged_to_earlier_tokens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with open('a.txt', 'w', encoding='utf-8', newline='') as f:
-        f.write('the text ' * 20)
-    plan = prepare.split_documents([('a.txt', 180, 180)], 0.1, False)
-    prepare.write_dataset('data/a', plan, prep_toy_bpe(), 'a')
+    source = prep_source('the text ' * 20)
+    prepare.write_dataset('data/a', prep_texts(source), prep_toy_bpe(), 'a')
     open('data/a/train.mask.bin', 'wb').close()
     assert 'tokenizer.tiktoken' in os.listdir('data/a')
     assert prepare.load_tokenizer('data/a').decode(prep_ids('data/a', 'train')) == ('the text ' * 20)[:162]
-    prepare.write_dataset('data/a', plan, prepare.make_tokenizer('byte'), 'a')
+    prepare.write_dataset('data/a', prep_texts(source), prepare.make_tokenizer('byte'), 'a')
     assert sorted(os.listdir('data/a')) == ['meta.json', 'train.bin', 'val.bin']
 
 
@@ -773,38 +887,35 @@ def test_prepare_cuts_where_every_pattern_cuts(name):
 @pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'cl100k_base', 'o200k_base'])
 @pytest.mark.parametrize('chunk', [7, 100])
 def test_prepare_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch):
-    text = prep_awkward(3000) + 'ＡＢＣ' * 2000 + '\n' + prep_awkward(200, 2)     # with one long word
-    path = str(tmp_path / 'a.txt')
-    with open(path, 'w', encoding='utf-8', newline='') as f:
-        f.write(text)
+    text = prep_awkward(3000) + 'ＡＢＣ' * 2000 + '\n' + prep_awkward(200, 2)  # with one long word
     tok = prepare.make_tokenizer(name, ''.join(sorted(set(text)))) if name in ('byte', 'char') else \
         prep_toy_bpe(prep_patterns()[name])
-    plan = prepare.split_documents([(path, len(text), 0)], 0.1, False)
     monkeypatch.setattr(prepare, 'CHUNK', chunk)
-    assert max(len(piece) for _, piece, _ in prepare.pieces(plan, False, True)) == chunk
-    assert len(list(prepare.pieces(plan, False, tok.anywhere))) > len(text) / chunk / 60
-    prepare.write_dataset(str(tmp_path / 'd'), plan, tok, 'a')
+    monkeypatch.setattr(prepare, 'AROUND', 0)
+    blocks = [text[i:i + 1000] for i in range(0, len(text), 1000)]
+    parts, last = zip(*prepare.pieces(blocks, tok))
+    assert ''.join(parts) == text and last == (*[False] * (len(last) - 1), True)
+    assert len(parts) > len(text) / chunk / 60 and (max(map(len, parts)) == chunk or not tok.anywhere)
+    source = prepare.Source('x', 'x', lambda: [iter(blocks)], separate=False)
+    prepare.write_dataset(str(tmp_path / 'd'), prep_texts(source), tok, 'a')
     cut = int(len(text) * 0.9)
     for split, part in (('train', text[:cut]), ('val', text[cut:])):
         assert prep_ids(tmp_path / 'd', split).tolist() == tok.encode(part, allow_special=False)
 
 
 def test_prepare_two_processes_write_what_one_writes(tmp_path, monkeypatch):
-    tok, documents = prep_toy_bpe(), []
-    for i in range(12):
-        path = str(tmp_path / f'{i}.txt')
-        text = prep_awkward(300 + 50 * i, seed=i) + '<|endoftext|> the end'     # which is text, in a document
-        with open(path, 'w', encoding='utf-8', newline='') as f:
-            f.write(text)
-        documents.append((path, len(text), len(text.encode())))
+    tok = prep_toy_bpe()
+    source = prep_source(*[prep_awkward(300 + 50 * i, seed=i) + '<|endoftext|> the end'  # which is text here
+                           for i in range(12)])
+    plan = prepare.plan_splits(source, prepare.scan(source), 0.2)
     monkeypatch.setattr(prepare, 'CHUNK', 500)
-    plan = prepare.split_documents(documents, 0.2, True)
-    metas = [prepare.write_dataset(str(tmp_path / f'p{n}'), plan, tok, 'x', True, procs=n) for n in (1, 2)]
+    metas = [prepare.write_dataset(str(tmp_path / f'p{n}'), prep_texts(source, 0.2), tok, 'x', procs=n)
+             for n in (1, 2)]
     assert metas[0] == metas[1] and metas[0]['train_tokens'] > 5000
     for split in ('train', 'val'):
         ids = prep_ids(tmp_path / 'p1', split)
         assert ids.tobytes() == prep_ids(tmp_path / 'p2', split).tobytes()
-        assert (ids == tok.eot).sum() == sum(parts[0][0] == split for _, parts in plan)
+        assert (ids == tok.eot).sum() == plan.count(split)
 
 
 def test_prepare_uses_processes_only_where_they_pay():
@@ -820,8 +931,9 @@ def test_prepare_encodes_in_bounded_memory(tmp_path):
             f.write(b'many words in a line, and many lines\n' * (1 << 15))       # 58 MB in all
     code = (f"import resource, prepare\nused = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
             f"tok = prepare.make_tokenizer('byte'); before = used()\n"
-            f"docs, chars, _ = prepare.scan([{path!r}]); plan = prepare.split_documents(docs, 0.1, False)\n"
-            f"prepare.write_dataset({str(tmp_path / 'd')!r}, plan, tok, 'x', n_bytes=docs[0][2])\n"
+            f"source = prepare.find_source({path!r}); seen = prepare.scan(source)\n"
+            f"texts = prepare.planned_texts(source, prepare.plan_splits(source, seen, 0.1))\n"
+            f"prepare.write_dataset({str(tmp_path / 'd')!r}, texts, tok, 'x', n_bytes=seen.n_bytes)\n"
             f"print(used() - before)")
     pytest.importorskip('resource')
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([PREP_DIR, os.environ.get('PYTHONPATH', '')])}
@@ -885,6 +997,18 @@ def test_tokenizer_gpt2_is_tiktokens(monkeypatch):
     assert again.decode(again.encode(text)) == text
 
 
+def test_printed_commands_can_be_pasted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path('a.txt').write_text('some text\n' * 9)
+    out = prep_run(['a.txt', "--out=sp ace; it's"], monkeypatch, capsys)[1]
+    command = out.splitlines()[-1].removeprefix('next: ')
+    assert shlex.split(command) == ['python', 'train.py', "--dataset=sp ace; it's"]
+    with pytest.raises(OSError) as e:
+        prepare.Bins('data/no $such', 'train')
+    command = re.search('`(.*)`', str(e.value))[1]
+    assert shlex.split(command) == ['python', 'prepare.py', 'my.txt', '--out=no $such']
+
+
 def test_tokenizer_offline_names_the_address(tmp_path, monkeypatch):
     requests, tiktoken = pytest.importorskip('requests'), pytest.importorskip('tiktoken')
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
@@ -896,6 +1020,334 @@ def test_tokenizer_offline_names_the_address(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r'https://\S+p50k_base.tiktoken.*TIKTOKEN_CACHE_DIR') as e:
         prepare.make_tokenizer('p50k_base')
     assert '\n' not in str(e.value)
+
+
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+                r"\s*[\r\n]+|\s+(?!\S)|\s+")
+DEEPSEEK_SPLIT = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                  r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+@functools.lru_cache(maxsize=1)
+def tok_texts():
+    """Code, Chinese, emoji, digits, spaces, odd Unicode: something of everything, 400 KB."""
+    rng = random.Random(0)
+    code = ''.join((ROOT / name).read_text(encoding='utf-8')
+                   for name in ('train.py', 'sample.py', 'bench.py'))
+    chinese = '，'.join(''.join(chr(rng.randrange(0x4e00, 0x4f50)) for _ in range(7)) for _ in range(400))
+    odd = ('\U0001f600👩\u200d👩\u200d👧🇩🇪 e\u0301 é ﬁ ½ ǅ \u200d \ufeff \u00a0\u3000 '
+           '１２３ ⅷ ' * 40
+           + "It's WE'LL they'Ve don't\u2019s " * 20 + '\n\n \n\t\t  \r\n' * 60)
+    digits = ' '.join(str(rng.randrange(10**rng.randrange(1, 12))) for _ in range(2000))
+    return [code, chinese, odd, digits, code.upper() + chinese + code.replace('\n', '\n\n') + odd + digits]
+
+
+@functools.cache
+def tok_oracles():
+    """name -> a tokenizer of the tokenizers library, of each kind that is met on the hub."""
+    tk = pytest.importorskip('tokenizers')
+    pre, norm, dec = tk.pre_tokenizers, tk.normalizers, tk.decoders
+
+    def level(prefix=False, regex=True):
+        return pre.ByteLevel(add_prefix_space=prefix, use_regex=regex)
+
+    def split(pattern):
+        return pre.Split(tk.Regex(pattern), 'isolated')
+
+    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',), **model):
+        t = tk.Tokenizer(tk.models.BPE(**model))
+        if pretok:
+            t.pre_tokenizer = pretok
+        if normalizer:
+            t.normalizer = normalizer
+        t.decoder = decoder or dec.ByteLevel()
+        texts = [line for text in tok_texts()[:4]
+                 for line in (text.splitlines() if pretok is None else [text])]
+        alphabet = pre.ByteLevel.alphabet() if decoder is None else []
+        t.train_from_iterator(texts, tk.trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False))
+        return t
+
+    found = {
+        'gpt2': trained(level()), 'gpt2 prefix': trained(level(prefix=True)),
+        'llama3': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), ignore_merges=True),
+        'qwen': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), norm.NFC()),
+        'deepseek': trained(pre.Sequence([split(r'\p{N}{1,3}'), split('[一-龥぀-ゟ゠-ヿ]+'),
+                                          split(DEEPSEEK_SPLIT), level(regex=False)])),
+        'falcon': trained(pre.Sequence([pre.Punctuation('contiguous'), level(), pre.Digits(False),
+                                        split('[0-9][0-9][0-9]')])),
+        'smollm': trained(pre.Sequence([pre.Digits(True), level()]))}
+    pieces = dec.Sequence([dec.Replace('▁', ' '), dec.ByteFallback(), dec.Fuse(), dec.Strip(' ', 1, 0)])
+    llama2 = json.loads(trained(
+        None, norm.Sequence([norm.Prepend('▁'), norm.Replace(' ', '▁')]), pieces, 1300,
+        ['<unk>', '<s>', '</s>', *(f'<0x{b:02X}>' for b in range(256))]).to_str())
+    llama2['model'].update(byte_fallback=True, unk_token='<unk>', fuse_unk=True)
+    llama2['added_tokens'] = [t for t in llama2['added_tokens'] if not t['content'].startswith('<0x')]
+    start = {'SpecialToken': {'id': '<s>', 'type_id': 0}}
+    texts = [{'Sequence': {'id': name, 'type_id': 0}} for name in 'AB']
+    llama2['post_processor'] = {'type': 'TemplateProcessing', 'single': [start, texts[0]],
+                                'pair': [start, texts[0], start, texts[1]],
+                                'special_tokens': {'<s>': {'id': '<s>', 'ids': [1], 'tokens': ['<s>']}}}
+    found['llama2'] = tk.Tokenizer.from_str(json.dumps(llama2))
+    found['mistral'] = tk.Tokenizer.from_str(json.dumps({**llama2, 'normalizer': None, 'pre_tokenizer': {
+        'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first', 'split': False}}))
+    added = tk.Tokenizer.from_str(found['gpt2'].to_str())
+    added.add_tokens([tk.AddedToken('hello', normalized=True), tk.AddedToken('  ', normalized=False),
+                      tk.AddedToken('word', single_word=True)])
+    added.add_special_tokens([tk.AddedToken('<|x|>', lstrip=True), tk.AddedToken('<|y|>', rstrip=True)])
+    found['added'] = added
+    path = Path(os.environ.get('FLATGPT_DATA', 'nowhere')) / 'minimind_tokenizer/tokenizer.json'
+    if path.exists():
+        found['minimind'] = tk.Tokenizer.from_file(str(path))
+    return found
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'gpt2 prefix', 'llama3', 'qwen', 'deepseek', 'falcon', 'smollm',
+                                  'llama2', 'mistral', 'added', 'minimind'])
+def test_tokenizer_json_gives_the_ids_of_transformers(name, tmp_path):
+    """As text comes, with special tokens in it, and with these as plain text; and back, token by token."""
+    if name not in tok_oracles():
+        pytest.skip('its file is not at hand')
+    library, rng, mixed = tok_oracles()[name], random.Random(1), ''.join(tok_texts())
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library)
+    ours = prepare.tokenizer_from_state(prepare.JsonTokenizer(library.to_str()).state())
+    assert ours.n_vocab == library.get_vocab_size() == len(theirs) and ours.to_json() == library.to_str()
+    parts = [mixed[a:a + rng.randrange(1, 120)] for a in (rng.randrange(len(mixed)) for _ in range(300))]
+    marks = [token.content for token in library.get_added_tokens_decoder().values()][:5]
+    parts += [mark + part + marks[-1] + ' ' + mark for mark in marks for part in parts[:12]]
+    parts += ['', ' ', '\n', 'a', ' a', '  a  ', 'hello  world <|x|> <|y|>  z word words', '<s> x </s>',
+              mixed]
+    for part in parts:
+        assert ours.encode(part) == theirs(part)['input_ids'], repr(part[:80])
+        plain = theirs(part, add_special_tokens=False, split_special_tokens=True)['input_ids']
+        assert ours.encode_array(part).tolist() == plain, repr(part[:80])
+        assert ours.encode_array(part).dtype == np.uint32
+    assert not {*ours.special.values()} & {*ours.encode(''.join(ours.special), allow_special=False)} - {
+        *ours.encode('')}
+    assert ours.encode('a\ud800b') == ours.encode('a\ufffdb')
+    for part in parts[:200]:  # and back; a prefix that encoding puts in front is text
+        ids = ours.encode(part)
+        assert b''.join(ours.decode_bytes([i]) for i in ids) == ours.decode_bytes(ids)
+        back = ours.decode(ids).removeprefix('<s>')
+        same = part if name != 'qwen' else unicodedata.normalize('NFC', part)
+        assert back in (same, ' ' + same) or name == 'added', (part, back)
+
+
+def test_tokenizer_json_of_other_kinds():
+    """Unigram models, gaps in the ids, truncation and padding that are set in the file, special names."""
+    tk = pytest.importorskip('tokenizers')
+    pieces = [('<unk>', 0.0), ('▁', -2.0), ('▁a', -1.0), ('b', -1.5), ('▁ab', -1.2), ('<0x0A>', -9.0)]
+    library = tk.Tokenizer(tk.models.Unigram(pieces, 0, True))
+    library.pre_tokenizer, library.decoder = tk.pre_tokenizers.Metaspace(), tk.decoders.Metaspace()
+    ours = prepare.JsonTokenizer(library.to_str())
+    for text in ('ab a b', 'a\nb', ' ab'):
+        assert ours.encode(text) == library.encode(text).ids
+    assert ours.decode(ours.encode('ab b')) == ' ab b' and ours.eot is None
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 2000, 'content': '<|last|>'}]
+    spec['truncation'] = {'direction': 'Right', 'max_length': 3, 'strategy': 'LongestFirst', 'stride': 0}
+    spec['padding'] = {'strategy': {'Fixed': 9}, 'direction': 'Right', 'pad_to_multiple_of': None,
+                       'pad_id': 0, 'pad_type_id': 0, 'pad_token': '!'}
+    ours = prepare.JsonTokenizer(json.dumps(spec), {'eos_token': {'content': '<|last|>'}})
+    assert ours.n_vocab == max(ours.tokens) + 1 > len(ours.tokens) and ours.eot == ours.special['<|last|>']
+    text = 'more than three tokens, no padding'
+    assert ours.encode(text) == tok_oracles()['gpt2'].encode(text).ids
+    assert prepare.JsonTokenizer(json.dumps(spec)).eot == ours.special[prepare.EOT]
+
+
+@pytest.mark.parametrize('name', ['llama2', 'mistral', 'gpt2', 'gpt2 prefix', 'qwen', 'deepseek', 'added',
+                                  'minimind'])
+def test_tokenizer_json_in_pieces_is_as_in_one_piece(name, monkeypatch):
+    """Documents are cut only where the ids stay those of the whole; where none such is found, not at all."""
+    if name not in tok_oracles():
+        pytest.skip('its file is not at hand')
+    ours = prepare.JsonTokenizer(tok_oracles()[name].to_str())
+    monkeypatch.setattr(prepare, 'CHUNK', 500)
+    for text in (tok_texts()[0][:9000], ' ' + tok_texts()[4][40_000:46_000], prep_awkward(900)):
+        parts = [part for part, _ in prepare.pieces([text[:4000], text[4000:]], ours)]
+        ids = np.concatenate([ours.encode_array(part) for part in parts])
+        assert ''.join(parts) == text and ids.tolist() == ours.encode_array(text).tolist()
+        assert len(parts) == 1 if name == 'llama2' else len(parts) > 3  # it puts a space before every text
+
+
+def test_a_damaged_or_unsupported_tokenizer_is_one_line_that_names_the_file(tmp_path):
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    model, words = spec['model'], {'type': 'WordPiece', 'unk_token': 'a', 'continuing_subword_prefix': '##',
+                                   'max_input_chars_per_word': 100, 'vocab': {'a': 0}}
+    split = {'type': 'Split', 'pattern': {'Regex': '('}, 'behavior': 'Isolated', 'invert': False}
+    changes = [({'model': words}, 'WordPiece'), ({'model': {**model, 'dropout': 0.1}}, 'dropout'),
+               ({'model': {**model, 'end_of_word_suffix': '</w>'}}, 'end_of_word_suffix'),
+               ({'pre_tokenizer': split}, ''), ({'pre_tokenizer': {'type': 'Nonsense'}}, ''),
+               ({'model': {**model, 'vocab': {}, 'merges': []}, 'added_tokens': []}, 'empty vocabulary')]
+    damaged = ['{', '{}', '', '[]', '{"model": {}}', '[' * 200_000]
+    path = tmp_path / 'tokenizer.json'
+    for text, part in [*((json.dumps({**spec, **change}), part) for change, part in changes),
+                       *((text, '') for text in damaged)]:
+        path.write_text(text)
+        for name in (str(tmp_path), str(path)):
+            with pytest.raises(ValueError, match=re.escape(str(path))) as e:
+                prepare.make_tokenizer(name)
+            assert part in str(e.value) and '\n' not in str(e.value) and len(str(e.value)) < 600
+        with pytest.raises(ValueError):
+            prepare.tokenizer_from_state({'kind': 'json', 'source': text, 'config': {}})
+    path.write_text(json.dumps(spec))
+    for text in ('{', '[]', '[' * 200_000):
+        (tmp_path / 'tokenizer_config.json').write_text(text)
+        with pytest.raises(ValueError, match='tokenizer_config.json') as e:
+            prepare.json_tokenizer(str(tmp_path))
+        assert '\n' not in str(e.value)
+    (tmp_path / 'tokenizer_config.json').write_bytes(b'\xff')
+    with pytest.raises(ValueError, match='tokenizer_config.json'):
+        prepare.json_tokenizer(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match='none'):
+        prepare.json_tokenizer(str(tmp_path / 'none'))
+
+
+def test_without_the_tokenizers_library_one_line_says_what_to_install(monkeypatch):
+    source = tok_oracles()['gpt2'].to_str()
+    monkeypatch.setitem(sys.modules, 'tokenizers', None)
+    with pytest.raises(ImportError, match='pip install tokenizers'):
+        prepare.JsonTokenizer(source)
+
+
+@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy'])
+def test_exported_tokenizers_encode_the_same(name, tmp_path, monkeypatch):
+    tk = pytest.importorskip('tokenizers')
+    if name == 'gpt2':
+        prep_gpt2(monkeypatch)
+    text = tok_texts()[0][:30000] + tok_texts()[2][:500]
+    ours = (prep_toy_bpe() if name == 'toy' else prepare.make_tokenizer(name, sorted(set(text)), True))
+    theirs = tk.Tokenizer.from_str(ours.to_json())
+    for part in (text, text[5000:6000], 'a' + prepare.EOT + 'b' if name != 'toy' else 'abc'):
+        part = part if name != 'char' else ''.join(c for c in part if c in ours.chars or c in prepare.EOT)
+        assert theirs.encode(part).ids == ours.encode(part)
+    assert theirs.decode(ours.encode(text[:500]), skip_special_tokens=False) == text[:500]
+
+
+CHAT_TEMPLATES = {
+    'chatml':
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
+        " '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    'qwen2.5':
+        "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] +"
+        " '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'"
+        " }}{%- endif %}{%- for m in messages %}{%- if m.role != 'system' %}{{- '<|im_start|>' + m.role +"
+        " '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{-"
+        " '<|im_start|>assistant\n' }}{%- endif %}",
+    'qwen3':
+        "{%- for m in messages %}{%- set content = m.content %}{%- if m.role == 'assistant' and"
+        " '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%-"
+        " endif %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}{%- if"
+        " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and"
+        " enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}",
+    'llama3':
+        "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] +"
+        " '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set"
+        " content = '<|begin_of_text|>' + content %}{% endif %}{{ content }}{% endfor %}{% if"
+        " add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    'llama2':
+        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system ="
+        " messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system = false %}{%"
+        " endif %}{% for m in loop_messages %}{% if loop.index0 == 0 and system %}{% set content ="
+        " '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}{% else %}{% set content ="
+        " m['content'] %}{% endif %}{% if m['role'] == 'user' %}{{ '<s>' + '[INST] ' + content.strip() +"
+        " ' [/INST]' }}{% else %}{{ ' ' + content.strip() + ' ' + '</s>' }}{% endif %}{% endfor %}",
+}
+
+
+CHAT_TEMPLATES |= {
+    'everything':  # what transformers' environment has
+        "{% for m in messages %}\n    {% if m.role == 'x' %}{% continue %}{% endif %}\n    {{ m | tojson }}"
+        "{% generation %}\n{{ m.content | upper }}{% endgeneration %}\n{% endfor %}\n{{ bos_token }}"
+        "{{ strftime_now('%Y') }}{{ tools | tojson(indent=2) }}{% set ns = namespace(n=1) %}"
+        "{% set ns.n = 2 %}{{ ns.n }}{{ unknown }}{{ documents is none }}{{ dict(a=1) | tojson }}"
+        "{%- if enable_thinking is defined %}{{ enable_thinking }}{% endif %}",
+}
+CHATS = [[{'role': 'user', 'content': 'Hi, who are <you>?'}],
+         [{'role': 'system', 'content': 'Be\nshort.'}, {'role': 'user', 'content': ' é🙂 '}],
+         [{'role': 'user', 'content': 'Hi'},
+          {'role': 'assistant', 'content': '<think>\nhm\n</think>\n\nA program.', 'tool_calls': None},
+          {'role': 'user', 'content': 'And?'}]]
+TOOLS = [{'type': 'function', 'function': {'name': 'now', 'description': 'the time', 'parameters': {
+    'type': 'object', 'properties': {}, 'required': []}}}]
+
+
+def chat_pair(folder, source, config):
+    """Our tokenizer and transformers', of the same files."""
+    (folder / 'tokenizer.json').write_text(source, encoding='utf-8')
+    (folder / 'tokenizer_config.json').write_text(
+        json.dumps({'tokenizer_class': 'PreTrainedTokenizerFast', **config}), encoding='utf-8')
+    return (prepare.json_tokenizer(str(folder)),
+            transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
+
+
+@pytest.mark.parametrize('name', [*CHAT_TEMPLATES, 'named', 'file', 'minimind'])
+@pytest.mark.parametrize('thinking', [True, False, None])
+def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
+    """The same text and ids, for templates in tokenizer_config.json, one of several there, or in a file."""
+    source, config = tok_oracles()['llama2'].to_str(), {'bos_token': '<s>', 'eos_token': {
+        '__type': 'AddedToken', 'content': '</s>', 'lstrip': False, 'rstrip': False, 'normalized': False,
+        'single_word': False, 'special': True}}
+    if name == 'minimind':
+        if name not in tok_oracles():
+            pytest.skip('its file is not at hand')
+        folder = Path(os.environ['FLATGPT_DATA']) / 'minimind_tokenizer'
+        source = tok_oracles()[name].to_str()
+        config = json.loads((folder / 'tokenizer_config.json').read_text(encoding='utf-8'))
+    elif name == 'named':
+        config['chat_template'] = [{'name': 'default', 'template': CHAT_TEMPLATES['chatml']},
+                                   {'name': 'tool_use', 'template': CHAT_TEMPLATES['everything']}]
+    elif name == 'file':
+        (tmp_path / 'chat_template.jinja').write_text(CHAT_TEMPLATES['qwen3'], encoding='utf-8')
+    else:
+        config['chat_template'] = CHAT_TEMPLATES[name]
+    ours, theirs = chat_pair(tmp_path, source, config)
+    ours = prepare.tokenizer_from_state(json.loads(json.dumps(ours.state())))
+    options = {} if thinking is None else {'enable_thinking': thinking}
+    for messages in CHATS:
+        for tools in (None, TOOLS):
+            expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
+                                                  return_dict=False, **options)
+            assert ours.chat(messages, thinking, tools) == expected
+            text = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
+                                              tokenize=False, **options)
+            assert theirs(text, add_special_tokens=False)['input_ids'] == expected
+    variables = {**options, 'bos_token': '<s>', 'eos_token': '</s>'}
+    if name in CHAT_TEMPLATES:
+        assert prepare.render_chat(CHAT_TEMPLATES[name], messages, tools, **variables) == text
+
+
+@pytest.mark.parametrize('template', [
+    '{% for %}', '{{ 1 / 0 }}', '{{ messages[7].content.x }}', "{{ raise_exception('roles must alternate') }}",
+    '{{ messages.append(1) }}', '{% for i in range(10**9) %}{% endfor %}', "{{ 'a' * 10**13 }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", '{{ dict.mro() }}', "{% include 'pwned' %}",
+    "{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", '{{ dict.__base__.__subclasses__() }}',
+    "{{ raise_exception.__globals__['os'].mkdir('pwned') }}", '{% generation %}', '{{ ' + '(' * 20_000, ''])
+def test_a_chat_template_that_fails_is_one_line_and_runs_no_code(template, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tok = prepare.JsonTokenizer(tok_oracles()['gpt2'].to_str(), {'chat_template': template})
+    with pytest.raises(ValueError) as e:
+        print(tok.chat([{'role': 'user', 'content': 'hi'}]))
+    assert 'template' in str(e.value) and '\n' not in str(e.value) and os.listdir() == []
+
+
+@pytest.mark.parametrize('expression', [
+    'messages.__class__', 'dict.__base__', 'strftime_now.__code__', "'{0.__class__}'.format(1)"])
+def test_a_chat_template_sees_nothing_of_python(expression):
+    assert prepare.render_chat('{{ ' + expression + ' }}', [{'role': 'user', 'content': 'hi'}]) == ''
+
+
+def test_a_dataset_is_prepared_with_a_tokenizer_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('qwen')
+    Path('qwen/tokenizer.json').write_text(tok_oracles()['qwen'].to_str(), encoding='utf-8')
+    Path('my.txt').write_text(tok_texts()[0], encoding='utf-8')
+    prep_run(['my.txt', '--tokenizer=qwen'], monkeypatch, capsys)
+    made = [np.fromfile(f'data/my_qwen/{split}.bin', '<u2').tolist() for split in ('train', 'val')]
+    again = prepare.load_tokenizer('data/my_qwen')
+    assert ''.join(map(again.decode, made)) == tok_texts()[0]
+    assert all(tok_oracles()['qwen'].encode(again.decode(ids)).ids == ids for ids in made)
+    assert again.encode('def x') == tok_oracles()['qwen'].encode('def x').ids
 
 
 # folders that others prepared -------------------------------------------------------------------------------
@@ -924,6 +1376,23 @@ def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
         f.write('{"vocab_size": 3')
     with pytest.raises(ValueError, match='meta.json cannot be read'):
         prepare.read_meta(str(tmp_path))
+    good = {'vocab_size': 3, 'dtype': 'uint16', 'eot': None, 'bytes_per_token': 1.5,
+            'tokenizer': {'kind': 'char', 'chars': ['a', 'b', 'c'], 'eot': None}}
+    for change in ({}, {'vocab_size': '3'}, {'vocab_size': True}, {'dtype': 'int8'}, {'dtype': ['uint16']},
+                   {'eot': 'a'}, {'bytes_per_token': '1'}, {'bytes_per_token': 0}, {'bytes_per_token': []},
+                   {'tokenizer': 'char'}, {'tokenizer': ['char']}, {'tokenizer': {'kind': ['char']}},
+                   {'tokenizer': {'chars': 'abc'}}, {'tokenizer': {**good['tokenizer'], 'chars': 3}}):
+        (tmp_path / 'meta.json').write_text(json.dumps({**good, **change}))
+        if not change:
+            assert prepare.load_tokenizer(str(tmp_path)).encode('cab') == [2, 0, 1]
+            continue
+        with pytest.raises(ValueError) as e:
+            prepare.load_tokenizer(str(tmp_path))
+        assert str(tmp_path) in str(e.value) and '\n' not in str(e.value)
+    for text in ('[]', '3', '[' * 200_000):
+        (tmp_path / 'meta.json').write_text(text)
+        with pytest.raises(ValueError, match='meta.json cannot be read'):
+            prepare.read_meta(str(tmp_path))
 
 
 def test_without_meta_gpt2_is_assumed_and_said_once(tmp_path, capsys):
@@ -943,7 +1412,6 @@ def test_bins_reads_foreign_shards(tmp_path):
         head[:3] = 20240520, 1, n
         (tmp_path / f'fine_train_{i:06d}.bin').write_bytes(head.tobytes() + tokens.tobytes())
         shards.append(tokens)
-    (tmp_path / 'fine_train_000000.mask.bin').write_bytes(b'\1' * 101)
     bins = prepare.Bins(str(tmp_path), 'train', vocab_size=50257)
     assert bins.n_tokens == 161 and bins.n_windows(10) == 10 + 5 + 0
     expected = [t[i * 10:i * 10 + 11] for t in shards for i in range((len(t) - 1) // 10)]
@@ -959,12 +1427,8 @@ def test_bins_reads_foreign_shards(tmp_path):
 @pytest.mark.parametrize('n_vocab, dtype', [(65536, 'uint16'), (65537, 'uint32'), (70000, 'uint32')])
 def test_bins_dtype_follows_the_vocabulary(n_vocab, dtype, tmp_path):
     text = ''.join(chr(0x10000 + i) for i in range(n_vocab))
-    path = str(tmp_path / 'a.txt')
-    with open(path, 'w', encoding='utf-8', newline='') as f:
-        f.write(text)
     tok = prepare.make_tokenizer('char', text)
-    plan = prepare.split_documents([(path, n_vocab, 0)], 0.1, False)
-    meta = prepare.write_dataset(str(tmp_path / 'd'), plan, tok, 'a')
+    meta = prepare.write_dataset(str(tmp_path / 'd'), prep_texts(prep_source(text)), tok, 'a')
     assert meta['dtype'] == dtype and tok.n_vocab == n_vocab
     assert os.path.getsize(tmp_path / 'd' / 'val.bin') == meta['val_tokens'] * np.dtype(dtype).itemsize
     bins = prepare.Bins(str(tmp_path / 'd'), 'val', vocab_size=n_vocab)
@@ -1012,6 +1476,17 @@ def test_bins_one_line_for_what_is_wrong(tmp_path, monkeypatch):
         f.write(b'x')
     with pytest.raises(ValueError, match='601 bytes are no whole number of uint16'):
         prepare.Bins('data/x', 'val', 'uint16')
+    for n in (0, 1, 99):  # a split without a window, whether its windows are counted or read
+        np.zeros(n, np.uint16).tofile('data/x/val.bin')
+        bins = prepare.Bins('data/x', 'val', 'uint16')
+        for use in (bins.n_windows, functools.partial(bins.read, [0]), functools.partial(bins.read, [])):
+            with pytest.raises(ValueError, match=f'val.bin has {n} tokens.* block_size.1 = 100'):
+                use(99)
+    for name in ('val.mask.bin', 'fine_val_01.mask.bin'):  # targets that are not meant to be learnt
+        Path('data/x', name).write_bytes(b'\1')
+        with pytest.raises(ValueError, match=name):
+            prepare.Bins('data/x', 'val', 'uint16')
+        os.remove(f'data/x/{name}')
 
 
 def prep_rss():
@@ -3053,262 +3528,7 @@ def test_hf_opens_what_was_trained_here(folder):
     assert same_weights(story['model'].state_dict(), GPT.from_pretrained('exported').state_dict())
 
 
-# tokenizer.json and the hub ---------------------------------------------------------------------------------
-
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-                r"\s*[\r\n]+|\s+(?!\S)|\s+")
-DEEPSEEK_SPLIT = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-                  r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
-@functools.lru_cache(maxsize=1)
-def tok_texts():
-    """Code, Chinese, emoji, digits, spaces, odd Unicode: something of everything, 400 KB."""
-    rng = random.Random(0)
-    code = ''.join((ROOT / name).read_text(encoding='utf-8')
-                   for name in ('train.py', 'sample.py', 'bench.py'))
-    chinese = '，'.join(''.join(chr(rng.randrange(0x4e00, 0x4f50)) for _ in range(7)) for _ in range(400))
-    odd = ('\U0001f600👩\u200d👩\u200d👧🇩🇪 e\u0301 é ﬁ ½ ǅ \u200d \ufeff \u00a0\u3000 '
-           '１２３ ⅷ ' * 40
-           + "It's WE'LL they'Ve don't\u2019s " * 20 + '\n\n \n\t\t  \r\n' * 60)
-    digits = ' '.join(str(rng.randrange(10**rng.randrange(1, 12))) for _ in range(2000))
-    return [code, chinese, odd, digits, code.upper() + chinese + code.replace('\n', '\n\n') + odd + digits]
-
-
-@functools.lru_cache(maxsize=None)
-def tok_oracles():
-    """name -> a tokenizer of the tokenizers library, of each kind that is met on the hub."""
-    tk = pytest.importorskip('tokenizers')
-    pre, norm, dec = tk.pre_tokenizers, tk.normalizers, tk.decoders
-    level = lambda prefix=False, regex=True: pre.ByteLevel(add_prefix_space=prefix, use_regex=regex)
-    split = lambda pattern: pre.Split(tk.Regex(pattern), 'isolated')
-
-    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',), **model):
-        t = tk.Tokenizer(tk.models.BPE(**model))
-        if pretok:
-            t.pre_tokenizer = pretok
-        if normalizer:
-            t.normalizer = normalizer
-        t.decoder = decoder or dec.ByteLevel()
-        texts = [line for text in tok_texts()[:4]
-                 for line in (text.splitlines() if pretok is None else [text])]
-        alphabet = pre.ByteLevel.alphabet() if decoder is None else []
-        t.train_from_iterator(texts, tk.trainers.BpeTrainer(
-            vocab_size=size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False))
-        return t
-
-    found = {
-        'gpt2': trained(level()), 'gpt2 prefix': trained(level(prefix=True)),
-        'llama3': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), ignore_merges=True),
-        'qwen': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), norm.NFC()),
-        'deepseek': trained(pre.Sequence([split(r'\p{N}{1,3}'), split('[一-龥぀-ゟ゠-ヿ]+'),
-                                          split(DEEPSEEK_SPLIT), level(regex=False)])),
-        'falcon': trained(pre.Sequence([pre.Punctuation('contiguous'), level(), pre.Digits(False),
-                                        split('[0-9][0-9][0-9]')])),
-        'smollm': trained(pre.Sequence([pre.Digits(True), level()]))}
-    pieces = dec.Sequence([dec.Replace('▁', ' '), dec.ByteFallback(), dec.Fuse(), dec.Strip(' ', 1, 0)])
-    llama2 = json.loads(trained(
-        None, norm.Sequence([norm.Prepend('▁'), norm.Replace(' ', '▁')]), pieces, 1300,
-        ['<unk>', '<s>', '</s>', *(f'<0x{b:02X}>' for b in range(256))]).to_str())
-    llama2['model'].update(byte_fallback=True, unk_token='<unk>', fuse_unk=True)
-    llama2['added_tokens'] = [t for t in llama2['added_tokens'] if not t['content'].startswith('<0x')]
-    start = {'SpecialToken': {'id': '<s>', 'type_id': 0}}
-    texts = [{'Sequence': {'id': name, 'type_id': 0}} for name in 'AB']
-    llama2['post_processor'] = {'type': 'TemplateProcessing', 'single': [start, texts[0]],
-                                'pair': [start, texts[0], start, texts[1]],
-                                'special_tokens': {'<s>': {'id': '<s>', 'ids': [1], 'tokens': ['<s>']}}}
-    found['llama2'] = tk.Tokenizer.from_str(json.dumps(llama2))
-    found['mistral'] = tk.Tokenizer.from_str(json.dumps({**llama2, 'normalizer': None, 'pre_tokenizer': {
-        'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first', 'split': False}}))
-    added = tk.Tokenizer.from_str(found['gpt2'].to_str())
-    added.add_tokens([tk.AddedToken('hello', normalized=True), tk.AddedToken('  ', normalized=False),
-                      tk.AddedToken('word', single_word=True)])
-    added.add_special_tokens([tk.AddedToken('<|x|>', lstrip=True), tk.AddedToken('<|y|>', rstrip=True)])
-    found['added'] = added
-    path = Path(os.environ.get('FLATGPT_DATA', 'nowhere')) / 'minimind_tokenizer/tokenizer.json'
-    if path.exists():
-        found['minimind'] = tk.Tokenizer.from_file(str(path))
-    return found
-
-
-@pytest.mark.parametrize('name', ['gpt2', 'gpt2 prefix', 'llama3', 'qwen', 'deepseek', 'falcon', 'smollm',
-                                  'llama2', 'mistral', 'added', 'minimind'])
-def test_tokenizer_json_gives_the_ids_of_tokenizers(name):
-    if name not in tok_oracles():
-        pytest.skip('its file is not at hand')
-    theirs, rng, mixed = tok_oracles()[name], random.Random(1), ''.join(tok_texts())
-    ours = prepare.tokenizer_from_state(prepare.JsonTokenizer(theirs.to_str()).state())
-    assert (ours.bpe is None) == (name in ('llama2', 'mistral')) and ours.n_vocab == theirs.get_vocab_size()
-    parts = [mixed[a:a + rng.randrange(1, 120)] for a in (rng.randrange(len(mixed)) for _ in range(600))]
-    marks = list(ours.added)[:5]
-    parts += [mark + part + marks[-1] + ' ' + mark for mark in marks for part in parts[:12]]
-    parts += ['', ' ', '\n', 'a', ' a', '  a  ', 'hello  world <|x|> <|y|>  z word words', '<s> x </s>',
-              mixed]
-    for part in parts:
-        assert ours.encode(part) == theirs.encode(part).ids, repr(part[:80])
-    ours.encode('a\ud800b')
-    for part in parts[:200]:  # and back; a prefix that encoding puts in front is text
-        back = ours.decode(ours.encode(part)).removeprefix('<s>')
-        same = part if name != 'qwen' else __import__('unicodedata').normalize('NFC', part)
-        assert back in (same, ' ' + same) or name == 'added', (part, back)
-
-
-def test_tokenizer_json_in_its_odd_corners():
-    tk = pytest.importorskip('tokenizers')
-    base = json.loads(tok_oracles()['gpt2'].to_str())
-    level = {char: b for b, char in prepare.byte_chars().items()}
-
-    def same(spec, *texts):
-        theirs, ours = tk.Tokenizer.from_str(json.dumps(spec)), prepare.JsonTokenizer(json.dumps(spec))
-        for text in texts:
-            assert ours.encode(text) == theirs.encode(text).ids, text
-    bpe = {**base, 'added_tokens': [], 'model': {**base['model'], 'vocab': {**level, 'ab': 256, 'abc': 257},
-                                                 'merges': [['a', 'b']], 'ignore_merges': True}}
-    same(bpe, 'abcd', 'abc', 'ab abc')  # a token without a merge is found as a whole piece only
-    token = lambda text, i, **more: {'id': i, 'content': text, 'single_word': False, 'lstrip': False,
-                                     'rstrip': False, 'normalized': True, 'special': False, **more}
-    for normalizer in ({'type': 'Lowercase'}, {'type': 'NFC'}):  # which the token itself goes through as well
-        added = [token('<AB>', 1100), token('e\u0301', 1101)]
-        same({**base, 'normalizer': normalizer, 'added_tokens': added}, 'x<AB>y <ab> ',
-             'cafe\u0301 caf\u00e9', 'ΑΣ ΑΣ.')
-    same({**bpe, 'added_tokens': [token('ab', 256)]}, 'ab abab')
-    llama2 = json.loads(tok_oracles()['mistral'].to_str())
-    same({**llama2, 'added_tokens': llama2['added_tokens'] + [token('<X>', 1300)]}, 'ab<X>ab', '<X> ab',
-         'a b<X>')
-    around = json.loads(json.dumps(llama2['post_processor']))
-    around['single'].append(around['single'][0])
-    same({**llama2, 'post_processor': around}, 'a b', '')
-    with pytest.raises(ValueError, match='post_processor BertProcessing is not supported'):
-        prepare.JsonTokenizer(json.dumps({**llama2, 'post_processor': {
-            'type': 'BertProcessing', 'sep': ['</s>', 2], 'cls': ['<s>', 1]}}))
-
-
-@pytest.mark.parametrize('name', ['llama2', 'mistral', 'gpt2 prefix', 'llama3'])
-def test_tokenizer_json_in_pieces_is_as_in_one_piece(name):
-    ours, text = prepare.JsonTokenizer(tok_oracles()[name].to_str()), tok_texts()[0][:6000]
-    at = [0] + [m.start() for m in re.finditer(r'(?<=[A-Za-z0-9])(?=[ \n])', text)][::40] + [len(text)]
-    pieces = [ours.encode_array(text[a:b]) for a, b in zip(at, at[1:])]
-    assert len(at) > 10 and ours.decode(np.concatenate(pieces)).removeprefix(' ') == text.removeprefix(' ')
-    if name not in ('llama2', 'mistral'):  # whose toys here, unlike the real ones, have tokens across words
-        assert np.concatenate(pieces).tolist() == ours.encode_array(text).tolist()
-
-
-def test_merges_that_tiktoken_would_not_make_take_the_own_loop():
-    tk = pytest.importorskip('tokenizers')
-    spec = json.loads(tok_oracles()['gpt2'].to_str())
-    vocab, merges = spec['model']['vocab'], [tuple(m) for m in spec['model']['merges']]
-    # 'abc' is listed as a + bc only, but ab is merged before bc
-    for text in ('ab', 'bc', 'abc'):
-        vocab.setdefault(text, max(vocab.values()) + 1)
-    merges = [('a', 'b'), ('b', 'c'), ('a', 'bc')] + [
-        m for m in merges if ''.join(m) not in ('ab', 'bc', 'abc')]
-    spec['model'].update(merges=[list(m) for m in merges])
-    theirs, ours = tk.Tokenizer.from_str(json.dumps(spec)), prepare.JsonTokenizer(json.dumps(spec))
-    assert ours.bpe is None
-    for text in ('abc', 'xabcabc bc cab', tok_texts()[0][:20000]):
-        assert ours.encode(text) == theirs.encode(text).ids
-
-
-def test_unsupported_parts_of_a_tokenizer_are_named(tmp_path):
-    spec = json.loads(tok_oracles()['gpt2'].to_str())
-    for change, part in (({'normalizer': {'type': 'StripAccents'}}, 'normalizer StripAccents'),
-                         ({'pre_tokenizer': {'type': 'UnicodeScripts'}}, 'pre_tokenizer UnicodeScripts'),
-                         ({'model': {**spec['model'], 'type': 'WordPiece'}}, "model 'WordPiece'"),
-                         ({'model': {}}, 'cannot be read as a tokenizer')):
-        (tmp_path / 'tokenizer.json').write_text(json.dumps({**spec, **change}))
-        with pytest.raises(ValueError, match=part) as error:
-            prepare.json_tokenizer(str(tmp_path))
-        assert '\n' not in str(error.value)
-    (tmp_path / 'tokenizer.json').write_text('{')
-    with pytest.raises(ValueError, match='cannot be read as a tokenizer'):
-        prepare.json_tokenizer(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match='none is missing'):
-        prepare.json_tokenizer(str(tmp_path / 'none'))
-
-
-@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy'])
-def test_exported_tokenizers_encode_the_same(name, tmp_path, monkeypatch):
-    tk = pytest.importorskip('tokenizers')
-    if name == 'gpt2':
-        prep_gpt2(monkeypatch)
-    text = tok_texts()[0][:30000] + tok_texts()[2][:500]
-    ours = (prep_toy_bpe() if name == 'toy' else prepare.make_tokenizer(name, sorted(set(text)), True))
-    theirs = tk.Tokenizer.from_str(ours.to_json())
-    for part in (text, text[5000:6000], 'a' + prepare.EOT + 'b' if name != 'toy' else 'abc'):
-        part = part if name != 'char' else ''.join(c for c in part if c in ours.chars or c in prepare.EOT)
-        assert theirs.encode(part).ids == ours.encode(part)
-    assert theirs.decode(ours.encode(text[:500]), skip_special_tokens=False) == text[:500]
-
-
-CHAT_TEMPLATES = {
-    'chatml':
-        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
-        " '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    'qwen2.5':
-        "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] +"
-        " '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'"
-        " }}{%- endif %}{%- for m in messages %}{%- if m.role != 'system' %}{{- '<|im_start|>' + m.role +"
-        " '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{-"
-        " '<|im_start|>assistant\n' }}{%- endif %}",
-    'qwen3':
-        "{%- for m in messages %}{%- set content = m.content %}{%- if m.role == 'assistant' and"
-        " '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%-"
-        " endif %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}{%- if"
-        " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and"
-        " enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}",
-    'llama3':
-        "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] +"
-        " '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set"
-        " content = '<|begin_of_text|>' + content %}{% endif %}{{ content }}{% endfor %}{% if"
-        " add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-    'llama2':
-        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system ="
-        " messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system = false %}{%"
-        " endif %}{% for m in loop_messages %}{% if loop.index0 == 0 and system %}{% set content ="
-        " '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}{% else %}{% set content ="
-        " m['content'] %}{% endif %}{% if m['role'] == 'user' %}{{ '<s>' + '[INST] ' + content.strip() +"
-        " ' [/INST]' }}{% else %}{{ ' ' + content.strip() + ' ' + '</s>' }}{% endif %}{% endfor %}",
-}
-
-
-@pytest.mark.parametrize('name', CHAT_TEMPLATES)
-@pytest.mark.parametrize('thinking', [True, False])
-def test_chat_templates_are_recognised_and_written_as_jinja_does(name, thinking):
-    jinja2 = pytest.importorskip('jinja2')
-    render = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATES[name]).render
-    source = CHAT_TEMPLATES[name].replace('\n', '\\n')  # as it stands in tokenizer_config.json's template
-    user, answer = ({'role': role, 'content': text} for role, text in (
-        ('user', 'Hi, who are you?'), ('assistant', 'A program.')))
-    system = {'role': 'system', 'content': 'Be\nshort.'}
-    thought = {**answer, 'content': '<think>\nhm\n</think>\n\nA program.'} if name == 'qwen3' else answer
-    for messages in ([user], [system, user], [user, answer, user], [system, user, thought, user]):
-        assert prepare.chat_text(source, messages, thinking) == render(
-            messages=messages, add_generation_prompt=True, enable_thinking=thinking)
-    tokenizer = prepare.JsonTokenizer(tok_oracles()['llama2'].to_str(), {'chat_template': source})
-    text = prepare.chat_text(source, [user], thinking)
-    theirs = tok_oracles()['llama2'].encode(text, add_special_tokens=False)
-    assert tokenizer.chat([user], thinking) == theirs.ids
-
-
-def test_without_a_template_messages_are_their_text_and_others_are_refused():
-    messages = [{'role': 'user', 'content': 'one'}, {'role': 'user', 'content': 'two'}]
-    assert prepare.chat_text(None, messages) == 'one\ntwo'
-    with pytest.raises(ValueError, match='none of llama3, chatml, llama2'):
-        prepare.chat_text('{{ "GPT4 Correct User: " }}', messages)
-
-
-def test_a_dataset_is_prepared_with_a_tokenizer_json(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    os.makedirs('qwen')
-    Path('qwen/tokenizer.json').write_text(tok_oracles()['qwen'].to_str(), encoding='utf-8')
-    Path('my.txt').write_text(tok_texts()[0], encoding='utf-8')
-    run('prepare.py', 'my.txt', '--tokenizer=qwen')
-    made = [np.fromfile(f'data/my_qwen/{split}.bin', '<u2').tolist() for split in ('train', 'val')]
-    again = prepare.load_tokenizer('data/my_qwen')
-    assert ''.join(map(again.decode, made)) == tok_texts()[0]
-    assert all(tok_oracles()['qwen'].encode(again.decode(ids)).ids == ids for ids in made)
-    assert again.encode('def x') == tok_oracles()['qwen'].encode('def x').ids
-
+# tokenizer.json and the hub ----------------------------------------------------------------------------------
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
     """A hub of one repository, a/b, from a folder; faults: {file: what goes wrong}, once or for good."""
