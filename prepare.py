@@ -196,9 +196,10 @@ def json_documents(path, field):
                 record = json.loads(line.decode('utf-8-sig'))
             except (ValueError, RecursionError) as e:
                 raise ValueError(f'{path}, line {n}: not JSON ({e})') from None
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                has = f'fields {", ".join(record)}' if isinstance(record, dict) else type(record).__name__
-                raise ValueError(f'{path}, line {n}: no text in field {field!r}, it has {has:.200}: '
+            is_object = isinstance(record, dict)
+            if not is_object or not isinstance(record.get(field), str):
+                what = f'its fields are {", ".join(record)}' if is_object else 'it is no object'
+                raise ValueError(f'{path}, line {n}: no text in field {field!r}, {what:.200}: '
                                  'choose one by --field')
             try:
                 record[field].encode()

@@ -714,10 +714,10 @@ def test_prepare_json_lines_are_documents(tmp_path, monkeypatch, capsys):
 
 
 def test_prepare_many_documents_in_bounded_memory_and_time(tmp_path):
-    """200,000 records of JSON lines: their sizes are all that is kept."""
+    """100,000 records of JSON lines: their sizes are all that is kept."""
     pytest.importorskip('resource')
     with open(tmp_path / 'a.jsonl', 'w', encoding='utf-8') as f:
-        for i in range(200_000):
+        for i in range(100_000):
             f.write(f'{{"text": "record {i}, and some text of its own"}}\n')
     code = ("import resource, sys; sys.argv = ['prepare.py']; import prepare\n"
             "used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -731,7 +731,7 @@ def test_prepare_many_documents_in_bounded_memory_and_time(tmp_path):
     done = subprocess.run([sys.executable, '-c', code], env=env, check=True, capture_output=True, text=True,
                           cwd=tmp_path)
     grown, ends = map(int, done.stdout.split()[-2:])
-    assert grown * (1 if sys.platform == 'darwin' else 1024) < 60 << 20 and ends == 200_000
+    assert grown * (1 if sys.platform == 'darwin' else 1024) < 60 << 20 and ends == 100_000
 
 
 def test_prepare_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeypatch, capsys):
@@ -997,7 +997,7 @@ def test_tokenizer_gpt2_is_tiktokens(monkeypatch):
     assert again.decode(again.encode(text)) == text
 
 
-def test_printed_commands_can_be_pasted(tmp_path, monkeypatch, capsys):
+def test_prepare_prints_commands_that_can_be_pasted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path('a.txt').write_text('some text\n' * 9)
     out = prep_run(['a.txt', "--out=sp ace; it's"], monkeypatch, capsys)[1]
@@ -1144,12 +1144,13 @@ def test_tokenizer_json_of_other_kinds():
         assert ours.encode(text) == library.encode(text).ids
     assert ours.decode(ours.encode('ab b')) == ' ab b' and ours.eot is None
     spec = json.loads(tok_oracles()['gpt2'].to_str())
-    spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 2000, 'content': '<|last|>'}]
+    spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 1101, 'content': '<|last|>'}]
+    spec['model']['vocab']['zzzz'] = 3000
     spec['truncation'] = {'direction': 'Right', 'max_length': 3, 'strategy': 'LongestFirst', 'stride': 0}
     spec['padding'] = {'strategy': {'Fixed': 9}, 'direction': 'Right', 'pad_to_multiple_of': None,
                        'pad_id': 0, 'pad_type_id': 0, 'pad_token': '!'}
     ours = prepare.JsonTokenizer(json.dumps(spec), {'eos_token': {'content': '<|last|>'}})
-    assert ours.n_vocab == max(ours.tokens) + 1 > len(ours.tokens) and ours.eot == ours.special['<|last|>']
+    assert ours.n_vocab == 3001 > len(ours.tokens) and ours.eot == ours.special['<|last|>']
     text = 'more than three tokens, no padding'
     assert ours.encode(text) == tok_oracles()['gpt2'].encode(text).ids
     assert prepare.JsonTokenizer(json.dumps(spec)).eot == ours.special[prepare.EOT]
@@ -1318,7 +1319,7 @@ def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
 
 
 @pytest.mark.parametrize('template', [
-    '{% for %}', '{{ 1 / 0 }}', '{{ messages[7].content.x }}', "{{ raise_exception('roles must alternate') }}",
+    '{% for %}', '{{ 1 / 0 }}', '{{ messages[7].content.x }}', "{{ raise_exception('it cannot be') }}",
     '{{ messages.append(1) }}', '{% for i in range(10**9) %}{% endfor %}', "{{ 'a' * 10**13 }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", '{{ dict.mro() }}', "{% include 'pwned' %}",
     "{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", '{{ dict.__base__.__subclasses__() }}',
