@@ -1,140 +1,377 @@
-"""
-Settings from config files and flags; device, dtype, threads and seed in one place.
+"""Settings from files and flags; device, dtype, threads and seed in one place.
+
     $ python train.py config/small.py --batch_size=8 --compile=False      # overrides, from left to right
-A script's settings are the lower-case names with plain values above configure(...); the type of one is its
-annotation, else its default's. Text stays text; 1e6 may be an int, an int a float, true, false, 1, 0 a bool.
+
+A script's settings are the lower-case names that it assigns at the top level, above configure(...); the type
+of one is its annotation, else its default's. Text stays text; 1e6 may be an int, an int a float, and true,
+false, 1, 0 a bool. They are read from the script's source, and GPTConfig's fields from model.py's, so --help
+and typos are answered before anything slow is imported.
 """
-import ast, builtins, contextlib, ctypes, dataclasses, difflib, functools, inspect
-import os, re, runpy, sys, traceback, types, typing
+import ast
+import builtins
+import contextlib
+import ctypes
+import difflib
+import functools
+import os
+import re
+import runpy
+import sys
+import traceback
+import types
 from pathlib import Path
 
-SCRIPTS = [Path(__file__).with_name(f'{x}.py') for x in ('model', 'train', 'sample', 'bench', 'prepare')]
-ONE_LINE = (ValueError, OSError, ImportError, KeyboardInterrupt) # what users can mend
-PLAIN = [bool, int, float, str, tuple, list, dict, type(None)]
-is_setting = lambda name, value: name.islower() and name[0] != '_' and type(value) in PLAIN
+SCRIPTS = ('train.py', 'sample.py', 'hub.py', 'bench.py', 'prepare.py')  # a config file serves them all
+PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
+MENDABLE = (ValueError, OSError, ImportError, KeyboardInterrupt)  # one line; anything else is a bug
+OUT_OF_MEMORY = {  # a setting that the script has: what lowers its use of memory
+    'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
+    'num_samples': 'lower --num_samples or --max_new_tokens',
+    'procs': 'lower --procs',
+    'batch_size': 'lower --batch_size',
+}
 
-def stop(message, code):
-    print(f"{Path(sys.argv[0]).name}: {' '.join(str(message).splitlines())}", file=sys.stderr)
-    raise SystemExit(code)
 
-def fit(value, kinds): # the value as one of these types; a bool is no number, a numpy scalar nothing plain
-    if type(value) in kinds: return value
-    for kind in (float, int, bool): # 1 for 1.0, 1e6 for 1000000, 1 for True: equal, but of another type
-        if kind in kinds and type(value) in (int, float) and kind(value) == value: return kind(value)
-    raise ValueError
+def print0(*values):
+    """Print on rank 0 only, at once: under torchrun one process speaks for all."""
+    if os.environ.get('RANK', '0') == '0':
+        print(*values, flush=True)
 
-def parse(text, kinds): # a flag: a literal (True, 3e-4, [1, 2]) where the setting takes one, else the text
-    with contextlib.suppress(Exception): # six of them can mean no; without str, quotes stay part of the text
-        return fit(ast.literal_eval({'true': 'True', 'false': 'False'}.get(text, text)), {*kinds} - {str})
+
+def script_name():
+    return Path(sys.argv[0]).name
+
+
+def stop(message):
+    """Print one line on standard error and exit with 2, as for any wrong command line."""
+    print(f"{script_name()}: {' '.join(str(message).splitlines())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# the settings of a script -----------------------------------------------------------------------------------
+
+class Settings:
+    """The settings that a source file assigns, read without running it.
+
+    kinds: {name: the types it may have, None if it has no annotation}; defaults: {name: ast node};
+    help: the lines of source that assign them, each with the comments that stand right above.
+    """
+    def __init__(self, path, class_name=None):
+        """path: a script, whose settings end at configure(...); or the dataclass class_name in a file."""
+        source = Path(path).read_text('utf-8')
+        body = ast.parse(source, str(path)).body
+        if class_name:
+            classes = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
+            body = classes[class_name]
+        self.kinds, self.defaults, self.help = {}, {}, []
+        lines = source.splitlines()
+        for node in body:
+            if calls_configure(node):
+                break
+            name = assigned_name(node)
+            if name is None:
+                continue
+            annotation = getattr(node, 'annotation', None)
+            self.kinds[name] = None if annotation is None else annotated_types(annotation)
+            self.defaults[name] = node.value
+            first = node.lineno - 1
+            while first and lines[first - 1].lstrip().startswith('#'):
+                first -= 1
+            self.help += lines[first:node.end_lineno]
+
+
+def calls_configure(node):
+    call = getattr(node, 'value', None)
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == 'configure'
+
+
+def assigned_name(node):
+    """The setting that a statement assigns, or None."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target = node.targets[0]
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        target = node.target
+    else:
+        return None
+    return target.id if isinstance(target, ast.Name) and is_setting_name(target.id) else None
+
+
+def is_setting_name(name):
+    return name.islower() and not name.startswith('_')
+
+
+def annotated_types(node):
+    """bool | str -> [bool, str]; list[int] -> [list]; None -> [NoneType]; 'int' -> [int]."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        node = ast.parse(node.value, mode='eval').body
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return annotated_types(node.left) + annotated_types(node.right)
+    name = ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
+    if name not in PLAIN:
+        raise TypeError(f"line {node.lineno}: a setting's type is one of {', '.join(PLAIN)}, not {name}")
+    return [PLAIN[name]]
+
+
+# values -----------------------------------------------------------------------------------------------------
+
+def fit(value, kinds):
+    """Return value as one of the types `kinds`: itself, or an equal float, int or bool. Else ValueError.
+
+    1 for 1.0, 1e6 for 1000000, 1 for True; but a bool is no number, and a numpy scalar nothing plain.
+    """
+    if type(value) in kinds:
+        return value
+    for kind in (float, int, bool):
+        if kind in kinds and type(value) in (int, float) and kind(value) == value:
+            return kind(value)
+    raise ValueError(f'{value!r} does not fit')
+
+
+def parse(text, kinds):
+    """Return a flag's text as one of the types `kinds`: a literal (True, 3e-4, [1, 2]) before plain text."""
+    literal = {'true': 'True', 'false': 'False'}.get(text, text)
+    # what is no literal, or none of this type, is text; quotes around text are a part of it
+    with contextlib.suppress(ValueError, SyntaxError, TypeError, OverflowError, MemoryError, RecursionError):
+        return fit(ast.literal_eval(literal), [kind for kind in kinds if kind is not str])
     return fit(text, kinds)
 
-def setting_lines(source): # of a script, or of GPTConfig: settings, and the comments that head their groups
-    fields = source.partition('\nclass GPTConfig')[2]
-    head = re.split(r'\n(?:.* = )?configure\(|\n    def ', fields or source)[0]
-    return re.findall(rf"^{'    ' if fields else ''}(?:# ?\w|[a-z]\w* *(?::[^=\n]*)?=(?!=)).*", head, re.M)
 
-def run_file(name, folder, seen): # what a config file assigns: Python that sees the settings so far
-    path = Path(name) if Path(name).is_file() else folder / name
-    if not path.is_file():
-        stop(f"no config file {name}; config/ has {sorted(p.name for p in folder.glob('config/*.py'))}", 2)
-    try: # the settings so far come as builtins, so that the globals afterwards are what the file assigned
-        found = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **seen}})
-    except Exception as e:
-        line = re.findall(f'"{re.escape(str(path))}", line (\\d+)', traceback.format_exc())[-1:] or '?'
-        stop(f"{name}, line {line[0]}: {type(e).__name__}: {getattr(e, 'msg', e)}", 2)
-    sources = [script.read_text('utf-8') for script in SCRIPTS if script.exists()] # one file serves them all
-    others = {re.split(r'\W', line.strip())[0] for source in sources for line in setting_lines(source)}
-    return {k: v for k, v in found.items() if k in seen or is_setting(k, v) and k not in others}
+def find_file(name, folder):
+    """The path of a config file, here or beside the script."""
+    for path in (Path(name), folder / name):
+        if path.is_file():
+            return path
+    known = sorted(path.name for path in folder.glob('config/*.py'))
+    stop(f"there is no config file {name}; config/ has {', '.join(known) or 'none'}")
+
+
+def run_file(name, folder, values):
+    """Run a config file, plain Python that sees the settings so far, and return what it assigned."""
+    path = find_file(name, folder)
+    try:
+        # the settings so far come as builtins, so that the globals afterwards are what the file assigned
+        found = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
+    except Exception as error:
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            line, message = error.lineno, error.msg
+        else:
+            frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+            line, message = frames[-1] if frames else '?', error
+        stop(f"{name}, line {line}: {type(error).__name__}: {message}")
+    assigned = {key: value for key, value in found.items()
+                if key in values or is_setting_name(key) and type(value) in PLAIN.values()}
+    if not assigned.keys() <= values.keys():  # what other scripts have is theirs
+        others = {key for script in SCRIPTS if (folder / script).exists()
+                  for key in Settings(folder / script).kinds}
+        if (folder / 'model.py').exists():
+            others |= Settings(folder / 'model.py', 'GPTConfig').kinds.keys()
+        assigned = {key: value for key, value in assigned.items() if key in values or key not in others}
+    return assigned
+
+
+def checked(arg, name, value, kinds):
+    """Return the value of a setting, in its type; stop with one line if there is no such setting or type."""
+    if name not in kinds:
+        near = difflib.get_close_matches(name.strip('-').replace('-', '_').lower(), kinds)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
+        stop(f"{arg}: unknown setting {name!r}; {hint}")
+    try:
+        from_flag = arg.startswith('-') and isinstance(value, str)
+        return parse(value, kinds[name]) if from_flag else fit(value, kinds[name])
+    except (ValueError, OverflowError):
+        wanted = ['True or False' if kind is bool else 'None' if kind is type(None) else kind.__name__
+                  for kind in kinds[name]]
+        stop(f"{arg}: {name} must be {' or '.join(wanted)}, got {value!r}")
+
+
+def show(label, values):
+    """Print 'label: name = value, ...' in lines of up to 100 characters, broken between settings."""
+    lines, items = [f"{label}:"], [f"{name} = {value!r}," for name, value in values.items()]
+    for item in items or ['nothing for this script']:
+        if len(lines[-1]) + len(item) >= 100:
+            lines.append('   ')
+        lines[-1] += f" {item}"
+    print0('\n'.join(lines).rstrip(','))
+
+
+# configure --------------------------------------------------------------------------------------------------
 
 def configure(settings, model_config=None, words=0, argv=None, default_file=None):
-    """Overrides a script's settings, its globals(), by files and flags, and prints which. Returns all of them
-    and the given fields of model_config, two dicts, and with words=n a list of up to n plain words. Without a
-    file on the command line default_file is loaded. An imported script leaves the command line alone."""
-    config, model_args, kinds = {k: v for k, v in settings.items() if is_setting(k, v)}, {}, {}
-    fields = {f.name: f.default for f in dataclasses.fields(model_config)} if model_config else {}
-    assert not config.keys() & fields.keys(), f"owned twice: {config.keys() & fields.keys()}"
-    values, folder = {**config, **fields}, Path(settings.get('__file__', __file__)).parent
-    hints = dict(settings.get('__annotations__') or settings.get('__annotate__', lambda _: {})(1)) # in 3.14
-    hints.update(typing.get_type_hints(model_config) if model_config else {})
-    for name, value in values.items(): # bool | str -> [bool, str], list[int] -> [list]; None alone: anything
-        hint = hints.get(name, type(value))
-        each = hint.__args__ if isinstance(hint, types.UnionType) else PLAIN if hint is type(None) else [hint]
-        kinds[name] = [typing.get_origin(part) or part for part in each]
+    """Override a script's settings by config files and flags, and print which.
+
+    settings: the script's globals(). model_config: the name of a dataclass in the model.py beside the script,
+    whose fields are settings too. words: how many plain words the command line may have. argv: instead of the
+    command line. default_file: a config file that is loaded unless the command line names one.
+    Returns (config, model_args): all the script's settings, and those fields of model_config that were given;
+    with words, (config, model_args, words). An imported script leaves the command line alone.
+    """
+    path = Path(settings['__file__'])
+    launched = settings['__name__'] == '__main__'
+    own = Settings(path)
+    fields = Settings(path.with_name('model.py'), model_config) if model_config else None
+    config = {name: settings[name] for name in own.kinds if type(settings[name]) in PLAIN.values()}
+    model_args, values, kinds = {}, dict(config), {name: own.kinds[name] for name in config}
+    if fields:
+        twice = own.kinds.keys() & fields.kinds.keys()
+        assert not twice, f"{path.name} and {model_config} both have {', '.join(twice)}"
+        values |= {name: ast.literal_eval(node) for name, node in fields.defaults.items()}  # plain literals
+        kinds |= fields.kinds
+    for name, value in values.items():
+        if kinds[name] is None:  # without annotation: the default's type; None alone may become anything
+            kinds[name] = list(PLAIN.values()) if value is None else [type(value)]
+
     if argv is None:
-        argv, default_file = (sys.argv[1:], default_file) if settings['__name__'] == '__main__' else ([], '')
-    if settings.get('__name__') == '__main__':
-        sys.excepthook = one_line_errors
-        with contextlib.suppress(AttributeError): # what is not UTF-8 gets ? for what it lacks
+        argv = sys.argv[1:] if launched else []
+        default_file = default_file if launched else None
+    if launched:
+        sys.excepthook = functools.partial(one_line_errors, settings=values)
+        with contextlib.suppress(AttributeError):  # a terminal that is not UTF-8 gets ? for what it lacks
             sys.stdout.reconfigure(errors='replace')
     if '-h' in argv or '--help' in argv:
-        print(settings['__doc__'], *setting_lines(Path(settings['__file__']).read_text('utf-8')), sep='\n')
-        print(*setting_lines(inspect.getsource(model_config)) if model_config else '', sep='\n')
+        print(settings['__doc__'], *own.help, '', *(fields.help if fields else []), sep='\n')
         raise SystemExit(0)
+
     plain = [arg for arg in argv if not arg.startswith('-') and not arg.endswith('.py')]
     if plain[words:]:
-        stop(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py", 2)
+        stop(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides = [arg for arg in argv if arg not in plain]
-    if default_file and all(arg.startswith('-') for arg in overrides): overrides.insert(0, default_file)
+    if default_file and all(arg.startswith('-') for arg in overrides):
+        overrides.insert(0, default_file)
+
+    shown = []  # (config file or 'flags', {name: value}); flags in a row are shown together
     for arg in overrides:
-        flag, (name, equals, text) = arg.startswith('-'), arg.removeprefix('--').partition('=')
-        found = {name: text if equals else True} if flag else run_file(arg, folder, values)
+        if arg.startswith('-'):
+            name, equals, text = arg.removeprefix('--').partition('=')
+            found, label = {name: text if equals else True}, 'flags'
+        else:
+            found, label = run_file(arg, path.parent, values), arg
+        found = {name: checked(arg, name, value, kinds) for name, value in found.items()}
+        values |= found
+        if label == 'flags' and shown and shown[-1][0] == 'flags':
+            shown[-1][1].update(found)
+        else:
+            shown.append((label, found))
         for name, value in found.items():
-            if name not in kinds:
-                near = difflib.get_close_matches(name.strip('-').replace('-', '_').lower(), kinds)
-                hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
-                stop(f"{arg}: unknown setting {name!r}; {hint}", 2)
-            try:
-                values[name] = (parse if flag else fit)(value, kinds[name])
-            except (ValueError, OverflowError):
-                wanted = [{bool: 'True or False', type(None): 'None'}.get(k, k.__name__) for k in kinds[name]]
-                stop(f"{arg}: {name} must be {' or '.join(wanted)}, got {value!r}", 2)
-            (model_args if name in fields else config)[name] = values[name]
-        if os.getenv('RANK', '0') == '0':
-            print(f"{arg}: {', '.join(f'{name} = {values[name]!r}' for name in found) or 'nothing for us'}")
+            (config if name in config else model_args)[name] = value
+    for label, found in shown:
+        show(label, found)
     settings.update(config)
     return (config, model_args, plain) if words else (config, model_args)
 
+
+def one_line_errors(kind, error, trace, settings=()):
+    """The excepthook of a script: one line for what users can mend, a trace for bugs (or FLATGPT_TRACE=1).
+
+    settings: the names of the script's, which decide what it can do about memory.
+    """
+    if kind is BrokenPipeError:
+        os._exit(141)  # `| head` has seen enough: not a word, not even from the flush at exit
+    if issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
+        advice = [advice for name, advice in OUT_OF_MEMORY.items() if name in settings]
+        message = '; '.join(['out of memory', *advice[:1]])
+    elif os.environ.get('FLATGPT_TRACE') or not issubclass(kind, MENDABLE):
+        sys.__excepthook__(kind, error, trace)
+        return
+    else:
+        message = str(error) or ('interrupted' if kind is KeyboardInterrupt else kind.__name__)
+    print(f"{script_name()}: {' '.join(message.splitlines())}", file=sys.stderr)
+
+
+# the machine ------------------------------------------------------------------------------------------------
+
 def runtime(device='auto', dtype='auto', seed=1337, threads=None):
-    """Settles device and dtype, seeds torch. `with run.autocast():` is reusable; float16 needs a scaler."""
-    import torch # not at the top: --help is quick
-    kind, _, index = device.partition(':')
-    if kind == 'auto':
-        kind = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    index = int(os.getenv('LOCAL_RANK', index or 0)) if kind == 'cuda' else 0 # torchrun: a GPU for each rank
-    count = {'cuda': torch.cuda.device_count, 'mps': torch.backends.mps.is_available, 'cpu': lambda: 1}
-    count, device = count.get(kind, int)(), f'cuda:{index}' if kind == 'cuda' else kind
-    if index >= count:
-        raise ValueError(f"device={device}: torch sees {count or 'no'} {kind.upper()}; use cpu or auto")
-    if threads: torch.set_num_threads(threads)
-    threads, gpu, best, precision = torch.get_num_threads(), None, 'float32', 'highest'
+    """Settle device, dtype and threads, and seed torch.
+
+    device: cpu, cuda, cuda:1, mps, or auto, the best there is; under torchrun each rank takes its own GPU.
+    dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, what the hardware is fast at.
+    Returns device, device_type, dtype (torch's), threads, and autocast: `with run.autocast():`, reusable.
+    ValueError: there is no such device, or it cannot compute in this dtype.
+    """
+    import torch
+    kind, index = choose_device(device)
+    device = f'cuda:{index}' if kind == 'cuda' else kind
+    if threads:
+        torch.set_num_threads(threads)
     if kind == 'cuda':
         torch.cuda.set_device(index)
-        gpu, precision = torch.cuda.get_device_name(index), 'high' # TF32
-        best = 'bfloat16' if torch.cuda.get_device_capability(index) >= (8, 0) else 'float16'
     elif kind == 'cpu':
-        amx, bf16 = (getattr(torch.cpu, f'_is_{x}_supported', bool)() for x in ('amx_tile', 'avx512_bf16'))
-        exact = torch.backends.cpu.get_cpu_capability().startswith('AVX') and not amx # else it rounds
-        best, precision = 'bfloat16' if amx or bf16 else 'float32', 'medium' if exact else 'highest' # 2.3x
-        with contextlib.suppress(AttributeError, OSError, TypeError): # glibc alone has mallopt
-            for option, value in ((-3, 1 << 30), (-1, 2**31 - 1), (-2, 64 << 20)): # mmap, trim and pad
-                ctypes.CDLL(None).mallopt(option, value) # else each step maps its memory anew: 1.25x the time
-    dtype = best if dtype == 'auto' else dtype
+        keep_freed_memory()
+    if dtype == 'auto':
+        dtype = fastest_dtype(kind, index)
     if dtype not in ('float32', 'bfloat16') and (kind, dtype) != ('cuda', 'float16'):
         raise ValueError(f"dtype={dtype}: use --dtype=auto, float32 or bfloat16; float16 needs CUDA")
-    torch.set_float32_matmul_precision(precision)
-    (torch.default_generator if kind == 'cpu' else torch).manual_seed(seed) # torch's own asks CUDA as well
-    if os.getenv('RANK', '0') == '0': print(f"device {device} ({gpu or f'{threads} threads'}), dtype {dtype}")
-    ptype = getattr(torch, dtype)
-    cast = functools.partial(torch.autocast, kind, ptype) if dtype != 'float32' else contextlib.nullcontext
-    return types.SimpleNamespace(device=device, device_type=kind, dtype=ptype, autocast=cast, threads=threads)
+    torch.set_float32_matmul_precision(matmul_precision(kind))
+    # torch.manual_seed asks CUDA as well, which device=cpu must not touch
+    (torch.default_generator if kind == 'cpu' else torch).manual_seed(seed)
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name(index) if kind == 'cuda' else f'{threads} threads'
+    print0(f"device {device} ({name}), dtype {dtype}")
+    torch_dtype = getattr(torch, dtype)
+    autocast = contextlib.nullcontext if dtype == 'float32' \
+        else functools.partial(torch.autocast, kind, torch_dtype)
+    return types.SimpleNamespace(device=device, device_type=kind, dtype=torch_dtype, autocast=autocast,
+                                 threads=threads)
 
-def one_line_errors(kind, error, trace):
-    """The excepthook of a script: one line for what users can mend, a trace for bugs (or FLATGPT_TRACE=1)."""
-    if kind is BrokenPipeError:
-        os._exit(141) # `| head` has seen enough: not a word, not even from the flush at exit
-    message = str(error) or 'interrupted'
-    if issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
-        message = 'out of memory; try half --batch_size and double --gradient_accumulation_steps'
-    elif os.getenv('FLATGPT_TRACE') or not issubclass(kind, ONE_LINE):
-        return sys.__excepthook__(kind, error, trace)
-    print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
+
+def choose_device(device):
+    """'auto', 'cpu', 'cuda', 'cuda:1', 'mps' -> (type, index). ValueError: there is no such device here."""
+    import torch
+    kind, _, index = device.partition(':')
+    if kind == 'auto' and torch.cuda.is_available():
+        kind = 'cuda'
+    elif kind == 'auto':
+        kind = 'mps' if torch.backends.mps.is_available() else 'cpu'
+    count = 0
+    if kind == 'cpu':
+        count = 1
+    elif kind == 'mps':
+        count = int(torch.backends.mps.is_available())
+    elif kind == 'cuda':
+        count = torch.cuda.device_count()
+    try:
+        index = int(os.environ.get('LOCAL_RANK', index or 0)) if kind == 'cuda' else 0
+    except ValueError:
+        raise ValueError(f"device={device}: use cpu, mps, cuda, cuda:1 or auto") from None
+    if not 0 <= index < count:
+        name = f'cuda:{index}' if kind == 'cuda' else kind
+        raise ValueError(f"device={name}: torch sees {count or 'no'} {kind.upper()}; use cpu or auto")
+    return kind, index
+
+
+def cpu_units():
+    """Whether this CPU multiplies bfloat16 in hardware: (AMX tiles, AVX-512 BF16)."""
+    import torch
+    return (getattr(torch.cpu, '_is_amx_tile_supported', bool)(),
+            getattr(torch.cpu, '_is_avx512_bf16_supported', bool)())
+
+
+def fastest_dtype(kind, index):
+    """bfloat16 where there are units for it, float16 on older GPUs, else float32."""
+    import torch
+    if kind == 'cuda':
+        return 'bfloat16' if torch.cuda.get_device_capability(index) >= (8, 0) else 'float16'
+    return 'bfloat16' if kind == 'cpu' and any(cpu_units()) else 'float32'
+
+
+def matmul_precision(kind):
+    """What torch may do to float32 matmuls: TF32 on CUDA; on CPU 'medium' where that is exact and faster.
+
+    'medium' lets oneDNN choose its own kernels, 2.3 times as fast on AVX CPUs. With AMX it would round to
+    bfloat16, so not there.
+    """
+    import torch
+    if kind == 'cuda':
+        return 'high'
+    amx, _ = cpu_units() if kind == 'cpu' else (False, False)
+    is_avx = kind == 'cpu' and torch.backends.cpu.get_cpu_capability().startswith('AVX')
+    return 'medium' if is_avx and not amx else 'highest'
+
+
+def keep_freed_memory():
+    """Have glibc keep what is freed: else each step on CPU maps its memory anew, in 1.25 times the time."""
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # of malloc.h
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has mallopt
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(top_pad, 64 << 20)

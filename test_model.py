@@ -3,6 +3,7 @@ All tests: pytest -q. Numbers are compared with an independent oracle: naive loo
 paper's formula, torch's own optimizers, an unbroken run. FLATGPT_DATA names a folder with tinyshakespeare.txt
 and tiktoken_cache/ for the tests of parity with nanoGPT's data; without it they are skipped.
 """
+import ast
 import base64
 import contextlib
 import csv
@@ -19,11 +20,14 @@ import pickle
 import random
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +66,7 @@ def same_machine_state():
 
 CFG_MODEL = '''
 from dataclasses import dataclass
+raise SystemExit('model.py was imported')
 
 @dataclass
 class GPTConfig:
@@ -71,7 +76,10 @@ class GPTConfig:
     # positions ---------------------------
     rope_scaling: dict | None = None  # {'type': 'yarn'}
     window: int | None = None
-    dropout: float = 0.0
+    dropout: 'float' = 0.0
+    pattern: tuple[str, ...] = (
+        'S',  # over
+        'L')  # three lines
 
     def method(self):
         hidden = 3  # no field
@@ -83,9 +91,10 @@ A script, as ours are built.
     # no heading
     example = 3
 """
-from cfg_model import GPTConfig
+import os
 from configurator import configure
 
+ROOT = os.sep
 # files ------------------------------
 out_dir = 'out'                     # checkpoints go here
 start = '\\n'                        # text, FILE:name
@@ -98,30 +107,42 @@ compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list | None = None
 anything = None
-config, model_args, words = configure(globals(), GPTConfig, words=1, default_file=None)
+config, model_args, words = configure(globals(), 'GPTConfig', words=1)
 not_a_setting = 3
 '''
 
+
 def cfg_script(folder):
     (folder / 'config').mkdir(exist_ok=True)
-    (folder / 'cfg_model.py').write_text(CFG_MODEL, encoding='utf-8')
+    (folder / 'model.py').write_text(CFG_MODEL, encoding='utf-8')
     path = folder / 'script.py'
     path.write_text(CFG_SCRIPT, encoding='utf-8')
     return path
 
+
 def cfg_run(folder, monkeypatch, *argv):
-    """runs the script as a user would -> its globals, where model_args and config are"""
+    """Runs the script as a user would -> its globals, where model_args and config are."""
     monkeypatch.setattr(sys, 'argv', ['script.py', *argv])
-    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
     return runpy.run_path(str(cfg_script(folder)), run_name='__main__')
 
+
 def cfg_error(folder, monkeypatch, capsys, *argv):
-    """the one line on standard error of a command line that exits with code 2"""
+    """The one line on standard error of a command line that exits with code 2."""
     with pytest.raises(SystemExit) as e:
         cfg_run(folder, monkeypatch, *argv)
-    error = capsys.readouterr().err
-    assert e.value.code == 2 and error.count('\n') == 1 and error.startswith('script.py: ')
+    out, error = capsys.readouterr()
+    assert e.value.code == 2 and error.count('\n') == 1 and error.startswith('script.py: ') and not out
     return error.removeprefix('script.py: ').strip()
+
+
+def cfg_configure(path, *argv, name='__main__', text='batch_size = 1\nconfigure(globals())', **options):
+    """configure() of a script with this text, as if it was started with these arguments."""
+    path.write_text(text, encoding='utf-8')
+    settings = {'__name__': name, '__file__': str(path)}
+    exec(text.partition('configure(')[0], settings)
+    return configure(settings, argv=list(argv), **options)
+
 
 @pytest.mark.parametrize('arg, value', [
     ('--learning_rate=1', 1.0), ('--learning_rate=3e-4', 3e-4), ('--max_iters=1e6', 1000000),
@@ -135,58 +156,55 @@ def cfg_error(folder, monkeypatch, capsys, *argv):
     ('--decay_lr=1', True), ('--decay_lr', True),
     ("--stop=['a', 'b']", ['a', 'b']), ('--stop=None', None), ('--stop=12', '12'), ('--stop="a"', '"a"'),
     ('--anything=3', 3), ('--anything=word', 'word'), ('--anything={1: 2}', {1: 2}),
+    ('--start=' + '[' * 9999, '[' * 9999),
     ('--n_layer=4', 4), ('--dropout=0', 0.0), ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}),
-    ('--window=None', None)])
+    ('--window=None', None), ("--pattern=('S',)", ('S',))])
 def test_cfg_flags(arg, value, tmp_path, monkeypatch):
     name = arg.removeprefix('--').partition('=')[0]
     found = cfg_run(tmp_path, monkeypatch, arg)
-    where = (found['model_args'] if name in ('n_layer', 'dropout', 'rope_scaling', 'window')
-             else found['config'])
+    of_model = {'n_layer', 'dropout', 'rope_scaling', 'window', 'pattern'}
+    where = found['model_args'] if name in of_model else found['config']
     assert where[name] == value and type(where[name]) is type(value)
     assert name in found['model_args'] or found[name] == value
-    assert (set(found['model_args']) <= {name}
-            and not found.keys() & {'n_layer', 'dropout', 'rope_scaling', 'window'})
+    assert set(found['model_args']) <= {name} and not found.keys() & of_model
 
-@pytest.mark.parametrize('arg, message', [
-    ('--learing_rate=1', "--learing_rate=1: unknown setting 'learing_rate'; did you mean 'learning_rate'?"),
-    ('--max-iters=1', "--max-iters=1: unknown setting 'max-iters'; did you mean 'max_iters'?"),
-    ('-max_iters=1', "-max_iters=1: unknown setting '-max_iters'; did you mean 'max_iters'?"),
-    ('--n_layers=1', "--n_layers=1: unknown setting 'n_layers'; did you mean 'n_layer'?"),
-    ('--zzz=1', "--zzz=1: unknown setting 'zzz'; see --help"),
-    ('--not_a_setting=1', "unknown setting 'not_a_setting'"), ('--runpy=1', "unknown setting 'runpy'"),
-    ('--n_layer=2.5', "--n_layer=2.5: n_layer must be int, got '2.5'"),
-    ('--n_layer=True', "n_layer must be int, got 'True'"),
-    ('--n_layer', '--n_layer: n_layer must be int, got True'),
-    ('--n_layer=1e999', "n_layer must be int, got '1e999'"), ('--out_dir', 'out_dir must be str, got True'),
-    ('--decay_lr=flase', "decay_lr must be True or False, got 'flase'"),
-    ('--decay_lr=2', "must be True or False, got '2'"),
-    ('--min_lr=none', "min_lr must be float or None, got 'none'"),
-    ('--betas=[1, 2]', "betas must be tuple, got '[1, 2]'"),
-    ('--learning_rate=nan', "learning_rate must be float, got 'nan'"),
-    ('--dropout=', "dropout must be float, got ''"),
-    ('nope.py', "no config file nope.py; config/ has ['small.py']"),
-    ('config/smal.py', "no config file config/smal.py; config/ has ['small.py']")])
-def test_cfg_errors(arg, message, tmp_path, monkeypatch, capsys):
+
+@pytest.mark.parametrize('arg, parts', [
+    ('--learing_rate=1', ["--learing_rate=1: ", "'learing_rate'", "'learning_rate'?"]),
+    ('--max-iters=1', ["'max-iters'", "'max_iters'?"]),
+    ('-max_iters=1', ["'-max_iters'", "'max_iters'?"]),
+    ('--n_layers=1', ["'n_layers'", "'n_layer'?"]),
+    ('--zzz=1', ["'zzz'", "--help"]), ('--not_a_setting=1', ["'not_a_setting'"]), ('--os=1', ["'os'"]),
+    ('--n_layer=2.5', ["--n_layer=2.5: ", "int, got '2.5'"]), ('--n_layer=True', ["int, got 'True'"]),
+    ('--n_layer', ["--n_layer: n_layer", "int, got True"]), ('--n_layer=1e999', ["int, got '1e999'"]),
+    ('--out_dir', ["str, got True"]), ('--decay_lr=flase', ["True or False, got 'flase'"]),
+    ('--decay_lr=2', ["True or False, got '2'"]), ('--min_lr=none', ["float or None, got 'none'"]),
+    ('--betas=[1, 2]', ["betas", "tuple, got '[1, 2]'"]), ('--learning_rate=nan', ["float, got 'nan'"]),
+    ('--dropout=', ["float, got ''"]), ('nope.py', ["nope.py", "small.py"]),
+    ('config/smal.py', ["config/smal.py", "small.py"])])
+def test_cfg_errors(arg, parts, tmp_path, monkeypatch, capsys):
     cfg_script(tmp_path).parent.joinpath('config', 'small.py').write_text('max_iters = 1')
-    assert message in cfg_error(tmp_path, monkeypatch, capsys, arg)
+    message = cfg_error(tmp_path, monkeypatch, capsys, arg)
+    assert all(part in message for part in parts), message
 
-@pytest.mark.parametrize('text, message', [
-    ('max_iters = 1\nlearing_rate = 1',
-     "config/a.py: unknown setting 'learing_rate'; did you mean 'learning_rate'?"),
-    ('max_iters = 2.5', 'config/a.py: max_iters must be int, got 2.5'),
-    ("decay_lr = 'x'", "must be True or False, got 'x'"),
-    ('import numpy\nlearning_rate = numpy.float64(1)', 'learning_rate must be float, got '),
-    ('max_iters = max_itres * 2', "config/a.py, line 1: NameError: name 'max_itres' is not defined"),
-    ('max_iters = 1\n\ndef f():\n    return 1 / 0\nf()',
-     'config/a.py, line 4: ZeroDivisionError: division by zero'),
-    ('max_iters = 1\nmax_iters = = 2', 'config/a.py, line 2: SyntaxError: invalid syntax'),
-    ('import no_such_module', "config/a.py, line 1: ModuleNotFoundError: No module named 'no_such_module'")])
-def test_cfg_file_errors(text, message, tmp_path, monkeypatch, capsys):
+
+@pytest.mark.parametrize('text, parts', [
+    ('max_iters = 1\nlearing_rate = 1', ["'learing_rate'", "'learning_rate'?"]),
+    ('max_iters = 2.5', ['max_iters', 'int, got 2.5']),
+    ("decay_lr = 'x'", ["True or False, got 'x'"]),
+    ('import numpy\nlearning_rate = numpy.float64(1)', ['learning_rate', 'float, got ']),
+    ('max_iters = max_itres * 2', ['line 1', 'NameError', 'max_itres']),
+    ('max_iters = 1\n\ndef f():\n    return 1 / 0\nf()', ['line 4', 'ZeroDivisionError']),
+    ('max_iters = 1\nmax_iters = = 2', ['line 2', 'SyntaxError']),
+    ('import no_such_module', ['line 1', 'no_such_module'])])
+def test_cfg_file_errors(text, parts, tmp_path, monkeypatch, capsys):
     cfg_script(tmp_path).parent.joinpath('config', 'a.py').write_text(text)
-    assert message in cfg_error(tmp_path, monkeypatch, capsys, 'config/a.py')
+    message = cfg_error(tmp_path, monkeypatch, capsys, 'config/a.py')
+    assert message.startswith('config/a.py') and all(part in message for part in parts), message
+
 
 def test_cfg_order_and_files(tmp_path, monkeypatch, capsys):
-    """file over default, later over earlier; a file computes, sees the settings so far, may repeat a value"""
+    """File over default, later over earlier; a file computes, sees the settings so far, may repeat them."""
     folder = cfg_script(tmp_path).parent / 'config'
     text = ("import math, time\nfrom os import path\n_half = 0.5\nN = 3\n"
             "def twice(x): return [x * _i for _i in (1, 2)][-1]\n"
@@ -199,77 +217,104 @@ def test_cfg_order_and_files(tmp_path, monkeypatch, capsys):
     assert found['max_iters'] == 10 and found['out_dir'] == 'éTrue' and found['decay_lr'] is False
     assert found['learning_rate'] == found['config']['learning_rate'] == 2.0 and found['words'] == ['look']
     assert found['model_args'] == {'n_layer': 2, 'n_embd': 128, 'window': None}
-    out = capsys.readouterr().out.splitlines()
-    assert (out[0] == '--max_iters=5: max_iters = 5'
-            and out[2].startswith('config/a.py: max_iters = 10, n_embd = 128, window = None'))
-    assert len(out) == 4
     found = cfg_run(tmp_path, monkeypatch, 'config/a.py', '--max_iters=5')
     assert found['max_iters'] == 5 and found['model_args']['n_embd'] == 64 * 12
 
+
+def test_cfg_shows_what_was_set(tmp_path, monkeypatch, capsys):
+    """Files by name, flags in a row together, every setting and its value, in lines that can be read."""
+    names = [f'a_setting_{i}' for i in range(40)]
+    text = ''.join(f'{name} = 0\n' for name in names) + 'configure(globals())'
+    (tmp_path / 'a.py').write_text(''.join(f'{name} = {i + 1}\n' for i, name in enumerate(names)))
+    (tmp_path / 'empty.py').write_text('')
+    cfg_configure(tmp_path / 'x.py', '--a_setting_1=5', '--a_setting_2=6', str(tmp_path / 'a.py'),
+                  str(tmp_path / 'empty.py'), '--a_setting_3=7', text=text)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100 < len(out)
+    entries = re.split(r'\n(?! )', out.strip())
+    assert len(entries) == 4
+    assert str(tmp_path / 'a.py') in entries[1] and str(tmp_path / 'empty.py') in entries[2]
+    found = [re.findall(r'(\w+) = (\d+)', entry) for entry in entries]
+    assert found == [[('a_setting_1', '5'), ('a_setting_2', '6')],
+                     [(name, str(i + 1)) for i, name in enumerate(names)], [], [('a_setting_3', '7')]]
+    monkeypatch.setenv('RANK', '1')  # only rank 0 prints
+    cfg_configure(tmp_path / 'x.py', '--a_setting_1=5', text=text)
+    configurator.print0('text')
+    assert capsys.readouterr().out == ''
+
+
 def test_cfg_imported_script(tmp_path, monkeypatch, capsys):
-    """importing a script leaves the command line alone and says nothing"""
-    monkeypatch.syspath_prepend(tmp_path)
+    """Importing a script leaves the command line alone and prints nothing."""
     monkeypatch.setattr(sys, 'argv', ['pytest', '-q', '--max_iters=5', 'nope.py'])
+    hook = sys.excepthook
     found = runpy.run_path(str(cfg_script(tmp_path)), run_name='script')
     assert found['max_iters'] == 100 and found['model_args'] == {} and found['words'] == []
-    assert capsys.readouterr() == ('', '')
+    assert capsys.readouterr() == ('', '') and sys.excepthook is hook
+
 
 def test_cfg_default_file(tmp_path, monkeypatch, capsys):
-    """is loaded first and named, from the script's folder, unless the command line names a file"""
+    """Is loaded first and named, from the script's folder, unless the command line names a file."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / 'scripts' / 'config'
     folder.mkdir(parents=True)
     (folder / 'default.py').write_text('max_iters = 7')
     (folder / 'other.py').write_text('')
-    def run(*argv, name='__main__'):
-        settings = {'max_iters': 1, 'start': '', '__name__': name, '__file__': str(folder.parent / 'x.py')}
-        return configure(settings, argv=list(argv), default_file='config/default.py')[0]['max_iters']
-    assert run() == 7 and capsys.readouterr().out == 'config/default.py: max_iters = 7\n'
+
+    def run(*argv):
+        return cfg_configure(folder.parent / 'x.py', *argv, default_file='config/default.py',
+                             text="max_iters = 1\nstart = ''\nconfigure(globals())")[0]['max_iters']
+    assert run() == 7 and 'config/default.py' in capsys.readouterr().out
     assert run('--start=a.py') == 7 and run('--max_iters=2') == 2 and run('config/other.py') == 1
     settings = {'max_iters': 1, '__name__': 'x', '__file__': str(folder.parent / 'x.py')}
-    assert configure(settings, default_file='config/default.py') == ({'max_iters': 1}, {})
-    monkeypatch.setenv('RANK', '1') # only rank 0 prints
-    capsys.readouterr()
-    assert run() == 7 and capsys.readouterr().out == ''
+    assert configure({**settings, 'start': ''}, default_file='config/default.py')[0]['max_iters'] == 1
 
-def test_cfg_words(capsys):
+
+def test_cfg_words(tmp_path, capsys):
     def run(words, *argv):
-        return configure({'batch_size': 1, '__name__': 'x'}, words=words, argv=list(argv))
+        return cfg_configure(tmp_path / 'x.py', *argv, name='x', words=words)
     assert run(2, 'train', '--batch_size=2', 'my.txt') == ({'batch_size': 2}, {}, ['train', 'my.txt'])
     assert run(1) == ({'batch_size': 1}, {}, []) and run(0) == ({'batch_size': 1}, {})
     for argv in (['train', 'look'], ['train', 'batch_size=2']):
         with pytest.raises(SystemExit) as e:
             run(1, *argv)
-        assert (e.value.code == 2
-                and f'cannot use {argv[1]!r}: settings are --key=value' in capsys.readouterr().err)
+        assert e.value.code == 2 and repr(argv[1]) in capsys.readouterr().err
+
 
 def test_cfg_names_of_other_scripts(tmp_path, monkeypatch, capsys):
-    """one file serves all scripts: what another owns is ignored in a file, though not in a flag"""
+    """One file serves all scripts: what another owns is ignored in a file, though not in a flag."""
     (tmp_path / 'train.py').write_text("eval_iters: int = 200 # batches\nnames = dict(a=1)\n"
                                        "config = configure(globals())\nghost = 1\n")
-    (tmp_path / 'model.py').write_text("import torch\nclass GPTConfig:\n    n_head: int = 12\n\n"
-                                       "    def f(self):\n        local = 1\n")
     (tmp_path / 'sample.py').write_text("top_k: int | None = 200\nconfigure(globals())\n"
                                         "def f():\n    probs = 1\n")
-    monkeypatch.setattr(configurator, 'SCRIPTS',
-                        [tmp_path / f'{name}.py' for name in ('train', 'model', 'sample', 'none')])
-    cfg_script(tmp_path)
-    (tmp_path / 'a.py').write_text('eval_iters = 3\nn_head = 4\ntop_k = None\nmax_iters = 9')
-    assert cfg_run(tmp_path, monkeypatch, 'a.py')['max_iters'] == 9
-    assert capsys.readouterr().out == 'a.py: max_iters = 9\n'
-    assert "unknown setting 'n_head'" in cfg_error(tmp_path, monkeypatch, capsys, '--n_head=4')
+    (tmp_path / 'hub.py').write_text("weights = True\nconfigure(globals())\n")
+    (tmp_path / 'model.py').write_text("import torch\nclass GPTConfig:\n    n_head: int = 12\n\n"
+                                       "    def f(self):\n        local = 1\n")
+
+    def run(*argv):
+        return cfg_configure(tmp_path / 'x.py', *argv, text='max_iters = 1\nconfigure(globals())')
+    (tmp_path / 'a.py').write_text('eval_iters = 3\nn_head = 4\ntop_k = None\nweights = False\nmax_iters = 9')
+    assert run(str(tmp_path / 'a.py')) == ({'max_iters': 9}, {})
+    assert re.findall(r'(\w+) =', capsys.readouterr().out) == ['max_iters']
     for name in ('ghost', 'local', 'eval_iter', 'probs'):
         (tmp_path / 'a.py').write_text(f'{name} = 3')
-        assert f"a.py: unknown setting '{name}'" in cfg_error(tmp_path, monkeypatch, capsys, 'a.py')
+        for arg in (f'--{name}=3', str(tmp_path / 'a.py')):
+            with pytest.raises(SystemExit):
+                run(arg)
+            assert f"{arg}: unknown setting '{name}'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run('--n_head=4')
 
-def test_cfg_name_owned_twice():
-    @dataclasses.dataclass
-    class Tiny:
-        n_layer: 'int' = 2
+
+def test_cfg_mistakes_in_a_script_are_named(tmp_path):
+    (tmp_path / 'model.py').write_text('class Tiny:\n    n_layer: int = 2\n')
     with pytest.raises(AssertionError, match='n_layer'):
-        configure({'n_layer': 3, '__name__': 'x'}, Tiny)
-    # annotations may be text
-    assert configure({'__name__': 'x'}, Tiny, argv=['--n_layer=3']) == ({}, {'n_layer': 3})
+        cfg_configure(tmp_path / 'x.py', model_config='Tiny', text='n_layer = 3\nconfigure(globals())')
+    with pytest.raises(TypeError, match='set'):
+        cfg_configure(tmp_path / 'x.py', text='a: set = 3\nconfigure(globals())')
+    (tmp_path / 'model.py').write_text("class Tiny:\n    n_layer: 'int | None' = 2\n")
+    found = cfg_configure(tmp_path / 'x.py', '--n_layer=None', model_config='Tiny')
+    assert found == ({'batch_size': 1}, {'n_layer': None})
+
 
 @pytest.mark.parametrize('flag', ['--help', '-h'])
 def test_cfg_help(flag, tmp_path, monkeypatch, capsys):
@@ -279,18 +324,23 @@ def test_cfg_help(flag, tmp_path, monkeypatch, capsys):
     assert e.value.code == 0 and '$ python script.py --batch_size=8' in out
     order = ["# files", "out_dir = 'out'                     # checkpoints go here", "# optimizer",
              "learning_rate: float = 6e-4         # peak", "betas: tuple", "anything = None", "# sizes",
-             "n_layer: int = 12               # blocks", "# positions", "dropout: float = 0.0"]
-    places = [out.rindex(text) for text in order]
-    assert (places == sorted(places) and 'not_a_setting' not in out and 'hidden' not in out
-            and out.count('example') == 1)
+             "n_layer: int = 12               # blocks", "# positions", "dropout: 'float' = 0.0",
+             "# three lines"]
+    at = [out.rindex(text) for text in order]
+    assert at == sorted(at) and out.count('example') == 1
+    assert not [name for name in ('not_a_setting', 'hidden', 'ROOT', 'import') if name in out]
 
-CFG_NANOGPT = dict( # nanoGPT's train.py (names and values), without the sizes that GPTConfig owns
-    out_dir='out', eval_interval=2000, log_interval=1, eval_iters=200, eval_only=False,
-    always_save_checkpoint=True, init_from='scratch', wandb_log=False, wandb_project='owt',
-    wandb_run_name='gpt2', dataset='openwebtext', gradient_accumulation_steps=40, batch_size=12,
-    learning_rate=6e-4, max_iters=600000, weight_decay=1e-1, beta1=0.9, beta2=0.95, grad_clip=1.0,
-    decay_lr=True, warmup_iters=2000, lr_decay_iters=600000, min_lr=6e-5, backend='nccl', device='cuda',
-    dtype='bfloat16', compile=True)
+
+CFG_NANOGPT = '''  # nanoGPT's train.py: names and values, without the sizes that GPTConfig owns
+out_dir = 'out'; eval_interval = 2000; log_interval = 1; eval_iters = 200; eval_only = False
+always_save_checkpoint = True; init_from = 'scratch'; wandb_log = False; wandb_project = 'owt'
+wandb_run_name = 'gpt2'; dataset = 'openwebtext'; gradient_accumulation_steps = 5 * 8; batch_size = 12
+learning_rate = 6e-4; max_iters = 600000; weight_decay = 1e-1; beta1 = 0.9; beta2 = 0.95; grad_clip = 1.0
+decay_lr = True; warmup_iters = 2000; lr_decay_iters = 600000; min_lr = 6e-5; backend = 'nccl'
+device = 'cuda'; dtype = 'bfloat16'; compile = True
+configure(globals(), 'GPTConfig')
+'''.lstrip()
+
 
 @pytest.mark.parametrize('text, config, model', [
     ("import time\nout_dir = 'out-shakespeare'\nwandb_run_name = 'ft-' + str(time.time())\n"
@@ -301,22 +351,26 @@ CFG_NANOGPT = dict( # nanoGPT's train.py (names and values), without the sizes t
     ("n_layer = 6\nn_embd = 384 # baby\ndropout = 0.2\nwarmup_iters = 100\n",
      dict(warmup_iters=100), dict(n_layer=6, n_embd=384, dropout=0.2))])
 def test_cfg_nanogpt_files(text, config, model, tmp_path):
-    """files as nanoGPT's config/ has them"""
-    model_config = dataclasses.make_dataclass('Config', [
-        ('block_size', int, 1024), ('n_layer', int, 12), ('n_head', int, 12), ('n_embd', int, 768),
-        ('dropout', float, 0.0), ('bias', bool, True)])
+    """Files as nanoGPT's config/ has them, with the fields that our model.py has."""
     (tmp_path / 'a.py').write_text(text)
-    got, model_args = configure({**CFG_NANOGPT, '__name__': 'x'}, model_config,
-                                argv=[str(tmp_path / 'a.py'), '--compile=False'])
+    shutil.copy(ROOT / 'model.py', tmp_path)
+    got, model_args = cfg_configure(tmp_path / 'x.py', str(tmp_path / 'a.py'), '--compile=False',
+                                    text=CFG_NANOGPT, model_config='GPTConfig')
     assert config.items() <= got.items() and model_args == model and got['compile'] is False
+
+
+def test_cfg_knows_the_fields_of_our_model(tmp_path):
+    fields = {f.name: f.default for f in dataclasses.fields(GPTConfig)}
+    read = configurator.Settings(ROOT / 'model.py', 'GPTConfig')
+    assert {name: ast.literal_eval(node) for name, node in read.defaults.items()} == fields
+    assert all(type(default) in read.kinds[name] for name, default in fields.items())
+
 
 @pytest.mark.parametrize('error, line', [
     (ValueError('n_embd=7: take 8\n  and go on'), 'x.py: n_embd=7: take 8   and go on\n'),
-    (FileNotFoundError('no data'), 'x.py: no data\n'),
+    (FileNotFoundError('no data'), 'x.py: no data\n'), (ValueError(), 'x.py: ValueError\n'),
     (ImportError('pip install wandb'), 'x.py: pip install wandb\n'),
     (KeyboardInterrupt(), 'x.py: interrupted\n'),
-    (MemoryError(), 'x.py: out of memory; try half --batch_size'),
-    (RuntimeError('CUDA out of memory. Tried'), 'x.py: out of memory; try half --batch_size'),
     (TypeError('bug'), 'TypeError: bug\n'), (RuntimeError('bug'), 'RuntimeError: bug\n')])
 def test_cfg_one_line_errors(error, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['/somewhere/x.py'])
@@ -325,25 +379,48 @@ def test_cfg_one_line_errors(error, line, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(line)
     monkeypatch.setenv('FLATGPT_TRACE', '1')
     one_line_errors(type(error), error, None)
-    if not isinstance(error, MemoryError) and 'out of memory' not in str(error):
-        assert capsys.readouterr().err.startswith(type(error).__name__)
+    assert capsys.readouterr().err.startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize('error', [
+    MemoryError(), RuntimeError('CUDA out of memory. Tried'),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+def test_cfg_out_of_memory_names_settings_that_the_script_has(error, capsys):
+    one_line_errors(type(error), error, None)
+    assert '--' not in capsys.readouterr().err
+    scripts = [script for script in configurator.SCRIPTS if (ROOT / script).exists()]
+    for script in scripts:
+        names = configurator.Settings(ROOT / script).kinds | configurator.Settings(
+            ROOT / 'model.py', 'GPTConfig').kinds
+        one_line_errors(type(error), error, None, configurator.Settings(ROOT / script).kinds)
+        message = capsys.readouterr().err
+        advised = re.findall(r'--(\w+)', message)
+        assert message.count('\n') == 1 and set(advised) <= names.keys(), (script, message)
+        assert advised or script == 'hub.py'
+        assert ('gradient_accumulation_steps' in advised) == (script == 'train.py')
 
 
 def test_cfg_subprocess(tmp_path):
-    """as a user sees it: one line, no traceback, the exit code; and --help does not import torch"""
-    path = cfg_script(tmp_path)
-    def run(*argv):
-        return subprocess.run([sys.executable, str(path), *argv], capture_output=True, text=True,
-                              env={**os.environ, 'PYTHONPATH': str(ROOT)})
-    done = run('--learing_rate=1')
-    assert done.returncode == 2 and done.stdout == ''
-    assert done.stderr == ("script.py: --learing_rate=1: unknown setting 'learing_rate'; "
-                           "did you mean 'learning_rate'?\n")
-    path.write_text(CFG_SCRIPT + "\nimport sys\nprint('torch' in sys.modules)")
-    assert run('--max_iters=3').stdout == '--max_iters=3: max_iters = 3\nFalse\n'
+    """As a user sees it: one line, no traceback, the exit code."""
+    done = subprocess.run([sys.executable, str(cfg_script(tmp_path)), '--learing_rate=1'], text=True,
+                          capture_output=True, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    assert done.returncode == 2 and done.stdout == '' and done.stderr.count('\n') == 1
+    assert done.stderr.startswith('script.py: --learing_rate=1: ')
+
+
+@pytest.mark.parametrize('script', configurator.SCRIPTS)
+def test_cfg_help_and_typos_do_not_wait_for_torch(script, tmp_path):
+    for name in ('torch', 'numpy', 'tokenizers', 'safetensors'):  # found first, and not importable
+        (tmp_path / f'{name}.py').write_text(f'raise ImportError("{name} was imported")')
+    env = {**os.environ, 'PYTHONPATH': str(tmp_path)}
+    for arg, code in {'--help': 0, '--no_such_setting=1': 2}.items():
+        done = subprocess.run([sys.executable, str(ROOT / script), arg], capture_output=True, text=True,
+                              env=env)
+        assert done.returncode == code and 'was imported' not in done.stderr, done.stderr
+
 
 def test_cfg_closed_pipe():
-    """python sample.py | head: quiet"""
+    """`python sample.py | head` is quiet."""
     code = ("import sys, configurator; sys.excepthook = configurator.one_line_errors\n"
             "for i in range(10**6): print('a' * 99)")
     run = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -353,15 +430,9 @@ def test_cfg_closed_pipe():
     assert run.stderr.read() == b'' and run.wait() == 141
     run.stderr.close()
 
-@pytest.fixture
-def cfg_torch_state():
-    state, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
-    yield
-    torch.set_rng_state(state)
-    torch.set_float32_matmul_precision(precision)
 
-def test_cfg_runtime_without_cuda(cfg_torch_state, monkeypatch, capsys):
-    """device=cpu makes no CUDA call at all, not even to seed (nanoGPT #293, #708)"""
+def test_cfg_runtime_without_cuda(monkeypatch, capsys):
+    """device=cpu makes no CUDA call at all, not even to seed (nanoGPT #293, #708)."""
     def no_cuda(*args, **kwargs):
         raise RuntimeError('CUDA was called')
     for name, value in vars(torch.cuda).items():
@@ -375,26 +446,29 @@ def test_cfg_runtime_without_cuda(cfg_torch_state, monkeypatch, capsys):
         assert ((run.device, run.device_type, run.threads) == ('cpu', 'cpu', threads)
                 and torch.get_num_threads() == threads)
         assert dtype == 'auto' or run.dtype == getattr(torch, dtype)
-        assert capsys.readouterr().out == f'device cpu ({threads} threads), dtype {str(run.dtype)[6:]}\n'
-        for _ in range(2): # the context can be had again
+        out = capsys.readouterr().out
+        assert all(part in out for part in ('cpu', f'{threads} threads', str(run.dtype)[6:]))
+        for _ in range(2):  # the context can be had again
             with run.autocast():
                 assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == run.dtype
     runtime('cpu', seed=3)
     assert torch.equal(torch.rand(3), first)
 
+
 @pytest.mark.parametrize('amx, bf16, avx, dtype, precision', [
     (False, False, 'AVX2', 'float32', 'medium'), (False, True, 'AVX512', 'bfloat16', 'medium'),
     (True, True, 'AVX512', 'bfloat16', 'highest'), (False, False, 'SVE256', 'float32', 'highest')])
-def test_cfg_runtime_cpu_dtype(amx, bf16, avx, dtype, precision, cfg_torch_state, monkeypatch):
+def test_cfg_runtime_cpu_dtype(amx, bf16, avx, dtype, precision, monkeypatch):
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: bf16)
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: avx)
     assert runtime('cpu').dtype == getattr(torch, dtype) and torch.get_float32_matmul_precision() == precision
 
+
 @pytest.mark.parametrize('capability, dtype', [
     ((9, 0), 'bfloat16'), ((8, 0), 'bfloat16'), ((7, 5), 'float16')])
-def test_cfg_runtime_cuda(capability, dtype, cfg_torch_state, monkeypatch, capsys):
-    """what runtime asks of CUDA, with the answers of a machine of two GPUs"""
+def test_cfg_runtime_cuda(capability, dtype, monkeypatch, capsys):
+    """What runtime asks of CUDA, with the answers of a machine of two GPUs."""
     chosen = []
     answers = dict(is_available=lambda: True, device_count=lambda: 2, set_device=chosen.append,
                    get_device_name=lambda i: 'a GPU', get_device_capability=lambda i: capability)
@@ -404,35 +478,33 @@ def test_cfg_runtime_cuda(capability, dtype, cfg_torch_state, monkeypatch, capsy
     run = runtime('cuda:1')
     assert ((run.device, run.device_type, run.dtype) == ('cuda:1', 'cuda', getattr(torch, dtype))
             and chosen == [1])
-    assert (capsys.readouterr().out == f'device cuda:1 (a GPU), dtype {dtype}\n'
-            and torch.get_float32_matmul_precision() == 'high')
+    out = capsys.readouterr().out
+    assert all(part in out for part in ('cuda:1', 'a GPU', dtype))
+    assert torch.get_float32_matmul_precision() == 'high'
     assert runtime('auto', 'float16').device == 'cuda:0' and runtime('cuda', 'float16').dtype == torch.float16
     monkeypatch.setenv('LOCAL_RANK', '1')
     assert runtime('auto').device == 'cuda:1'
     monkeypatch.setenv('LOCAL_RANK', '7')
-    with pytest.raises(ValueError, match='^device=cuda:7: torch sees 2 CUDA; use cpu or auto$'):
+    with pytest.raises(ValueError, match='^device=cuda:7: .* 2 CUDA'):
         runtime('auto')
+
 
 def test_cfg_runtime_errors(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
-    for settings, message in {
-            ('cuda', 'auto'): 'device=cuda:0: torch sees no CUDA; use cpu or auto',
-            ('mps', 'auto'): 'device=mps: torch sees no MPS; use cpu or auto',
-            ('gpu', 'auto'): 'device=gpu: torch sees no GPU; use cpu or auto',
-            ('cpu', 'float16'): 'dtype=float16: use --dtype=auto, float32 or bfloat16; float16 needs CUDA',
-            ('cpu', 'half'): 'dtype=half: use --dtype=auto, float32 or bfloat16; float16 needs CUDA'}.items():
+    for settings, parts in {
+            ('cuda', 'auto'): ['device=cuda:0', 'no CUDA'], ('mps', 'auto'): ['device=mps', 'no MPS'],
+            ('gpu', 'auto'): ['device=gpu'], ('cuda:x', 'auto'): ['device=cuda:x'],
+            ('cpu', 'float16'): ['dtype=float16', 'bfloat16', 'CUDA'],
+            ('cpu', 'half'): ['dtype=half', 'float32']}.items():
         with pytest.raises(ValueError) as e:
             runtime(*settings)
-        assert str(e.value) == message
+        assert all(part in str(e.value) for part in parts) and '\n' not in str(e.value)
 
-def test_cfg_runtime_threads(cfg_torch_state):
-    before = torch.get_num_threads()
-    try:
-        assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+
+def test_cfg_runtime_threads():
+    assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
 
 
 # prepare ----------------------------------------------------------------------------------------------------
@@ -500,6 +572,17 @@ def prep_ids(folder, split, dtype='<u2'):
     return np.fromfile(os.path.join(folder, f'{split}.bin'), dtype)
 
 
+def prep_source(*texts, separate=None):
+    """A Source of these documents; a single one is a text that is cut for train and val."""
+    return prepare.Source('x', 'x', lambda: ([text] for text in texts),
+                          len(texts) > 1 if separate is None else separate)
+
+
+def prep_texts(source, fraction=0.1):
+    """(split, blocks, is a document) as prepare.py makes them of a source."""
+    return prepare.planned_texts(source, prepare.plan_splits(source, prepare.scan(source), fraction))
+
+
 # whole runs -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('tokenizer, n_train, n_val, vocab, name', [
@@ -543,13 +626,15 @@ def test_prepare_default_is_the_standard_library(tmp_path, monkeypatch, capsys):
     assert code == 0 and stdout.rstrip().endswith('next: python train.py')
     assert 5e6 < meta['train_bytes'] < 3e7 and 0.1 < meta['val_bytes'] / meta['train_bytes'] < 0.13
     ids = np.concatenate([prep_ids('data/pystdlib_byte', split) for split in ('train', 'val')])
-    files = int(stdout.split(': ')[1].split(' ')[0])
-    assert ids.max() == 256 and (ids == 256).sum() == files     # one end of text a document
-    source = prepare.find_source('pystdlib')
-    root = os.path.commonpath(source.files)
-    parts = [os.path.relpath(path, root).split(os.sep) for path in source.files]
-    assert parts == sorted(parts) and len(set(map(tuple, parts))) == len(parts) >= files
+    read, root = [], sysconfig.get_paths()['stdlib']
+    monkeypatch.setattr(prepare, 'read_text', lambda path: read.append(path) or [])
+    prepare.collections.deque(prepare.find_source('pystdlib').documents(), maxlen=0)
+    read = read[len(read) // 2:]  # each is read before, to see whether it is UTF-8
+    parts = [os.path.relpath(path, root).split(os.sep) for path in read]
+    assert parts == sorted(parts) and len(set(map(tuple, parts))) == len(parts)
     assert not {'test', 'tests', 'idle_test', 'site-packages'} & {name for path in parts for name in path}
+    full = [path for path in read if os.path.getsize(path)]
+    assert ids.max() == 256 and (ids == 256).sum() == len(full)  # one end of text a document
     with open(os.path.join(root, 'dataclasses.py'), 'rb') as f:
         whole = f.read()
     both = [prep_ids('data/pystdlib_byte', split).astype(np.uint8).tobytes() for split in ('train', 'val')]
@@ -568,7 +653,7 @@ def test_prepare_folder_glob_and_split_by_document(tmp_path, monkeypatch, capsys
         with open(path, 'w', encoding='utf-8', newline='') as f:
             f.write(text)
     code, stdout, _ = prep_run(['notes', '--tokenizer=char'], monkeypatch, capsys)
-    assert code == 0 and '40 files' in stdout and '1 left out (empty)' in stdout
+    assert code == 0 and '40 documents' in stdout and '1 left out' in stdout
     tok = prepare.load_tokenizer('data/notes_char')
     chars = sorted(set(''.join(texts.values())))
     assert tok.n_vocab == len(chars) + 1 and tok.eot == len(chars)
@@ -585,7 +670,7 @@ def test_prepare_folder_glob_and_split_by_document(tmp_path, monkeypatch, capsys
     meta = prepare.read_meta('data/notes_char')
     assert (meta['train_bytes'], meta['val_bytes']) == (sizes['train'], sizes['val'])
     code, stdout, _ = prep_run(['notes/**/*.md', '--out=md'], monkeypatch, capsys)
-    assert code == 0 and '20 files' in stdout and '--dataset=md' in stdout
+    assert code == 0 and '20 documents' in stdout and '--dataset=md' in stdout
     name = prepare.find_source('notes/**/*.md').name
     assert prepare.output_folder(None, name, 'byte') == os.path.join('data', 'notes_byte')
 
@@ -593,13 +678,99 @@ def test_prepare_folder_glob_and_split_by_document(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize('sizes', [
     [1, 1], [700, 35000], [35000, 700], [5] * 5, [1] * 1000, [10_000] + [10] * 99])
 def test_prepare_split_never_starves_a_side(sizes):
-    plan = prepare.split_documents([(f'{i}', n, n) for i, n in enumerate(sizes)], 0.1, True)
-    val = sum(n for _, [(split, n)] in plan if split == 'val')
+    plan = prepare.split_documents(sizes, 0.1)
+    val = sum(size for size, split in zip(sizes, plan) if split == 'val')
     assert 0 < val < sum(sizes) and len(plan) == len(sizes)
+    assert plan == [split for split in prepare.split_documents([0, *sizes, 0], 0.1) if split]  # empty: None
     if max(sizes) <= 0.1 * sum(sizes):
         assert abs(val - 0.1 * sum(sizes)) <= max(sizes)
     else:
         assert val <= max(0.2 * sum(sizes), min(sizes))
+
+
+def test_prepare_json_lines_are_documents(tmp_path, monkeypatch, capsys):
+    """A record, a document: as if each was a file, whatever the field, mixed with text files or not."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f'tale {i}\u2028 "é🙂" \\ \r\n' * (i % 7 + 1) for i in range(300)]
+    os.makedirs('files')
+    os.makedirs('both')
+    for i, text in enumerate(texts):
+        Path(f'files/{i:03d}.txt').write_text(text, encoding='utf-8', newline='')
+    lines = [json.dumps({'id': i, 'story': text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)]
+    lines[5:5] = ['', '  ', json.dumps({'story': '', 'id': None})]
+    Path('tales.jsonl').write_bytes('\ufeff'.encode() + '\r\n'.join(lines).encode())
+    Path('both/0.JSONL').write_text('\n'.join(lines[:100]), encoding='utf-8')
+    Path('both/1.txt').write_text('not json', encoding='utf-8')
+    out = prep_run(['tales.jsonl', '--field=story', '--tokenizer=char'], monkeypatch, capsys)[1]
+    assert '300 documents' in out and '1 left out' in out
+    prep_run(['files', '--tokenizer=char'], monkeypatch, capsys)
+    for split in ('train', 'val'):
+        assert np.array_equal(prep_ids('data/tales_char', split), prep_ids('data/files_char', split))
+    assert '98 documents' in prep_run(['both', '--field=story'], monkeypatch, capsys)[1]
+    Path('one.jsonl').write_text('{"text": "the only document is cut"}')
+    assert prep_run(['one.jsonl'], monkeypatch, capsys)[0] == 0
+    whole = [*prep_ids('data/one_byte', 'train'), *prep_ids('data/one_byte', 'val')]
+    assert bytes(whole) == b'the only document is cut'
+
+
+def test_prepare_many_documents_in_bounded_memory_and_time(tmp_path):
+    """100,000 records of JSON lines: their sizes are all that is kept."""
+    pytest.importorskip('resource')
+    with open(tmp_path / 'a.jsonl', 'w', encoding='utf-8') as f:
+        for i in range(100_000):
+            f.write(f'{{"text": "record {i}, and some text of its own"}}\n')
+    code = ("import resource, sys; sys.argv = ['prepare.py']; import prepare\n"
+            "used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "source = prepare.find_source('a.jsonl'); before = used()\n"
+            "plan = prepare.plan_splits(source, prepare.scan(source), 0.1)\n"
+            "texts = prepare.planned_texts(source, plan)\n"
+            "meta = prepare.write_dataset('d', texts, prepare.make_tokenizer('byte'), 'x')\n"
+            "print(used() - before, meta['train_tokens'] + meta['val_tokens'] - meta['train_bytes']"
+            " - meta['val_bytes'])")
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([PREP_DIR, os.environ.get('PYTHONPATH', '')])}
+    done = subprocess.run([sys.executable, '-c', code], env=env, check=True, capture_output=True, text=True,
+                          cwd=tmp_path)
+    grown, ends = map(int, done.stdout.split()[-2:])
+    assert grown * (1 if sys.platform == 'darwin' else 1024) < 60 << 20 and ends == 100_000
+
+
+def test_prepare_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeypatch, capsys):
+    def tales():
+        def documents():
+            for i in range(20):
+                yield [f'tale {i} ', 'goes on']
+        return prepare.Source('tales', 'tales 1.0', documents)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(prepare.SOURCES, 'tales', tales)
+    monkeypatch.setitem(prepare.MAKERS, 'reversed', lambda characters, by_document:
+                        prepare.CharTokenizer(characters[::-1], len(characters)))
+    source = prepare.find_source('tales')
+    seen = prepare.scan(source)
+    assert seen.n_documents == 20 and seen.characters[:2] == ' 0' and seen.n_bytes == seen.n_characters
+    tok = prepare.make_tokenizer('reversed', seen.characters, True)
+    prepare.write_dataset('data/t', prep_texts(source), tok, source.label)
+    text = prepare.load_tokenizer('data/t').decode(prep_ids('data/t', 'train'))
+    assert text.startswith('tale 1 goes on' + prepare.EOT)
+    assert prepare.read_meta('data/t')['source'] == 'tales 1.0'
+    assert 'tales' in str(pytest.raises(OSError, prepare.find_source, 'none').value)
+
+
+def test_prepare_shows_progress_while_it_scans_and_encodes(monkeypatch, capsys):
+    clock = itertools.count(0, 6)
+    monkeypatch.setattr(prepare.time, 'time', lambda: next(clock))
+    source = prepare.Source('x', 'x', lambda: [['a' * 10**6] * 9], separate=False)
+    prepare.scan(source)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3 and '2.0 MB' in lines[0] and '9.0 MB' in lines[-1]
+    prepare.scan(prep_source('quick'))
+    assert capsys.readouterr().out == ''
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+    progress = prepare.Progress('work', total=10**7)
+    for _ in range(10):
+        progress.add(10**6)
+    progress.close()
+    out = capsys.readouterr().out
+    assert out.count('\n') == 1 and out.count('\r') == 11 and ' 10.0 of 10.0 MB' in out
 
 
 def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch, capsys):
@@ -608,37 +779,45 @@ def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monke
     with open('latin.txt', 'wb') as f:
         f.write(b'x' * (1 << 20) + b'caf\xe9 au lait')
     for name, data in (('empty.txt', b''), ('short.txt', b'x'), ('cut.txt', 'abc🙂'.encode()[:-1]),
-                       ('good.txt', b'some good text, enough for two parts')):
+                       ('good.txt', b'some good text, enough for two parts'),
+                       ('broken.jsonl', b'{"text": "a"}\n\n{"text": "b"\n'),
+                       ('list.jsonl', b'{"text": "a"}\n["text"]\n'), ('deep.jsonl', b'[' * 200_000),
+                       ('latin.jsonl', b'{"text": "caf\xe9"}'), ('number.jsonl', b'{"text": 3}'),
+                       ('half.jsonl', b'{"text": "a"}\n{"text": "\\ud800"}\n')):
         with open(name, 'wb') as f:
             f.write(data)
     os.mkdir('nofiles')
     assert prep_run(['good.txt', '--out=d'], monkeypatch, capsys)[0] == 0
-    before = {name: open(f'data/d/{name}', 'rb').read() for name in prep_files('data/d')}
+    before = {name: Path('data/d', name).read_bytes() for name in prep_files('data/d')}
     table = [(['latin.txt'], ['latin.txt', '0xe9', f'offset {(1 << 20) + 3}']),
              (['cut.txt'], ['cut.txt', 'offset 3']),
              (['empty.txt'], ['empty.txt', 'empty']), (['short.txt'], ['short.txt', 'too few']),
-             (['nofiles'], ['nofiles', 'no such']), (['none.txt'], ['none.txt', 'pystdlib, shakespeare']),
+             (['nofiles'], ['nofiles', 'no such']), (['none.txt'], ['none.txt', *prepare.SOURCES]),
+             (['broken.jsonl'], ['broken.jsonl, line 3']), (['list.jsonl'], ['list.jsonl, line 2']),
+             (['deep.jsonl'], ['deep.jsonl, line 1']), (['latin.jsonl'], ['latin.jsonl, line 1']),
+             (['number.jsonl'], ['number.jsonl, line 1']), (['half.jsonl'], ['half.jsonl, line 2']),
+             (['broken.jsonl', '--field=story'], ["broken.jsonl, line 1", "'story'", '--field']),
              (['*.none'], ['*.none']), (['good.txt', '--procs=0'], ['procs=0']),
              (['good.txt', '--val_fraction=1.0'], ['val_fraction=1.0', 'between 0 and 1']),
-             (['good.txt', '--tokenizer=gpt3'], ["'gpt3'", 'cl100k_base'])]
+             (['good.txt', '--tokenizer=gpt3'], ["'gpt3'", 'cl100k_base']),
+             (['good.txt', '--tokenizer=no/such'], ['python hub.py no/such'])]
     for argv, parts in table:
         for where in ('d', 'fresh'):                 # over an earlier folder, and to a new one
             code, _, stderr = prep_run([*argv, f'--out={where}'], monkeypatch, capsys)
             assert code == 1 and len(stderr.strip().splitlines()) == 1, (argv, code, stderr)
             assert all(part in stderr for part in parts), stderr
     assert os.listdir('data') == ['d']
-    assert {name: open(f'data/d/{name}', 'rb').read() for name in prep_files('data/d')} == before
+    assert {name: Path('data/d', name).read_bytes() for name in prep_files('data/d')} == before
 
 
 def test_prepare_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, 'CHUNK', 10)
-    with open('a.txt', 'w', encoding='utf-8', newline='') as f:
-        f.write('one two three\n' * 20)
+    source = prep_source('one two three\n' * 20)
     tok = prepare.make_tokenizer('byte')
-    plan = prepare.split_documents([('a.txt', 280, 280)], 0.1, False)
-    meta = prepare.write_dataset('data/a', plan, tok, 'a')
-    before = {name: open(f'data/a/{name}', 'rb').read() for name in os.listdir('data/a')}
+    monkeypatch.setattr(prepare, 'AROUND', 0)
+    meta = prepare.write_dataset('data/a', prep_texts(source), tok, 'a')
+    before = {name: Path('data/a', name).read_bytes() for name in os.listdir('data/a')}
     real, calls = tok.encode_array, []
 
     def full_disk(text):
@@ -650,21 +829,22 @@ def test_prepare_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
     for folder in ('data/a', 'data/b'):
         calls.clear()
         with pytest.raises(KeyboardInterrupt):
-            prepare.write_dataset(folder, plan, tok, 'a')
+            prepare.write_dataset(folder, prep_texts(source), tok, 'a')
+    tok.encode_array = real
+    with pytest.raises(ValueError, match='changed'):
+        prepare.write_dataset('data/b', prep_texts(source), tok, 'a', n_bytes=281)
     assert os.listdir('data') == ['a'] and meta['train_tokens'] == 252
-    assert {name: open(f'data/a/{name}', 'rb').read() for name in os.listdir('data/a')} == before
+    assert {name: Path('data/a', name).read_bytes() for name in os.listdir('data/a')} == before
 
 
 def test_prepare_again_removes_what_belonged_to_earlier_tokens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with open('a.txt', 'w', encoding='utf-8', newline='') as f:
-        f.write('the text ' * 20)
-    plan = prepare.split_documents([('a.txt', 180, 180)], 0.1, False)
-    prepare.write_dataset('data/a', plan, prep_toy_bpe(), 'a')
+    source = prep_source('the text ' * 20)
+    prepare.write_dataset('data/a', prep_texts(source), prep_toy_bpe(), 'a')
     open('data/a/train.mask.bin', 'wb').close()
     assert 'tokenizer.tiktoken' in os.listdir('data/a')
     assert prepare.load_tokenizer('data/a').decode(prep_ids('data/a', 'train')) == ('the text ' * 20)[:162]
-    prepare.write_dataset('data/a', plan, prepare.make_tokenizer('byte'), 'a')
+    prepare.write_dataset('data/a', prep_texts(source), prepare.make_tokenizer('byte'), 'a')
     assert sorted(os.listdir('data/a')) == ['meta.json', 'train.bin', 'val.bin']
 
 
@@ -707,38 +887,35 @@ def test_prepare_cuts_where_every_pattern_cuts(name):
 @pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'cl100k_base', 'o200k_base'])
 @pytest.mark.parametrize('chunk', [7, 100])
 def test_prepare_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch):
-    text = prep_awkward(3000) + 'ＡＢＣ' * 2000 + '\n' + prep_awkward(200, 2)     # with one long word
-    path = str(tmp_path / 'a.txt')
-    with open(path, 'w', encoding='utf-8', newline='') as f:
-        f.write(text)
+    text = prep_awkward(3000) + 'ＡＢＣ' * 2000 + '\n' + prep_awkward(200, 2)  # with one long word
     tok = prepare.make_tokenizer(name, ''.join(sorted(set(text)))) if name in ('byte', 'char') else \
         prep_toy_bpe(prep_patterns()[name])
-    plan = prepare.split_documents([(path, len(text), 0)], 0.1, False)
     monkeypatch.setattr(prepare, 'CHUNK', chunk)
-    assert max(len(piece) for _, piece, _ in prepare.pieces(plan, False, True)) == chunk
-    assert len(list(prepare.pieces(plan, False, tok.anywhere))) > len(text) / chunk / 60
-    prepare.write_dataset(str(tmp_path / 'd'), plan, tok, 'a')
+    monkeypatch.setattr(prepare, 'AROUND', 0)
+    blocks = [text[i:i + 1000] for i in range(0, len(text), 1000)]
+    parts, last = zip(*prepare.pieces(blocks, tok))
+    assert ''.join(parts) == text and last == (*[False] * (len(last) - 1), True)
+    assert len(parts) > len(text) / chunk / 60 and (max(map(len, parts)) == chunk or not tok.anywhere)
+    source = prepare.Source('x', 'x', lambda: [iter(blocks)], separate=False)
+    prepare.write_dataset(str(tmp_path / 'd'), prep_texts(source), tok, 'a')
     cut = int(len(text) * 0.9)
     for split, part in (('train', text[:cut]), ('val', text[cut:])):
         assert prep_ids(tmp_path / 'd', split).tolist() == tok.encode(part, allow_special=False)
 
 
 def test_prepare_two_processes_write_what_one_writes(tmp_path, monkeypatch):
-    tok, documents = prep_toy_bpe(), []
-    for i in range(12):
-        path = str(tmp_path / f'{i}.txt')
-        text = prep_awkward(300 + 50 * i, seed=i) + '<|endoftext|> the end'     # which is text, in a document
-        with open(path, 'w', encoding='utf-8', newline='') as f:
-            f.write(text)
-        documents.append((path, len(text), len(text.encode())))
+    tok = prep_toy_bpe()
+    source = prep_source(*[prep_awkward(300 + 50 * i, seed=i) + '<|endoftext|> the end'  # which is text here
+                           for i in range(12)])
+    plan = prepare.plan_splits(source, prepare.scan(source), 0.2)
     monkeypatch.setattr(prepare, 'CHUNK', 500)
-    plan = prepare.split_documents(documents, 0.2, True)
-    metas = [prepare.write_dataset(str(tmp_path / f'p{n}'), plan, tok, 'x', True, procs=n) for n in (1, 2)]
+    metas = [prepare.write_dataset(str(tmp_path / f'p{n}'), prep_texts(source, 0.2), tok, 'x', procs=n)
+             for n in (1, 2)]
     assert metas[0] == metas[1] and metas[0]['train_tokens'] > 5000
     for split in ('train', 'val'):
         ids = prep_ids(tmp_path / 'p1', split)
         assert ids.tobytes() == prep_ids(tmp_path / 'p2', split).tobytes()
-        assert (ids == tok.eot).sum() == sum(parts[0][0] == split for _, parts in plan)
+        assert (ids == tok.eot).sum() == plan.count(split)
 
 
 def test_prepare_uses_processes_only_where_they_pay():
@@ -754,8 +931,9 @@ def test_prepare_encodes_in_bounded_memory(tmp_path):
             f.write(b'many words in a line, and many lines\n' * (1 << 15))       # 58 MB in all
     code = (f"import resource, prepare\nused = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
             f"tok = prepare.make_tokenizer('byte'); before = used()\n"
-            f"docs, chars, _ = prepare.scan([{path!r}]); plan = prepare.split_documents(docs, 0.1, False)\n"
-            f"prepare.write_dataset({str(tmp_path / 'd')!r}, plan, tok, 'x', n_bytes=docs[0][2])\n"
+            f"source = prepare.find_source({path!r}); seen = prepare.scan(source)\n"
+            f"texts = prepare.planned_texts(source, prepare.plan_splits(source, seen, 0.1))\n"
+            f"prepare.write_dataset({str(tmp_path / 'd')!r}, texts, tok, 'x', n_bytes=seen.n_bytes)\n"
             f"print(used() - before)")
     pytest.importorskip('resource')
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([PREP_DIR, os.environ.get('PYTHONPATH', '')])}
@@ -819,6 +997,18 @@ def test_tokenizer_gpt2_is_tiktokens(monkeypatch):
     assert again.decode(again.encode(text)) == text
 
 
+def test_prepare_prints_commands_that_can_be_pasted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path('a.txt').write_text('some text\n' * 9)
+    out = prep_run(['a.txt', "--out=sp ace; it's"], monkeypatch, capsys)[1]
+    command = out.splitlines()[-1].removeprefix('next: ')
+    assert shlex.split(command) == ['python', 'train.py', "--dataset=sp ace; it's"]
+    with pytest.raises(OSError) as e:
+        prepare.Bins('data/no $such', 'train')
+    command = re.search('`(.*)`', str(e.value))[1]
+    assert shlex.split(command) == ['python', 'prepare.py', 'my.txt', '--out=no $such']
+
+
 def test_tokenizer_offline_names_the_address(tmp_path, monkeypatch):
     requests, tiktoken = pytest.importorskip('requests'), pytest.importorskip('tiktoken')
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
@@ -830,6 +1020,335 @@ def test_tokenizer_offline_names_the_address(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r'https://\S+p50k_base.tiktoken.*TIKTOKEN_CACHE_DIR') as e:
         prepare.make_tokenizer('p50k_base')
     assert '\n' not in str(e.value)
+
+
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+                r"\s*[\r\n]+|\s+(?!\S)|\s+")
+DEEPSEEK_SPLIT = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                  r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+@functools.lru_cache(maxsize=1)
+def tok_texts():
+    """Code, Chinese, emoji, digits, spaces, odd Unicode: something of everything, 400 KB."""
+    rng = random.Random(0)
+    code = ''.join((ROOT / name).read_text(encoding='utf-8')
+                   for name in ('train.py', 'sample.py', 'bench.py'))
+    chinese = '，'.join(''.join(chr(rng.randrange(0x4e00, 0x4f50)) for _ in range(7)) for _ in range(400))
+    odd = ('\U0001f600👩\u200d👩\u200d👧🇩🇪 e\u0301 é ﬁ ½ ǅ \u200d \ufeff \u00a0\u3000 '
+           '１２３ ⅷ ' * 40
+           + "It's WE'LL they'Ve don't\u2019s " * 20 + '\n\n \n\t\t  \r\n' * 60)
+    digits = ' '.join(str(rng.randrange(10**rng.randrange(1, 12))) for _ in range(2000))
+    return [code, chinese, odd, digits, code.upper() + chinese + code.replace('\n', '\n\n') + odd + digits]
+
+
+@functools.cache
+def tok_oracles():
+    """name -> a tokenizer of the tokenizers library, of each kind that is met on the hub."""
+    tk = pytest.importorskip('tokenizers')
+    pre, norm, dec = tk.pre_tokenizers, tk.normalizers, tk.decoders
+
+    def level(prefix=False, regex=True):
+        return pre.ByteLevel(add_prefix_space=prefix, use_regex=regex)
+
+    def split(pattern):
+        return pre.Split(tk.Regex(pattern), 'isolated')
+
+    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',), **model):
+        t = tk.Tokenizer(tk.models.BPE(**model))
+        if pretok:
+            t.pre_tokenizer = pretok
+        if normalizer:
+            t.normalizer = normalizer
+        t.decoder = decoder or dec.ByteLevel()
+        texts = [line for text in tok_texts()[:4]
+                 for line in (text.splitlines() if pretok is None else [text])]
+        alphabet = pre.ByteLevel.alphabet() if decoder is None else []
+        t.train_from_iterator(texts, tk.trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False))
+        return t
+
+    found = {
+        'gpt2': trained(level()), 'gpt2 prefix': trained(level(prefix=True)),
+        'llama3': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), ignore_merges=True),
+        'qwen': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), norm.NFC()),
+        'deepseek': trained(pre.Sequence([split(r'\p{N}{1,3}'), split('[一-龥぀-ゟ゠-ヿ]+'),
+                                          split(DEEPSEEK_SPLIT), level(regex=False)])),
+        'falcon': trained(pre.Sequence([pre.Punctuation('contiguous'), level(), pre.Digits(False),
+                                        split('[0-9][0-9][0-9]')])),
+        'smollm': trained(pre.Sequence([pre.Digits(True), level()]))}
+    pieces = dec.Sequence([dec.Replace('▁', ' '), dec.ByteFallback(), dec.Fuse(), dec.Strip(' ', 1, 0)])
+    llama2 = json.loads(trained(
+        None, norm.Sequence([norm.Prepend('▁'), norm.Replace(' ', '▁')]), pieces, 1300,
+        ['<unk>', '<s>', '</s>', *(f'<0x{b:02X}>' for b in range(256))]).to_str())
+    llama2['model'].update(byte_fallback=True, unk_token='<unk>', fuse_unk=True)
+    llama2['added_tokens'] = [t for t in llama2['added_tokens'] if not t['content'].startswith('<0x')]
+    start = {'SpecialToken': {'id': '<s>', 'type_id': 0}}
+    texts = [{'Sequence': {'id': name, 'type_id': 0}} for name in 'AB']
+    llama2['post_processor'] = {'type': 'TemplateProcessing', 'single': [start, texts[0]],
+                                'pair': [start, texts[0], start, texts[1]],
+                                'special_tokens': {'<s>': {'id': '<s>', 'ids': [1], 'tokens': ['<s>']}}}
+    found['llama2'] = tk.Tokenizer.from_str(json.dumps(llama2))
+    found['mistral'] = tk.Tokenizer.from_str(json.dumps({**llama2, 'normalizer': None, 'pre_tokenizer': {
+        'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first', 'split': False}}))
+    added = tk.Tokenizer.from_str(found['gpt2'].to_str())
+    added.add_tokens([tk.AddedToken('hello', normalized=True), tk.AddedToken('  ', normalized=False),
+                      tk.AddedToken('word', single_word=True)])
+    added.add_special_tokens([tk.AddedToken('<|x|>', lstrip=True), tk.AddedToken('<|y|>', rstrip=True)])
+    found['added'] = added
+    path = Path(os.environ.get('FLATGPT_DATA', 'nowhere')) / 'minimind_tokenizer/tokenizer.json'
+    if path.exists():
+        found['minimind'] = tk.Tokenizer.from_file(str(path))
+    return found
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'gpt2 prefix', 'llama3', 'qwen', 'deepseek', 'falcon', 'smollm',
+                                  'llama2', 'mistral', 'added', 'minimind'])
+def test_tokenizer_json_gives_the_ids_of_transformers(name, tmp_path):
+    """As text comes, with special tokens in it, and with these as plain text; and back, token by token."""
+    if name not in tok_oracles():
+        pytest.skip('its file is not at hand')
+    library, rng, mixed = tok_oracles()[name], random.Random(1), ''.join(tok_texts())
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library)
+    ours = prepare.tokenizer_from_state(prepare.JsonTokenizer(library.to_str()).state())
+    assert ours.n_vocab == library.get_vocab_size() == len(theirs) and ours.to_json() == library.to_str()
+    parts = [mixed[a:a + rng.randrange(1, 120)] for a in (rng.randrange(len(mixed)) for _ in range(300))]
+    marks = [token.content for token in library.get_added_tokens_decoder().values()][:5]
+    parts += [mark + part + marks[-1] + ' ' + mark for mark in marks for part in parts[:12]]
+    parts += ['', ' ', '\n', 'a', ' a', '  a  ', 'hello  world <|x|> <|y|>  z word words', '<s> x </s>',
+              mixed]
+    for part in parts:
+        assert ours.encode(part) == theirs(part)['input_ids'], repr(part[:80])
+        plain = theirs(part, add_special_tokens=False, split_special_tokens=True)['input_ids']
+        assert ours.encode_array(part).tolist() == plain, repr(part[:80])
+        assert ours.encode_array(part).dtype == np.uint32
+    assert not {*ours.special.values()} & {*ours.encode(''.join(ours.special), allow_special=False)} - {
+        *ours.encode('')}
+    assert ours.encode('a\ud800b') == ours.encode('a\ufffdb')
+    for part in parts[:200]:  # and back; a prefix that encoding puts in front is text
+        ids = ours.encode(part)
+        assert b''.join(ours.decode_bytes([i]) for i in ids) == ours.decode_bytes(ids)
+        back = ours.decode(ids).removeprefix('<s>')
+        same = part if name != 'qwen' else unicodedata.normalize('NFC', part)
+        assert back in (same, ' ' + same) or name == 'added', (part, back)
+
+
+def test_tokenizer_json_of_other_kinds():
+    """Unigram models, gaps in the ids, truncation and padding that are set in the file, special names."""
+    tk = pytest.importorskip('tokenizers')
+    pieces = [('<unk>', 0.0), ('▁', -2.0), ('▁a', -1.0), ('b', -1.5), ('▁ab', -1.2), ('<0x0A>', -9.0)]
+    library = tk.Tokenizer(tk.models.Unigram(pieces, 0, True))
+    library.pre_tokenizer, library.decoder = tk.pre_tokenizers.Metaspace(), tk.decoders.Metaspace()
+    ours = prepare.JsonTokenizer(library.to_str())
+    for text in ('ab a b', 'a\nb', ' ab'):
+        assert ours.encode(text) == library.encode(text).ids
+    assert ours.decode(ours.encode('ab b')) == ' ab b' and ours.eot is None
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 1101, 'content': '<|last|>'}]
+    spec['model']['vocab']['zzzz'] = 3000
+    spec['truncation'] = {'direction': 'Right', 'max_length': 3, 'strategy': 'LongestFirst', 'stride': 0}
+    spec['padding'] = {'strategy': {'Fixed': 9}, 'direction': 'Right', 'pad_to_multiple_of': None,
+                       'pad_id': 0, 'pad_type_id': 0, 'pad_token': '!'}
+    ours = prepare.JsonTokenizer(json.dumps(spec), {'eos_token': {'content': '<|last|>'}})
+    assert ours.n_vocab == 3001 > len(ours.tokens) and ours.eot == ours.special['<|last|>']
+    text = 'more than three tokens, no padding'
+    assert ours.encode(text) == tok_oracles()['gpt2'].encode(text).ids
+    assert prepare.JsonTokenizer(json.dumps(spec)).eot == ours.special[prepare.EOT]
+
+
+@pytest.mark.parametrize('name', ['llama2', 'mistral', 'gpt2', 'gpt2 prefix', 'qwen', 'deepseek', 'added',
+                                  'minimind'])
+def test_tokenizer_json_in_pieces_is_as_in_one_piece(name, monkeypatch):
+    """Documents are cut only where the ids stay those of the whole; where none such is found, not at all."""
+    if name not in tok_oracles():
+        pytest.skip('its file is not at hand')
+    ours = prepare.JsonTokenizer(tok_oracles()[name].to_str())
+    monkeypatch.setattr(prepare, 'CHUNK', 500)
+    for text in (tok_texts()[0][:9000], ' ' + tok_texts()[4][40_000:46_000], prep_awkward(900)):
+        parts = [part for part, _ in prepare.pieces([text[:4000], text[4000:]], ours)]
+        ids = np.concatenate([ours.encode_array(part) for part in parts])
+        assert ''.join(parts) == text and ids.tolist() == ours.encode_array(text).tolist()
+        assert len(parts) == 1 if name == 'llama2' else len(parts) > 3  # it puts a space before every text
+
+
+def test_a_damaged_or_unsupported_tokenizer_is_one_line_that_names_the_file(tmp_path):
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    model, words = spec['model'], {'type': 'WordPiece', 'unk_token': 'a', 'continuing_subword_prefix': '##',
+                                   'max_input_chars_per_word': 100, 'vocab': {'a': 0}}
+    split = {'type': 'Split', 'pattern': {'Regex': '('}, 'behavior': 'Isolated', 'invert': False}
+    changes = [({'model': words}, 'WordPiece'), ({'model': {**model, 'dropout': 0.1}}, 'dropout'),
+               ({'model': {**model, 'end_of_word_suffix': '</w>'}}, 'end_of_word_suffix'),
+               ({'pre_tokenizer': split}, ''), ({'pre_tokenizer': {'type': 'Nonsense'}}, ''),
+               ({'model': {**model, 'vocab': {}, 'merges': []}, 'added_tokens': []}, 'empty vocabulary')]
+    damaged = ['{', '{}', '', '[]', '{"model": {}}', '[' * 200_000]
+    path = tmp_path / 'tokenizer.json'
+    for text, part in [*((json.dumps({**spec, **change}), part) for change, part in changes),
+                       *((text, '') for text in damaged)]:
+        path.write_text(text)
+        for name in (str(tmp_path), str(path)):
+            with pytest.raises(ValueError, match=re.escape(str(path))) as e:
+                prepare.make_tokenizer(name)
+            assert part in str(e.value) and '\n' not in str(e.value) and len(str(e.value)) < 600
+        with pytest.raises(ValueError):
+            prepare.tokenizer_from_state({'kind': 'json', 'source': text, 'config': {}})
+    path.write_text(json.dumps(spec))
+    for text in ('{', '[]', '[' * 200_000):
+        (tmp_path / 'tokenizer_config.json').write_text(text)
+        with pytest.raises(ValueError, match='tokenizer_config.json') as e:
+            prepare.json_tokenizer(str(tmp_path))
+        assert '\n' not in str(e.value)
+    (tmp_path / 'tokenizer_config.json').write_bytes(b'\xff')
+    with pytest.raises(ValueError, match='tokenizer_config.json'):
+        prepare.json_tokenizer(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match='none'):
+        prepare.json_tokenizer(str(tmp_path / 'none'))
+
+
+def test_without_the_tokenizers_library_one_line_says_what_to_install(monkeypatch):
+    source = tok_oracles()['gpt2'].to_str()
+    monkeypatch.setitem(sys.modules, 'tokenizers', None)
+    with pytest.raises(ImportError, match='pip install tokenizers'):
+        prepare.JsonTokenizer(source)
+
+
+@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy'])
+def test_exported_tokenizers_encode_the_same(name, tmp_path, monkeypatch):
+    tk = pytest.importorskip('tokenizers')
+    if name == 'gpt2':
+        prep_gpt2(monkeypatch)
+    text = tok_texts()[0][:30000] + tok_texts()[2][:500]
+    ours = (prep_toy_bpe() if name == 'toy' else prepare.make_tokenizer(name, sorted(set(text)), True))
+    theirs = tk.Tokenizer.from_str(ours.to_json())
+    for part in (text, text[5000:6000], 'a' + prepare.EOT + 'b' if name != 'toy' else 'abc'):
+        part = part if name != 'char' else ''.join(c for c in part if c in ours.chars or c in prepare.EOT)
+        assert theirs.encode(part).ids == ours.encode(part)
+    assert theirs.decode(ours.encode(text[:500]), skip_special_tokens=False) == text[:500]
+
+
+CHAT_TEMPLATES = {
+    'chatml':
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
+        " '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    'qwen2.5':
+        "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] +"
+        " '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'"
+        " }}{%- endif %}{%- for m in messages %}{%- if m.role != 'system' %}{{- '<|im_start|>' + m.role +"
+        " '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{-"
+        " '<|im_start|>assistant\n' }}{%- endif %}",
+    'qwen3':
+        "{%- for m in messages %}{%- set content = m.content %}{%- if m.role == 'assistant' and"
+        " '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%-"
+        " endif %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}{%- if"
+        " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and"
+        " enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}",
+    'llama3':
+        "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] +"
+        " '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set"
+        " content = '<|begin_of_text|>' + content %}{% endif %}{{ content }}{% endfor %}{% if"
+        " add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    'llama2':
+        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system ="
+        " messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system = false %}{%"
+        " endif %}{% for m in loop_messages %}{% if loop.index0 == 0 and system %}{% set content ="
+        " '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}{% else %}{% set content ="
+        " m['content'] %}{% endif %}{% if m['role'] == 'user' %}{{ '<s>' + '[INST] ' + content.strip() +"
+        " ' [/INST]' }}{% else %}{{ ' ' + content.strip() + ' ' + '</s>' }}{% endif %}{% endfor %}",
+}
+
+
+CHAT_TEMPLATES |= {
+    'everything':  # what transformers' environment has
+        "{% for m in messages %}\n    {% if m.role == 'x' %}{% continue %}{% endif %}\n    {{ m | tojson }}"
+        "{% generation %}\n{{ m.content | upper }}{% endgeneration %}\n{% endfor %}\n{{ bos_token }}"
+        "{{ strftime_now('%Y') }}{{ tools | tojson(indent=2) }}{% set ns = namespace(n=1) %}"
+        "{% set ns.n = 2 %}{{ ns.n }}{{ unknown }}{{ documents is none }}{{ dict(a=1) | tojson }}"
+        "{%- if enable_thinking is defined %}{{ enable_thinking }}{% endif %}",
+}
+CHATS = [[{'role': 'user', 'content': 'Hi, who are <you>?'}],
+         [{'role': 'system', 'content': 'Be\nshort.'}, {'role': 'user', 'content': ' é🙂 '}],
+         [{'role': 'user', 'content': 'Hi'},
+          {'role': 'assistant', 'content': '<think>\nhm\n</think>\n\nA program.', 'tool_calls': None},
+          {'role': 'user', 'content': 'And?'}]]
+TOOLS = [{'type': 'function', 'function': {'name': 'now', 'description': 'the time', 'parameters': {
+    'type': 'object', 'properties': {}, 'required': []}}}]
+
+
+def chat_pair(folder, source, config):
+    """Our tokenizer and transformers', of the same files."""
+    (folder / 'tokenizer.json').write_text(source, encoding='utf-8')
+    (folder / 'tokenizer_config.json').write_text(
+        json.dumps({'tokenizer_class': 'PreTrainedTokenizerFast', **config}), encoding='utf-8')
+    return (prepare.json_tokenizer(str(folder)),
+            transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
+
+
+@pytest.mark.parametrize('name', [*CHAT_TEMPLATES, 'named', 'file', 'minimind'])
+@pytest.mark.parametrize('thinking', [True, False, None])
+def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
+    """The same text and ids, for templates in tokenizer_config.json, one of several there, or in a file."""
+    source, config = tok_oracles()['llama2'].to_str(), {'bos_token': '<s>', 'eos_token': {
+        '__type': 'AddedToken', 'content': '</s>', 'lstrip': False, 'rstrip': False, 'normalized': False,
+        'single_word': False, 'special': True}}
+    if name == 'minimind':
+        if name not in tok_oracles():
+            pytest.skip('its file is not at hand')
+        folder = Path(os.environ['FLATGPT_DATA']) / 'minimind_tokenizer'
+        source = tok_oracles()[name].to_str()
+        config = json.loads((folder / 'tokenizer_config.json').read_text(encoding='utf-8'))
+    elif name == 'named':
+        config['chat_template'] = [{'name': 'default', 'template': CHAT_TEMPLATES['chatml']},
+                                   {'name': 'tool_use', 'template': CHAT_TEMPLATES['everything']}]
+    elif name == 'file':
+        (tmp_path / 'chat_template.jinja').write_text(CHAT_TEMPLATES['qwen3'], encoding='utf-8')
+    else:
+        config['chat_template'] = CHAT_TEMPLATES[name]
+    ours, theirs = chat_pair(tmp_path, source, config)
+    ours = prepare.tokenizer_from_state(json.loads(json.dumps(ours.state())))
+    options = {} if thinking is None else {'enable_thinking': thinking}
+    for messages in CHATS:
+        for tools in (None, TOOLS):
+            expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
+                                                  return_dict=False, **options)
+            assert ours.chat(messages, thinking, tools) == expected
+            text = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
+                                              tokenize=False, **options)
+            assert theirs(text, add_special_tokens=False)['input_ids'] == expected
+    variables = {**options, 'bos_token': '<s>', 'eos_token': '</s>'}
+    if name in CHAT_TEMPLATES:
+        assert prepare.render_chat(CHAT_TEMPLATES[name], messages, tools, **variables) == text
+
+
+@pytest.mark.parametrize('template', [
+    '{% for %}', '{{ 1 / 0 }}', '{{ messages[7].content.x }}', "{{ raise_exception('it cannot be') }}",
+    '{{ messages.append(1) }}', '{% for i in range(10**9) %}{% endfor %}', "{{ 'a' * 10**13 }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", '{{ dict.mro() }}', "{% include 'pwned' %}",
+    "{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", '{{ dict.__base__.__subclasses__() }}',
+    "{{ raise_exception.__globals__['os'].mkdir('pwned') }}", '{% generation %}', '{{ ' + '(' * 20_000, ''])
+def test_a_chat_template_that_fails_is_one_line_and_runs_no_code(template, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tok = prepare.JsonTokenizer(tok_oracles()['gpt2'].to_str(), {'chat_template': template})
+    with pytest.raises(ValueError) as e:
+        print(tok.chat([{'role': 'user', 'content': 'hi'}]))
+    assert 'template' in str(e.value) and '\n' not in str(e.value) and os.listdir() == []
+
+
+@pytest.mark.parametrize('expression', [
+    'messages.__class__', 'dict.__base__', 'strftime_now.__code__', "'{0.__class__}'.format(1)"])
+def test_a_chat_template_sees_nothing_of_python(expression):
+    assert prepare.render_chat('{{ ' + expression + ' }}', [{'role': 'user', 'content': 'hi'}]) == ''
+
+
+def test_a_dataset_is_prepared_with_a_tokenizer_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('qwen')
+    Path('qwen/tokenizer.json').write_text(tok_oracles()['qwen'].to_str(), encoding='utf-8')
+    Path('my.txt').write_text(tok_texts()[0], encoding='utf-8')
+    prep_run(['my.txt', '--tokenizer=qwen'], monkeypatch, capsys)
+    made = [np.fromfile(f'data/my_qwen/{split}.bin', '<u2').tolist() for split in ('train', 'val')]
+    again = prepare.load_tokenizer('data/my_qwen')
+    assert ''.join(map(again.decode, made)) == tok_texts()[0]
+    assert all(tok_oracles()['qwen'].encode(again.decode(ids)).ids == ids for ids in made)
+    assert again.encode('def x') == tok_oracles()['qwen'].encode('def x').ids
 
 
 # folders that others prepared -------------------------------------------------------------------------------
@@ -858,6 +1377,23 @@ def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
         f.write('{"vocab_size": 3')
     with pytest.raises(ValueError, match='meta.json cannot be read'):
         prepare.read_meta(str(tmp_path))
+    good = {'vocab_size': 3, 'dtype': 'uint16', 'eot': None, 'bytes_per_token': 1.5,
+            'tokenizer': {'kind': 'char', 'chars': ['a', 'b', 'c'], 'eot': None}}
+    for change in ({}, {'vocab_size': '3'}, {'vocab_size': True}, {'dtype': 'int8'}, {'dtype': ['uint16']},
+                   {'eot': 'a'}, {'bytes_per_token': '1'}, {'bytes_per_token': 0}, {'bytes_per_token': []},
+                   {'tokenizer': 'char'}, {'tokenizer': ['char']}, {'tokenizer': {'kind': ['char']}},
+                   {'tokenizer': {'chars': 'abc'}}, {'tokenizer': {**good['tokenizer'], 'chars': 3}}):
+        (tmp_path / 'meta.json').write_text(json.dumps({**good, **change}))
+        if not change:
+            assert prepare.load_tokenizer(str(tmp_path)).encode('cab') == [2, 0, 1]
+            continue
+        with pytest.raises(ValueError) as e:
+            prepare.load_tokenizer(str(tmp_path))
+        assert str(tmp_path) in str(e.value) and '\n' not in str(e.value)
+    for text in ('[]', '3', '[' * 200_000):
+        (tmp_path / 'meta.json').write_text(text)
+        with pytest.raises(ValueError, match='meta.json cannot be read'):
+            prepare.read_meta(str(tmp_path))
 
 
 def test_without_meta_gpt2_is_assumed_and_said_once(tmp_path, capsys):
@@ -877,7 +1413,6 @@ def test_bins_reads_foreign_shards(tmp_path):
         head[:3] = 20240520, 1, n
         (tmp_path / f'fine_train_{i:06d}.bin').write_bytes(head.tobytes() + tokens.tobytes())
         shards.append(tokens)
-    (tmp_path / 'fine_train_000000.mask.bin').write_bytes(b'\1' * 101)
     bins = prepare.Bins(str(tmp_path), 'train', vocab_size=50257)
     assert bins.n_tokens == 161 and bins.n_windows(10) == 10 + 5 + 0
     expected = [t[i * 10:i * 10 + 11] for t in shards for i in range((len(t) - 1) // 10)]
@@ -893,12 +1428,8 @@ def test_bins_reads_foreign_shards(tmp_path):
 @pytest.mark.parametrize('n_vocab, dtype', [(65536, 'uint16'), (65537, 'uint32'), (70000, 'uint32')])
 def test_bins_dtype_follows_the_vocabulary(n_vocab, dtype, tmp_path):
     text = ''.join(chr(0x10000 + i) for i in range(n_vocab))
-    path = str(tmp_path / 'a.txt')
-    with open(path, 'w', encoding='utf-8', newline='') as f:
-        f.write(text)
     tok = prepare.make_tokenizer('char', text)
-    plan = prepare.split_documents([(path, n_vocab, 0)], 0.1, False)
-    meta = prepare.write_dataset(str(tmp_path / 'd'), plan, tok, 'a')
+    meta = prepare.write_dataset(str(tmp_path / 'd'), prep_texts(prep_source(text)), tok, 'a')
     assert meta['dtype'] == dtype and tok.n_vocab == n_vocab
     assert os.path.getsize(tmp_path / 'd' / 'val.bin') == meta['val_tokens'] * np.dtype(dtype).itemsize
     bins = prepare.Bins(str(tmp_path / 'd'), 'val', vocab_size=n_vocab)
@@ -946,6 +1477,17 @@ def test_bins_one_line_for_what_is_wrong(tmp_path, monkeypatch):
         f.write(b'x')
     with pytest.raises(ValueError, match='601 bytes are no whole number of uint16'):
         prepare.Bins('data/x', 'val', 'uint16')
+    for n in (0, 1, 99):  # a split without a window, whether its windows are counted or read
+        np.zeros(n, np.uint16).tofile('data/x/val.bin')
+        bins = prepare.Bins('data/x', 'val', 'uint16')
+        for use in (bins.n_windows, functools.partial(bins.read, [0]), functools.partial(bins.read, [])):
+            with pytest.raises(ValueError, match=f'val.bin has {n} tokens.* block_size.1 = 100'):
+                use(99)
+    for name in ('val.mask.bin', 'fine_val_01.mask.bin'):  # targets that are not meant to be learnt
+        Path('data/x', name).write_bytes(b'\1')
+        with pytest.raises(ValueError, match=name):
+            prepare.Bins('data/x', 'val', 'uint16')
+        os.remove(f'data/x/{name}')
 
 
 def prep_rss():
@@ -3229,262 +3771,7 @@ def test_hf_opens_what_was_trained_here(folder):
     assert same_weights(story['model'].state_dict(), GPT.from_pretrained('exported').state_dict())
 
 
-# tokenizer.json and the hub ---------------------------------------------------------------------------------
-
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-                r"\s*[\r\n]+|\s+(?!\S)|\s+")
-DEEPSEEK_SPLIT = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-                  r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
-@functools.lru_cache(maxsize=1)
-def tok_texts():
-    """Code, Chinese, emoji, digits, spaces, odd Unicode: something of everything, 400 KB."""
-    rng = random.Random(0)
-    code = ''.join((ROOT / name).read_text(encoding='utf-8')
-                   for name in ('train.py', 'sample.py', 'bench.py'))
-    chinese = '，'.join(''.join(chr(rng.randrange(0x4e00, 0x4f50)) for _ in range(7)) for _ in range(400))
-    odd = ('\U0001f600👩\u200d👩\u200d👧🇩🇪 e\u0301 é ﬁ ½ ǅ \u200d \ufeff \u00a0\u3000 '
-           '１２３ ⅷ ' * 40
-           + "It's WE'LL they'Ve don't\u2019s " * 20 + '\n\n \n\t\t  \r\n' * 60)
-    digits = ' '.join(str(rng.randrange(10**rng.randrange(1, 12))) for _ in range(2000))
-    return [code, chinese, odd, digits, code.upper() + chinese + code.replace('\n', '\n\n') + odd + digits]
-
-
-@functools.lru_cache(maxsize=None)
-def tok_oracles():
-    """name -> a tokenizer of the tokenizers library, of each kind that is met on the hub."""
-    tk = pytest.importorskip('tokenizers')
-    pre, norm, dec = tk.pre_tokenizers, tk.normalizers, tk.decoders
-    level = lambda prefix=False, regex=True: pre.ByteLevel(add_prefix_space=prefix, use_regex=regex)
-    split = lambda pattern: pre.Split(tk.Regex(pattern), 'isolated')
-
-    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',), **model):
-        t = tk.Tokenizer(tk.models.BPE(**model))
-        if pretok:
-            t.pre_tokenizer = pretok
-        if normalizer:
-            t.normalizer = normalizer
-        t.decoder = decoder or dec.ByteLevel()
-        texts = [line for text in tok_texts()[:4]
-                 for line in (text.splitlines() if pretok is None else [text])]
-        alphabet = pre.ByteLevel.alphabet() if decoder is None else []
-        t.train_from_iterator(texts, tk.trainers.BpeTrainer(
-            vocab_size=size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False))
-        return t
-
-    found = {
-        'gpt2': trained(level()), 'gpt2 prefix': trained(level(prefix=True)),
-        'llama3': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), ignore_merges=True),
-        'qwen': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), norm.NFC()),
-        'deepseek': trained(pre.Sequence([split(r'\p{N}{1,3}'), split('[一-龥぀-ゟ゠-ヿ]+'),
-                                          split(DEEPSEEK_SPLIT), level(regex=False)])),
-        'falcon': trained(pre.Sequence([pre.Punctuation('contiguous'), level(), pre.Digits(False),
-                                        split('[0-9][0-9][0-9]')])),
-        'smollm': trained(pre.Sequence([pre.Digits(True), level()]))}
-    pieces = dec.Sequence([dec.Replace('▁', ' '), dec.ByteFallback(), dec.Fuse(), dec.Strip(' ', 1, 0)])
-    llama2 = json.loads(trained(
-        None, norm.Sequence([norm.Prepend('▁'), norm.Replace(' ', '▁')]), pieces, 1300,
-        ['<unk>', '<s>', '</s>', *(f'<0x{b:02X}>' for b in range(256))]).to_str())
-    llama2['model'].update(byte_fallback=True, unk_token='<unk>', fuse_unk=True)
-    llama2['added_tokens'] = [t for t in llama2['added_tokens'] if not t['content'].startswith('<0x')]
-    start = {'SpecialToken': {'id': '<s>', 'type_id': 0}}
-    texts = [{'Sequence': {'id': name, 'type_id': 0}} for name in 'AB']
-    llama2['post_processor'] = {'type': 'TemplateProcessing', 'single': [start, texts[0]],
-                                'pair': [start, texts[0], start, texts[1]],
-                                'special_tokens': {'<s>': {'id': '<s>', 'ids': [1], 'tokens': ['<s>']}}}
-    found['llama2'] = tk.Tokenizer.from_str(json.dumps(llama2))
-    found['mistral'] = tk.Tokenizer.from_str(json.dumps({**llama2, 'normalizer': None, 'pre_tokenizer': {
-        'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first', 'split': False}}))
-    added = tk.Tokenizer.from_str(found['gpt2'].to_str())
-    added.add_tokens([tk.AddedToken('hello', normalized=True), tk.AddedToken('  ', normalized=False),
-                      tk.AddedToken('word', single_word=True)])
-    added.add_special_tokens([tk.AddedToken('<|x|>', lstrip=True), tk.AddedToken('<|y|>', rstrip=True)])
-    found['added'] = added
-    path = Path(os.environ.get('FLATGPT_DATA', 'nowhere')) / 'minimind_tokenizer/tokenizer.json'
-    if path.exists():
-        found['minimind'] = tk.Tokenizer.from_file(str(path))
-    return found
-
-
-@pytest.mark.parametrize('name', ['gpt2', 'gpt2 prefix', 'llama3', 'qwen', 'deepseek', 'falcon', 'smollm',
-                                  'llama2', 'mistral', 'added', 'minimind'])
-def test_tokenizer_json_gives_the_ids_of_tokenizers(name):
-    if name not in tok_oracles():
-        pytest.skip('its file is not at hand')
-    theirs, rng, mixed = tok_oracles()[name], random.Random(1), ''.join(tok_texts())
-    ours = prepare.tokenizer_from_state(prepare.JsonTokenizer(theirs.to_str()).state())
-    assert (ours.bpe is None) == (name in ('llama2', 'mistral')) and ours.n_vocab == theirs.get_vocab_size()
-    parts = [mixed[a:a + rng.randrange(1, 120)] for a in (rng.randrange(len(mixed)) for _ in range(600))]
-    marks = list(ours.added)[:5]
-    parts += [mark + part + marks[-1] + ' ' + mark for mark in marks for part in parts[:12]]
-    parts += ['', ' ', '\n', 'a', ' a', '  a  ', 'hello  world <|x|> <|y|>  z word words', '<s> x </s>',
-              mixed]
-    for part in parts:
-        assert ours.encode(part) == theirs.encode(part).ids, repr(part[:80])
-    ours.encode('a\ud800b')
-    for part in parts[:200]:  # and back; a prefix that encoding puts in front is text
-        back = ours.decode(ours.encode(part)).removeprefix('<s>')
-        same = part if name != 'qwen' else __import__('unicodedata').normalize('NFC', part)
-        assert back in (same, ' ' + same) or name == 'added', (part, back)
-
-
-def test_tokenizer_json_in_its_odd_corners():
-    tk = pytest.importorskip('tokenizers')
-    base = json.loads(tok_oracles()['gpt2'].to_str())
-    level = {char: b for b, char in prepare.byte_chars().items()}
-
-    def same(spec, *texts):
-        theirs, ours = tk.Tokenizer.from_str(json.dumps(spec)), prepare.JsonTokenizer(json.dumps(spec))
-        for text in texts:
-            assert ours.encode(text) == theirs.encode(text).ids, text
-    bpe = {**base, 'added_tokens': [], 'model': {**base['model'], 'vocab': {**level, 'ab': 256, 'abc': 257},
-                                                 'merges': [['a', 'b']], 'ignore_merges': True}}
-    same(bpe, 'abcd', 'abc', 'ab abc')  # a token without a merge is found as a whole piece only
-    token = lambda text, i, **more: {'id': i, 'content': text, 'single_word': False, 'lstrip': False,
-                                     'rstrip': False, 'normalized': True, 'special': False, **more}
-    for normalizer in ({'type': 'Lowercase'}, {'type': 'NFC'}):  # which the token itself goes through as well
-        added = [token('<AB>', 1100), token('e\u0301', 1101)]
-        same({**base, 'normalizer': normalizer, 'added_tokens': added}, 'x<AB>y <ab> ',
-             'cafe\u0301 caf\u00e9', 'ΑΣ ΑΣ.')
-    same({**bpe, 'added_tokens': [token('ab', 256)]}, 'ab abab')
-    llama2 = json.loads(tok_oracles()['mistral'].to_str())
-    same({**llama2, 'added_tokens': llama2['added_tokens'] + [token('<X>', 1300)]}, 'ab<X>ab', '<X> ab',
-         'a b<X>')
-    around = json.loads(json.dumps(llama2['post_processor']))
-    around['single'].append(around['single'][0])
-    same({**llama2, 'post_processor': around}, 'a b', '')
-    with pytest.raises(ValueError, match='post_processor BertProcessing is not supported'):
-        prepare.JsonTokenizer(json.dumps({**llama2, 'post_processor': {
-            'type': 'BertProcessing', 'sep': ['</s>', 2], 'cls': ['<s>', 1]}}))
-
-
-@pytest.mark.parametrize('name', ['llama2', 'mistral', 'gpt2 prefix', 'llama3'])
-def test_tokenizer_json_in_pieces_is_as_in_one_piece(name):
-    ours, text = prepare.JsonTokenizer(tok_oracles()[name].to_str()), tok_texts()[0][:6000]
-    at = [0] + [m.start() for m in re.finditer(r'(?<=[A-Za-z0-9])(?=[ \n])', text)][::40] + [len(text)]
-    pieces = [ours.encode_array(text[a:b]) for a, b in zip(at, at[1:])]
-    assert len(at) > 10 and ours.decode(np.concatenate(pieces)).removeprefix(' ') == text.removeprefix(' ')
-    if name not in ('llama2', 'mistral'):  # whose toys here, unlike the real ones, have tokens across words
-        assert np.concatenate(pieces).tolist() == ours.encode_array(text).tolist()
-
-
-def test_merges_that_tiktoken_would_not_make_take_the_own_loop():
-    tk = pytest.importorskip('tokenizers')
-    spec = json.loads(tok_oracles()['gpt2'].to_str())
-    vocab, merges = spec['model']['vocab'], [tuple(m) for m in spec['model']['merges']]
-    # 'abc' is listed as a + bc only, but ab is merged before bc
-    for text in ('ab', 'bc', 'abc'):
-        vocab.setdefault(text, max(vocab.values()) + 1)
-    merges = [('a', 'b'), ('b', 'c'), ('a', 'bc')] + [
-        m for m in merges if ''.join(m) not in ('ab', 'bc', 'abc')]
-    spec['model'].update(merges=[list(m) for m in merges])
-    theirs, ours = tk.Tokenizer.from_str(json.dumps(spec)), prepare.JsonTokenizer(json.dumps(spec))
-    assert ours.bpe is None
-    for text in ('abc', 'xabcabc bc cab', tok_texts()[0][:20000]):
-        assert ours.encode(text) == theirs.encode(text).ids
-
-
-def test_unsupported_parts_of_a_tokenizer_are_named(tmp_path):
-    spec = json.loads(tok_oracles()['gpt2'].to_str())
-    for change, part in (({'normalizer': {'type': 'StripAccents'}}, 'normalizer StripAccents'),
-                         ({'pre_tokenizer': {'type': 'UnicodeScripts'}}, 'pre_tokenizer UnicodeScripts'),
-                         ({'model': {**spec['model'], 'type': 'WordPiece'}}, "model 'WordPiece'"),
-                         ({'model': {}}, 'cannot be read as a tokenizer')):
-        (tmp_path / 'tokenizer.json').write_text(json.dumps({**spec, **change}))
-        with pytest.raises(ValueError, match=part) as error:
-            prepare.json_tokenizer(str(tmp_path))
-        assert '\n' not in str(error.value)
-    (tmp_path / 'tokenizer.json').write_text('{')
-    with pytest.raises(ValueError, match='cannot be read as a tokenizer'):
-        prepare.json_tokenizer(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match='none is missing'):
-        prepare.json_tokenizer(str(tmp_path / 'none'))
-
-
-@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy'])
-def test_exported_tokenizers_encode_the_same(name, tmp_path, monkeypatch):
-    tk = pytest.importorskip('tokenizers')
-    if name == 'gpt2':
-        prep_gpt2(monkeypatch)
-    text = tok_texts()[0][:30000] + tok_texts()[2][:500]
-    ours = (prep_toy_bpe() if name == 'toy' else prepare.make_tokenizer(name, sorted(set(text)), True))
-    theirs = tk.Tokenizer.from_str(ours.to_json())
-    for part in (text, text[5000:6000], 'a' + prepare.EOT + 'b' if name != 'toy' else 'abc'):
-        part = part if name != 'char' else ''.join(c for c in part if c in ours.chars or c in prepare.EOT)
-        assert theirs.encode(part).ids == ours.encode(part)
-    assert theirs.decode(ours.encode(text[:500]), skip_special_tokens=False) == text[:500]
-
-
-CHAT_TEMPLATES = {
-    'chatml':
-        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
-        " '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    'qwen2.5':
-        "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] +"
-        " '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'"
-        " }}{%- endif %}{%- for m in messages %}{%- if m.role != 'system' %}{{- '<|im_start|>' + m.role +"
-        " '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{-"
-        " '<|im_start|>assistant\n' }}{%- endif %}",
-    'qwen3':
-        "{%- for m in messages %}{%- set content = m.content %}{%- if m.role == 'assistant' and"
-        " '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%-"
-        " endif %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}{%- if"
-        " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and"
-        " enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}",
-    'llama3':
-        "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] +"
-        " '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set"
-        " content = '<|begin_of_text|>' + content %}{% endif %}{{ content }}{% endfor %}{% if"
-        " add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-    'llama2':
-        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system ="
-        " messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system = false %}{%"
-        " endif %}{% for m in loop_messages %}{% if loop.index0 == 0 and system %}{% set content ="
-        " '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}{% else %}{% set content ="
-        " m['content'] %}{% endif %}{% if m['role'] == 'user' %}{{ '<s>' + '[INST] ' + content.strip() +"
-        " ' [/INST]' }}{% else %}{{ ' ' + content.strip() + ' ' + '</s>' }}{% endif %}{% endfor %}",
-}
-
-
-@pytest.mark.parametrize('name', CHAT_TEMPLATES)
-@pytest.mark.parametrize('thinking', [True, False])
-def test_chat_templates_are_recognised_and_written_as_jinja_does(name, thinking):
-    jinja2 = pytest.importorskip('jinja2')
-    render = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATES[name]).render
-    source = CHAT_TEMPLATES[name].replace('\n', '\\n')  # as it stands in tokenizer_config.json's template
-    user, answer = ({'role': role, 'content': text} for role, text in (
-        ('user', 'Hi, who are you?'), ('assistant', 'A program.')))
-    system = {'role': 'system', 'content': 'Be\nshort.'}
-    thought = {**answer, 'content': '<think>\nhm\n</think>\n\nA program.'} if name == 'qwen3' else answer
-    for messages in ([user], [system, user], [user, answer, user], [system, user, thought, user]):
-        assert prepare.chat_text(source, messages, thinking) == render(
-            messages=messages, add_generation_prompt=True, enable_thinking=thinking)
-    tokenizer = prepare.JsonTokenizer(tok_oracles()['llama2'].to_str(), {'chat_template': source})
-    text = prepare.chat_text(source, [user], thinking)
-    theirs = tok_oracles()['llama2'].encode(text, add_special_tokens=False)
-    assert tokenizer.chat([user], thinking) == theirs.ids
-
-
-def test_without_a_template_messages_are_their_text_and_others_are_refused():
-    messages = [{'role': 'user', 'content': 'one'}, {'role': 'user', 'content': 'two'}]
-    assert prepare.chat_text(None, messages) == 'one\ntwo'
-    with pytest.raises(ValueError, match='none of llama3, chatml, llama2'):
-        prepare.chat_text('{{ "GPT4 Correct User: " }}', messages)
-
-
-def test_a_dataset_is_prepared_with_a_tokenizer_json(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    os.makedirs('qwen')
-    Path('qwen/tokenizer.json').write_text(tok_oracles()['qwen'].to_str(), encoding='utf-8')
-    Path('my.txt').write_text(tok_texts()[0], encoding='utf-8')
-    run('prepare.py', 'my.txt', '--tokenizer=qwen')
-    made = [np.fromfile(f'data/my_qwen/{split}.bin', '<u2').tolist() for split in ('train', 'val')]
-    again = prepare.load_tokenizer('data/my_qwen')
-    assert ''.join(map(again.decode, made)) == tok_texts()[0]
-    assert all(tok_oracles()['qwen'].encode(again.decode(ids)).ids == ids for ids in made)
-    assert again.encode('def x') == tok_oracles()['qwen'].encode('def x').ids
-
+# tokenizer.json and the hub ----------------------------------------------------------------------------------
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
     """A hub of one repository, a/b, from a folder; faults: {file: what goes wrong}, once or for good."""
