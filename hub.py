@@ -358,7 +358,8 @@ QWEN_EXPERTS = dict(
     d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')
 QWEN3_MOE = like(
     QWEN3, arch='Qwen3MoeForCausalLM', one_window=True, first_full=None, ours=dict(norm_topk_prob=False),
-    fields=QWEN_EXPERTS, known=('decoder_sparse_step', 'mlp_only_layers'), read=read_sparse_layers, write=write_sparse_layers)
+    fields=QWEN_EXPERTS, known=('decoder_sparse_step', 'mlp_only_layers'),
+    read=read_sparse_layers, write=write_sparse_layers)
 SHARED_EXPERT = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}

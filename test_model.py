@@ -2823,13 +2823,16 @@ def test_hf_leaves_out_the_extra_prediction_layer(tmp_path):
 
 
 @pytest.mark.parametrize('change, message', [
-    (dict(model_type='rwkv'), "model_type='rwkv' is not supported; these are: .*llama"),
+    (dict(model_type='rwkv'), "model_type='rwkv' is unsupported; these are supported: .*llama"),
     (dict(quantization_config={'quant_method': 'fp8'}), 'quantized .fp8.'),
     (dict(hidden_act='swish9'), "hidden_act='swish9'"), (dict(use_magic=True), 'use_magic=True'),
     (dict(sliding_window=8), 'sliding_window=8'), (dict(num_key_value_heads=3), 'n_kv_head must divide'),
-    (dict(num_hidden_layers=None), "missing or odd field .KeyError.'n_layer'"),
-    (dict(quantization_config='fp8'), 'missing or odd field'),
-    (dict(hidden_act=['silu']), 'missing or odd field'),
+    (dict(num_hidden_layers=None), 'without num_hidden_layers'),
+    (dict(quantization_config='fp8'), 'missing or malformed field'),
+    (dict(hidden_act=['silu']), 'missing or malformed field'),
+    (dict(vocab_size=0), 'vocab_size=0'), (dict(vocab_size='61'), "vocab_size='61'"),
+    (dict(layer_types=['chunked_attention']), "layer_types with 'chunked_attention'"),
+    (dict(rope_scaling=5), 'missing or malformed field'),
     (dict(alibi=True), 'alibi=True'), (dict(rope_interleaved=True), 'rope_interleaved=True'),
     (dict(rope_parameters={'rope_type': 'mrope', 'rope_theta': 1e4}), "rope_type='mrope' is none of"),
     (dict(rope_parameters={'rope_type': 'default', 'partial_rotary_factor': 0.5}),
@@ -2843,6 +2846,32 @@ def test_hf_refuses_by_name_what_it_does_not_support(change, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         hub.from_pretrained(tmp_path)
     assert '\n' not in str(error.value)
+
+
+@torch.no_grad()
+def test_hf_text_models_inside_larger_ones(tmp_path):
+    import safetensors.torch as safetensors
+    theirs, idx = hf_model('qwen3_5_text', HF_HYBRID, tmp_path), torch.randint(61, (2, 12))
+    c = json.loads((tmp_path / 'config.json').read_text())
+    rope = {**c['rope_parameters'], 'mrope_section': [1, 1, 0], 'mrope_interleaved': True}
+    (tmp_path / 'config.json').write_text(json.dumps({
+        'model_type': 'qwen3_5', 'vision_config': {'depth': 1}, 'image_token_id': 60,
+        'text_config': {**c, 'rope_parameters': rope, 'attn_output_gate': True, 'mtp_num_hidden_layers': 1}}))
+    state = {name.replace('model.', 'model.language_model.', 1): w
+             for name, w in safetensors.load_file(tmp_path / 'model.safetensors').items()}
+    state |= {'model.visual.x.weight': torch.ones(2), 'mtp.fc.weight': torch.ones(2)}
+    safetensors.save_file(state, tmp_path / 'model.safetensors')
+    near(hub.from_pretrained(tmp_path)(idx), theirs(idx).logits)
+
+
+def test_hf_rope_of_both_forms_is_what_transformers_applies():
+    for more in (dict(rope_parameters={'rope_type': 'default', 'rope_theta': 5e5}),
+                 dict(rope_theta=7e5), dict(rope_theta=7e5, rope_parameters={'rope_theta': 5e5})):
+        c = {**HF, 'model_type': 'llama', 'hidden_act': 'silu',
+             'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 16}, **more}
+        theirs, ours = transformers.LlamaConfig.from_dict(dict(c)).rope_parameters, hub.config_from_hf(c)
+        assert ours.rope_base == theirs['rope_theta']
+        assert ours.rope_scaling == {key: value for key, value in theirs.items() if key != 'rope_theta'}
 
 
 def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
@@ -2862,7 +2891,6 @@ def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
 
 
 def test_hf_damaged_files_are_one_line(tmp_path):
-    import safetensors.torch as safetensors
     hf_model('llama', HF, tmp_path)
     path, index = tmp_path / 'model.safetensors', tmp_path / 'model.safetensors.index.json'
     whole = path.read_bytes()
@@ -2883,24 +2911,29 @@ def test_hf_damaged_files_are_one_line(tmp_path):
     broken(whole[:8] + header.replace(b'"F32"', b'"I32"') + whole[8 + length:], 'dtype I32')
     broken(whole[:8] + header.replace(b'[61,32]', b'[71,32]') + whole[8 + length:], 'damaged or truncated')
     broken(whole[:8] + b'[' + header[1:-1] + b']' + whole[8 + length:], 'damaged')
-    broken(whole[:8] + header.replace(b'[61,32]', b'[-1,32]') + whole[8 + length:], 'whole numbers')
+    broken(whole[:8] + header.replace(b'[61,32]', b'[-1,32]') + whole[8 + length:], 'damaged')
     os.remove(path)
     for weight_map, message, error in (
             ({'lm_head.weight': 'model-2.safetensors'}, 'lacks model-2.safetensors', FileNotFoundError),
             ({'lm_head.weight': '../model.safetensors'}, 'no safetensors file of its own folder', ValueError),
             ({'lm_head.weight': 'pytorch_model.bin'}, 'no safetensors file of its own folder', ValueError),
             ({'lm_head.weight': 5}, 'no safetensors file', ValueError),
-            ('x', 'no safetensors file', ValueError)):
+            ('x', 'no weight_map', ValueError), ([], 'no weight_map', ValueError)):
         index.write_text(json.dumps({'weight_map': weight_map}))
         with pytest.raises(error, match=message):
             hub.from_pretrained(tmp_path)
-    index.write_text('{')
-    with pytest.raises(ValueError, match='is no JSON'):
-        hub.from_pretrained(tmp_path)
     os.remove(index)
-    (tmp_path / 'config.json').write_text('[1]')
-    with pytest.raises(ValueError, match='holds a list'):
-        hub.from_pretrained(tmp_path)
+    for text, message in (('{', 'is no JSON'), ('[' * 200000, 'is no JSON'), ('[1]', 'holds a list'),
+                          ('\xff', 'is no JSON')):
+        for name in ('model.safetensors.index.json', 'config.json'):
+            kept = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
+            (tmp_path / name).write_text(text, encoding='latin-1')
+            with pytest.raises(ValueError, match=f'{name} {message}') as caught:
+                hub.from_pretrained(tmp_path)
+            assert '\n' not in str(caught.value)
+            os.remove(tmp_path / name)
+            if kept:
+                (tmp_path / name).write_bytes(kept)
     os.remove(tmp_path / 'config.json')
     with pytest.raises(FileNotFoundError, match='no config.json'):
         hub.from_pretrained(tmp_path)
@@ -2997,9 +3030,10 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.asked.append((self.path, self.headers.get('Authorization')))
-        path, sha = self.path.partition('?')[0], '0' * 40
-        name, headers, status = path.rpartition('/')[2], {}, 200
+        path = self.path.partition('?')[0]
         files = {file.name: file.read_bytes() for file in self.root.iterdir()}
+        sha = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()  # of the commit
+        name, headers, status = path.rpartition('/')[2], {}, 200
         if 401 in self.faults.values():
             status, body, headers = 401, b'no', {'X-Error-Code': 'GatedRepo'}
         elif path.startswith('/api/models/a/b/revision/'):
@@ -3068,7 +3102,7 @@ def test_hub_ids_become_local_folders(local_hub, monkeypatch, capsys):
     assert got >= {'config.json', 'tokenizer.json', 'model.safetensors.index.json'}
     assert len([name for name in got if name.endswith('.safetensors')]) > 1
     assert not got & {'evil.py', 'pytorch_model.bin', 'generation_config.json'}
-    assert {who for _, who in local_hub.asked} == {'Bearer secret'}
+    assert {who for path, who in local_hub.asked if 'a/b' in path} == {'Bearer secret'}
     for name in got:
         assert (Path(folder) / name).read_bytes() == (Path('repo') / name).read_bytes()
     files = [path.rpartition('/')[2] for path, _ in local_hub.asked]
@@ -3123,18 +3157,14 @@ def test_without_a_network_or_a_library_one_line_says_what_to_do(tmp_path, monke
                 hub.from_pretrained(tmp_path / 'in' if name == 'safetensors' else 'a/b')
 
 
-def test_a_script_of_its_own_fetches_by_the_environment(local_hub, tmp_path):
-    def script(*args, **more):
-        return subprocess.run([sys.executable, str(ROOT / 'hub.py'), *args], capture_output=True, text=True,
-                              env={**os.environ, 'HF_ENDPOINT': local_hub.constants.ENDPOINT,
-                                   'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_DISABLE_XET': '1', **more})
-
-    assert 'a/b: llama' in script('a/b').stdout
-    assert 'a/b: llama' in script('a/b', HF_HUB_OFFLINE='1').stdout
-    failed = script('a/none', HF_HUB_OFFLINE='1')
-    assert failed.returncode == 1 and failed.stderr.count('\n') == 1 and 'HF_HUB_OFFLINE=1' in failed.stderr
-    failed = script('export', 'out')
-    assert failed.returncode == 1 and failed.stderr.count('\n') == 1
+def test_hub_script_reads_the_environment(local_hub, tmp_path):
+    env = {**os.environ, 'HF_ENDPOINT': local_hub.constants.ENDPOINT, 'HF_HOME': str(tmp_path / 'home')}
+    done = subprocess.run([sys.executable, str(ROOT / 'hub.py'), 'a/b'], capture_output=True, text=True,
+                          env=env)
+    assert 'a/b: llama' in done.stdout and f'folder: {tmp_path}/home' in done.stdout
+    for args in (['export', 'out'], []):
+        with pytest.raises(ValueError, match='give an id on the hub or a folder'):
+            run('hub.py', *args)
 
 
 def test_export_writes_what_transformers_opens(folder, capsys):
