@@ -34,10 +34,15 @@ INSTALL = 'pip install safetensors tokenizers huggingface_hub'
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
 
 
+def plain(dtype):
+    """'bfloat16', without torch's prefix."""
+    return str(dtype).removeprefix('torch.')
+
+
 # families ---------------------------------------------------------------------------------------------------
 
 def nothing(*_):
-    """What a family does that needs no function of its own."""
+    """A function of a family that has nothing to add: it changes no field and no name."""
     return {}
 
 
@@ -583,6 +588,7 @@ def read_config(c):
                for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd') if ours not in args]
     if missing:
         raise ValueError(f"{kind} without {', '.join(missing)}")
+    GPTConfig(n_layer=args['n_layer'])  # refuses an absurd count before lists of that length are made
     unsupported = [f"{name}={value!r}" for name, value in c.items() if not is_supported(name, value, family)]
     for name in their_fields(family.fields.get('mlp', ())):
         if c.get(name) is not None and c[name] not in activations_of(family):
@@ -621,6 +627,8 @@ def read_rope(c, args):
     rope = dict(c.get('rope_scaling') or c.get('rope_parameters') or {})
     for name in ('mrope_section', 'mrope_interleaved'):  # of images: for text all their positions are equal
         rope.pop(name, None)
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{c['model_type']} with rope_parameters for each type of layer is unsupported")
     old_type = rope.pop('type', None)
     kind = rope.pop('rope_type', None) or old_type or 'default'
     base = rope.pop('rope_theta', None) or c.get('rope_theta') or c.get('rotary_emb_base')
@@ -979,13 +987,16 @@ def read_json(path):
 # export -----------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def their_tensors(model, family):
-    """name -> tensor, in the family's layout: views of ours where the layouts agree."""
-    state, tensors = model.state_dict(), {}
+def their_tensors(model, family, dtype):
+    """name -> tensor, in the family's layout: views of ours where layout and dtype agree. Buffers (the biases
+    of experts) keep their own dtype, as in the model."""
+    state, tensors, buffers = model.state_dict(), {}, dict(model.named_buffers())
     for part in plan(model, family):
         w = state[part.ours][part.index]
         if part.plus_one:
-            w = (w.float() - 1).to(model.wte.weight.dtype)
+            w = w.float() - 1
+        if part.ours not in buffers:
+            w = w.to(dtype)
         if part.transposed:
             w = w.mT
         tensors[part.theirs] = w.reshape(part.shape).contiguous()
@@ -1001,20 +1012,21 @@ def tokenizer_files(tokenizer, model):
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
-def save_pretrained(model, tokenizer, folder):
+def save_pretrained(model, tokenizer, folder, dtype=None):
     """Writes what AutoModelForCausalLM and AutoTokenizer open: config.json, model.safetensors, and with a
-    tokenizer (None: without) tokenizer.json and tokenizer_config.json. Files are renamed when all are
-    complete, config.json last. Raises ValueError if no family computes what this model does or the folder
-    holds other weights, and OSError, leaving nothing behind, if they cannot be written."""
+    tokenizer (None: without) tokenizer.json and tokenizer_config.json. dtype: of the weights; None: the
+    model's. Files are renamed when all are complete, config.json last. Raises ValueError if no family
+    computes what this model does or the folder holds other weights, and OSError, leaving nothing behind, if
+    they cannot be written."""
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
         raise ImportError(f"published models need safetensors: {INSTALL}") from None
-    stored = str(model.wte.weight.dtype).removeprefix('torch.')
-    c = {**config_to_hf(model.config), 'dtype': stored}
-    if model.wte.weight.dtype not in DTYPES.values():
-        raise ValueError(f"weights in {stored} cannot be written: use float32, bfloat16 or float16")
+    dtype = dtype or model.wte.weight.dtype
+    if dtype not in DTYPES.values():
+        raise ValueError(f"weights in {plain(dtype)} cannot be written: use float32, bfloat16 or float16")
+    c = {**config_to_hf(model.config), 'dtype': plain(dtype)}
     other = [name for name in (os.listdir(folder) if os.path.isdir(folder) else ())
              if '.safetensors' in name and name != 'model.safetensors']
     if other:
@@ -1032,8 +1044,8 @@ def save_pretrained(model, tokenizer, folder):
         for name, text in texts.items():
             with open(temporary[name], 'w', encoding='utf-8', newline='') as f:
                 f.write(text)
-        save_file(their_tensors(model, FAMILIES[c['model_type']]), temporary['model.safetensors'],
-                  metadata={'format': 'pt'})
+        tensors = their_tensors(model, FAMILIES[c['model_type']], dtype)
+        save_file(tensors, temporary['model.safetensors'], metadata={'format': 'pt'})
         shutil.copymode(temporary['config.json'], temporary['model.safetensors'])  # else its owner's alone
         for name in names:
             os.replace(temporary[name], os.path.join(folder, name))
@@ -1086,11 +1098,11 @@ def fetch(name, weights=True):
         return folder
     checked_config(read_json(os.path.join(folder, 'config.json')), repo)
     index = os.path.join(folder, 'model.safetensors.index.json')
-    files = {'model.safetensors'}
+    files = ['model.safetensors']
     if os.path.exists(index):
         weight_map = read_json(index).get('weight_map')
-        files.update(weight_map.values() if isinstance(weight_map, dict) else ())
-    files = [file for file in files if isinstance(file, str) and file.endswith('.safetensors')]
+        files += list(weight_map.values()) if isinstance(weight_map, dict) else []
+    files = sorted({file for file in files if isinstance(file, str) and file.endswith('.safetensors')})
     folder = download(repo, files, revision=os.path.basename(folder))  # of the same commit
     try:
         weight_files(folder)
@@ -1139,7 +1151,7 @@ def describe(name, folder):
     if config.n_expert:
         size += f", {model.num_params(active=True):,} active"
     stored = largest(read_headers(folder)).dtype
-    print(f"{name}: {c['model_type']}, {size}, stored in {str(stored).removeprefix('torch.')}")
+    print(f"{name}: {c['model_type']}, {size}, stored in {plain(stored)}")
     print(f"context {config.block_size:,} tokens, vocabulary {config.vocab_size:,}")
     if os.path.exists(os.path.join(folder, 'tokenizer.json')):
         tokenizer = json_tokenizer(folder)
@@ -1160,14 +1172,12 @@ def describe(name, folder):
 
 if __name__ == '__main__':
     if len(words) == 3 and words[0] == 'export':
-        kinds = {str(kind).removeprefix('torch.'): kind for kind in DTYPES.values()}
-        if dtype not in (None, *kinds):
-            raise ValueError(f"dtype={dtype!r} is none of {', '.join(kinds)}")
+        kinds = {None: None, **{plain(kind): kind for kind in DTYPES.values()}}
+        if dtype not in kinds:
+            raise ValueError(f"dtype={dtype!r} is none of {', '.join(map(plain, DTYPES.values()))}")
         path, folder = run_checkpoint(words[1]), words[2]
         model, rest = GPT.from_checkpoint(path)
-        if dtype is not None:
-            model.to(kinds[dtype])
-        save_pretrained(model.eval(), run_tokenizer(rest, path), folder)
+        save_pretrained(model, run_tokenizer(rest, path), folder, kinds[dtype])
         print(f"{path} is in {folder} for transformers and vLLM: {', '.join(sorted(os.listdir(folder)))}")
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))

@@ -2830,6 +2830,8 @@ def test_hf_leaves_out_the_extra_prediction_layer(tmp_path):
     (dict(num_hidden_layers=None), 'without num_hidden_layers'),
     (dict(quantization_config='fp8'), 'missing or malformed field'),
     (dict(hidden_act=['silu']), 'missing or malformed field'),
+    (dict(num_hidden_layers=10**12), 'n_layer=1000000000000'),
+    (dict(rope_parameters={'full_attention': {'rope_type': 'default'}}), 'rope_parameters for each type'),
     (dict(vocab_size=0), 'vocab_size=0'), (dict(vocab_size='61'), "vocab_size='61'"),
     (dict(layer_types=['chunked_attention']), "layer_types with 'chunked_attention'"),
     (dict(rope_scaling=5), 'missing or malformed field'),
@@ -2867,8 +2869,8 @@ def test_hf_text_models_inside_larger_ones(tmp_path):
 def test_hf_rope_of_both_forms_is_what_transformers_applies():
     for more in (dict(rope_parameters={'rope_type': 'default', 'rope_theta': 5e5}),
                  dict(rope_theta=7e5), dict(rope_theta=7e5, rope_parameters={'rope_theta': 5e5})):
-        c = {**HF, 'model_type': 'llama', 'hidden_act': 'silu',
-             'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 16}, **more}
+        scaling = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 16}
+        c = {**HF, 'model_type': 'llama', 'hidden_act': 'silu', 'rope_scaling': scaling, **more}
         theirs, ours = transformers.LlamaConfig.from_dict(dict(c)).rope_parameters, hub.config_from_hf(c)
         assert ours.rope_base == theirs['rope_theta']
         assert ours.rope_scaling == {key: value for key, value in theirs.items() if key != 'rope_theta'}
@@ -3146,7 +3148,7 @@ def test_hub_refuses_in_one_line_before_anything_large(local_hub, monkeypatch):
 
 def test_without_a_network_or_a_library_one_line_says_what_to_do(tmp_path, monkeypatch):
     point_hub(monkeypatch, tmp_path, 'http://127.0.0.1:9')
-    with pytest.raises(OSError, match='openai-community/gpt2 .*127.0.0.1:9 does not give.*go online') as error:
+    with pytest.raises(OSError, match='openai-community/gpt2 .*127.0.0.1:9 does not.*go online') as error:
         hub.from_pretrained('gpt2')
     assert '\n' not in str(error.value)
     hf_model('llama', HF, tmp_path / 'in')
@@ -3173,8 +3175,7 @@ def test_export_writes_what_transformers_opens(folder, capsys):
         name = str(dtype).removeprefix('torch.')
         run('hub.py', 'export', 'out', name, f'--dtype={name}')
         model = story['model'].to(dtype).eval()
-        header = hub.read_headers(name)
-        assert {one.dtype for one in header.values()} == {dtype}
+        assert {one.dtype for one in hub.read_headers(name).values()} == {dtype}
         assert json.loads(Path(name, 'config.json').read_text())['dtype'] == name
         assert same_weights(model.state_dict(), hub.from_pretrained(name).state_dict())
         idx = tokens(model, 2, 16)
