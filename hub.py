@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import json
+import math
 import os
 import re
 import shlex
@@ -64,8 +65,8 @@ class Family:
     theirs: dict = dataclasses.field(default_factory=dict)  # their fields that must have this value if given
     known: tuple = ()           # their fields that `read` reads, or that do not matter
     names_at: typing.Callable = nothing  # (config, layer) -> names that differ in this model or layer
-    rows: dict = dataclasses.field(default_factory=dict)
-    # ^ our module: (config, layer) -> for each of their tensors, its rows as indices of ours
+    rows: dict = dataclasses.field(default_factory=dict)  # where the order of rows differs: our module:
+    #                             (config, layer) -> for each of their tensors, its rows as indices of ours
     transposed: tuple = ()      # our modules whose matrices are transposed there
     convolution: tuple = ()     # our tensors (channels, kernel) that are (channels, 1, kernel) there
     plus_one: tuple = ()        # our norms whose weights are stored less 1
@@ -753,6 +754,10 @@ class Stored(typing.NamedTuple):
     shape: tuple
     dtype: torch.dtype
 
+    @property
+    def nbytes(self):
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class Part(typing.NamedTuple):
     """A tensor of theirs and where it stands in ours."""
@@ -813,7 +818,7 @@ def read_headers(folder):
 
 
 def largest(stored):
-    return max(stored.values(), key=lambda one: torch.Size(one.shape).numel())
+    return max(stored.values(), key=lambda one: one.nbytes)
 
 
 def by_family_names(stored, family):
@@ -910,18 +915,14 @@ def check(parts, stored, model, family, folder):
 def copy(parts, stored, model):
     """Fills the model from the files, one tensor at a time: a file is opened anew before it has brought more
     bytes into memory than its largest tensor."""
-    state, limit = model.state_dict(), 0
-    for part in parts:
-        one = stored[part.theirs]
-        limit = max(limit, torch.Size(one.shape).numel() * one.dtype.itemsize)
+    state, limit = model.state_dict(), max(stored[part.theirs].nbytes for part in parts)
     file, path, read = None, None, 0
-    for part in sorted(parts, key=lambda part: stored[part.theirs][:2]):
+    for part in sorted(parts, key=lambda part: stored[part.theirs][:2]):  # file after file
         one, w = stored[part.theirs], state[part.ours]
-        size = torch.Size(one.shape).numel() * one.dtype.itemsize
-        if file is None or path != one.path or read + size > limit:
-            source = file = None
+        if path != one.path or read + one.nbytes > limit:
+            source = file = None  # unmaps the old one
             file, path, read = open_safetensors(one.path), one.path, 0
-        read += size
+        read += one.nbytes
         source = file.get_tensor(one.name)
         if part.ours == 'wpe.weight':
             source = source[:len(w)]
@@ -1130,11 +1131,11 @@ def download(repo, patterns, revision=None):
         raise OSError(f"{repo} is no folder, and {constants.ENDPOINT} has no such model, or it is private: "
                       f"check the id, set HF_TOKEN, or {instead}") from None
     except errors.LocalEntryNotFoundError as error:
-        reason = f"offline mode, HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE')}"
-        if not constants.HF_HUB_OFFLINE:
-            reason = type(error.__cause__ or error).__name__
-        raise OSError(f"{repo} is no folder, the cache lacks files of it, and {constants.ENDPOINT} does not "
-                      f"give them ({reason}): go online, or {instead}") from None
+        reason = f"{constants.ENDPOINT} cannot be reached ({type(error.__cause__ or error).__name__})"
+        if constants.HF_HUB_OFFLINE:
+            reason = 'HF_HUB_OFFLINE is set'
+        raise OSError(f"{repo} is no folder and not in the cache, and {reason}: go online, or "
+                      f"{instead}") from None
     except Exception as error:  # its HTTP library differs between versions, and so do the errors
         reason = ' '.join(str(error).split())[:200]
         raise OSError(f"{repo} cannot be fetched from {constants.ENDPOINT} "
@@ -1151,23 +1152,25 @@ def describe(name, folder):
     if config.n_expert:
         size += f", {model.num_params(active=True):,} active"
     stored = largest(read_headers(folder)).dtype
-    print(f"{name}: {c['model_type']}, {size}, stored in {plain(stored)}")
+    kind = c['model_type'] + ' (its text model)' * (c['model_type'] in NESTED)
+    print(f"{name}: {kind}, {size}, stored in {plain(stored)}")
     print(f"context {config.block_size:,} tokens, vocabulary {config.vocab_size:,}")
-    if os.path.exists(os.path.join(folder, 'tokenizer.json')):
+    commands = []
+    try:
         tokenizer = json_tokenizer(folder)
+        commands += [f"sample.py --init_from={shlex.quote(name)} --start='Once upon a time'",
+                     f"prepare.py my.txt --tokenizer={shlex.quote(folder)} --out=mine"]
         chat = 'with a chat template' if tokenizer.config.get('chat_template') else 'no chat template'
         eot = 'no end-of-text token'
         if tokenizer.eot is not None:
             eot = f"end of text {tokenizer.decode([tokenizer.eot])!r}"
         print(f"tokenizer: {tokenizer.n_vocab:,} tokens, {eot}, {chat}")
-    else:
-        print('tokenizer: none, as there is no tokenizer.json')
+    except (OSError, ImportError, ValueError) as error:  # the model can be used without
+        print(f"tokenizer: none ({error})")
     print(f"folder: {folder}")
-    name, folder = shlex.quote(name), shlex.quote(folder)
     shorter = ' --block_size=1024' if config.block_size > 1024 else ''
-    print(f"next: python sample.py --init_from={name} --start='Once upon a time'\n"
-          f"      python prepare.py my.txt --tokenizer={folder} --out=mine && \\\n"
-          f"      python train.py --init_from={name} --dataset=mine{shorter}")
+    commands.append(f"train.py --init_from={shlex.quote(name)} --dataset=mine{shorter}")
+    print('next:', *[f"    python {command}" for command in commands], sep='\n')
 
 
 if __name__ == '__main__':
@@ -1182,5 +1185,5 @@ if __name__ == '__main__':
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))
     else:
-        raise ValueError(f"cannot use {' '.join(words)!r}: give an id on the hub or a folder, or "
-                         "`export RUN FOLDER`; see --help")
+        raise ValueError(f"got {' '.join(words)!r}: give an id on the hub or a folder, or `export RUN FOLDER`; "
+                         "see --help")

@@ -2984,7 +2984,7 @@ def test_hf_refuses_to_export_what_no_family_computes(tmp_path):
      'minimind')])
 def test_hf_published_configs_are_read_as_our_own(monkeypatch, c, expected):
     monkeypatch.chdir(ROOT)
-    _, args = configure({**vars(flat_train), '__name__': 'x'}, GPTConfig, argv=[f'config/{expected}.py'])
+    _, args = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=[f'config/{expected}.py'])
     ours, read = hub.essence(GPTConfig(**args)), hub.essence(hub.config_from_hf(c))
     assert {name: value for name, value in read.items() if value != ours[name]} in (
         {}, {'rope_scaling': read['rope_scaling']})  # which names its defaults
@@ -3143,12 +3143,12 @@ def test_hub_refuses_in_one_line_before_anything_large(local_hub, monkeypatch):
         file.unlink()
     refused(OSError, 'a/b has no safetensors')
     monkeypatch.setattr(local_hub.constants, 'HF_HUB_OFFLINE', True)
-    refused(OSError, 'offline mode')
+    refused(OSError, 'HF_HUB_OFFLINE')
 
 
 def test_without_a_network_or_a_library_one_line_says_what_to_do(tmp_path, monkeypatch):
     point_hub(monkeypatch, tmp_path, 'http://127.0.0.1:9')
-    with pytest.raises(OSError, match='openai-community/gpt2 .*127.0.0.1:9 does not.*go online') as error:
+    with pytest.raises(OSError, match='openai-community/gpt2 .*127.0.0.1:9 cannot.*go online') as error:
         hub.from_pretrained('gpt2')
     assert '\n' not in str(error.value)
     hf_model('llama', HF, tmp_path / 'in')
