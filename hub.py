@@ -1185,5 +1185,5 @@ if __name__ == '__main__':
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))
     else:
-        raise ValueError(f"got {' '.join(words)!r}: give an id on the hub or a folder, or `export RUN FOLDER`; "
-                         "see --help")
+        raise ValueError(f"got {' '.join(words)!r}: give an id on the hub or a folder, or "
+                         "`export RUN FOLDER`; see --help")
