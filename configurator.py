@@ -50,6 +50,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     """Overrides a script's settings, its globals(), by files and flags, and prints which. Returns all of them
     and the given fields of model_config, two dicts, and with words=n a list of up to n plain words. Without a
     file on the command line default_file is loaded. An imported script leaves the command line alone."""
+    if isinstance(model_config, str):
+        model_config = getattr(__import__('model'), model_config)
     config, model_args, kinds = {k: v for k, v in settings.items() if is_setting(k, v)}, {}, {}
     fields = {f.name: f.default for f in dataclasses.fields(model_config)} if model_config else {}
     assert not config.keys() & fields.keys(), f"owned twice: {config.keys() & fields.keys()}"
@@ -127,6 +129,11 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None):
     ptype = getattr(torch, dtype)
     cast = functools.partial(torch.autocast, kind, ptype) if dtype != 'float32' else contextlib.nullcontext
     return types.SimpleNamespace(device=device, device_type=kind, dtype=ptype, autocast=cast, threads=threads)
+
+def print0(text):
+    """Prints at once, on rank 0 only."""
+    if os.getenv('RANK', '0') == '0':
+        print(text, flush=True)
 
 def one_line_errors(kind, error, trace):
     """The excepthook of a script: one line for what users can mend, a trace for bugs (or FLATGPT_TRACE=1)."""
