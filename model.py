@@ -1085,6 +1085,8 @@ class GPT(nn.Module):
         return {m.weight: getattr(m, 'parts', (m.weight.shape[-2],))
                 for m in self.h.modules() if isinstance(m, (nn.Linear, Stack))}
 
+    row_splits, cache_elements = parts, cache_numbers
+
     @torch.no_grad()
     def move_balance(self, load, rate=0.001):
         """Moves each balance bias by rate towards even load (sparse layers, E), after a step: up for experts
