@@ -7,7 +7,6 @@ mlp = 'gelu_tanh'
 qk_norm = False
 tie_word_embeddings = True
 bias = True             # nanoGPT trains without: --bias=False
-vocab_size = 50257
 block_size = 1024
 n_layer = 12
 n_head = 12
