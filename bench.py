@@ -20,17 +20,10 @@ import os
 import sys
 import time
 
-import numpy as np
-import torch
-
 from configurator import configure, runtime
-from model import GPT, GPTConfig
-from prepare import find_checkpoint, foreign, read_meta
-from sample import checkpoint_path, generate
-from train import make_optimizers, peak_flops, resolve_compile
 
 # what
-init_from = 'scratch'             # decode: scratch (random weights), or a checkpoint or its folder
+init_from = 'scratch'             # decode: scratch (random weights), or as in sample.py
 vs = ''                           # folder of a nanoGPT clone to take turns with
 batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode
 dataset = ''                      # train: its vocabulary is used, unless vocab_size is given
@@ -39,13 +32,21 @@ max_new_tokens = 200              # decode: tokens made
 steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn
 rounds = 5                        # turns
 # as in train.py
-optimizer = 'adamw'               # adamw or muon
+optimizer = 'adamw'               # adamw, muon
 grad_clip = 1.0                   # 0: no clipping
 device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
 seed = 1337                       # of weights and tokens
-_, model_args, words = configure(globals(), GPTConfig, words=1)
+config, model_args, plain = configure(globals(), 'GPTConfig', words=1)
+
+import numpy as np
+import torch
+
+import train
+from model import GPT, GPTConfig
+from prepare import read_meta
+from sample import generate, load
 
 
 def synchronize(device):
@@ -59,7 +60,7 @@ def take_turns(sides, rounds, steps, device, warmup=3):
     """sides: name -> function; each does `steps` timed calls a round, round after round.
     Returns name -> (rounds, steps) seconds."""
     times = {name: [] for name in sides}
-    for name, f in sides.items():
+    for f in sides.values():
         for _ in range(warmup):
             f()
     for _ in range(rounds):
@@ -79,11 +80,8 @@ def machine_peaks(device, dtype):
     n = 8192 if 'cuda' in device else 2048
     a, b = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
     big = torch.ones(2**26, device=device)  # 256 MB
-    best = []
-    for f, amount in ((lambda: a @ b, 2 * n**3), (lambda: big.sum(), big.nbytes)):
-        seconds = take_turns({'it': f}, 1, 8, device)['it'].min()
-        best.append(amount / seconds)
-    return best
+    times = take_turns({'matmul': functools.partial(torch.mm, a, b), 'sum': big.sum}, 1, 8, device)
+    return 2 * n**3 / times['matmul'].min(), big.nbytes / times['sum'].min()
 
 
 def peak_mb(device):
@@ -111,33 +109,63 @@ def load_nanogpt(folder, config, device):
                                        vocab_size=config.vocab_size, dropout=config.dropout)).to(device)
 
 
-def train_step(forward, params, optimizers, batch, autocast, grad_clip, foreach):
-    """One update as train.py does it, or nanoGPT: forward returns a loss among its results."""
-    with autocast():
-        results = forward(*batch)
-        loss = next(part for part in results if torch.is_tensor(part) and part.ndim == 0)
-        if isinstance(results[1], dict) and results[1]:  # experts
-            loss = loss + 0.01 * results[1]['balance']
-    loss.backward()
-    if grad_clip:
-        torch.nn.utils.clip_grad_norm_(params, grad_clip, foreach=foreach)
-    for opt in optimizers:
-        opt.step()
-        opt.zero_grad(set_to_none=True)
+def our_step(model, forward, machine, config):
+    """A function that does one update as train.py does it, on random tokens."""
+    tokens = torch.randint(model.config.vocab_size, (2, config['batch_size'], model.config.block_size),
+                           device=machine.device)
+    settings = {**train.config, 'optimizer': config['optimizer'], 'learning_rate': 1e-4}
+    optimizers, params = train.make_optimizers(model, settings), list(model.parameters())
+    scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
+
+    def step():
+        _, expert_load, _ = train.gradients(forward, tokens, iter(()), 1, machine.autocast, scaler,
+                                            settings['balance_loss'], settings['z_loss'])
+        train.update(model, params, optimizers, scaler, config['grad_clip'], expert_load,
+                     settings['balance_rate'])
+    return step
 
 
-def report(times, units, unit, numbers, baseline=None):
-    """Prints the table and the JSON line. units: tokens a timed call makes."""
+def their_step(model, machine, config):
+    """The same for nanoGPT's model, as its train.py runs it: on CPUs without autocast, at the default
+    precision, uncompiled."""
+    cpu, precision = machine.device == 'cpu', torch.get_float32_matmul_precision()
+    x, y = torch.randint(model.config.vocab_size, (2, config['batch_size'], model.config.block_size),
+                         device=machine.device)
+    optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
+    params, forward = list(model.parameters()), model if cpu else torch.compile(model)
+    autocast = contextlib.nullcontext if cpu else machine.autocast
+
+    def step():
+        torch.set_float32_matmul_precision('highest' if cpu else 'high')
+        with autocast():
+            _, loss = forward(x, y)
+        loss.backward()
+        if config['grad_clip']:
+            torch.nn.utils.clip_grad_norm_(params, config['grad_clip'])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.set_float32_matmul_precision(precision)
+    return step
+
+
+def describe(model, machine, what, config):
+    return {'what': what, 'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
+            'params': model.num_params(), 'batch_size': config['batch_size']}
+
+
+def report(times, units, unit, numbers):
+    """Prints the table and the JSON line. times: from take_turns, of 'flatgpt' and maybe of 'nanoGPT'.
+    units: tokens that a timed call makes."""
     for name, t in times.items():
         low, mid, high = np.percentile(t, [10, 50, 90]) * 1e3
         print(f"{name:<10} {mid:10.2f} ms {unit:<9} {low:9.2f} to {high:.2f}   "
               f"{units / mid * 1e3:12,.1f} tok/s")
-    mine = np.median(times['flatgpt'])
-    numbers = {'tok_per_s': round(units / mine, 2), 'ms': round(mine * 1e3, 4), **numbers}
-    if baseline in times:
-        ratios = np.median(times[baseline], axis=1) / np.median(times['flatgpt'], axis=1)
+    ours = np.median(times['flatgpt'])
+    numbers = {'tok_per_s': round(units / ours, 2), 'ms': round(ours * 1e3, 4), **numbers}
+    if 'nanoGPT' in times:
+        ratios = np.median(times['nanoGPT'], axis=1) / np.median(times['flatgpt'], axis=1)
         numbers['times_faster'] = round(float(np.median(ratios)), 3)
-        print(f"{numbers['times_faster']:.2f} times {baseline}'s speed (median of {len(ratios)} turns, "
+        print(f"{numbers['times_faster']:.2f} times nanoGPT's speed (median of {len(ratios)} turns, "
               f"{ratios.min():.2f} to {ratios.max():.2f})")
     for name, value in numbers.items():
         if name.endswith('_share') and value is not None:
@@ -146,7 +174,9 @@ def report(times, units, unit, numbers, baseline=None):
     print(json.dumps(numbers))
 
 
-def print_params(config, dtype):
+# what it measures -------------------------------------------------------------------------------------------
+
+def measure_params(config, dtype):
     """The model's parts and their shares, counted without allocating them; the last line is JSON."""
     with torch.device('meta'):
         model = GPT(config)
@@ -154,117 +184,118 @@ def print_params(config, dtype):
     total = [sum(row[i] for row in parts.values()) for i in range(3)]
     print(f"{'':<16}{'parameters':>19}{'':8}{'active':>17}{'':8}{'training FLOPs a token':>24}")
     for part, row in (*parts.items(), ('total', total)):
-        print(f"{part:<16}" + ''.join(f"{n:>{width},}{n / all_ if all_ else 0:>8.1%}" for n, all_, width
-                                      in zip(row, total, (19, 17, 24))))
-    size, cache = dtype.itemsize, model.cache_numbers()
-    full = model.cache_numbers(config.block_size)
-    print(f"weights: {total[0] * size / 1e9:,.2f} GB; cache: {cache * size:,} bytes a token, "
-          f"{full * size / 1e9:,.2f} GB at {config.block_size:,} tokens; in {str(dtype)[6:]}")
+        columns = [f"{n:>{width},}{n / whole if whole else 0:>8.1%}"
+                   for n, whole, width in zip(row, total, (19, 17, 24))]
+        print(f"{part:<16}{''.join(columns)}")
+    size, cache, full = dtype.itemsize, model.cache_elements(), model.cache_elements(config.block_size)
+    print(f"weights: {total[0] * size / 1e9:,.2f} GB; cache: {cache:,} elements or {cache * size:,} bytes a "
+          f"token, {full * size / 1e9:,.2f} GB at {config.block_size:,} tokens; in {train.dtype_name(dtype)}")
     print(json.dumps({'what': 'params', 'params': total[0], 'active_params': total[1],
                       'flops_per_token': total[2], 'cache_bytes_per_token': cache * size,
-                      'cache_bytes': full * size, 'dtype': str(dtype)[6:]}))
+                      'cache_bytes': full * size, 'dtype': train.dtype_name(dtype)}))
+
+
+def measure_training(model, machine, matmul, config):
+    """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
+    forward = model
+    if train.resolve_compile(config['compile'], machine.device, float('inf')):
+        print('compiling: about half a minute')
+        forward = train.compile_model(model, machine.device)
+    sides = {'flatgpt': our_step(model, forward, machine, config)}
+    if config['vs']:
+        nanogpt = load_nanogpt(config['vs'], model.config, machine.device)
+        sides['nanoGPT'] = their_step(nanogpt, machine, config)
+    times = take_turns(sides, config['rounds'], config['steps'], machine.device)
+    tokens = config['batch_size'] * model.config.block_size
+    flops = model.flops_per_token() * tokens / np.median(times['flatgpt'])
+    peak = train.peak_flops(machine.device, machine.dtype)
+    report(times, tokens, 'a step', {**describe(model, machine, 'train', config),
+                                     'mfu': round(flops / peak, 4) if peak else None,
+                                     'matmul_share': round(flops / matmul, 4),
+                                     'peak_mb': peak_mb(machine.device)})
+
+
+def time_generation(model, prompts, max_new_tokens, compile):
+    """Seconds that each token takes: (max_new_tokens,), the first of them with the prompt."""
+    stamps = [time.perf_counter()]
+    for _ in generate(model, prompts, max_new_tokens, top_k=200, compile=compile):
+        stamps.append(time.perf_counter())
+    return np.diff(stamps)
+
+
+@torch.no_grad()
+def time_nanogpt(model, batch_size, prompt_len, max_new_tokens, device):
+    """Seconds a token of nanoGPT, which has no cache: on CPUs a middle stretch stands for the whole."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')
+    count = max(8, max_new_tokens // 10) if device == 'cpu' else max_new_tokens
+    before = prompt_len + (max_new_tokens - count) // 2
+    prompt = torch.randint(model.config.vocab_size, (batch_size, before), device=device)
+    begun = time.perf_counter()
+    model.generate(prompt, count, top_k=200)
+    synchronize(device)
+    torch.set_float32_matmul_precision(precision)
+    return (time.perf_counter() - begun) / count
+
+
+def measure_decoding(model, machine, bandwidth, config):
+    """Seconds a token in turns with nanoGPT, and the share of the memory's bandwidth."""
+    batch_size, new, compile = config['batch_size'], config['max_new_tokens'], config['compile'] is True
+    nanogpt = load_nanogpt(config['vs'], model.config, machine.device).eval() if config['vs'] else None
+    model.to(machine.dtype).eval()
+    prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
+    time_generation(model, prompts, new, compile)  # to warm up
+    ours, theirs = [], []
+    for _ in range(config['rounds']):
+        ours.append(time_generation(model, prompts, new, compile))
+        if nanogpt:
+            theirs.append(time_nanogpt(nanogpt, batch_size, config['prompt_len'], new, machine.device))
+    ours = np.array(ours)  # (rounds, max_new_tokens)
+    times = {'flatgpt': ours[:, 1:]}
+    if nanogpt:
+        times['nanoGPT'] = np.array(theirs)[:, None]
+    cache = model.make_cache(batch_size, min(model.config.block_size, config['prompt_len'] + new // 2))
+    read = sum(w.nbytes for w in model.parameters()) + cache.nbytes  # bytes a token
+    prefill_ms = round(float(np.median(ours[:, 0])) * 1e3, 3)
+    print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
+    share = read / np.median(ours[:, 1:]) / bandwidth
+    report(times, batch_size, 'a token', {**describe(model, machine, 'decode', config),
+                                          'prefill_ms': prefill_ms, 'compile': compile,
+                                          'bandwidth_share': round(share, 4),
+                                          'peak_mb': peak_mb(machine.device)})
 
 
 if __name__ == '__main__':
-    what = words[0] if words else ''
+    what = plain[0] if plain else ''
     if what not in ('train', 'decode', 'params'):
         raise ValueError(f"bench.py measures train, decode or params, not {what!r}: "
                          "python bench.py train config/small.py")
-    if what == 'params':  # of the data type that weights and cache are published in, unless another is named
-        dtypes = {name: getattr(torch, name) for name in ('bfloat16', 'float16', 'float32')}
-        if dtype not in ('auto', *dtypes):
-            raise ValueError(f"dtype={dtype!r} is none of auto, {', '.join(dtypes)}")
-        print_params(GPTConfig(**model_args), dtypes.get(dtype, torch.bfloat16))
-        raise SystemExit
-    machine = runtime(device, dtype, seed)
-    device = machine.device
-    batch_size = batch_size or {'train': 12, 'decode': 1}[what]
     folder = os.path.join('data', dataset)
-    if dataset and 'vocab_size' not in model_args and os.path.isdir(folder):
-        model_args['vocab_size'] = read_meta(folder)['vocab_size']
-    if init_from != 'scratch':
-        model = (GPT.from_pretrained(find_checkpoint(init_from)) if foreign(init_from)
-                 else GPT.from_checkpoint(checkpoint_path(init_from, init_from))[0])
-        model.to(device)
+    if dataset and os.path.isdir(folder):
+        model_args = {'vocab_size': read_meta(folder)['vocab_size'], **model_args}
+    if what == 'params':
+        dtypes = {'auto': torch.bfloat16, 'bfloat16': torch.bfloat16, 'float16': torch.float16,
+                  'float32': torch.float32}  # auto: what weights and caches are published in
+        if dtype not in dtypes:
+            raise ValueError(f"dtype={dtype!r} is none of {', '.join(dtypes)}")
+        # where nothing names a vocabulary, GPT-2's: GPTConfig's is that and the rows that pad it
+        measure_params(GPTConfig(**{'vocab_size': 50257, **model_args}), dtypes[dtype])
+        raise SystemExit
+
+    machine = runtime(device, dtype, seed)
+    config['batch_size'] = batch_size or {'train': 12, 'decode': 1}[what]
+    if init_from == 'scratch':
+        model = GPT(GPTConfig(**model_args)).to(machine.device)
     else:
-        model = GPT(GPTConfig(**model_args)).to(device)
-    config = model.config
+        model, _, _ = load(init_from, device=machine.device)
     for w in model.parameters():  # zero-initialised projections would make some kernels' work too easy
         if w.ndim > 1 and not w.any():
             torch.nn.init.normal_(w, std=0.02)
-    print(f"{config.n_layer} layers, {config.n_embd} wide, {model.num_params():,} parameters, context "
-          f"{config.block_size}")
-    matmul, bandwidth = machine_peaks(device, machine.dtype)
+    print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {model.num_params():,} parameters, "
+          f"context {model.config.block_size}")
+    matmul, bandwidth = machine_peaks(machine.device, machine.dtype)
     print(f"this machine: {matmul / 1e9:,.0f} GFLOP/s in a large matmul, {bandwidth / 1e9:,.1f} GB/s reading")
-    numbers = {'what': what, 'device': device, 'dtype': str(machine.dtype).removeprefix('torch.'),
-               'params': model.num_params(), 'batch_size': batch_size}
-
     if what == 'train':
-        forward = model
-        if resolve_compile(compile, device, float('inf')):
-            print('compiling: about half a minute')
-            forward = torch.compile(model, dynamic=False,
-                                    options=None if 'cuda' in device else {'fallback_random': True})
-        tokens = torch.randint(config.vocab_size, (2, batch_size, config.block_size), device=device)
-        optimizers = make_optimizers(model, optimizer, 1e-4, 0.1, (0.9, 0.95), 0.95, device)
-        step = functools.partial(train_step, batch=tokens, grad_clip=grad_clip)
-        sides = {'flatgpt': functools.partial(step, forward, list(model.parameters()), optimizers,
-                                              autocast=machine.autocast, foreach=device != 'mps')}
-        if vs:  # as its train.py runs it: on CPUs without autocast, at the default precision, uncompiled
-            other = load_nanogpt(vs, config, device)
-            cpu, precision = device == 'cpu', torch.get_float32_matmul_precision()
-            theirs = functools.partial(step, other if cpu else torch.compile(other), list(other.parameters()),
-                                       [other.configure_optimizers(0.1, 1e-4, (0.9, 0.95),
-                                                                   machine.device_type)],
-                                       autocast=contextlib.nullcontext if cpu else machine.autocast,
-                                       foreach=None)
-
-            def nanogpt_step():
-                torch.set_float32_matmul_precision('highest' if cpu else 'high')
-                theirs()
-                torch.set_float32_matmul_precision(precision)
-            sides['nanoGPT'] = nanogpt_step
-        times = take_turns(sides, rounds, steps, device)
-        n = batch_size * config.block_size
-        flops = model.flops_per_token() * n / np.median(times['flatgpt'])
-        peak = peak_flops(device, machine.dtype)
-        numbers.update(mfu=round(flops / peak, 4) if peak else None, matmul_share=round(flops / matmul, 4),
-                       peak_mb=peak_mb(device))
-        report(times, n, 'a step', numbers, 'nanoGPT')
-
-    if what == 'decode':
-        other = load_nanogpt(vs, config, device).eval() if vs else None
-        model.to(machine.dtype).eval()
-        prompts = torch.randint(config.vocab_size, (batch_size, prompt_len)).tolist()
-        compiled = compile is True
-
-        def ours():
-            stamps = [time.perf_counter()]
-            for _ in generate(model, prompts, max_new_tokens, top_k=200, compile=compiled):
-                stamps.append(time.perf_counter())
-            return np.diff(stamps)
-        ours()
-        gaps, theirs = [], []
-        for _ in range(rounds):
-            gaps.append(ours())
-            if other is not None:
-                torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')
-                count = max(8, max_new_tokens // 10) if device == 'cpu' else max_new_tokens
-                with torch.no_grad():  # it has no cache: a middle stretch stands for the whole
-                    x = torch.randint(config.vocab_size,
-                                      (batch_size, prompt_len + (max_new_tokens - count) // 2), device=device)
-                    begun = time.perf_counter()
-                    other.generate(x, count, top_k=200)
-                    synchronize(device)
-                    theirs.append((time.perf_counter() - begun) / count)
-        gaps = np.array(gaps)  # (rounds, max_new_tokens); the first gap of each is the prompt's
-        times = {'flatgpt': gaps[:, 1:]}
-        if theirs:
-            times['nanoGPT'] = np.array(theirs)[:, None]
-        per_token = sum(w.nbytes for w in model.parameters()) + model.make_cache(
-            batch_size, min(config.block_size, prompt_len + max_new_tokens // 2)).nbytes
-        numbers.update(prefill_ms=round(float(np.median(gaps[:, 0])) * 1e3, 3), compile=compiled,
-                       bandwidth_share=round(per_token / np.median(gaps[:, 1:]) / bandwidth, 4),
-                       peak_mb=peak_mb(device))
-        print(f"prompt of {prompt_len} tokens: {numbers['prefill_ms']:.2f} ms")
-        report(times, batch_size, 'a token', numbers, 'nanoGPT')
+        measure_training(model, machine, matmul, config)
+    else:
+        measure_decoding(model, machine, bandwidth, config)

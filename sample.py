@@ -4,29 +4,23 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py                                        # from out/
     python sample.py --out_dir=out-x --start='def ' --num_samples=3 --max_new_tokens=200
     python sample.py --start=FILE:prompt.txt --temperature=0  # greedy; LINES:file: a prompt a line, -: stdin
-    python sample.py --init_from=Qwen/Qwen3-0.6B --start=Once  # or a folder with config.json and safetensors
-    python sample.py --export=folder                        # for transformers and vLLM, instead of text
+    python sample.py --init_from=Qwen/Qwen3-0.6B --start=Once  # a published model: an id, or its folder
     python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
 
 Noise is a function of (seed, sample, position): sample 3 is the same text alone or among a hundred others.
 """
 import codecs
-import json
+import dataclasses
 import os
+import re
 import sys
 import time
 
-import numpy as np
-import torch
-
 from configurator import configure, runtime
-from model import GPT
-from prepare import find_checkpoint, foreign, json_tokenizer, load_tokenizer, tokenizer_from_state
 
 # model
-init_from = 'resume'        # resume (from out_dir), a checkpoint, a folder (transformers' too), or a hub id
+init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
 out_dir = 'out'             # where train.py wrote; best.pt is read if it is there, else ckpt.pt
-export = ''                 # a folder to write the model to, as transformers reads it, instead of text
 # text
 start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a line), - (standard input)
 num_samples = 10            # for each prompt, drawn as one batch
@@ -43,7 +37,86 @@ seed = 1337                 # of the noise; affects nothing else
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = False  # torch.compile the step: half a minute first, then faster (auto: False)
-configure(globals())
+config, _ = configure(globals())
+
+import numpy as np
+import torch
+
+from model import GPT
+from prepare import json_tokenizer, load_tokenizer, tokenizer_from_state
+
+# loading ----------------------------------------------------------------------------------------------------
+
+CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may be missing
+    'iter_num': int, 'best_val_loss': (int, float, torch.Tensor), 'optimizer': (list, dict), 'scaler': dict,
+    'skipped': int, 'wall_s': (int, float), 'config': dict, 'tokenizer': (dict, type(None)), 'runtime': dict,
+}
+RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
+
+
+def check_rest(rest, path):
+    """Raises ValueError if parts of a checkpoint have other types than train.py writes."""
+    parts = [(name, rest[name], kind) for name, kind in CHECKPOINT.items() if name in rest]
+    if isinstance(rest.get('runtime'), dict):
+        parts += [(f"runtime's {name}", rest['runtime'].get(name), kind) for name, kind in RUNTIME.items()]
+    wrong = [f"{name}={value!r:.40}" for name, value, kind in parts
+             if not isinstance(value, kind) or torch.is_tensor(value) and value.numel() != 1]
+    if wrong:
+        raise ValueError(f"{path} is damaged, or not written by train.py: it holds {', '.join(wrong)}")
+
+
+def is_published(name):
+    """Whether init_from is a published model: a folder with config.json, or what looks like an id on the hub,
+    or like nanoGPT's names of GPT-2."""
+    if os.path.exists(name):
+        return os.path.exists(os.path.join(name, 'config.json'))
+    hub_id = re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
+    return bool(hub_id) and not name.endswith('.pt')
+
+
+def checkpoint_path(name, best=True):
+    """The checkpoint itself, where name is the folder of a run."""
+    if not os.path.isdir(name):
+        return name
+    path = os.path.join(name, 'best.pt')
+    return path if best and os.path.exists(path) else os.path.join(name, 'ckpt.pt')
+
+
+def find_tokenizer(rest, path):
+    """The tokenizer of a checkpoint: its own, or for nanoGPT's files that of the dataset it names."""
+    if rest.get('tokenizer'):
+        return tokenizer_from_state(rest['tokenizer'])
+    dataset = rest.get('config', {}).get('dataset')
+    if not isinstance(dataset, str):
+        raise ValueError(f"{path} names no tokenizer and no dataset: nothing can turn its tokens into text")
+    return load_tokenizer(os.path.join('data', dataset))
+
+
+def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, **changes):
+    """Reads a model, its tokenizer, and what else its checkpoint holds: (model, tokenizer, rest).
+
+    init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
+    model: a folder with config.json, an id on the hub, nanoGPT's gpt2 names. dtype: None is the one stored.
+    best: of a run's folder best.pt, if it is there, rather than ckpt.pt. changes: fields of GPTConfig to set
+    otherwise. The tokenizer is None where there is none, and rest['no_tokenizer'] says why; rest['path'] is
+    what was read. Raises FileNotFoundError, or ValueError for what is no checkpoint."""
+    published = init_from != 'resume' and is_published(init_from)
+    if published:
+        import hub
+        path = hub.fetch(init_from)
+        model = hub.from_pretrained(path, dtype=dtype, device=device, **changes)
+        rest = {'model_args': dataclasses.asdict(model.config)}
+    else:
+        path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
+        model, rest = GPT.from_checkpoint(path, **changes)
+        check_rest(rest, path)
+        model.to(device, dtype)
+    rest['path'] = path
+    try:
+        tokenizer = json_tokenizer(path) if published else find_tokenizer(rest, path)
+    except (OSError, ImportError, ValueError) as error:  # it may still be trained, measured, exported
+        tokenizer, rest['no_tokenizer'] = None, str(error)
+    return model, tokenizer, rest
 
 
 # one token --------------------------------------------------------------------------------------------------
@@ -54,8 +127,8 @@ def uniforms(seed, sample, position, count):
     return np.floor(np.random.Generator(bits).random(count) * 2**24) / 2**24
 
 
-def pick(logits, u, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
-    """Draws a token a row: logits (B, V), u (B,) uniform in [0, 1) -> (B,) int64, by inverting the
+def sample_token(logits, u, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
+    """Draws a token for each row: logits (B, V), u (B,) uniform in [0, 1) -> (B,) int64, by inverting the
     distribution function in vocabulary order. temperature 0 is the argmax, whatever the rest says. Then, in
     this order: temperature, top_k (exactly k, ties or not), top_p (arXiv:1904.09751), min_p
     (arXiv:2407.01082)."""
@@ -83,18 +156,33 @@ def penalise(logits, seen, penalty):
 
 # many tokens ------------------------------------------------------------------------------------------------
 
-def prefill(model, contexts, cache):
-    """Feeds each row's tokens to the empty cache; logits after the last one, (B, V). Rows may differ in
-    length: all but the last token of each go in padded on the right, the padding is taken back, then each
-    row's last goes in."""
-    lengths, device = [len(c) for c in contexts], cache.length.device
-    if min(lengths) == max(lengths):
-        return model(torch.tensor(contexts, device=device), cache=cache, keep=1)[:, -1]
+def prefill(model, prompts, cache):
+    """Feeds prompts, lists of token ids, to an empty cache. Returns the logits after the last token of each,
+    (B, V). Of prompts of different lengths all but the last token go in padded on the right, the padding is
+    taken back, then the last ones go in."""
+    lengths, device = [len(prompt) for prompt in prompts], cache.length.device
     longest = max(lengths)
-    padded = torch.tensor([c[:-1] + [0] * (longest - len(c)) for c in contexts], device=device)
-    model(padded, cache=cache, keep=0)
-    cache.rewind(longest - torch.tensor(lengths, device=device))
-    return model(torch.tensor([c[-1:] for c in contexts], device=device), cache=cache, keep=1)[:, -1]
+    last = prompts
+    if min(lengths) < longest:
+        padded = [prompt[:-1] + [0] * (longest - len(prompt)) for prompt in prompts]
+        model(torch.tensor(padded, device=device), cache=cache, keep=0)
+        cache.rewind(longest - torch.tensor(lengths, device=device))
+        last = [prompt[-1:] for prompt in prompts]
+    return model(torch.tensor(last, device=device), cache=cache, keep=1)[:, -1]
+
+
+def empty_cache(model, cache, prompts, max_len, static):
+    """A cache to prefill prompts into: the one given, emptied, or a new one. static: for a compiled step."""
+    lengths = [len(prompt) for prompt in prompts]
+    spread = max(lengths) - min(lengths)  # what prefill takes back
+    if cache is not None and spread <= cache.max_rewind:
+        cache.rewind(cache.length.clone())
+        return cache
+    cache = model.make_cache(len(prompts), max_len, static=static, max_rewind=spread)
+    if static and cache.length.is_cuda:  # CUDA graphs replay on fixed addresses
+        for buffer in cache.tensors():
+            torch._dynamo.mark_static_address(buffer)
+    return cache
 
 
 @torch.no_grad()
@@ -127,30 +215,23 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
         logits = logits.to(where)
         if seen is not None:
             logits = penalise(logits, seen, repetition_penalty)
-        token = pick(logits, u, temperature, top_k, top_p, min_p)
+        token = sample_token(logits, u, temperature, top_k, top_p, min_p)
         if seen is not None:
             seen.scatter_(1, token[:, None], True)
         return token
 
     def step(token, cache, u):
         return draw(model(token, cache=cache, keep=1)[:, -1], u)
-
-    contexts = [list(p[-block_size:]) for p in prompts]
-    max_len = min(block_size, max(map(len, contexts)) + max_new_tokens)
     if compile:
         step = torch.compile(step, dynamic=False, mode='reduce-overhead' if device.type == 'cuda' else None)
+
+    contexts = [list(prompt[-block_size:]) for prompt in prompts]  # what rows attend to, and grow by
+    max_len = min(block_size, max(map(len, contexts)) + max_new_tokens)
     cache, token, ended = None, None, [False] * len(prompts)
     for u in noise:
-        if token is None or max(map(len, contexts)) > block_size:
+        if cache is None or max(map(len, contexts)) > block_size:
             contexts = [c if len(c) <= block_size else c[-max(1, block_size // 2):] for c in contexts]
-            lengths = [len(c) for c in contexts]
-            spread = max(lengths) - min(lengths)  # what prefill takes back
-            if cache is None or spread > cache.max_rewind:
-                cache = model.make_cache(len(prompts), max_len, static=compile, max_rewind=spread)
-                if compile and device.type == 'cuda':  # CUDA graphs replay on fixed addresses
-                    for buffer in cache.tensors():
-                        torch._dynamo.mark_static_address(buffer)
-            cache.rewind(cache.length.clone())
+            cache = empty_cache(model, cache, contexts, max_len, static=compile)
             token = draw(prefill(model, contexts, cache), u)
         else:
             token = step(token[:, None].to(device), cache, u)
@@ -167,7 +248,8 @@ class TextStream:
     """Tokens -> text as it becomes certain: whole characters only, and nothing that may begin a stop text."""
 
     def __init__(self, tokenizer, stop=()):
-        self.tokenizer, self.stop, self.held, self.ended = tokenizer, tuple(filter(None, stop)), '', False
+        self.tokenizer, self.stop = tokenizer, tuple(filter(None, stop))
+        self.held, self.ended = '', False
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
 
     def feed(self, token):
@@ -219,37 +301,20 @@ def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, *
 
 # the story --------------------------------------------------------------------------------------------------
 
-def checkpoint_path(init_from, out_dir):
-    """The file that init_from means."""
-    folder = out_dir if init_from == 'resume' else init_from
-    if init_from != 'resume' and not os.path.isdir(folder):
-        return folder
-    best = os.path.join(folder, 'best.pt')
-    return best if os.path.exists(best) else os.path.join(folder, 'ckpt.pt')
-
-
-def write_pretrained(model, tokenizer, folder):
-    """Model and tokenizer, as AutoModelForCausalLM and AutoTokenizer read them."""
-    source = tokenizer.to_json()
-    eot = tokenizer.decode([tokenizer.eot]) if tokenizer.eot is not None else None
-    model.save_pretrained(folder, eos_token_id=tokenizer.eot)
-    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eot,
-              'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size}
-    config |= getattr(tokenizer, 'config', {})  # what came with it: its own end of text, its chat template
-    for name, text in {'tokenizer.json': source,
-                       'tokenizer_config.json': json.dumps(config)}.items():
-        with open(os.path.join(folder, name), 'w', encoding='utf-8', newline='') as f:
-            f.write(text)
-
-
-def find_tokenizer(rest, path):
-    """The tokenizer of a checkpoint: its own, or for nanoGPT's files that of the dataset it names."""
-    if rest.get('tokenizer'):
-        return tokenizer_from_state(rest['tokenizer'])
-    dataset = rest.get('config', {}).get('dataset')
-    if dataset is None:
-        raise ValueError(f"{path} names no tokenizer and no dataset: nothing can turn its tokens into text")
-    return load_tokenizer(os.path.join('data', dataset))
+def check_settings(s):
+    """Raises ValueError for the first setting that is out of range. s: this file's settings, a dict."""
+    for name, fine, wanted in [
+            ('temperature', s['temperature'] >= 0, 'at least 0'),
+            ('top_k', (s['top_k'] or 0) >= 0, 'at least 0, or None'),
+            ('top_p', 0 < s['top_p'] <= 1, 'above 0 and at most 1'),
+            ('min_p', 0 <= s['min_p'] <= 1, 'between 0 and 1'),
+            ('repetition_penalty', s['repetition_penalty'] > 0, 'above 0'),
+            ('num_samples', s['num_samples'] >= 1, 'at least 1'),
+            ('max_new_tokens', s['max_new_tokens'] >= 1, 'at least 1'),
+            ('seed', s['seed'] >= 0, 'at least 0'),
+            ('stop', all(isinstance(text, str) for text in s['stop']), 'text, or a list of texts')]:
+        if not fine:
+            raise ValueError(f"{name}={s[name]!r} must be {wanted}")
 
 
 def read_prompts(start):
@@ -272,37 +337,22 @@ def read_prompts(start):
 
 
 if __name__ == '__main__':
-    for name, value, wrong in [('temperature', temperature, temperature < 0),
-                               ('top_k', top_k, (top_k or 0) < 0),
-                               ('top_p', top_p, not 0 < top_p <= 1), ('min_p', min_p, not 0 <= min_p <= 1),
-                               ('repetition_penalty', repetition_penalty, repetition_penalty <= 0),
-                               ('num_samples', num_samples, num_samples < 1), ('seed', seed, seed < 0),
-                               ('max_new_tokens', max_new_tokens, max_new_tokens < 1)]:
-        if wrong:
-            raise ValueError(f"{name}={value} is out of range: temperature >= 0, top_k >= 0, 0 < top_p <= 1, "
-                             "0 <= min_p <= 1, repetition_penalty > 0, num_samples, max_new_tokens >= 1, "
-                             "seed >= 0")
+    check_settings(config)
     machine = runtime(device, dtype, seed)
-    if init_from != 'resume' and foreign(init_from):
-        path, rest = find_checkpoint(init_from), {}
-        model, tokenizer = GPT.from_pretrained(path), json_tokenizer(path)
-    else:
-        path = checkpoint_path(init_from, out_dir)
-        model, rest = GPT.from_checkpoint(path)
-        tokenizer = find_tokenizer(rest, path)
-    if export:
-        write_pretrained(model, tokenizer, export)
-        print(f"{path} is in {export} for transformers: {', '.join(sorted(os.listdir(export)))}")
-        raise SystemExit
-    model.to(machine.device, machine.dtype).eval()
-    at = (f", iteration {rest.get('iter_num', 0):,}, "
-          f"val loss {float(rest.get('best_val_loss', float('nan'))):.4f} at best")
-    print(f"{path}: {model.num_params():,} parameters{at if rest else ''}")
+    model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype)
+    if tokenizer is None:
+        raise ValueError(rest['no_tokenizer'])
+    model.eval()
+    trained = ''
+    if 'iter_num' in rest and 'best_val_loss' in rest:
+        trained = f", iteration {rest['iter_num']:,}, val loss {float(rest['best_val_loss']):.4f} at best"
+    print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
+
     prompts = read_prompts(start)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    if max(map(len, ids)) > model.config.block_size:
-        print(f"a prompt of {max(map(len, ids))} tokens is cropped to its last {model.config.block_size}")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    longest = max(map(len, ids))
+    if longest > model.config.block_size:
+        print(f"a prompt of {longest} tokens is cropped to its last {model.config.block_size}")
     rows = [(prompt, i) for prompt, i in zip(prompts, ids) for _ in range(num_samples)]
     live = sys.stdout.isatty()  # a person sees the first sample grow, the others follow when all are done
 
@@ -313,7 +363,8 @@ if __name__ == '__main__':
     print('---------------')
     show(0, prompts[0])
     begun = time.perf_counter()
-    texts, count = complete(model, tokenizer, [i for _, i in rows], max_new_tokens, stops, show,
+    texts, count = complete(model, tokenizer, [i for _, i in rows], max_new_tokens,
+                            (stop,) if isinstance(stop, str) else tuple(stop), show,
                             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                             repetition_penalty=repetition_penalty, compile=compile is True)
     seconds = time.perf_counter() - begun

@@ -15,27 +15,23 @@ them. Batches are a pure function of (seed, iteration), so a run that was stoppe
 of ranks that divides the batch, sees the batches it would have seen.
 """
 import time
+
 START = time.time()  # before torch, whose import counts: wall_s is what a person waits
 
+import collections
 import csv
+import dataclasses
 import functools
 import importlib.util
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-from configurator import configure, runtime
-from model import GPT, GPTConfig
-from prepare import Bins, find_checkpoint, foreign, json_tokenizer, load_tokenizer, read_meta
-from sample import complete
+from configurator import configure, print0, runtime
 
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
@@ -58,7 +54,7 @@ max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # instead: passes over train.bin
 tokens_per_param: float | None = None  # instead: tokens for each parameter (20 is Chinchilla's)
 # optimizer
-optimizer = 'adamw'                  # adamw, or muon (matrices of the blocks; the rest by AdamW)
+optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
 weight_decay = 1e-1                  # on matrices and embeddings, not on norms and biases
 beta1 = 0.9                          # AdamW
@@ -71,7 +67,7 @@ z_loss = 0.0                         # weight of the router's z-loss; ST-MoE has
 balance_rate = 0.001                 # how far balance_bias moves an iteration, where the model has it
 # learning rate
 decay_lr = True                      # False: constant after warm-up
-lr_schedule = 'cosine'               # cosine, linear, or wsd (constant, then linear over the last `cooldown`)
+lr_schedule = 'cosine'               # cosine, linear, wsd (constant, linear over `cooldown`): SCHEDULES
 cooldown = 0.4                       # share of the run that wsd decays over
 warmup_iters = 2000                  # linear warm-up
 lr_decay_iters: int | None = None    # end of the decay; None: max_iters
@@ -83,8 +79,16 @@ dtype = 'auto'                       # float32, bfloat16, float16; auto: what th
 compile: bool | str = 'auto'         # torch.compile; auto: where it works and a long run earns it back
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
-config, model_args = configure(globals(), GPTConfig, default_file='config/default.py')
+config, model_args = configure(globals(), 'GPTConfig', default_file='config/default.py')
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from model import GPT, GPTConfig
+from prepare import Bins, load_tokenizer, read_meta
+from sample import complete, load
 
 # learning rate ----------------------------------------------------------------------------------------------
 
@@ -145,6 +149,17 @@ def to_device(windows, device):
     return windows[:, :-1].to(device), windows[:, 1:].to(device)
 
 
+def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, device, rank=0, ranks=1):
+    """Yields this rank's micro-batches of those iterations: the ranks take turns through the windows of an
+    iteration, so that any number of them sees the same ones."""
+    n_windows = bins.n_windows(block_size)
+    for it in iterations:
+        for step in range(accumulation):
+            first = ((it * accumulation + step) * ranks + rank) * micro_batch
+            indices = window_indices(first, micro_batch, n_windows, seed)
+            yield to_device(bins.read(indices, block_size), device)
+
+
 @torch.no_grad()
 def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0, ranks=1):
     """Mean loss over `batches` batches of val windows, evenly spread, the same every time, or over all
@@ -171,16 +186,16 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
     return total.item() / count, count
 
 
-# Muon -------------------------------------------------------------------------------------------------------
+# optimizers -------------------------------------------------------------------------------------------------
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): what
     torch.optim.Muon with adjust_lr_fn='match_rms_adamw' computes, but all matrices of a shape at once, and
-    each projection of a fused matrix by itself. `parts`: parameter -> rows of each projection in it."""
+    each projection of a fused matrix by itself. row_splits: parameter -> rows of each projection in it."""
 
-    def __init__(self, params, lr, parts, momentum=0.95, weight_decay=0.1):
+    def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.parts = parts
+        self.row_splits = row_splits
 
     @torch.no_grad()
     def step(self):
@@ -194,13 +209,14 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
             nesterov = torch._foreach_lerp(grads, buffers, group['momentum'])
             torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
-            shapes = {}  # (rows, columns) -> the update and the weights of each matrix of that shape
-            for update, w in zip(nesterov, params):  # experts are stacked: (experts, rows, columns)
-                for u, part in zip(*(x.split(self.parts[w], dim=-2) for x in (update, w))):
-                    matrices = [(u, part)] if w.ndim == 2 else zip(u.unbind(), part.unbind())
-                    shapes.setdefault(part.shape[-2:], []).extend(matrices)
-            for shape, pairs in shapes.items():
-                updates, weights = zip(*pairs)
+            shapes = {}  # (rows, columns) -> (updates, weights) of the matrices of that shape
+            for update, w in zip(nesterov, params):
+                rows = self.row_splits[w]
+                for u, part in zip(update.split(rows, dim=-2), w.split(rows, dim=-2)):
+                    updates, weights = shapes.setdefault(part.shape[-2:], ([], []))
+                    updates.extend([u] if u.ndim == 2 else u.unbind())  # experts: (experts, rows, columns)
+                    weights.extend([part] if part.ndim == 2 else part.unbind())
+            for shape, (updates, weights) in shapes.items():
                 updates = orthogonalise(torch.stack(updates)).to(weights[0].dtype)
                 torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
 
@@ -219,40 +235,72 @@ def orthogonalise(x, steps=5, eps=1e-7):
     return x.mT if tall else x
 
 
-def make_optimizers(model, kind, learning_rate, weight_decay, betas, momentum, device):
-    """A list of one or two optimizers that cover every parameter once. Matrices and embeddings decay."""
+def make_adamw(groups, config):
+    fused = groups[0]['params'][0].device.type in ('cuda', 'cpu')
+    return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
+                             fused=fused)
+
+
+def adamw(model, config):
+    """AdamW for everything; matrices and embeddings decay."""
     groups = model.param_groups()
-    fused = torch.device(device).type in ('cuda', 'cpu')
-    plain = dict(lr=learning_rate, betas=betas, fused=fused)
-    if kind == 'adamw':
-        both = {id(w) for w in groups['matrix'] + groups['embedding']}
-        decayed = [w for w in model.parameters() if id(w) in both]  # in the model's order, which is nanoGPT's
-        return [torch.optim.AdamW([dict(params=decayed, weight_decay=weight_decay),
-                                   dict(params=groups['vector'], weight_decay=0.0)], **plain)]
-    if kind == 'muon':
-        return [Muon(groups['matrix'], learning_rate, model.parts(), momentum, weight_decay),
-                torch.optim.AdamW([dict(params=groups['embedding'], weight_decay=weight_decay),
-                                   dict(params=groups['vector'], weight_decay=0.0)], **plain)]
-    raise ValueError(f"optimizer={kind!r} is none of adamw, muon")
+    vectors = {id(w) for w in groups['vector']}
+    decayed = [w for w in model.parameters() if id(w) not in vectors]  # in the model's order: nanoGPT's too
+    return [make_adamw([dict(params=decayed, weight_decay=config['weight_decay']),
+                        dict(params=groups['vector'], weight_decay=0.0)], config)]
+
+
+def muon(model, config):
+    """Muon for the matrices in the blocks, AdamW for the rest; matrices and embeddings decay."""
+    groups, decay = model.param_groups(), config['weight_decay']
+    return [Muon(groups['matrix'], config['learning_rate'], model.row_splits(), config['momentum'], decay),
+            make_adamw([dict(params=groups['embedding'], weight_decay=decay),
+                        dict(params=groups['vector'], weight_decay=0.0)], config)]
+
+
+OPTIMIZERS = {  # name: function of the model and all settings -> list of optimizers that share its parameters
+    'adamw': adamw,
+    'muon': muon,
+}
+
+
+def make_optimizers(model, config):
+    """The optimizers that config['optimizer'] names. config: this file's settings as a dict. Raises
+    ValueError if a parameter of the model has no optimizer, or two."""
+    optimizers = OPTIMIZERS[config['optimizer']](model, config)
+    taken = collections.Counter(id(w) for opt in optimizers for group in opt.param_groups
+                                for w in group['params'])
+    wrong = [name for name, w in model.named_parameters() if taken[id(w)] != 1]
+    if wrong:
+        raise ValueError(f"optimizer={config['optimizer']!r} must take each parameter once, but not "
+                         f"{', '.join(wrong[:5])}: see OPTIMIZERS in train.py")
+    return optimizers
 
 
 def load_optimizers(optimizers, states, path):
-    """Puts saved states back; nanoGPT's single one too, whose parameters stand in the same order."""
-    states = [states] if isinstance(states, dict) else states
-    sizes = [[len(g['params']) for g in s['param_groups']] for s in states or []]
-    if sizes != [[len(g['params']) for g in o.param_groups] for o in optimizers]:
+    """Puts saved states back; nanoGPT's single one too, whose parameters stand in the same order. Raises
+    ValueError where they do not fit."""
+    states = [states] if isinstance(states, dict) else states or []
+    fine_tune = f"fine-tune with --init_from={shlex.quote(path)}"
+    try:
+        sizes = [[len(group['params']) for group in state['param_groups']] for state in states]
+        values = [value for state in states for each in state['state'].values() for value in each.values()]
+    except (TypeError, KeyError, AttributeError):
+        raise ValueError(f"{path} holds something else as optimizer state; {fine_tune}") from None
+    if not all(isinstance(value, (torch.Tensor, int, float)) for value in values):
+        raise ValueError(f"{path} holds an optimizer state that is not all numbers; {fine_tune}")
+    if sizes != [[len(group['params']) for group in opt.param_groups] for opt in optimizers]:
         raise ValueError(f"{path} holds no optimizer state for this optimizer: it was written with another "
-                         "one, or holds weights only; use its --optimizer, or fine-tune with --init_from="
-                         + str(path))
+                         f"one, or holds weights only; use its --optimizer, or {fine_tune}")
     for opt, state in zip(optimizers, states):
         params = [w for group in opt.param_groups for w in group['params']]
         for i, w in enumerate(params):
             for name, value in state['state'].get(i, {}).items():
-                if not value.ndim or value.shape == w.shape:
+                if not torch.is_tensor(value) or not value.ndim or value.shape == w.shape:
                     continue
                 if w.ndim != 2 or value.shape[1:] != w.shape[1:] or not 0 < len(w) - len(value) < 64:
                     raise ValueError(f"{path}: optimizer state {i} is {tuple(value.shape)}, its parameter "
-                                     f"{tuple(w.shape)}; fine-tune instead, with --init_from={path}")
+                                     f"{tuple(w.shape)}; {fine_tune}")
                 # rows that pad the vocabulary are not in nanoGPT's files
                 state['state'][i][name] = torch.zeros_like(w, device='cpu').index_copy_(
                     0, torch.arange(len(value)), value.to(w.dtype))
@@ -262,7 +310,133 @@ def load_optimizers(optimizers, states, path):
             group.update(mine)  # the settings of this run, not the file's
 
 
+# one iteration ----------------------------------------------------------------------------------------------
+
+def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss, ranks=1):
+    """Adds up the gradients of an iteration's micro-batches, of which `batch` is the first and `batches`
+    yields the others. Returns the mean loss and the load of the experts (None without), both on the device,
+    and the first batch of the next iteration."""
+    losses, load = torch.zeros((), device=batch[0].device), None
+    for step in range(accumulation):
+        if ranks > 1:  # gradients travel with the last micro-batch only
+            forward.require_backward_grad_sync = step == accumulation - 1
+        with autocast():
+            loss, aux = forward(*batch)
+        losses += loss.detach()
+        if aux:  # a model with experts
+            loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
+            load = aux['load'] if load is None else load + aux['load']
+        scaler.scale(loss / accumulation).backward()
+        batch = next(batches, None)  # read while the device computes
+    if load is not None and ranks > 1:
+        dist.all_reduce(load)
+    return losses / accumulation, load, batch
+
+
+def update(model, params, optimizers, scaler, grad_clip, load, balance_rate):
+    """Clips the gradients, lets the optimizers step, moves the bias that balances experts, and clears the
+    gradients. Returns their norm, and whether the weights moved: with float16 they do not where a gradient
+    is not finite, and the scale goes down instead."""
+    for opt in optimizers:
+        scaler.unscale_(opt)
+    grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
+                                               foreach=params[0].device.type != 'mps')
+    moved = not scaler.is_enabled() or bool(grad_norm.isfinite())
+    if moved:
+        for opt in optimizers:
+            scaler.step(opt)
+        if model.config.balance_bias:
+            model.move_balance(load, balance_rate)
+    scaler.update()
+    for opt in optimizers:
+        opt.zero_grad(set_to_none=True)
+    return grad_norm, moved
+
+
+def seed_dropout(seed, it, rank, device):
+    """Makes dropout a function of (seed, iteration, rank)."""
+    generator = torch.default_generator if device == 'cpu' else torch  # torch's seeds CUDA on a CPU too
+    generator.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))
+
+
+def relative_change(params, before):
+    """How far an update has moved the weights, relative to their norm."""
+    moved = sum((w.detach() - old).square().sum() for w, old in zip(params, before))
+    return (moved / sum(old.square().sum() for old in before)).sqrt().item()
+
+
+def share_news(loss, stop, ranks):
+    """Mean loss over the ranks, and whether any of them was asked to stop: all stop together."""
+    news = torch.stack([loss, torch.tensor(float(stop), device=loss.device)])
+    if ranks > 1:
+        dist.all_reduce(news)
+    return news[0].item() / ranks, news[1].item() > 0
+
+
+def check_finite(name, value, it, learning_rate):
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value} at iteration {it}: the run diverged, so nothing more is saved; "
+                         f"lower --learning_rate (now {learning_rate}), or use --dtype=float32")
+
+
 # checkpoints and log ----------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Progress:
+    """What changes in a run beside weights and optimizers; a checkpoint holds it under the same names."""
+    iter_num: int = 0                # updates so far
+    best_val_loss: float = math.inf
+    skipped: int = 0                 # updates that float16 left out
+    wall_s: float = 0.0              # seconds from the first start, less the pauses between processes
+
+
+def load_to_train(init_from, out_dir, model_args, argv):
+    """The model to resume or to fine-tune, its tokenizer and the rest of its checkpoint, as sample.load
+    returns them. Its architecture is the checkpoint's: of the model_args that the user asks for, four may
+    change it, any other difference is a ValueError."""
+    if not any(arg.endswith('.py') for arg in argv):  # config/default.py, loaded unasked, is no wish
+        model_args = {name: value for name, value in model_args.items()
+                      if any(arg.startswith(f'--{name}=') for arg in argv)}
+    changes = {name: value for name, value in model_args.items()
+               if name in ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence')}
+    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=False, **changes)
+    for name, value in model_args.items():
+        if value is not None and value != rest['model_args'][name]:
+            raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has "
+                             f"{rest['model_args'][name]!r}: leave it out, or train from scratch")
+    return model, tokenizer, rest
+
+
+def resume(rest, config, optimizers, scaler):
+    """Puts optimizers and scaler back to where the checkpoint has them, says which settings are others now.
+    Returns the checkpoint's Progress."""
+    path = rest['path']
+    missing = [name for name in ('iter_num', 'best_val_loss', 'optimizer') if name not in rest]
+    if missing:
+        raise ValueError(f"{path} has no {' and no '.join(missing)}, so it cannot be resumed; fine-tune with "
+                         f"--init_from={shlex.quote(path)}")
+    load_optimizers(optimizers, rest['optimizer'], path)
+    if rest.get('scaler'):  # none in files that were not written under float16
+        scaler.load_state_dict(rest['scaler'])
+    progress = Progress(**{field.name: rest.get(field.name, field.default)
+                           for field in dataclasses.fields(Progress)})
+    progress.best_val_loss = float(progress.best_val_loss)  # nanoGPT's is a tensor
+    for name in ('dataset', 'batch_size', 'gradient_accumulation_steps', 'seed', 'learning_rate',
+                 'max_iters'):
+        was = rest.get('config', {}).get(name, config[name])
+        if was != config[name]:
+            print0(f"resume: {name} was {was!r}, is {config[name]!r}")
+    print0(f"resume: {path} at iteration {progress.iter_num:,}, best val loss {progress.best_val_loss:.4f}")
+    return progress
+
+
+def snapshot(model, progress, optimizers=(), scaler=None):
+    """The part of a checkpoint that changes: weights, Progress, and what resuming needs of the optimizers."""
+    state = {'model': model.state_dict(), **dataclasses.asdict(progress)}
+    if optimizers:
+        state.update(optimizer=[opt.state_dict() for opt in optimizers], scaler=scaler.state_dict())
+    return state
+
 
 def save(path, state):
     """Writes state to path: all of it or, with the old file kept, nothing. Raises OSError with the reason."""
@@ -277,8 +451,28 @@ def save(path, state):
                       f"{kept}") from None
 
 
-LOG_FIELDS = ['iter', 'tokens', 'epoch', 'loss', 'val_loss', 'val_bpb', 'lr', 'grad_norm', 'update_ratio',
-              'ms_per_iter', 'tok_per_s', 'mfu', 'load_max', 'skipped', 'wall_s']
+def make_room(out_dir, resumed, keep_best):
+    """Makes out_dir ready for a run: from scratch, the files of a run that is there are renamed; resumed,
+    best.pt stays only if it is to be kept."""
+    os.makedirs(out_dir, exist_ok=True)
+    path = functools.partial(os.path.join, out_dir)
+    there = [name for name in ('ckpt.pt', 'best.pt', 'log.csv') if os.path.exists(path(name))]
+    if not resumed:
+        for name in there:
+            os.replace(path(name), path(name + '.old'))
+        if there:
+            print0(f"{out_dir}/ held a run: {', '.join(there)} renamed to *.old")
+    elif keep_best and 'best.pt' not in there:
+        shutil.copyfile(path('ckpt.pt'), path('best.pt'))  # nanoGPT's ckpt.pt is its best
+    elif not keep_best and 'best.pt' in there:
+        os.replace(path('best.pt'), path('best.pt.old'))  # else sample.py would go on reading it
+
+
+LOG_FIELDS = {  # the columns of log.csv, and how each is written
+    'iter': 'd', 'tokens': 'd', 'epoch': '.4f', 'loss': '.6f', 'val_loss': '.6f', 'val_bpb': '.6f',
+    'lr': '.6e', 'grad_norm': '.5f', 'update_ratio': '.3e', 'ms_per_iter': '.3f', 'tok_per_s': '.0f',
+    'mfu': '.4f', 'load_max': '.3f', 'skipped': 'd', 'wall_s': '.2f',
+}
 
 
 def open_log(path, after):
@@ -293,25 +487,77 @@ def open_log(path, after):
         writer.writeheader()
         writer.writerows(rows)
     os.replace(path + '.tmp', path)
-    f = open(path, 'a', encoding='utf-8', newline='')
+    f = open(path, 'a', encoding='utf-8', newline='', buffering=1)  # noqa: SIM115
     return f, csv.DictWriter(f, LOG_FIELDS)
 
 
-# machine ----------------------------------------------------------------------------------------------------
+def log_row(writer, wandb, row):
+    """Writes a row, a dict of numbers by LOG_FIELDS, to log.csv and to wandb, if there is one."""
+    row = {name: value for name, value in row.items() if value is not None}
+    writer.writerow({name: format(value, LOG_FIELDS[name]) for name, value in row.items()})
+    if wandb:
+        names = {'iter': 'iter', 'loss': 'train/loss', 'val_loss': 'val/loss', 'lr': 'lr'}
+        wandb.log({names[name]: value for name, value in row.items() if name in names})
 
-PEAK_TFLOPS = {  # dense bfloat16 peaks from NVIDIA's data sheets, by what the device's name contains
-    'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'GH200': 989, 'B200': 2250, 'A100': 312,
-    'A800': 312, 'L40S': 362, 'A10G': 70, 'L4': 121, 'RTX 4090': 165, 'RTX 3090': 71,
-}
+
+def duration(seconds):
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
-def peak_flops(device, dtype):
-    """FLOP/s of the device at 16 bits, or None where nobody has published it: then there is no MFU."""
-    if 'cuda' not in device or dtype == torch.float32:
+def describe(row, seconds_left):
+    mfu = f", mfu {row['mfu']:.1%}" if row['mfu'] else ''
+    return (f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.2e}, norm {row['grad_norm']:.2f}, "
+            f"{row['ms_per_iter']:.1f} ms, {row['tok_per_s']:,.0f} tok/s{mfu}, {duration(seconds_left)} left")
+
+
+def start_wandb(project, name, settings):
+    """The wandb module, a run begun; None where it is missing or refuses: it must not cost the run."""
+    try:
+        import wandb
+        wandb.init(project=project, name=name, config=settings)
+        return wandb
+    except Exception as error:
+        print0(f"no wandb logging, log.csv has everything ({type(error).__name__}: {error})")
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()
-                 if re.search(rf'\b{part}\b', name) and 'Laptop' not in name), None)
+
+
+# settings and machine ---------------------------------------------------------------------------------------
+
+def check_settings(config):
+    """Raises ValueError for the first setting that is no choice, or out of range."""
+    for name, known in ('optimizer', OPTIMIZERS), ('lr_schedule', SCHEDULES):
+        if config[name] not in known:
+            raise ValueError(f"{name}={config[name]!r} is none of {', '.join(known)}")
+    lowest = dict(eval_interval=1, eval_iters=1, log_interval=1, sample_tokens=0, max_iters=0, epochs=0,
+                  tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
+                  z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0)
+    for name, low in lowest.items():
+        if config[name] is not None and not config[name] >= low:  # nan is not
+            raise ValueError(f"{name}={config[name]} must be at least {low}")
+    for name in ('beta1', 'beta2', 'momentum'):
+        if not 0 <= config[name] < 1:
+            raise ValueError(f"{name}={config[name]} must be at least 0 and below 1")
+    if not 0 < config['cooldown'] <= 1:
+        raise ValueError(f"cooldown={config['cooldown']} must be above 0 and at most 1")
+    if config['epochs'] is not None and config['tokens_per_param'] is not None:
+        raise ValueError(f"epochs={config['epochs']} and tokens_per_param={config['tokens_per_param']} both "
+                         "set the length: give one")
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix('torch.')
+
+
+def settle_machine(device, dtype, seed, compile, ranks, was):
+    """configurator.runtime, and compile. was: the runtime that a checkpoint records. On the same device and
+    as many ranks 'auto' stands for what it stood for there: then a run resumes exactly."""
+    machine = runtime(device, dtype, seed)
+    if not was or (was['device_type'], was['ranks']) != (machine.device_type, ranks):
+        return machine, compile
+    if dtype == 'auto' and (was['threads'], was['dtype']) != (machine.threads, dtype_name(machine.dtype)):
+        machine = runtime(device, was['dtype'], seed, threads=was['threads'])
+    return machine, was['compile'] if compile == 'auto' else compile
 
 
 def resolve_compile(compile, device, flops):
@@ -330,98 +576,103 @@ def resolve_compile(compile, device, flops):
             and any(map(shutil.which, (os.environ.get('CXX', 'c++'), 'g++', 'clang++'))))
 
 
-def duration(seconds):
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+def compile_model(model, device):
+    # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
+    options = None if 'cuda' in device else {'fallback_random': True}
+    return torch.compile(model, dynamic=False, options=options)
 
+
+PEAK_TFLOPS = {  # dense bfloat16 peaks from NVIDIA's data sheets, by what the device's name contains
+    'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'GH200': 989, 'B200': 2250, 'A100': 312,
+    'A800': 312, 'L40S': 362, 'A10G': 70, 'L4': 121, 'RTX 4090': 165, 'RTX 3090': 71,
+}
+
+
+def peak_flops(device, dtype):
+    """FLOP/s of the device at 16 bits, or None where nobody has published it: then there is no MFU."""
+    if 'cuda' not in device or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()
+                 if re.search(rf'\b{part}\b', name) and 'Laptop' not in name), None)
+
+
+def dataset_tokenizer(folder, source_tokenizer, source):
+    """The tokenizer of a prepared folder, None if it cannot be had. Says so, and warns if the model that the
+    run starts from, read from `source`, has another."""
+    try:
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ImportError, ValueError) as error:
+        print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
+        return None
+    if source_tokenizer and source_tokenizer.state() != tokenizer.state():
+        print0(f"warning: {folder} was prepared with another tokenizer than {source} has, so its ids mean "
+               f"other text: python prepare.py ... --tokenizer={shlex.quote(source)}")
+    return tokenizer
+
+
+def stop_on_signals(rank):
+    """Ctrl-C and a scheduler's SIGTERM: the list that is returned is empty no more, which ends the run after
+    the iteration that is under way. A second signal leaves at once."""
+    stop = []
+
+    def ask(number, frame):
+        signal.signal(number, signal.default_int_handler)
+        stop.append(number)
+        if rank == 0:
+            os.write(2, b'\nstopping after this iteration\n')  # print may be interrupted by this very handler
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, ask)
+    return stop
+
+
+def tell(text, stop):
+    """print0, but once a signal has come nobody needs to listen: Ctrl-C ends the `tee` of `| tee log` as
+    well, and the run is to be saved."""
+    try:
+        print0(text)
+    except BrokenPipeError:
+        if not stop:
+            raise
+
+
+# the story --------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
-    # ranks and machine --------------------------------------------------------------------------------------
     rank, ranks = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    stop = []  # signals that asked to stop
-
-    def say(text):
-        try:
-            if rank == 0:
-                print(text, flush=True)
-        except BrokenPipeError:  # Ctrl-C ends `| tee log` before us: nobody listens, but a run is to be saved
-            if not stop:
-                raise
-
-    for key, known in dict(lr_schedule=SCHEDULES, optimizer=('adamw', 'muon')).items():
-        if config[key] not in known:
-            raise ValueError(f"{key}={config[key]!r} is none of {', '.join(known)}")
-    for key in ('eval_interval', 'eval_iters', 'log_interval'):
-        if config[key] < 1:
-            raise ValueError(f"{key}={config[key]} must be at least 1")
-    if epochs is not None and tokens_per_param is not None:
-        raise ValueError(f"epochs={epochs} and tokens_per_param={tokens_per_param} both set the length: "
-                         "give one")
+    check_settings(config)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
     checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
 
-    # checkpoint ---------------------------------------------------------------------------------------------
-    path, rest, model = None, {}, None
-    if init_from == 'resume':
-        path = checkpoint_file
-    elif init_from != 'scratch':
-        path = os.path.join(init_from, 'ckpt.pt') if os.path.isdir(init_from) else init_from
-    if path:
-        if not any(arg.endswith('.py') for arg in sys.argv[1:]):  # config/default.py asks for no architecture
-            model_args = {key: value for key, value in model_args.items()
-                          if any(arg.startswith(f'--{key}=') for arg in sys.argv)}
-        changes = {key: value for key, value in model_args.items()
-                   if key in ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence')}
-        if init_from != 'resume' and foreign(init_from):
-            path = find_checkpoint(init_from)
-            model = GPT.from_pretrained(path, torch.float32, **changes)
-            rest = {'model_args': vars(model.config).copy()}
-        else:
-            model, rest = GPT.from_checkpoint(path, **changes)
-        for key, value in model_args.items():
-            if value is not None and value != rest['model_args'][key]:
-                raise ValueError(f"{key}={value!r} differs from {path}, which has "
-                                 f"{rest['model_args'][key]!r}: leave it out, or train from scratch")
-    resumed = rest if init_from == 'resume' else {}
-    machine = runtime(device, dtype, seed)
-    was = resumed.get('runtime', {})  # what 'auto' was resolved to is kept: a resumed run is the same run
-    if (was.get('device_type'), was.get('ranks')) != (machine.device_type, ranks):
-        was = {}
-    elif (was['threads'], was['dtype']) != (machine.threads, str(machine.dtype)[6:]) and dtype == 'auto':
-        machine = runtime(device, was['dtype'], seed, threads=was['threads'])
+    # what to start from, machine, ranks
+    model, source_tokenizer, rest = None, None, {}
+    if init_from != 'scratch':
+        model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args, sys.argv[1:])
+    resumed = init_from == 'resume'
+    machine, compile = settle_machine(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
     device = machine.device
-    if compile == 'auto':
-        compile = was.get('compile', compile)
     if ranks > 1:
         dist.init_process_group(backend if backend != 'auto' else 'nccl' if 'cuda' in device else 'gloo')
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
 
-    # data ---------------------------------------------------------------------------------------------------
-    folder = dataset if os.path.isdir(dataset) and not os.path.isdir(os.path.join('data', dataset)) \
-        else os.path.join('data', dataset)
+    # data and model
+    folder = os.path.join('data', dataset)
+    if os.path.isdir(dataset) and not os.path.isdir(folder):
+        folder = dataset
     train_bins, val_bins = Bins(folder, 'train'), Bins(folder, 'val')
     meta = read_meta(folder)
-    bytes_per_token = meta['bytes_per_token']
-    try:
-        words = load_tokenizer(folder)
-    except (OSError, ImportError, ValueError) as error:
-        say(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
-        words = None
-    if path and words and not resumed and os.path.exists(os.path.join(path, 'tokenizer.json')) \
-            and json_tokenizer(path).to_json() != words.to_json():
-        say(f"warning: {folder} was prepared with another tokenizer than {path} has, so its ids mean other "
-            f"text: python prepare.py ... --tokenizer={path}")
-
-    # model --------------------------------------------------------------------------------------------------
+    tokenizer = dataset_tokenizer(folder, source_tokenizer, rest.get('path'))
     if model is None:
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **model_args}))
-    for bins in (train_bins, val_bins):
-        bins.vocab_size = model.config.vocab_size
     model.to(device).train()
-    block_size, n_params = model.config.block_size, model.num_params()
-    n_windows = train_bins.n_windows(block_size)
+    train_bins.vocab_size = val_bins.vocab_size = model.config.vocab_size
+    block_size, params = model.config.block_size, list(model.parameters())
+    n_windows, n_params = train_bins.n_windows(block_size), model.num_params()
+    val_bins.n_windows(block_size)  # an error, if there is none, before the run
     first_token = val_bins.read([0], block_size)[0, :1].tolist()  # samples go on from here
+
+    # length
     windows_per_iter = gradient_accumulation_steps * batch_size
     tokens_per_iter = windows_per_iter * block_size
     if epochs is not None:
@@ -433,217 +684,117 @@ if __name__ == '__main__':
     flops_per_iter = model.flops_per_token() * tokens_per_iter
     compile = resolve_compile(compile, device, flops_per_iter * max_iters)
     config.update(max_iters=max_iters, compile=compile)
-    say(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, context "
-        f"{block_size}, vocabulary {model.config.vocab_size}")
-    say(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
-    say(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} "
-        f"windows on {ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} "
-        f"epochs, {max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
-        f"{eval_interval} iterations to {out_dir}/")
+    print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
+           f"context {block_size}, vocabulary {model.config.vocab_size}")
+    print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
+    print0(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} "
+           f"windows on {ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} "
+           f"epochs, {max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
+           f"{eval_interval} iterations to {out_dir}/")
 
-    # optimizer, compilation, ranks --------------------------------------------------------------------------
-    params = list(model.parameters())
-    optimizers = make_optimizers(model, optimizer, learning_rate, weight_decay, (beta1, beta2), momentum,
-                                 device)
+    # optimizers, compilation
+    optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
-    it, best_val_loss, skipped, wall_before = 0, math.inf, 0, 0.0
-    if resumed:
-        load_optimizers(optimizers, rest.get('optimizer'), path)
-        if rest.get('scaler'):  # none in files that were not written under float16
-            scaler.load_state_dict(rest['scaler'])
-        it, best_val_loss = rest['iter_num'], float(rest['best_val_loss'])
-        skipped, wall_before = rest.get('skipped', 0), rest.get('wall_s', 0.0)
-        for key in ('dataset', 'batch_size', 'gradient_accumulation_steps', 'seed', 'learning_rate',
-                    'max_iters'):
-            if key in rest.get('config', {}) and rest['config'][key] != config[key]:
-                say(f"resume: {key} was {rest['config'][key]!r}, is {config[key]!r}")
-        say(f"resume: {path} at iteration {it:,}, best val loss {best_val_loss:.4f}")
-    first_it = it
-    del rest, resumed
+    progress = resume(rest, config, optimizers, scaler) if resumed else Progress()
+    del rest, source_tokenizer  # their memory
     forward = model
     if compile:
-        say('compiling: the first iteration takes about half a minute')
-        # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
-        forward = torch.compile(model, dynamic=False,
-                                options=None if 'cuda' in device else {'fallback_random': True})
+        print0('compiling: the first iteration takes about half a minute')
+        forward = compile_model(model, device)
     evaluated = forward if 'cuda' in device else model  # on a CPU compiling again costs more than it gives
     if ranks > 1:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
                       gradient_as_bucket_view=True)
 
-    # files --------------------------------------------------------------------------------------------------
-    log_file = wandb = None
+    # files, signals
+    writer, log_file, wandb, stop = None, None, None, []
     if rank == 0 and not eval_only:
-        os.makedirs(out_dir, exist_ok=True)
-        old = [name for name in ('ckpt.pt', 'best.pt', 'log.csv')
-               if os.path.exists(os.path.join(out_dir, name))]
-        if old and init_from != 'resume':
-            for name in old:
-                os.replace(os.path.join(out_dir, name), os.path.join(out_dir, name + '.old'))
-            say(f"{out_dir}/ held a run: {', '.join(old)} renamed to *.old")
-        if init_from == 'resume' and always_save_checkpoint and os.path.exists(best_file):
-            os.replace(best_file, best_file + '.old')  # else sample.py would go on reading it
-        elif init_from == 'resume' and not always_save_checkpoint and not os.path.exists(best_file):
-            shutil.copyfile(checkpoint_file, best_file)  # nanoGPT's ckpt.pt is its best
-        log_file, log = open_log(os.path.join(out_dir, 'log.csv'), first_it)
-        if wandb_log:
-            try:
-                import wandb
-                wandb.init(project=wandb_project, name=wandb_run_name, config={**config, **model_args})
-            except Exception as error:  # whatever it is, it must not cost the run
-                say(f"no wandb logging, log.csv has everything ({type(error).__name__}: {error})")
-                wandb = None
-
-    def checkpoint(**more):
-        return {'model': model.state_dict(), 'model_args': vars(model.config).copy(), 'iter_num': it,
-                'best_val_loss': best_val_loss, 'config': config, 'tokenizer': words and words.state(),
-                **more}
-
-    def save_last():
-        used = dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads, compile=compile,
-                    dtype=str(machine.dtype)[6:])
-        save(checkpoint_file, checkpoint(optimizer=[o.state_dict() for o in optimizers],
-                                         scaler=scaler.state_dict(), tokens=it * tokens_per_iter,
-                                         skipped=skipped, runtime=used,
-                                         wall_s=wall_before + time.time() - START))
-
-    def read_batch(it, step):
-        """Micro-batch `step` of this rank: the ranks take turns through the iteration's windows."""
-        first = it * windows_per_iter + (step * ranks + rank) * micro_batch
-        return to_device(train_bins.read(window_indices(first, micro_batch, n_windows, seed), block_size),
-                         device)
-
-    # Ctrl-C and a scheduler's SIGTERM: finish the iteration, save, leave. A second one leaves at once.
-    def ask_to_stop(number, frame):
-        signal.signal(number, signal.default_int_handler)
-        stop.append(number)
-        if rank == 0:
-            os.write(2, b'\nstopping after this iteration\n')  # print may be interrupted by this very handler
+        make_room(out_dir, resumed, keep_best=not always_save_checkpoint)
+        log_file, writer = open_log(os.path.join(out_dir, 'log.csv'), progress.iter_num)
+        wandb = start_wandb(wandb_project, wandb_run_name, {**config, **model_args}) if wandb_log else None
     if not eval_only:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, ask_to_stop)
+        stop = stop_on_signals(rank)
+    constant = {'model_args': dataclasses.asdict(model.config), 'config': config,
+                'tokenizer': tokenizer and tokenizer.state(),
+                'runtime': dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads,
+                                compile=compile, dtype=dtype_name(machine.dtype))}
 
-    # the loop: max_iters updates, and a last turn to judge the last weights ---------------------------------
-    peak = peak_flops(device, machine.dtype)
-    stopping, mean_loss, lr_now, row = False, 0.0, 0.0, {}
-    timed_it, timed_at, batch = it, time.time(), read_batch(it, 0)
+    # the loop: train up to the next evaluation, evaluate, save
+    began, first_it, peak = START - progress.wall_s, progress.iter_num, peak_flops(device, machine.dtype)
+    batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
+                           seed, device, rank, ranks)
+    batch, row, stopping = next(batches, None), None, False
     while True:
-        last = it >= max_iters or stopping or eval_only
-        if last or (it % eval_interval == 0 and it > first_it):
-            pause = time.time()
-            if stopping and rank == 0:  # first, for whoever sent the signal may not wait for an evaluation
-                save_last()
-            val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
-                                       machine.autocast, rank, ranks)
-            bpb = val_loss / math.log(2) / bytes_per_token if bytes_per_token else None
-            say(f"step {it}: val loss {val_loss:.4f}" + (f", {bpb:.4f} bits per byte" if bpb else '')
-                + f", perplexity {math.exp(min(val_loss, 99)):.2f} ({count * block_size:,} tokens)")
-            if not math.isfinite(val_loss):
-                raise ValueError(f"val loss is {val_loss} at iteration {it}: the run diverged, nothing "
-                                 f"is saved; lower --learning_rate (now {learning_rate}), or use "
-                                 "--dtype=float32")
-            if eval_only:
-                break
-            if rank == 0:
-                improved, best_val_loss = val_loss < best_val_loss, min(val_loss, best_val_loss)
-                if improved and not always_save_checkpoint:
-                    save(best_file, checkpoint())
-                save_last()
-                now = wall_before + time.time() - START
-                if it > first_it:
-                    log.writerow({**row, 'iter': it, 'tokens': it * tokens_per_iter,
-                                  'val_loss': f"{val_loss:.6f}", 'val_bpb': f"{bpb:.6f}" if bpb else '',
-                                  'wall_s': f"{now:.2f}"})
-                    log_file.flush()
-                if wandb:
-                    wandb.log({'iter': it, 'val/loss': val_loss, 'lr': lr_now})
-                if sample_tokens and words:
-                    model.eval()
-                    with machine.autocast():
-                        text, _ = complete(model, words, [first_token], sample_tokens, seed=seed)
-                    model.train()
-                    say(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
-            timed_at += time.time() - pause
-        if last:
+        goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
+        timed_it, timed_at = progress.iter_num, time.time()
+        while progress.iter_num < goal and not stopping and not eval_only:
+            lr = lr_at(progress.iter_num, learning_rate, floor, warmup_iters, decay_end,
+                       lr_schedule if decay_lr else None, cooldown)
+            for opt in optimizers:
+                for group in opt.param_groups:
+                    group['lr'] = lr
+            seed_dropout(seed, progress.iter_num, rank, device)
+            loss, load, batch = gradients(forward, batch, batches, accumulation, machine.autocast, scaler,
+                                          balance_loss, z_loss, ranks)
+            at_goal = progress.iter_num + 1 == goal
+            before = [w.detach().clone() for w in params] if at_goal and rank == 0 else None
+            grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, load, balance_rate)
+            progress.iter_num += 1
+            progress.skipped += not moved
+
+            it, stopping = progress.iter_num, bool(stop) and ranks == 1
+            if it % log_interval == 0 or at_goal or stopping:
+                mean_loss, stopping = share_news(loss, bool(stop), ranks)
+                check_finite('loss', mean_loss, it, learning_rate)
+                seconds = (time.time() - timed_at) / (it - timed_it)
+                timed_it, timed_at = it, time.time()
+                progress.wall_s = time.time() - began
+                row = {'iter': it, 'tokens': it * tokens_per_iter, 'epoch': it * windows_per_iter / n_windows,
+                       'loss': mean_loss, 'lr': lr, 'grad_norm': float(grad_norm),
+                       'update_ratio': relative_change(params, before) if before else None,
+                       'ms_per_iter': seconds * 1e3, 'tok_per_s': tokens_per_iter / seconds,
+                       'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
+                       'load_max': None if load is None else (load.amax(1) / load.mean(1)).max().item(),
+                       'skipped': progress.skipped, 'wall_s': progress.wall_s}
+                tell(describe(row, (max_iters - it) * seconds), stop)
+                if rank == 0 and not at_goal and not stopping:  # else it waits for its val_loss
+                    log_row(writer, wandb, row)
+            elif it == first_it + 1:  # compilation and warm-up are no measure of speed
+                timed_it, timed_at = it, time.time()
+
+        if stopping and rank == 0:  # first, for whoever sent the signal may not wait for an evaluation
+            save(checkpoint_file, {**constant, **snapshot(model, progress, optimizers, scaler)})
+        val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
+                                   machine.autocast, rank, ranks)
+        bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
+        bits = f", {bpb:.4f} bits per byte" if bpb else ''
+        tell(f"step {progress.iter_num}: val loss {val_loss:.4f}{bits}, perplexity "
+             f"{math.exp(min(val_loss, 99)):.2f} ({count * block_size:,} tokens)", stop)
+        check_finite('val loss', val_loss, progress.iter_num, learning_rate)
+        if eval_only:
+            break
+        if rank == 0:
+            improved = val_loss < progress.best_val_loss
+            progress.best_val_loss = min(val_loss, progress.best_val_loss)
+            progress.wall_s = time.time() - began
+            if improved and not always_save_checkpoint:
+                save(best_file, {**constant, **snapshot(model, progress)})
+            save(checkpoint_file, {**constant, **snapshot(model, progress, optimizers, scaler)})
+            if row:
+                row.update(val_loss=val_loss, val_bpb=bpb, wall_s=progress.wall_s)
+                log_row(writer, wandb, row)
+            if sample_tokens and tokenizer:
+                model.eval()
+                with machine.autocast():
+                    text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
+                model.train()
+                tell(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}", stop)
+        if stopping or progress.iter_num >= max_iters:
             break
 
-        lr_now = lr_at(it, learning_rate, floor, warmup_iters, decay_end, lr_schedule if decay_lr else None,
-                       cooldown)
-        for opt in optimizers:
-            for group in opt.param_groups:
-                group['lr'] = lr_now
-        # dropout is a function of (seed, iteration, rank); torch.manual_seed would call CUDA on a CPU too
-        generator = torch.default_generator if device == 'cpu' else torch
-        generator.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))
-        losses, load = torch.zeros((), device=device), None
-        for step in range(accumulation):
-            if ranks > 1:  # gradients travel with the last micro-batch only
-                forward.require_backward_grad_sync = step == accumulation - 1
-            with machine.autocast():
-                loss, aux = forward(*batch)
-            losses += loss.detach()
-            if aux:  # a model with experts
-                loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
-                load = aux['load'] if load is None else load + aux['load']
-            scaler.scale(loss / accumulation).backward()
-            if step < accumulation - 1 or it + 1 < max_iters:  # read while the device computes
-                batch = read_batch(it, step + 1) if step < accumulation - 1 else read_batch(it + 1, 0)
-        for opt in optimizers:
-            scaler.unscale_(opt)
-        if load is not None and ranks > 1:
-            dist.all_reduce(load)
-        grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf, foreach=device != 'mps')
-        measured = (it + 1) % eval_interval == 0  # how far an update moves the weights, now and then
-        before = [w.detach().clone() for w in params] if measured and rank == 0 else None
-        if not scaler.is_enabled() or grad_norm.isfinite():  # else no optimizer steps, the scale goes down
-            for opt in optimizers:
-                scaler.step(opt)
-            if model.config.balance_bias:
-                model.move_balance(load, balance_rate)
-        else:
-            skipped += 1
-        scaler.update()
-        for opt in optimizers:
-            opt.zero_grad(set_to_none=True)
-        it += 1
-
-        stopping = bool(stop) and ranks == 1
-        if it % log_interval == 0 or it == max_iters or stopping or measured:
-            news = torch.stack([losses / accumulation, torch.tensor(float(bool(stop)), device=device)])
-            if ranks > 1:
-                dist.all_reduce(news)
-            mean_loss, stopping = news[0].item() / ranks, news[1].item() > 0  # all ranks stop together
-            if not math.isfinite(mean_loss):
-                raise ValueError(f"loss is {mean_loss} at iteration {it}: the run diverged; "
-                                 f"{checkpoint_file} holds the last evaluated state; lower "
-                                 f"--learning_rate (now {learning_rate}), or use --dtype=float32")
-            seconds = (time.time() - timed_at) / (it - timed_it)
-            timed_it, timed_at = it, time.time()
-            mfu = flops_per_iter / seconds / (peak * ranks) if peak else None
-            say(f"iter {it}: loss {mean_loss:.4f}, lr {lr_now:.2e}, norm {grad_norm:.2f}, "
-                f"{seconds * 1e3:.1f} ms, {tokens_per_iter / seconds:,.0f} tok/s"
-                + (f", mfu {mfu:.1%}" if mfu else '') + f", {duration((max_iters - it) * seconds)} left")
-            if rank == 0:
-                ratio = (sum((w - old).square().sum() for w, old in zip(params, before))
-                         / sum(old.square().sum() for old in before)).sqrt().item() if before else ''
-                row = {'iter': it, 'tokens': it * tokens_per_iter,
-                       'epoch': f"{it * windows_per_iter / n_windows:.4f}", 'loss': f"{mean_loss:.6f}",
-                       'lr': f"{lr_now:.6e}", 'grad_norm': f"{float(grad_norm):.5f}",
-                       'update_ratio': ratio and f"{ratio:.3e}", 'ms_per_iter': f"{seconds * 1e3:.3f}",
-                       'tok_per_s': f"{tokens_per_iter / seconds:.0f}", 'mfu': f"{mfu:.4f}" if mfu else '',
-                       'load_max': '' if load is None else f"{(load.amax(1) / load.mean(1)).max():.3f}",
-                       'skipped': skipped,
-                       'wall_s': f"{wall_before + time.time() - START:.2f}"}
-                if it % eval_interval and it < max_iters and not stopping:  # else the evaluation writes it
-                    log.writerow(row)
-                if wandb:
-                    wandb.log({'iter': it, 'train/loss': mean_loss, 'lr': lr_now})
-        elif it == first_it + 1:  # compilation and warm-up are no measure of speed
-            timed_it, timed_at = it, time.time()
-
     if not eval_only:
-        say(f"done: {it:,} iterations in {duration(time.time() - START)}, best val loss {best_val_loss:.4f}; "
-            f"next: python sample.py --out_dir={out_dir}")
+        tell(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
+             f"{progress.best_val_loss:.4f}; next: python sample.py --out_dir={shlex.quote(out_dir)}", stop)
     if log_file:
         log_file.close()
     if ranks > 1:
