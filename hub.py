@@ -28,8 +28,8 @@ config, _, words = configure(globals(), words=3)
 
 import torch
 
-from model import GPT, GPTConfig, letter
-from prepare import json_tokenizer, load_tokenizer, tokenizer_from_state
+from model import GPT, GPTConfig, checkpoint_path, letter
+from prepare import find_tokenizer, json_tokenizer
 
 INSTALL = 'pip install safetensors tokenizers huggingface_hub'
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
@@ -1062,24 +1062,6 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
                 os.rmdir(folder)
 
 
-def run_checkpoint(path):
-    """The file that is meant by a checkpoint or a run's folder: its best weights if they are kept apart."""
-    if not os.path.isdir(path):
-        return path
-    best = os.path.join(path, 'best.pt')
-    return best if os.path.exists(best) else os.path.join(path, 'ckpt.pt')
-
-
-def run_tokenizer(rest, path):
-    """The tokenizer of a checkpoint: its own, or for nanoGPT's files that of the dataset it names."""
-    if rest.get('tokenizer'):
-        return tokenizer_from_state(rest['tokenizer'])
-    dataset = (rest.get('config') or {}).get('dataset')
-    if dataset is None:
-        raise ValueError(f"{path} names no tokenizer and no dataset: nothing can turn its tokens into text")
-    return load_tokenizer(os.path.join('data', dataset))
-
-
 # the hub ----------------------------------------------------------------------------------------------------
 
 GPT2_IDS = {name: f'openai-community/{name}' for name in ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')}
@@ -1178,9 +1160,9 @@ if __name__ == '__main__':
         kinds = {None: None, **{plain(kind): kind for kind in DTYPES.values()}}
         if dtype not in kinds:
             raise ValueError(f"dtype={dtype!r} is none of {', '.join(map(plain, DTYPES.values()))}")
-        path, folder = run_checkpoint(words[1]), words[2]
+        path, folder = checkpoint_path(words[1]), words[2]
         model, rest = GPT.from_checkpoint(path)
-        save_pretrained(model, run_tokenizer(rest, path), folder, kinds[dtype])
+        save_pretrained(model, find_tokenizer(rest, path), folder, kinds[dtype])
         print(f"{path} is in {folder} for transformers and vLLM: {', '.join(sorted(os.listdir(folder)))}")
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))

@@ -17,6 +17,7 @@ import abc
 import dataclasses
 import functools
 import math
+import os
 import pickle
 import types
 import typing
@@ -402,6 +403,18 @@ class Linear(nn.Linear):
         mark(self.weight, init, group, rows)
         if bias:
             mark(self.bias, nn.init.zeros_, 'vector')
+
+
+class Embedding(nn.Embedding):
+    """idx (...) -> (..., width)"""
+
+    def __init__(self, rows, width, init):
+        super().__init__(rows, width)
+        mark(self.weight, init, 'embedding')
+
+    def reset_parameters(self):
+        if not self.weight.is_meta:  # where torch's normal_ would import the compiler, in a second or two
+            super().reset_parameters()
 
 
 class FusedLinear(Linear):
@@ -1442,11 +1455,9 @@ class GPT(nn.Module):
         std = min(0.02, 4 / config.n_embd) if tied else 0.02
         embedding_init = functools.partial(nn.init.normal_, std=std)
         rows = round_up(config.vocab_size)  # padded for the kernels' sake; never counted, saved or returned
-        self.wte, self.wpe = nn.Embedding(rows, config.n_embd), None
-        mark(self.wte.weight, embedding_init, 'embedding')
+        self.wte, self.wpe = Embedding(rows, config.n_embd, embedding_init), None
         if config.pos == 'learned':
-            self.wpe = nn.Embedding(config.block_size, config.n_embd)
-            mark(self.wpe.weight, embedding_init, 'embedding')
+            self.wpe = Embedding(config.block_size, config.n_embd, embedding_init)
         self.ln_embd = Norm(config.n_embd, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if config.residual_lambdas:
@@ -1742,6 +1753,15 @@ class GPT(nn.Module):
 
 
 # checkpoints ------------------------------------------------------------------------------------------------
+
+def checkpoint_path(name, best=True):
+    """The checkpoint that is meant: name itself, or of a run's folder best.pt, if it is there and wanted, or
+    else ckpt.pt."""
+    if not os.path.isdir(name):
+        return name
+    path = os.path.join(name, 'best.pt')
+    return path if best and os.path.exists(path) else os.path.join(name, 'ckpt.pt')
+
 
 def read_checkpoint(path):
     """The dict in a file of torch.save, with tensors 'model' and options 'model_args'; runs no code of it."""

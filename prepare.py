@@ -859,6 +859,17 @@ def tokenizer_from_state(state):
                          'written by a newer version?') from e
 
 
+def find_tokenizer(rest, path):
+    """The tokenizer of a checkpoint, given what it holds beside the model: its own, or for nanoGPT's files
+    that of the dataset they name. ValueError: there is none."""
+    if rest.get('tokenizer'):
+        return tokenizer_from_state(rest['tokenizer'])
+    dataset = rest.get('config', {}).get('dataset')
+    if not isinstance(dataset, str):
+        raise ValueError(f"{path} names no tokenizer and no dataset: nothing can turn its tokens into text")
+    return load_tokenizer(os.path.join('data', dataset))
+
+
 def load_tokenizer(folder):
     """The tokenizer of a prepared folder: from meta.json, from nanoGPT's meta.pkl, or else GPT-2's."""
     state = read_meta(folder)['tokenizer']

@@ -42,8 +42,8 @@ config, _ = configure(globals())
 import numpy as np
 import torch
 
-from model import GPT
-from prepare import json_tokenizer, load_tokenizer, tokenizer_from_state
+from model import GPT, checkpoint_path
+from prepare import find_tokenizer, json_tokenizer
 
 # loading ----------------------------------------------------------------------------------------------------
 
@@ -72,24 +72,6 @@ def is_published(name):
         return os.path.exists(os.path.join(name, 'config.json'))
     hub_id = re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
     return bool(hub_id) and not name.endswith('.pt')
-
-
-def checkpoint_path(name, best=True):
-    """The checkpoint itself, where name is the folder of a run."""
-    if not os.path.isdir(name):
-        return name
-    path = os.path.join(name, 'best.pt')
-    return path if best and os.path.exists(path) else os.path.join(name, 'ckpt.pt')
-
-
-def find_tokenizer(rest, path):
-    """The tokenizer of a checkpoint: its own, or for nanoGPT's files that of the dataset it names."""
-    if rest.get('tokenizer'):
-        return tokenizer_from_state(rest['tokenizer'])
-    dataset = rest.get('config', {}).get('dataset')
-    if not isinstance(dataset, str):
-        raise ValueError(f"{path} names no tokenizer and no dataset: nothing can turn its tokens into text")
-    return load_tokenizer(os.path.join('data', dataset))
 
 
 def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, **changes):
@@ -157,28 +139,18 @@ def penalise(logits, seen, penalty):
 # many tokens ------------------------------------------------------------------------------------------------
 
 def prefill(model, prompts, cache):
-    """Feeds prompts, lists of token ids, to an empty cache. Returns the logits after the last token of each,
-    (B, V). Of prompts of different lengths all but the last token go in padded on the right, the padding is
-    taken back, then the last ones go in."""
+    """Feeds prompts, lists of token ids of any lengths, to an empty cache. Returns the logits after the last
+    token of each, (B, V)."""
     lengths, device = [len(prompt) for prompt in prompts], cache.length.device
     longest = max(lengths)
-    last = prompts
-    if min(lengths) < longest:
-        padded = [prompt[:-1] + [0] * (longest - len(prompt)) for prompt in prompts]
-        model(torch.tensor(padded, device=device), cache=cache, keep=0)
-        cache.rewind(longest - torch.tensor(lengths, device=device))
-        last = [prompt[-1:] for prompt in prompts]
-    return model(torch.tensor(last, device=device), cache=cache, keep=1)[:, -1]
+    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
+    own = torch.tensor(lengths, device=device) if min(lengths) < longest else None
+    return model(padded, cache=cache, keep=1, lengths=own)[:, -1]
 
 
-def empty_cache(model, cache, prompts, max_len, static):
-    """A cache to prefill prompts into: the one given, emptied, or a new one. static: for a compiled step."""
-    lengths = [len(prompt) for prompt in prompts]
-    spread = max(lengths) - min(lengths)  # what prefill takes back
-    if cache is not None and spread <= cache.max_rewind:
-        cache.rewind(cache.length.clone())
-        return cache
-    cache = model.make_cache(len(prompts), max_len, static=static, max_rewind=spread)
+def new_cache(model, batch_size, max_len, static):
+    """An empty cache; static: for a compiled step."""
+    cache = model.make_cache(batch_size, max_len, static=static)
     if static and cache.length.is_cuda:  # CUDA graphs replay on fixed addresses
         for buffer in cache.tensors():
             torch._dynamo.mark_static_address(buffer)
@@ -231,7 +203,9 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
     for u in noise:
         if cache is None or max(map(len, contexts)) > block_size:
             contexts = [c if len(c) <= block_size else c[-max(1, block_size // 2):] for c in contexts]
-            cache = empty_cache(model, cache, contexts, max_len, static=compile)
+            if cache is None:
+                cache = new_cache(model, len(prompts), max_len, static=compile)
+            cache.reset()
             token = draw(prefill(model, contexts, cache), u)
         else:
             token = step(token[:, None].to(device), cache, u)

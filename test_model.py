@@ -4105,8 +4105,6 @@ def test_train_starts_from_published_weights(folder, capsys):
     assert 'warning: data/toy was prepared with another tokenizer' in capsys.readouterr().out
 
 
-# tokenizer.json and the hub ----------------------------------------------------------------------------------
-
 # scripts as users run them ----------------------------------------------------------------------------------
 
 def test_readme_lines_generate_from_python(folder):
