@@ -1721,7 +1721,7 @@ def tokens(model, *shape):
 def naive_attention(q, k, v, q_pos, k_pos, scale, window=None, slopes=None, softcap=0.0, sink=None):
     """Loops over rows, heads, queries and keys, in float64 -> outputs and weights."""
     q, k, v = q.double(), k.double(), v.double()
-    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    (B, H, T, _), (K, S) = q.shape, k.shape[1:3]
     y, weights = torch.zeros(B, H, T, v.shape[-1]).double(), torch.zeros(B, H, T, S).double()
     for b, h, t in itertools.product(range(B), range(H), range(T)):
         total, parts = math.exp(sink[h]) if sink is not None else 0.0, {}
@@ -1800,7 +1800,8 @@ def test_cached_equals_uncached(row):
     assert full.std() > 0.1  # else equality would say little
     with torch.enable_grad():  # the path that trains
         torch.testing.assert_close(model(idx).detach(), full, atol=1e-4, rtol=1e-4)
-    close = lambda a, b: torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    def close(a, b):
+        return torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     for static in (False, True):
         for chunks in ([24], [1] * 24, [3, 5, 4, 12], [23, 1], [4, 1, 1, 6, 9, 2, 1]):
             close(feed(model, idx, chunks, model.make_cache(3, 24, static)), full)
@@ -1922,14 +1923,16 @@ def test_absorbed_latent_attention_equals_expanded(options):
     expanded, absorbed = attn(x, context, absorb=False), attn(x, context, absorb=True)
     torch.testing.assert_close(absorbed, expanded, atol=1e-4, rtol=1e-4)
     # and both equal the paper's equations, head by head: arXiv:2405.04434, equations 9 to 19
-    norm = lambda v, w: v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+    def norm(v, w):
+        return v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
     w = {name: v.double() for name, v in attn.state_dict().items()}
     q, latent, k_rope = (x.double() @ w['c_attn.weight'].T).split(attn.c_attn.widths, -1)
     if 'q_lora_rank' in options:
         q = norm(q, w['q_norm.weight']) @ w['c_q.weight'].T
     kv = norm(latent, w['kv_norm.weight']) @ w['c_kv.weight'].T
     scale = (8 + 4) ** -0.5 * ((0.1 * 0.9 * math.log(4) + 1) ** 2 if 'rope_scaling' in options else 1)
-    turn = lambda v: flat.rotate(v[:, None], tuple(r.double() for r in context.rope))
+    def turn(v):
+        return flat.rotate(v[:, None], tuple(r.double() for r in context.rope))
     heads = []
     for h in range(4):
         q_h = torch.cat((q[..., 12 * h:12 * h + 8][:, None], turn(q[..., 12 * h + 8:12 * h + 12])), -1)
@@ -2193,8 +2196,9 @@ def turns(config):
 
 def test_rotary_scalings_follow_their_papers():
     d, base, original, s = 16, 10000.0, 64, 8.0
-    rope = lambda **scaling: turns(GPTConfig(head_dim=d, block_size=512, rope_base=base,
-                                             rope_scaling=scaling or None))
+    def rope(**scaling):
+        return turns(GPTConfig(head_dim=d, block_size=512, rope_base=base,
+                                                 rope_scaling=scaling or None))
     plain = [base ** (-2 * i / d) for i in range(d // 2)]
     assert rope() == (pytest.approx(plain, rel=1e-5), 1.0)
     assert rope(rope_type='linear', factor=s) == (pytest.approx([f / s for f in plain], rel=1e-5), 1.0)
@@ -2205,7 +2209,8 @@ def test_rotary_scalings_follow_their_papers():
     assert rope(rope_type='dynamic', factor=s, original_max_position_embeddings=original)[0] == pytest.approx(
         [(base * grown ** (d / (d - 2))) ** (-2 * i / d) for i in range(d // 2)], rel=1e-5)
     # YaRN: where in the dimensions a pair turns 32 times, and once, over the original length
-    place = lambda n: d * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base))
+    def place(n):
+        return d * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base))
     low, high = max(math.floor(place(32)), 0), min(math.ceil(place(1)), d - 1)
     keep = [1 - min(1, max(0, (i - low) / (high - low))) for i in range(d // 2)]
     got, factor = rope(rope_type='yarn', factor=s, original_max_position_embeddings=original)
@@ -2278,7 +2283,8 @@ def test_rotation_depends_on_distance_alone():
         assert cos[p, i].item() == pytest.approx(math.cos(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
         assert sin[p, i].item() == pytest.approx(math.sin(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
     q, k = torch.randn(2, 1, 1, 1, 10)  # the last two of ten dimensions do not turn
-    turn = lambda x, p: flat.rotate(x, (cos[[p]][None, None], sin[[p]][None, None]))
+    def turn(x, p):
+        return flat.rotate(x, (cos[[p]][None, None], sin[[p]][None, None]))
     assert torch.equal(turn(q, 0), q) and torch.equal(turn(q, 9)[..., 8:], q[..., 8:])
     scores = [(turn(q, p + 5) * turn(k, p)).sum().item() for p in (0, 7, 50)]
     assert scores == pytest.approx([scores[0]] * 3, abs=1e-5)
@@ -2489,7 +2495,7 @@ def test_what_a_fork_forgets_fails_loudly(monkeypatch):
             if forgets == 'rows':
                 self.scale = flat.parameter(3, 4, init=torch.nn.init.ones_, group='matrix', rows=(1, 1))
     monkeypatch.setitem(flat.MIXERS, 'X', Forgetful)
-    for forgets, message in (
+    for forgets, message in (  # noqa: B007 (Forgetful reads it)
             ('mark', r'h\.0\.attn\.scale \(3, 4\) has no mark: make it with parameter'),
             ('group', r'h\.0\.attn\.scale \(3,\) is marked as a matrix'), ('name', "group='vectors'"),
             ('rows', r'rows=\(1, 1\)')):
@@ -2601,9 +2607,12 @@ def test_norms_activations_and_softcap_follow_their_formulas():
             torch.nn.init.normal_(w)
         torch.testing.assert_close(norm(x), y * norm.weight + norm.bias,
                                    atol=1e-5, rtol=1e-5, check_dtype=False)
-    phi = lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-    tanh = lambda x: x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    sigmoid = lambda x: 1 / (1 + torch.exp(-x))
+    def phi(x):
+        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    def tanh(x):
+        return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    def sigmoid(x):
+        return 1 / (1 + torch.exp(-x))
     silu, relu = lambda x: x * sigmoid(x), lambda x: x.clamp(min=0)
     gated = {'swiglu': silu, 'geglu': phi, 'geglu_tanh': tanh, 'reglu': relu, 'glu': sigmoid}
     plain = {'gelu': phi, 'gelu_tanh': tanh, 'relu': relu, 'relu2': lambda x: relu(x)**2, 'silu': silu}
@@ -2776,10 +2785,12 @@ def test_what_none_stands_for():
     assert (config.n_expert_active, config.d_expert, config.qk_norm) == (2, 384, True)
     assert GPTConfig(n_expert=0) == GPTConfig()  # as a flag can say it
     hybrid = GPTConfig(mixer_pattern='DDDA', linear_n_value_head=24)
-    assert (hybrid.linear_n_key_head, hybrid.linear_key_head_dim, hybrid.linear_value_head_dim) == (12, 64, 64)
+    assert (hybrid.linear_n_key_head, hybrid.linear_key_head_dim) == (12, 64)
+    assert hybrid.linear_value_head_dim == 64
     latent = GPTConfig(kv_lora_rank=64)
     assert (latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim) == (128, 64, 128)
-    for c in (config, latent, hybrid, GPTConfig(bias=True, norm='layernorm')):  # what is stored is read as it was
+    # what is stored is read as it was
+    for c in (config, latent, hybrid, GPTConfig(bias=True, norm='layernorm')):
         assert GPTConfig(**dataclasses.asdict(c)) == c
 
 

@@ -605,7 +605,7 @@ def dataset_tokenizer(folder, source_tokenizer, source):
     except (OSError, ImportError, ValueError) as error:
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
-    if source_tokenizer and source_tokenizer.state() != tokenizer.state():
+    if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
         print0(f"warning: {folder} was prepared with another tokenizer than {source} has, so its ids mean "
                f"other text: python prepare.py ... --tokenizer={shlex.quote(source)}")
     return tokenizer
