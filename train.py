@@ -314,9 +314,9 @@ def load_optimizers(optimizers, states, path):
 
 def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss, ranks=1):
     """Adds up the gradients of an iteration's micro-batches, of which `batch` is the first and `batches`
-    yields the others. Returns the mean loss and the load of the experts (None without), both on the device,
+    yields the others. Returns the mean loss and the experts' load (None without them), both on the device,
     and the first batch of the next iteration."""
-    losses, load = torch.zeros((), device=batch[0].device), None
+    losses, expert_load = torch.zeros((), device=batch[0].device), None
     for step in range(accumulation):
         if ranks > 1:  # gradients travel with the last micro-batch only
             forward.require_backward_grad_sync = step == accumulation - 1
@@ -325,15 +325,15 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
         losses += loss.detach()
         if aux:  # a model with experts
             loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
-            load = aux['load'] if load is None else load + aux['load']
+            expert_load = aux['load'] if expert_load is None else expert_load + aux['load']
         scaler.scale(loss / accumulation).backward()
         batch = next(batches, None)  # read while the device computes
-    if load is not None and ranks > 1:
-        dist.all_reduce(load)
-    return losses / accumulation, load, batch
+    if expert_load is not None and ranks > 1:
+        dist.all_reduce(expert_load)
+    return losses / accumulation, expert_load, batch
 
 
-def update(model, params, optimizers, scaler, grad_clip, load, balance_rate):
+def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_rate):
     """Clips the gradients, lets the optimizers step, moves the bias that balances experts, and clears the
     gradients. Returns their norm, and whether the weights moved: with float16 they do not where a gradient
     is not finite, and the scale goes down instead."""
@@ -346,17 +346,28 @@ def update(model, params, optimizers, scaler, grad_clip, load, balance_rate):
         for opt in optimizers:
             scaler.step(opt)
         if model.config.balance_bias:
-            model.move_balance(load, balance_rate)
+            model.move_balance(expert_load, balance_rate)
     scaler.update()
     for opt in optimizers:
         opt.zero_grad(set_to_none=True)
     return grad_norm, moved
 
 
+def set_learning_rate(optimizers, lr):
+    for opt in optimizers:
+        for group in opt.param_groups:
+            group['lr'] = lr
+
+
 def seed_dropout(seed, it, rank, device):
     """Makes dropout a function of (seed, iteration, rank)."""
     generator = torch.default_generator if device == 'cpu' else torch  # torch's seeds CUDA on a CPU too
     generator.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))
+
+
+def worst_load(expert_load):
+    """(MoE layers, experts) tokens -> the largest share of an expert, relative to an even one."""
+    return (expert_load.amax(1) / expert_load.mean(1)).max().item()
 
 
 def relative_change(params, before):
@@ -383,7 +394,7 @@ def check_finite(name, value, it, learning_rate):
 
 @dataclasses.dataclass
 class Progress:
-    """What changes in a run beside weights and optimizers; a checkpoint holds it under the same names."""
+    """What changes in a run besides weights and optimizers; a checkpoint holds it under the same names."""
     iter_num: int = 0                # updates so far
     best_val_loss: float = math.inf
     skipped: int = 0                 # updates that float16 left out
@@ -730,15 +741,14 @@ if __name__ == '__main__':
         while progress.iter_num < goal and not stopping and not eval_only:
             lr = lr_at(progress.iter_num, learning_rate, floor, warmup_iters, decay_end,
                        lr_schedule if decay_lr else None, cooldown)
-            for opt in optimizers:
-                for group in opt.param_groups:
-                    group['lr'] = lr
+            set_learning_rate(optimizers, lr)
             seed_dropout(seed, progress.iter_num, rank, device)
-            loss, load, batch = gradients(forward, batch, batches, accumulation, machine.autocast, scaler,
-                                          balance_loss, z_loss, ranks)
+            loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
+                                                 scaler, balance_loss, z_loss, ranks)
             at_goal = progress.iter_num + 1 == goal
             before = [w.detach().clone() for w in params] if at_goal and rank == 0 else None
-            grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, load, balance_rate)
+            grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
+                                      balance_rate)
             progress.iter_num += 1
             progress.skipped += not moved
 
@@ -754,7 +764,7 @@ if __name__ == '__main__':
                        'update_ratio': relative_change(params, before) if before else None,
                        'ms_per_iter': seconds * 1e3, 'tok_per_s': tokens_per_iter / seconds,
                        'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
-                       'load_max': None if load is None else (load.amax(1) / load.mean(1)).max().item(),
+                       'load_max': None if expert_load is None else worst_load(expert_load),
                        'skipped': progress.skipped, 'wall_s': progress.wall_s}
                 tell(describe(row, (max_iters - it) * seconds), stop)
                 if rank == 0 and not at_goal and not stopping:  # else it waits for its val_loss
