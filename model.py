@@ -1723,8 +1723,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, path, **changes):
-        """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU, in the dtype stored,
-        and the rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller
+        """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU and in float32, and the
+        rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller
         block_size). Raises FileNotFoundError, or ValueError for a file that is damaged or no checkpoint."""
         rest = read_checkpoint(path)
         state, args = our_names(rest.pop('model'), rest['model_args'])
