@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -187,12 +188,16 @@ def measure_params(config, dtype):
         columns = [f"{n:>{width},}{n / whole if whole else 0:>8.1%}"
                    for n, whole, width in zip(row, total, (19, 17, 24))]
         print(f"{part:<16}{''.join(columns)}")
-    size, cache, full = dtype.itemsize, model.cache_elements(), model.cache_elements(config.block_size)
+    size, state = dtype.itemsize, model.cache_elements(0)
+    cache, full = model.cache_elements(1) - state, model.cache_elements(config.block_size) - state
+    states = sum(math.prod(shape) * (own or dtype).itemsize
+                 for block in model.h for shape, own in block.attn.states)
     print(f"weights: {total[0] * size / 1e9:,.2f} GB; cache: {cache:,} elements or {cache * size:,} bytes a "
-          f"token, {full * size / 1e9:,.2f} GB at {config.block_size:,} tokens; in {train.dtype_name(dtype)}")
+          f"token{f', {states:,} bytes a row' if states else ''}, {(full * size + states) / 1e9:,.2f} GB at "
+          f"{config.block_size:,} tokens; in {train.dtype_name(dtype)}")
     print(json.dumps({'what': 'params', 'params': total[0], 'active_params': total[1],
                       'flops_per_token': total[2], 'cache_bytes_per_token': cache * size,
-                      'cache_bytes': full * size, 'dtype': train.dtype_name(dtype)}))
+                      'cache_bytes': full * size + states, 'dtype': train.dtype_name(dtype)}))
 
 
 def measure_training(model, machine, matmul, config):

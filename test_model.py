@@ -4171,7 +4171,8 @@ def test_bench_prints_a_table_and_json(folder, capsys, what):
 
 @pytest.mark.parametrize('options', [{}, dict(n_kv_head=2, window=10, window_pattern='SL', pos='alibi'),
                                      dict(MLA, n_expert=4, n_shared_expert=1, n_dense_layer=1, d_expert=40),
-                                     dict(tie_word_embeddings=False, pos='learned', bias=True)])
+                                     dict(tie_word_embeddings=False, pos='learned', bias=True),
+                                     dict(mixer_pattern='DA')])
 def test_bench_params_counts_what_is_there(capsys, options):
     size = dict(n_layer=3, n_head=4, n_embd=32, block_size=24, vocab_size=61)
     model = GPT(GPTConfig(**size, **options))
@@ -4189,10 +4190,15 @@ def test_bench_params_counts_what_is_there(capsys, options):
     idle = sum(w.numel() for e in experts for w in e.parameters()) // 2  # 2 of 4 experts
     assert numbers['active_params'] == numbers['params'] - idle
     cache = model.make_cache(1, 24)
-    assert numbers['cache_bytes_per_token'] * 2 == 4 * model.cache_elements()  # printed for bfloat16
-    kept = [old[:, :, :slots.count] for slots in cache.slots for old in slots.tensors]  # not that for padding
-    kept += [state for states in cache.states for state in states]
-    assert numbers['cache_bytes'] * 2 == 4 * sum(t.numel() for t in kept)
+    # printed for bfloat16; not counting the slot for padding
+    kept = sum(old[:, :, :slots.count].numel() for slots in cache.slots for old in slots.tensors)
+    states = sum(state.numel() * (2 if state.ndim == 3 else 4) for each in cache.states for state in each)
+    assert numbers['cache_bytes'] == 2 * kept + states
+    if 'mixer_pattern' in options:
+        assert model.cache_elements(7) == (3 * 96 + 4 * 8 * 8) * 2 + 7 * 64
+        assert numbers['cache_bytes_per_token'] == 2 * 64 and states == (2 * 3 * 96 + 4 * 4 * 8 * 8) * 2
+        return
+    assert numbers['cache_bytes_per_token'] == 2 * model.cache_elements()
     # 6 FLOPs for each weight of a matrix that a token meets, and for both products of attention
     matrices = sum(w.numel() for name, w in model.named_parameters() if w.ndim > 1 and name.startswith('h.'))
     head = 61 * 32
