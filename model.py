@@ -1481,7 +1481,8 @@ class GPT(nn.Module):
         """The rotary table of all positions, unless the scaling depends on the length of the context."""
         config, device = self.config, self.wte.weight.device
         kind = (config.rope_scaling or {}).get('rope_type')
-        if config.pos == 'rope' and not (kind and ROPE_SCALINGS[kind][1]):
+        by_length = kind and ROPE_SCALINGS[kind][1]
+        if config.pos == 'rope' and not by_length and device.type != 'meta':  # there it could not be seen
             self.rope = rope_table(config, torch.arange(config.block_size, device=device), config.block_size)
 
     def _apply(self, fn, recurse=True):
@@ -1493,7 +1494,7 @@ class GPT(nn.Module):
         for m, bias in exact:
             if not bias.is_meta:
                 m.expert_bias = bias.to(m.expert_bias.device)
-        if self.rope is not None and self.rope[0].device != self.wte.weight.device:
+        if self.rope is None or self.rope[0].device != self.wte.weight.device:
             self._make_rope()
         return self
 
@@ -1723,8 +1724,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, path, **changes):
-        """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU and in float32, and the
-        rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller
+        """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU and in float32, and
+        the rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller
         block_size). Raises FileNotFoundError, or ValueError for a file that is damaged or no checkpoint."""
         rest = read_checkpoint(path)
         state, args = our_names(rest.pop('model'), rest['model_args'])

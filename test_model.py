@@ -2780,6 +2780,14 @@ def test_an_invalid_config_names_every_problem(options, parts):
     assert '\n' not in message and message.startswith('invalid config: ')
 
 
+def test_importing_and_building_a_model_leaves_the_compiler_alone():
+    """It takes as long to import as all of torch."""
+    code = ('import sys, torch, model\nwith torch.device("meta"): model.GPT(model.GPTConfig())\n'
+            'print("torch._dynamo" in sys.modules)')
+    assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
+                          check=True).stdout == 'False\n'
+
+
 def test_what_none_stands_for():
     assert GPTConfig(n_embd=768).d_ff == 2048 and GPTConfig(n_embd=128, n_head=4).d_ff == 384
     assert GPTConfig(n_embd=128, n_head=4, mlp='gelu').d_ff == 512
