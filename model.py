@@ -136,11 +136,8 @@ class GPTConfig:
             defaults |= dict(n_kv_head=self.n_head, head_dim=self.n_embd // self.n_head)
         else:
             defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-        if 'D' in self.mixer_pattern:
-            key_heads, key_width = self.linear_n_key_head or self.n_head, self.n_embd // self.n_head
-            defaults |= dict(linear_n_key_head=key_heads, linear_n_value_head=key_heads,
-                             linear_key_head_dim=key_width, linear_conv_kernel_dim=4,
-                             linear_value_head_dim=self.linear_key_head_dim or key_width)
+        for kind in dict.fromkeys(self.mixer_pattern):
+            defaults |= MIXERS[kind].defaults(self)
         if self.n_expert is not None:
             defaults |= dict(n_expert_active=min(2, self.n_expert), d_expert=self.d_ff or defaults['d_ff'])
         for name, value in defaults.items():
@@ -170,8 +167,8 @@ class GPTConfig:
 
     def window_of(self, layer):
         """The window of a layer; None: it sees all."""
-        attends = self.mixer_of(layer) in ('A', 'M')
-        return self.window if self.window and attends and letter(self.window_pattern, layer) == 'S' else None
+        slides = self.window and letter(self.window_pattern, layer) == 'S'
+        return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
 
     def has_experts(self, layer):
         sparse = self.n_expert is not None and layer >= self.n_dense_layer
@@ -269,21 +266,24 @@ def wrong_combinations(config, given):
     check(rough <= MAX_PARAMETERS, 'n_layer n_embd', f'some {rough:.0e} parameters are too many to build')
 
     # mixers
-    used = {config.mixer_of(layer) for layer in range(config.n_layer)}
-    check(('M' in mixers) == latent, 'mixer_pattern kv_lora_rank', 'M layers and kv_lora_rank go together')
-    check(not ('A' in mixers and latent), 'mixer_pattern kv_lora_rank',
-          'a model has attention (A) or latent attention (M), not both')
-    check(set(mixers) <= used, 'mixer_pattern n_layer', 'there are fewer layers than letters')
-    check(not config.attn_gate or 'A' in mixers, 'attn_gate mixer_pattern', 'only attention (A) has a gate')
-    if 'D' in mixers:
-        check(given.linear_key_head_dim or config.n_embd % config.n_head == 0, 'n_embd n_head',
-              'n_head must divide n_embd, or set linear_key_head_dim')
-        check(config.linear_n_value_head % config.linear_n_key_head == 0,
-              'linear_n_value_head linear_n_key_head', 'key heads must divide value heads')
-    else:
-        for name in ('linear_n_key_head', 'linear_n_value_head', 'linear_key_head_dim',
-                     'linear_value_head_dim', 'linear_conv_kernel_dim'):
-            check(getattr(given, name) is None, f'{name} mixer_pattern', 'only D layers have these')
+    check(set(mixers) <= {config.mixer_of(layer) for layer in range(config.n_layer)},
+          'mixer_pattern n_layer', 'there are fewer layers than letters')
+    used = [MIXERS[kind] for kind in dict.fromkeys(mixers)]
+    for mixer in used:
+        mixer.check(config, given, check)
+    check(not latent or any(issubclass(mixer, LatentAttention) for mixer in used),
+          'kv_lora_rank mixer_pattern', 'no layer has latent attention')
+    check(not config.attn_gate or any(issubclass(mixer, Attention) for mixer in used),
+          'attn_gate mixer_pattern', 'no layer has an attention with a gate')
+    for field in dataclasses.fields(config):
+        is_linear = field.name.startswith('linear_')
+        is_attention = field.name.startswith('attn_') or field.name in (
+            'n_kv_head', 'qk_norm', 'pos_pattern', 'rope_scaling', 'partial_rotary_factor')
+        is_default = getattr(given, field.name) == field.default
+        check(is_default or not is_linear or 'D' in mixers, f'{field.name} mixer_pattern',
+              'only D layers have this')
+        check(is_default or not is_attention or set(mixers) != {'D'}, f'{field.name} mixer_pattern',
+              'D layers have nothing of the kind')
     check(config.window is None or config.window_pattern is None
           or any(config.window_of(layer) for layer in range(config.n_layer)), 'window window_pattern',
           'no layer has a window')
@@ -376,7 +376,7 @@ def collect_marks(model):
                              "mark(...) on it, with its initial value and its optimizer group")
         if found.group not in ('matrix', 'embedding', 'vector'):
             raise ValueError(f"{name} is marked group={found.group!r}: use matrix, embedding or vector")
-        if found.group == 'matrix' and w.ndim < 2:
+        if found.group == 'matrix' and (w.ndim < 2 or w.shape[-1] == 1):  # Muon would only normalise it
             raise ValueError(f"{name} {tuple(w.shape)} is marked as a matrix: use group='vector'")
         if found.rows is not None and sum(found.rows) != w.shape[-2]:
             raise ValueError(f"{name} {tuple(w.shape)} is marked rows={found.rows}, which are not its rows")
@@ -624,7 +624,9 @@ class Mask(typing.NamedTuple):
 
 @dataclasses.dataclass
 class ForwardContext:
-    """What all layers of one forward pass have in common, made once by GPT.context."""
+    """What all layers of one forward pass have in common, made once by GPT.context. What a layer hands on to
+    later ones is a further field, with a default: it is about the new tokens only, so use it before
+    cache.append."""
     positions: torch.Tensor       # (1 or B, T), each new token's in its row: what masks and the cache go by
     position_ids: torch.Tensor    # the same, counted from the start of its document: what rotations go by
     document_starts: torch.Tensor | None  # (B, T): positions where the tokens' documents start; None: one
@@ -670,13 +672,30 @@ class Mixer(nn.Module, abc.ABC):
       care of themselves, a state must not be changed by padding;
     - context.document_starts: tokens of a document must not see those of another. A mixer that keeps them
       apart sets `documents`; without it a model with a document_token is refused.
+    - context.weights: a list if attention weights are asked for; attention appends (B, H, T, S).
 
-    flops(length): training FLOPs a token besides those of weights, 3 times the forward pass's, at a sequence
-    length. Parameters are made by parameter(...) or marked; c_proj is the projection that ends the branch."""
+    flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
+    the parameters marked as matrices, which GPT.account counts. Parameters are made by parameter(...) or
+    marked; c_proj is the projection that ends the branch. `window` is how many tokens the slots are for, None
+    for all; a class that can have one sets `can_slide` and asks config.window_of(layer). The class methods
+    defaults and check are for fields of GPTConfig that are its own. Norm follows config.norm.
+
+    For another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context),
+    and head_widths if its products are wider."""
 
     slots = states = ()
     mask_kind = window = None
-    documents = False
+    documents = can_slide = False
+
+    @classmethod
+    def defaults(cls, config):
+        """Field of GPTConfig -> what its None stands for."""
+        return {}
+
+    @classmethod
+    def check(cls, config, given, check):
+        """Calls check(holds, 'field other_field', reason) for what the mixer needs of the config; given: the
+        fields before defaults."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -704,7 +723,7 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
         if bias is None and mask.is_causal and T > 1:
             bias = q.new_full((T, S), -math.inf).triu(1)[None, None]
         if bias is not None:
-            bias = bias.repeat(1, 1, H // K, 1) if bias.shape[1] == 1 else bias.view(-1, K, H // K * T, S)
+            bias = bias.repeat(1, 1, H // K, 1) if bias.shape[1] == 1 else bias.reshape(-1, K, H // K * T, S)
         y = F.scaled_dot_product_attention(q.reshape(B, K, H // K * T, D), k, v, attn_mask=bias, dropout_p=p,
                                            scale=scale)
         return y.view(B, H, T, -1)
@@ -743,9 +762,10 @@ def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights
 
 
 class BaseAttention(Mixer):
-    """What both kinds of attention have: scores that are scaled, capped, masked, and a sink."""
+    """What both kinds of attention have: scores that are scaled, capped, masked, and a sink. head_widths: of
+    a head's key and value together, which the two products run over."""
 
-    documents = True
+    documents = can_slide = True
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -769,6 +789,11 @@ class BaseAttention(Mixer):
 class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention, by n_kv_head; with attn_gate its output is gated
     element by element (arXiv:2505.06708)."""
+
+    @classmethod
+    def check(cls, config, given, check):
+        check(config.kv_lora_rank is None, 'mixer_pattern kv_lora_rank',
+              'a model has attention (A) or latent attention (M), not both')
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -803,6 +828,10 @@ class LatentAttention(BaseAttention):
     are projections of one latent a token, which is all that is cached, beside one rotary key that the heads
     share. Where it costs less, decoding does not project latents up but queries and outputs down ("absorbed",
     its section 2.1.2): then the latents are keys and values of multi-query attention."""
+
+    @classmethod
+    def check(cls, config, given, check):
+        check(config.kv_lora_rank is not None, 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank')
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -1093,6 +1122,19 @@ class GatedDeltaNet(Mixer):
 
     documents = True
 
+    @classmethod
+    def defaults(cls, config):
+        heads, width = config.linear_n_key_head or config.n_head, config.n_embd // config.n_head
+        return dict(linear_n_key_head=heads, linear_n_value_head=heads, linear_key_head_dim=width,
+                    linear_value_head_dim=config.linear_key_head_dim or width, linear_conv_kernel_dim=4)
+
+    @classmethod
+    def check(cls, config, given, check):
+        check(given.linear_key_head_dim or config.n_embd % config.n_head == 0, 'n_embd n_head',
+              'n_head must divide n_embd, or set linear_key_head_dim')
+        check(config.linear_n_value_head % config.linear_n_key_head == 0,
+              'linear_n_value_head linear_n_key_head', 'key heads must divide value heads')
+
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.n_key, self.n_value = config.linear_n_key_head, config.linear_n_value_head
@@ -1112,7 +1154,8 @@ class GatedDeltaNet(Mixer):
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
 
     def flops(self, length):
-        return 18 * self.n_value * self.key_dim * self.value_dim  # read, write, read: 2 FLOPs each, 3 times
+        # read, write and read the state, and the convolution: 2 FLOPs each, 3 times
+        return 6 * (3 * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
 
     def forward(self, x, context):
         cache, (B, T) = context.cache, x.shape[:2]
@@ -1262,7 +1305,7 @@ class MoE(nn.Module):
         self.router = Linear(config.n_embd, config.n_expert, config.mlp_bias)
         self.experts = Experts(config)
         self.shared = MLP(config, shared) if shared else None
-        self.shared_gate = Linear(config.n_embd, 1, group='vector') if config.shared_gate else None
+        self.shared_gate = Linear(config.n_embd, 1, group='embedding') if config.shared_gate else None
         if config.balance_bias:
             self.register_buffer('expert_bias', torch.zeros(config.n_expert))
 
@@ -1672,15 +1715,15 @@ class GPT(nn.Module):
 
     def account(self, block_size=None):
         """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once,
-        padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward; 'mixing' is
-        what mixers do besides, at a sequence length of block_size."""
+        padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward: all that are
+        marked as matrices, and the head; 'mixing' is what mixers do besides, at a length of block_size."""
         config, table = self.config, {}
         used = (config.n_expert_active or 0) / (config.n_expert or 1)
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
             n = (w[:config.vocab_size] if name in PADDED else w).numel()
             active = round(n * used) if part == 'experts' else n
-            matmul = w.ndim > 1 and not name.endswith('bias') and part != 'embedding'
+            matmul = self.marks[name].group != 'vector' and part != 'embedding'
             table.setdefault(part, []).append((n, active, 6 * active * matmul))
         if self.lm_head is None:
             table['head'] = [(0, 0, 6 * config.vocab_size * config.n_embd)]
@@ -1703,7 +1746,8 @@ class GPT(nn.Module):
 
     def param_groups(self):
         """Every parameter once, by what an optimizer does with it: 'matrix' (of the blocks: Muon takes them),
-        'embedding' (wte, wpe, lm_head: decayed) and 'vector' (norms, biases, sinks, lambdas: not decayed)."""
+        'embedding' (wte, wpe, lm_head: decayed) and 'vector' (norms, biases, sinks, lambdas: not decayed), as
+        they are marked."""
         groups = {'matrix': [], 'embedding': [], 'vector': []}
         for name, w in self.named_parameters():
             groups[self.marks[name].group].append(w)
