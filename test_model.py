@@ -1642,8 +1642,9 @@ CHOICES = {  # the axes of the pairwise grid; None and {}: GPTConfig's defaults
             dict(n_expert=6, n_group=3, topk_group=2, expert_pattern='DE', mlp='gelu', mlp_bias=True)],
     'documents': [{}, dict(document_token=3)],
     'mixer': [{}, dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4),
-              dict(attn_gate=True), dict(mixer_pattern='MD'), dict(mixer_pattern='D', linear_key_head_dim=6, linear_value_head_dim=10,
-                                             linear_conv_kernel_dim=2)],
+              dict(attn_gate=True), dict(mixer_pattern='MD'),
+              dict(mixer_pattern='D', linear_key_head_dim=6, linear_value_head_dim=10,
+                   linear_conv_kernel_dim=2)],
 }
 
 
