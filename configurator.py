@@ -72,6 +72,9 @@ class Settings:
             if name is None:
                 continue
             annotation = getattr(node, 'annotation', None)
+            if class_name and annotation is None:
+                raise TypeError(f"{path}, line {node.lineno}: without a type {name} is no field of "
+                                f"{class_name}")
             self.kinds[name] = None if annotation is None else annotated_types(annotation)
             self.defaults[name] = node.value
             first = node.lineno - 1

@@ -651,12 +651,15 @@ def read_rope(c, args):
     args['rope_scaling'] = scaling
 
 
+THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope')  # transformers' rope_types
+
+
 def write_rope(config, c):
-    scaling = config.rope_scaling or {}
-    kind, length = scaling.get('rope_type'), scaling.get('original_max_position_embeddings')
-    if kind == 'ntk' or kind == 'dynamic' and length != config.block_size:
+    scaling = config.rope_scaling or {'rope_type': 'default'}
+    kind, length = scaling['rope_type'], scaling.get('original_max_position_embeddings')
+    if kind not in THEIR_SCALINGS or kind == 'dynamic' and length != config.block_size:
         raise ValueError('transformers has no such scaling')
-    c['rope_parameters'] = {'rope_type': 'default', 'rope_theta': config.rope_base, **scaling}
+    c['rope_parameters'] = {'rope_theta': config.rope_base, **scaling}
     if 'partial_rotary_factor' in FAMILIES[c['model_type']].ours:
         c['rope_parameters']['partial_rotary_factor'] = config.partial_rotary_factor
 

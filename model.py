@@ -363,7 +363,7 @@ def mark(w, init, group, rows=None):
 
 def parameter(*shape, init, group, rows=None):
     """A new marked parameter; see mark."""
-    return mark(nn.Parameter(torch.empty(shape)), init, group, rows)
+    return mark(nn.Parameter(torch.full(shape, math.nan)), init, group, rows)  # NaN until init has filled it
 
 
 def collect_marks(model):
@@ -1238,6 +1238,9 @@ ACTIVATIONS = {
 def activation(config):
     """The activation of config.mlp and whether it is gated; a class becomes an instance, with parameters."""
     act, gated = ACTIVATIONS[config.mlp]
+    if isinstance(act, nn.Module):
+        raise ValueError(f"ACTIVATIONS[{config.mlp!r}] is a module, which all layers would share: enter its "
+                         "class")
     return act() if isinstance(act, type) else act, gated
 
 
@@ -1560,6 +1563,8 @@ class GPT(nn.Module):
             return
         for name, w in self.named_parameters():
             self.marks[name].init(w)
+            if w.isnan().any():
+                raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
         self.wte.weight[self.config.vocab_size:] = 0.0
 
     def compute_dtype(self):

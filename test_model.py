@@ -2425,7 +2425,7 @@ def test_embedding_scale_norm_and_lambdas():
 
 
 class XIELU(torch.nn.Module):
-    """An activation with parameters, of no dimension: arXiv:2411.13010, equation 7."""
+    """An activation with parameters, of no dimension: arXiv:2411.13010."""
 
     def __init__(self):
         super().__init__()
@@ -2434,7 +2434,8 @@ class XIELU(torch.nn.Module):
 
     def forward(self, x):
         alpha_p, alpha_n = (torch.nn.functional.softplus(alpha) for alpha in (self.alpha_p, self.alpha_n))
-        return torch.where(x > 0, alpha_p * x * x, alpha_n * (torch.expm1(x.clamp(max=-1e-6)) - x)) + 0.5 * x
+        below = (0.5 + alpha_n) * (torch.expm1(x.clamp(max=-1e-6)) - x)
+        return torch.where(x > 0, alpha_p * x * x, below) + 0.5 * x
 
 
 class LeakyAverage(flat.Mixer):
@@ -2506,13 +2507,18 @@ def test_what_a_fork_forgets_fails_loudly(monkeypatch):
                 self.scale = flat.parameter(3, init=torch.nn.init.ones_, group='matrix')
             if forgets == 'name':
                 self.scale = flat.parameter(3, init=torch.nn.init.ones_, group='vectors')
+            if forgets == 'init':
+                self.scale = flat.parameter(3, init=torch.ones_like, group='vector')
+            if forgets == 'column':
+                self.scale = flat.parameter(3, 1, init=torch.nn.init.ones_, group='matrix')
             if forgets == 'rows':
                 self.scale = flat.parameter(3, 4, init=torch.nn.init.ones_, group='matrix', rows=(1, 1))
     monkeypatch.setitem(flat.MIXERS, 'X', Forgetful)
     for forgets, message in (  # noqa: B007 (Forgetful reads it)
             ('mark', r'h\.0\.attn\.scale \(3, 4\) has no mark: make it with parameter'),
             ('group', r'h\.0\.attn\.scale \(3,\) is marked as a matrix'), ('name', "group='vectors'"),
-            ('rows', r'rows=\(1, 1\)')):
+            ('rows', r'rows=\(1, 1\)'), ('init', 'scale holds NaN after its init'),
+            ('column', r'scale \(3, 1\) is marked as a matrix')):
         with pytest.raises(ValueError, match=message):
             tiny(mixer_pattern='X')
     forgets = 'slots and states'
@@ -2520,6 +2526,9 @@ def test_what_a_fork_forgets_fails_loudly(monkeypatch):
         tiny(mixer_pattern='X').make_cache(1, 5)
     with pytest.raises(ValueError, match='Forgetful does not keep documents apart'):
         tiny(mixer_pattern='X', document_token=3)
+    monkeypatch.setitem(flat.ACTIVATIONS, 'shared', (XIELU(), False))
+    with pytest.raises(ValueError, match="ACTIVATIONS\\['shared'\\] is a module"):
+        tiny(mlp='shared')
     with pytest.raises(TypeError, match='flops'):
         type('WithoutFlops', (flat.Mixer,), {'forward': LeakyAverage.forward})(GPTConfig(), 0)
 
@@ -2908,7 +2917,10 @@ def test_a_batch_that_ranks_do_not_divide_names_the_nearest():
         flat_train.share_batch(0, 64, 1)
 
 
-def test_learning_rate_schedules():
+def test_learning_rate_schedules(monkeypatch):
+    monkeypatch.setitem(flat_train.SCHEDULES, 'odd', lambda done, cooldown: 2 * done)
+    with pytest.raises(ValueError, match="lr_schedule='odd' is at 1.5 of the way to the peak"):
+        flat_train.lr_at(75, 1.0, 0.0, 0, 100, 'odd')
     lr = functools.partial(flat_train.lr_at, peak=1.0, floor=0.1, warmup=10, end=110)
     for it in (0, 4, 9):
         assert lr(it) == pytest.approx((it + 1) / 11)
@@ -2976,6 +2988,13 @@ def test_a_new_optimizer_is_one_entry_and_must_take_every_parameter(monkeypatch)
     assert opt.param_groups[0]['lr'] == 0.5
     with pytest.raises(ValueError, match="optimizer='forgetful' .* wte.weight"):
         make_optimizers(model, optimizer='forgetful')
+    for name, wrong, message in (
+            ('alone', lambda model, config: sgd(model, config)[0], 'must give a list of torch optimizers'),
+            ('more', lambda model, config: [torch.optim.SGD([*model.parameters(), torch.ones(3)], lr=1.0)],
+             'tensors that are no parameters')):
+        monkeypatch.setitem(flat_train.OPTIMIZERS, name, wrong)
+        with pytest.raises(ValueError, match=f"optimizer='{name}' .*{message}"):
+            make_optimizers(model, optimizer=name)
 
 
 @pytest.mark.parametrize('options', [
@@ -3358,7 +3377,7 @@ def test_resuming_with_another_architecture_names_both_values(folder):
         train('--out_dir=out', '--init_from=resume')
     fine = train('--out_dir=fine', '--init_from=out/ckpt.pt', '--max_iters=1', '--dropout=0.1')
     assert fine['first_it'] == 0 and fine['model'].config.dropout == 0.1
-    with pytest.raises(ValueError, match='no optimizer state|has no optimizer'):
+    with pytest.raises(ValueError, match='was trained by --optimizer=adamw, not muon'):
         train('--out_dir=fine', '--init_from=resume', '--optimizer=muon')
 
 

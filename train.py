@@ -106,8 +106,11 @@ def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
         return peak * (it + 1) / (warmup + 1)
     if schedule is None:
         return peak
-    done = min(1.0, (it - warmup) / max(1, end - warmup))
-    return floor + SCHEDULES[schedule](done, cooldown) * (peak - floor)
+    share = SCHEDULES[schedule](min(1.0, (it - warmup) / max(1, end - warmup)), cooldown)
+    if not 0 <= share <= 1:
+        raise ValueError(f"lr_schedule={schedule!r} is at {share} of the way to the peak at iteration {it}: "
+                         "see SCHEDULES in train.py")
+    return floor + share * (peak - floor)
 
 
 # data order -------------------------------------------------------------------------------------------------
@@ -268,9 +271,14 @@ def make_optimizers(model, config):
     """The optimizers that config['optimizer'] names. config: this file's settings as a dict. Raises
     ValueError if a parameter of the model has no optimizer, or two."""
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
+    if not (isinstance(optimizers, list) and optimizers
+            and all(isinstance(opt, torch.optim.Optimizer) for opt in optimizers)):
+        raise ValueError(f"optimizer={config['optimizer']!r} must give a list of torch optimizers, not "
+                         f"{optimizers!r:.60}: see OPTIMIZERS in train.py")
     taken = collections.Counter(id(w) for opt in optimizers for group in opt.param_groups
                                 for w in group['params'])
-    wrong = [name for name, w in model.named_parameters() if taken[id(w)] != 1]
+    wrong = [name for name, w in model.named_parameters() if taken.pop(id(w), 0) != 1]
+    wrong += ['tensors that are no parameters of it'] * bool(taken)
     if wrong:
         raise ValueError(f"optimizer={config['optimizer']!r} must take each parameter once, but not "
                          f"{', '.join(wrong[:5])}: see OPTIMIZERS in train.py")
@@ -426,6 +434,10 @@ def resume(rest, config, optimizers, scaler):
     if missing:
         raise ValueError(f"{path} has no {' and no '.join(missing)}, so it cannot be resumed; fine-tune with "
                          f"--init_from={shlex.quote(path)}")
+    was = rest.get('config', {}).get('optimizer', 'adamw')  # nanoGPT's
+    if was != config['optimizer']:
+        raise ValueError(f"{path} was trained by --optimizer={was}, not {config['optimizer']}: give that "
+                         f"one, or fine-tune with --init_from={shlex.quote(path)}")
     load_optimizers(optimizers, rest['optimizer'], path)
     if rest.get('scaler'):  # none in files that were not written under float16
         scaler.load_state_dict(rest['scaler'])
