@@ -34,6 +34,7 @@ import json
 import os
 import pickle
 import platform
+import random
 import re
 import shlex
 import shutil
@@ -53,8 +54,8 @@ from configurator import configure, print0
 source = 'pystdlib'
 field = 'text'             # JSON lines: the field of a record that has its text, or else its messages
 errors = 'strict'          # text that is not UTF-8: strict refuses it, replace puts U+FFFD in place of bytes
-# byte, char, tiktoken's (gpt2, o200k_base...), or a folder with tokenizer.json or another dataset; None: byte,
-# and for conversations that of the first run's data
+# byte, char, tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, or another dataset's folder;
+# None: byte, and for conversations that of the first run's data
 tokenizer: str | None = None
 out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
 val_fraction = 0.1         # the share of the text that is kept for validation
@@ -122,8 +123,9 @@ def fetch(url, path, size=None, sha256=None, instead='', check=mismatch):
     """Download url to path, unless a file with the right size and sha256 (where given) is there; return path.
 
     check(path, size, sha256) says what is wrong with a file, None if nothing. What has arrived waits in
-    path + '.part', from where an interrupted download is resumed, in this run or the next. OSError: the server cannot be reached or refuses; `instead` ends its message, it says what else
-    can be done. ValueError: it sends something else than expected.
+    path + '.part', from where an interrupted download is resumed, in this run or the next. OSError: the
+    server cannot be reached or refuses; `instead` ends its message, it says what else can be done.
+    ValueError: it sends something else than expected.
     """
     if os.path.exists(path) and not check(path, size, sha256):
         return path
@@ -346,8 +348,8 @@ def conversations(paths, field='text', errors='strict'):
         for place, record in json_records(path, errors):
             messages = find_messages(record, field)
             if not messages:
-                raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it needs '
-                                 f'{" or ".join(MESSAGES)}, or a pair like prompt and response')
+                raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
+                                 f'needs {" or ".join(MESSAGES)}, or a pair like prompt and response')
             check_messages(messages, place)
             yield Conversation(place, messages)
 
@@ -529,26 +531,26 @@ Thing = collections.namedtuple('Thing', 'module name kind summary arguments')  #
 
 
 def pydoc_chats():
-    """Conversations about the functions and classes of Python's own library: what they do, what they take."""
-    things = library_things()
+    """Conversations about the functions and classes of Python's own library: what they do, what they take.
+
+    In a random order, always the same, so that those about one thing are seldom in one window.
+    """
+    things, chats = library_things(), []
     said = collections.Counter((thing.module, thing.kind, thing.summary) for thing in things)
     for n, thing in enumerate(things):
-        full = thing.name if thing.module in ('', 'builtins') else f'{thing.module}.{thing.name}'
-        verb = {'function': f'What does {full} do?', 'class': f'What is {full}?',
-                'module': f'What is the module {full} for?'}[thing.kind]
-        takes = f'{full}({thing.arguments})' if thing.arguments else None
-        turns = [(verb, thing.summary)]
-        if takes and n % 3 == 0:
-            turns.append(('What arguments does it take?', takes))
-        yield Conversation(full, make_messages(*turns))
-        if takes and n % 3:
-            yield Conversation(full, make_messages((f'What arguments does {full} take?', takes)))
-        where = thing.module or 'the library'
+        name = thing.name if thing.module in ('', 'builtins') else f'{thing.module}.{thing.name}'
+        ask = {'function': f'What does {name} do?', 'class': f'What is {name}?',
+               'module': f'What is the module {name} for?'}[thing.kind]
+        takes = f'{name}({thing.arguments})'
+        more = [('What arguments does it take?', takes)] if thing.arguments else []
+        chats.append([(ask, thing.summary), *(more if n % 3 == 0 else [])])
+        if thing.arguments:
+            chats.append([(f'What arguments does {name} take?', takes)])
         if thing.kind == 'function' and said[thing.module, thing.kind, thing.summary] == 1:
-            turns = [(f'Which function of {where} does this: {thing.summary}', full)]
-            if takes and n % 3 == 1:
-                turns.append(('What arguments does it take?', takes))
-            yield Conversation(full, make_messages(*turns))
+            ask = f'Which function of {thing.module} does this: {thing.summary}'
+            chats.append([(ask, name), *(more if n % 3 == 1 else [])])
+    random.Random(0).shuffle(chats)
+    return [Conversation('pydoc_chat', make_messages(*turns)) for turns in chats]
 
 
 @functools.cache
@@ -1437,6 +1439,9 @@ def write_dataset(folder, texts, tok, label, procs=1, n_bytes=None, block_size=N
     else:
         if block_size < 2:
             raise ValueError(f'block_size={block_size}: must be 2 or more')
+        if not tok.chat_template:
+            raise ValueError(f'the tokenizer {tok.name} has no chat template, which conversations need: name '
+                             'another by --tokenizer, like a folder with a tokenizer.json that has one')
         first = separator(tok)
         if first is None:
             raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep conversations apart')
@@ -1753,7 +1758,7 @@ if __name__ == '__main__':
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
     if found.chats:
-        print(f'slots of {block_size} tokens, {meta["filled"]:.0%} full; {meta["train_learnt"]:,} train tokens '
-              'are learnt' + (f'; {meta["cut"]:,} longer conversations are cut' if meta['cut'] else ''))
+        print(f'slots of {block_size} tokens, {meta["filled"]:.0%} full; {meta["train_learnt"]:,} train '
+              'tokens are learnt' + (f'; {meta["cut"]:,} longer ones are cut' if meta['cut'] else ''))
     name = dataset_name(folder)
     print('next:', shlex.join(['python', 'train.py', *[f'--dataset={name}'] * (name != 'pystdlib_byte')]))
