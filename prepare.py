@@ -374,14 +374,17 @@ class Source:
     Documents stay whole and end with an end-of-text token; a single one is cut in two, for train and val.
     chats: True, documents are Conversations.
     shards: instead of documents, the addresses of files of tokens, the first of which is for validation.
+    tokenizer: the one that is used where the settings name none.
     """
     name: str  # of the dataset
     label: str  # what meta.json says about where it is from
     documents: Callable | None = None
     chats: bool = False
     shards: list | None = None
+    tokenizer: str = 'byte'
 
 
+FIRST_RUN = os.path.join('data', 'pystdlib_byte')  # what `python prepare.py` makes
 HUB = 'https://huggingface.co/datasets'
 
 
@@ -391,7 +394,11 @@ def download(name, url, size=None, sha256=None, chats=False):
         path = fetch(url, os.path.join('data', name, url.rpartition('/')[2]), size, sha256,
                      instead=', or use a text file that you have: python prepare.py my.txt')
         return (conversations if chats else file_documents)([path])
-    return Source(name, name, documents, chats)
+    return chat_source(name, name, documents) if chats else Source(name, name, documents)
+
+
+def chat_source(name, label, documents):
+    return Source(name, label, documents, chats=True, tokenizer=FIRST_RUN)
 
 
 def pystdlib():
@@ -412,7 +419,8 @@ def pystdlib():
 def fineweb(name, prefix, count):
     """FineWeb in GPT-2's tokens, by Keller Jordan: the addresses of 100M tokens each, and as many for val."""
     names = [f'{prefix}_val_000000.bin', *[f'{prefix}_train_{i:06d}.bin' for i in range(1, count + 1)]]
-    return Source(name, name, shards=[f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{file}' for file in names])
+    urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{file}' for file in names]
+    return Source(name, name, shards=urls, tokenizer='gpt2')
 
 
 SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
@@ -428,7 +436,7 @@ SOURCES = {
     'fineweb_edu': lambda: fineweb('fineweb_edu', 'finewebedu', 99),
     'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_hq.jsonl'),
     'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_mini_512.jsonl', chats=True),
-    'pydoc_chat': lambda: Source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats, True),
+    'pydoc_chat': lambda: chat_source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats),
 }
 
 
@@ -469,9 +477,9 @@ def find_source(source, field='text', errors='strict'):
 
 def file_source(paths, name, label, field, errors):
     """The Source of these files: conversations, if their first record has some, else text."""
-    chats = holds_conversations(paths, field, errors)
-    read = conversations if chats else file_documents
-    return Source(name, label, functools.partial(read, paths, field, errors), chats)
+    if holds_conversations(paths, field, errors):
+        return chat_source(name, label, functools.partial(conversations, paths, field, errors))
+    return Source(name, label, functools.partial(file_documents, paths, field, errors))
 
 
 def keep_standard_input():
@@ -501,15 +509,6 @@ def output_folder(out, found, tokenizer):
     usual = 'shakespeare' if usual == 'shakespeare_gpt2' else usual  # nanoGPT's name
     usual = found.name if found.chats else usual
     return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
-
-
-def default_tokenizer(found):
-    """What a source is encoded with unless --tokenizer says else. Conversations: as the first run's data."""
-    if found.shards:
-        return 'gpt2'
-    if found.chats:
-        return output_folder(None, Source('pystdlib', ''), DEFAULT_TOKENIZER)
-    return DEFAULT_TOKENIZER
 
 
 def dataset_name(folder):
@@ -832,8 +831,8 @@ class Tokenizer:
                              'prepare and train with one that has')
         return render_chat(self.chat_template, messages, tools, add_generation_prompt, **variables)
 
-    def encode_rendered(self, text):
-        """The ids of what render gives, in which special tokens stand as text."""
+    def encode_chat(self, text):
+        """What render gives -> ids: special tokens stand in it as text, and nothing is put around it."""
         return self.encode(text)
 
 
@@ -1005,13 +1004,13 @@ class JsonTokenizer(Tokenizer):
         thinking: what templates know as enable_thinking; None: the template's default. tools: JSON schemas.
         """
         thinks = {} if thinking is None else {'enable_thinking': thinking}
-        return self.encode_rendered(self.render(messages, tools, **thinks))
+        return self.encode_chat(self.render(messages, tools, **thinks))
 
     def render(self, messages, tools=None, add_generation_prompt=True, **variables):
         special = {name: self.special_text(name) for name in SPECIAL_TOKENS if self.special_text(name)}
         return super().render(messages, tools, add_generation_prompt, **special, **variables)
 
-    def encode_rendered(self, text):
+    def encode_chat(self, text):
         self.library.encode_special_tokens = False
         return self.library.encode(without_surrogates(text), add_special_tokens=False).ids
 
@@ -1140,7 +1139,6 @@ def char_tokenizer(characters, by_document):
 
 
 MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer}  # other names are files or tiktoken's
-DEFAULT_TOKENIZER = 'byte'
 
 
 def make_tokenizer(name, characters='', by_document=False):
@@ -1260,13 +1258,14 @@ def encode_group(tok, group):
 
 def encode_chats(tok, group):
     """[Conversation] -> ([(ids, mask)], bytes of text, bytes of answers)."""
-    texts = [(message['role'], len((message.get('content') or '').encode()))
+    sizes = [(message['role'], len((message.get('content') or '').encode()))
              for conversation in group for message in conversation.messages]
-    return ([encode_chat(tok, conversation) for conversation in group], sum(size for _, size in texts),
-            sum(size for role, size in texts if role == 'assistant'))
+    answers = [size for role, size in sizes if role == 'assistant']
+    encoded = [encode_conversation(tok, conversation) for conversation in group]
+    return encoded, sum(size for _, size in sizes), sum(answers)
 
 
-def encode_chat(tok, conversation):
+def encode_conversation(tok, conversation):
     """(ids, mask) of a Conversation; the mask, uint8, is 1 for what the assistant writes and its end mark.
 
     An answer begins where the ids agree no longer with those of the rendered prompt, to which a model would
@@ -1276,21 +1275,21 @@ def encode_chat(tok, conversation):
     place, messages = conversation
     try:
         text = tok.render(messages, add_generation_prompt=False)
-        ids = np.array(tok.encode_rendered(text), dtype_of(tok.n_vocab))
+        ids = np.array(tok.encode_chat(text), dtype_of(tok.n_vocab))
         mask, end = np.zeros(len(ids), np.uint8), 0
         stops = np.flatnonzero(np.isin(ids, tok.stop_tokens))
         for n, message in enumerate(messages):
             if message['role'] != 'assistant':
                 continue
-            before = tok.render(messages[:n], add_generation_prompt=False)
             prompt = tok.render(messages[:n], add_generation_prompt=True)
-            if not text.startswith(prompt):  # it may think where this conversation does not
+            if not text.startswith(prompt):  # it may think, or not, otherwise than this conversation
+                before = tok.render(messages[:n], add_generation_prompt=False)
                 prompt = os.path.commonprefix([prompt, text])
-            begin = common_length(tok.encode_rendered(prompt), ids)
-            if not text.startswith(before) or len(prompt) < len(before) or begin < end:
-                raise ValueError(f'message {n + 1}: the chat template renders what is before this answer in '
-                                 'another way when more follows')
-            later = stops[stops >= begin]
+                if not prompt.startswith(before):
+                    raise ValueError(f'message {n + 1}: the chat template renders what is before this answer '
+                                     'in another way when more follows')
+            begin = common_length(tok.encode_chat(prompt), ids)
+            later = stops[stops >= max(begin, end)]
             if not len(later):
                 raise ValueError(f'message {n + 1}: the chat template ends this answer with none of '
                                  f'{[tok.decode([i]) for i in tok.stop_tokens]}')
@@ -1578,7 +1577,7 @@ def prepare_command(folder):
     source = max(starts, key=len)
     kind, found = name[len(source) + 1:], SOURCES[source]()
     flags = [source] * (source != 'pystdlib')
-    if dataset_name(output_folder(None, found, default_tokenizer(found))) != name:
+    if dataset_name(output_folder(None, found, found.tokenizer)) != name:
         flags.append(f'--tokenizer={kind}' if kind else f'--out={name}')
     return shlex.join(['python', 'prepare.py', *flags])
 
@@ -1703,7 +1702,8 @@ def look(folder):
     for i in np.argsort(-counts, kind='stable')[:12]:
         print(f'{repr(tok.decode([i])):>17} {counts[i]:9,} {counts[i] / len(ids):6.2%}')
     n = meta.get('block_size') or 256
-    print(f'\nthe first {min(n, len(ids)):,} tokens{", what is learnt marked" if mask is not None else ""}')
+    n = int(np.flatnonzero(ids[:n] != eot)[-1]) + 1  # without what fills a slot
+    print(f'\nthe first {n:,} tokens{", what is learnt marked" if mask is not None else ""}')
     print(marked(tok, ids[:n], None if mask is None else mask[:n]))
 
 
@@ -1730,12 +1730,12 @@ def marked(tok, ids, mask):
 
 if __name__ == '__main__':
     if words[:1] == ['look']:
-        look(words[1] if words[1:] else os.path.join('data', 'pystdlib_byte'))
+        look(words[1] if words[1:] else FIRST_RUN)
         raise SystemExit(0)
     if words[1:]:
         raise ValueError(f'{words[1]!r} is one source too many: put files into a folder, or quote a glob')
     found = find_source(words[0] if words else source, field, errors)
-    tokenizer = tokenizer or default_tokenizer(found)
+    tokenizer = tokenizer or found.tokenizer
     folder = output_folder(out, found, tokenizer)
 
     if found.shards:
@@ -1760,5 +1760,6 @@ if __name__ == '__main__':
     if found.chats:
         print(f'slots of {block_size} tokens, {meta["filled"]:.0%} full; {meta["train_learnt"]:,} train '
               'tokens are learnt' + (f'; {meta["cut"]:,} longer ones are cut' if meta['cut'] else ''))
+    config, usual = (['config/chat.py'], 'pydoc_chat') if found.chats else ([], dataset_name(FIRST_RUN))
     name = dataset_name(folder)
-    print('next:', shlex.join(['python', 'train.py', *[f'--dataset={name}'] * (name != 'pystdlib_byte')]))
+    print('next:', shlex.join(['python', 'train.py', *config, *[f'--dataset={name}'] * (name != usual)]))

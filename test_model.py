@@ -787,7 +787,7 @@ def test_prepare_shards_are_downloaded_checked_and_read_in_place(tmp_path, monke
     monkeypatch.setattr(prepare, 'fetch_rest', fetch_rest)
     folder = os.path.join('data', 'fineweb_edu_gpt2')
     found = prepare.find_source('fineweb_edu')
-    assert prepare.output_folder(None, found, prepare.default_tokenizer(found)) == folder
+    assert prepare.output_folder(None, found, found.tokenizer) == folder
     for bad, message in ((shard(ids[2], magic=20240801), '20240520'), (shard(ids[2], version=2), 'version 2'),
                          (shard(ids[2], n=10**8), 'bytes'), (b'<html>', 'shard'), (b'', 'shard')):
         broken[2] = bad
@@ -1515,8 +1515,8 @@ def test_the_mask_is_what_the_assistant_writes(template, monkeypatch):
     end = {'llama2': '</s>', 'llama3': '<|eot_id|>'}.get(template, '<|im_end|>')
     for turns in (1, 2, 3):
         messages = chat_of(rng, turns, system=turns == 2)
-        ids, mask = prepare.encode_chat(tok, prepare.Conversation('here', messages))
-        assert ids.tolist() == tok.encode_rendered(tok.render(messages, add_generation_prompt=False))
+        ids, mask = prepare.encode_conversation(tok, prepare.Conversation('here', messages))
+        assert ids.tolist() == tok.encode_chat(tok.render(messages, add_generation_prompt=False))
         runs = [(learnt, tok.decode([i for i, _ in run]))
                 for learnt, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])]
         answers = [text for learnt, text in runs if learnt]
@@ -1531,14 +1531,14 @@ def test_the_mask_is_what_the_assistant_writes(template, monkeypatch):
 def test_an_answer_that_thinks_is_learnt_with_its_thoughts():
     tok = chat_tokenizer()
     messages = prepare.make_messages(('Hi', '<think>\nhm\n</think>\n\nHello.'))
-    ids, mask = prepare.encode_chat(tok, prepare.Conversation('here', messages))
+    ids, mask = prepare.encode_conversation(tok, prepare.Conversation('here', messages))
     assert tok.decode(ids[mask == 1]) == '<think>\nhm\n</think>\n\nHello.<|im_end|>'
     plain = '{% for m in messages %}{{ m.content }}{% endfor %}'
     for template, part in (('{{ messages | length }}' + plain, 'another way'), (plain, 'ends this answer'),
                            ("{{ raise_exception('no') }}", 'template fails')):
         tok = prepare.JsonTokenizer(tok.source, {'chat_template': template})
         with pytest.raises(ValueError, match=f'^there: .*{part}') as e:
-            prepare.encode_chat(tok, prepare.Conversation('there', messages))
+            prepare.encode_conversation(tok, prepare.Conversation('there', messages))
         assert '\n' not in str(e.value)
 
 
@@ -1547,7 +1547,7 @@ def test_conversations_are_packed_whole_into_slots(block_size, tmp_path):
     tok, rng = chat_tokenizer(), random.Random(1)
     chats = [chat_of(rng, rng.choice([1, 1, 2])) for _ in range(100)]
     meta = chat_prepare(chats, tok, block_size, tmp_path / 'd')
-    encoded = [prepare.encode_chat(tok, prepare.Conversation('x', messages)) for messages in chats]
+    encoded = [prepare.encode_conversation(tok, prepare.Conversation('x', messages)) for messages in chats]
     long = [ids.tolist() for ids, _ in encoded if len(ids) >= block_size]
     found, learnt, pieces = [], 0, []
     for ids, mask in chat_slots(tmp_path / 'd', block_size):
@@ -1686,7 +1686,8 @@ def test_look_shows_what_a_folder_has(tmp_path, monkeypatch, capsys):
     assert f'train: {len(ids):,} tokens' in out and f'{mask.mean():.1%} of them learnt' in out
     assert f'val: {len(prep_ids("data/chats", "val")):,} tokens' in out
     shown = out.split('learnt marked\n')[1]
-    text, learnt = map(chat_tokenizer().decode, (ids[:300], ids[:300][mask[:300] == 1]))
+    n = int(np.flatnonzero(ids[:300] != 256)[-1]) + 1
+    text, learnt = map(chat_tokenizer().decode, (ids[:n], ids[:n][mask[:n] == 1]))
     assert shown.replace('[[', '').replace(']]', '') == text + '\n'
     assert ''.join(re.findall(r'\[\[(.*?)\]\]', shown, re.DOTALL)) == learnt
     np.arange(50, dtype=np.uint16).tofile('data/train.bin')
