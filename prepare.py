@@ -1751,7 +1751,8 @@ if __name__ == '__main__':
               f'{len(scanned.characters):,} different characters'
               + (f', {n_empty:,} left out (empty)' if n_empty else ''))
         tok = make_tokenizer(tokenizer, scanned.characters, by_document=n > 1)
-        procs = usable_procs(procs, tok, scanned.n_bytes)
+        work = scanned.n_bytes * (20 if found.chats else 1)  # a conversation is rendered once for each answer
+        procs = usable_procs(procs, tok, work)
         meta = write_dataset(folder, planned_texts(found, plan), tok, found.label, procs, scanned.n_bytes,
                              block_size if found.chats else None)
 
