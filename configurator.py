@@ -234,7 +234,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         print(settings['__doc__'], *own.help, '', *(fields.help if fields else []), sep='\n')
         raise SystemExit(0)
 
-    plain = [arg for arg in argv if not arg.startswith('-') and not arg.endswith('.py')]
+    plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and not arg.endswith('.py')]
     if plain[words:]:
         stop(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides = [arg for arg in argv if arg not in plain]

@@ -5,11 +5,17 @@
     $ python prepare.py shakespeare --tokenizer=gpt2     # data/shakespeare
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
     $ python prepare.py 'notes/**/*.md'                  # a quoted glob, or a folder: each file is a document
-    $ python prepare.py tales.jsonl --field=story        # JSON lines: each record is a document
+    $ python prepare.py tales.jsonl.gz --field=story     # JSON lines: each record is a document
+    $ zcat *.gz | python prepare.py -                    # standard input
+    $ python prepare.py fineweb_edu --shards=10          # tokens that others prepared: data/fineweb_edu_gpt2
+    $ python prepare.py chats.jsonl                      # records with messages: data/chats, with masks
+    $ python prepare.py look data/chats                  # what is in a prepared folder
 
 A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits and else uint32.
 """
 import array
+import ast
+import atexit
 import base64
 import codecs
 import collections
@@ -19,31 +25,44 @@ import dataclasses
 import datetime
 import functools
 import glob
+import gzip
 import hashlib
+import importlib
+import inspect
 import itertools
 import json
 import os
 import pickle
 import platform
+import random
 import re
 import shlex
+import shutil
 import signal
 import sys
 import sysconfig
 import tempfile
 import time
 import urllib.parse
+import zlib
 from collections.abc import Callable
 
 from configurator import configure, print0
 
-source = 'pystdlib'        # pystdlib, shakespeare, or a file (text, .jsonl), folder or glob of your own
-field = 'text'             # JSON lines: the field of a record that has its text
-tokenizer = 'byte'         # byte, char, tiktoken's (gpt2, o200k_base...), or a folder with tokenizer.json
+# pystdlib, shakespeare, tinystories, fineweb, fineweb_edu, minimind, minimind_sft, pydoc_chat, or your own:
+# a file (text, .jsonl, .gz of these), a folder or a glob of them, or - for standard input
+source = 'pystdlib'
+field = 'text'             # JSON lines: the field of a record that has its text, or else its messages
+errors = 'strict'          # text that is not UTF-8: strict refuses it, replace puts U+FFFD in place of bytes
+# byte, char, tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, or another dataset's folder;
+# None: byte, and for conversations that of the first run's data
+tokenizer: str | None = None
 out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
 val_fraction = 0.1         # the share of the text that is kept for validation
+block_size = 256           # conversations: the windows they are packed into, those of the training to come
+shards = 10                # fineweb, fineweb_edu: how many files of 100M tokens are downloaded to train on
 procs: int | None = None   # processes that encode; None: one for each core
-_, _, words = configure(globals(), words=1)
+_, _, words = configure(globals(), words=2)
 
 import numpy as np
 
@@ -100,14 +119,15 @@ def mismatch(path, size, sha256):
     return None
 
 
-def fetch(url, path, size=None, sha256=None, instead=''):
+def fetch(url, path, size=None, sha256=None, instead='', check=mismatch):
     """Download url to path, unless a file with the right size and sha256 (where given) is there; return path.
 
-    What has arrived waits in path + '.part', from where an interrupted download is resumed, in this run or
-    the next. OSError: the server cannot be reached or refuses; `instead` ends its message, it says what else
-    can be done. ValueError: it sends something else than expected.
+    check(path, size, sha256) says what is wrong with a file, None if nothing. What has arrived waits in
+    path + '.part', from where an interrupted download is resumed, in this run or the next. OSError: the
+    server cannot be reached or refuses; `instead` ends its message, it says what else can be done.
+    ValueError: it sends something else than expected.
     """
-    if os.path.exists(path) and not mismatch(path, size, sha256):
+    if os.path.exists(path) and not check(path, size, sha256):
         return path
     import requests
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
@@ -124,7 +144,7 @@ def fetch(url, path, size=None, sha256=None, instead=''):
                         if have else f'cannot reach {host} ({why}): go online')
                 raise OSError(f'{what}, or download {url} by other means to {path}{instead}') from e
             time.sleep(wait)
-    if problem := mismatch(part, size, sha256):
+    if problem := check(part, size, sha256):
         os.remove(part)
         raise ValueError(f'{url} sent {problem}: run this again; if it persists, the file there has changed')
     os.replace(part, path)
@@ -165,10 +185,27 @@ def fetch_rest(url, part, size):
 # files as documents -----------------------------------------------------------------------------------------
 # A document is an iterable of blocks of text, so that one of many gigabytes is never in memory as a whole.
 
-def read_text(path):
+@contextlib.contextmanager
+def open_bytes(path):
+    """A file's bytes, of a .gz what is compressed in it. ValueError: that is damaged."""
+    with (gzip.open if path.lower().endswith('.gz') else open)(path, 'rb') as f:
+        try:
+            yield f
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise ValueError(f'{path} is damaged, or no gzip file ({e}): download or compress it '
+                             'again') from None
+
+
+def ending(path):
+    """'.jsonl' of a.jsonl and of a.jsonl.gz."""
+    path = path.lower().removesuffix('.gz')
+    return os.path.splitext(path)[1]
+
+
+def read_text(path, errors='strict'):
     """The file's text, a block at a time. Where it is not UTF-8, ValueError says at which byte."""
-    decoder, n_read, data = codecs.getincrementaldecoder('utf-8')(), 0, b' '
-    with open(path, 'rb') as f:
+    decoder, n_read, data = codecs.getincrementaldecoder('utf-8')(errors), 0, b' '
+    with open_bytes(path) as f:
         while data:
             data = f.read(1 << 20)
             n_read += len(data)
@@ -176,45 +213,154 @@ def read_text(path):
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as e:
                 raise ValueError(f'{path} is not UTF-8 text: byte {e.object[e.start]:#04x} at offset '
-                                 f'{n_read - len(e.object) + e.start}: convert it, or leave it out') from None
+                                 f'{n_read - len(e.object) + e.start}: convert it, leave it out, or have '
+                                 'U+FFFD there by --errors=replace') from None
             if text:
                 yield text
 
 
-def text_documents(path, field):
-    """A text file is one document."""
-    yield read_text(path)
+def split_at_marks(blocks, path):
+    """The documents of a text: its parts between <|endoftext|> marks, without the white space around these
+    and without empty parts; a text without marks as it is, even an empty one."""
+    def parts():  # (number, a block of the document with this number)
+        n, fresh, text = 0, False, ''  # fresh: nothing but white space since a mark
+        for block in blocks:
+            *ended, text = (text + block).split(EOT)
+            for part in ended:
+                part = part.lstrip() if fresh else part
+                if part.strip():
+                    yield n, part.rstrip()
+                n, fresh = n + 1, True
+            text = text.lstrip() if fresh else text
+            ready = text[:-len(EOT)].rstrip()  # the rest may belong to a mark to come
+            if ready:
+                yield n, ready
+                text, fresh = text[len(ready):], False
+        if not n or text.strip():
+            yield n, text.rstrip() if n else text
+        if n:
+            print_once(f'{path}: split at {n:,} {EOT} mark{"s" * (n > 1)}')
+    for _, part in itertools.groupby(parts(), key=lambda part: part[0]):
+        yield (text for _, text in part)
 
 
-def json_documents(path, field):
-    """JSON lines: a document for each record, the text in this field. ValueError names file and line."""
-    with open(path, 'rb') as f:
+def text_documents(path, field, errors):
+    """A text file is one document, or those between its <|endoftext|> marks."""
+    yield from split_at_marks(read_text(path, errors), path)
+
+
+def json_records(path, errors):
+    """(place, record) of JSON lines; place names file and line. ValueError: one is no JSON object."""
+    with open_bytes(path) as f:
         for n, line in enumerate(f, 1):
             if not line.strip():
                 continue
+            place = f'{path}, line {n}'
             try:
-                record = json.loads(line.decode('utf-8-sig'))
+                record = json.loads(line.decode('utf-8-sig', errors))
             except (ValueError, RecursionError) as e:
-                raise ValueError(f'{path}, line {n}: not JSON ({e})') from None
-            is_object = isinstance(record, dict)
-            if not is_object or not isinstance(record.get(field), str):
-                what = f'its fields are {", ".join(record)}' if is_object else 'it is no object'
-                raise ValueError(f'{path}, line {n}: no text in field {field!r}, {what:.200}: '
-                                 'choose one by --field')
-            try:
-                record[field].encode()
-            except UnicodeEncodeError as e:
-                raise ValueError(f'{path}, line {n}: half a character, {e.object[e.start]!r}') from None
-            yield [record[field]]
+                raise ValueError(f'{place}: not JSON ({e})') from None
+            if not isinstance(record, dict):
+                raise ValueError(f'{place}: it is no object with fields')
+            yield place, record
+
+
+def json_documents(path, field, errors):
+    """JSON lines: a document for each record, the text in this field. ValueError names file and line."""
+    for place, record in json_records(path, errors):
+        if not isinstance(record.get(field), str):
+            raise ValueError(f'{place}: no text in field {field!r}, its fields are '
+                             f'{", ".join(record):.200}: choose one by --field')
+        yield [whole_characters(record[field], place)]
+
+
+def whole_characters(text, place):
+    """The text. ValueError: it has halves of characters, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f'{place}: half a character, {e.object[e.start]!r}') from None
+    return text
 
 
 FORMATS = {'.jsonl': json_documents}  # by the end of a file's name; all others are text
 
 
-def file_documents(paths, field='text'):
+def file_documents(paths, field='text', errors='strict'):
     for path in paths:
-        read = FORMATS.get(os.path.splitext(path)[1].lower(), text_documents)
-        yield from read(path, field)
+        yield from FORMATS.get(ending(path), text_documents)(path, field, errors)
+
+
+# conversations ----------------------------------------------------------------------------------------------
+
+# place: what an error names; messages: [{'role': 'user', 'content': text}, ...]
+Conversation = collections.namedtuple('Conversation', 'place messages')
+MESSAGES = ('messages', 'conversations')  # the fields that may have a list of messages
+PAIRS = {'prompt': ('response', 'completion', 'answer'), 'instruction': ('output', 'response'),
+         'question': ('answer', 'response')}  # {field of a question: fields that may have its answer}
+ROLES = {'system': 's', 'user': 'u', 'assistant': 'a', 'tool': 't'}
+ORDER = re.compile('s?(ua(t+a)*)+u?')  # of roles
+
+
+def find_messages(record, field):
+    """The messages of a record, or None: `field` comes first, then MESSAGES and PAIRS."""
+    for name in (field, *MESSAGES):
+        if isinstance(record.get(name), list):
+            return record[name]
+    for ask, answers in PAIRS.items():
+        for answer in answers:
+            if isinstance(record.get(ask), str) and isinstance(record.get(answer), str):
+                more = record.get('input')
+                question = record[ask] + (f'\n\n{more}' if isinstance(more, str) and more else '')
+                return make_messages((question, record[answer]))
+    return None
+
+
+def make_messages(*turns):
+    """(question, answer), ... as messages."""
+    return [{'role': role, 'content': content} for turn in turns
+            for role, content in zip(('user', 'assistant'), turn)]
+
+
+def check_messages(messages, place):
+    """ValueError: they are no conversation that can be learnt from."""
+    for n, message in enumerate(messages, 1):
+        where = f'{place}, message {n}'
+        if not isinstance(message, dict) or message.get('role') not in ROLES:
+            raise ValueError(f'{where}: a message needs a role, one of {", ".join(ROLES)}, and content')
+        content = message.get('content')
+        if not (isinstance(content, str) and content.strip() or message.get('tool_calls')):
+            raise ValueError(f'{where}: its content is {"empty" if not content else "no text"}')
+        whole_characters(content or '', where)
+    roles = [message['role'] for message in messages]
+    if 'assistant' not in roles:
+        raise ValueError(f'{place}: no message of the assistant, so there is nothing to learn')
+    if not ORDER.fullmatch(''.join(ROLES[role] for role in roles)):
+        raise ValueError(f'{place}: its roles are {", ".join(roles):.100}: user and assistant must take '
+                         'turns, after a system message at most')
+
+
+def conversations(paths, field='text', errors='strict'):
+    """The Conversations of files of JSON lines. ValueError names file and line."""
+    for path in paths:
+        if FORMATS.get(ending(path)) is not json_documents:
+            raise ValueError(f'{path} is no .jsonl like the conversations it stands among: leave it out')
+        for place, record in json_records(path, errors):
+            messages = find_messages(record, field)
+            if not messages:
+                raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
+                                 f'needs {" or ".join(MESSAGES)}, or a pair like prompt and response')
+            check_messages(messages, place)
+            yield Conversation(place, messages)
+
+
+def holds_conversations(paths, field, errors):
+    """Whether the first record of JSON lines has messages rather than text in this field."""
+    for path in paths:
+        if FORMATS.get(ending(path)) is json_documents:
+            for _, record in json_records(path, errors):
+                return not isinstance(record.get(field), str) and find_messages(record, field) is not None
+    return False
 
 
 # sources ----------------------------------------------------------------------------------------------------
@@ -225,23 +371,34 @@ class Source:
 
     documents() -> an iterator over documents, each an iterable of blocks of text. It is called twice, to
     count and to encode, and gives the same both times: def documents(): yield ['a text']; yield ['another'].
-    separate: True, documents that stay whole and end with an end-of-text token; False, one text that may be
-    cut anywhere, in two for train and val.
+    Documents stay whole and end with an end-of-text token; a single one is cut in two, for train and val.
+    chats: True, documents are Conversations.
+    shards: instead of documents, the addresses of files of tokens, the first of which is for validation.
+    tokenizer: the one that is used where the settings name none.
     """
     name: str  # of the dataset
     label: str  # what meta.json says about where it is from
-    documents: Callable
-    separate: bool = True
+    documents: Callable | None = None
+    chats: bool = False
+    shards: list | None = None
+    tokenizer: str = 'byte'
 
 
-SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
+FIRST_RUN = os.path.join('data', 'pystdlib_byte')  # what `python prepare.py` makes
+HUB = 'https://huggingface.co/datasets'
 
 
-def shakespeare():
-    path = fetch(SHAKESPEARE, os.path.join('data', 'shakespeare', 'input.txt'), size=1115394,
-                 sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
-                 instead=', or use a text file that you have: python prepare.py my.txt')
-    return Source('shakespeare', 'shakespeare', functools.partial(file_documents, [path]), separate=False)
+def download(name, url, size=None, sha256=None, chats=False):
+    """The Source of one file, text or JSON lines, that is downloaded to data/<name>."""
+    def documents():
+        path = fetch(url, os.path.join('data', name, url.rpartition('/')[2]), size, sha256,
+                     instead=', or use a text file that you have: python prepare.py my.txt')
+        return (conversations if chats else file_documents)([path])
+    return chat_source(name, name, documents) if chats else Source(name, name, documents)
+
+
+def chat_source(name, label, documents):
+    return Source(name, label, documents, chats=True, tokenizer=FIRST_RUN)
 
 
 def pystdlib():
@@ -259,7 +416,28 @@ def pystdlib():
                   functools.partial(file_documents, files))
 
 
-SOURCES = {'pystdlib': pystdlib, 'shakespeare': shakespeare}
+def fineweb(name, prefix, count):
+    """FineWeb in GPT-2's tokens, by Keller Jordan: the addresses of 100M tokens each, and as many for val."""
+    names = [f'{prefix}_val_000000.bin', *[f'{prefix}_train_{i:06d}.bin' for i in range(1, count + 1)]]
+    urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{file}' for file in names]
+    return Source(name, name, shards=urls, tokenizer='gpt2')
+
+
+SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
+SHAKESPEARE_SUM = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
+TINYSTORIES = f'{HUB}/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt'
+MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
+# A name, and a function without arguments that gives its Source; only documents() downloads.
+SOURCES = {
+    'pystdlib': pystdlib,
+    'shakespeare': lambda: download('shakespeare', SHAKESPEARE, 1115394, SHAKESPEARE_SUM),
+    'tinystories': lambda: download('tinystories', TINYSTORIES),
+    'fineweb': lambda: fineweb('fineweb', 'fineweb', 103),
+    'fineweb_edu': lambda: fineweb('fineweb_edu', 'finewebedu', 99),
+    'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_hq.jsonl'),
+    'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_mini_512.jsonl', chats=True),
+    'pydoc_chat': lambda: chat_source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats),
+}
 
 
 def sort_files(files):
@@ -274,14 +452,18 @@ def is_utf8(path):
         return False
 
 
-def find_source(source, field='text'):
-    """The Source of this name, or of this file, folder (without hidden files) or glob."""
+def find_source(source, field='text', errors='strict'):
+    """The Source of this name, or of this file, folder (without hidden files) or glob, or standard input."""
+    if errors not in ('strict', 'replace'):
+        raise ValueError(f'errors={errors!r}: must be strict or replace')
     if source in SOURCES:
         return SOURCES[source]()
+    if source == '-':
+        return file_source([keep_standard_input()], 'stdin', 'standard input', field, errors)
     if os.path.isfile(source):
-        name, end = os.path.splitext(os.path.basename(source))
-        documents = functools.partial(file_documents, [source], field)
-        return Source(plain_name(name), source, documents, separate=end.lower() in FORMATS)
+        name = os.path.basename(source)
+        name = name[:-3] if name.lower().endswith('.gz') else name
+        return file_source([source], plain_name(os.path.splitext(name)[0]), source, field, errors)
     pattern, where = source, re.split(r'[^/\\]*[*?[]', source)[0]  # where: the folder before a wildcard
     if os.path.isdir(source):
         pattern, where = os.path.join(glob.escape(source), '**', '*'), source
@@ -290,17 +472,42 @@ def find_source(source, field='text'):
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
                                 f'{", ".join(SOURCES)}: check the path')
     name = os.path.basename(os.path.abspath(where))
-    return Source(plain_name(name), source, functools.partial(file_documents, sort_files(files), field))
+    return file_source(sort_files(files), plain_name(name), source, field, errors)
+
+
+def file_source(paths, name, label, field, errors):
+    """The Source of these files: conversations, if their first record has some, else text."""
+    if holds_conversations(paths, field, errors):
+        return chat_source(name, label, functools.partial(conversations, paths, field, errors))
+    return Source(name, label, functools.partial(file_documents, paths, field, errors))
+
+
+def keep_standard_input():
+    """Standard input as a file, for it is read twice: JSON lines if it begins with an object, else text."""
+    folder = tempfile.mkdtemp(prefix='flatgpt-')
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    first = sys.stdin.buffer.readline()
+    try:
+        is_json = isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        is_json = False
+    path = os.path.join(folder, 'stdin.jsonl' if is_json else 'stdin.txt')
+    with open(path, 'wb') as f:
+        f.write(first)
+        shutil.copyfileobj(sys.stdin.buffer, f)
+    return path
 
 
 def plain_name(text):
     return re.sub(r'[^\w.-]+', '_', text).strip('._') or 'text'
 
 
-def output_folder(out, source_name, tokenizer):
-    """data/<out>, or out itself if it has a slash; without out, data/<source>_<tokenizer>."""
-    usual = f'{source_name}_{plain_name(tokenizer.removesuffix("tokenizer.json"))}'
+def output_folder(out, found, tokenizer):
+    """data/<out>, or out itself if it has a slash; without out, data/<source>_<tokenizer>, for conversations
+    data/<source>."""
+    usual = f'{found.name}_{plain_name(tokenizer.removesuffix("tokenizer.json"))}'
     usual = 'shakespeare' if usual == 'shakespeare_gpt2' else usual  # nanoGPT's name
+    usual = found.name if found.chats else usual
     return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
 
 
@@ -308,6 +515,107 @@ def dataset_name(folder):
     """What train.py's --dataset calls this folder: its path below data/, else the whole path."""
     path, data = os.path.abspath(folder), os.path.abspath('data') + os.sep
     return (path[len(data):] if path.startswith(data) else path).replace(os.sep, '/')
+
+
+# conversations about Python's library -----------------------------------------------------------------------
+
+# Modules in C, whose docstrings no source has: those that are the same on every system.
+IN_C = ('builtins', 'cmath', 'itertools', 'math')
+# What some distributions leave out, is for one system alone, or of no interest.
+NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
+             'nturl2path', 'site', 'test', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
+PUBLIC_NAMES = {'posixpath': 'os.path'}
+ANSWER = 120  # characters of the longest answer: a small model is to learn them
+Thing = collections.namedtuple('Thing', 'module name kind summary arguments')  # kind: function, class, module
+
+
+def pydoc_chats():
+    """Conversations about the functions and classes of Python's own library: what they do, what they take.
+
+    In a random order, always the same, so that those about one thing are seldom in one window.
+    """
+    things, chats = library_things(), []
+    said = collections.Counter((thing.module, thing.kind, thing.summary) for thing in things)
+    for n, thing in enumerate(things):
+        name = thing.name if thing.module in ('', 'builtins') else f'{thing.module}.{thing.name}'
+        ask = {'function': f'What does {name} do?', 'class': f'What is {name}?',
+               'module': f'What is the module {name} for?'}[thing.kind]
+        takes = f'{name}({thing.arguments})'
+        more = [('What arguments does it take?', takes)] if thing.arguments else []
+        chats.append([(ask, thing.summary), *(more if n % 3 == 0 else [])])
+        if thing.arguments:
+            chats.append([(f'What arguments does {name} take?', takes)])
+        if thing.kind == 'function' and said[thing.module, thing.kind, thing.summary] == 1:
+            ask = f'Which function of {thing.module} does this: {thing.summary}'
+            chats.append([(ask, name), *(more if n % 3 == 1 else [])])
+    random.Random(0).shuffle(chats)
+    return [Conversation('pydoc_chat', make_messages(*turns)) for turns in chats]
+
+
+@functools.cache
+def library_things():
+    """The public Things of Python's library that have a summary, in a fixed order. No source is run."""
+    root = sysconfig.get_paths()['stdlib']
+    paths = [os.path.relpath(path, root) for path in glob.glob(os.path.join(glob.escape(root), '**', '*.py'),
+                                                               recursive=True)]
+    modules = {}
+    for path in paths:
+        parts = path[:-3].split(os.sep)
+        parts = parts[:-1] if parts[-1] == '__init__' else parts
+        if parts and not any(part.startswith('_') or part in NOT_ASKED or '-' in part for part in parts):
+            modules['.'.join(parts)] = os.path.join(root, path)
+    things = []
+    for module in sorted({*modules, *IN_C}):
+        things += things_in_c(module) if module in IN_C else things_of_source(module, modules[module])
+    return [thing for thing in things if thing.summary]
+
+
+def things_of_source(module, path):
+    with open(path, 'rb') as f:
+        body = ast.parse(f.read())
+    module = PUBLIC_NAMES.get(module, module)
+    yield Thing('', module, 'module', summary_of(ast.get_docstring(body)), None)
+    for node in body.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith('_'):
+            arguments = ast.unparse(node.args)
+            yield Thing(module, node.name, 'function', summary_of(ast.get_docstring(node)),
+                        arguments if len(arguments) < ANSWER // 2 else None)
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith('_'):
+            yield Thing(module, node.name, 'class', summary_of(ast.get_docstring(node)), None)
+
+
+def things_in_c(module):
+    """Functions and classes of a module in C and, of builtins, the methods of its types."""
+    found = importlib.import_module(module)
+    for name, thing in sorted(vars(found).items()):
+        if name.startswith('_') or name == 'WindowsError' or type(thing).__module__ != 'builtins':
+            continue
+        if inspect.isclass(thing):
+            yield Thing(module, name, 'class', summary_of(thing.__doc__), None)
+            if module == 'builtins' and not issubclass(thing, BaseException):
+                for method, function in sorted(vars(thing).items()):
+                    if not method.startswith('_') and callable(function):
+                        yield Thing(name, method, 'function', summary_of(function.__doc__), None)
+        elif callable(thing):
+            yield Thing(module, name, 'function', summary_of(thing.__doc__), signature_of(thing))
+
+
+def signature_of(function):
+    try:
+        return str(inspect.signature(function))[1:-1]
+    except (ValueError, TypeError):  # some in C have none
+        return None
+
+
+def summary_of(doc):
+    """The first sentence of a docstring in one line; None unless it is short and has words."""
+    for paragraph in re.split(r'\n\s*\n', inspect.cleandoc(doc or '')):
+        if re.match(r'[\w.]+\(', paragraph):
+            continue  # a signature
+        text = ' '.join(paragraph.split())
+        text = re.split(r'(?<=[.!?])\s+(?=[A-Z])', text)[0].rstrip(':.') + '.'
+        return text if text[0].isalpha() and ' ' in text and len(text) <= ANSWER else None
+    return None
 
 
 # which text is for what -------------------------------------------------------------------------------------
@@ -332,13 +640,18 @@ class Scan:
         return sum(self.sizes)
 
 
+def contents(conversation):
+    """The texts of its messages."""
+    return [message.get('content') or '' for message in conversation.messages]
+
+
 def scan(source):
     """Read the source once -> Scan. ValueError: what cannot be read."""
     sizes, n_characters, used = array.array('q'), 0, np.zeros(sys.maxunicode + 1, bool)
     progress = Progress('reading')
     for document in source.documents():
         sizes.append(0)
-        for block in document:
+        for block in contents(document) if source.chats else document:
             size = len(block.encode())
             sizes[-1] += size
             n_characters += len(block)
@@ -369,14 +682,16 @@ def split_documents(sizes, fraction):
 def plan_splits(source, scanned, fraction):
     """What each document is for: 'train', 'val', None (left out), or as many characters of it for training.
 
-    A single text is cut after int(n * (1 - fraction)) characters, as in nanoGPT.
+    A single document is cut after int(n * (1 - fraction)) characters, as in nanoGPT.
     """
     if not 0 < fraction < 1:
         raise ValueError(f'val_fraction={fraction}: must lie between 0 and 1, like 0.1')
     if not scanned.n_documents:
         raise ValueError(f'{source.label} is empty: there is no text to prepare')
-    if source.separate and scanned.n_documents > 1:
+    if scanned.n_documents > 1:
         return split_documents(scanned.sizes, fraction)
+    if source.chats:
+        raise ValueError(f'{source.label} has one conversation: train and val need one each')
     n, n_train = scanned.n_characters, int(scanned.n_characters * (1 - fraction))
     if not 0 < n_train < n:
         raise ValueError(f'{source.label} has {n} characters: too few for a train and a val part')
@@ -395,7 +710,8 @@ def cut_in_two(document, n_train):
 
 
 def planned_texts(source, plan):
-    """(split, blocks of a text, whether it is a document, which ends with an end-of-text token), in order."""
+    """(split, blocks of a text, whether it is a document, which ends with an end-of-text token), in order; of
+    conversations (split, Conversation, True)."""
     for document, what in zip(source.documents(), plan):
         if isinstance(what, int):
             for split, parts in itertools.groupby(cut_in_two(document, what), key=lambda part: part[0]):
@@ -454,6 +770,18 @@ def groups(texts, tok):
     yield from ((split, group) for split, group in waiting.items() if group)
 
 
+def chat_groups(texts):
+    """(split, [Conversation]) in groups of about CHUNK characters. texts: as planned_texts gives them."""
+    waiting, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
+    for split, conversation, _ in texts:
+        waiting[split].append(conversation)
+        sizes[split] += sum(map(len, contents(conversation)))
+        if sizes[split] >= CHUNK:
+            yield split, waiting[split]
+            waiting[split], sizes[split] = [], 0
+    yield from ((split, group) for split, group in waiting.items() if group)
+
+
 # tokenizers -------------------------------------------------------------------------------------------------
 
 class Tokenizer:
@@ -463,6 +791,7 @@ class Tokenizer:
     rebuilds it) and to_json (a tokenizer.json, as text).
     """
     anywhere = False  # True: a token depends on one character alone, so text can be cut anywhere
+    chat_template = None  # jinja
 
     def __init__(self, name, tokens, special, n_vocab):
         self.name, self.special, self.n_vocab, self.eot = name, special, n_vocab, special.get(EOT)
@@ -486,6 +815,25 @@ class Tokenizer:
 
     def decode(self, ids):
         return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    @property
+    def stop_tokens(self):
+        """Ids that end a text, or with a chat template an answer."""
+        ends = ('<|im_end|>', '<|eot_id|>') if self.chat_template else ()
+        found = [self.eot, *(self.special.get(end) for end in ends)]
+        return tuple(dict.fromkeys(i for i in found if i is not None))
+
+    def render(self, messages, tools=None, add_generation_prompt=True, **variables):
+        """The text of [{'role': 'user', 'content': text}, ...] by the chat template. ValueError: there is
+        none, or it fails."""
+        if not self.chat_template:
+            raise ValueError(f'the tokenizer {self.name} has no chat template: give a plain prompt, or '
+                             'prepare and train with one that has')
+        return render_chat(self.chat_template, messages, tools, add_generation_prompt, **variables)
+
+    def encode_chat(self, text):
+        """What render gives -> ids: special tokens stand in it as text, and nothing is put around it."""
+        return self.encode(text)
 
 
 def without_surrogates(text):
@@ -611,6 +959,7 @@ class JsonTokenizer(Tokenizer):
     """
     def __init__(self, source, config=None):
         self.source, self.config = source, config or {}
+        self.chat_template = self.config.get('chat_template')
         self.library = library_tokenizer(source)
         vocab = self.library.get_vocab(with_added_tokens=False)
         added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
@@ -654,10 +1003,14 @@ class JsonTokenizer(Tokenizer):
 
         thinking: what templates know as enable_thinking; None: the template's default. tools: JSON schemas.
         """
+        thinks = {} if thinking is None else {'enable_thinking': thinking}
+        return self.encode_chat(self.render(messages, tools, **thinks))
+
+    def render(self, messages, tools=None, add_generation_prompt=True, **variables):
         special = {name: self.special_text(name) for name in SPECIAL_TOKENS if self.special_text(name)}
-        if thinking is not None:
-            special['enable_thinking'] = thinking
-        text = render_chat(self.config.get('chat_template'), messages, tools, **special)
+        return super().render(messages, tools, add_generation_prompt, **special, **variables)
+
+    def encode_chat(self, text):
         self.library.encode_special_tokens = False
         return self.library.encode(without_surrogates(text), add_special_tokens=False).ids
 
@@ -792,8 +1145,13 @@ def make_tokenizer(name, characters='', by_document=False):
     """A tokenizer for new data; char takes the characters, and an end-of-text id if there are documents."""
     if name in MAKERS:
         return MAKERS[name](characters, by_document)
+    if os.path.isfile(os.path.join(name, 'meta.json')):
+        return load_tokenizer(name)
     if os.path.isfile(name) or os.path.isfile(os.path.join(name, 'tokenizer.json')):
         return json_tokenizer(name)
+    if name.startswith('data' + os.sep):
+        raise FileNotFoundError(f'tokenizer={name!r}: that folder is not prepared; `{prepare_command(name)}` '
+                                'does it')
     if re.search(r'[/\\]', name):
         command = shlex.join(['python', 'hub.py', name])
         raise FileNotFoundError(f'tokenizer={name!r}: no folder with a tokenizer.json; if it is on the hub, '
@@ -887,13 +1245,112 @@ def load_tokenizer(folder):
 # writing ----------------------------------------------------------------------------------------------------
 
 def encode_group(tok, group):
-    """[(text, ends)] -> (ids, bytes of text), with the end-of-text token where a document ends."""
+    """[(text, ends)] -> (ids, no mask, bytes of text, twice), with the end-of-text token where a document
+    ends."""
     arrays, dtype = [], dtype_of(tok.n_vocab)
     for text, ends in group:
         arrays.append(tok.encode_array(text).astype(dtype))
         if ends and tok.eot is not None:
             arrays.append(np.array([tok.eot], dtype))
-    return np.concatenate(arrays), sum(len(text.encode()) for text, _ in group)
+    size = sum(len(text.encode()) for text, _ in group)
+    return np.concatenate(arrays), None, size, size
+
+
+def encode_chats(tok, group):
+    """[Conversation] -> ([(ids, mask)], bytes of text, bytes of answers)."""
+    sizes = [(message['role'], len((message.get('content') or '').encode()))
+             for conversation in group for message in conversation.messages]
+    answers = [size for role, size in sizes if role == 'assistant']
+    encoded = [encode_conversation(tok, conversation) for conversation in group]
+    return encoded, sum(size for _, size in sizes), sum(answers)
+
+
+def encode_conversation(tok, conversation):
+    """(ids, mask) of a Conversation; the mask, uint8, is 1 for what the assistant writes and its end mark.
+
+    An answer begins where the ids agree no longer with those of the rendered prompt, to which a model would
+    have answered, and ends with the first stop token. ValueError names the conversation: its template renders
+    an earlier message otherwise once there are more, so no answer could be told from its prompt.
+    """
+    place, messages = conversation
+    try:
+        text = tok.render(messages, add_generation_prompt=False)
+        ids = np.array(tok.encode_chat(text), dtype_of(tok.n_vocab))
+        mask, end = np.zeros(len(ids), np.uint8), 0
+        stops = np.flatnonzero(np.isin(ids, tok.stop_tokens))
+        for n, message in enumerate(messages):
+            if message['role'] != 'assistant':
+                continue
+            prompt = tok.render(messages[:n], add_generation_prompt=True)
+            if not text.startswith(prompt):  # it may think, or not, otherwise than this conversation
+                before = tok.render(messages[:n], add_generation_prompt=False)
+                prompt = os.path.commonprefix([prompt, text])
+                if not prompt.startswith(before):
+                    raise ValueError(f'message {n + 1}: the chat template renders what is before this answer '
+                                     'in another way when more follows')
+            begin = common_length(tok.encode_chat(prompt), ids)
+            later = stops[stops >= max(begin, end)]
+            if not len(later):
+                raise ValueError(f'message {n + 1}: the chat template ends this answer with none of '
+                                 f'{[tok.decode([i]) for i in tok.stop_tokens]}')
+            end = later[0] + 1
+            mask[begin:end] = 1
+    except ValueError as e:
+        raise ValueError(f'{place}: {e}') from None
+    return ids, mask
+
+
+def common_length(a, b):
+    """How many ids two lists have in common at their beginning."""
+    n = min(len(a), len(b))
+    return int(np.argmin(np.append(np.asarray(a[:n]) == np.asarray(b[:n]), False)))
+
+
+class Slots:
+    """Packs conversations into slots of block_size tokens. Each begins with the id `first`; what is left of a
+    slot is filled with it. None crosses a slot: one longer than a slot is cut into several."""
+    def __init__(self, block_size, first, dtype):
+        self.block_size, self.first, self.dtype = block_size, first, dtype
+        self.used = self.n_tokens = self.n_cut = 0
+
+    def add(self, ids, mask):
+        """The next (ids, mask) of the file."""
+        room = self.block_size - 1
+        self.n_cut += len(ids) > room
+        for begin in range(0, len(ids), room):
+            piece, learnt = ids[begin:begin + room], mask[begin:begin + room]
+            if self.used + 1 + len(piece) > self.block_size:
+                yield self.fill(self.block_size - self.used)
+                self.used = 0
+            yield self.fill(1)
+            if begin:  # from nothing before it, the first token after a cut cannot be known
+                learnt = np.append(np.uint8(0), learnt[1:])
+            yield piece, learnt
+            self.used += 1 + len(piece)
+            self.n_tokens += 1 + len(piece)
+
+    def fill(self, n):
+        return np.full(n, self.first, self.dtype), np.zeros(n, np.uint8)
+
+    def close(self):
+        """Fill the last slot, and one token more: a window's last target is the next slot's first token."""
+        yield self.fill(self.block_size - self.used + 1)
+
+
+def separator(tok):
+    """The id between conversations: end of text, where a tokenizer has one that ends no message."""
+    found = [tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special]
+    return found[0] if found else tok.eot
+
+
+def pack(encoded, slots):
+    """(split, [(ids, mask)], sizes) -> (split, ids, mask, sizes). slots: {split: Slots}."""
+    def joined(arrays):
+        return [np.concatenate(parts) for parts in zip(*arrays)]
+    for split, chats, *sizes in encoded:
+        yield split, *joined([part for ids, mask in chats for part in slots[split].add(ids, mask)]), *sizes
+    for split in SPLITS:
+        yield split, *joined(slots[split].close()), 0, 0
 
 
 def dtype_of(n_vocab):
@@ -906,8 +1363,8 @@ def start_worker(state):
     worker_tokenizer = tokenizer_from_state(state)
 
 
-def encode_in_worker(group):
-    return encode_group(worker_tokenizer, group)
+def encode_in_worker(encode, group):
+    return encode(worker_tokenizer, group)
 
 
 def usable_procs(procs, tok, n_bytes):
@@ -918,16 +1375,16 @@ def usable_procs(procs, tok, n_bytes):
     return 1 if tok.anywhere or n_bytes < POOL_BYTES else min(procs or cores, 61)  # Windows allows no more
 
 
-def encode_groups(tok, groups, procs):
-    """(split, ids, bytes) of every group, in order; no more than two groups a process are in memory."""
+def encode_groups(tok, groups, procs, encode=encode_group):
+    """(split, *encode(tok, group)) of every group, in order; no more than two a process are in memory."""
     if procs == 1:
-        yield from ((split, *encode_group(tok, group)) for split, group in groups)
+        yield from ((split, *encode(tok, group)) for split, group in groups)
         return
     pool = concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(tok.state(),))
     waiting = collections.deque()
     try:
         for split, group in groups:
-            waiting.append((split, pool.submit(encode_in_worker, group)))
+            waiting.append((split, pool.submit(encode_in_worker, encode, group)))
             if len(waiting) >= 2 * procs:
                 split, result = waiting.popleft()
                 yield split, *result.result()
@@ -938,55 +1395,82 @@ def encode_groups(tok, groups, procs):
         pool.shutdown(cancel_futures=True)
 
 
-def write_bins(folder, texts, tok, procs=1, n_bytes=None):
-    """Encode texts into folder/train.bin and val.bin; return their counts and checksums.
+def write_bins(folder, encoded, masked, label, n_bytes=None):
+    """Write folder/train.bin and val.bin, if masked also the .mask.bin of each; return counts and checksums.
 
-    texts: (split, blocks, is a document), as planned_texts gives them; n_bytes: how many there are, if known.
-    texts -> pieces -> groups -> ids are generators, so memory does not grow with the text.
+    encoded: (split, ids, mask, bytes of text, bytes of what is learnt), a generator, so that memory does not
+    grow with the text; n_bytes: how many there are, if known.
     """
-    progress = Progress(f'{tok.name} encoding, {procs} process{"es" * (procs > 1)}', n_bytes)
-    tokens, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    sums = {split: hashlib.sha256() for split in SPLITS}
-    with (open(os.path.join(folder, 'train.bin'), 'wb') as train,
-          open(os.path.join(folder, 'val.bin'), 'wb') as val,
-          contextlib.closing(encode_groups(tok, groups(texts, tok), procs)) as encoded):
-        for split, ids, size in encoded:
-            (train if split == 'train' else val).write(ids)
-            sums[split].update(ids)
+    progress = Progress(label, n_bytes)
+    tokens, learnt, sizes = (dict.fromkeys(SPLITS, 0) for _ in range(3))
+    names = [f'{split}{end}' for end in ('.bin', '.mask.bin')[:1 + masked] for split in SPLITS]
+    sums = {name: hashlib.sha256() for name in names}
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(open(os.path.join(folder, name), 'wb')) for name in names}
+        for split, ids, mask, size, learnt_size in encoded:
+            for name, part in {f'{split}.bin': ids, f'{split}.mask.bin': mask}.items():
+                if part is not None:
+                    files[name].write(part)
+                    sums[name].update(part)
             tokens[split] += len(ids)
-            sizes[split] += size
+            learnt[split] += len(ids) if mask is None else int(mask.sum())
+            sizes[split] += learnt_size
             progress.add(size)
     progress.close()
     if n_bytes not in (None, progress.done):
         raise ValueError(f'the text changed while it was read, from {n_bytes:,} to {progress.done:,} bytes: '
                          'run this again')
     return {**{f'{split}_tokens': tokens[split] for split in SPLITS},
-            **{f'{split}_bytes': sizes[split] for split in SPLITS},  # of text, without end-of-text tokens
-            'bytes_per_token': sizes['val'] / tokens['val'],         # val loss / ln 2 / this = bits per byte
-            'checksum': {f'{split}.bin': sums[split].hexdigest() for split in SPLITS}}
+            **({f'{split}_learnt': learnt[split] for split in SPLITS} if masked else {}),
+            **{f'{split}_bytes': sizes[split] for split in SPLITS},  # of text that is learnt, not end of text
+            'bytes_per_token': sizes['val'] / learnt['val'],         # val loss / ln 2 / this = bits per byte
+            'checksum': {name: sums[name].hexdigest() for name in names}}
 
 
-def write_dataset(folder, texts, tok, label, procs=1, n_bytes=None):
-    """Make a prepared folder of texts, as for write_bins; return what its meta.json says.
+def write_dataset(folder, texts, tok, label, procs=1, n_bytes=None, block_size=None):
+    """Make a prepared folder of texts, as planned_texts gives them; return what its meta.json says.
 
-    Everything is written to a temporary folder inside and renamed at the end, meta.json last: a run that
-    fails changes nothing.
+    With block_size they are conversations, and written with masks. A run that fails changes nothing.
     """
+    title = f'{tok.name} encoding, {procs} process{"es" * (procs > 1)}'
+    if block_size is None:
+        encoded, extra = encode_groups(tok, groups(texts, tok), procs), {}
+    else:
+        if block_size < 2:
+            raise ValueError(f'block_size={block_size}: must be 2 or more')
+        if not tok.chat_template:
+            raise ValueError(f'the tokenizer {tok.name} has no chat template, which conversations need: name '
+                             'another by --tokenizer, like a folder with a tokenizer.json that has one')
+        first = separator(tok)
+        if first is None:
+            raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep conversations apart')
+        slots = {split: Slots(block_size, first, dtype_of(tok.n_vocab)) for split in SPLITS}
+        encoded = encode_groups(tok, chat_groups(texts), procs, encode_chats)
+    with new_files(folder) as temp, contextlib.closing(encoded):
+        if block_size is None:
+            counts = write_bins(temp, encoded, False, title, n_bytes)
+        else:
+            counts = write_bins(temp, pack(encoded, slots), True, title, n_bytes)
+            extra = {'block_size': block_size, 'cut': sum(slot.n_cut for slot in slots.values()),
+                     'filled': sum(slot.n_tokens for slot in slots.values()) / sum(
+                         counts[f'{split}_tokens'] for split in SPLITS)}
+        return write_meta(temp, tok, label, {**counts, **extra}, tok.eot if block_size is None else first)
+
+
+FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')],
+         *[name for _, name in TABLES.values()], 'meta.json']  # of a prepared folder
+
+
+@contextlib.contextmanager
+def new_files(folder):
+    """A temporary folder, whose files of these names take the place of those in `folder` if all goes well,
+    meta.json last. What an earlier run left there and this one has not is removed."""
     made = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
-    state, dtype = tok.state(), dtype_of(tok.n_vocab).name
-    files = {'train.mask.bin': None}  # {name: text}; None: remove what an earlier run left
-    files |= {name: state.pop(key, None) for key, name in TABLES.values()}
     try:
         with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
-            meta = {'source': label, 'vocab_size': tok.n_vocab, 'dtype': dtype, 'eot': tok.eot,
-                    **write_bins(temp, texts, tok, procs, n_bytes), 'tokenizer': state}
-            files['meta.json'] = json.dumps(meta, indent=1)
-            for name, text in files.items():
-                if text is not None:
-                    with open(os.path.join(temp, name), 'w', encoding='utf-8', newline='') as f:
-                        f.write(text)
-            for name in ('train.bin', 'val.bin', *files):
+            yield temp
+            for name in FILES:
                 if os.path.exists(os.path.join(temp, name)):
                     os.replace(os.path.join(temp, name), os.path.join(folder, name))
                 elif os.path.exists(os.path.join(folder, name)):
@@ -994,7 +1478,38 @@ def write_dataset(folder, texts, tok, label, procs=1, n_bytes=None):
     finally:
         if made and not os.listdir(folder):
             os.rmdir(folder)
+
+
+def write_meta(folder, tok, label, counts, eot):
+    """Write meta.json and the tokenizer's table; return what meta.json says."""
+    state = tok.state()
+    texts = {name: state.pop(key, None) for key, name in TABLES.values()}
+    meta = {'source': label, 'vocab_size': tok.n_vocab, 'dtype': dtype_of(tok.n_vocab).name, 'eot': eot,
+            **counts, 'tokenizer': state}
+    for name, text in {**texts, 'meta.json': json.dumps(meta, indent=1)}.items():
+        if text is not None:
+            with open(os.path.join(folder, name), 'w', encoding='utf-8', newline='') as f:
+                f.write(text)
     return meta
+
+
+def fetch_shards(folder, found, n_train):
+    """Download the first shards of a source, in GPT-2's tokens, to folder; return what its meta.json says."""
+    if not 1 <= n_train < len(found.shards):
+        raise ValueError(f'shards={n_train}: {found.name} has 1 to {len(found.shards) - 1}')
+    tok = make_tokenizer('gpt2')  # before the wait, lest it is missing after that
+    paths = [fetch(url, os.path.join(folder, url.rpartition('/')[2]), check=shard_problem,
+                   instead=', or prepare a text of your own') for url in found.shards[:1 + n_train]]
+    others = set(glob.glob(os.path.join(glob.escape(folder), '*.bin'))) - set(paths)
+    if others := sorted(os.path.basename(path) for path in others if os.path.basename(path) not in FILES):
+        print(f'{len(others)} more in {folder}, which train.py reads as well: {", ".join(others):.60}')
+    sizes = np.array([len(tok.decode_bytes([i])) * (i != tok.eot) for i in range(1 << 16)])
+    shards = [read_shard(path, np.dtype('<u2')) for path in paths]
+    val = np.fromfile(shards[0].path, shards[0].dtype, offset=shards[0].offset)
+    counts = {'train_tokens': sum(shard.n_tokens for shard in shards[1:]), 'val_tokens': len(val),
+              'bytes_per_token': int(sizes[val].sum()) / len(val)}
+    with new_files(folder) as temp:
+        return write_meta(temp, tok, found.label, counts, tok.eot)
 
 
 # reading ----------------------------------------------------------------------------------------------------
@@ -1056,10 +1571,14 @@ def read_meta(folder):
 def prepare_command(folder):
     """The command that most likely prepares this folder, judged by its name."""
     name = 'shakespeare_gpt2' if dataset_name(folder) == 'shakespeare' else dataset_name(folder)
-    source, _, kind = name.partition('_')
-    if source not in SOURCES or not kind:
+    starts = [source for source in SOURCES if name == source or name.startswith(f'{source}_')]
+    if not starts:
         return shlex.join(['python', 'prepare.py', 'my.txt', f'--out={name}'])
-    flags = [source] * (source != 'pystdlib') + [f'--tokenizer={kind}'] * (kind != 'byte')
+    source = max(starts, key=len)
+    kind, found = name[len(source) + 1:], SOURCES[source]()
+    flags = [source] * (source != 'pystdlib')
+    if dataset_name(output_folder(None, found, found.tokenizer)) != name:
+        flags.append(f'--tokenizer={kind}' if kind else f'--out={name}')
     return shlex.join(['python', 'prepare.py', *flags])
 
 
@@ -1067,13 +1586,23 @@ HEADER_BYTES, HEADER_MAGIC = 1024, 20240520  # of foreign shards: 256 int32 that
 Shard = collections.namedtuple('Shard', 'path dtype offset n_tokens')
 
 
+def shard_problem(path, size=None, sha256=None):
+    """What is wrong with a foreign shard, as text; None: nothing."""
+    n, head = os.path.getsize(path), np.fromfile(path, '<i4', 3)
+    if len(head) < 3 or head[0] != HEADER_MAGIC:
+        return f'{n:,} bytes that begin with {head[:1].tolist()} where a shard of tokens has {HEADER_MAGIC}'
+    if head[1] != 1 or n != HEADER_BYTES + 2 * int(head[2]):
+        return f'{n:,} bytes, but its header says version {head[1]}, {head[2]:,} tokens of 2 bytes'
+    return None
+
+
 def read_shard(path, dtype):
     """The Shard at path, with or without a header. ValueError: its size is not what it should be."""
     size, head = os.path.getsize(path), np.fromfile(path, '<i4', 3)
-    if len(head) == 3 and head[0] == HEADER_MAGIC:
-        if head[1] != 1 or size != HEADER_BYTES + 2 * int(head[2]):
-            raise ValueError(f'{path}: {size:,} bytes, but its header says version {head[1]}, {head[2]:,} '
-                             'tokens of 2 bytes: download it again')
+    like = len(head) == 3 and head[1] == 1 and size == HEADER_BYTES + 2 * int(head[2])
+    if like or len(head) == 3 and head[0] == HEADER_MAGIC:
+        if problem := shard_problem(path):
+            raise ValueError(f'{path}: {problem}: download it again')
         return Shard(path, np.dtype('<u2'), HEADER_BYTES, int(head[2]))
     if size % dtype.itemsize:
         raise ValueError(f'{path}: {size:,} bytes are no whole number of {dtype.name}: prepare it again')
@@ -1091,9 +1620,7 @@ class Bins:
         self.vocab_size, self.name = vocab_size, os.path.join(folder, f'{split}.bin')
         found = sorted(glob.glob(os.path.join(glob.escape(folder), f'*{split}*.bin')))
         masks = [path for path in found if path.endswith('.mask.bin')]
-        if masks:
-            raise ValueError(f'{masks[0]}: masks are not supported, so its targets would all be learnt: '
-                             'remove it if that is what you want')
+        found = [path for path in found if path not in masks]
         if os.path.exists(self.name):
             found = [self.name]
         if not found:
@@ -1142,22 +1669,98 @@ class Bins:
         return windows
 
 
+# looking ----------------------------------------------------------------------------------------------------
+
+LOOK = 10_000_000  # tokens of a split that are counted
+
+
+def look(folder):
+    """Print what is in a prepared folder: counts, documents by length, commonest tokens, a window of text."""
+    folder = folder if os.path.isdir(folder) else os.path.join('data', folder)
+    meta, tok = read_meta(folder), load_tokenizer(folder)
+    print(f'{folder}: {meta.get("source", "of unknown source")}, tokenizer {tok.name}, vocabulary '
+          f'{meta["vocab_size"]:,}, {meta["dtype"]}')
+    eot = tok.eot if meta['eot'] is None else meta['eot']
+    for split in reversed(SPLITS):
+        bins = Bins(folder, split)
+        ids, mask = first_tokens(bins)
+        counted = f' (of the first {len(ids):,})' if len(ids) < bins.n_tokens else ''
+        ends = np.flatnonzero(ids == eot)
+        lengths = np.diff(np.concatenate([[-1], ends, [len(ids)]])) - 1
+        lengths = lengths[lengths > 0]
+        text = len(tok.decode_bytes(ids[ids != eot]))
+        line = [f'{bins.n_tokens:,} tokens', f'{len(lengths):,} document{"s" * (len(lengths) > 1)}',
+                f'{text / max(len(ids) - len(ends), 1):.2f} bytes a token']
+        if mask is not None:
+            line.append(f'{mask.mean():.1%} of them learnt')
+        print(f'{split}: {", ".join(line)}{counted}')
+    print('\ndocuments by tokens')
+    for power, n in sorted(collections.Counter(np.log2(lengths).astype(int).tolist()).items()):
+        print(f'{f"{1 << power:,}-{(2 << power) - 1:,}":>17} {n:9,} {"#" * round(50 * n / len(lengths))}')
+    counts = np.bincount(ids)
+    print('\ncommonest tokens')
+    for i in np.argsort(-counts, kind='stable')[:12]:
+        print(f'{repr(tok.decode([i])):>17} {counts[i]:9,} {counts[i] / len(ids):6.2%}')
+    n = meta.get('block_size') or 256
+    n = int(np.flatnonzero(ids[:n] != eot)[-1]) + 1  # without what fills a slot
+    print(f'\nthe first {n:,} tokens{", what is learnt marked" if mask is not None else ""}')
+    print(marked(tok, ids[:n], None if mask is None else mask[:n]))
+
+
+def first_tokens(bins):
+    """(ids, mask) of the first shard, up to LOOK of them; the mask is None if it has none."""
+    shard = bins.shards[0]
+    n = min(shard.n_tokens, LOOK)
+    if not n:
+        raise ValueError(f'{shard.path} is empty: prepare it again')
+    path = shard.path.removesuffix('.bin') + '.mask.bin'
+    return (np.fromfile(shard.path, shard.dtype, n, offset=shard.offset),
+            np.fromfile(path, np.uint8, n) if os.path.exists(path) else None)
+
+
+def marked(tok, ids, mask):
+    """The text of ids, in which what a mask has learnt is inverse on a terminal, else in [[ ]]."""
+    begin, end = ('\033[7m', '\033[0m') if sys.stdout.isatty() else ('[[', ']]')
+    parts = []
+    for learnt, run in itertools.groupby(range(len(ids)), key=lambda i: mask is not None and bool(mask[i])):
+        text = tok.decode([ids[i] for i in run])
+        parts.append(f'{begin}{text}{end}' if learnt else text)
+    return ''.join(parts)
+
+
 if __name__ == '__main__':
-    found = find_source(words[0] if words else source, field)
-    folder = output_folder(out, found.name, tokenizer)
+    if words[:1] == ['look']:
+        look(words[1] if words[1:] else FIRST_RUN)
+        raise SystemExit(0)
+    if words[1:]:
+        raise ValueError(f'{words[1]!r} is one source too many: put files into a folder, or quote a glob')
+    found = find_source(words[0] if words else source, field, errors)
+    tokenizer = tokenizer or found.tokenizer
+    folder = output_folder(out, found, tokenizer)
 
-    scanned = scan(found)
-    plan = plan_splits(found, scanned, val_fraction)
-    n, n_empty = scanned.n_documents, scanned.sizes.count(0)
-    print(f'{found.label}: {n:,} document{"s" * (n > 1)}, {scanned.n_bytes / 1e6:,.2f} MB, '
-          f'{len(scanned.characters):,} different characters'
-          + (f', {n_empty:,} left out (empty)' if n_empty else ''))
-
-    tok = make_tokenizer(tokenizer, scanned.characters, by_document=found.separate and n > 1)
-    procs = usable_procs(procs, tok, scanned.n_bytes)
-    meta = write_dataset(folder, planned_texts(found, plan), tok, found.label, procs, scanned.n_bytes)
+    if found.shards:
+        if tokenizer != 'gpt2':
+            raise ValueError(f"tokenizer={tokenizer!r}: {found.name} has tokens already, gpt2's")
+        meta = fetch_shards(folder, found, shards)
+    else:
+        scanned = scan(found)
+        plan = plan_splits(found, scanned, val_fraction)
+        n, n_empty = scanned.n_documents, scanned.sizes.count(0)
+        kind = 'conversation' if found.chats else 'document'
+        print(f'{found.label}: {n:,} {kind}{"s" * (n > 1)}, {scanned.n_bytes / 1e6:,.2f} MB, '
+              f'{len(scanned.characters):,} different characters'
+              + (f', {n_empty:,} left out (empty)' if n_empty else ''))
+        tok = make_tokenizer(tokenizer, scanned.characters, by_document=n > 1)
+        work = scanned.n_bytes * (20 if found.chats else 1)  # a conversation is rendered once for each answer
+        procs = usable_procs(procs, tok, work)
+        meta = write_dataset(folder, planned_texts(found, plan), tok, found.label, procs, scanned.n_bytes,
+                             block_size if found.chats else None)
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
+    if found.chats:
+        print(f'slots of {block_size} tokens, {meta["filled"]:.0%} full; {meta["train_learnt"]:,} train '
+              'tokens are learnt' + (f'; {meta["cut"]:,} longer ones are cut' if meta['cut'] else ''))
+    config, usual = (['config/chat.py'], 'pydoc_chat') if found.chats else ([], dataset_name(FIRST_RUN))
     name = dataset_name(folder)
-    print('next:', shlex.join(['python', 'train.py', *[f'--dataset={name}'] * (name != 'pystdlib_byte')]))
+    print('next:', shlex.join(['python', 'train.py', *config, *[f'--dataset={name}'] * (name != usual)]))

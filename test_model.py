@@ -9,6 +9,7 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import gzip
 import hashlib
 import http.server
 import io
@@ -573,10 +574,9 @@ def prep_ids(folder, split, dtype='<u2'):
     return np.fromfile(os.path.join(folder, f'{split}.bin'), dtype)
 
 
-def prep_source(*texts, separate=None):
+def prep_source(*texts):
     """A Source of these documents; a single one is a text that is cut for train and val."""
-    return prepare.Source('x', 'x', lambda: ([text] for text in texts),
-                          len(texts) > 1 if separate is None else separate)
+    return prepare.Source('x', 'x', lambda: ([text] for text in texts))
 
 
 def prep_texts(source, fraction=0.1):
@@ -628,7 +628,7 @@ def test_prepare_default_is_the_standard_library(tmp_path, monkeypatch, capsys):
     assert 5e6 < meta['train_bytes'] < 3e7 and 0.1 < meta['val_bytes'] / meta['train_bytes'] < 0.13
     ids = np.concatenate([prep_ids('data/pystdlib_byte', split) for split in ('train', 'val')])
     read, root = [], sysconfig.get_paths()['stdlib']
-    monkeypatch.setattr(prepare, 'read_text', lambda path: read.append(path) or [])
+    monkeypatch.setattr(prepare, 'read_text', lambda path, errors=None: read.append(path) or [])
     prepare.collections.deque(prepare.find_source('pystdlib').documents(), maxlen=0)
     read = read[len(read) // 2:]  # each is read before, to see whether it is UTF-8
     parts = [os.path.relpath(path, root).split(os.sep) for path in read]
@@ -672,8 +672,8 @@ def test_prepare_folder_glob_and_split_by_document(tmp_path, monkeypatch, capsys
     assert (meta['train_bytes'], meta['val_bytes']) == (sizes['train'], sizes['val'])
     code, stdout, _ = prep_run(['notes/**/*.md', '--out=md'], monkeypatch, capsys)
     assert code == 0 and '20 documents' in stdout and '--dataset=md' in stdout
-    name = prepare.find_source('notes/**/*.md').name
-    assert prepare.output_folder(None, name, 'byte') == os.path.join('data', 'notes_byte')
+    found = prepare.find_source('notes/**/*.md')
+    assert prepare.output_folder(None, found, 'byte') == os.path.join('data', 'notes_byte')
 
 
 @pytest.mark.parametrize('sizes', [
@@ -712,6 +712,108 @@ def test_prepare_json_lines_are_documents(tmp_path, monkeypatch, capsys):
     assert prep_run(['one.jsonl'], monkeypatch, capsys)[0] == 0
     whole = [*prep_ids('data/one_byte', 'train'), *prep_ids('data/one_byte', 'val')]
     assert bytes(whole) == b'the only document is cut'
+
+
+def test_prepare_splits_text_at_marks_whatever_the_blocks():
+    rng = random.Random(0)
+    words = ['<|endoftext|>', '<|endoftext', '|>', ' ', '\n', '\n\n', 'a', 'tale', '<', 'é🙂', ' \u3000']
+    for n in range(400):
+        text = ''.join(rng.choice(words[n % 2:]) for _ in range(rng.randrange(40)))
+        parts = re.split(r'\s*<\|endoftext\|>\s*', text)
+        wanted = [text] if len(parts) == 1 else [part.rstrip() if i else part for i, part in enumerate(parts)
+                                                 if part.strip()]
+        if len(parts) > 1 and parts[-1].strip():
+            assert wanted[-1] == parts[-1].rstrip()
+        for size in (1, 3, 100):
+            blocks = [text[i:i + size] for i in range(0, len(text), size)]
+            assert [''.join(found) for found in prepare.split_at_marks(blocks, 'x')] == wanted, text
+
+
+def test_prepare_marks_gz_and_standard_input(tmp_path, monkeypatch, capsys):
+    """Marks, files of their own, JSON lines, each of these compressed, or through a pipe: the same tokens."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f'tale {i} goes ' + 'on and é🙂 on ' * (i % 9 + 1) for i in range(60)]
+    texts = [text.strip() for text in texts]
+    marked = '\n<|endoftext|>\n\n'.join(texts) + '<|endoftext|>\n'
+    lines = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
+    os.makedirs('files')
+    for i, text in enumerate(texts):
+        Path(f'files/{i:02d}.txt').write_text(text, encoding='utf-8')
+    Path('marks.txt').write_text(marked, encoding='utf-8', newline='')
+    Path('marks.txt.gz').write_bytes(gzip.compress(marked.encode()))
+    two = gzip.compress(lines[:999].encode()) + gzip.compress(lines[999:].encode())  # as `cat a.gz b.gz`
+    Path('lines.jsonl.gz').write_bytes(two)
+    made = {}
+    for name, source, data in (('files', 'files', None), ('marks', 'marks.txt', None),
+                               ('gz', 'marks.txt.gz', None), ('lines', 'lines.jsonl.gz', None),
+                               ('pipe', '-', marked), ('json', '-', lines)):
+        if data is not None:
+            monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(data.encode())))
+        code, stdout, _ = prep_run([source, f'--out={name}', '--tokenizer=char'], monkeypatch, capsys)
+        assert code == 0 and '60 documents' in stdout
+        assert stdout.count('split at 60 <|endoftext|> marks') == (name in ('marks', 'gz', 'pipe'))
+        made[name] = [prep_ids(f'data/{name}', split).tolist() for split in ('train', 'val')]
+    assert len(set(map(str, made.values()))) == 1 and made['gz'][0].count(max(made['gz'][0])) > 50
+    found = prepare.find_source('lines.jsonl.gz')
+    assert prepare.output_folder(None, found, 'byte') == os.path.join('data', 'lines_byte')
+
+
+def test_prepare_replaces_what_is_no_text_only_when_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path('latin.txt').write_bytes(b'caf\xe9 au lait, ' * 100 + b'\xf0\x9f')
+    Path('latin.jsonl').write_bytes(b'{"text": "caf\xe9"}\n' * 3)
+    for name in ('latin.txt', 'latin.jsonl'):
+        assert 'latin' in prep_run([name], monkeypatch, capsys)[2]
+        assert prep_run([name, '--errors=replace'], monkeypatch, capsys)[0] == 0
+        ids = [*prep_ids('data/latin_byte', 'train'), *prep_ids('data/latin_byte', 'val')]
+        assert prepare.ByteTokenizer().decode(ids).startswith('caf\ufffd')
+
+
+def test_prepare_shards_are_downloaded_checked_and_read_in_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    gpt2 = prep_gpt2(monkeypatch)
+    ids = [np.array([50256, *gpt2.encode(f'Shard number {i}. ' * 9)], '<u2') for i in range(4)]
+    asked, broken = [], {}
+
+    def shard(tokens, magic=20240520, version=1, n=None):
+        head = np.zeros(256, '<i4')
+        head[:3] = magic, version, len(tokens) if n is None else n
+        return head.tobytes() + tokens.tobytes()
+
+    def fetch_rest(url, part, size):
+        asked.append(url)
+        i = int(url[-10:-4])
+        Path(part).write_bytes(broken.get(i, shard(ids[i])))
+    monkeypatch.setattr(prepare, 'fetch_rest', fetch_rest)
+    folder = os.path.join('data', 'fineweb_edu_gpt2')
+    found = prepare.find_source('fineweb_edu')
+    assert prepare.output_folder(None, found, found.tokenizer) == folder
+    for bad, message in ((shard(ids[2], magic=20240801), '20240520'), (shard(ids[2], version=2), 'version 2'),
+                         (shard(ids[2], n=10**8), 'bytes'), (b'<html>', 'shard'), (b'', 'shard')):
+        broken[2] = bad
+        with pytest.raises(ValueError, match=message) as e:
+            prepare.fetch_shards(folder, found, 3)
+        assert '000002.bin sent' in str(e.value) and '\n' not in str(e.value)
+        assert sorted(os.listdir(folder)) == ['finewebedu_train_000001.bin', 'finewebedu_val_000000.bin']
+    broken.clear()
+    asked.clear()
+    Path(folder, 'train.bin').write_bytes(b'xx')  # of an earlier run
+    meta = prepare.fetch_shards(folder, found, 3)
+    assert [url.rpartition('/')[2] for url in asked] == [f'finewebedu_train_00000{i}.bin' for i in (2, 3)]
+    assert asked[0].startswith('https://huggingface.co/datasets/kjj0/finewebedu10B-gpt2/resolve/main/')
+    train, val = (prepare.Bins(folder, split, vocab_size=50257) for split in ('train', 'val'))
+    assert train.n_tokens == meta['train_tokens'] == sum(map(len, ids[1:])) and val.n_tokens == len(ids[0])
+    assert np.array_equal(train.read([0], 8)[0], ids[1][:9])
+    assert meta['bytes_per_token'] == len('Shard number 0. ' * 9) / len(ids[0])
+    assert prepare.load_tokenizer(folder).decode(ids[0][1:]) == 'Shard number 0. ' * 9
+    Path(folder, 'finewebedu_train_000003.bin').write_bytes(shard(ids[3], magic=1))
+    with pytest.raises(ValueError, match='000003.bin.*20240520'):
+        prepare.Bins(folder, 'train')
+    prepare.fetch_shards(folder, found, 3)
+    assert prepare.Bins(folder, 'train').n_tokens == train.n_tokens
+    assert '1 more in' not in capsys.readouterr().out
+    prepare.fetch_shards(folder, found, 2)
+    assert '1 more in' in capsys.readouterr().out
 
 
 def test_prepare_many_documents_in_bounded_memory_and_time(tmp_path):
@@ -759,7 +861,7 @@ def test_prepare_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeyp
 def test_prepare_shows_progress_while_it_scans_and_encodes(monkeypatch, capsys):
     clock = itertools.count(0, 6)
     monkeypatch.setattr(prepare.time, 'time', lambda: next(clock))
-    source = prepare.Source('x', 'x', lambda: [['a' * 10**6] * 9], separate=False)
+    source = prepare.Source('x', 'x', lambda: [['a' * 10**6] * 9])
     prepare.scan(source)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 3 and '2.0 MB' in lines[0] and '9.0 MB' in lines[-1]
@@ -783,6 +885,7 @@ def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monke
                        ('good.txt', b'some good text, enough for two parts'),
                        ('broken.jsonl', b'{"text": "a"}\n\n{"text": "b"\n'),
                        ('list.jsonl', b'{"text": "a"}\n["text"]\n'), ('deep.jsonl', b'[' * 200_000),
+                       ('cut.txt.gz', gzip.compress(b'text' * 99)[:-9]), ('plain.txt.gz', b'text'),
                        ('latin.jsonl', b'{"text": "caf\xe9"}'), ('number.jsonl', b'{"text": 3}'),
                        ('half.jsonl', b'{"text": "a"}\n{"text": "\\ud800"}\n')):
         with open(name, 'wb') as f:
@@ -792,6 +895,12 @@ def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monke
     before = {name: Path('data/d', name).read_bytes() for name in prep_files('data/d')}
     table = [(['latin.txt'], ['latin.txt', '0xe9', f'offset {(1 << 20) + 3}']),
              (['cut.txt'], ['cut.txt', 'offset 3']),
+             (['cut.txt.gz'], ['cut.txt.gz is damaged']), (['plain.txt.gz'], ['plain.txt.gz is damaged']),
+             (['good.txt', 'cut.txt'], ["'cut.txt' is one source too many"]),
+             (['good.txt', '--errors=ignore'], ["errors='ignore'", 'strict or replace']),
+             (['good.txt', '--tokenizer=data/x'], ['python prepare.py my.txt --out=x']),
+             (['fineweb', '--shards=104'], ['shards=104: fineweb has 1 to 103']),
+             (['fineweb', '--tokenizer=byte'], ["tokenizer='byte'", "gpt2's"]),
              (['empty.txt'], ['empty.txt', 'empty']), (['short.txt'], ['short.txt', 'too few']),
              (['nofiles'], ['nofiles', 'no such']), (['none.txt'], ['none.txt', *prepare.SOURCES]),
              (['broken.jsonl'], ['broken.jsonl, line 3']), (['list.jsonl'], ['list.jsonl, line 2']),
@@ -897,7 +1006,7 @@ def test_prepare_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch
     parts, last = zip(*prepare.pieces(blocks, tok))
     assert ''.join(parts) == text and last == (*[False] * (len(last) - 1), True)
     assert len(parts) > len(text) / chunk / 60 and (max(map(len, parts)) == chunk or not tok.anywhere)
-    source = prepare.Source('x', 'x', lambda: [iter(blocks)], separate=False)
+    source = prepare.Source('x', 'x', lambda: [iter(blocks)])
     prepare.write_dataset(str(tmp_path / 'd'), prep_texts(source), tok, 'a')
     cut = int(len(text) * 0.9)
     for split, part in (('train', text[:cut]), ('val', text[cut:])):
@@ -1352,6 +1461,245 @@ def test_a_dataset_is_prepared_with_a_tokenizer_json(tmp_path, monkeypatch, caps
     assert again.encode('def x') == tok_oracles()['qwen'].encode('def x').ids
 
 
+# conversations ----------------------------------------------------------------------------------------------
+
+def chat_tokenizer(template='chatml'):
+    """Bytes and ChatML's tokens, by the tokenizers library; its end of text is <|im_end|>, as MiniMind's."""
+    pytest.importorskip('tokenizers')
+    marks = {text: 256 + i for i, text in enumerate([prepare.EOT, '<|im_start|>', '<|im_end|>', '<s>', '</s>',
+                                                     '<|eot_id|>', '<|begin_of_text|>',
+                                                     '<|start_header_id|>', '<|end_header_id|>'])}
+    source = prepare.bpe_json({char: b for b, char in prepare.byte_chars().items()}, [], None, marks)
+    end = {'llama2': '</s>', 'llama3': '<|eot_id|>'}.get(template, '<|im_end|>')
+    return prepare.JsonTokenizer(source, {'chat_template': CHAT_TEMPLATES[template], 'bos_token': '<s>',
+                                          'eos_token': end})
+
+
+def chat_of(rng, turns=2, system=False):
+    def words():
+        some = ['a', 'word', 'é🙂', 'def x():\n', '\n']
+        return ' '.join([rng.choice(some) for _ in range(rng.randrange(9))] + ['end'])
+    messages = [{'role': 'system', 'content': words()}] if system else []
+    for _ in range(turns):
+        messages += prepare.make_messages((words().strip(), words().strip()))
+    return messages
+
+
+def chat_prepare(chats, tok, block_size, folder):
+    source = prepare.Source('x', 'x', lambda: [prepare.Conversation(f'chat {i}', messages)
+                                               for i, messages in enumerate(chats)], chats=True)
+    seen = prepare.scan(source)
+    texts = prepare.planned_texts(source, prepare.plan_splits(source, seen, 0.1))
+    return prepare.write_dataset(str(folder), texts, tok, 'x', 1, seen.n_bytes, block_size)
+
+
+def chat_slots(folder, block_size):
+    """[(ids, mask)] of the slots of both splits."""
+    found = []
+    for split in ('train', 'val'):
+        ids, mask = prep_ids(folder, split), prep_ids(folder, f'{split}.mask', np.uint8)
+        assert len(ids) == len(mask) and len(ids) % block_size == 1 and (ids[-1], mask[-1]) == (256, 0)
+        found += zip(ids[:-1].reshape(-1, block_size), mask[:-1].reshape(-1, block_size))
+    return found
+
+
+@pytest.mark.parametrize('template', ['chatml', 'qwen3', 'llama3', 'llama2', 'minimind'])
+def test_the_mask_is_what_the_assistant_writes(template, monkeypatch):
+    """And its end mark; what stands before an answer is exactly what a model is prompted with."""
+    if template == 'minimind':
+        path = Path(os.environ.get('FLATGPT_DATA', ''), 'minimind_tokenizer', 'tokenizer_config.json')
+        if not path.exists():
+            pytest.skip('its file is not at hand')
+        monkeypatch.setitem(CHAT_TEMPLATES, 'minimind', json.loads(path.read_text('utf-8'))['chat_template'])
+    tok, rng = chat_tokenizer(template), random.Random(0)
+    end = {'llama2': '</s>', 'llama3': '<|eot_id|>'}.get(template, '<|im_end|>')
+    for turns in (1, 2, 3):
+        messages = chat_of(rng, turns, system=turns == 2)
+        ids, mask = prepare.encode_conversation(tok, prepare.Conversation('here', messages))
+        assert ids.tolist() == tok.encode_chat(tok.render(messages, add_generation_prompt=False))
+        runs = [(learnt, tok.decode([i for i, _ in run]))
+                for learnt, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])]
+        answers = [text for learnt, text in runs if learnt]
+        wanted = [message['content'] for message in messages if message['role'] == 'assistant']
+        assert len(answers) == turns
+        for answer, content in zip(answers, wanted):
+            assert answer.removesuffix(end).strip() == content and answer.endswith(end)
+        first = 1 + (turns == 2)
+        assert ids[:np.flatnonzero(mask)[0]].tolist() == tok.chat(messages[:first], thinking=None)
+
+
+def test_an_answer_that_thinks_is_learnt_with_its_thoughts():
+    tok = chat_tokenizer()
+    messages = prepare.make_messages(('Hi', '<think>\nhm\n</think>\n\nHello.'))
+    ids, mask = prepare.encode_conversation(tok, prepare.Conversation('here', messages))
+    assert tok.decode(ids[mask == 1]) == '<think>\nhm\n</think>\n\nHello.<|im_end|>'
+    plain = '{% for m in messages %}{{ m.content }}{% endfor %}'
+    for template, part in (('{{ messages | length }}' + plain, 'another way'), (plain, 'ends this answer'),
+                           ("{{ raise_exception('no') }}", 'template fails')):
+        tok = prepare.JsonTokenizer(tok.source, {'chat_template': template})
+        with pytest.raises(ValueError, match=f'^there: .*{part}') as e:
+            prepare.encode_conversation(tok, prepare.Conversation('there', messages))
+        assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('block_size', [64, 200, 1000])
+def test_conversations_are_packed_whole_into_slots(block_size, tmp_path):
+    tok, rng = chat_tokenizer(), random.Random(1)
+    chats = [chat_of(rng, rng.choice([1, 1, 2])) for _ in range(100)]
+    meta = chat_prepare(chats, tok, block_size, tmp_path / 'd')
+    encoded = [prepare.encode_conversation(tok, prepare.Conversation('x', messages)) for messages in chats]
+    long = [ids.tolist() for ids, _ in encoded if len(ids) >= block_size]
+    found, learnt, pieces = [], 0, []
+    for ids, mask in chat_slots(tmp_path / 'd', block_size):
+        assert (ids[0], mask[0]) == (256, 0)
+        starts = [*np.flatnonzero(ids == 256), block_size]
+        for begin, end in zip(starts, starts[1:]):
+            part = (ids[begin + 1:end].tolist(), mask[begin + 1:end].tolist())
+            if part[0]:
+                (found if any(part[0] == whole.tolist() for whole, _ in encoded) else pieces).append(part)
+            learnt += sum(part[1])
+        if not pieces:
+            used = np.flatnonzero(ids != 256)[-1] + 1
+            assert not mask[used:].any()
+    wanted = sorted((ids.tolist(), mask.tolist()) for ids, mask in encoded if len(ids) < block_size)
+    assert sorted(found) == wanted and meta['cut'] == len(long) and bool(pieces) == bool(long)
+    assert [i for part, _ in pieces for i in part] == [i for ids in long for i in ids] or meta['cut'] > 1
+    assert sum(len(part) for part, _ in pieces) == sum(map(len, long))
+    assert learnt == meta['train_learnt'] + meta['val_learnt']
+    assert meta['block_size'] == block_size and meta['eot'] == 256 and 0.3 < meta['filled'] <= 1
+    answers = [m['content'] for messages in chats for m in messages if m['role'] == 'assistant']
+    assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(answers).encode())
+    assert meta['checksum']['val.mask.bin']
+
+
+def test_all_shapes_of_records_are_the_same_conversations(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('tok')
+    tok = chat_tokenizer()
+    Path('tok/tokenizer.json').write_text(tok.source, encoding='utf-8')
+    Path('tok/tokenizer_config.json').write_text(json.dumps(tok.config), encoding='utf-8')
+    pairs = [(f'What is {i}?\n\nAs a word', f'It is {i}.') for i in range(50)]
+    shapes = {
+        'messages': [{'messages': prepare.make_messages(pair)} for pair in pairs],
+        'conversations': [{'conversations': prepare.make_messages(pair), 'text': None} for pair in pairs],
+        'talk': [{'talk': prepare.make_messages(pair), 'text': 'x'} for pair in pairs],
+        'prompt': [{'prompt': a, 'response': b} for a, b in pairs],
+        'question': [{'question': a, 'answer': b, 'id': 3} for a, b in pairs],
+        'alpaca': [dict(zip(('instruction', 'input'), a.split('\n\n')), output=b) for a, b in pairs],
+        'empty': [{'instruction': a, 'input': '', 'output': b} for a, b in pairs]}
+    made = set()
+    for name, records in shapes.items():
+        Path(f'{name}.jsonl').write_text('\n'.join(map(json.dumps, records)), encoding='utf-8')
+        argv = [f'{name}.jsonl', '--tokenizer=tok', f'--field={"talk" if name == "talk" else "text"}']
+        code, stdout, stderr = prep_run(argv, monkeypatch, capsys)
+        assert code == 0 and '50 conversations' in stdout and f'--dataset={name}' in stdout, stderr
+        folder = os.path.join('data', name)
+        assert sorted(os.listdir(folder)) == ['meta.json', 'tokenizer.json', 'train.bin', 'train.mask.bin',
+                                              'val.bin', 'val.mask.bin']
+        made.add(tuple(Path(folder, file).read_bytes() for file in sorted(os.listdir(folder))
+                       if file.endswith('.bin')))
+    assert len(made) == 1
+    again = prep_run(['prompt.jsonl', '--tokenizer=data/talk', '--out=again'], monkeypatch, capsys)
+    assert again[0] == 0 and Path('data/again/val.bin').read_bytes() == Path('data/talk/val.bin').read_bytes()
+    assert prepare.load_tokenizer('data/again').chat_template == tok.chat_template
+    assert prep_run(['talk.jsonl', '--out=talk'], monkeypatch, capsys)[0] == 0  # text: its masks are gone
+    assert sorted(os.listdir('data/talk')) == ['meta.json', 'train.bin', 'val.bin']
+
+
+def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('tok')
+    tok = chat_tokenizer()
+    Path('tok/tokenizer.json').write_text(tok.source, encoding='utf-8')
+    Path('tok/tokenizer_config.json').write_text(json.dumps(tok.config), encoding='utf-8')
+    good = prepare.make_messages(('Hi', 'Hello'))
+    user, answer = good
+    table = [({'messages': [answer, user]}, 'take turns'),
+             ({'messages': [user, answer, answer]}, 'take turns'),
+             ({'messages': [user, {'role': 'system', 'content': 'x'}, answer]}, 'take turns'),
+             ({'messages': [user]}, 'no message of the assistant'), ({'messages': []}, 'no conversation'),
+             ({'messages': [user, {'role': 'assistant', 'content': ' '}]}, 'message 2: its content is'),
+             ({'messages': [user, {'role': 'assistant', 'content': ''}]}, 'message 2: its content is empty'),
+             ({'messages': [user, {'role': 'assistant'}]}, 'message 2: its content is empty'),
+             ({'messages': [user, {**answer, 'content': [1]}]}, 'message 2: its content is no text'),
+             ({'messages': [user, {'role': 'bot', 'content': 'x'}]}, 'message 2: a message needs a role'),
+             ({'messages': [user, 'Hello']}, 'message 2: a message needs a role'),
+             ({'prompt': 'a', 'response': '\ud800'}, 'half a character'),
+             ({'text': 'a'}, 'no conversation, its fields are text')]
+    for record, part in table:
+        lines = [json.dumps({'messages': good}), '', json.dumps(record)]
+        Path('chats.jsonl').write_text('\n'.join(lines), encoding='utf-8')
+        code, _, stderr = prep_run(['chats.jsonl', '--tokenizer=tok'], monkeypatch, capsys)
+        assert code == 1 and 'chats.jsonl, line 3' in stderr and part in stderr, stderr
+        assert len(stderr.strip().splitlines()) == 1 and not os.path.exists('data')
+    Path('chats.jsonl').write_text(lines[0] + '\n', encoding='utf-8')
+    assert 'one conversation' in prep_run(['chats.jsonl', '--tokenizer=tok'], monkeypatch, capsys)[2]
+    Path('chats.jsonl').write_text(f'{lines[0]}\n' * 9, encoding='utf-8')
+    for flags, part in ((['--tokenizer=byte'], 'no chat template'), (['--block_size=1'], 'block_size=1'),
+                        ([], '`python prepare.py` does it'), (['--tokenizer=none'], 'none')):
+        argv = ['chats.jsonl', *(['--tokenizer=tok'] if flags == ['--block_size=1'] else []), *flags]
+        code, _, stderr = prep_run(argv, monkeypatch, capsys)
+        assert code == 1 and part in stderr and len(stderr.strip().splitlines()) == 1, stderr
+
+
+def test_two_processes_write_the_conversations_of_one(tmp_path, monkeypatch):
+    rng, tok = random.Random(2), chat_tokenizer()
+    chats = [prepare.Conversation('x', chat_of(rng)) for _ in range(60)]
+    source = prepare.Source('x', 'x', lambda: chats, chats=True)
+    monkeypatch.setattr(prepare, 'CHUNK', 500)
+    metas = [prepare.write_dataset(str(tmp_path / f'p{n}'), prep_texts(source), tok, 'x', n, block_size=100)
+             for n in (1, 2)]
+    assert metas[0] == metas[1]
+    for name in metas[0]['checksum']:
+        assert (tmp_path / 'p1' / name).read_bytes() == (tmp_path / 'p2' / name).read_bytes()
+
+
+def test_pydoc_chat_is_short_and_imports_nothing():
+    chats = prepare.pydoc_chats()
+    assert 3000 < len(chats) < 9000 and chats == prepare.pydoc_chats()
+    said = {}
+    for place, messages in chats:
+        prepare.check_messages(messages, place)
+        said |= {messages[0]['content']: messages[1]['content']}
+        assert all(len(message['content']) < 200 and '\n' not in message['content'] for message in messages)
+    assert len(said) == len(chats)
+    assert said['What does os.path.join do?'].startswith('Join two or more pathname components')
+    assert said['What arguments does os.path.join take?'] == 'os.path.join(a, *p)'
+    assert {len(messages) for _, messages in chats} == {2, 4}
+    assert any(question.startswith('Which function of itertools') for question in said)
+    code = ("import sys; sys.argv = ['prepare.py']; import prepare; before = set(sys.modules)\n"
+            "print(len(prepare.pydoc_chats()), sorted(set(sys.modules) - before))")
+    done = subprocess.run([sys.executable, '-c', code], cwd=PREP_DIR, check=True, capture_output=True,
+                          text=True)
+    assert done.stdout.split(maxsplit=1)[0] == str(len(chats))
+    assert set(re.findall(r"'(\w+)'", done.stdout)) <= set(prepare.IN_C)
+
+
+def test_look_shows_what_a_folder_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(3)
+    chat_prepare([chat_of(rng) for _ in range(30)], chat_tokenizer(), 300, 'data/chats')
+    assert prep_run(['look', 'data/chats'], monkeypatch, capsys)[0] == 0
+    prepare.look('chats')
+    out = capsys.readouterr().out
+    ids, mask = prep_ids('data/chats', 'train'), prep_ids('data/chats', 'train.mask', np.uint8)
+    assert f'train: {len(ids):,} tokens' in out and f'{mask.mean():.1%} of them learnt' in out
+    assert f'val: {len(prep_ids("data/chats", "val")):,} tokens' in out
+    shown = out.split('learnt marked\n')[1]
+    n = int(np.flatnonzero(ids[:300] != 256)[-1]) + 1
+    text, learnt = map(chat_tokenizer().decode, (ids[:n], ids[:n][mask[:n] == 1]))
+    assert shown.replace('[[', '').replace(']]', '') == text + '\n'
+    assert ''.join(re.findall(r'\[\[(.*?)\]\]', shown, re.DOTALL)) == learnt
+    np.arange(50, dtype=np.uint16).tofile('data/train.bin')
+    source = prep_source(*[f'document {i} ' * (i + 1) for i in range(40)])
+    prepare.write_dataset('data/d', prep_texts(source), prepare.make_tokenizer('byte'), 'some text')
+    monkeypatch.setattr(prepare, 'LOOK', 100)
+    prepare.look('data/d')
+    out = capsys.readouterr().out
+    assert 'some text' in out and '(of the first 100)' in out and '[[' not in out and "' '" in out
+    assert prep_run(['look', 'nothing'], monkeypatch, capsys)[0] == 1
+
+
 # folders that others prepared -------------------------------------------------------------------------------
 
 def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
@@ -1457,6 +1805,11 @@ def test_bins_one_line_for_what_is_wrong(tmp_path, monkeypatch):
                           'shakespeare': 'python prepare.py shakespeare --tokenizer=gpt2',
                           'pystdlib_byte': 'python prepare.py',
                           'pystdlib_cl100k_base': 'python prepare.py --tokenizer=cl100k_base',
+                          'fineweb_edu_gpt2': 'python prepare.py fineweb_edu',
+                          'fineweb_gpt2': 'python prepare.py fineweb',
+                          'minimind_gpt2': 'python prepare.py minimind --tokenizer=gpt2',
+                          'minimind_sft': 'python prepare.py minimind_sft',
+                          'pydoc_chat': 'python prepare.py pydoc_chat',
                           'mydata': 'python prepare.py my.txt --out=mydata'}.items():
         with pytest.raises(FileNotFoundError) as e:
             prepare.Bins(os.path.join('data', name), 'train')
@@ -1484,11 +1837,6 @@ def test_bins_one_line_for_what_is_wrong(tmp_path, monkeypatch):
         for use in (bins.n_windows, functools.partial(bins.read, [0]), functools.partial(bins.read, [])):
             with pytest.raises(ValueError, match=f'val.bin has {n} tokens.* block_size.1 = 100'):
                 use(99)
-    for name in ('val.mask.bin', 'fine_val_01.mask.bin'):  # targets that are not meant to be learnt
-        Path('data/x', name).write_bytes(b'\1')
-        with pytest.raises(ValueError, match=name):
-            prepare.Bins('data/x', 'val', 'uint16')
-        os.remove(f'data/x/{name}')
 
 
 def prep_rss():

@@ -1,7 +1,7 @@
 # A 124M modern decoder in Qwen3's shape, for GPUs:
-#   python prepare.py pystdlib --tokenizer=gpt2       (or your own text: --dataset=...)
+#   python prepare.py fineweb_edu --shards=25         (5 GB; or your own text: --dataset=...)
 #   torchrun --standalone --nproc_per_node=8 train.py config/small.py
-dataset = 'pystdlib_gpt2'
+dataset = 'fineweb_edu_gpt2'
 out_dir = 'out-small'
 
 n_layer = 12
