@@ -693,8 +693,10 @@ def check_data(folder, meta, train_bins, val_bins, config, source):
         if not bins.n_targets:
             raise ValueError(f"{bins.masks[0].path} leaves no target: nothing would be learnt")
         if meta['vocab_size'] > config.vocab_size:
-            bins.check_vocabulary(config.vocab_size, 'prepare it again, or raise --vocab_size' if source is None
-                                  else f"prepare it with --tokenizer={shlex.quote(source)}, the model's own")
+            advice = 'prepare it again, or raise --vocab_size'
+            if source is not None:
+                advice = f"prepare it with the model's own tokenizer: --tokenizer={shlex.quote(source)}"
+            bins.check_vocabulary(config.vocab_size, advice)
         bins.vocab_size = config.vocab_size
 
 
@@ -793,8 +795,8 @@ if __name__ == '__main__':
         print0(f"adapters: {sum(w.numel() for w in params):,} parameters of rank {lora['rank']} are trained")
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
     if train_bins.masks:
-        print0(f"mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are targets; document_token "
-               f"{model.config.document_token}")
+        print0(f"mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are targets; "
+               f"document_token={model.config.document_token}")
     print0(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} "
            f"windows on {ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} "
            f"epochs, {max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
