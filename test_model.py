@@ -2826,6 +2826,64 @@ def test_an_invalid_config_names_every_problem(options, parts):
     assert '\n' not in message and message.startswith('invalid config: ')
 
 
+LORA = {  # options of a model, and targets that each name something else in it
+    'dense': (dict(bias=True, n_kv_head=2, attn_gate=True), ['c_attn', 'c_proj', 'c_fc']),
+    'latent': (dict(kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
+               ['attn.c_attn', 'c_q', 'c_kv', 'attn.c_proj']),  # c_kv's weight is read, never called
+    'experts': (dict(n_expert=4, n_shared_expert=1, d_expert=8), ['router', 'shared.c_fc', 'c_attn']),
+    'hybrid': (dict(mixer_pattern='DA'), ['c_attn', '1.attn.c_proj', 'c_proj']),
+}
+
+
+@pytest.mark.parametrize('options, targets', LORA.values(), ids=LORA)
+def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
+    model = tiny(**options)
+    idx, before = tokens(model, 2, 16), {name: w.clone() for name, w in model.state_dict().items()}
+    logits, n, flops = model(idx).detach(), model.num_params(), model.flops_per_token()
+    flat.add_lora(model, 3, 6.0, targets)
+    assert torch.equal(model(idx), logits)
+    adapters = flat.lora_state(model)
+    assert {name for name, w in model.named_parameters() if w.requires_grad} == set(adapters)
+    assert model.num_params() == n + sum(w.numel() for w in adapters.values())
+    assert 4 / 6 * flops < model.flops_per_token() < flops * 1.3
+    opts = [make_optimizers(model, optimizer=name) for name in ('adamw', 'muon')]
+    assert all(len(g['params']) in (0, len(adapters)) for one in opts for o in one for g in o.param_groups)
+    for w in model.parameters():
+        if w.requires_grad:
+            w.data += torch.randn_like(w) * 0.1
+    loss, _ = model(idx, idx)
+    loss.backward()
+    assert all((w.grad is not None and bool(w.grad.any())) == w.requires_grad for w in model.parameters())
+    expected, effective = model(idx).detach(), dict(before)  # W + alpha / rank B A, by hand
+    for name, a in adapters.items():
+        if name.endswith('lora_a'):
+            weight = name.removesuffix('lora_a') + 'weight'
+            update = 6 / 3 * adapters[name[:-1] + 'b'].double() @ a.double()
+            effective[weight] = (before[weight] + update).float()
+    state = {name.replace('.base.', '.'): w for name, w in model.state_dict().items() if name not in adapters}
+    assert same_weights(state, before)
+    flat.merge_lora(model)
+    assert model.state_dict().keys() == before.keys()
+    assert all(w.requires_grad for w in model.parameters())
+    for name, w in model.state_dict().items():
+        torch.testing.assert_close(w, effective[name], atol=1e-6, rtol=1e-5, msg=name)
+    assert (expected - logits).abs().max() > 0.01
+    near(model(idx), expected, 2e-5)
+
+
+def test_what_cannot_have_an_adapter_is_named():
+    model = tiny(n_expert=4, n_shared_expert=1, d_expert=8)
+    for target, message in {
+            'c_fc': "h.0.mlp.experts.c_fc, a GroupedLinear; adapters are for attn.c_attn, attn.c_proj, ",
+            'q_proj': "'q_proj' is the name of no layer", 'attn': "h.0.attn, a Attention",
+            '': "'' is the name of no layer", 'lm_head': 'no layer'}.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            flat.add_lora(model, 2, 1, ['c_attn', target])
+        assert all(w.requires_grad for w in model.parameters())
+    with pytest.raises(ValueError, match='lora_rank=0 must be at least 1'):
+        flat.add_lora(model, 0, 1, ['c_attn'])
+
+
 def test_importing_and_building_a_model_leaves_the_compiler_alone():
     """It takes as long to import as all of torch."""
     code = ('import sys, torch, model\nwith torch.device("meta"): model.GPT(model.GPTConfig())\n'
@@ -3567,6 +3625,118 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     train('--out_dir=cut', '--init_from=resume')
     a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'cut'))
     assert same_weights(a['model'], b['model'])
+
+
+def test_ids_that_the_model_does_not_know_are_refused_before_the_run(folder, capsys):
+    train('--out_dir=out', '--max_iters=1')
+    write_toy(folder / 'data' / 'other', vocab_size=26)
+    train('--out_dir=fine', '--dataset=other', '--max_iters=1', '--init_from=out')
+    assert (f"warning: {Path('data/other')} was prepared with another tokenizer than {Path('data/toy')}"
+            in capsys.readouterr().out)  # but all its ids are below 23
+    ids = np.fromfile('data/other/train.bin', '<u2')
+    ids[2900] = 25
+    ids.tofile('data/other/train.bin')
+    with pytest.raises(ValueError, match=r'train.bin: token 25 at position 2900 is outside the vocabulary of '
+                                         r"23: prepare it with the model's own .*--tokenizer=data.toy"):
+        train('--out_dir=not', '--dataset=other', '--init_from=out')
+    assert not os.path.exists('not')
+
+
+# adapters ---------------------------------------------------------------------------------------------------
+
+ADAPT = ['--init_from=out', '--lora_rank=2', '--lora_targets=c_attn,mlp.c_proj', '--log_interval=1']
+
+
+@pytest.fixture
+def base(folder):
+    """A trained model in out/."""
+    train('--out_dir=out', '--max_iters=10')
+    return folder
+
+
+def test_adapters_train_alone_and_resume_exactly(base):
+    before = torch.load('out/ckpt.pt', weights_only=True)
+    whole = train('--out_dir=whole', *ADAPT)
+    train('--out_dir=parts', *ADAPT, '--lr_decay_iters=20', '--max_iters=10')
+    train('--out_dir=parts', '--init_from=resume', '--log_interval=1')  # the adapters are the checkpoint's
+    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'parts'))
+    assert same_weights(a['model'], b['model']) and a['iter_num'] == b['iter_num'] == 20
+    rows = [[(r['iter'], r['loss'], r['val_loss'], r['grad_norm']) for r in log_rows(out)]
+            for out in ('whole', 'parts')]
+    assert rows[0] == rows[1] and len(rows[0]) == 20
+    for x, y in zip(a['optimizer'][0]['state'].values(), b['optimizer'][0]['state'].values()):
+        assert torch.equal(x['exp_avg'], y['exp_avg']) and torch.equal(x['exp_avg_sq'], y['exp_avg_sq'])
+    frozen = {name.replace('.base.', '.'): w for name, w in whole['model'].state_dict().items()
+              if name not in a['model']}
+    assert same_weights(frozen, before['model'])
+    assert len(a['model']) == 8 and all('.lora_' in name for name in a['model'])
+    assert len(a['optimizer'][0]['state']) == 8
+    model, tokenizer, rest = flat_sample.load('whole')
+    assert tokenizer is not None and rest['iter_num'] == 20
+    assert model.state_dict().keys() == before['model'].keys()
+    x = tokens(model, 2, 16)
+    with torch.no_grad():
+        near(model.eval()(x), whole['model'].eval()(x), 1e-5)
+    assert float(rows[0][-1][2]) < before['best_val_loss']
+    first = train('--out_dir=zero', *ADAPT, '--eval_only=True')['val_loss']
+    assert first == train('--out_dir=zero', '--init_from=out', '--eval_only=True')['val_loss']
+
+
+def test_a_run_of_adapters_says_what_is_wrong(base):
+    train('--out_dir=lora', *ADAPT, '--max_iters=1')
+    for args, message in [
+            (['--out_dir=x', '--lora_rank=2'], 'lora_rank=2 needs a trained model: give --init_from'),
+            (['--out_dir=x', '--init_from=lora', '--lora_rank=2'], 'is a run with adapters itself'),
+            (['--out_dir=lora', '--init_from=resume', '--lora_rank=3'], "lora_rank=3, .*'rank': 2"),
+            (['--out_dir=out', '--init_from=resume', '--lora_rank=3'], 'which has no adapters'),
+            (['--out_dir=x', *ADAPT, '--lora_targets=q'], "'q' is the name of no layer")]:
+        with pytest.raises(ValueError, match=message) as error:
+            train(*args)
+        assert '\n' not in str(error.value)
+    merged = train('--out_dir=merged', '--init_from=lora', '--max_iters=1')  # trains all weights
+    assert merged['lora'] is None and len(torch.load('merged/ckpt.pt', weights_only=True)['model']) > 8
+    os.makedirs('moved')
+    shutil.move('out', 'moved/out')
+    shutil.move('lora', 'moved/lora')
+    flat_sample.load('moved/lora')  # both together
+    shutil.copy('merged/ckpt.pt', 'moved/out/ckpt.pt')
+    with pytest.raises(ValueError, match=r'holds adapters of moved.out.ckpt.pt, which is another model now'):
+        flat_sample.load('moved/lora')
+    os.remove('moved/out/ckpt.pt')
+    with pytest.raises(FileNotFoundError, match='adapters of moved.out.ckpt.pt: no checkpoint at'):
+        flat_sample.load('moved/lora')
+    saved = torch.load('moved/lora/ckpt.pt', weights_only=True)
+    torch.save({**saved, 'lora': {'rank': 'x'}}, 'moved/lora/ckpt.pt')
+    with pytest.raises(ValueError, match="is damaged, .* it holds lora="):
+        flat_sample.load('moved/lora')
+
+
+def test_experts_keep_their_bias_under_adapters(folder):
+    options = ['--n_expert=4', '--balance_bias=True', '--optimizer=muon']
+    before = train('--out_dir=out', '--max_iters=3', *options)['model'].state_dict()
+    story = train('--out_dir=lora', '--init_from=out', '--lora_rank=2', '--lora_targets=c_attn,attn.c_proj',
+                  '--max_iters=3', '--optimizer=muon')
+    after = {name.replace('.base.', '.'): w for name, w in story['model'].state_dict().items()
+             if '.lora_' not in name}
+    assert same_weights(before, after)
+    flat_sample.load('lora')
+
+
+def test_adapters_of_a_published_model_are_exported_merged(folder):
+    hf_model('qwen3', {**HF, 'vocab_size': 23, 'head_dim': 16}).to(torch.bfloat16).save_pretrained('theirs')
+    Path('theirs/tokenizer.json').write_text(prepare.load_tokenizer('data/toy').to_json(), encoding='utf-8')
+    story = run('train.py', '--init_from=theirs', '--dataset=toy', '--out_dir=out', '--block_size=16',
+                '--max_iters=5', '--lora_rank=2', '--learning_rate=1e-2', '--batch_size=4', '--device=cpu',
+                '--gradient_accumulation_steps=1', '--dtype=float32', '--compile=False', '--eval_iters=2')
+    assert torch.load('out/ckpt.pt', weights_only=True)['lora']['base'] == './../theirs'
+    idx = tokens(story['model'], 2, 16)
+    with torch.no_grad():
+        expected = story['model'].eval()(idx)
+        near(flat_sample.load('out')[0].eval()(idx), expected)
+        run('hub.py', 'export', 'out', 'exported')
+        near(hf_opened('exported')(idx).logits, expected)
+        near(hub.from_pretrained('exported')(idx), expected)
+        assert (hub.from_pretrained('theirs', dtype=torch.float32)(idx) - expected).abs().max() > 0.01
 
 
 # nanoGPT ----------------------------------------------------------------------------------------------------
