@@ -119,7 +119,7 @@ def our_step(model, forward, machine, config):
     scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
 
     def step():
-        _, expert_load, _ = train.gradients(forward, tokens, iter(()), 1, machine.autocast, scaler,
+        _, expert_load, _ = train.gradients(forward, (*tokens, None), iter(()), 1, machine.autocast, scaler,
                                             settings['balance_loss'], settings['z_loss'])
         train.update(model, params, optimizers, scaler, config['grad_clip'], expert_load,
                      settings['balance_rate'])

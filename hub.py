@@ -29,7 +29,7 @@ config, _, words = configure(globals(), words=3)
 import torch
 
 from model import GPT, GPTConfig, checkpoint_path, letter
-from prepare import find_tokenizer, json_tokenizer
+from prepare import json_tokenizer
 
 INSTALL = 'pip install safetensors tokenizers huggingface_hub'
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
@@ -1163,9 +1163,16 @@ if __name__ == '__main__':
         kinds = {None: None, **{plain(kind): kind for kind in DTYPES.values()}}
         if dtype not in kinds:
             raise ValueError(f"dtype={dtype!r} is none of {', '.join(map(plain, DTYPES.values()))}")
+        from sample import load  # which reads and merges the base of a LoRA run, published or not
         path, folder = checkpoint_path(words[1]), words[2]
-        model, rest = GPT.from_checkpoint(path)
-        save_pretrained(model, find_tokenizer(rest, path), folder, kinds[dtype])
+        model, tokenizer, rest = load(path)
+        if tokenizer is None:
+            raise ValueError(rest['no_tokenizer'])
+        if model.config.document_token is not None:  # transformers' models have no such thing
+            print(f"document_token={model.config.document_token} is left out, which a single document or "
+                  "conversation does not miss")
+            model.config.document_token = None
+        save_pretrained(model, tokenizer, folder, kinds[dtype])
         print(f"{path} is in {folder} for transformers and vLLM: {', '.join(sorted(os.listdir(folder)))}")
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))

@@ -21,6 +21,7 @@ import os
 import pickle
 import types
 import typing
+import zlib
 
 import torch
 import torch.nn as nn
@@ -1720,8 +1721,9 @@ class GPT(nn.Module):
 
     def account(self, block_size=None):
         """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once,
-        padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward: all that are
-        marked as matrices, and the head; 'mixing' is what mixers do besides, at a length of block_size."""
+        padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it
+        is frozen: all that are marked as matrices, and the head; 'mixing' is what mixers do besides, at a
+        length of block_size."""
         config, table = self.config, {}
         used = (config.n_expert_active or 0) / (config.n_expert or 1)
         for name, w in self.named_parameters():
@@ -1729,9 +1731,10 @@ class GPT(nn.Module):
             n = (w[:config.vocab_size] if name in PADDED else w).numel()
             active = round(n * used) if part == 'experts' else n
             matmul = self.marks[name].group != 'vector' and part != 'embedding'
-            table.setdefault(part, []).append((n, active, 6 * active * matmul))
+            table.setdefault(part, []).append((n, active, (6 if w.requires_grad else 4) * active * matmul))
         if self.lm_head is None:
-            table['head'] = [(0, 0, 6 * config.vocab_size * config.n_embd)]
+            each = 6 if self.wte.weight.requires_grad else 4
+            table['head'] = [(0, 0, each * config.vocab_size * config.n_embd)]
         length = block_size or config.block_size
         table['mixing'] = [(0, 0, block.attn.flops(length)) for block in self.h]
         return {part: tuple(map(sum, zip(*rows))) for part, rows in table.items()}
@@ -1750,12 +1753,13 @@ class GPT(nn.Module):
         return slots + sum(math.prod(shape) for mixer in mixers for shape, _ in mixer.states)
 
     def param_groups(self):
-        """Every parameter once, by what an optimizer does with it: 'matrix' (of the blocks: Muon takes them),
-        'embedding' (wte, wpe, lm_head: decayed) and 'vector' (norms, biases, sinks, lambdas: not decayed), as
-        they are marked."""
+        """Every parameter that is not frozen, by what an optimizer does with it: 'matrix' (of the blocks:
+        Muon takes them), 'embedding' (wte, wpe, lm_head, adapters: decayed) and 'vector' (norms, biases,
+        sinks, lambdas: not decayed), as they are marked."""
         groups = {'matrix': [], 'embedding': [], 'vector': []}
         for name, w in self.named_parameters():
-            groups[self.marks[name].group].append(w)
+            if w.requires_grad:
+                groups[self.marks[name].group].append(w)
         return groups
 
     def row_splits(self):
@@ -1772,11 +1776,15 @@ class GPT(nn.Module):
             moe.expert_bias += rate * (one.mean() - one).sign()
 
     @classmethod
-    def from_checkpoint(cls, path, **changes):
+    def from_checkpoint(cls, path, read_base=None, **changes):
         """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU and in float32, and
         the rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller
-        block_size). Raises FileNotFoundError, or ValueError for a file that is damaged or no checkpoint."""
+        block_size). A LoRA run's has its adapters, see merge_lora; read_base reads the model that they are
+        for, None: a checkpoint. Raises FileNotFoundError, or ValueError for a file that is damaged or no
+        checkpoint."""
         rest = read_checkpoint(path)
+        if rest.get('lora') is not None:
+            return from_adapters(path, rest, read_base or cls.from_checkpoint, changes)
         state, args = our_names(rest.pop('model'), rest['model_args'])
         if unknown := args.keys() - {field.name for field in dataclasses.fields(GPTConfig)}:
             raise ValueError(f"{path} needs model options that this version lacks: "
@@ -1802,7 +1810,135 @@ class GPT(nn.Module):
         return model, rest
 
 
+# low-rank adapters ------------------------------------------------------------------------------------------
+
+class LoRALinear(nn.Module):
+    """A linear layer that stays as it is, and a trained update of its weight, scale * lora_b @ lora_a, of a
+    low rank (Hu et al. 2021, arXiv:2106.09685). It starts at zero: lora_a (rank, n_in) random, lora_b (n_out,
+    rank) zeros. The projections of a FusedLinear share lora_a. AdamW takes both."""
+
+    def __init__(self, base, rank, scale):
+        super().__init__()
+        self.base, self.scale = base, scale
+        self.lora_a = parameter(rank, base.in_features, init=hidden_init, group='embedding')
+        self.lora_b = parameter(base.out_features, rank, init=nn.init.zeros_, group='embedding')
+
+    @property
+    def weight(self):
+        """The weight with its update, for those who read it themselves, and for merging."""
+        return self.base.weight + self.scale * (self.lora_b @ self.lora_a).to(self.base.weight.dtype)
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        y = F.linear(x, self.base.weight, self.base.bias)
+        y = y + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        return y.split(self.base.widths, dim=-1) if isinstance(self.base, FusedLinear) else y
+
+
+@torch.no_grad()
+@torch.no_grad()
+def add_lora(model, rank, alpha, targets):
+    """Freezes a GPT, and puts a LoRALinear of scale alpha / rank in the place of each linear layer of its
+    blocks whose name is one of targets or ends in it, as 'c_attn' or 'mlp.c_proj' do. Raises ValueError for a
+    target that is the name of no layer, or of one that is not plain, as the experts' are."""
+    if rank < 1:
+        raise ValueError(f"lora_rank={rank} must be at least 1")
+    modules = {name: module for name, module in model.h.named_modules() if name}
+    plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
+    chosen = set()
+    for target in targets:
+        named = {name for name in modules if f'.{name}'.endswith(f'.{target}')}
+        if not named or not named <= plain:
+            other = sorted(named - plain)[:1]
+            what = f"h.{other[0]}, a {type(modules[other[0]]).__name__}" if other else 'no layer'
+            layers = sorted({name.partition('.')[2] for name in plain})
+            raise ValueError(f"lora_targets: {target!r} is the name of {what}; adapters are for "
+                             f"{', '.join(layers)}")
+        chosen |= named
+    model.requires_grad_(False)
+    for name in sorted(chosen):
+        base = modules[name]
+        lora = LoRALinear(base, rank, alpha / rank)
+        for part, w in lora.named_parameters(prefix=f'h.{name}'):
+            model.marks[part] = model.marks.get(part.replace('.base.', '.')) or w.mark
+        for w in (lora.lora_a, lora.lora_b):
+            w.mark.init(w)
+        model.h.set_submodule(name, lora.to(base.weight.device, base.weight.dtype))
+
+
+@torch.no_grad()
+def merge_lora(model):
+    """Adds each update to its weight and takes the adapters away; every parameter can be trained again."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRALinear):
+            module.base.weight.copy_(module.weight)
+            model.set_submodule(name, module.base)
+    model.requires_grad_(True)
+
+
+def lora_state(model):
+    """Name -> tensor of the adapters alone."""
+    return {name: w for name, w in model.state_dict().items() if '.lora_' in name}
+
+
+def checksum(model):
+    """A number that tells a model from others: the CRC-32 of its weights as float32. Learned positions, which
+    may be cropped, do not count."""
+    value = 0
+    for name, w in model.state_dict().items():
+        if name != 'wpe.weight':
+            w = w.detach().float().cpu().contiguous().numpy()
+            value = zlib.crc32(w, zlib.crc32(name.encode(), value))
+    return value
+
+
+def base_name(path, folder):
+    """How a checkpoint in `folder` names its base at `path`: relative to itself, with a dot in front, so that
+    both can move together. See base_path."""
+    try:
+        return os.path.join(os.curdir, os.path.relpath(path, folder)).replace(os.sep, '/')
+    except ValueError:  # another drive
+        return os.path.abspath(path)
+
+
+def base_path(name, folder):
+    """What base_name has named, or the id of a published model as it is."""
+    return os.path.normpath(os.path.join(folder, name)) if name.startswith('.') else name
+
+
+def from_adapters(path, rest, read_base, changes):
+    """The model of a LoRA run's checkpoint, and the rest of it. What the file names as its base is read by
+    read_base(path or id, **changes) -> (model, ...); its adapters stand beside it, not merged. Raises
+    ValueError if it is not the model that they were trained on."""
+    lora, state, args = rest['lora'], rest.pop('model'), rest['model_args']
+    kinds = {'rank': int, 'alpha': (int, float), 'targets': list, 'base': str, 'checksum': int}
+    if not (isinstance(lora, dict) and all(isinstance(lora.get(name), kind) for name, kind in kinds.items())):
+        raise ValueError(f"{path} is damaged, or not written by train.py: it holds lora={lora!r:.80}")
+    base = base_path(lora['base'], os.path.dirname(path))
+    changes = {**{name: args[name] for name in CHANGEABLE if name in args}, **changes}
+    try:
+        model, *_ = read_base(base, **changes)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} holds adapters of {base}: {error}") from None
+    if checksum(model) != lora['checksum']:
+        raise ValueError(f"{path} holds adapters of {base}, which is another model now: put back the one "
+                         "that they were trained on")
+    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    if wrong := misfits(state, lora_state(model)):
+        raise ValueError(f"{path} does not fit {base}: {', '.join(wrong[:5])}")
+    model.load_state_dict(state, strict=False)
+    rest['model_args'] = dataclasses.asdict(model.config)
+    return model, rest
+
+
 # checkpoints ------------------------------------------------------------------------------------------------
+
+# fields of GPTConfig that a checkpoint may be read with otherwise: they change no weights, but crop positions
+CHANGEABLE = ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence', 'document_token')
+
 
 def checkpoint_path(name, best=True):
     """The checkpoint that is meant: name itself, or of a run's folder best.pt, if it is there and wanted, or

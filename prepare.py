@@ -1521,7 +1521,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 META_TYPES = {'vocab_size': (int,), 'dtype': (str,), 'eot': (int, type(None)),
-              'tokenizer': (dict, type(None)), 'bytes_per_token': (int, float, type(None))}
+              'tokenizer': (dict, type(None)), 'bytes_per_token': (int, float, type(None)),
+              'block_size': (int, type(None))}
 
 
 def read_json_meta(path):
@@ -1551,12 +1552,13 @@ def read_pickled_meta(path):
 
 
 def read_meta(folder):
-    """A dict with at least vocab_size, dtype, eot, bytes_per_token (None: unknown) and tokenizer.
+    """A dict with at least vocab_size, dtype, eot, bytes_per_token (None: unknown), tokenizer, and block_size
+    (None, or that of the windows which conversations were packed into).
 
     tokenizer is its state without what stands in a file of its own (None: GPT-2's). From meta.json, nanoGPT's
     meta.pkl, or by assumption, which is printed once. ValueError: it is damaged.
     """
-    usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None}
+    usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     for name, read in {'meta.json': read_json_meta, 'meta.pkl': read_pickled_meta}.items():
         path = os.path.join(folder, name)
         if os.path.exists(path):
@@ -1609,12 +1611,36 @@ def read_shard(path, dtype):
     return Shard(path, dtype, 0, size // dtype.itemsize)
 
 
+def mask_of(path):
+    """The file beside x.bin that says which tokens are to be learnt: x.mask.bin."""
+    return path.removesuffix('.bin') + '.mask.bin'
+
+
+def read_masks(shards, masks):
+    """The masks of shards, as Shards of a byte a token; none if no shard has one. masks: all the mask files
+    that were found. ValueError: one is missing, of another length, or without tokens."""
+    alone = [mask for mask in masks if not os.path.exists(mask.removesuffix('.mask.bin') + '.bin')]
+    if alone:
+        raise ValueError(f'{alone[0]} is the mask of tokens that are not there: remove it, or prepare again')
+    found = [mask_of(shard.path) for shard in shards if os.path.exists(mask_of(shard.path))]
+    if not found:
+        return []
+    for shard in shards:
+        mask = mask_of(shard.path)
+        size = os.path.getsize(mask) if os.path.exists(mask) else 0
+        if size != shard.n_tokens:
+            raise ValueError(f'{mask} has {size:,} bytes, one for each of {shard.n_tokens:,} tokens are '
+                             'needed: prepare it again')
+    return [Shard(mask, np.dtype(np.uint8), 0, shard.n_tokens) for mask, shard in zip(found, shards)]
+
+
 class Bins:
     """The tokens of one split: folder/<split>.bin, or else its shards *<split>*.bin, sorted.
 
     Window i is the block_size + 1 tokens from i * block_size of a shard, so x = w[:, :-1] and y = w[:, 1:]
     take every token but a shard's first, and its tail, once as a target. With vocab_size, ids are checked as
-    they are read.
+    they are read. x.mask.bin beside x.bin says which tokens are targets, a byte for each; `masks` is empty
+    where there is none. n_tokens and n_targets count both.
     """
     def __init__(self, folder, split, dtype=None, vocab_size=None):
         self.vocab_size, self.name = vocab_size, os.path.join(folder, f'{split}.bin')
@@ -1630,7 +1656,10 @@ class Bins:
             self.name = os.path.join(folder, f'*{split}*.bin')
         dtype = np.dtype(dtype or read_meta(folder)['dtype']).newbyteorder('<')
         self.shards = [read_shard(path, dtype) for path in found]
-        self.n_tokens = sum(shard.n_tokens for shard in self.shards)
+        self.masks = read_masks(self.shards, masks)
+        self.n_tokens = self.n_targets = sum(shard.n_tokens for shard in self.shards)
+        if self.masks:
+            self.n_targets = sum(np.count_nonzero(part) for mask in self.masks for _, part in parts_of(mask))
 
     def ends(self, block_size):
         """How many windows there are up to the end of each shard."""
@@ -1644,8 +1673,38 @@ class Bins:
                              f'{block_size + 1}: lower --block_size or prepare more text')
         return n
 
+    def check_vocabulary(self, vocab_size, advice):
+        """Reads every token. ValueError: one is no id of such a vocabulary."""
+        for shard in self.shards:
+            for first, part in parts_of(shard):
+                if part.max(initial=0) >= vocab_size:
+                    at = int(np.argmax(part >= vocab_size))
+                    raise ValueError(f'{shard.path}: token {part[at]} at position {first + at} is outside '
+                                     f'the vocabulary of {vocab_size}: {advice}')
+
     def read(self, indices, block_size):
         """The windows with these indices: int64 (len(indices), block_size + 1)."""
+        windows, shards, firsts = self._windows(self.shards, indices, block_size)
+        if self.vocab_size is not None and windows.max(initial=0) >= self.vocab_size:
+            row, at = np.argwhere(windows >= self.vocab_size)[0]
+            raise ValueError(f'{self.shards[shards[row]].path}: token {windows[row, at]} at position '
+                             f'{firsts[row] + at} is outside the vocabulary of {self.vocab_size}: '
+                             'prepare it again, or raise --vocab_size')
+        return windows
+
+    def batch(self, indices, block_size):
+        """The windows with these indices as inputs and targets: int64 (len(indices), block_size) each, -1 for
+        a target that the mask leaves out."""
+        windows = self.read(indices, block_size)
+        inputs, targets = windows[:, :-1], windows[:, 1:]
+        if self.masks:
+            learnt, _, _ = self._windows(self.masks, indices, block_size)
+            targets = np.where(learnt[:, 1:], targets, -1)
+        return inputs, targets
+
+    def _windows(self, files, indices, block_size):
+        """The windows in files, the shards or their masks: int64 (n, block_size + 1), and of each its shard
+        and its first token there."""
         indices, ends, n = np.asarray(indices), self.ends(block_size), self.n_windows(block_size)
         if indices.size and not 0 <= indices.min() <= indices.max() < n:
             raise IndexError(f'windows {indices.min()}-{indices.max()} of {self.name}, which has {n}')
@@ -1653,7 +1712,7 @@ class Bins:
         firsts = (indices - np.append(0, ends)[shards]) * block_size
         windows = np.empty((len(indices), block_size + 1), np.int64)
         for n in np.unique(shards):  # plain reads: a memory map of a large file would fill up the RSS
-            path, dtype, offset, _ = self.shards[n]
+            path, dtype, offset, _ = files[n]
             window = np.empty(block_size + 1, dtype)
             with open(path, 'rb', buffering=0) as f:
                 for row in np.flatnonzero(shards == n):
@@ -1661,12 +1720,14 @@ class Bins:
                     if f.readinto(window) != window.nbytes:
                         raise ValueError(f'{path} became shorter while it was read: prepare it again')
                     windows[row] = window
-        if self.vocab_size is not None and windows.max(initial=0) >= self.vocab_size:
-            row, at = np.argwhere(windows >= self.vocab_size)[0]
-            raise ValueError(f'{self.shards[shards[row]].path}: token {windows[row, at]} at position '
-                             f'{firsts[row] + at} is outside the vocabulary of {self.vocab_size}: '
-                             'prepare it again, or raise --vocab_size')
-        return windows
+        return windows, shards, firsts
+
+
+def parts_of(shard, size=1 << 22):
+    """Yields a shard in parts: (position of its first element, elements)."""
+    for first in range(0, shard.n_tokens, size):
+        yield first, np.fromfile(shard.path, shard.dtype, min(size, shard.n_tokens - first),
+                                 offset=shard.offset + first * shard.dtype.itemsize)
 
 
 # looking ----------------------------------------------------------------------------------------------------

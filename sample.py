@@ -11,6 +11,7 @@ Noise is a function of (seed, sample, position): sample 3 is the same text alone
 """
 import codecs
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -42,7 +43,7 @@ config, _ = configure(globals())
 import numpy as np
 import torch
 
-from model import GPT, checkpoint_path
+from model import GPT, checkpoint_path, merge_lora
 from prepare import find_tokenizer, json_tokenizer
 
 # loading ----------------------------------------------------------------------------------------------------
@@ -50,6 +51,7 @@ from prepare import find_tokenizer, json_tokenizer
 CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may be missing
     'iter_num': int, 'best_val_loss': (int, float, torch.Tensor), 'optimizer': (list, dict), 'scaler': dict,
     'skipped': int, 'wall_s': (int, float), 'config': dict, 'tokenizer': (dict, type(None)), 'runtime': dict,
+    'lora': (dict, type(None)),
 }
 RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
 
@@ -74,12 +76,13 @@ def is_published(name):
     return bool(hub_id) and not name.endswith('.pt')
 
 
-def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, **changes):
+def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, **changes):
     """Reads a model, its tokenizer, and what else its checkpoint holds: (model, tokenizer, rest).
 
     init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
     model: a folder with config.json, an id on the hub, nanoGPT's gpt2 names. dtype: None is the one stored.
-    best: of a run's folder best.pt, if it is there, rather than ckpt.pt. changes: fields of GPTConfig to set
+    best: of a run's folder best.pt, if it is there, rather than ckpt.pt. merge: of a LoRA run whether the
+    adapters are added to the weights, else they stand beside them. changes: fields of GPTConfig to set
     otherwise. The tokenizer is None where there is none, and rest['no_tokenizer'] says why; rest['path'] is
     what was read. Raises FileNotFoundError, or ValueError for what is no checkpoint."""
     published = init_from != 'resume' and is_published(init_from)
@@ -90,8 +93,11 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, **change
         rest = {'model_args': dataclasses.asdict(model.config)}
     else:
         path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
-        model, rest = GPT.from_checkpoint(path, **changes)
+        # the base of a LoRA run may be a published model; float32: adapters are exact, their checksum too
+        model, rest = GPT.from_checkpoint(path, functools.partial(load, dtype=torch.float32), **changes)
         check_rest(rest, path)
+        if merge and rest.get('lora'):
+            merge_lora(model)
         model.to(device, dtype)
     rest['path'] = path
     try:

@@ -1837,6 +1837,42 @@ def test_bins_one_line_for_what_is_wrong(tmp_path, monkeypatch):
         for use in (bins.n_windows, functools.partial(bins.read, [0]), functools.partial(bins.read, [])):
             with pytest.raises(ValueError, match=f'val.bin has {n} tokens.* block_size.1 = 100'):
                 use(99)
+    for name, message in {'val.mask.bin': 'val.mask.bin has 98 bytes, one for each of 99 tokens',
+                          'fine_val_01.mask.bin': 'the mask of tokens that are not there'}.items():
+        Path('data/x', name).write_bytes(b'\1' * 98)
+        with pytest.raises(ValueError, match=message):
+            prepare.Bins('data/x', 'val', 'uint16')
+        os.remove(f'data/x/{name}')
+
+
+def test_bins_targets_follow_the_mask(tmp_path):
+    """Shards, each with its mask, against plain indexing."""
+    rng = np.random.default_rng(0)
+    sizes, expected = (45, 7, 71), []
+    for i, n in enumerate(sizes):
+        ids, mask = rng.integers(1000, size=n, dtype=np.uint16), rng.integers(2, size=n, dtype=np.uint8)
+        ids.tofile(tmp_path / f'train_{i}.bin')
+        mask.tofile(tmp_path / f'train_{i}.mask.bin')
+        for at in range(0, n - 10, 10):  # a window of 11 tokens ends before n
+            learnt = [int(ids[j]) if mask[j] else -1 for j in range(at + 1, at + 11)]
+            expected.append((ids[at:at + 10].tolist(), learnt))
+    bins = prepare.Bins(str(tmp_path), 'train', 'uint16')
+    order = rng.permutation(len(expected))
+    inputs, targets = bins.batch(order, 10)
+    assert bins.n_windows(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
+    assert np.array_equal(inputs, [expected[i][0] for i in order])
+    assert np.array_equal(targets, [expected[i][1] for i in order])
+    assert bins.n_targets == sum(np.fromfile(path, np.uint8).sum() for path in tmp_path.glob('*.mask.bin'))
+    with pytest.raises(ValueError, match=r'train_\d.bin: token \d+ at position \d+ is .* of 500: mend it'):
+        bins.check_vocabulary(500, 'mend it')
+    os.remove(tmp_path / 'train_1.mask.bin')
+    with pytest.raises(ValueError, match='train_1.mask.bin has 0 bytes, one for each of 7 tokens'):
+        prepare.Bins(str(tmp_path), 'train', 'uint16')
+    for path in tmp_path.glob('*.mask.bin'):
+        os.remove(path)
+    bins = prepare.Bins(str(tmp_path), 'train', 'uint16')
+    windows = bins.read(order, 10)
+    assert all(map(np.array_equal, bins.batch(order, 10), (windows[:, :-1], windows[:, 1:])))
 
 
 def prep_rss():
@@ -3152,6 +3188,64 @@ def test_an_invalid_config_names_every_problem(options, parts):
     assert '\n' not in message and message.startswith('invalid config: ')
 
 
+LORA = {  # options of a model, and targets that each name something else in it
+    'dense': (dict(bias=True, n_kv_head=2, attn_gate=True), ['c_attn', 'c_proj', 'c_fc']),
+    'latent': (dict(kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
+               ['attn.c_attn', 'c_q', 'c_kv', 'attn.c_proj']),  # c_kv's weight is read, never called
+    'experts': (dict(n_expert=4, n_shared_expert=1, d_expert=8), ['router', 'shared.c_fc', 'c_attn']),
+    'hybrid': (dict(mixer_pattern='DA'), ['c_attn', '1.attn.c_proj', 'c_proj']),
+}
+
+
+@pytest.mark.parametrize('options, targets', LORA.values(), ids=LORA)
+def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
+    model = tiny(**options)
+    idx, before = tokens(model, 2, 16), {name: w.clone() for name, w in model.state_dict().items()}
+    logits, n, flops = model(idx).detach(), model.num_params(), model.flops_per_token()
+    flat.add_lora(model, 3, 6.0, targets)
+    assert torch.equal(model(idx), logits)
+    adapters = flat.lora_state(model)
+    assert {name for name, w in model.named_parameters() if w.requires_grad} == set(adapters)
+    assert model.num_params() == n + sum(w.numel() for w in adapters.values())
+    assert 4 / 6 * flops < model.flops_per_token() < flops * 1.3
+    opts = [make_optimizers(model, optimizer=name) for name in ('adamw', 'muon')]
+    assert all(len(g['params']) in (0, len(adapters)) for one in opts for o in one for g in o.param_groups)
+    for w in model.parameters():
+        if w.requires_grad:
+            w.data += torch.randn_like(w) * 0.1
+    loss, _ = model(idx, idx)
+    loss.backward()
+    assert all((w.grad is not None and bool(w.grad.any())) == w.requires_grad for w in model.parameters())
+    expected, effective = model(idx).detach(), dict(before)  # W + alpha / rank B A, by hand
+    for name, a in adapters.items():
+        if name.endswith('lora_a'):
+            weight = name.removesuffix('lora_a') + 'weight'
+            update = 6 / 3 * adapters[name[:-1] + 'b'].double() @ a.double()
+            effective[weight] = (before[weight] + update).float()
+    state = {name.replace('.base.', '.'): w for name, w in model.state_dict().items() if name not in adapters}
+    assert same_weights(state, before)
+    flat.merge_lora(model)
+    assert model.state_dict().keys() == before.keys()
+    assert all(w.requires_grad for w in model.parameters())
+    for name, w in model.state_dict().items():
+        torch.testing.assert_close(w, effective[name], atol=1e-6, rtol=1e-5, msg=name)
+    assert (expected - logits).abs().max() > 0.01
+    near(model(idx), expected, 2e-5)
+
+
+def test_what_cannot_have_an_adapter_is_named():
+    model = tiny(n_expert=4, n_shared_expert=1, d_expert=8)
+    for target, message in {
+            'c_fc': "h.0.mlp.experts.c_fc, a GroupedLinear; adapters are for attn.c_attn, attn.c_proj, ",
+            'q_proj': "'q_proj' is the name of no layer", 'attn': "h.0.attn, a Attention",
+            '': "'' is the name of no layer", 'lm_head': 'no layer'}.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            flat.add_lora(model, 2, 1, ['c_attn', target])
+        assert all(w.requires_grad for w in model.parameters())
+    with pytest.raises(ValueError, match='lora_rank=0 must be at least 1'):
+        flat.add_lora(model, 0, 1, ['c_attn'])
+
+
 def test_importing_and_building_a_model_leaves_the_compiler_alone():
     """It takes as long to import as all of torch."""
     code = ('import sys, torch, model\nwith torch.device("meta"): model.GPT(model.GPTConfig())\n'
@@ -3414,6 +3508,19 @@ def test_accumulation_and_one_large_batch_are_the_same(folder):
                                                                        rel=1e-4)
 
 
+def two_ranks(*args):
+    """train.py on two ranks of this machine; what it prints."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+               str(ROOT / 'train.py'), *args]
+    for last in (False, True):  # gloo has aborted a rank (exit code -6) in 2 of 60 runs, on one machine
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240,
+                              env={**os.environ, 'OMP_NUM_THREADS': '1'})
+        if last or 'exitcode: -6' not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize('options', [
     ['--optimizer=muon'],
     # so few tokens a rank that most of the experts get none
@@ -3426,15 +3533,7 @@ def test_two_ranks_equal_one(folder, options):
             '--max_iters=10', '--sample_tokens=0', *options]
     torch.set_num_threads(1)  # another rounding might choose another expert
     one = run('train.py', '--out_dir=one', *args)
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-               str(ROOT / 'train.py'), '--out_dir=two', *args]
-    for last in (False, True):  # gloo has aborted a rank (exit code -6) in 2 of 60 runs, on one machine
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240,
-                              env={**os.environ, 'OMP_NUM_THREADS': '1'})
-        if last or 'exitcode: -6' not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count('step 10: val loss') == 1  # one rank speaks
+    assert two_ranks('--out_dir=two', *args).count('step 10: val loss') == 1  # one rank speaks
     two = torch.load('two/ckpt.pt', weights_only=True)['model']
     for name, w in one['model'].state_dict().items():
         torch.testing.assert_close(w, two[name], atol=1e-4, rtol=1e-3, msg=name)
@@ -3473,12 +3572,161 @@ def test_evaluation_is_the_mean_over_windows_and_disturbs_nothing(folder):
     data = torch.from_numpy(np.fromfile('data/toy/val.bin', '<u2').astype(np.int64))
     model.eval()
     losses = [model(data[None, i:i + 16], data[None, i + 1:i + 17])[0].item() for i in range(0, 800, 16)]
-    assert count == len(losses) == 50 and loss == pytest.approx(sum(losses) / 50, rel=1e-5)
+    assert count == 16 * len(losses) == 800 and loss == pytest.approx(sum(losses) / 50, rel=1e-5)
     some, count = flat_train.evaluate(model, model, bins, 3, 4, 'cpu', contextlib.nullcontext)
     chosen = [losses[i * 50 // 12] for i in range(12)]
-    assert count == 12 and some == pytest.approx(sum(chosen) / 12, rel=1e-5)
+    assert count == 12 * 16 and some == pytest.approx(sum(chosen) / 12, rel=1e-5)
     row = log_rows('out')[-1]
     assert float(row['val_bpb']) == pytest.approx(float(row['val_loss']) / math.log(2) / 2.0, rel=1e-4)
+
+
+def write_masks(path='data/toy', seed=0):
+    """Uneven masks for a prepared folder: some windows are all targets, some have none. Returns train's."""
+    masks = {}
+    for split in ('val', 'train'):
+        n, rng = os.path.getsize(f'{path}/{split}.bin') // 2, np.random.default_rng(seed)
+        share = np.repeat(rng.choice([0, 0, 0.1, 0.5, 1], size=n // 16 + 1), 16)[:n]
+        masks[split] = (rng.random(n) < share).astype(np.uint8)
+        masks[split].tofile(f'{path}/{split}.mask.bin')
+    return masks['train']
+
+
+def masked_loss(model, bins, indices, block_size):
+    """The mean over the targets of all those windows, in one batch, by torch's own function."""
+    x, y = map(torch.from_numpy, bins.batch(indices, block_size))
+    return torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
+
+
+def test_targets_outside_the_mask_have_no_gradient(folder):
+    write_masks()
+    model, logits = tiny(vocab_size=23), []
+    x, y = flat_train.to_device(prepare.Bins('data/toy', 'train').batch(range(40), 16), 'cpu')
+    ids = np.fromfile('data/toy/train.bin', '<u2').astype(int)
+    mask = np.fromfile('data/toy/train.mask.bin', np.uint8)
+    assert 100 < mask[1:641].sum() < 600
+    head = model.head
+
+    def watched(x):
+        logits.append(head(x))
+        logits[0].retain_grad()
+        return logits[0]
+    model.head = watched
+    model(x, y)[0].backward()
+    moved = logits[0].grad.abs().sum(-1).flatten() > 0
+    assert moved.tolist() == (mask[1:641] == 1).tolist()
+    probs, at = logits[0].detach().softmax(-1).flatten(0, 1), torch.arange(640)
+    probs[at, torch.from_numpy(ids[1:641])] -= 1
+    expected = probs * torch.from_numpy(mask[1:641])[:, None] / mask[1:641].sum()
+    torch.testing.assert_close(logits[0].grad.flatten(0, 1), expected, atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize('accumulation, size', [(1, 12), (12, 1), (4, 3)])
+def test_splitting_a_masked_batch_changes_nothing(folder, accumulation, size):
+    write_masks()
+    bins = prepare.Bins('data/toy', 'train')
+    model = tiny(vocab_size=23).train()
+    for it in range(3):
+        batches = flat_train.read_batches(bins, 16, [it], accumulation, size, 1337, 'cpu')
+        first = next(batches)
+        assert first[2] is not None
+        scaler = torch.amp.GradScaler('cpu', enabled=False)
+        loss, _, after = flat_train.gradients(model, first, batches, accumulation, contextlib.nullcontext,
+                                              scaler, 0.0, 0.0)
+        found = [w.grad.clone() for w in model.parameters()]
+        model.zero_grad()
+        order = flat_train.window_indices(it * 12, 12, bins.n_windows(16), 1337)
+        expected = masked_loss(model, bins, order, 16)
+        expected.backward()
+        assert after is None and loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        for a, w in zip(found, model.parameters()):
+            torch.testing.assert_close(a, w.grad, atol=1e-6, rtol=1e-4)
+        model.zero_grad()
+
+
+def test_two_ranks_share_a_masked_batch(folder):
+    """Losses and norms of gradients, for AdamW would hide a wrong factor, against a plain loop."""
+    write_masks()
+    args = [*TOY, '--max_iters=3', '--log_interval=1', '--grad_clip=0', '--batch_size=4', '--sample_tokens=0',
+            '--gradient_accumulation_steps=4', '--optimizer=adamw', '--weight_decay=0.1']
+    two_ranks('--out_dir=two', *args)
+    story = run('train.py', '--out_dir=one', *args)
+    torch.manual_seed(1337)
+    model, bins = GPT(story['model'].config), story['train_bins']
+    opt, = make_optimizers(model, learning_rate=5e-3)
+    for it, (one, two) in enumerate(zip(log_rows('one'), log_rows('two'))):
+        loss = masked_loss(model, bins, flat_train.window_indices(it * 16, 16, bins.n_windows(16), 1337), 16)
+        loss.backward()
+        norm = torch.stack([w.grad.norm() for w in model.parameters()]).norm()
+        for row in (one, two):
+            assert float(row['loss']) == pytest.approx(loss.item(), rel=1e-4)
+            assert float(row['grad_norm']) == pytest.approx(norm.item(), rel=1e-3)
+        flat_train.set_learning_rate([opt], flat_train.lr_at(it, 5e-3, 5e-4, 3, 3))
+        opt.step()
+        opt.zero_grad()
+    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True)['model'] for out in ('one', 'two'))
+    for name, w in model.state_dict().items():
+        for other in (a, b):
+            torch.testing.assert_close(other[name], w, atol=2e-4, rtol=1e-3, msg=name)
+    losses = [float(log_rows(out)[-1]['val_loss']) for out in ('one', 'two')]
+    bins, story = story['val_bins'], story['model'].eval()
+    # TOY asks for 5 batches of 4 windows, evenly spread
+    expected = masked_loss(story, bins, np.arange(20) * bins.n_windows(16) // 20, 16)
+    assert losses == pytest.approx([expected.item()] * 2, rel=1e-4)
+
+
+def test_packed_conversations_are_learnt_as_if_each_were_alone(folder):
+    """Conversations of which some share a window, in a folder as prepare.py packs it: their loss is that of a
+    plain loop over them."""
+    rng, eot, block = np.random.default_rng(0), 22, 16
+    talks = [[eot, *rng.integers(22, size=n)] for n in (5, 8, 12, 3, 3, 3, 15, 7)]
+    learnt = [[0] + [int(i % 7 > 2) for i in range(1, len(talk))] for talk in talks]
+    ids, mask = [], []
+    for talk, one in zip(talks, learnt):
+        if len(ids) % block + len(talk) > block:  # it does not fit into the rest of the slot
+            fill = -len(ids) % block
+            ids, mask = ids + [eot] * fill, mask + [0] * fill
+        ids, mask = ids + talk, mask + one
+    fill = -len(ids) % block + 1
+    ids, mask = np.array(ids + [eot] * fill, '<u2'), np.array(mask + [0] * fill, np.uint8)
+    meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
+    Path('data/toy/meta.json').write_text(json.dumps({**meta, 'eot': eot, 'block_size': block}), 'utf-8')
+    for split in ('train', 'val'):
+        ids.tofile(f'data/toy/{split}.bin')
+        mask.tofile(f'data/toy/{split}.mask.bin')
+    story = train('--out_dir=out', '--max_iters=2', '--eval_iters=100')
+    model = story['model'].eval()
+    assert model.config.document_token == eot  # unasked, for such a folder
+    total = count = 0
+    for talk, one in zip(talks, learnt):
+        idx = torch.tensor([talk])
+        losses = torch.nn.functional.cross_entropy(model(idx)[0, :-1], idx[0, 1:], reduction='none')
+        total, count = total + losses[torch.tensor(one[1:]) == 1].sum(), count + sum(one)
+    loss, targets = flat_train.evaluate(model, model, story['val_bins'], 100, 4, 'cpu',
+                                        contextlib.nullcontext)
+    assert targets == count == mask.sum() and loss == pytest.approx((total / count).item(), rel=1e-5)
+    assert float(log_rows('out')[-1]['val_loss']) == pytest.approx(loss, abs=1e-6)
+    apart = train('--out_dir=other', '--max_iters=1', '--document_token=None')['model'].config
+    assert apart.document_token is None
+    with pytest.raises(ValueError, match='packed for block_size=16, .* has 8: give --block_size=16'):
+        train('--out_dir=third', '--block_size=8')
+
+
+def test_a_batch_without_targets_is_zero(folder):
+    write_masks()
+    np.zeros(3001, np.uint8).tofile('data/toy/train.mask.bin')
+    with pytest.raises(ValueError, match='train.mask.bin leaves no target'):
+        train('--out_dir=out')
+    mask = np.zeros(3001, np.uint8)
+    mask[-20:] = 1  # the last two windows alone
+    mask.tofile('data/toy/train.mask.bin')
+    story = train('--out_dir=out', '--epochs=1', '--log_interval=1')
+    rows = log_rows('out')
+    assert sum(float(row['loss']) > 0 for row in rows) in (1, 2)
+    assert all((float(row['loss']) > 0) == (float(row['grad_norm']) > 0) for row in rows)
+    assert all(w.isfinite().all() for w in story['model'].parameters())
+    os.remove('data/toy/val.mask.bin')
+    with pytest.raises(ValueError, match='a mask for only one of train and val'):
+        train('--out_dir=out')
 
 
 def test_loss_curve_is_the_recorded_one(folder):
@@ -3749,6 +3997,118 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     train('--out_dir=cut', '--init_from=resume')
     a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'cut'))
     assert same_weights(a['model'], b['model'])
+
+
+def test_ids_that_the_model_does_not_know_are_refused_before_the_run(folder, capsys):
+    train('--out_dir=out', '--max_iters=1')
+    write_toy(folder / 'data' / 'other', vocab_size=26)
+    train('--out_dir=fine', '--dataset=other', '--max_iters=1', '--init_from=out')
+    assert (f"warning: {Path('data/other')} was prepared with another tokenizer than {Path('data/toy')}"
+            in capsys.readouterr().out)  # but all its ids are below 23
+    ids = np.fromfile('data/other/train.bin', '<u2')
+    ids[2900] = 25
+    ids.tofile('data/other/train.bin')
+    with pytest.raises(ValueError, match=r'train.bin: token 25 at position 2900 is outside the vocabulary of '
+                                         r"23: prepare it with the model's own .*--tokenizer=data.toy"):
+        train('--out_dir=not', '--dataset=other', '--init_from=out')
+    assert not os.path.exists('not')
+
+
+# adapters ---------------------------------------------------------------------------------------------------
+
+ADAPT = ['--init_from=out', '--lora_rank=2', '--lora_targets=c_attn,mlp.c_proj', '--log_interval=1']
+
+
+@pytest.fixture
+def base(folder):
+    """A trained model in out/."""
+    train('--out_dir=out', '--max_iters=10')
+    return folder
+
+
+def test_adapters_train_alone_and_resume_exactly(base):
+    before = torch.load('out/ckpt.pt', weights_only=True)
+    whole = train('--out_dir=whole', *ADAPT)
+    train('--out_dir=parts', *ADAPT, '--lr_decay_iters=20', '--max_iters=10')
+    train('--out_dir=parts', '--init_from=resume', '--log_interval=1')  # the adapters are the checkpoint's
+    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'parts'))
+    assert same_weights(a['model'], b['model']) and a['iter_num'] == b['iter_num'] == 20
+    rows = [[(r['iter'], r['loss'], r['val_loss'], r['grad_norm']) for r in log_rows(out)]
+            for out in ('whole', 'parts')]
+    assert rows[0] == rows[1] and len(rows[0]) == 20
+    for x, y in zip(a['optimizer'][0]['state'].values(), b['optimizer'][0]['state'].values()):
+        assert torch.equal(x['exp_avg'], y['exp_avg']) and torch.equal(x['exp_avg_sq'], y['exp_avg_sq'])
+    frozen = {name.replace('.base.', '.'): w for name, w in whole['model'].state_dict().items()
+              if name not in a['model']}
+    assert same_weights(frozen, before['model'])
+    assert len(a['model']) == 8 and all('.lora_' in name for name in a['model'])
+    assert len(a['optimizer'][0]['state']) == 8
+    model, tokenizer, rest = flat_sample.load('whole')
+    assert tokenizer is not None and rest['iter_num'] == 20
+    assert model.state_dict().keys() == before['model'].keys()
+    x = tokens(model, 2, 16)
+    with torch.no_grad():
+        near(model.eval()(x), whole['model'].eval()(x), 1e-5)
+    assert float(rows[0][-1][2]) < before['best_val_loss']
+    first = train('--out_dir=zero', *ADAPT, '--eval_only=True')['val_loss']
+    assert first == train('--out_dir=zero', '--init_from=out', '--eval_only=True')['val_loss']
+
+
+def test_a_run_of_adapters_says_what_is_wrong(base):
+    train('--out_dir=lora', *ADAPT, '--max_iters=1')
+    for args, message in [
+            (['--out_dir=x', '--lora_rank=2'], 'lora_rank=2 needs a trained model: give --init_from'),
+            (['--out_dir=x', '--init_from=lora', '--lora_rank=2'], 'is a run with adapters itself'),
+            (['--out_dir=lora', '--init_from=resume', '--lora_rank=3'], "lora_rank=3, .*'rank': 2"),
+            (['--out_dir=out', '--init_from=resume', '--lora_rank=3'], 'which has no adapters'),
+            (['--out_dir=x', *ADAPT, '--lora_targets=q'], "'q' is the name of no layer")]:
+        with pytest.raises(ValueError, match=message) as error:
+            train(*args)
+        assert '\n' not in str(error.value)
+    merged = train('--out_dir=merged', '--init_from=lora', '--max_iters=1')  # trains all weights
+    assert merged['lora'] is None and len(torch.load('merged/ckpt.pt', weights_only=True)['model']) > 8
+    os.makedirs('moved')
+    shutil.move('out', 'moved/out')
+    shutil.move('lora', 'moved/lora')
+    flat_sample.load('moved/lora')  # both together
+    shutil.copy('merged/ckpt.pt', 'moved/out/ckpt.pt')
+    with pytest.raises(ValueError, match=r'holds adapters of moved.out.ckpt.pt, which is another model now'):
+        flat_sample.load('moved/lora')
+    os.remove('moved/out/ckpt.pt')
+    with pytest.raises(FileNotFoundError, match='adapters of moved.out.ckpt.pt: no checkpoint at'):
+        flat_sample.load('moved/lora')
+    saved = torch.load('moved/lora/ckpt.pt', weights_only=True)
+    torch.save({**saved, 'lora': {'rank': 'x'}}, 'moved/lora/ckpt.pt')
+    with pytest.raises(ValueError, match="is damaged, .* it holds lora="):
+        flat_sample.load('moved/lora')
+
+
+def test_experts_keep_their_bias_under_adapters(folder):
+    options = ['--n_expert=4', '--balance_bias=True', '--optimizer=muon']
+    before = train('--out_dir=out', '--max_iters=3', *options)['model'].state_dict()
+    story = train('--out_dir=lora', '--init_from=out', '--lora_rank=2', '--lora_targets=c_attn,attn.c_proj',
+                  '--max_iters=3', '--optimizer=muon')
+    after = {name.replace('.base.', '.'): w for name, w in story['model'].state_dict().items()
+             if '.lora_' not in name}
+    assert same_weights(before, after)
+    flat_sample.load('lora')
+
+
+def test_adapters_of_a_published_model_are_exported_merged(folder):
+    hf_model('qwen3', {**HF, 'vocab_size': 23, 'head_dim': 16}).to(torch.bfloat16).save_pretrained('theirs')
+    Path('theirs/tokenizer.json').write_text(prepare.load_tokenizer('data/toy').to_json(), encoding='utf-8')
+    story = run('train.py', '--init_from=theirs', '--dataset=toy', '--out_dir=out', '--block_size=16',
+                '--max_iters=5', '--lora_rank=2', '--learning_rate=1e-2', '--batch_size=4', '--device=cpu',
+                '--gradient_accumulation_steps=1', '--dtype=float32', '--compile=False', '--eval_iters=2')
+    assert torch.load('out/ckpt.pt', weights_only=True)['lora']['base'] == './../theirs'
+    idx = tokens(story['model'], 2, 16)
+    with torch.no_grad():
+        expected = story['model'].eval()(idx)
+        near(flat_sample.load('out')[0].eval()(idx), expected)
+        run('hub.py', 'export', 'out', 'exported')
+        near(hf_opened('exported')(idx).logits, expected)
+        near(hub.from_pretrained('exported')(idx), expected)
+        assert (hub.from_pretrained('theirs', dtype=torch.float32)(idx) - expected).abs().max() > 0.01
 
 
 # nanoGPT ----------------------------------------------------------------------------------------------------

@@ -65,6 +65,10 @@ grad_clip = 1.0                      # largest norm of the gradient; 0: no clipp
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of the router's z-loss; ST-MoE has 1e-3
 balance_rate = 0.001                 # how far balance_bias moves an iteration, where the model has it
+# low-rank adapters (LoRA) of what init_from names, which itself stays as it is
+lora_rank = 0                        # of each adapter; 0: none, all weights are trained
+lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank
+lora_targets = 'c_attn,c_proj,c_fc'  # names of the linear layers that get one: attn.c_proj means that alone
 # learning rate
 decay_lr = True                      # False: constant after warm-up
 lr_schedule = 'cosine'               # cosine, linear, wsd (constant, linear over `cooldown`): SCHEDULES
@@ -86,9 +90,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from model import GPT, GPTConfig
+from model import CHANGEABLE, GPT, GPTConfig, add_lora, base_name, checksum, lora_state
 from prepare import Bins, load_tokenizer, read_meta
-from sample import complete, load
+from sample import complete, is_published, load
 
 # learning rate ----------------------------------------------------------------------------------------------
 
@@ -144,49 +148,73 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
     return share // micro, micro
 
 
-def to_device(windows, device):
-    """(B, T + 1) int64 array -> inputs and targets (B, T) on the device."""
-    windows = torch.from_numpy(windows)
+def to_device(batch, device):
+    """Inputs and targets, (B, T) int64 arrays, as tensors on the device."""
+    batch = [torch.from_numpy(array) for array in batch]
     if 'cuda' in device:
-        windows = windows.pin_memory().to(device, non_blocking=True)
-    return windows[:, :-1].to(device), windows[:, 1:].to(device)
+        batch = [tensor.pin_memory().to(device, non_blocking=True) for tensor in batch]
+    return [tensor.to(device) for tensor in batch]
 
 
 def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, device, rank=0, ranks=1):
-    """Yields this rank's micro-batches of those iterations: the ranks take turns through the windows of an
-    iteration, so that any number of them sees the same ones."""
+    """Yields this rank's micro-batches of those iterations, (inputs, targets, weight) each: the ranks take
+    turns through the windows of an iteration, so that any number of them sees the same ones. See `weights`;
+    None without a mask."""
     n_windows = bins.n_windows(block_size)
+
+    def read(it, step):
+        first = ((it * accumulation + step) * ranks + rank) * micro_batch
+        return bins.batch(window_indices(first, micro_batch, n_windows, seed), block_size)
     for it in iterations:
-        for step in range(accumulation):
-            first = ((it * accumulation + step) * ranks + rank) * micro_batch
-            indices = window_indices(first, micro_batch, n_windows, seed)
-            yield to_device(bins.read(indices, block_size), device)
+        if bins.masks:  # the whole iteration at once, for a share needs the sum
+            found = [read(it, step) for step in range(accumulation)]
+            counts = [np.count_nonzero(targets != -1) for _, targets in found]
+            for batch, weight in zip(found, weights(counts, device, ranks)):
+                yield *to_device(batch, device), weight
+        else:
+            for step in range(accumulation):
+                yield *to_device(read(it, step), device), None
+
+
+def weights(counts, device, ranks=1):
+    """How much the mean loss of each of a rank's micro-batches counts, given how many targets they have: its
+    share of the iteration's targets, over all ranks, relative to an even share. So the iteration's loss, and
+    its gradient, is the mean over all its targets, however they are split. (micro-batches,), on the device:
+    nothing waits for the other ranks' counts."""
+    counts = torch.tensor(counts, dtype=torch.float32).to(device)
+    total = counts.sum()
+    if ranks > 1:
+        dist.all_reduce(total)
+    return counts * (len(counts) * ranks) / total.clamp(min=1)
 
 
 @torch.no_grad()
 def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0, ranks=1):
-    """Mean loss over `batches` batches of val windows, evenly spread, the same every time, or over all
-    windows if there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss, windows)."""
+    """Mean loss over the targets of `batches` batches of val windows, evenly spread, the same every time, or
+    of all windows if there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss,
+    targets)."""
     block_size = model.config.block_size
     n = bins.n_windows(block_size)
     count = min(n, batches * batch_size)
     chosen = np.arange(count) * n // count
     training = model.training
     model.eval()
-    total = torch.zeros((), dtype=torch.float64)
+    totals = torch.zeros(2, dtype=torch.float64)  # loss, windows' worth of targets
     for start in range(rank * batch_size, count, ranks * batch_size):
         part = chosen[start:start + batch_size]
-        x, y = to_device(bins.read(np.resize(part, batch_size), block_size), device)
-        y = y.clone()
-        y[len(part):] = -1  # a full batch always, so that nothing recompiles; what fills it does not count
+        inputs, targets = bins.batch(np.resize(part, batch_size), block_size)
+        targets = targets.copy()
+        targets[len(part):] = -1  # a full batch always, so nothing recompiles; what fills it does not count
+        learnt = np.count_nonzero(targets != -1) / block_size
         with autocast():
-            loss, _ = forward(x, y)
-        total += loss.cpu().double() * len(part)  # MPS has no float64
+            loss, _ = forward(*to_device((inputs, targets), device))
+        totals += torch.tensor([loss.item() * learnt, learnt], dtype=torch.float64)
     model.train(training)
     if ranks > 1:
-        total = total.to(device)
-        dist.all_reduce(total)
-    return total.item() / count, count
+        totals = totals.to(device)
+        dist.all_reduce(totals)
+    total, learnt = totals.tolist()
+    return total / max(learnt, 1 / block_size), round(learnt * block_size)
 
 
 # optimizers -------------------------------------------------------------------------------------------------
@@ -248,7 +276,8 @@ def adamw(model, config):
     """AdamW for everything; matrices and embeddings decay."""
     groups = model.param_groups()
     vectors = {id(w) for w in groups['vector']}
-    decayed = [w for w in model.parameters() if id(w) not in vectors]  # in the model's order: nanoGPT's too
+    decayed = [w for w in model.parameters()  # in the model's order: nanoGPT's too
+               if w.requires_grad and id(w) not in vectors]
     return [make_adamw([dict(params=decayed, weight_decay=config['weight_decay']),
                         dict(params=groups['vector'], weight_decay=0.0)], config)]
 
@@ -256,9 +285,10 @@ def adamw(model, config):
 def muon(model, config):
     """Muon for the matrices in the blocks, AdamW for the rest; matrices and embeddings decay."""
     groups, decay = model.param_groups(), config['weight_decay']
-    return [Muon(groups['matrix'], config['learning_rate'], model.row_splits(), config['momentum'], decay),
-            make_adamw([dict(params=groups['embedding'], weight_decay=decay),
-                        dict(params=groups['vector'], weight_decay=0.0)], config)]
+    matrices = [Muon(groups['matrix'], config['learning_rate'], model.row_splits(), config['momentum'], decay)
+                ] if groups['matrix'] else []  # with adapters all matrices are frozen
+    return [*matrices, make_adamw([dict(params=groups['embedding'], weight_decay=decay),
+                                   dict(params=groups['vector'], weight_decay=0.0)], config)]
 
 
 OPTIMIZERS = {  # name: function of the model and all settings -> list of optimizers that share its parameters
@@ -269,7 +299,7 @@ OPTIMIZERS = {  # name: function of the model and all settings -> list of optimi
 
 def make_optimizers(model, config):
     """The optimizers that config['optimizer'] names. config: this file's settings as a dict. Raises
-    ValueError if a parameter of the model has no optimizer, or two."""
+    ValueError if a parameter of the model has no optimizer, or two, or has one but is frozen."""
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     if not (isinstance(optimizers, list) and optimizers
             and all(isinstance(opt, torch.optim.Optimizer) for opt in optimizers)):
@@ -277,7 +307,7 @@ def make_optimizers(model, config):
                          f"{optimizers!r:.60}: see OPTIMIZERS in train.py")
     taken = collections.Counter(id(w) for opt in optimizers for group in opt.param_groups
                                 for w in group['params'])
-    wrong = [name for name, w in model.named_parameters() if taken.pop(id(w), 0) != 1]
+    wrong = [name for name, w in model.named_parameters() if taken.pop(id(w), 0) != w.requires_grad]
     wrong += ['tensors that are no parameters of it'] * bool(taken)
     if wrong:
         raise ValueError(f"optimizer={config['optimizer']!r} must take each parameter once, but not "
@@ -322,14 +352,17 @@ def load_optimizers(optimizers, states, path):
 
 def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss, ranks=1):
     """Adds up the gradients of an iteration's micro-batches, of which `batch` is the first and `batches`
-    yields the others. Returns the mean loss and the experts' load (None without them), both on the device,
-    and the first batch of the next iteration."""
+    yields the others; see read_batches. Returns the mean loss and the experts' load (None without them), both
+    on the device, and the first batch of the next iteration."""
     losses, expert_load = torch.zeros((), device=batch[0].device), None
     for step in range(accumulation):
         if ranks > 1:  # gradients travel with the last micro-batch only
             forward.require_backward_grad_sync = step == accumulation - 1
+        inputs, targets, weight = batch
         with autocast():
-            loss, aux = forward(*batch)
+            loss, aux = forward(inputs, targets)
+        if weight is not None:
+            loss = loss * weight
         losses += loss.detach()
         if aux:  # a model with experts
             loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
@@ -409,21 +442,52 @@ class Progress:
     wall_s: float = 0.0              # seconds from the first start, less the pauses between processes
 
 
-def load_to_train(init_from, out_dir, model_args, argv):
+def load_to_train(init_from, out_dir, model_args, argv, meta):
     """The model to resume or to fine-tune, its tokenizer and the rest of its checkpoint, as sample.load
-    returns them. Its architecture is the checkpoint's: of the model_args that the user asks for, four may
-    change it, any other difference is a ValueError."""
+    returns them. Its architecture is the checkpoint's: of the model_args that the user asks for, those that
+    are CHANGEABLE may change it, any other difference is a ValueError. Conversations that prepare.py packed
+    do not see each other (meta, of the data) unless the user or the run resumed has it otherwise."""
     if not any(arg.endswith('.py') for arg in argv):  # config/default.py, loaded unasked, is no wish
         model_args = {name: value for name, value in model_args.items()
                       if any(arg.startswith(f'--{name}=') for arg in argv)}
-    changes = {name: value for name, value in model_args.items()
-               if name in ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence')}
-    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=False, **changes)
+    changes = {name: value for name, value in model_args.items() if name in CHANGEABLE}
+    if init_from != 'resume':
+        changes = {**packed(meta), **changes}
+    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=False,
+                                  merge=init_from != 'resume', **changes)
     for name, value in model_args.items():
         if value is not None and value != rest['model_args'][name]:
             raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has "
                              f"{rest['model_args'][name]!r}: leave it out, or train from scratch")
     return model, tokenizer, rest
+
+
+def packed(meta):
+    """The model_args that keep conversations packed into windows apart; {} for other data."""
+    return {} if meta['block_size'] is None else {'document_token': meta['eot']}
+
+
+def lora_of(config, rest, resumed):
+    """What a checkpoint of this run says of its adapters, or None: what the run resumed has, or else what the
+    settings ask for, less 'checksum'. Raises ValueError where the two differ, and where there is no base."""
+    wanted = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
+              'targets': config['lora_targets'].split(',')}
+    had, path = rest.get('lora'), rest.get('path')
+    if resumed:
+        if config['lora_rank'] and wanted != {name: (had or {}).get(name) for name in wanted}:
+            raise ValueError(f"lora_rank={wanted['rank']}, lora_alpha={wanted['alpha']} and lora_targets="
+                             f"{config['lora_targets']} differ from {path}, which has "
+                             f"{had or 'no adapters'}: leave them out, or start with another --out_dir")
+        return had
+    if not config['lora_rank']:
+        return None
+    if not rest:
+        raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
+    if had:
+        raise ValueError(f"{path} is a run with adapters itself: export it with `python hub.py export` and "
+                         "start from that, or resume it")
+    hub_id = is_published(config['init_from']) and not os.path.exists(config['init_from'])
+    return {**wanted, 'base': config['init_from'] if hub_id else base_name(path, config['out_dir'])}
 
 
 def resume(rest, config, optimizers, scaler):
@@ -454,8 +518,9 @@ def resume(rest, config, optimizers, scaler):
 
 
 def snapshot(model, progress, optimizers=(), scaler=None):
-    """The part of a checkpoint that changes: weights, Progress, and what resuming needs of the optimizers."""
-    state = {'model': model.state_dict(), **dataclasses.asdict(progress)}
+    """The part of a checkpoint that changes: weights (only the adapters, where there are any), Progress, and
+    what resuming needs of the optimizers."""
+    state = {'model': lora_state(model) or model.state_dict(), **dataclasses.asdict(progress)}
     if optimizers:
         state.update(optimizer=[opt.state_dict() for opt in optimizers], scaler=scaler.state_dict())
     return state
@@ -554,7 +619,7 @@ def check_settings(config):
             raise ValueError(f"{name}={config[name]!r} is none of {', '.join(known)}")
     lowest = dict(eval_interval=1, eval_iters=1, log_interval=1, sample_tokens=0, max_iters=0, epochs=0,
                   tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
-                  z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0)
+                  z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0)
     for name, low in lowest.items():
         if config[name] is not None and not config[name] >= low:  # nan is not
             raise ValueError(f"{name}={config[name]} must be at least {low}")
@@ -620,9 +685,36 @@ def peak_flops(device, dtype):
                  if re.search(rf'\b{part}\b', name) and 'Laptop' not in name), None)
 
 
+def data_folder(dataset):
+    """data/<dataset>, or dataset itself where that alone is a folder."""
+    folder = os.path.join('data', dataset)
+    return dataset if os.path.isdir(dataset) and not os.path.isdir(folder) else folder
+
+
+def check_data(folder, meta, train_bins, val_bins, config, source):
+    """Raises ValueError if a GPT of this config cannot train on a prepared folder. source: what --tokenizer
+    is to name for data of the model's own tokenizer, or None for a model from scratch."""
+    if meta['block_size'] not in (None, config.block_size):
+        raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
+                         f"{config.block_size}: give --block_size={meta['block_size']}, or prepare it again "
+                         f"with --block_size={config.block_size}")
+    if bool(train_bins.masks) != bool(val_bins.masks):
+        raise ValueError(f"{folder} has a mask for only one of train and val: prepare it again")
+    for bins in (train_bins, val_bins):
+        bins.n_windows(config.block_size)  # an error, if there is none
+        if not bins.n_targets:
+            raise ValueError(f"{bins.masks[0].path} leaves no target: nothing would be learnt")
+        if meta['vocab_size'] > config.vocab_size:
+            advice = 'prepare it again, or raise --vocab_size'
+            if source is not None:
+                advice = f"prepare it with the model's own tokenizer: --tokenizer={shlex.quote(source)}"
+            bins.check_vocabulary(config.vocab_size, advice)
+        bins.vocab_size = config.vocab_size
+
+
 def dataset_tokenizer(folder, source_tokenizer, source):
     """The tokenizer of a prepared folder, None if it cannot be had. Says so, and warns if the model that the
-    run starts from, read from `source`, has another."""
+    run starts from has another, which prepare.py's --tokenizer=source gives."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError, ValueError) as error:
@@ -667,10 +759,14 @@ if __name__ == '__main__':
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
     checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
 
-    # what to start from, machine, ranks
-    model, source_tokenizer, rest = None, None, {}
+    # data, what to start from, machine, ranks
+    folder = data_folder(dataset)
+    train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
+    model, source_tokenizer, rest, source = None, None, {}, None
     if init_from != 'scratch':
-        model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args, sys.argv[1:])
+        model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args, sys.argv[1:], meta)
+        trained_on = rest.get('config', {}).get('dataset')
+        source = data_folder(trained_on) if isinstance(trained_on, str) else rest['path']
     resumed = init_from == 'resume'
     machine, compile = settle_machine(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
     device = machine.device
@@ -679,20 +775,18 @@ if __name__ == '__main__':
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
 
-    # data and model
-    folder = os.path.join('data', dataset)
-    if os.path.isdir(dataset) and not os.path.isdir(folder):
-        folder = dataset
-    train_bins, val_bins = Bins(folder, 'train'), Bins(folder, 'val')
-    meta = read_meta(folder)
-    tokenizer = dataset_tokenizer(folder, source_tokenizer, rest.get('path'))
+    # model
+    tokenizer = dataset_tokenizer(folder, source_tokenizer, source)
     if model is None:
-        model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **model_args}))
+        model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
+    check_data(folder, meta, train_bins, val_bins, model.config, source)
+    lora = lora_of(config, rest, resumed)
+    if lora and not resumed:
+        lora['checksum'] = checksum(model)
+        add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     model.to(device).train()
-    train_bins.vocab_size = val_bins.vocab_size = model.config.vocab_size
-    block_size, params = model.config.block_size, list(model.parameters())
+    block_size, params = model.config.block_size, [w for w in model.parameters() if w.requires_grad]
     n_windows, n_params = train_bins.n_windows(block_size), model.num_params()
-    val_bins.n_windows(block_size)  # an error, if there is none, before the run
     first_token = val_bins.read([0], block_size)[0, :1].tolist()  # samples go on from here
 
     # length
@@ -709,7 +803,12 @@ if __name__ == '__main__':
     config.update(max_iters=max_iters, compile=compile)
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
+    if lora:
+        print0(f"adapters: {sum(w.numel() for w in params):,} parameters of rank {lora['rank']} are trained")
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
+    if train_bins.masks:
+        print0(f"mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are targets; "
+               f"document_token={model.config.document_token}")
     print0(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} "
            f"windows on {ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} "
            f"epochs, {max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
@@ -737,7 +836,7 @@ if __name__ == '__main__':
         wandb = start_wandb(wandb_project, wandb_run_name, {**config, **model_args}) if wandb_log else None
     if not eval_only:
         stop = stop_on_signals(rank)
-    constant = {'model_args': dataclasses.asdict(model.config), 'config': config,
+    constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
                 'tokenizer': tokenizer and tokenizer.state(),
                 'runtime': dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads,
                                 compile=compile, dtype=dtype_name(machine.dtype))}
@@ -760,7 +859,7 @@ if __name__ == '__main__':
             at_goal = progress.iter_num + 1 == goal
             before = [w.detach().clone() for w in params] if at_goal and rank == 0 else None
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
-                                      balance_rate)
+                                      0 if lora else balance_rate)
             progress.iter_num += 1
             progress.skipped += not moved
 
@@ -791,7 +890,7 @@ if __name__ == '__main__':
         bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
         tell(f"step {progress.iter_num}: val loss {val_loss:.4f}{bits}, perplexity "
-             f"{math.exp(min(val_loss, 99)):.2f} ({count * block_size:,} tokens)", stop)
+             f"{math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
         check_finite('val loss', val_loss, progress.iter_num, learning_rate)
         if eval_only:
             break

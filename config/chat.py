@@ -1,0 +1,22 @@
+# Instruction tuning: questions and answers about Python's own library, from the base model in out/:
+#   python prepare.py && python train.py
+#   python prepare.py pydoc_chat && python train.py config/chat.py
+#   python sample.py --out_dir=out-chat --chat
+# The architecture is the base model's; --lora_rank=8 --learning_rate=3e-3 trains adapters only.
+init_from = 'out'
+out_dir = 'out-chat'
+dataset = 'pydoc_chat'
+
+batch_size = 16
+gradient_accumulation_steps = 1
+epochs = 3
+optimizer = 'muon'      # as the base model was trained
+learning_rate = 1e-3    # a sixth of the base model's peak: little is learnt anew
+weight_decay = 0.0
+warmup_iters = 20
+lr_schedule = 'linear'
+min_lr = 0.0
+
+eval_interval = 250
+eval_iters = 20
+log_interval = 25
