@@ -743,7 +743,7 @@ def test_prepare_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeyp
         return prepare.Source('tales', 'tales 1.0', documents)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(prepare.SOURCES, 'tales', tales)
-    monkeypatch.setitem(prepare.MAKERS, 'reversed', lambda characters, by_document:
+    monkeypatch.setitem(prepare.MAKERS, 'reversed', lambda characters, **_:
                         prepare.CharTokenizer(characters[::-1], len(characters)))
     source = prepare.find_source('tales')
     seen = prepare.scan(source)
