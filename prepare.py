@@ -848,7 +848,7 @@ def compile_template(template):
 
 # training a tokenizer ---------------------------------------------------------------------------------------
 
-# How GPT-4 cuts text to words, which no token crosses: cl100k_base's pattern in the one of its forms that
+# How GPT-4 cuts text to words, which no token crosses: cl100k_base's pattern as it was first published, which
 # tiktoken, regex and tokenizers read alike
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -878,7 +878,7 @@ def bpe_tokenizer(size, texts, n_bytes, procs, pattern, **_):
     counts, n_read = count_words(words, texts(), n_bytes, usable_procs(procs, words, 4 * n_bytes))
     learnt = train_bpe(counts, n_merges)
     sample = f', a sample of {n_bytes / 1e6:,.0f} MB' if n_bytes > SAMPLE_BYTES else ''
-    fewer = f' ({n_merges:,} were asked for, but no other pair occurs twice)' if len(learnt) < n_merges else ''
+    fewer = f' ({n_merges:,} were wanted, but no other pair occurs twice)' if len(learnt) < n_merges else ''
     print0(f'bpe: learnt {len(learnt):,} merges{fewer} from {n_read / 1e6:,.2f} MB{sample}, with '
            f'{len(counts):,} different words')
     tokens = [bytes([b]) for b in range(256)] + learnt
@@ -983,7 +983,7 @@ class TokenizedWords:
             words.append(word.encode()[:room])
             room -= len(words[-1]) + 1
             if room <= 0:
-                print0(f'bpe: learning from {len(words):,} of {len(counts):,} different words, the commonest')
+                print0(f'bpe: learning from the {len(words):,} commonest of {len(counts):,} different words')
                 break
         lengths = np.array([len(word) + 1 for word in words], np.int64)
         self.ids = np.frombuffer(b'\0' + b'\0'.join([*words, b'']), np.uint8).astype(np.int32)
