@@ -854,7 +854,7 @@ WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = (EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5)))
 SAMPLE_BYTES = 100_000_000  # of more text than this, a sample is learnt from
-WORDS_BYTES = 1 << 25       # and of more different words, the commonest: what train_bpe holds in memory
+WORDS_BYTES = 1 << 24       # and of more different words, the commonest: what train_bpe holds in memory
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
           "'<|im_end|>\n' }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
