@@ -1013,6 +1013,8 @@ def tokenizer_files(tokenizer, model):
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eot,
               'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
               **getattr(tokenizer, 'config', {})}  # what came with it: its own end of text, its chat template
+    if tokenizer.chat_template:
+        config['chat_template'] = tokenizer.chat_template
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
@@ -1037,7 +1039,8 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
         raise ValueError(f"{folder} holds other weights ({other[0]}): give an empty folder")
     texts = {}
     if tokenizer is not None:
-        c['eos_token_id'] = tokenizer.eot
+        stops = list(tokenizer.stop_tokens)  # of a chat, the end of an answer too
+        c['eos_token_id'] = stops if len(stops) > 1 else tokenizer.eot
         texts.update(tokenizer_files(tokenizer, model))
     texts['config.json'] = json.dumps(c, indent=2)
     names = ['model.safetensors', *texts]
@@ -1145,7 +1148,7 @@ def describe(name, folder):
         tokenizer = json_tokenizer(folder)
         commands += [f"sample.py --init_from={shlex.quote(name)} --start='Once upon a time'",
                      f"prepare.py my.txt --tokenizer={shlex.quote(folder)} --out=mine"]
-        chat = 'with a chat template' if tokenizer.config.get('chat_template') else 'no chat template'
+        chat = 'with a chat template' if tokenizer.chat_template else 'no chat template'
         eot = 'no end-of-text token'
         if tokenizer.eot is not None:
             eot = f"end of text {tokenizer.decode([tokenizer.eot])!r}"

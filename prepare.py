@@ -3,6 +3,7 @@
     $ python prepare.py                                  # Python's own library, as bytes: data/pystdlib_byte
     $ python prepare.py shakespeare --tokenizer=char     # data/shakespeare_char
     $ python prepare.py shakespeare --tokenizer=gpt2     # data/shakespeare
+    $ python prepare.py shakespeare --tokenizer=bpe:4096 # a vocabulary of 4,096, learnt from the text
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
     $ python prepare.py 'notes/**/*.md'                  # a quoted glob, or a folder: each file is a document
     $ python prepare.py tales.jsonl.gz --field=story     # JSON lines: each record is a document
@@ -27,6 +28,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import heapq
 import importlib
 import inspect
 import itertools
@@ -54,9 +56,10 @@ from configurator import configure, print0
 source = 'pystdlib'
 field = 'text'             # JSON lines: the field of a record that has its text, or else its messages
 errors = 'strict'          # text that is not UTF-8: strict refuses it, replace puts U+FFFD in place of bytes
-# byte, char, tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, or another dataset's folder;
-# None: byte, and for conversations that of the first run's data
+# byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, or
+# another dataset's folder; None: byte, and for conversations that of the first run's data
 tokenizer: str | None = None
+pattern: str | None = None  # of bpe:4096: the regular expression that cuts text to words; None: GPT-4's
 out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
 val_fraction = 0.1         # the share of the text that is kept for validation
 block_size = 256           # conversations: the windows they are packed into, those of the training to come
@@ -505,7 +508,8 @@ def plain_name(text):
 def output_folder(out, found, tokenizer):
     """data/<out>, or out itself if it has a slash; without out, data/<source>_<tokenizer>, for conversations
     data/<source>."""
-    usual = f'{found.name}_{plain_name(tokenizer.removesuffix("tokenizer.json"))}'
+    kind = dataset_name(tokenizer) if is_prepared(tokenizer) else tokenizer.removesuffix('tokenizer.json')
+    usual = f'{found.name}_{plain_name(kind.replace("bpe:", "bpe"))}'
     usual = 'shakespeare' if usual == 'shakespeare_gpt2' else usual  # nanoGPT's name
     usual = found.name if found.chats else usual
     return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
@@ -720,6 +724,12 @@ def planned_texts(source, plan):
             yield what, document, True
 
 
+def planned_contents(source, plan):
+    """planned_texts of conversations as texts, for a tokenizer to be trained on."""
+    for split, conversation, _ in planned_texts(source, plan):
+        yield split, contents(conversation), True
+
+
 # text, cut to pieces ----------------------------------------------------------------------------------------
 
 # A letter or digit, then a space, a line end or a CJK stop: no alternative of tiktoken's patterns matches
@@ -782,6 +792,42 @@ def chat_groups(texts):
     yield from ((split, group) for split, group in waiting.items() if group)
 
 
+# many processes ---------------------------------------------------------------------------------------------
+
+def usable_procs(procs, tok, n_bytes):
+    """How many processes are worth starting for this much text."""
+    if procs is not None and procs < 1:
+        raise ValueError(f'procs={procs}: must be 1 or more')
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    return 1 if tok.anywhere or n_bytes < POOL_BYTES else min(procs or cores, 61)  # Windows allows no more
+
+
+def in_processes(procs, work, jobs, start=None, *args):
+    """work(job) of every job, in order; no more than two jobs a process are in memory.
+
+    start(*args) is called once in each process. OSError: one of them died.
+    """
+    pool = concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(start, *args))
+    waiting = collections.deque()
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(work, job))
+            if len(waiting) >= 2 * procs:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except concurrent.futures.process.BrokenProcessPool as e:
+        raise OSError(f'one of {procs} processes died, probably for lack of memory: try --procs=1') from e
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def start_worker(start, *args):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    if start:
+        start(*args)
+
+
 # tokenizers -------------------------------------------------------------------------------------------------
 
 class Tokenizer:
@@ -791,21 +837,27 @@ class Tokenizer:
     rebuilds it) and to_json (a tokenizer.json, as text).
     """
     anywhere = False  # True: a token depends on one character alone, so text can be cut anywhere
-    chat_template = None  # jinja
+    chat_template = None  # see render_chat
+    chat_variables = {}  # what a chat template may ask for, like bos_token: {name: text}
 
     def __init__(self, name, tokens, special, n_vocab):
         self.name, self.special, self.n_vocab, self.eot = name, special, n_vocab, special.get(EOT)
         self.tokens = {**tokens, **{i: text.encode() for text, i in special.items()}}  # {id: bytes}
 
     def may_cut(self, text, n):
-        """Whether text[:n] and text[n:] alone give the ids of the whole, at a place that CUT matches."""
-        return True
+        """Whether text[:n] and text[n:] alone give the ids of the whole, at a place that CUT matches.
+
+        Tried on the text around: with some, tokens reach across spaces, or each text gets a prefix. Where no
+        cut holds (Llama 2 puts a space in front of every text), documents are encoded in one piece.
+        """
+        left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
+        parts = [self.encode_array(left), self.encode_array(right)]
+        return np.array_equal(np.concatenate(parts), self.encode_array(left + right))
 
     def encode(self, text, allow_special=True):
         """text -> list of ids. With allow_special, special tokens' texts become their ids."""
         text = without_surrogates(text)
-        by_length = sorted(self.special, key=len, reverse=True) if allow_special else []
-        parts = re.split(f'({"|".join(map(re.escape, by_length))})', text) if by_length else [text]
+        parts = re.split(f'({self.special_pattern})', text) if allow_special and self.special else [text]
         return [i for n, part in enumerate(parts)  # every second part is a special token
                 for i in ([self.special[part]] if n % 2 else self.encode_array(part).tolist())]
 
@@ -816,24 +868,43 @@ class Tokenizer:
     def decode(self, ids):
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
-    @property
-    def stop_tokens(self):
-        """Ids that end a text, or with a chat template an answer."""
-        ends = ('<|im_end|>', '<|eot_id|>') if self.chat_template else ()
-        found = [self.eot, *(self.special.get(end) for end in ends)]
-        return tuple(dict.fromkeys(i for i in found if i is not None))
+    @functools.cached_property
+    def special_pattern(self):
+        """A regular expression that matches the special tokens, the longest first."""
+        return '|'.join(map(re.escape, sorted(self.special, key=len, reverse=True)))
 
-    def render(self, messages, tools=None, add_generation_prompt=True, **variables):
-        """The text of [{'role': 'user', 'content': text}, ...] by the chat template. ValueError: there is
-        none, or it fails."""
+    def render(self, messages, add_generation_prompt=True, tools=None, **variables):
+        """The text of a conversation by the chat template, as for render_chat. ValueError: there is none."""
         if not self.chat_template:
-            raise ValueError(f'the tokenizer {self.name} has no chat template: give a plain prompt, or '
-                             'prepare and train with one that has')
-        return render_chat(self.chat_template, messages, tools, add_generation_prompt, **variables)
+            raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or use one '
+                             'that has, like --tokenizer=bpe:4096 of prepare.py')
+        return render_chat(self.chat_template, messages, tools, add_generation_prompt,
+                           **{**self.chat_variables, **variables})
+
+    def chat(self, messages, thinking=True, tools=None, add_generation_prompt=True, **variables):
+        """[{'role': 'user', 'content': text}, ...] -> ids, to where the answer begins.
+
+        thinking: what templates know as enable_thinking; None: the template's default. tools: JSON schemas.
+        Without add_generation_prompt, to the end of what is said. ValueError: there is no template.
+        """
+        if thinking is not None:
+            variables['enable_thinking'] = thinking
+        return self.encode_chat(self.render(messages, add_generation_prompt, tools, **variables))
 
     def encode_chat(self, text):
-        """What render gives -> ids: special tokens stand in it as text, and nothing is put around it."""
+        """What render gives -> ids: the special tokens are in it, and nothing is put around it."""
         return self.encode(text)
+
+    @functools.cached_property
+    def stop_tokens(self):
+        """The ids that end a text or an answer: eot, and what the chat template puts behind an answer."""
+        ends, answer = [] if self.eot is None else [self.eot], 'the answer'
+        if self.chat_template and self.special:
+            messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
+            with contextlib.suppress(ValueError, ImportError):  # then there is no chat, which chat() says
+                after = self.render(messages, add_generation_prompt=False).rpartition(answer)[2]
+                ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
+        return tuple(dict.fromkeys(ends))
 
 
 def without_surrogates(text):
@@ -887,20 +958,22 @@ class CharTokenizer(Tokenizer):
 
 class TiktokenTokenizer(Tokenizer):
     """Byte-level BPE by tiktoken. ranks is its table as text, one `base64 rank` a line."""
-    def __init__(self, name, pattern, special, ranks):
+    def __init__(self, name, pattern, special, ranks, chat_template=None):
         import tiktoken
-        self.pattern, self.ranks = pattern, ranks
+        self.pattern, self.ranks, self.chat_template = pattern, ranks, chat_template
         table = {base64.b64decode(token): int(rank) for token, rank in map(str.split, ranks.splitlines())}
         self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=table, special_tokens=special)
         tokens = {i: token for token, i in table.items()}
         super().__init__(name, tokens, special, self.bpe.max_token_value + 1)
+        self.chat_variables = {'eos_token': EOT} if EOT in special else {}
 
     def encode_array(self, text):
         return np.array(self.bpe.encode_ordinary(text), np.uint32)
 
     def state(self):
+        chat = {'chat_template': self.chat_template} if self.chat_template else {}
         return {'kind': 'tiktoken', 'name': self.name, 'pattern': self.pattern, 'special': dict(self.special),
-                'ranks': self.ranks}
+                'ranks': self.ranks, **chat}
 
     def to_json(self):
         """Its merges are not stored: a token's are the two parts that the ranks below its own leave of it."""
@@ -910,7 +983,9 @@ class TiktokenTokenizer(Tokenizer):
             return ''.join(chars[b] for b in token)
         pairs = [two_parts(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
         merges = [[text(pair[0]), text(pair[1])] for pair in pairs if pair]
-        return bpe_json({text(token): i for token, i in ranks.items()}, merges, self.pattern, self.special)
+        # tokenizers' regular expressions know possessive ++, *+ and ?+, but read {1,3}+ as any number of them
+        pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', self.pattern)
+        return bpe_json({text(token): i for token, i in ranks.items()}, merges, pattern, self.special)
 
 
 def two_parts(token, ranks):
@@ -972,6 +1047,9 @@ class JsonTokenizer(Tokenizer):
         added = {token.content: i for i, token in added.items()}
         ends = [self.special_text('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((added[end] for end in ends if end in added), None)
+        self.chat_template = self.config.get('chat_template')
+        texts = {name: self.special_text(name) for name in SPECIAL_TOKENS}
+        self.chat_variables = {name: text for name, text in texts.items() if text}
 
     def special_text(self, name):
         """The text of config's bos_token and so on, which may stand there as an object; None: it has none."""
@@ -988,27 +1066,6 @@ class JsonTokenizer(Tokenizer):
         # _fast: half the time, by not counting where in the text each token is
         encoding, = self.library.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
-
-    def may_cut(self, text, n):
-        """Tried on the text around: with some files, tokens reach across spaces, or each text gets a prefix.
-
-        Where no cut holds (Llama 2 puts a space in front of every text), documents are encoded in one piece.
-        """
-        left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
-        parts = [self.encode_array(left), self.encode_array(right)]
-        return np.array_equal(np.concatenate(parts), self.encode_array(left + right))
-
-    def chat(self, messages, thinking=True, tools=None):
-        """[{'role': 'user', 'content': text}, ...] -> ids, to where the answer begins.
-
-        thinking: what templates know as enable_thinking; None: the template's default. tools: JSON schemas.
-        """
-        thinks = {} if thinking is None else {'enable_thinking': thinking}
-        return self.encode_chat(self.render(messages, tools, **thinks))
-
-    def render(self, messages, tools=None, add_generation_prompt=True, **variables):
-        special = {name: self.special_text(name) for name in SPECIAL_TOKENS if self.special_text(name)}
-        return super().render(messages, tools, add_generation_prompt, **special, **variables)
 
     def encode_chat(self, text):
         self.library.encode_special_tokens = False
@@ -1123,6 +1180,205 @@ def compile_template(template):
     return env.from_string(template)
 
 
+# training a tokenizer ---------------------------------------------------------------------------------------
+
+# How GPT-4 cuts text to words, which no token crosses: cl100k_base's pattern as it was first published, which
+# tiktoken, regex and tokenizers read alike
+WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+                r"\s*[\r\n]+|\s+(?!\S)|\s+")
+BPE_SPECIAL = (EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5)))
+SAMPLE_BYTES = 100_000_000  # of more text than this, a sample is learnt from
+WORDS_BYTES = 1 << 24       # and of more different words, the commonest: what train_bpe holds in memory
+CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
+          "'<|im_end|>\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+def bpe_tokenizer(size, texts, n_bytes, procs, pattern, **_):
+    """Byte-level BPE with a vocabulary of `size`, learnt from those texts that are for training.
+
+    Ids: the 256 bytes, then the merges in the order learnt, then BPE_SPECIAL. A text with fewer merges in it
+    gives a smaller vocabulary. ValueError: size or pattern are of no use.
+    """
+    least = 256 + len(BPE_SPECIAL)
+    if not re.fullmatch('[0-9]{1,7}', size) or not least <= int(size) <= 1 << 20:
+        raise ValueError(f"tokenizer='bpe:{size}': a vocabulary has {least} (256 bytes, {len(BPE_SPECIAL)} "
+                         f'special tokens) to {1 << 20:,} tokens: choose a size like bpe:4096')
+    if texts is None:
+        raise ValueError(f"tokenizer='bpe:{size}' needs a text to learn from: prepare one with it, then name "
+                         'its folder')
+    n_merges = int(size) - least
+    words = WordSplitter(pattern or WORD_PATTERN)
+    counts, n_read = count_words(words, texts(), n_bytes, usable_procs(procs, words, 4 * n_bytes))
+    learnt = train_bpe(counts, n_merges)
+    sample = f', a sample of {n_bytes / 1e6:,.0f} MB' if n_bytes > SAMPLE_BYTES else ''
+    fewer = f' ({n_merges:,} were wanted, but no other pair occurs twice)' if len(learnt) < n_merges else ''
+    print0(f'bpe: learnt {len(learnt):,} merges{fewer} from {n_read / 1e6:,.2f} MB{sample}, with '
+           f'{len(counts):,} different words')
+    tokens = [bytes([b]) for b in range(256)] + learnt
+    ranks = ''.join(f'{base64.b64encode(token).decode()} {i}\n' for i, token in enumerate(tokens))
+    special = {text: len(tokens) + i for i, text in enumerate(BPE_SPECIAL)}
+    return TiktokenTokenizer(f'bpe:{len(tokens) + len(special)}', words.pattern, special, ranks, CHATML)
+
+
+class WordSplitter:
+    """Cuts text to words by a pattern; `pieces` takes it for a tokenizer whose tokens are words.
+
+    ValueError: it is no regular expression that tiktoken and regex read.
+    """
+    anywhere = False
+
+    def __init__(self, pattern):
+        import regex
+        import tiktoken
+        self.pattern = pattern
+        try:
+            compiled = regex.compile(pattern)
+            tiktoken.Encoding('words', pat_str=pattern, mergeable_ranks={b'a': 0}, special_tokens={})
+        except (regex.error, ValueError) as e:
+            raise ValueError(f'pattern={pattern!r}: {" ".join(str(e).split())}') from None
+        if compiled.groups:
+            raise ValueError(f'pattern={pattern!r} has groups: write (?:...) instead of (...)')
+        self.words = compiled.findall
+
+    def may_cut(self, text, n):
+        left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
+        return self.words(left) + self.words(right) == self.words(left + right)
+
+    def count(self, group):
+        """The words of a group, as `groups` gives it -> Counter. ValueError: some text is in no word."""
+        counts = collections.Counter()
+        for text, _ in group:
+            words = self.words(text)
+            if ''.join(words) != text or '' in words:
+                raise ValueError(f'pattern={self.pattern!r} leaves out some text, or matches where there is '
+                                 'none: every character must belong to one word')
+            counts.update(words)
+        return counts
+
+
+def count_words(splitter, texts, n_bytes, procs=1):
+    """(Counter of the words in the texts for training, the bytes counted): of all, or of a sample as an even
+    spread of groups. texts: as planned_texts gives them, with n_bytes in all."""
+    progress = Progress(f'counting words, {procs} process{"es" * (procs > 1)}', min(n_bytes, SAMPLE_BYTES))
+    share, seen = min(SAMPLE_BYTES / max(n_bytes, 1), 1), 0
+
+    def sample():
+        nonlocal seen
+        for split, group in groups(texts, splitter):
+            size = sum(len(text.encode()) for text, _ in group)
+            if split == 'train' and (share == 1 or progress.done <= share * seen):
+                progress.add(size)
+                yield group
+            seen += size
+    counts = collections.Counter()
+    counted = map(splitter.count, sample()) if procs == 1 else in_processes(procs, splitter.count, sample())
+    with contextlib.closing(counted) if procs > 1 else contextlib.nullcontext():
+        for one in counted:
+            counts.update(one)
+    progress.close()
+    return counts, progress.done
+
+
+def train_bpe(counts, n_merges):
+    """{word: how often} -> the tokens that byte pair encoding (arXiv:1508.07909) adds to the 256 bytes.
+
+    Up to n_merges times: of all pairs of neighbours within words, the commonest becomes a token, from left to
+    right in every word; of equally common ones that with the lowest first id, then with the lowest second,
+    where ids are those of the bytes, then of tokens in the order made. Ends early if no pair is there twice.
+
+    Once the younger of its tokens is made everywhere, a pair can only get rarer. So it is counted then, and
+    once more whenever that old number brings it to the top of the heap.
+    """
+    words = TokenizedWords(counts)
+    heap = words.index_pairs(words.all_places())
+    heapq.heapify(heap)
+    while heap and heap[0][0] <= -2 and len(words.tokens) < 256 + n_merges:
+        old, pair = heapq.heappop(heap)
+        number, places = words.count_again(pair)
+        if number != -old:
+            heapq.heappush(heap, (-number, pair))
+            continue
+        for entry in words.merge(pair, places):
+            heapq.heappush(heap, entry)
+    return words.tokens[256:]
+
+
+class TokenizedWords:
+    """Words as the tokens of now, in one array. A pair of tokens is one number, first << 20 | second.
+
+    ids: where a token begins its id, else, on its other bytes and between words, -1. begins: where a token
+    ends, the place where it begins. weight: how often the word there is in the text.
+    """
+    def __init__(self, counts):
+        words, lengths, room = [], [], WORDS_BYTES
+        by_count = sorted(counts, key=lambda word: (-counts[word], word))
+        for word in by_count:
+            words.append(word.encode()[:room])
+            room -= len(words[-1]) + 1
+            if room <= 0:
+                print0(f'bpe: learning from the {len(words):,} commonest of {len(counts):,} different words')
+                break
+        lengths = np.array([len(word) + 1 for word in words], np.int64)
+        self.ids = np.frombuffer(b'\0' + b'\0'.join([*words, b'']), np.uint8).astype(np.int32)
+        self.ids[np.append(0, np.cumsum(lengths))] = -1
+        self.weight = np.append(0, np.repeat([counts[word] for word in by_count[:len(words)]], lengths))
+        self.begins = np.arange(len(self.ids), dtype=np.int32)
+        self.tokens, self.sizes = [bytes([b]) for b in range(256)], np.ones(1 << 20, np.int32)
+        self.index = []  # of the pairs of bytes, then of those with each new token: see index_pairs
+
+    def all_places(self):
+        """Where a pair begins, before the first merge."""
+        return np.flatnonzero((self.ids[:-1] >= 0) & (self.ids[1:] >= 0)).astype(np.int32)
+
+    def index_pairs(self, places):
+        """Note where the pairs are that begin at these places -> [(-number, pair)], without those there once.
+
+        What is noted, all sorted by pair: the pairs, where the places of each start and end, the places.
+        """
+        first = self.ids[places]
+        pairs = first.astype(np.int64) << 20 | self.ids[places + self.sizes[first]]
+        order = np.argsort(pairs, kind='stable')  # the places of one pair remain sorted
+        pairs, places = pairs[order], places[order]
+        starts = np.flatnonzero(np.diff(pairs, prepend=-1))
+        lengths = np.diff(starts, append=len(pairs))
+        numbers = np.add.reduceat(self.weight[places], starts) if len(starts) else starts
+        kept = numbers > 1
+        places, pairs, lengths = places[np.repeat(kept, lengths)], pairs[starts[kept]], lengths[kept]
+        ends = np.cumsum(lengths)
+        self.index.append((pairs, ends - lengths, ends, places))
+        return list(zip((-numbers[kept]).tolist(), pairs.tolist()))
+
+    def count_again(self, pair):
+        """How often a pair is in the text by now, and its places, sorted."""
+        first, second = pair >> 20, pair & (1 << 20) - 1
+        pairs, starts, ends, places = self.index[max(first, second, 255) - 255]
+        i = np.searchsorted(pairs, pair)
+        found = places[starts[i]:ends[i]]
+        found = found[(self.ids[found] == first) & (self.ids[found + len(self.tokens[first])] == second)]
+        ends[i] = starts[i] + len(found)
+        places[starts[i]:ends[i]] = found
+        return int(self.weight[found].sum()), found
+
+    def merge(self, pair, places):
+        """Make a pair one token at the places that count_again gives; return index_pairs of its own pairs."""
+        first, second = pair >> 20, pair & (1 << 20) - 1
+        width = len(self.tokens[first])
+        if first == second:  # of those that overlap, as in aaa, every second one from the left
+            n = np.arange(len(places))
+            begin_of_run = np.maximum.accumulate(np.where(np.diff(places, prepend=-1) == width, 0, n))
+            places = places[(n - begin_of_run) % 2 == 0]
+        token, new = self.tokens[first] + self.tokens[second], len(self.tokens)
+        self.tokens.append(token)
+        self.sizes[new] = len(token)
+        before, after = self.begins[places - 1], places + len(token)
+        self.ids[places] = new
+        self.ids[places + width] = -1
+        self.begins[after - 1] = places
+        # A neighbour before that was merged itself has -1 there: its pair is the one that begins with it.
+        return self.index_pairs(np.concatenate([before[self.ids[before] >= 0], places[self.ids[after] >= 0]]))
+
+
 # tokenizers by name, and as they are stored -----------------------------------------------------------------
 
 KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'json': JsonTokenizer}
@@ -1130,22 +1386,32 @@ KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenToken
 TABLES = {'tiktoken': ('ranks', 'tokenizer.tiktoken'), 'json': ('source', 'tokenizer.json')}
 
 
-def byte_tokenizer(characters, by_document):
+def byte_tokenizer(**_):
     return ByteTokenizer()
 
 
-def char_tokenizer(characters, by_document):
+def char_tokenizer(characters, by_document, **_):
     return CharTokenizer(characters, len(characters) if by_document else None)
 
 
-MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer}  # other names are files or tiktoken's
+MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer, 'bpe:N': bpe_tokenizer}  # others: files, tiktoken's
 
 
-def make_tokenizer(name, characters='', by_document=False):
-    """A tokenizer for new data; char takes the characters, and an end-of-text id if there are documents."""
-    if name in MAKERS:
-        return MAKERS[name](characters, by_document)
-    if os.path.isfile(os.path.join(name, 'meta.json')):
+def make_tokenizer(name, characters='', by_document=False, texts=None, n_bytes=0, procs=1, pattern=None):
+    """A tokenizer for new data: by MAKERS, or one that there is already.
+
+    Makers are called with all of this by keyword, and take what they use: characters, all that occur;
+    by_document, whether an end-of-text token is needed; texts() -> what planned_texts gives, n_bytes in all;
+    procs and pattern, as set; size, what stands for N in a name like bpe:N.
+    """
+    kind, colon, size = name.partition(':')
+    maker = MAKERS.get(f'{kind}:N' if colon else name)
+    if pattern is not None and maker is not bpe_tokenizer:
+        raise ValueError(f'pattern={pattern!r} is for --tokenizer=bpe:4096: {name!r} has its own')
+    if maker:
+        return maker(size=size, characters=characters, by_document=by_document, texts=texts,
+                     n_bytes=n_bytes, procs=procs, pattern=pattern)
+    if is_prepared(name):
         return load_tokenizer(name)
     if os.path.isfile(name) or os.path.isfile(os.path.join(name, 'tokenizer.json')):
         return json_tokenizer(name)
@@ -1154,8 +1420,8 @@ def make_tokenizer(name, characters='', by_document=False):
                                 'does it')
     if re.search(r'[/\\]', name):
         command = shlex.join(['python', 'hub.py', name])
-        raise FileNotFoundError(f'tokenizer={name!r}: no folder with a tokenizer.json; if it is on the hub, '
-                                f'`{command}` fetches it and prints the folder to name here')
+        raise FileNotFoundError(f'tokenizer={name!r}: no folder, prepared or with a tokenizer.json; if it '
+                                f'is on the hub, `{command}` fetches it and prints the folder to name here')
     return tiktoken_tokenizer(name)
 
 
@@ -1165,8 +1431,8 @@ def tiktoken_tokenizer(name):
     import tiktoken
     known = tiktoken.list_encoding_names()
     if name not in known:
-        raise ValueError(f'tokenizer={name!r} is none of {", ".join([*MAKERS, *known])}, and no folder with '
-                         'a tokenizer.json')
+        raise ValueError(f'tokenizer={name!r} is none of {", ".join([*MAKERS, *known])}, and no folder, '
+                         'prepared or with a tokenizer.json')
     try:
         bpe = tiktoken.get_encoding(name)
     except requests.RequestException as e:
@@ -1215,6 +1481,11 @@ def tokenizer_from_state(state):
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f'what is stored makes no tokenizer of the kinds {", ".join(KINDS)} ({e!r}): was it '
                          'written by a newer version?') from e
+
+
+def is_prepared(folder):
+    """Whether this is a folder that prepare.py, or nanoGPT, has made."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ('meta.json', 'meta.pkl'))
 
 
 def find_tokenizer(rest, path):
@@ -1357,42 +1628,22 @@ def dtype_of(n_vocab):
     return np.dtype('<u2' if n_vocab <= 1 << 16 else '<u4')
 
 
-def start_worker(state):
+def start_encoder(state):
     global worker_tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     worker_tokenizer = tokenizer_from_state(state)
 
 
-def encode_in_worker(encode, group):
-    return encode(worker_tokenizer, group)
-
-
-def usable_procs(procs, tok, n_bytes):
-    """How many processes are worth starting for this much text."""
-    if procs is not None and procs < 1:
-        raise ValueError(f'procs={procs}: must be 1 or more')
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return 1 if tok.anywhere or n_bytes < POOL_BYTES else min(procs or cores, 61)  # Windows allows no more
+def encode_in_worker(encode, job):
+    split, group = job
+    return split, *encode(worker_tokenizer, group)
 
 
 def encode_groups(tok, groups, procs, encode=encode_group):
-    """(split, *encode(tok, group)) of every group, in order; no more than two a process are in memory."""
+    """(split, *encode(tok, group)) of every group, in order."""
     if procs == 1:
-        yield from ((split, *encode(tok, group)) for split, group in groups)
-        return
-    pool = concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(tok.state(),))
-    waiting = collections.deque()
-    try:
-        for split, group in groups:
-            waiting.append((split, pool.submit(encode_in_worker, encode, group)))
-            if len(waiting) >= 2 * procs:
-                split, result = waiting.popleft()
-                yield split, *result.result()
-        yield from ((split, *result.result()) for split, result in waiting)
-    except concurrent.futures.process.BrokenProcessPool as e:
-        raise OSError(f'one of {procs} processes died, probably for lack of memory: try --procs=1') from e
-    finally:
-        pool.shutdown(cancel_futures=True)
+        return ((split, *encode(tok, group)) for split, group in groups)
+    work = functools.partial(encode_in_worker, encode)
+    return in_processes(procs, work, groups, start_encoder, tok.state())
 
 
 def write_bins(folder, encoded, masked, label, n_bytes=None):
@@ -1811,7 +2062,9 @@ if __name__ == '__main__':
         print(f'{found.label}: {n:,} {kind}{"s" * (n > 1)}, {scanned.n_bytes / 1e6:,.2f} MB, '
               f'{len(scanned.characters):,} different characters'
               + (f', {n_empty:,} left out (empty)' if n_empty else ''))
-        tok = make_tokenizer(tokenizer, scanned.characters, by_document=n > 1)
+        texts = functools.partial(planned_contents if found.chats else planned_texts, found, plan)
+        tok = make_tokenizer(tokenizer, scanned.characters, by_document=n > 1, texts=texts,
+                             n_bytes=scanned.n_bytes, procs=procs, pattern=pattern)
         work = scanned.n_bytes * (20 if found.chats else 1)  # a conversation is rendered once for each answer
         procs = usable_procs(procs, tok, work)
         meta = write_dataset(folder, planned_texts(found, plan), tok, found.label, procs, scanned.n_bytes,

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import unicodedata
 from pathlib import Path
 
@@ -845,7 +846,7 @@ def test_prepare_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeyp
         return prepare.Source('tales', 'tales 1.0', documents)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(prepare.SOURCES, 'tales', tales)
-    monkeypatch.setitem(prepare.MAKERS, 'reversed', lambda characters, by_document:
+    monkeypatch.setitem(prepare.MAKERS, 'reversed', lambda characters, **_:
                         prepare.CharTokenizer(characters[::-1], len(characters)))
     source = prepare.find_source('tales')
     seen = prepare.scan(source)
@@ -1321,15 +1322,18 @@ def test_without_the_tokenizers_library_one_line_says_what_to_install(monkeypatc
         prepare.JsonTokenizer(source)
 
 
-@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy'])
+@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy', 'cl100k_base', 'o200k_base'])
 def test_exported_tokenizers_encode_the_same(name, tmp_path, monkeypatch):
     tk = pytest.importorskip('tokenizers')
     if name == 'gpt2':
         prep_gpt2(monkeypatch)
     text = tok_texts()[0][:30000] + tok_texts()[2][:500]
-    ours = (prep_toy_bpe() if name == 'toy' else prepare.make_tokenizer(name, sorted(set(text)), True))
+    if name in ('toy', 'cl100k_base', 'o200k_base'):  # the last two are their patterns, with a few merges
+        ours = prep_toy_bpe(prep_patterns().get(name, PREP_WORDS))
+    else:
+        ours = prepare.make_tokenizer(name, sorted(set(text)), True)
     theirs = tk.Tokenizer.from_str(ours.to_json())
-    for part in (text, text[5000:6000], 'a' + prepare.EOT + 'b' if name != 'toy' else 'abc'):
+    for part in (text, text[5000:6000], '12' * 50, 'a' + prepare.EOT + 'b' if name != 'toy' else 'abc'):
         part = part if name != 'char' else ''.join(c for c in part if c in ours.chars or c in prepare.EOT)
         assert theirs.encode(part).ids == ours.encode(part)
     assert theirs.decode(ours.encode(text[:500]), skip_special_tokens=False) == text[:500]
@@ -1698,6 +1702,197 @@ def test_look_shows_what_a_folder_has(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert 'some text' in out and '(of the first 100)' in out and '[[' not in out and "' '" in out
     assert prep_run(['look', 'nothing'], monkeypatch, capsys)[0] == 1
+
+
+# training a tokenizer ---------------------------------------------------------------------------------------
+
+def naive_bpe(counts, n_merges):
+    """(tokens, {word: its tokens}) of byte pair encoding as it is defined: count all, merge one, again."""
+    tokens, words = [bytes([b]) for b in range(256)], {word: list(word.encode()) for word in counts}
+    for _ in range(n_merges):
+        pairs = {}
+        for word, ids in words.items():
+            for pair in zip(ids, ids[1:]):
+                pairs[pair] = pairs.get(pair, 0) + counts[word]
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair), default=None)
+        if best is None or pairs[best] < 2:
+            break
+        for ids in words.values():
+            i = 0
+            while i < len(ids) - 1:
+                if (ids[i], ids[i + 1]) == best:
+                    ids[i:i + 2] = [len(tokens)]
+                i += 1
+        tokens.append(tokens[best[0]] + tokens[best[1]])
+    return tokens[256:], words
+
+
+def bpe_of(text, size, **more):
+    """A bpe:N tokenizer of one text, all of it for training."""
+    def texts():
+        yield 'train', [text], False
+    return prepare.make_tokenizer(f'bpe:{size}', texts=texts, n_bytes=len(text.encode()), **more)
+
+
+@pytest.mark.parametrize('alphabet', ['a', 'ab', 'abc é', 'é🙂\0中\u0301'])
+def test_bpe_learns_what_a_naive_reference_learns(alphabet):
+    """Few letters give many ties and pairs that overlap themselves; tiktoken then encodes as was trained."""
+    import tiktoken
+    for seed in range(60):
+        rng = random.Random(seed)
+        length, often, n = rng.choice([3, 12, 60]), rng.choice([1, 2, 9]), rng.randint(0, 40)
+        counts = {''.join(rng.choices(alphabet, k=rng.randint(1, length))): rng.randint(1, often)
+                  for _ in range(rng.randint(1, 12))}
+        learnt, words = naive_bpe(counts, n)
+        assert prepare.train_bpe(counts, n) == learnt and len({*learnt}) == len(learnt)
+        ranks = {token: i for i, token in enumerate([*(bytes([b]) for b in range(256)), *learnt])}
+        theirs = tiktoken.Encoding('x', pat_str=r'(?s:.+)', mergeable_ranks=ranks, special_tokens={})
+        assert {word: theirs.encode_ordinary(word) for word in counts} == words
+    assert prepare.train_bpe({}, 5) == prepare.train_bpe({'a': 7, 'xy': 1}, 5) == []
+
+
+def test_bpe_of_a_text_is_that_of_its_words(monkeypatch):
+    """Cut as GPT-4's encoding cuts, in pieces and processes as in one; special tokens come last."""
+    regex = pytest.importorskip('regex')
+    text = tok_texts()[0][:20_000] + prep_awkward(2000) + 'end'  # space at the end is cut otherwise there
+    words = regex.findall(prep_patterns()['cl100k_base'], text)
+    assert regex.findall(prepare.WORD_PATTERN, text) == words
+    learnt, _ = naive_bpe({word: words.count(word) for word in words}, 36)
+    tok = bpe_of(text, 300)
+    assert list(tok.bpe._mergeable_ranks) == [*(bytes([b]) for b in range(256)), *learnt]
+    assert tok.special == dict(zip(prepare.BPE_SPECIAL, range(292, 300))) and tok.n_vocab == 300
+    assert [tok.decode([i]) for i in (292, 293, 294)] == ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
+    assert tok.encode('<|im_end|>a') == [294, 97] and tok.encode_array('<|im_end|>').max() < 292
+    monkeypatch.setattr(prepare, 'CHUNK', 3000)
+    monkeypatch.setattr(prepare, 'POOL_BYTES', 0)
+    for procs in (1, 2):
+        assert bpe_of(text, 300, procs=procs).state() == tok.state()
+    own = bpe_of(text, 300, pattern=r'\s+|\S+')
+    words = regex.findall(own.pattern, text)
+    assert own.ranks != tok.ranks and own.pattern == r'\s+|\S+'
+    assert own.encode_array(text).tolist() == [i for word in words for i in own.bpe.encode_ordinary(word)]
+
+
+def test_bpe_encodes_any_text_as_the_exported_tokenizer_does(tmp_path):
+    tk = pytest.importorskip('tokenizers')
+    tok = bpe_of(''.join(part[:20_000] for part in tok_texts()) + prep_awkward(3000), 1500)
+    assert tok.n_vocab == 1500
+    theirs = tk.Tokenizer.from_str(tok.to_json())
+    rng = random.Random(1)
+    texts = [prep_awkward(40, seed) for seed in range(100)] + [part[:3000] for part in tok_texts()]
+    texts += [''.join(chr(rng.choice([rng.randrange(0xd800), rng.randrange(0xe000, 0x110000)]))
+                      for _ in range(30)) for _ in range(100)] + ['', 'a<|im_start|>b<|reserved_0|>\n']
+    for text in texts:
+        ids = tok.encode(text)
+        assert tok.decode(ids) == text and theirs.encode(text).ids == ids
+        assert tok.decode(tok.encode(text, allow_special=False)) == text
+    again = prepare.JsonTokenizer(tok.to_json())
+    assert again.n_vocab == tok.n_vocab and again.special == tok.special and again.eot == tok.eot
+
+
+def test_bpe_is_prepared_and_named_again_by_its_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path('my.txt').write_text(tok_texts()[0][:50_000], encoding='utf-8')
+    code, out, err = prep_run(['my.txt', '--tokenizer=bpe:600'], monkeypatch, capsys)
+    assert code == 0 and 'learnt 336 merges from 0.04 MB' in out and 'vocabulary 600' in out
+    tok = prepare.load_tokenizer('data/my_bpe600')
+    made = prep_files('data/my_bpe600')
+    assert made == ['meta.json', 'tokenizer.tiktoken', 'train.bin', 'val.bin'] and tok.name == 'bpe:600'
+    text = ''.join(tok.decode(prep_ids('data/my_bpe600', split)) for split in ('train', 'val'))
+    assert text == tok_texts()[0][:50_000]
+    assert tok.ranks == bpe_of(text[:45_000], 600).ranks  # of the part for training alone
+    prep_run(['my.txt', '--tokenizer=data/my_bpe600'], monkeypatch, capsys)
+    assert prepare.load_tokenizer('data/my_my_bpe600').state() == tok.state()
+    assert (prep_ids('data/my_my_bpe600', 'val') == prep_ids('data/my_bpe600', 'val')).all()
+    with pytest.raises(OSError, match='python prepare.py --tokenizer=bpe:600`'):
+        prepare.Bins('data/pystdlib_bpe600', 'train')
+    source = prepare.Source('x', 'x', lambda: [], tokenizer='bpe:600')  # a source may have its own default
+    assert source.tokenizer == 'bpe:600' and prep_source('a').tokenizer == 'byte'
+
+
+def test_bpe_of_a_small_text_has_a_smaller_vocabulary(tmp_path, monkeypatch, capsys):
+    tok = bpe_of('abab ' * 9 + 'xyz', 5000)
+    assert '(4,736 were wanted, but no other pair occurs twice)' in capsys.readouterr().out
+    assert tok.n_vocab == 264 + len(prepare.train_bpe({'abab': 1, ' abab': 8}, 99)) == tok.special[
+        '<|reserved_4|>'] + 1 and tok.name == f'bpe:{tok.n_vocab}'
+    assert bpe_of('some text', 264).encode('some') == [*b'some']
+    monkeypatch.chdir(tmp_path)
+    Path('my.txt').write_text('some text\n' * 9)
+    for flags, part in [(['--tokenizer=bpe:263'], '264 (256 bytes, 8 special tokens)'),
+                        (['--tokenizer=bpe:'], 'like bpe:4096'), (['--tokenizer=bpe:many'], 'like bpe:4096'),
+                        (['--tokenizer=bpe:2000000'], '1,048,576'), (['--tokenizer=bpe'], 'bpe:N'),
+                        (['--tokenizer=byte:300'], 'none of byte, char'),
+                        (['--pattern=x'], 'is for --tokenizer=bpe:4096'),
+                        *((['--tokenizer=bpe:300', f'--pattern={pattern}'], part) for pattern, part in [
+                            ('(', 'missing )'), ('(a)|.', '(?:...)'), (r'\w+', 'leaves out'),
+                            ('a*', 'leaves out')])]:
+        code, _, err = prep_run(['my.txt', *flags], monkeypatch, capsys)
+        assert code == 1 and part in err and err.count('\n') == 1, err
+        assert os.listdir() == ['my.txt']
+    with pytest.raises(ValueError, match='a text to learn from'):
+        prepare.make_tokenizer('bpe:300')
+
+
+def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch, capsys):
+    rng = random.Random(0)
+    word = ''.join(rng.choices('acgt', k=200_000))
+    begin = time.process_time()
+    tok = bpe_of(word + 'a' * 100_000, 1000)
+    assert tok.n_vocab == 1000 and time.process_time() - begin < 20
+    monkeypatch.setattr(prepare, 'WORDS_BYTES', 40)
+    assert prepare.train_bpe({'ab' * 9: 5, 'cd' * 9: 4, 'ef' * 9: 3, 'gh' * 99: 2}, 2) == [b'ab', b'abab']
+    assert 'learning from the 3 commonest of 4' in capsys.readouterr().out
+    monkeypatch.setattr(prepare, 'SAMPLE_BYTES', 5000)
+    monkeypatch.setattr(prepare, 'CHUNK', 500)
+    monkeypatch.setattr(prepare, 'WORDS_BYTES', 1 << 20)
+    splitter = prepare.WordSplitter(prepare.WORD_PATTERN)
+    texts = [('train', [''.join(f'{c}{i} ' for i in range(1000))], True) for c in 'abcdef']
+    counts, n_read = prepare.count_words(splitter, texts, sum(len(blocks[0]) for _, blocks, _ in texts))
+    assert 4500 < n_read < 6000  # of six times as much: some of all, not all of the first
+    assert len({word.strip() for word in counts if word.strip().isalpha()}) > 4
+
+
+def test_chats_of_a_trained_tokenizer_are_chatml(tmp_path):
+    tok = bpe_of(tok_texts()[0][:5000], 300)
+    tok = prepare.tokenizer_from_state(json.loads(json.dumps(tok.state())))
+    for name, text in hub.tokenizer_files(tok, tiny()).items():
+        (tmp_path / name).write_text(text, encoding='utf-8')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert tok.chat_template == theirs.chat_template == prepare.CHATML
+    for messages in CHATS:
+        for prompt in (True, False):
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+            assert tok.chat(messages, add_generation_prompt=prompt) == expected
+            text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+            assert tok.render(messages, add_generation_prompt=prompt) == text == ''.join(
+                f'<|im_start|>{m["role"]}\n{m["content"]}<|im_end|>\n' for m in messages
+            ) + '<|im_start|>assistant\n' * prompt
+            assert prepare.render_chat(CHAT_TEMPLATES['chatml'], messages, None, prompt) == text
+    assert tok.stop_tokens == (tok.eot, tok.special['<|im_end|>'])
+    assert prepare.json_tokenizer(str(tmp_path)).stop_tokens == tok.stop_tokens
+    hub.save_pretrained(tiny(vocab_size=300), tok, tmp_path / 'out')
+    assert json.loads((tmp_path / 'out/config.json').read_text())['eos_token_id'] == [292, 294]
+
+
+def test_stop_tokens_and_tokenizers_without_a_chat_template():
+    for tok in prep_tokenizers():  # none of these has one, nor have states that were stored before there were
+        assert tok.stop_tokens == (tok.eot,) and 'chat_template' not in tok.state()
+        with pytest.raises(ValueError, match='no chat template: give a plain prompt') as e:
+            tok.chat(CHATS[0])
+        assert '\n' not in str(e.value)
+    assert prepare.make_tokenizer('char', 'abc').stop_tokens == ()
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    names = ['<|im_start|>', '<|im_end|>', '<|eot_id|>', '</s>']
+    spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 1101 + i, 'content': name}
+                             for i, name in enumerate(names)]
+    for template, mark in [('chatml', '<|im_end|>'), ('qwen2.5', '<|im_end|>'), ('qwen3', '<|im_end|>'),
+                           ('llama3', '<|eot_id|>'), ('llama2', '</s>'), ('everything', None)]:
+        config = {'chat_template': CHAT_TEMPLATES[template], 'eos_token': '<|endoftext|>'}
+        tok = prepare.JsonTokenizer(json.dumps(spec), config)
+        ends = ['<|endoftext|>'] + [mark] * bool(mark)
+        assert tok.stop_tokens == tuple(tok.special[end] for end in ends)
+    config['chat_template'] = "{{ raise_exception('it cannot be') }}"
+    assert prepare.JsonTokenizer(json.dumps(spec), config).stop_tokens == (tok.eot,)
 
 
 # folders that others prepared -------------------------------------------------------------------------------
