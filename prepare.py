@@ -463,6 +463,7 @@ class Tokenizer:
     rebuilds it) and to_json (a tokenizer.json, as text).
     """
     anywhere = False  # True: a token depends on one character alone, so text can be cut anywhere
+    chat_template = None  # jinja
 
     def __init__(self, name, tokens, special, n_vocab):
         self.name, self.special, self.n_vocab, self.eot = name, special, n_vocab, special.get(EOT)
@@ -486,6 +487,16 @@ class Tokenizer:
 
     def decode(self, ids):
         return self.decode_bytes(ids).decode('utf-8', 'replace')
+
+    @property
+    def stop_tokens(self):
+        """Ids that end a text, or with a chat template an answer."""
+        ends = ('<|im_end|>', '<|eot_id|>') if self.chat_template else ()
+        found = [self.eot, *(self.special.get(end) for end in ends)]
+        return tuple(dict.fromkeys(i for i in found if i is not None))
+
+    def chat(self, messages, thinking=True, tools=None):
+        raise ValueError(f'the tokenizer {self.name} has no chat template: give a plain prompt')
 
 
 def without_surrogates(text):
@@ -611,6 +622,7 @@ class JsonTokenizer(Tokenizer):
     """
     def __init__(self, source, config=None):
         self.source, self.config = source, config or {}
+        self.chat_template = self.config.get('chat_template')
         self.library = library_tokenizer(source)
         vocab = self.library.get_vocab(with_added_tokens=False)
         added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
