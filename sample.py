@@ -6,10 +6,13 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py --start=FILE:prompt.txt --temperature=0  # greedy; LINES:file: a prompt a line, -: stdin
     python sample.py --init_from=Qwen/Qwen3-0.6B --start=Once  # a published model: an id, or its folder
     python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
+    python sample.py --out_dir=out-chat --chat              # a conversation; /help lists its commands
+    python sample.py --out_dir=out-chat --chat --start=LINES:questions.txt  # each question alone
 
 Noise is a function of (seed, sample, position): sample 3 is the same text alone or among a hundred others.
 """
 import codecs
+import contextlib
 import dataclasses
 import functools
 import os
@@ -22,11 +25,17 @@ from configurator import configure, runtime
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
 out_dir = 'out'             # where train.py wrote; best.pt is read if it is there, else ckpt.pt
+block_size: int | None = None  # another context than the model's; a larger one needs relative positions
+rope_scaling: dict | None = None  # for a larger one: {'rope_type': 'linear', 'factor': 4.0}; README has all
 # text
 start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a line), - (standard input)
-num_samples = 10            # for each prompt, drawn as one batch
+num_samples = 10            # for each prompt, drawn as one batch; chat gives one answer
 max_new_tokens = 500        # tokens in each sample
 stop: str | tuple | list = ()  # end a sample at this text, or any of these
+# conversation
+chat = False                # answer by the model's chat template: questions typed in, or those of start
+system = ''                 # the message that a conversation begins with
+thinking = 'show'           # show, hide, or off: ask the template for an answer without it
 # sampling
 temperature = 0.8           # below 1 less random, above 1 more; 0: always the likeliest token
 top_k: int | None = 200     # only the k likeliest tokens; 0 or None: all
@@ -145,8 +154,8 @@ def penalise(logits, seen, penalty):
 # many tokens ------------------------------------------------------------------------------------------------
 
 def prefill(model, prompts, cache):
-    """Feeds prompts, lists of token ids of any lengths, to an empty cache. Returns the logits after the last
-    token of each, (B, V)."""
+    """Feeds prompts, lists of token ids of any lengths, to a cache. Returns the logits after the last token
+    of each, (B, V)."""
     lengths, device = [len(prompt) for prompt in prompts], cache.length.device
     longest = max(lengths)
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
@@ -154,9 +163,9 @@ def prefill(model, prompts, cache):
     return model(padded, cache=cache, keep=1, lengths=own)[:, -1]
 
 
-def new_cache(model, batch_size, max_len, static):
+def new_cache(model, batch_size, max_len, static, max_rewind=0):
     """An empty cache; static: for a compiled step."""
-    cache = model.make_cache(batch_size, max_len, static=static)
+    cache = model.make_cache(batch_size, max_len, static=static, max_rewind=max_rewind)
     if static and cache.length.is_cuda:  # CUDA graphs replay on fixed addresses
         for buffer in cache.tensors():
             torch._dynamo.mark_static_address(buffer)
@@ -165,12 +174,14 @@ def new_cache(model, batch_size, max_len, static):
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0,
-             repetition_penalty=1.0, seed=1337, stop_tokens=(), compile=False):
+             repetition_penalty=1.0, seed=1337, stop_tokens=(), compile=False, cache=None):
     """Yields, step by step, a list with the next token of each prompt, None once a prompt has ended.
 
     prompts: lists of token ids, of any lengths; the row is the sample number that keys its noise. A prompt
     ends at any of stop_tokens, which is not yielded. A prompt longer than block_size is cropped to its end; a
     row whose context is full goes on from its last half. compile: one compiled step over a static cache.
+    cache: one that holds the first tokens of each prompt already, so that only the others are fed; its
+    max_len is then the context. Until that is full, it is left with all tokens but the last one drawn.
     The model should be in eval mode. Raises ValueError for an empty prompt or an id not in the vocabulary."""
     vocab_size, block_size, device = model.config.vocab_size, model.config.block_size, model.wte.weight.device
     for prompt in prompts:
@@ -203,16 +214,21 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
     if compile:
         step = torch.compile(step, dynamic=False, mode='reduce-overhead' if device.type == 'cuda' else None)
 
-    contexts = [list(prompt[-block_size:]) for prompt in prompts]  # what rows attend to, and grow by
-    max_len = min(block_size, max(map(len, contexts)) + max_new_tokens)
-    cache, token, ended = None, None, [False] * len(prompts)
+    longest = max(map(len, prompts))
+    if cache is None:
+        cache = new_cache(model, len(prompts), min(block_size, longest + max_new_tokens), static=compile)
+    size, token, ended = cache.max_len, None, [False] * len(prompts)
+    contexts = [list(prompt[-size:]) for prompt in prompts]  # what rows attend to, and grow by
+    if longest > size:  # a cropped prompt begins elsewhere
+        cache.reset()
     for u in noise:
-        if cache is None or max(map(len, contexts)) > block_size:
-            contexts = [c if len(c) <= block_size else c[-max(1, block_size // 2):] for c in contexts]
-            if cache is None:
-                cache = new_cache(model, len(prompts), max_len, static=compile)
+        full = max(map(len, contexts)) > size
+        if full:
+            contexts = [c if len(c) <= size else c[-max(1, size // 2):] for c in contexts]
             cache.reset()
-            token = draw(prefill(model, contexts, cache), u)
+        if full or token is None:
+            new = [context[n:] for context, n in zip(contexts, cache.length.tolist())]
+            token = draw(prefill(model, new, cache), u)
         else:
             token = step(token[:, None].to(device), cache, u)
         new = token.tolist()
@@ -257,8 +273,8 @@ class TextStream:
 
 def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
     """Continues prompts, token ids each; sampling as in generate. Returns (texts, tokens made). A text ends
-    before the end-of-text token or a stop text. on_text(row, text) is told of each piece as soon as it is
-    certain."""
+    before one of the tokenizer's stop_tokens or a stop text. on_text(row, text) is told of each piece as soon
+    as it is certain."""
     streams, texts, count = [TextStream(tokenizer, stop) for _ in prompts], [''] * len(prompts), 0
 
     def add(row, text):
@@ -266,8 +282,7 @@ def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, *
         if on_text and text:
             on_text(row, text)
 
-    stop_tokens = () if tokenizer.eot is None else (tokenizer.eot,)
-    for column in generate(model, prompts, max_new_tokens, stop_tokens=stop_tokens, **sampling):
+    for column in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens, **sampling):
         for row, (token, stream) in enumerate(zip(column, streams)):
             if token is not None and not stream.ended:
                 count += 1
@@ -277,6 +292,178 @@ def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, *
     for row, stream in enumerate(streams):
         add(row, stream.finish())
     return texts, count
+
+
+# conversations ----------------------------------------------------------------------------------------------
+
+COMMANDS = """/reset forgets the conversation; /set temperature 0.5 changes a setting, /set lists them
+/exit or Ctrl-D leaves; Ctrl-C stops an answer; /help prints this"""
+SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'seed')
+CHAT_SETTINGS = (*SAMPLING, 'max_new_tokens', 'thinking')  # what /set takes
+
+
+def chat_ids(model, tokenizer, messages, thinking):
+    """messages -> (ids, up to where the answer begins; how the text of the answer begins: '<think>\\n' if the
+    template ends with that, else ''). To a model that knows documents a conversation is one."""
+    ids, first = list(tokenizer.chat(messages, thinking=thinking != 'off')), model.config.document_token
+    if first is not None and ids[:1] != [first]:
+        ids.insert(0, first)
+    return ids, '<think>\n' if tokenizer.decode(ids[-10:]).rstrip().endswith('<think>') else ''
+
+
+def without_thinking(answer, complete=True):
+    """An answer without the thinking that it may begin with; if not complete, what is certain of it."""
+    start = answer.lstrip()
+    if start.startswith('<think>'):
+        return start.partition('</think>')[2].lstrip()
+    return '' if not complete and '<think>'.startswith(start) else answer
+
+
+class Display:
+    """Prints an answer as it comes, a function of each new piece."""
+
+    def __init__(self, hide_thinking=False):
+        self.hide_thinking, self.text, self.printed = hide_thinking, '', 0
+
+    def __call__(self, text, complete=False):
+        self.text += text
+        visible = without_thinking(self.text, complete) if self.hide_thinking else self.text
+        print(visible[self.printed:], end='\n' if complete else '', flush=True)
+        self.printed = len(visible)
+
+
+class Chat:
+    """A conversation, `messages`, and a cache of what the model has seen of it: a turn costs its own tokens.
+
+    settings: this file's, {name: value}; they may change between turns. `cached`: the ids that the cache
+    holds; none while an answer is being made, so that it may be interrupted anywhere."""
+
+    def __init__(self, model, tokenizer, settings):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.cache, self.cached = None, []
+        self.reset()
+
+    def reset(self):
+        """Forgets everything but the system message."""
+        system = self.settings['system']
+        self.messages = [{'role': 'system', 'content': system}] if system else []
+        self.full = False  # whether turns had to be dropped
+
+    def answer(self, question, on_text):
+        """Answers a question; on_text(text) is told of each piece as soon as it is certain. Returns None, or
+        in one line why the answer was cut. ValueError, and the question is forgotten, as in prompt."""
+        s, block_size = self.settings, self.model.config.block_size
+        messages, ids, begin = self.prompt(question)
+        room = min(s['max_new_tokens'], block_size - len(ids))
+        self.prepare_cache(ids, room)
+        answer = {'role': 'assistant', 'content': ''}
+        self.messages, self.cached = [*messages, answer], []
+
+        def add(text):
+            answer['content'] += text
+            on_text(text)
+
+        add(begin)
+        stream, made = TextStream(self.tokenizer, stop_texts(s['stop'])), []
+        for token, in generate(self.model, [ids], room, stop_tokens=self.tokenizer.stop_tokens,
+                               cache=self.cache, compile=s['compile'] is True,
+                               **{name: s[name] for name in SAMPLING}):
+            made.append(token)
+            add(stream.feed(token))
+            if stream.ended:
+                break
+        add(stream.finish())
+        self.cached = (ids + made)[:int(self.cache.length)]
+        if stream.ended or len(made) < room:
+            return None
+        if room < s['max_new_tokens']:
+            return f"(cut: the context of {block_size} tokens is full)"
+        return f"(cut at max_new_tokens={room}: /set max_new_tokens {2 * room} allows more)"
+
+    def prompt(self, question):
+        """Returns the messages that go on with a question, and what chat_ids gives for them: (messages, ids,
+        begin). The oldest turns are dropped until there is room for an answer: max_new_tokens, at most half
+        the context. Raises ValueError if the question alone is too long, or the template refuses it."""
+        size, thinking = self.model.config.block_size, self.settings['thinking']
+        messages = [*self.messages, {'role': 'user', 'content': question}]
+        room, first = min(self.settings['max_new_tokens'], size // 2), int(messages[0]['role'] == 'system')
+        ids, begin = chat_ids(self.model, self.tokenizer, messages, thinking)
+        while len(ids) + room > size and len(messages) > first + 1:
+            if not self.full:
+                print(f"(the context of {size} tokens is full: the oldest turns are forgotten)")
+            self.full = True
+            messages = messages[:first] + messages[first + 2:]  # a question and its answer
+            ids, begin = chat_ids(self.model, self.tokenizer, messages, thinking)
+        if len(ids) >= size:
+            raise ValueError(f"the question and its template take {len(ids)} tokens, the context has {size}: "
+                             "ask a shorter one, or set a larger --block_size")
+        return messages, ids, begin
+
+    def prepare_cache(self, ids, room):
+        """Leaves in the cache what it holds of the prompt ids; it has slots for them and room tokens more.
+        Earlier answers may be other ids by now: a template leaves out their thinking, and tokens that were
+        sampled need not be those of their text."""
+        if self.cache is None or len(ids) + room > self.cache.max_len:
+            max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + room)))
+            self.cache = new_cache(self.model, 1, max_len, static=self.settings['compile'] is True,
+                                   max_rewind=self.settings['max_new_tokens'])
+            self.cached = []
+        same, most = 0, min(len(self.cached), len(ids) - 1)  # at least one is fed, for its logits
+        while same < most and ids[same] == self.cached[same]:
+            same += 1
+        try:
+            self.cache.rewind(len(self.cached) - same)
+        except ValueError:  # a layer has a state, or a window that has left these tokens behind
+            same = 0
+        if same == 0:
+            self.cache.reset()
+
+
+def set_command(name, value, settings):
+    """Changes a setting between turns; prints why not in one line, or without a name what they are."""
+    if not name:
+        print(', '.join(f"{name} = {settings[name]!r}" for name in CHAT_SETTINGS))
+    elif name not in CHAT_SETTINGS or not value:
+        print(f"/set NAME VALUE takes {', '.join(CHAT_SETTINGS)}")
+    else:
+        with contextlib.suppress(SystemExit):  # configure has printed why
+            script = {**settings, '__file__': __file__, '__name__': ''}
+            changed, _ = configure(script, argv=[f"--{name}={value}"])
+            check_settings(changed)
+            settings.update(changed)
+
+
+def converse(chat):
+    """Answers what is typed in, until /exit or the end of standard input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (lines can then be edited, and come back)
+    print(COMMANDS)
+    while True:
+        try:
+            line = input('> ').strip()
+            command, _, rest = line.partition(' ')
+            if command == '/exit':
+                return
+            elif command == '/reset':
+                chat.reset()
+            elif command == '/set':
+                name, _, value = rest.strip().partition(' ')
+                set_command(name, value.strip(), chat.settings)
+            elif re.fullmatch('/[a-z]*', command):
+                print(COMMANDS)
+            elif line:
+                display = Display(chat.settings['thinking'] == 'hide')
+                cut = chat.answer(line, display)
+                display('', complete=True)
+                if cut:
+                    print(cut)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+        except ValueError as error:
+            print(error)
 
 
 # the story --------------------------------------------------------------------------------------------------
@@ -292,9 +479,15 @@ def check_settings(s):
             ('num_samples', s['num_samples'] >= 1, 'at least 1'),
             ('max_new_tokens', s['max_new_tokens'] >= 1, 'at least 1'),
             ('seed', s['seed'] >= 0, 'at least 0'),
+            ('thinking', s['thinking'] in ('show', 'hide', 'off'), 'show, hide or off'),
             ('stop', all(isinstance(text, str) for text in s['stop']), 'text, or a list of texts')]:
         if not fine:
             raise ValueError(f"{name}={s[name]!r} must be {wanted}")
+
+
+def stop_texts(stop):
+    """The setting `stop`, one text or several, as a tuple."""
+    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def read_prompts(start):
@@ -319,35 +512,55 @@ def read_prompts(start):
 if __name__ == '__main__':
     check_settings(config)
     machine = runtime(device, dtype, seed)
-    model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype)
+    changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
+    model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype, **changes)
     if tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
+    if chat and not tokenizer.chat_template:
+        raise ValueError(f"{rest['path']} has no chat template, it only continues text: leave out --chat, or "
+                         "train it on conversations: python prepare.py pydoc_chat, then config/chat.py")
     model.eval()
     trained = ''
     if 'iter_num' in rest and 'best_val_loss' in rest:
         trained = f", iteration {rest['iter_num']:,}, val loss {float(rest['best_val_loss']):.4f} at best"
     print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
+    if chat and start == '\n':
+        converse(Chat(model, tokenizer, config))
+        sys.exit()
 
     prompts = read_prompts(start)
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    if chat:  # each question begins a conversation of its own; begin: how its answer does
+        new_chat = Chat(model, tokenizer, config)
+        shown, num_samples = [f"> {prompt}\n" for prompt in prompts], 1
+        ids, begin = zip(*(new_chat.prompt(prompt.strip())[1:] for prompt in prompts))
+    else:
+        shown, ids, begin = prompts, [tokenizer.encode(prompt) for prompt in prompts], [''] * len(prompts)
     longest = max(map(len, ids))
     if longest > model.config.block_size:
         print(f"a prompt of {longest} tokens is cropped to its last {model.config.block_size}")
-    rows = [(prompt, i) for prompt, i in zip(prompts, ids) for _ in range(num_samples)]
+    rows = [row for row in zip(shown, ids, begin) for _ in range(num_samples)]
     live = sys.stdout.isatty()  # a person sees the first sample grow, the others follow when all are done
+    hide = chat and thinking == 'hide'
+    display = Display(hide)
 
     def show(row, text):
         if live and row == 0:
-            print(text, end='', flush=True)
+            display(text)
 
     print('---------------')
-    show(0, prompts[0])
-    begun = time.perf_counter()
-    texts, count = complete(model, tokenizer, [i for _, i in rows], max_new_tokens,
-                            (stop,) if isinstance(stop, str) else tuple(stop), show,
+    if live:
+        print(shown[0], end='', flush=True)
+    show(0, begin[0])
+    started = time.perf_counter()
+    texts, count = complete(model, tokenizer, [i for _, i, _ in rows], max_new_tokens, stop_texts(stop), show,
                             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                             repetition_penalty=repetition_penalty, compile=compile is True)
-    seconds = time.perf_counter() - begun
-    for row, ((prompt, _), text) in enumerate(zip(rows, texts)):
-        print('\n---------------' if live and row == 0 else f"{prompt}{text}\n---------------")
+    seconds = time.perf_counter() - started
+    for row, ((prompt, _, first), text) in enumerate(zip(rows, texts)):
+        text = without_thinking(first + text) if hide else first + text
+        if live and row == 0:
+            display('', complete=True)
+        else:
+            print(f"{prompt}{text}")
+        print('---------------')
     print(f"{count:,} tokens in {seconds:.2f} s, {count / seconds:,.1f} tok/s", file=sys.stderr)

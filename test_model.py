@@ -4482,6 +4482,218 @@ def test_streamed_text_is_the_whole_text():
     assert TextStream(tok, stop=['xyz']).feed(ord('x')) == ''  # it may begin a stop text
 
 
+# conversations ----------------------------------------------------------------------------------------------
+
+QUESTIONS = ['Hi, who are you?', 'And <them>?\n', 'é🙂']
+DELTA = dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4)
+CHAT_SETTINGS = {**flat_sample.config, 'system': 'Be short.', 'max_new_tokens': 8, 'temperature': 0.0}
+
+
+@functools.cache
+def chat_tokenizer(template='chatml'):
+    """Bytes, ChatML's two marks and a chat template, as a tokenizer.json."""
+    library = pytest.importorskip('tokenizers').Tokenizer.from_str(make_tokenizer('byte').to_json())
+    library.add_special_tokens(['<|im_start|>', '<|im_end|>'])
+    return prepare.JsonTokenizer(library.to_str(), {'chat_template': CHAT_TEMPLATES[template]})
+
+
+def chat_model(**options):
+    return tiny(**{**dict(block_size=600, vocab_size=259), **options})
+
+
+def new_chat(model, template='chatml', **settings):
+    return flat_sample.Chat(model, chat_tokenizer(template), {**CHAT_SETTINGS, **settings})
+
+
+def count_fed(model):
+    """A list that grows by the number of tokens of each forward pass."""
+    fed = []
+    model.register_forward_pre_hook(lambda module, args: fed.append(args[0].shape[1]))
+    return fed
+
+
+def from_nothing(chat, question, n=8):
+    """The answer of a model that reads the whole conversation anew for each token."""
+    ids, begin = flat_sample.chat_ids(chat.model, chat.tokenizer, [
+        *chat.messages, {'role': 'user', 'content': question}], chat.settings['thinking'])
+    ids = by_hand(chat.model, ids, n, temperature=0)
+    ends = [i for i, token in enumerate(ids) if token in chat.tokenizer.stop_tokens]
+    return begin + chat.tokenizer.decode(ids[:min(ends, default=n)])
+
+
+@pytest.mark.parametrize('template, variant', [
+    ('chatml', {}), ('chatml', dict(window=9, window_pattern='SL')), ('chatml', MLA),
+    ('chatml', dict(window=30, window_pattern='S', pos='alibi')), ('chatml', dict(n_expert=4)),
+    ('chatml', DELTA), ('chatml', dict(document_token=256, n_kv_head=2)), ('qwen3', {}), ('qwen3', DELTA),
+    ('qwen3', dict(window=9, window_pattern='SL')), ('llama3', {})])
+def test_a_conversation_with_its_cache_is_each_turn_from_nothing(template, variant):
+    model = chat_model(**variant)
+    chat, fed, pieces, cached = new_chat(model, template), count_fed(model), [], []
+    for question in QUESTIONS:
+        expected = from_nothing(chat, question)
+        if template == 'qwen3' and len(chat.messages) > 1:  # which the template leaves out from now on
+            chat.messages[-1]['content'] = '<think>\nhm\n</think>\n\n' + chat.messages[-1]['content']
+        ids = chat.prompt(question)[1]
+        same = len(os.path.commonprefix([ids[:-1], cached]))
+        fed.clear()
+        pieces.clear()
+        assert chat.answer(question, pieces.append) in (
+            None, '(cut at max_new_tokens=8: /set max_new_tokens 16 allows more)')
+        assert chat.messages[-2:] == [{'role': 'user', 'content': question},
+                                      {'role': 'assistant', 'content': expected}]
+        assert ''.join(pieces) == expected
+        if same == len(cached) or not any(chat.cache.states):  # else from the first token
+            assert fed[0] == len(ids) - same and set(fed[1:]) <= {1}
+        cached = chat.cached
+        assert len(cached) == chat.cache.length and cached[:len(ids)] == ids
+        assert (ids[0] == 256) == ('document_token' in variant)
+
+
+@pytest.mark.parametrize('variant', [
+    {}, dict(window=4, window_pattern='SL'), MLA, dict(pos='alibi', document_token=3), DELTA])
+def test_generate_goes_on_from_a_cache_that_holds_the_beginning(variant):
+    model = tiny(**variant)
+    prompts, held = [[5, 6], [1, 2, 3, 4, 5, 6, 7], [9, 8, 3, 7]], [1, 3, 0]
+    plain = list(generate(model, prompts, 30, seed=3, temperature=0.9))  # the context of 24 is full once
+    cache = model.make_cache(3, 24)
+    with torch.no_grad():
+        flat_sample.prefill(model, [p[:n] or [0] for p, n in zip(prompts, held)], cache)
+    cache.reset(torch.tensor([False, False, True]))
+    fed = count_fed(model)
+    assert list(generate(model, prompts, 30, seed=3, temperature=0.9, cache=cache)) == plain
+    assert fed[0] == 4  # the longest that was missing
+    cache.reset()
+    long = [list(range(30))]
+    cropped = list(generate(model, long, 8, seed=3))
+    cache = model.make_cache(1, 24)
+    with torch.no_grad():
+        model(torch.tensor(long)[:, :20], cache=cache)
+    assert list(generate(model, long, 8, seed=3, cache=cache)) == cropped
+
+
+def test_history_is_kept_within_the_context(capsys):
+    chat = new_chat(chat_model(block_size=150))
+    for i in range(5):
+        question = f"question {i}"
+        chat.answer(question, str)
+        ids = flat_sample.chat_ids(chat.model, chat.tokenizer, chat.messages[:-1], 'show')[0]
+        assert len(ids) + 8 <= 150 and len(chat.cached) <= 150
+        roles = [message['role'] for message in chat.messages]
+        assert roles == ['system', *['user', 'assistant'] * (len(roles) // 2)]
+        answer = chat.messages[-1]['content']
+        chat.messages = chat.messages[:-2]
+        assert answer == from_nothing(chat, question)  # as if what is forgotten had never been
+        chat.messages += [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
+    assert len(chat.messages) < 11 and chat.messages[0]['content'] == 'Be short.'
+    assert capsys.readouterr().out.count('\n') == 1
+    before = list(chat.messages)
+    with pytest.raises(ValueError, match='the context has 150: ask a shorter one'):
+        chat.answer('a' * 150, str)
+    assert chat.messages == before
+    chat.settings['max_new_tokens'] = 100
+    assert chat.answer('b' * 70, str) in (None, '(cut: the context of 150 tokens is full)')
+    assert [m['role'] for m in chat.messages] == ['system', 'user', 'assistant'] and len(chat.cached) <= 150
+    chat.reset()
+    assert chat.messages == [{'role': 'system', 'content': 'Be short.'}]
+    assert new_chat(chat_model(), system='').messages == []
+
+
+@pytest.mark.parametrize('variant', [{}, DELTA, dict(window=9, window_pattern='S')])
+@pytest.mark.parametrize('calls', [1, 5])
+def test_an_answer_may_be_interrupted_anywhere(variant, calls):
+    """Between two layers of the first pass, or of a later one: the next answers are those from nothing."""
+    model = chat_model(**variant)
+    chat, passes = new_chat(model), []
+
+    def interrupt(module, args):
+        passes.append(1)
+        if len(passes) == calls:
+            signal.raise_signal(signal.SIGINT)
+    for turn in range(2):
+        handle = model.h[1].register_forward_pre_hook(interrupt)
+        passes.clear()
+        with pytest.raises(KeyboardInterrupt):
+            chat.answer('Hi', str)
+        handle.remove()
+        assert [m['role'] for m in chat.messages[-2:]] == ['user', 'assistant'] and chat.cached == []
+        expected = from_nothing(chat, f'Turn {turn}?')
+        chat.answer(f'Turn {turn}?', str)
+        assert chat.messages[-1]['content'] == expected
+
+
+def typed(monkeypatch, *lines):
+    """What a person types: text, or an exception for a key."""
+    rest = iter(lines)
+
+    def read(prompt=''):
+        line = next(rest)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+    monkeypatch.setattr('builtins.input', read)
+    return rest
+
+
+def test_commands_of_a_conversation(monkeypatch, capsys):
+    chat = new_chat(chat_model())
+    rest = typed(monkeypatch, '', 'Hi', KeyboardInterrupt(), '  /set temperature 0.5 ',
+                 '/set temperature -1', '/set temperature abc', '/set device cuda', '/set thinking maybe',
+                 '/set', '/nonsense', '/help', '/reset', '/etc/passwd is what?', 'x' * 600, '/exit', 'never')
+    flat_sample.converse(chat)
+    assert list(rest) == ['never'] and chat.settings['temperature'] == 0.5
+    assert [m['content'] for m in chat.messages[:2]] == ['Be short.', '/etc/passwd is what?']
+    out, err = capsys.readouterr()
+    assert 'temperature=-1.0 must be at least 0\n' in out and 'temperature = 0.5, top_k' in out
+    assert "thinking='maybe' must be show, hide or off" in out and '/set NAME VALUE takes' in out
+    assert err.count('\n') == 1 and "temperature must be float, got 'abc'" in err
+    assert out.count(flat_sample.COMMANDS) == 3 and 'ask a shorter one' in out
+    rest = typed(monkeypatch, EOFError(), 'never')
+    flat_sample.converse(chat)
+    assert list(rest) == ['never']
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(monkeypatch, capsys):
+    model = chat_model()
+    chat, passes = new_chat(model), []
+
+    def interrupt(module, args):
+        passes.append(1)
+        if len(passes) == 4:
+            signal.raise_signal(signal.SIGINT)
+    model.register_forward_pre_hook(interrupt)
+    typed(monkeypatch, 'Hi', 'And?', '/exit')
+    flat_sample.converse(chat)
+    half, whole = chat.messages[2]['content'], chat.messages[4]['content']
+    assert len(half) <= 3 and half + '\n' in capsys.readouterr().out
+    chat.messages = chat.messages[:3]
+    assert from_nothing(chat, 'And?') == whole
+
+
+def test_thinking_is_shown_hidden_or_off(capsys):
+    for text, visible in [('<think>\nhm <b>\n</think>\n\nyes', 'yes'), ('<think>\nhm', ''), ('<', '<'),
+                          ('\n<think></think>a</think>', 'a</think>'), ('a <think>', 'a <think>'), ('', '')]:
+        for size in (1, 3, 100):
+            for hide, expected in (True, visible), (False, text):
+                display, out = flat_sample.Display(hide), ''
+                for i in range(0, len(text), size):
+                    display(text[i:i + size])
+                    out += capsys.readouterr().out
+                    assert expected.startswith(out)
+                display('', complete=True)
+                assert out + capsys.readouterr().out == expected + '\n'
+    model, tok, messages = chat_model(), chat_tokenizer('qwen3'), [{'role': 'user', 'content': 'Hi'}]
+    show, hide, off = (flat_sample.chat_ids(model, tok, messages, thinking)[0]
+                       for thinking in ('show', 'hide', 'off'))
+    assert show == hide == tok.chat(messages) != off == tok.chat(messages, thinking=False)
+    opened = prepare.JsonTokenizer(tok.source, {'chat_template': CHAT_TEMPLATES['chatml'] + '<think>\n'})
+    chat = flat_sample.Chat(model, opened, {**CHAT_SETTINGS, 'thinking': 'hide'})
+    assert flat_sample.chat_ids(model, opened, messages, 'show')[1] == '<think>\n'
+    display = flat_sample.Display(True)
+    chat.answer('Hi', display)
+    assert chat.messages[-1]['content'].startswith('<think>\n') and len(chat.messages[-1]['content']) > 8
+    assert capsys.readouterr().out == ''
+
+
 # hub --------------------------------------------------------------------------------------------------------
 
 HF = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -5097,6 +5309,54 @@ def test_sample_script(folder, capsys):
         run('sample.py', *common, '--stop=[1,2]')
     with pytest.raises(ValueError, match='empty prompt'):
         run('sample.py', *common, '--start=')
+
+
+def save_chat_model(path, **options):
+    model = chat_model(**options)
+    os.makedirs(os.path.dirname(path))
+    torch.save({'model': model.state_dict(), 'model_args': dataclasses.asdict(model.config),
+                'tokenizer': chat_tokenizer().state()}, path)
+    return model
+
+
+def test_sample_script_chats(folder, capsys, monkeypatch):
+    model = save_chat_model('out/ckpt.pt')
+    common = ['--chat', '--device=cpu', '--dtype=float32', '--max_new_tokens=8', '--system=Be short.',
+              '--temperature=0']
+    monkeypatch.setattr(sys, 'stdin', io.StringIO('Hi\n/set temperature 0.7\nAnd?\n'))
+    with pytest.raises(SystemExit) as done:
+        run('sample.py', *common)
+    out, chat = capsys.readouterr().out, new_chat(model)
+    assert done.value.code is None and out.endswith('> \n')
+    answer = from_nothing(chat, 'Hi')
+    assert f'> {answer}\n' in out and 'temperature = 0.7' in out
+    (folder / 'q.txt').write_text('Hi\nWhy so?\n', encoding='utf-8')
+    run('sample.py', *common, '--start=LINES:q.txt')  # each alone
+    out = capsys.readouterr().out
+    assert f"> Hi\n{answer}\n---" in out and f"> Why so?\n{from_nothing(chat, 'Why so?')}\n---" in out
+    run('sample.py', *common, '--start=Why so?')
+    assert f"> Why so?\n{from_nothing(chat, 'Why so?')}\n---" in capsys.readouterr().out
+    with pytest.raises(ValueError, match='ask a shorter one'):
+        run('sample.py', *common, '--start=' + 'a' * 600)
+    train('--out_dir=out-base', '--max_iters=1')
+    with pytest.raises(ValueError, match='out-base.*has no chat template.*leave out --chat') as error:
+        run('sample.py', '--out_dir=out-base', *common)
+    assert '\n' not in str(error.value)
+
+
+def test_sampling_with_another_context(folder, capsys):
+    save_chat_model('out/ckpt.pt', block_size=24)
+    common = ['--device=cpu', '--dtype=float32', '--max_new_tokens=30', '--temperature=0', '--num_samples=1']
+    scaling = {'rope_type': 'linear', 'factor': 2.0}
+    run('sample.py', *common, '--start=abc', '--block_size=60', f'--rope_scaling={scaling}')
+    model, _ = GPT.from_checkpoint('out/ckpt.pt', block_size=60, rope_scaling=scaling)
+    ids = by_hand(model.eval(), [97, 98, 99], 30, temperature=0)
+    ends = [i for i, token in enumerate(ids) if token in chat_tokenizer().stop_tokens]
+    text = chat_tokenizer().decode(ids[:min(ends, default=30)])
+    assert f"\nabc{text}\n---" in capsys.readouterr().out
+    save_chat_model('out2/ckpt.pt', block_size=24, pos='learned')
+    with pytest.raises(ValueError, match='block_size=60 is more than the 24 positions'):
+        run('sample.py', '--out_dir=out2', *common, '--start=abc', '--block_size=60')
 
 
 def test_printed_commands_can_be_pasted(folder, capsys):
