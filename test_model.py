@@ -4490,7 +4490,7 @@ CHAT_SETTINGS = {**flat_sample.config, 'system': 'Be short.', 'max_new_tokens': 
 
 
 @functools.cache
-def chat_tokenizer(template='chatml'):
+def byte_chat_tokenizer(template='chatml'):
     """Bytes, ChatML's two marks and a chat template, as a tokenizer.json."""
     library = pytest.importorskip('tokenizers').Tokenizer.from_str(make_tokenizer('byte').to_json())
     library.add_special_tokens(['<|im_start|>', '<|im_end|>'])
@@ -4502,7 +4502,7 @@ def chat_model(**options):
 
 
 def new_chat(model, template='chatml', **settings):
-    return flat_sample.Chat(model, chat_tokenizer(template), {**CHAT_SETTINGS, **settings})
+    return flat_sample.Chat(model, byte_chat_tokenizer(template), {**CHAT_SETTINGS, **settings})
 
 
 def count_fed(model):
@@ -4681,7 +4681,7 @@ def test_thinking_is_shown_hidden_or_off(capsys):
                     assert expected.startswith(out)
                 display('', complete=True)
                 assert out + capsys.readouterr().out == expected + '\n'
-    model, tok, messages = chat_model(), chat_tokenizer('qwen3'), [{'role': 'user', 'content': 'Hi'}]
+    model, tok, messages = chat_model(), byte_chat_tokenizer('qwen3'), [{'role': 'user', 'content': 'Hi'}]
     show, hide, off = (flat_sample.chat_ids(model, tok, messages, thinking)[0]
                        for thinking in ('show', 'hide', 'off'))
     assert show == hide == tok.chat(messages) != off == tok.chat(messages, thinking=False)
@@ -5315,7 +5315,7 @@ def save_chat_model(path, **options):
     model = chat_model(**options)
     os.makedirs(os.path.dirname(path))
     torch.save({'model': model.state_dict(), 'model_args': dataclasses.asdict(model.config),
-                'tokenizer': chat_tokenizer().state()}, path)
+                'tokenizer': byte_chat_tokenizer().state()}, path)
     return model
 
 
@@ -5351,8 +5351,8 @@ def test_sampling_with_another_context(folder, capsys):
     run('sample.py', *common, '--start=abc', '--block_size=60', f'--rope_scaling={scaling}')
     model, _ = GPT.from_checkpoint('out/ckpt.pt', block_size=60, rope_scaling=scaling)
     ids = by_hand(model.eval(), [97, 98, 99], 30, temperature=0)
-    ends = [i for i, token in enumerate(ids) if token in chat_tokenizer().stop_tokens]
-    text = chat_tokenizer().decode(ids[:min(ends, default=30)])
+    ends = [i for i, token in enumerate(ids) if token in byte_chat_tokenizer().stop_tokens]
+    text = byte_chat_tokenizer().decode(ids[:min(ends, default=30)])
     assert f"\nabc{text}\n---" in capsys.readouterr().out
     save_chat_model('out2/ckpt.pt', block_size=24, pos='learned')
     with pytest.raises(ValueError, match='block_size=60 is more than the 24 positions'):
