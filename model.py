@@ -236,8 +236,8 @@ NEEDS = {  # field: those that have no effect without it
 
 
 ATTENTION_ONLY = (  # fields without effect in a model of Gated DeltaNet alone
-    'n_kv_head', 'head_dim', 'qk_norm', 'attn_scale', 'attn_softcap', 'attn_sink', 'alibi_scale', 'pos_pattern',
-    'rope_base', 'rope_scaling', 'partial_rotary_factor', 'qkv_bias', 'proj_bias')
+    'n_kv_head', 'head_dim', 'qk_norm', 'attn_scale', 'attn_softcap', 'attn_sink', 'alibi_scale',
+    'pos_pattern', 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'qkv_bias', 'proj_bias')
 
 
 def wrong_combinations(config, given):
