@@ -112,7 +112,7 @@ class GPTConfig:
     dropout: float = 0.0             # on embedding, attention weights and both residual branches
 
     def __post_init__(self):
-        self.n_expert = self.n_expert or None  # as a flag can say it: --n_expert=0
+        self.n_expert = self.n_expert or None  # so that a flag can say it: --n_expert=0
         given = types.SimpleNamespace(**vars(self))
         # types come before values, and values before what follows from several of them
         problems = wrong_types(self) or wrong_values(self)
@@ -193,24 +193,26 @@ def wrong_types(config):
         if type(value) in (int, float) and float in kinds:
             fits = math.isfinite(value)
         if not fits:
-            names = ' or '.join('None' if kind is types.NoneType else kind.__name__ for kind in kinds)
-            problems.append(f"{field.name}={value!r} is not {names}")
+            names = ['None' if kind is types.NoneType else f"{'an' if kind is int else 'a'} {kind.__name__}"
+                     for kind in kinds]
+            problems.append(f"{field.name}={value!r} is not {' or '.join(names)}")
     return problems
 
 
-FROM_ZERO = ('n_dense_layer', 'document_token')  # the other whole numbers count from 1
-MAX_LAYERS, MAX_PARAMETERS = 10_000, 1e14        # beyond these building would not end
+MAY_BE_ZERO = ('n_dense_layer', 'document_token')  # all other integers must be at least 1
+MAX_PARAMETERS = 1e14
 
 
 def wrong_values(config):
     """Fields whose own value is out of range or unknown."""
     problems = []
     for field in dataclasses.fields(config):
-        value, least = getattr(config, field.name), 0 if field.name in FROM_ZERO else 1
+        value, least = getattr(config, field.name), 0 if field.name in MAY_BE_ZERO else 1
         if type(value) is int and field.type in (int, int | None) and value < least:
             problems.append(f"{field.name}={value} must be at least {least}")
-    if config.n_layer > MAX_LAYERS:
-        problems.append(f"n_layer={config.n_layer} must be at most {MAX_LAYERS:,}")
+    for name, most in dict(n_layer=10_000, block_size=2**30).items():  # beyond this building would not end
+        if getattr(config, name) > most:
+            problems.append(f"{name}={getattr(config, name)} must be at most {most:,}")
     choices = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), qk_norm=(True, False, 'whole', None),
                    mlp=ACTIVATIONS, wiring=NORM_PLACEMENTS, router=ROUTERS)
     for name, known in choices.items():
@@ -232,6 +234,11 @@ NEEDS = {  # field: those that have no effect without it
                  'router', 'norm_topk_prob', 'routed_scaling_factor', 'n_group', 'topk_group', 'balance_bias',
                  'balance_per_sequence'],
 }
+
+
+ATTENTION_ONLY = (  # fields without effect in a model of Gated DeltaNet alone
+    'n_kv_head', 'head_dim', 'qk_norm', 'attn_scale', 'attn_softcap', 'attn_sink', 'alibi_scale',
+    'pos_pattern', 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'qkv_bias', 'proj_bias')
 
 
 def wrong_combinations(config, given):
@@ -263,8 +270,12 @@ def wrong_combinations(config, given):
     check(not latent or not given.qk_norm, 'qk_norm kv_lora_rank',
           'latent attention normalises the latents instead')
     width, ff = config.n_embd, (config.d_expert or 0) * (config.n_expert or 0) + config.d_ff
-    rough = config.n_layer * width * (4 * width + 3 * ff) + config.vocab_size * width
-    check(rough <= MAX_PARAMETERS, 'n_layer n_embd', f'some {rough:.0e} parameters are too many to build')
+    heads = config.n_head * (config.head_dim or config.v_head_dim) + sum(
+        (getattr(config, f'linear_n_{part}_head') or 0) * (getattr(config, f'linear_{part}_head_dim') or 0)
+        for part in ('key', 'value'))
+    rough = config.n_layer * width * (4 * heads + 3 * ff) + config.vocab_size * width
+    check(rough <= MAX_PARAMETERS, 'n_layer n_embd n_head',
+          f'about {rough:.0e} parameters, more than can be built')
 
     # mixers
     check(set(mixers) <= {config.mixer_of(layer) for layer in range(config.n_layer)},
@@ -277,14 +288,12 @@ def wrong_combinations(config, given):
     check(not config.attn_gate or any(issubclass(mixer, Attention) for mixer in used),
           'attn_gate mixer_pattern', 'no layer has an attention with a gate')
     for field in dataclasses.fields(config):
-        is_linear = field.name.startswith('linear_')
-        is_attention = field.name.startswith('attn_') or field.name in (
-            'n_kv_head', 'qk_norm', 'pos_pattern', 'rope_scaling', 'partial_rotary_factor')
-        is_default = getattr(given, field.name) == field.default
-        check(is_default or not is_linear or 'D' in mixers, f'{field.name} mixer_pattern',
-              'only D layers have this')
-        check(is_default or not is_attention or set(mixers) != {'D'}, f'{field.name} mixer_pattern',
-              'D layers have nothing of the kind')
+        if getattr(given, field.name) != field.default:
+            check(not field.name.startswith('linear_') or 'D' in mixers, f'{field.name} mixer_pattern',
+                  'only D layers have this')
+            check(field.name not in ATTENTION_ONLY or set(mixers) != {'D'}, f'{field.name} mixer_pattern',
+                  'D layers have nothing of the kind')
+    check(config.pos != 'alibi' or set(mixers) != {'D'}, 'pos mixer_pattern', 'no layer has attention')
     check(config.window is None or config.window_pattern is None
           or any(config.window_of(layer) for layer in range(config.n_layer)), 'window window_pattern',
           'no layer has a window')
@@ -391,8 +400,8 @@ def hidden_init(w):
 
 
 def branch_init(config):
-    """Of the projection that ends a branch: zeros, so that blocks start as the identity; but a norm of zeros
-    would have a gradient of 1 / sqrt(eps), so where one follows the projection starts as the others do."""
+    """The initial value of a branch's output projection: zeros, so that blocks start as the identity; but a
+    norm of zeros would have a gradient of 1 / sqrt(eps), so where one follows it starts as the others do."""
     return hidden_init if config.wiring in ('output', 'sandwich') else nn.init.zeros_
 
 
@@ -720,7 +729,7 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
     if context.eager:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
     if H > K and (T == 1 or bias is not None or q.device.type == 'mps'):
-        # a group's heads as rows of one product: keys are read once a group, by kernels that know no groups
+        # a group's heads as rows of one product: keys are read once per group, also by kernels without GQA
         if bias is None and mask.is_causal and T > 1:
             bias = q.new_full((T, S), -math.inf).triu(1)[None, None]
         if bias is not None:
@@ -750,7 +759,7 @@ def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights
             score = softcap * torch.tanh(score / softcap)
         if mask.bias is not None:
             score = score + mask.bias[:, :, start:end, first:last]
-        if sink is not None:  # takes its share and gives nothing
+        if sink is not None:  # has weight but no value
             score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
         weight = score.softmax(dim=-1)[..., :last - first]
         if weights is not None:
@@ -908,7 +917,7 @@ class FullSlots:
     def write(self, new, context):
         T, cache = context.positions.shape[1], self.cache
         kept = min(T, self.count)  # of a sequence longer than a window only the end is kept
-        if cache.even and context.lengths is None:
+        if cache.same_length and context.lengths is None:
             start = (cache.longest + T - kept) % self.count
             if start + kept <= self.count:  # adjacent slots, the same in all rows
                 for old, add in zip(self.tensors, new):
@@ -955,14 +964,14 @@ class Cache:
     each layer its FullSlots or WindowSlots, `states` a list of tensors (B, ...) of fixed size; see Mixer.
 
     Rows may have different lengths: `length` (B,) counts each row's tokens, `longest` is their maximum, on
-    the host, and `even` says that they are all alike. If `static`, only tensors may change, so that one
+    the host, and `same_length` says that all are alike. If `static`, only tensors may change, so that one
     compiled step serves every position: then the caller keeps count, `longest` is None, and each step attends
     to all slots, empty ones masked."""
 
     def __init__(self, mixers, batch_size, max_len, device, dtype, static=False, max_rewind=0,
                  documents=False):
         self.max_len, self.static, self.max_rewind = max_len, static, max_rewind
-        self.longest, self.even = (None, False) if static else (0, True)
+        self.longest, self.same_length = (None, False) if static else (0, True)
         self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.peak = self.length.clone()  # most tokens that a row has held since it was empty
         # the position where each position's document starts, and a last column for padding
@@ -996,9 +1005,7 @@ class Cache:
         if (lengths is not None or not self.static) and longest > self.max_len:
             raise ValueError(f"cache is full: {longest} tokens into {self.max_len} slots; "
                              "make_cache with a larger max_len")
-        new = self.longest + new[None] if self.even else self.length[:, None] + new
-        # padding may stand beyond the end
-        return new if lengths is None else new.clamp(max=self.max_len - 1)
+        return self.longest + new[None] if self.same_length else self.length[:, None] + new
 
     def advance(self, T, lengths=None):
         """Counts the tokens that have been appended."""
@@ -1048,7 +1055,7 @@ class Cache:
     def _recount(self):
         if not self.static:
             shortest, self.longest = int(self.length.min()), int(self.length.max())
-            self.even = shortest == self.longest
+            self.same_length = shortest == self.longest
 
     def _state_tensors(self):
         return [state for layer in self.states for state in layer]
@@ -1092,7 +1099,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, starts=None, first=None, chunk
     more = -T % C  # padding to whole chunks: beta is 0, so that it writes nothing, and decay is 0
     q, k, v, decay, beta = (F.pad(x, (0, 0) * (x.ndim - 3) + (0, more)).unflatten(2, (-1, C))
                             for x in (q, k, v, decay, beta))  # (B, heads, chunks, C, ...)
-    total = decay.cumsum(-1)  # log of how much the state of before the chunk has decayed
+    total = decay.cumsum(-1)  # log of how much the state from before the chunk has decayed
     hidden = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
     carried = total.exp()
     if starts is not None:
@@ -1274,7 +1281,7 @@ class Experts(nn.Module):
 
 
 class MoveRows(torch.autograd.Function):
-    """Rows of x to other places: x[source], zeros where source is len(x); back: where x's own rows went.
+    """Permutes rows of x: x[source], zeros where source is len(x); back: where x's own rows went.
     The backward is a gather as well, where that of indexing is a scatter, slow or not deterministic."""
 
     @staticmethod
@@ -1355,7 +1362,7 @@ class MoE(nn.Module):
         is of, n k for a row of zeros; back (n k,), the row of each choice; offsets (E,) int32, where each
         expert's rows end."""
         expert, order = chosen.flatten().sort(stable=True)  # (n k,)
-        offsets, n = self.count_up(expert[None])[0], len(expert)
+        offsets, n = self.expert_offsets(expert[None])[0], len(expert)
         if chosen.device.type == 'cpu':
             row, offsets, rows = fill_blocks(expert, offsets, self.config.n_expert)
         else:
@@ -1364,7 +1371,7 @@ class MoE(nn.Module):
         source = torch.full((rows,), n, device=chosen.device)
         return source.scatter(0, back, torch.arange(n, device=chosen.device)), back, offsets.int()
 
-    def count_up(self, expert):
+    def expert_offsets(self, expert):
         """expert (rows, n), sorted -> (rows, E), where each expert's entries end."""
         every = torch.arange(self.config.n_expert, device=expert.device).expand(len(expert), -1).contiguous()
         return torch.searchsorted(expert, every, right=True)
@@ -1373,14 +1380,14 @@ class MoE(nn.Module):
         """balance (0-d): 1 when experts are used evenly (Switch, arXiv:2101.03961, equations 4 to 6); z
         (0-d): ST-MoE's, arXiv:2202.08906; load (E,): choices of each expert."""
         rows = rows if self.config.balance_per_sequence else 1
-        ends = self.count_up(chosen.view(rows, -1).sort().values)
+        ends = self.expert_offsets(chosen.view(rows, -1).sort().values)
         load = ends.diff(dim=1, prepend=ends.new_zeros(rows, 1))
         share = score.softmax(-1).view(rows, -1, self.config.n_expert).mean(1)  # of the scores, (rows, E)
         balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
 
 
-# what only CPUs need ----------------------------------------------------------------------------------------
+# CPU-only code paths ----------------------------------------------------------------------------------------
 
 def cpu_dropout(x, p):
     """Random bits are what dropout costs on a CPU: 16 an element, drawn 64 at a time, take a fifth of
@@ -1588,10 +1595,10 @@ class GPT(nn.Module):
         if cache is not None and len(idx) != len(cache.length):
             raise ValueError(f"{len(idx)} rows of tokens for a cache of {len(cache.length)}")
         if lengths is not None and cache is None:
-            raise ValueError("lengths are for a cache; without one padding is harmless: give targets of -1")
+            raise ValueError("lengths need a cache; without one, set the targets of padding to -1")
         if targets is not None and targets.device.type == 'cpu' and not torch.compiler.is_compiling() \
                 and targets.min() < -1:
-            raise ValueError(f"targets hold {int(targets.min())}: -1 marks what is not to be learnt")
+            raise ValueError(f"targets hold {int(targets.min())}: use -1 for targets to ignore")
         context = self.context(idx, cache, lengths, weights, [] if targets is not None else None)
         x = self.embed(idx, context.position_ids)                                                # (B, T, C)
         x = x0 = dropout(x, config.dropout if self.training else 0.0)
@@ -1654,6 +1661,8 @@ class GPT(nn.Module):
         if config.document_token is not None:
             context.document_starts = self.document_starts(idx, context)
             context.position_ids = positions - context.document_starts
+        if lengths is not None:  # padding may stand beyond the last position that has a rotation
+            context.position_ids = context.position_ids.clamp(max=config.block_size - 1)
         if self.rope is not None:
             context.rope = tuple(table[context.position_ids][:, None] for table in self.rope)
         elif config.pos == 'rope':  # a scaling that depends on the length
@@ -1683,12 +1692,12 @@ class GPT(nn.Module):
         """The Mask of the layers with this window, None for all, and with or without ALiBi's bias."""
         positions, cache, starts = context.positions, context.cache, context.document_starts
         T, longest = positions.shape[1], 0 if cache is None else cache.longest
-        is_causal = longest == 0  # nothing cached: the keys are the new tokens; None: static, nobody knows
+        is_causal = longest == 0  # nothing cached: the keys are the new tokens; None: static, unknown
         all_in_window = window is None or longest is not None and longest + T <= window
         if starts is None and not alibi:
             if is_causal and all_in_window and T > 1 and not context.eager:
                 return Mask(None, True, None)  # the kernel knows this one
-            if T == 1 and (cache is None or cache.even and context.lengths is None and (
+            if T == 1 and (cache is None or cache.same_length and context.lengths is None and (
                     all_in_window or cache.max_rewind == 0 and window < cache.max_len)):
                 return Mask(None, is_causal, None)  # one token that sees all that is there
         slots = None if cache is None else cache.slots_of(window)
@@ -1962,11 +1971,13 @@ def read_checkpoint(path):
                          "kind of file; use another one") from error
     if not isinstance(found, dict) or not {'model', 'model_args'} <= found.keys():
         keys = ', '.join(map(str, list(found)[:5])) if isinstance(found, dict) else type(found).__name__
-        raise ValueError(f"{path} is no checkpoint of train.py: it holds {keys}, not model and model_args")
+        raise ValueError(f"{path} is not a checkpoint of train.py: it holds {keys}, not model and model_args")
     state, args = found['model'], found['model_args']
     if not (isinstance(state, dict) and isinstance(args, dict) and all(type(name) is str for name in args)
-            and all(type(name) is str and torch.is_tensor(w) for name, w in state.items())):
-        raise ValueError(f"{path} is no checkpoint of train.py: model must name tensors, model_args options")
+            and all(type(name) is str and torch.is_tensor(w) and w.layout == torch.strided
+                    and w.is_floating_point() for name, w in state.items())):
+        raise ValueError(f"{path} is not a checkpoint of train.py: model must name dense tensors of floats, "
+                         "model_args options")
     return found
 
 

@@ -2416,6 +2416,12 @@ def test_cached_equals_uncached(row):
             close(last, torch.stack((full[1, 6], full[0, 8])))
             close(model(idx[[2, 1, 1, 0], [at[2] + 1, 7, at[1] + 1, 9]][:, None], cache=cache)[:, 0],
                   full[[2, 1, 1, 0], [at[2] + 1, 7, at[1] + 1, 9]])
+        cache = model.make_cache(2, 24, static)  # a row that ends with the cache, beside a longer one
+        model(idx[:2, :20], cache=cache, lengths=torch.tensor([20, 3]))
+        new, lengths = torch.stack((idx[0, 4:24], idx[1, 3:23])), torch.tensor([4, 20])
+        new[0, :4] = idx[0, 20:]
+        last = model(new, cache=cache, keep=2, lengths=lengths)
+        close(last, torch.stack((full[0, 22:24], full[1, 21:23])))
 
 
 @pytest.mark.parametrize('row', GRID, ids=grid_name)
@@ -3351,17 +3357,19 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
                         'factor': 2.0, 'original_max_position_embeddings': 99}),
      ["rope_scaling={'rope_type': 'longrope'"]),
     (dict(rope_base=math.inf, head_dim='8', bias='no', dropout=None, mlp=['a'], norm_eps=True),
-     ['rope_base=inf is not float', "head_dim='8' is not int or None", "bias='no' is not bool",
-      'dropout=None', "mlp=['a'] is not str", 'norm_eps=True']),
+     ['rope_base=inf is not a float', "head_dim='8' is not an int or None", "bias='no' is not a bool",
+      'dropout=None', "mlp=['a'] is not a str", 'norm_eps=True']),
     (dict(n_layer=99999999), ['n_layer=99999999 must be at most 10,000']),
-    (dict(n_embd=2**24, n_head=2**10, n_layer=1000), ['parameters are too many']),
+    (dict(block_size=10**12), ['block_size=1000000000000 must be at most']),
+    (dict(n_embd=2**24, n_head=2**10, n_layer=1000), ['more than can be built']),
+    (dict(n_head=10**9, head_dim=64), ['more than can be built']),
     (dict(mixer_pattern='AX'), ["mixer_pattern='AX' must be made of"]),
     (dict(mixer_pattern='DM'), ["mixer_pattern='DM'", 'M layers need kv_lora_rank']),
     (dict(mixer_pattern='DA', **MLA), ['not both', 'no layer has latent attention']),
     (dict(linear_n_key_head=3, linear_n_value_head=4, mixer_pattern='DA'), ['key heads must divide']),
     (dict(linear_conv_kernel_dim=3), ['linear_conv_kernel_dim=3', 'only D layers']),
-    (dict(mixer_pattern='D', attn_sink=True, n_kv_head=2),
-     ["attn_sink=True, mixer_pattern='D'", 'n_kv_head=2']),
+    (dict(mixer_pattern='D', attn_sink=True, n_kv_head=2, pos='alibi', qkv_bias=True),
+     ["attn_sink=True, mixer_pattern='D'", 'n_kv_head=2', "pos='alibi'", 'qkv_bias=True']),
     (dict(attn_gate=True, mixer_pattern='D'), ['no layer has an attention with a gate']),
     (dict(window=4, window_pattern='SL', mixer_pattern='DA'), ['no layer has a window']),
     (dict(mixer_pattern='DDDA', n_layer=3), ['fewer layers than letters']),
