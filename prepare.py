@@ -1828,7 +1828,7 @@ def prepare_command(folder):
     if not starts:
         return shlex.join(['python', 'prepare.py', 'my.txt', f'--out={name}'])
     source = max(starts, key=len)
-    kind, found = name[len(source) + 1:], SOURCES[source]()
+    kind, found = re.sub(r'^bpe(?=\d+$)', 'bpe:', name[len(source) + 1:]), SOURCES[source]()
     flags = [source] * (source != 'pystdlib')
     if dataset_name(output_folder(None, found, found.tokenizer)) != name:
         flags.append(f'--tokenizer={kind}' if kind else f'--out={name}')
