@@ -30,6 +30,7 @@ import torch
 
 from model import GPT, GPTConfig, checkpoint_path, letter
 from prepare import find_tokenizer, json_tokenizer
+from sample import check_rest
 
 INSTALL = 'pip install safetensors tokenizers huggingface_hub'
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
@@ -1165,7 +1166,13 @@ if __name__ == '__main__':
             raise ValueError(f"dtype={dtype!r} is none of {', '.join(map(plain, DTYPES.values()))}")
         path, folder = checkpoint_path(words[1]), words[2]
         model, rest = GPT.from_checkpoint(path)
-        save_pretrained(model, find_tokenizer(rest, path), folder, kinds[dtype])
+        check_rest(rest, path)
+        try:
+            tokenizer = find_tokenizer(rest, path)
+        except (OSError, ImportError, ValueError) as error:  # the weights can be used without
+            tokenizer = None
+            print(f"no tokenizer is exported: {error}")
+        save_pretrained(model, tokenizer, folder, kinds[dtype])
         print(f"{path} is in {folder} for transformers and vLLM: {', '.join(sorted(os.listdir(folder)))}")
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))

@@ -860,14 +860,25 @@ def tokenizer_from_state(state):
 
 
 def find_tokenizer(rest, path):
-    """The tokenizer of a checkpoint, given what it holds beside the model: its own, or for nanoGPT's files
-    that of the dataset they name. ValueError: there is none."""
+    """The tokenizer of a checkpoint, given what it holds beside the weights: its own, or for nanoGPT's files
+    that of the dataset they name. FileNotFoundError: that is not here. ValueError: there is none, it is
+    damaged, or it has more tokens than the model."""
     if rest.get('tokenizer'):
-        return tokenizer_from_state(rest['tokenizer'])
+        try:
+            return tokenizer_from_state(rest['tokenizer'])
+        except ValueError as e:
+            raise ValueError(f'{path}: {e}') from e
     dataset = rest.get('config', {}).get('dataset')
     if not isinstance(dataset, str):
         raise ValueError(f"{path} names no tokenizer and no dataset: nothing can turn its tokens into text")
-    return load_tokenizer(os.path.join('data', dataset))
+    folder, n_vocab = os.path.join('data', dataset), rest['model_args']['vocab_size']
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f'{folder} is not there, whose tokenizer {path} needs: prepare it here')
+    tok = load_tokenizer(folder)
+    if tok.n_vocab > -(-n_vocab // 64) * 64:  # padded, as GPT-2's 50257 tokens to 50304
+        raise ValueError(f'{folder} has a tokenizer of {tok.n_vocab:,} tokens, but {path} has '
+                         f'vocab_size={n_vocab}: prepare the dataset that it was trained on here')
+    return tok
 
 
 def load_tokenizer(folder):

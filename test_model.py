@@ -3451,6 +3451,16 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
     assert len(mine) == len(theirs) and all(torch.equal(a[:len(b)], b) for a, b in zip(mine, theirs))
 
 
+def test_a_nanogpt_checkpoint_takes_no_other_tokenizer_than_its_datasets(folder, monkeypatch):
+    nanogpt_checkpoint('ckpt.pt')
+    os.rename('data/toy', 'data/away')
+    assert re.fullmatch('data/toy is not there, .*ckpt.pt needs: prepare it here',
+                        flat_sample.load('ckpt.pt')[2]['no_tokenizer'])
+    os.mkdir('data/toy')  # without meta: GPT-2's, which this model is too small for
+    monkeypatch.setattr(prepare, 'make_tokenizer', lambda name: make_tokenizer('byte'))
+    assert 'has a tokenizer of 257 tokens' in flat_sample.load('ckpt.pt')[2]['no_tokenizer']
+
+
 def test_nanogpt_prepared_folders_train(folder):
     """Header-less uint16 bins with meta.pkl."""
     os.mkdir('data/nano')
@@ -4121,6 +4131,15 @@ def test_export_writes_what_transformers_opens(folder, capsys):
     with pytest.raises(ValueError, match="dtype='int8' is none of"):
         run('hub.py', 'export', 'out', 'other', '--dtype=int8')
     assert not os.path.exists('other')
+    saved = torch.load('out/ckpt.pt', weights_only=True)
+    torch.save({**saved, 'tokenizer': None, 'config': None}, 'bad.pt')
+    with pytest.raises(ValueError, match='bad.pt is damaged.*config=None'):
+        run('hub.py', 'export', 'bad.pt', 'other')
+    torch.save({**saved, 'tokenizer': None, 'config': {}}, 'bare.pt')
+    capsys.readouterr()
+    run('hub.py', 'export', 'bare.pt', 'bare')
+    assert 'no tokenizer is exported: bare.pt names no tokenizer' in capsys.readouterr().out
+    assert sorted(os.listdir('bare')) == ['config.json', 'model.safetensors']
 
 
 def test_export_to_a_full_disk_leaves_nothing(tmp_path):
