@@ -2903,7 +2903,8 @@ def test_windows_are_each_seen_once_an_epoch():
 
 @pytest.mark.parametrize('accumulation, size, ranks, expected', [
     (40, 12, 1, (40, 12)), (40, 12, 8, (5, 12)), (1, 64, 2, (1, 32)), (1, 64, 4, (1, 16)),
-    (40, 12, 3, (16, 10)), (3, 4, 2, (2, 3))])
+    (40, 12, 3, (16, 10)), (3, 4, 2, (2, 3)), (40, 10**11 - 1, 8, (5, 10**11 - 1)),
+    (10**11 - 1, 1, 1, (10**11 - 1, 1)), (3, 10**11, 2, (2, 75 * 10**9))])
 def test_ranks_share_a_batch(accumulation, size, ranks, expected):
     assert flat_train.share_batch(accumulation, size, ranks) == expected
     micro, each = flat_train.share_batch(accumulation, size, ranks)
@@ -3262,6 +3263,18 @@ def test_unreadable_checkpoints_are_one_line(folder):
         run('sample.py', '--out_dir=nothing')
 
 
+RUNTIME = dict(device_type='cpu', ranks=1, threads=1, dtype='float32', compile=False)
+
+
+def empty_state(states):
+    return states
+
+
+def state_without_step(states):
+    return [{**state, 'state': {0: {'exp_avg': torch.zeros(2), 'exp_avg_sq': torch.zeros(2)}}}
+            for state in states]
+
+
 @pytest.mark.parametrize('damage, message', [
     (dict(iter_num='5'), "iter_num='5'"), (dict(best_val_loss=None), 'best_val_loss=None'),
     (dict(best_val_loss=torch.zeros(2)), 'best_val_loss='), (dict(config=None), 'config=None'),
@@ -3269,6 +3282,9 @@ def test_unreadable_checkpoints_are_one_line(folder):
     (dict(optimizer='adamw'), "optimizer='adamw'"), (dict(optimizer=['adamw']), 'something else as opt'),
     (dict(optimizer=[{'state': {0: {'a': 'text'}}, 'param_groups': [{'params': [0]}]}]), 'not all numbers'),
     (dict(optimizer=[{'state': {}, 'param_groups': [{'params': [0]}]}]), 'no optimizer state for this'),
+    (dict(iter_num=-1), 'iter_num=-1'), (dict(optimizer=empty_state), 'an empty optimizer state after 1 upd'),
+    (dict(optimizer=state_without_step), 'optimizer state 0 has no step'),
+    (dict(runtime={**RUNTIME, 'threads': 0}), "runtime's threads=0"),
     (dict(optimizer=[]), 'no optimizer state for this'), (dict(iter_num=...), 'has no iter_num'),
     (dict(best_val_loss=..., optimizer=...), 'has no best_val_loss and no optimizer')])
 def test_checkpoints_of_another_shape_are_one_line(folder, damage, message):
@@ -3276,6 +3292,8 @@ def test_checkpoints_of_another_shape_are_one_line(folder, damage, message):
     states = [opt.state_dict() for opt in make_optimizers(model)]
     whole = {'model': model.state_dict(), 'model_args': vars(model.config), 'iter_num': 1, 'config': {},
              'best_val_loss': 3.0, 'optimizer': states, **damage}
+    if callable(whole['optimizer']):
+        whole['optimizer'] = whole['optimizer'](states)
     os.mkdir('out')
     torch.save({name: value for name, value in whole.items() if value is not ...}, 'out/ckpt.pt')
     with pytest.raises(ValueError, match=message) as error:
@@ -4207,12 +4225,13 @@ def test_sample_script(folder, capsys):
     assert re.search(r'^ab\w{8}$', out, re.M) and re.search(r'^cdefg\w{8}$', out, re.M)
     with pytest.raises(ValueError, match=r"'\?'.*char vocabulary of 23"):
         run('sample.py', *common, '--start=a?')
-    with pytest.raises(ValueError, match='top_p=2.0'):
-        run('sample.py', *common, '--top_p=2')
-    with pytest.raises(ValueError, match='stop=.* must be text'):
-        run('sample.py', *common, '--stop=[1,2]')
-    with pytest.raises(ValueError, match='empty prompt'):
-        run('sample.py', *common, '--start=')
+    for flag, message in (
+            ('--top_p=2', 'top_p=2.0'), ('--stop=[1,2]', 'stop=.* must be text'),
+            ('--start=', 'empty prompt'), ('--compile=yes', "compile='yes' must be True, False or auto"),
+            ('--num_samples=99999999999', 'num_samples=99999999999 must be between 1 .*LINES:'),
+            (f'--seed={2**63}', r'below 2\*\*63')):
+        with pytest.raises(ValueError, match=message):
+            run('sample.py', *common, flag)
 
 
 def test_printed_commands_can_be_pasted(folder, capsys):
@@ -4319,6 +4338,8 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--beta2=1'], 'beta2=1.0 must be .* below 1'),
     (['--cooldown=0'], 'cooldown=0.0 must be above 0'),
     (['--compile=perhaps'], "compile='perhaps' is none of"),
+    ([f'--seed={10**26}'], r'seed=1000.* must be below 2\*\*63'),
+    (['--out_dir=data/toy/meta.json'], 'meta.json is a file: name a folder'),
 ])
 def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
     if args == ['--device=cuda'] and torch.cuda.is_available():
