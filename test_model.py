@@ -3785,13 +3785,14 @@ def test_hf_leaves_out_the_extra_prediction_layer(tmp_path):
 
 
 @pytest.mark.parametrize('change, message', [
+    (dict(model_type='qwen3_5'), 'qwen3_5 has no text_config'),
     (dict(model_type='rwkv'), "model_type='rwkv' is unsupported; these are supported: .*llama"),
     (dict(quantization_config={'quant_method': 'fp8'}), 'quantized .fp8.'),
     (dict(hidden_act='swish9'), "hidden_act='swish9'"), (dict(use_magic=True), 'use_magic=True'),
     (dict(sliding_window=8), 'sliding_window=8'), (dict(num_key_value_heads=3), 'n_kv_head must divide'),
     (dict(num_hidden_layers=None), 'without num_hidden_layers'),
     (dict(quantization_config='fp8'), 'missing or malformed field'),
-    (dict(hidden_act=['silu']), 'missing or malformed field'),
+    (dict(hidden_act=['silu']), 'missing or malformed field .unhashable type'),
     (dict(num_hidden_layers=10**12), 'n_layer=1000000000000'),
     (dict(rope_parameters={'full_attention': {'rope_type': 'default'}}), 'rope_parameters for each type'),
     (dict(vocab_size=0), 'vocab_size=0'), (dict(vocab_size='61'), "vocab_size='61'"),
@@ -3810,6 +3811,12 @@ def test_hf_refuses_by_name_what_it_does_not_support(change, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         hub.from_pretrained(tmp_path)
     assert '\n' not in str(error.value)
+
+
+def test_hf_only_linear_layers_have_no_options_of_attention():
+    c = transformers.Qwen3NextConfig(**HF_HYBRID, **HF_SHARED).to_dict()
+    config = hub.config_from_hf({**c, 'layer_types': ['linear_attention'] * 4})
+    assert config.mixer_pattern == 'DDDD' and not config.attn_gate
 
 
 @torch.no_grad()
@@ -4126,6 +4133,9 @@ def test_hub_script_reads_the_environment(local_hub, tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / 'hub.py'), 'a/b'], capture_output=True, text=True,
                           env=env)
     assert 'a/b: llama' in done.stdout and f'folder: {tmp_path}/home' in done.stdout
+    (tmp_path / 'ckpt.pt').write_bytes(b'')
+    with pytest.raises(ValueError, match='ckpt.pt is a file: .*python hub.py export .*ckpt.pt FOLDER'):
+        run('hub.py', str(tmp_path / 'ckpt.pt'))
     for args in (['export', 'out'], []):
         with pytest.raises(ValueError, match='give an id on the hub or a folder'):
             run('hub.py', *args)
@@ -4247,6 +4257,20 @@ def test_bench_prints_a_table_and_json(folder, capsys, what):
     assert numbers['tok_per_s'] > 0 and numbers['ms'] > 0 and numbers['peak_mb'] > 0
     tokens_each = 1 if what == 'decode' else 12 * 64
     assert numbers['tok_per_s'] == pytest.approx(tokens_each * 1e3 / numbers['ms'], rel=0.01)
+
+
+def test_bench_refuses_in_one_line_what_it_cannot_measure(folder):
+    train('--out_dir=out', '--max_iters=1')
+    for flag, message in (
+            ('--rounds=0', 'rounds=0 must be at least 1'), ('--steps=0', 'steps=0 must be'),
+            ('--max_new_tokens=1', 'max_new_tokens=1 must be at least 2'), ('--batch_size=0', 'batch_size=0'),
+            ('--batch_size=-1', 'batch_size=-1'), ('--optimizer=foo', "optimizer='foo' is none of adamw"),
+            ('--compile=foo', "compile='foo' is none of True"), (f'--seed={2**63}', 'must be below'),
+            ('--n_layer=7', 'n_layer=7 differs from .*ckpt.pt, which has 2')):
+        with pytest.raises(ValueError, match=message):
+            run('bench.py', 'decode', '--init_from=out', '--device=cpu', flag)
+    with pytest.raises(ValueError, match='leave it out'):
+        run('bench.py', 'params', '--init_from=out')
 
 
 @pytest.mark.parametrize('options', [{}, dict(n_kv_head=2, window=10, window_pattern='SL', pos='alibi'),
