@@ -8,6 +8,7 @@ import base64
 import contextlib
 import csv
 import dataclasses
+import errno
 import functools
 import hashlib
 import http.server
@@ -943,6 +944,16 @@ def test_prepare_encodes_in_bounded_memory(tmp_path):
     assert grown < 40 << 20 and os.path.getsize(tmp_path / 'd' / 'train.bin') > 100e6
 
 
+def test_prepare_on_a_full_disk_names_the_folder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, 'write_bins', full)
+    with pytest.raises(OSError, match='data/b cannot be written .*free some space.*--out'):
+        prepare.write_dataset('data/b', [], prepare.make_tokenizer('byte'), 'a')
+    assert os.listdir('data') == []
+
+
 # tokenizers -------------------------------------------------------------------------------------------------
 
 def prep_tokenizers():
@@ -966,6 +977,9 @@ def test_tokenizer_state_goes_through_a_checkpoint():
     for bad in ({'kind': 'nonsense'}, {}, {'kind': 'char'}, {'kind': 'byte', 'x': 1}, None, 'byte'):
         with pytest.raises(ValueError, match='newer version'):
             prepare.tokenizer_from_state(bad)
+    state = {**prep_toy_bpe().state(), 'ranks': 'YQ=='}
+    with pytest.raises(ValueError, match='run/ckpt.pt: .*not enough values to unpack'):
+        prepare.find_tokenizer({'tokenizer': state}, 'run/ckpt.pt')
 
 
 def test_tokenizer_special_tokens_and_odd_text():
@@ -1190,6 +1204,7 @@ def test_a_damaged_or_unsupported_tokenizer_is_one_line_that_names_the_file(tmp_
             with pytest.raises(ValueError, match=re.escape(str(path))) as e:
                 prepare.make_tokenizer(name)
             assert part in str(e.value) and '\n' not in str(e.value) and len(str(e.value)) < 600
+            assert str(e.value).count('tokenizer.json') == 1
         with pytest.raises(ValueError):
             prepare.tokenizer_from_state({'kind': 'json', 'source': text, 'config': {}})
     path.write_text(json.dumps(spec))
@@ -1199,8 +1214,9 @@ def test_a_damaged_or_unsupported_tokenizer_is_one_line_that_names_the_file(tmp_
             prepare.json_tokenizer(str(tmp_path))
         assert '\n' not in str(e.value)
     (tmp_path / 'tokenizer_config.json').write_bytes(b'\xff')
-    with pytest.raises(ValueError, match='tokenizer_config.json'):
+    with pytest.raises(ValueError, match='tokenizer_config.json is not UTF-8') as e:
         prepare.json_tokenizer(str(tmp_path))
+    assert str(e.value).count('tokenizer_config.json') == 1
     with pytest.raises(FileNotFoundError, match='none'):
         prepare.json_tokenizer(str(tmp_path / 'none'))
 
@@ -1263,6 +1279,8 @@ CHAT_TEMPLATES |= {
         "{% generation %}\n{{ m.content | upper }}{% endgeneration %}\n{% endfor %}\n{{ bos_token }}"
         "{{ strftime_now('%Y') }}{{ tools | tojson(indent=2) }}{% set ns = namespace(n=1) %}"
         "{% set ns.n = 2 %}{{ ns.n }}{{ unknown }}{{ documents is none }}{{ dict(a=1) | tojson }}"
+        "{% set named = namespace({'b': 2}, self=3) %}{{ named.b }}{{ named.self }}"
+        "{{ dict.fromkeys('ab', 0) | tojson }}{{ dict([['a', 1]], b=2) | tojson }}"
         "{%- if enable_thinking is defined %}{{ enable_thinking }}{% endif %}",
 }
 CHATS = [[{'role': 'user', 'content': 'Hi, who are <you>?'}],
@@ -1324,6 +1342,8 @@ def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
     '{{ messages.append(1) }}', '{% for i in range(10**9) %}{% endfor %}', "{{ 'a' * 10**13 }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", '{{ dict.mro() }}', "{% include 'pwned' %}",
     "{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", '{{ dict.__base__.__subclasses__() }}',
+    '{% set ns = namespace(__class__=1) %}', '{% set ns = namespace() %}{% set ns._a = 1 %}',
+    "{{ namespace({'_a': 1}) }}",
     "{{ raise_exception.__globals__['os'].mkdir('pwned') }}", '{% generation %}', '{{ ' + '(' * 20_000, ''])
 def test_a_chat_template_that_fails_is_one_line_and_runs_no_code(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -1334,7 +1354,8 @@ def test_a_chat_template_that_fails_is_one_line_and_runs_no_code(template, tmp_p
 
 
 @pytest.mark.parametrize('expression', [
-    'messages.__class__', 'dict.__base__', 'strftime_now.__code__', "'{0.__class__}'.format(1)"])
+    'messages.__class__', 'dict.__base__', 'dict.__call__', 'dict.update', 'namespace.mro',
+    'strftime_now.__code__', "'{0.__class__}'.format(1)"])
 def test_a_chat_template_sees_nothing_of_python(expression):
     assert prepare.render_chat('{{ ' + expression + ' }}', [{'role': 'user', 'content': 'hi'}]) == ''
 
@@ -3814,7 +3835,7 @@ def test_hf_refuses_by_name_what_it_does_not_support(change, message, tmp_path):
 
 
 def test_hf_only_linear_layers_have_no_options_of_attention():
-    c = transformers.Qwen3NextConfig(**HF_HYBRID, **HF_SHARED).to_dict()
+    c = transformers.Qwen3NextConfig(**HF_HYBRID, **HF_SHARED).to_diff_dict()
     config = hub.config_from_hf({**c, 'layer_types': ['linear_attention'] * 4})
     assert config.mixer_pattern == 'DDDD' and not config.attn_gate
 
