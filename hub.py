@@ -30,6 +30,7 @@ import torch
 
 from model import GPT, GPTConfig, checkpoint_path, letter
 from prepare import find_tokenizer, json_tokenizer
+from sample import check_rest
 
 INSTALL = 'pip install safetensors tokenizers huggingface_hub'
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
@@ -261,6 +262,9 @@ def read_hybrid(c, args):
     kinds = c.get('layer_types') or ['full_attention' if (i + 1) % every == 0 else 'linear_attention'
                                      for i in range(n)]
     args['mixer_pattern'] = ''.join('D' if kind == 'linear_attention' else 'A' for kind in kinds)
+    if 'A' not in args['mixer_pattern']:
+        for name in ('attn_gate', 'n_kv_head', 'partial_rotary_factor', 'qk_norm'):  # of attention alone
+            args.pop(name, None)
     if 'D' not in args['mixer_pattern']:
         for name in LINEAR_FIELDS:  # theirs are written all the same
             args.pop(name, None)
@@ -562,13 +566,16 @@ def config_from_hf(c):
     """config.json, as a dict, in transformers' old form or its new -> GPTConfig. Raises ValueError that names
     what is unsupported, missing or malformed."""
     kind = c.get('model_type')
-    if kind in NESTED and isinstance(c.get('text_config'), dict):
+    if kind in NESTED:
+        if not isinstance(c.get('text_config'), dict):
+            raise ValueError(f"{kind} has no text_config")
         outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
         c = {**outer, **c['text_config'], 'model_type': f'{kind}_text'}
     try:
         return read_config(c)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError, OverflowError) as error:
-        raise ValueError(f"{kind} with a missing or malformed field ({error!r})") from None
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{kind} with a missing or malformed field ({what})") from None
 
 
 def read_config(c):
@@ -1076,6 +1083,10 @@ def fetch(name, weights=True):
     """A folder, or an id on the hub -> the folder that holds it. What the cache of huggingface_hub lacks is
     downloaded: config.json and the tokenizer; then, if the config is supported here, the safetensors.
     Raises ImportError, ValueError, or OSError that says what to do."""
+    if os.path.isfile(name):
+        command = shlex.join(['python', 'hub.py', 'export', os.fspath(name), 'FOLDER'])
+        raise ValueError(f"{name} is a file: name a folder with a config.json; a checkpoint of train.py "
+                         f"becomes one by `{command}`")
     if os.path.exists(name):
         return os.fspath(name)
     repo = GPT2_IDS.get(name, name)
@@ -1165,7 +1176,13 @@ if __name__ == '__main__':
             raise ValueError(f"dtype={dtype!r} is none of {', '.join(map(plain, DTYPES.values()))}")
         path, folder = checkpoint_path(words[1]), words[2]
         model, rest = GPT.from_checkpoint(path)
-        save_pretrained(model, find_tokenizer(rest, path), folder, kinds[dtype])
+        check_rest(rest, path)
+        try:
+            tokenizer = find_tokenizer(rest, path)
+        except (OSError, ImportError, ValueError) as error:  # the weights can be used without
+            tokenizer = None
+            print(f"no tokenizer is exported: {error}")
+        save_pretrained(model, tokenizer, folder, kinds[dtype])
         print(f"{path} is in {folder} for transformers and vLLM: {', '.join(sorted(os.listdir(folder)))}")
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))

@@ -52,15 +52,17 @@ CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may 
     'skipped': int, 'wall_s': (int, float), 'config': dict, 'tokenizer': (dict, type(None)), 'runtime': dict,
 }
 RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
+LOWEST = {'iter_num': 0, 'skipped': 0, "runtime's ranks": 1, "runtime's threads": 1}
 
 
 def check_rest(rest, path):
-    """Raises ValueError if parts of a checkpoint have other types than train.py writes."""
+    """Raises ValueError if parts of a checkpoint have other types than train.py writes, or are too low."""
     parts = [(name, rest[name], kind) for name, kind in CHECKPOINT.items() if name in rest]
     if isinstance(rest.get('runtime'), dict):
         parts += [(f"runtime's {name}", rest['runtime'].get(name), kind) for name, kind in RUNTIME.items()]
     wrong = [f"{name}={value!r:.40}" for name, value, kind in parts
-             if not isinstance(value, kind) or torch.is_tensor(value) and value.numel() != 1]
+             if not isinstance(value, kind) or torch.is_tensor(value) and value.numel() != 1
+             or name in LOWEST and value < LOWEST[name]]
     if wrong:
         raise ValueError(f"{path} is damaged, or not written by train.py: it holds {', '.join(wrong)}")
 
@@ -283,9 +285,11 @@ def check_settings(s):
             ('top_p', 0 < s['top_p'] <= 1, 'above 0 and at most 1'),
             ('min_p', 0 <= s['min_p'] <= 1, 'between 0 and 1'),
             ('repetition_penalty', s['repetition_penalty'] > 0, 'above 0'),
-            ('num_samples', s['num_samples'] >= 1, 'at least 1'),
+            ('num_samples', 1 <= s['num_samples'] <= 10_000,
+             'between 1 and 10,000; for more, use --start=LINES:FILE'),
             ('max_new_tokens', s['max_new_tokens'] >= 1, 'at least 1'),
-            ('seed', s['seed'] >= 0, 'at least 0'),
+            ('seed', 0 <= s['seed'] < 2**63, 'at least 0 and below 2**63'),
+            ('compile', s['compile'] in (True, False, 'auto'), 'True, False or auto'),
             ('stop', all(isinstance(text, str) for text in s['stop']), 'text, or a list of texts')]:
         if not fine:
             raise ValueError(f"{name}={s[name]!r} must be {wanted}")

@@ -140,8 +140,10 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
                          f"batch_size={batch_size} is {total} windows, which {ranks} ranks do not divide; "
                          f"{' or '.join(map(str, near))} windows would work")
     share = total // ranks
-    micro = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)
-    return share // micro, micro
+    accumulation = -(-share // batch_size)
+    while share % accumulation:
+        accumulation += 1
+    return accumulation, share // accumulation
 
 
 def to_device(windows, device):
@@ -285,9 +287,12 @@ def make_optimizers(model, config):
     return optimizers
 
 
-def load_optimizers(optimizers, states, path):
-    """Puts saved states back; nanoGPT's single one too, whose parameters stand in the same order. Raises
-    ValueError where they do not fit."""
+STATE = {torch.optim.AdamW: {'step', 'exp_avg', 'exp_avg_sq'}, Muon: {'momentum_buffer'}}  # of a parameter
+
+
+def load_optimizers(optimizers, states, path, updates=0):
+    """Puts saved states back; nanoGPT's single one too, whose parameters stand in the same order. updates:
+    that were made before; after some there must be states. Raises ValueError where they do not fit."""
     states = [states] if isinstance(states, dict) else states or []
     fine_tune = f"fine-tune with --init_from={shlex.quote(path)}"
     try:
@@ -302,6 +307,13 @@ def load_optimizers(optimizers, states, path):
                          f"one, or holds weights only; use its --optimizer, or {fine_tune}")
     for opt, state in zip(optimizers, states):
         params = [w for group in opt.param_groups for w in group['params']]
+        needed = STATE.get(type(opt), set())
+        if needed and params and updates and not state['state']:
+            raise ValueError(f"{path} holds an empty optimizer state after {updates:,} updates; {fine_tune}")
+        for i, one in state['state'].items():
+            if missing := needed - one.keys():
+                raise ValueError(f"{path}: optimizer state {i} has no {', '.join(sorted(missing))}; "
+                                 f"{fine_tune}")
         for i, w in enumerate(params):
             for name, value in state['state'].get(i, {}).items():
                 if not torch.is_tensor(value) or not value.ndim or value.shape == w.shape:
@@ -438,7 +450,7 @@ def resume(rest, config, optimizers, scaler):
     if was != config['optimizer']:
         raise ValueError(f"{path} was trained by --optimizer={was}, not {config['optimizer']}: give that "
                          f"one, or fine-tune with --init_from={shlex.quote(path)}")
-    load_optimizers(optimizers, rest['optimizer'], path)
+    load_optimizers(optimizers, rest['optimizer'], path, rest['iter_num'] - rest.get('skipped', 0))
     if rest.get('scaler'):  # none in files that were not written under float16
         scaler.load_state_dict(rest['scaler'])
     progress = Progress(**{field.name: rest.get(field.name, field.default)
@@ -558,6 +570,8 @@ def check_settings(config):
     for name, low in lowest.items():
         if config[name] is not None and not config[name] >= low:  # nan is not
             raise ValueError(f"{name}={config[name]} must be at least {low}")
+    if config['seed'] >= 2**63:
+        raise ValueError(f"seed={config['seed']} must be below 2**63")
     for name in ('beta1', 'beta2', 'momentum'):
         if not 0 <= config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 0 and below 1")
@@ -566,6 +580,8 @@ def check_settings(config):
     if config['epochs'] is not None and config['tokens_per_param'] is not None:
         raise ValueError(f"epochs={config['epochs']} and tokens_per_param={config['tokens_per_param']} both "
                          "set the length: give one")
+    if os.path.exists(config['out_dir']) and not os.path.isdir(config['out_dir']):
+        raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
 
 
 def dtype_name(dtype):
