@@ -2853,7 +2853,7 @@ def test_what_none_stands_for():
     latent = GPTConfig(kv_lora_rank=64)
     assert (latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim) == (128, 64, 128)
     # what is stored is read as it was
-    for c in (config, latent, hybrid, GPTConfig(bias=True, norm='layernorm')):
+    for c in (config, latent, hybrid, GPTConfig(mixer_pattern='D'), GPTConfig(bias=True, norm='layernorm')):
         assert GPTConfig(**dataclasses.asdict(c)) == c
 
 
