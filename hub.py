@@ -43,7 +43,7 @@ def plain(dtype):
 
 # families ---------------------------------------------------------------------------------------------------
 
-def nothing(*_):
+def no_op(*_):
     """A function of a family that has nothing to add: it changes no field and no name."""
     return {}
 
@@ -65,7 +65,7 @@ class Family:
     layer: str                  # what precedes the names inside block N; an expert's number is E
     theirs: dict = dataclasses.field(default_factory=dict)  # their fields that must have this value if given
     known: tuple = ()           # their fields that `read` reads, or that do not matter
-    names_at: typing.Callable = nothing  # (config, layer) -> names that differ in this model or layer
+    names_at: typing.Callable = no_op  # (config, layer) -> names that differ in this model or layer
     rows: dict = dataclasses.field(default_factory=dict)  # where the order of rows differs: our module:
     #                             (config, layer) -> for each of their tensors, its rows as indices of ours
     transposed: tuple = ()      # our modules whose matrices are transposed there
@@ -77,8 +77,8 @@ class Family:
     one_window: bool = False    # transformers does not look at layer_types: all layers have the window
     first_full: int | None = None  # max_window_layers, if not given: so many first layers have no window
     hybrid: bool = False        # layer_types may be linear_attention
-    read: typing.Callable = nothing   # (config.json, GPTConfig's fields so far) -> None: sets the rest
-    write: typing.Callable = nothing  # (GPTConfig, config.json so far) -> None: sets the rest
+    read: typing.Callable = no_op   # (config.json, GPTConfig's fields so far) -> None: sets the rest
+    write: typing.Callable = no_op  # (GPTConfig, config.json so far) -> None: sets the rest
 
 
 def like(base, **changes):
@@ -780,7 +780,8 @@ class Part(typing.NamedTuple):
 
 
 def weight_files(folder):
-    """The paths of a folder's safetensors. Raises FileNotFoundError, or ValueError if the index lies."""
+    """The paths of a folder's safetensors. Raises FileNotFoundError, or ValueError for an invalid
+    index."""
     index = os.path.join(folder, 'model.safetensors.index.json')
     files = {'model.safetensors'}
     if os.path.exists(index) and not os.path.exists(os.path.join(folder, 'model.safetensors')):
@@ -989,7 +990,7 @@ def read_json(path):
         raise FileNotFoundError(f"no {os.path.basename(path)} in {os.path.dirname(path)}: it holds no "
                                 "checkpoint of transformers") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
     return found
@@ -1114,23 +1115,23 @@ def download(repo, patterns, revision=None):
     try:
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError:
-        raise ImportError(f"{repo} is no folder, and fetching it needs huggingface_hub: {INSTALL}") from None
+        raise ImportError(f"{repo} is not a folder; fetching it needs huggingface_hub: {INSTALL}") from None
     instead = f"name a folder with the config.json, tokenizer.json and safetensors of {repo}"
     try:
         return snapshot_download(repo, revision=revision, allow_patterns=patterns)
     except errors.HFValidationError:
-        raise ValueError(f"{repo} is no folder, checkpoint or id on the hub (owner/name)") from None
+        raise ValueError(f"{repo} is not a folder, checkpoint or id on the hub (owner/name)") from None
     except errors.GatedRepoError:
         raise OSError(f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo}, then set HF_TOKEN, "
                       f"or {instead}") from None
     except errors.RepositoryNotFoundError:
-        raise OSError(f"{repo} is no folder, and {constants.ENDPOINT} has no such model, or it is private: "
+        raise OSError(f"{repo} is not a folder; {constants.ENDPOINT} has no such model, or it is private: "
                       f"check the id, set HF_TOKEN, or {instead}") from None
     except errors.LocalEntryNotFoundError as error:
         reason = f"{constants.ENDPOINT} cannot be reached ({type(error.__cause__ or error).__name__})"
         if constants.HF_HUB_OFFLINE:
             reason = 'HF_HUB_OFFLINE is set'
-        raise OSError(f"{repo} is no folder and not in the cache, and {reason}: go online, or "
+        raise OSError(f"{repo} is not a folder and not in the cache, and {reason}: go online, or "
                       f"{instead}") from None
     except Exception as error:  # its HTTP library differs between versions, and so do the errors
         reason = ' '.join(str(error).split())[:200]

@@ -32,7 +32,7 @@ top_k: int | None = 200     # only the k likeliest tokens; 0 or None: all
 top_p = 1.0                 # only the likeliest tokens that together have this probability
 min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
 repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
-seed = 1337                 # of the noise; affects nothing else
+seed = 1337                 # of sampling only
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
@@ -166,7 +166,7 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
 
     prompts: lists of token ids, of any lengths; the row is the sample number that keys its noise. A prompt
     ends at any of stop_tokens, which is not yielded. A prompt longer than block_size is cropped to its end; a
-    row whose context is full goes on from its last half. compile: one compiled step over a static cache.
+    row whose context is full continues from its last half. compile: one compiled step over a static cache.
     The model should be in eval mode. Raises ValueError for an empty prompt or an id not in the vocabulary."""
     vocab_size, block_size, device = model.config.vocab_size, model.config.block_size, model.wte.weight.device
     for prompt in prompts:
@@ -253,7 +253,7 @@ class TextStream:
 
 def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
     """Continues prompts, token ids each; sampling as in generate. Returns (texts, tokens made). A text ends
-    before the end-of-text token or a stop text. on_text(row, text) is told of each piece as soon as it is
+    before the end-of-text token or a stop text. on_text(row, text) is called with each piece as soon as it is
     certain."""
     streams, texts, count = [TextStream(tokenizer, stop) for _ in prompts], [''] * len(prompts), 0
 
