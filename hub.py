@@ -28,7 +28,7 @@ config, _, words = configure(globals(), words=3)
 
 import torch
 
-from model import GPT, GPTConfig, checkpoint_path, letter
+from model import ATTENTION_ONLY, GPT, GPTConfig, checkpoint_path, letter
 from prepare import find_tokenizer, json_tokenizer
 from sample import check_rest
 
@@ -263,7 +263,7 @@ def read_hybrid(c, args):
                                      for i in range(n)]
     args['mixer_pattern'] = ''.join('D' if kind == 'linear_attention' else 'A' for kind in kinds)
     if 'A' not in args['mixer_pattern']:
-        for name in ('attn_gate', 'n_kv_head', 'partial_rotary_factor', 'qk_norm'):  # of attention alone
+        for name in ('attn_gate', *ATTENTION_ONLY):
             args.pop(name, None)
     if 'D' not in args['mixer_pattern']:
         for name in LINEAR_FIELDS:  # theirs are written all the same

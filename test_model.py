@@ -3308,7 +3308,7 @@ def state_without_step(states):
     (dict(iter_num='5'), "iter_num='5'"), (dict(best_val_loss=None), 'best_val_loss=None'),
     (dict(best_val_loss=torch.zeros(2)), 'best_val_loss='), (dict(config=None), 'config=None'),
     (dict(runtime=None), 'runtime=None'), (dict(runtime={'ranks': 1}), "runtime's device_type=None"),
-    (dict(optimizer='adamw'), "optimizer='adamw'"), (dict(optimizer=['adamw']), 'something else as opt'),
+    (dict(optimizer='adamw'), "optimizer='adamw'"), (dict(optimizer=['adamw']), 'no valid optimizer'),
     (dict(optimizer=[{'state': {0: {'a': 'text'}}, 'param_groups': [{'params': [0]}]}]), 'not all numbers'),
     (dict(optimizer=[{'state': {}, 'param_groups': [{'params': [0]}]}]), 'no optimizer state for this'),
     (dict(iter_num=-1), 'iter_num=-1'), (dict(optimizer=empty_state), 'an empty optimizer state after 1 upd'),
@@ -3923,8 +3923,8 @@ def test_hf_damaged_files_are_one_line(tmp_path):
         with pytest.raises(error, match=message):
             hub.from_pretrained(tmp_path)
     os.remove(index)
-    for text, message in (('{', 'is no JSON'), ('[' * 200000, 'is no JSON'), ('[1]', 'holds a list'),
-                          ('\xff', 'is no JSON')):
+    for text, message in (('{', 'is not valid JSON'), ('[' * 200000, 'not valid JSON'), ('[1]', 'holds a list'),
+                          ('\xff', 'is not valid JSON')):
         for name in ('model.safetensors.index.json', 'config.json'):
             kept = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
             (tmp_path / name).write_text(text, encoding='latin-1')
@@ -4132,8 +4132,8 @@ def test_hub_refuses_in_one_line_before_anything_large(local_hub, monkeypatch):
     path.write_text(json.dumps({**config, 'quantization_config': {'quant_method': 'gptq'}}))
     refused(ValueError, 'quantized')
     path.write_text(json.dumps(config))
-    refused(OSError, 'a/none is no folder.*check the id, set HF_TOKEN', 'a/none')
-    refused(ValueError, 'x/y/z is no folder, checkpoint or id', 'x/y/z')
+    refused(OSError, 'a/none is not a folder.*check the id, set HF_TOKEN', 'a/none')
+    refused(ValueError, 'x/y/z is not a folder, checkpoint or id', 'x/y/z')
     local_hub.faults = {'config.json': 401}
     refused(OSError, 'gated.*set HF_TOKEN')
     local_hub.faults = {}

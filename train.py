@@ -645,8 +645,8 @@ def dataset_tokenizer(folder, source_tokenizer, source):
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
     if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
-        print0(f"warning: {folder} was prepared with another tokenizer than {source} has, so the same ids stand for "
-               f"different text: python prepare.py ... --tokenizer={shlex.quote(source)}")
+        print0(f"warning: {folder} was prepared with another tokenizer than {source} has, so the same ids "
+               f"stand for different text: python prepare.py ... --tokenizer={shlex.quote(source)}")
     return tokenizer
 
 
