@@ -3923,8 +3923,8 @@ def test_hf_damaged_files_are_one_line(tmp_path):
         with pytest.raises(error, match=message):
             hub.from_pretrained(tmp_path)
     os.remove(index)
-    for text, message in (('{', 'is not valid JSON'), ('[' * 200000, 'not valid JSON'), ('[1]', 'holds a list'),
-                          ('\xff', 'is not valid JSON')):
+    for text, message in (('{', 'is not valid JSON'), ('[' * 200000, 'is not valid JSON'),
+                          ('[1]', 'holds a list'), ('\xff', 'is not valid JSON')):
         for name in ('model.safetensors.index.json', 'config.json'):
             kept = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
             (tmp_path / name).write_text(text, encoding='latin-1')
