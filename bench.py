@@ -24,7 +24,7 @@ import time
 from configurator import configure, runtime
 
 # what
-init_from = 'scratch'             # decode: scratch (random weights), or as in sample.py
+init_from = 'scratch'             # scratch (random weights), or as in train.py; params: scratch
 vs = ''                           # folder of a nanoGPT clone to take turns with
 batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode
 dataset = ''                      # train: its vocabulary is used, unless vocab_size is given
@@ -47,7 +47,7 @@ import torch
 import train
 from model import GPT, GPTConfig
 from prepare import read_meta
-from sample import generate, load
+from sample import generate
 
 
 def synchronize(device):
@@ -270,15 +270,32 @@ def measure_decoding(model, machine, bandwidth, config):
                                           'peak_mb': peak_mb(machine.device)})
 
 
+def check_settings(s):
+    """Raises ValueError for the first setting that is no choice, or too low. s: this file's settings."""
+    if s['optimizer'] not in train.OPTIMIZERS:
+        raise ValueError(f"optimizer={s['optimizer']!r} is none of {', '.join(train.OPTIMIZERS)}")
+    if s['compile'] not in (True, False, 'auto'):
+        raise ValueError(f"compile={s['compile']!r} is none of True, False, auto")
+    lowest = dict(batch_size=1, prompt_len=1, max_new_tokens=2, steps=1, rounds=1, grad_clip=0, seed=0)
+    for name, low in lowest.items():
+        if s[name] is not None and not s[name] >= low:  # nan is not
+            raise ValueError(f"{name}={s[name]} must be at least {low}")
+    if s['seed'] >= 2**63:
+        raise ValueError(f"seed={s['seed']} must be below 2**63")
+
+
 if __name__ == '__main__':
+    check_settings(config)
     what = plain[0] if plain else ''
     if what not in ('train', 'decode', 'params'):
         raise ValueError(f"bench.py measures train, decode or params, not {what!r}: "
                          "python bench.py train config/small.py")
     folder = os.path.join('data', dataset)
-    if dataset and os.path.isdir(folder):
+    if dataset and os.path.isdir(folder) and init_from == 'scratch':
         model_args = {'vocab_size': read_meta(folder)['vocab_size'], **model_args}
     if what == 'params':
+        if init_from != 'scratch':
+            raise ValueError(f"params counts what the options give, not init_from={init_from}: leave it out")
         dtypes = {'auto': torch.bfloat16, 'bfloat16': torch.bfloat16, 'float16': torch.float16,
                   'float32': torch.float32}  # auto: what weights and caches are published in
         if dtype not in dtypes:
@@ -288,11 +305,13 @@ if __name__ == '__main__':
         raise SystemExit
 
     machine = runtime(device, dtype, seed)
-    config['batch_size'] = batch_size or {'train': 12, 'decode': 1}[what]
+    if batch_size is None:
+        config['batch_size'] = {'train': 12, 'decode': 1}[what]
     if init_from == 'scratch':
         model = GPT(GPTConfig(**model_args)).to(machine.device)
     else:
-        model, _, _ = load(init_from, device=machine.device)
+        model, _, _ = train.load_to_train(init_from, 'out', model_args, sys.argv[1:], {'block_size': None})
+        model.to(machine.device)
     for w in model.parameters():  # zero-initialised projections would make some kernels' work too easy
         if w.ndim > 1 and not w.any():
             torch.nn.init.normal_(w, std=0.02)

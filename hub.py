@@ -28,7 +28,7 @@ config, _, words = configure(globals(), words=3)
 
 import torch
 
-from model import GPT, GPTConfig, checkpoint_path, letter
+from model import ATTENTION_ONLY, GPT, GPTConfig, checkpoint_path, letter
 from prepare import json_tokenizer
 
 INSTALL = 'pip install safetensors tokenizers huggingface_hub'
@@ -42,7 +42,7 @@ def plain(dtype):
 
 # families ---------------------------------------------------------------------------------------------------
 
-def nothing(*_):
+def no_op(*_):
     """A function of a family that has nothing to add: it changes no field and no name."""
     return {}
 
@@ -64,7 +64,7 @@ class Family:
     layer: str                  # what precedes the names inside block N; an expert's number is E
     theirs: dict = dataclasses.field(default_factory=dict)  # their fields that must have this value if given
     known: tuple = ()           # their fields that `read` reads, or that do not matter
-    names_at: typing.Callable = nothing  # (config, layer) -> names that differ in this model or layer
+    names_at: typing.Callable = no_op  # (config, layer) -> names that differ in this model or layer
     rows: dict = dataclasses.field(default_factory=dict)  # where the order of rows differs: our module:
     #                             (config, layer) -> for each of their tensors, its rows as indices of ours
     transposed: tuple = ()      # our modules whose matrices are transposed there
@@ -76,8 +76,8 @@ class Family:
     one_window: bool = False    # transformers does not look at layer_types: all layers have the window
     first_full: int | None = None  # max_window_layers, if not given: so many first layers have no window
     hybrid: bool = False        # layer_types may be linear_attention
-    read: typing.Callable = nothing   # (config.json, GPTConfig's fields so far) -> None: sets the rest
-    write: typing.Callable = nothing  # (GPTConfig, config.json so far) -> None: sets the rest
+    read: typing.Callable = no_op   # (config.json, GPTConfig's fields so far) -> None: sets the rest
+    write: typing.Callable = no_op  # (GPTConfig, config.json so far) -> None: sets the rest
 
 
 def like(base, **changes):
@@ -261,6 +261,9 @@ def read_hybrid(c, args):
     kinds = c.get('layer_types') or ['full_attention' if (i + 1) % every == 0 else 'linear_attention'
                                      for i in range(n)]
     args['mixer_pattern'] = ''.join('D' if kind == 'linear_attention' else 'A' for kind in kinds)
+    if 'A' not in args['mixer_pattern']:
+        for name in ('attn_gate', *ATTENTION_ONLY):
+            args.pop(name, None)
     if 'D' not in args['mixer_pattern']:
         for name in LINEAR_FIELDS:  # theirs are written all the same
             args.pop(name, None)
@@ -562,13 +565,16 @@ def config_from_hf(c):
     """config.json, as a dict, in transformers' old form or its new -> GPTConfig. Raises ValueError that names
     what is unsupported, missing or malformed."""
     kind = c.get('model_type')
-    if kind in NESTED and isinstance(c.get('text_config'), dict):
+    if kind in NESTED:
+        if not isinstance(c.get('text_config'), dict):
+            raise ValueError(f"{kind} has no text_config")
         outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
         c = {**outer, **c['text_config'], 'model_type': f'{kind}_text'}
     try:
         return read_config(c)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError, OverflowError) as error:
-        raise ValueError(f"{kind} with a missing or malformed field ({error!r})") from None
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{kind} with a missing or malformed field ({what})") from None
 
 
 def read_config(c):
@@ -773,7 +779,8 @@ class Part(typing.NamedTuple):
 
 
 def weight_files(folder):
-    """The paths of a folder's safetensors. Raises FileNotFoundError, or ValueError if the index lies."""
+    """The paths of a folder's safetensors. Raises FileNotFoundError, or ValueError for an invalid
+    index."""
     index = os.path.join(folder, 'model.safetensors.index.json')
     files = {'model.safetensors'}
     if os.path.exists(index) and not os.path.exists(os.path.join(folder, 'model.safetensors')):
@@ -982,7 +989,7 @@ def read_json(path):
         raise FileNotFoundError(f"no {os.path.basename(path)} in {os.path.dirname(path)}: it holds no "
                                 "checkpoint of transformers") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
     return found
@@ -1079,6 +1086,10 @@ def fetch(name, weights=True):
     """A folder, or an id on the hub -> the folder that holds it. What the cache of huggingface_hub lacks is
     downloaded: config.json and the tokenizer; then, if the config is supported here, the safetensors.
     Raises ImportError, ValueError, or OSError that says what to do."""
+    if os.path.isfile(name):
+        command = shlex.join(['python', 'hub.py', 'export', os.fspath(name), 'FOLDER'])
+        raise ValueError(f"{name} is a file: name a folder with a config.json; a checkpoint of train.py "
+                         f"becomes one by `{command}`")
     if os.path.exists(name):
         return os.fspath(name)
     repo = GPT2_IDS.get(name, name)
@@ -1106,23 +1117,23 @@ def download(repo, patterns, revision=None):
     try:
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError:
-        raise ImportError(f"{repo} is no folder, and fetching it needs huggingface_hub: {INSTALL}") from None
+        raise ImportError(f"{repo} is not a folder; fetching it needs huggingface_hub: {INSTALL}") from None
     instead = f"name a folder with the config.json, tokenizer.json and safetensors of {repo}"
     try:
         return snapshot_download(repo, revision=revision, allow_patterns=patterns)
     except errors.HFValidationError:
-        raise ValueError(f"{repo} is no folder, checkpoint or id on the hub (owner/name)") from None
+        raise ValueError(f"{repo} is not a folder, checkpoint or id on the hub (owner/name)") from None
     except errors.GatedRepoError:
         raise OSError(f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo}, then set HF_TOKEN, "
                       f"or {instead}") from None
     except errors.RepositoryNotFoundError:
-        raise OSError(f"{repo} is no folder, and {constants.ENDPOINT} has no such model, or it is private: "
+        raise OSError(f"{repo} is not a folder; {constants.ENDPOINT} has no such model, or it is private: "
                       f"check the id, set HF_TOKEN, or {instead}") from None
     except errors.LocalEntryNotFoundError as error:
         reason = f"{constants.ENDPOINT} cannot be reached ({type(error.__cause__ or error).__name__})"
         if constants.HF_HUB_OFFLINE:
             reason = 'HF_HUB_OFFLINE is set'
-        raise OSError(f"{repo} is no folder and not in the cache, and {reason}: go online, or "
+        raise OSError(f"{repo} is not a folder and not in the cache, and {reason}: go online, or "
                       f"{instead}") from None
     except Exception as error:  # its HTTP library differs between versions, and so do the errors
         reason = ' '.join(str(error).split())[:200]
@@ -1169,8 +1180,8 @@ if __name__ == '__main__':
         from sample import load  # which reads and merges the base of a LoRA run, published or not
         path, folder = checkpoint_path(words[1]), words[2]
         model, tokenizer, rest = load(path)
-        if tokenizer is None:
-            raise ValueError(rest['no_tokenizer'])
+        if tokenizer is None:  # the weights can be used without
+            print(f"no tokenizer is exported: {rest['no_tokenizer']}")
         if model.config.document_token is not None:  # transformers' models have no such thing
             print(f"document_token={model.config.document_token} is left out, which a single document or "
                   "conversation does not miss")

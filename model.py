@@ -117,13 +117,13 @@ class GPTConfig:
         # types come before values, and values before what follows from several of them
         problems = wrong_types(self) or wrong_values(self)
         if not problems:
-            self.fill_defaults()
-            problems = wrong_combinations(self, given)
+            defaults = self.fill_defaults()
+            problems = wrong_combinations(self, given, defaults)
         if problems:
             raise ValueError('invalid config: ' + '; '.join(problems))
 
     def fill_defaults(self):
-        """Replaces None by what it stands for."""
+        """Replaces None by what it stands for; returns that for all such fields."""
         if self.mixer_pattern is None:
             self.mixer_pattern = 'A' if self.kv_lora_rank is None else 'M'
         defaults = dict(qkv_bias=self.bias, proj_bias=self.bias, mlp_bias=self.bias,
@@ -144,6 +144,7 @@ class GPTConfig:
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        return defaults
 
     @property
     def rope_dim(self):
@@ -241,9 +242,9 @@ ATTENTION_ONLY = (  # fields without effect in a model of Gated DeltaNet alone
     'pos_pattern', 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'qkv_bias', 'proj_bias')
 
 
-def wrong_combinations(config, given):
+def wrong_combinations(config, given, defaults):
     """What several fields together make impossible or without effect; given: the fields before
-    fill_defaults. Returns a list of texts."""
+    fill_defaults, defaults: what it returned. Returns a list of texts."""
     problems = []
 
     def check(holds, names, reason):
@@ -288,7 +289,7 @@ def wrong_combinations(config, given):
     check(not config.attn_gate or any(issubclass(mixer, Attention) for mixer in used),
           'attn_gate mixer_pattern', 'no layer has an attention with a gate')
     for field in dataclasses.fields(config):
-        if getattr(given, field.name) != field.default:
+        if getattr(given, field.name) not in (field.default, defaults.get(field.name)):
             check(not field.name.startswith('linear_') or 'D' in mixers, f'{field.name} mixer_pattern',
                   'only D layers have this')
             check(field.name not in ATTENTION_ONLY or set(mixers) != {'D'}, f'{field.name} mixer_pattern',

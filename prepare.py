@@ -24,6 +24,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import errno
 import functools
 import glob
 import gzip
@@ -1039,7 +1040,7 @@ class JsonTokenizer(Tokenizer):
         vocab = self.library.get_vocab(with_added_tokens=False)
         added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
         if not vocab:
-            raise ValueError('tokenizer.json has an empty vocabulary')
+            raise ValueError('it has an empty vocabulary')
         tokens = {**token_bytes(vocab, json.loads(source)),
                   **{i: token.content.encode() for i, token in added.items()}}
         special = {token.content: i for i, token in added.items() if token.special}
@@ -1088,13 +1089,13 @@ def library_tokenizer(source):
     try:
         tok = tokenizers.Tokenizer.from_str(source)
     except Exception as e:  # the library raises nothing more specific
-        raise ValueError(f'tokenizer.json cannot be read by tokenizers {tokenizers.__version__} '
+        raise ValueError(f'tokenizers {tokenizers.__version__} cannot read it '
                          f'({" ".join(str(e).split()):.300})') from None
     kind = type(tok.model).__name__
     unsupported = [name for name in ('dropout', 'continuing_subword_prefix', 'end_of_word_suffix')
                    if getattr(tok.model, name, None)]
     if kind not in ('BPE', 'Unigram') or unsupported:
-        raise ValueError(f'tokenizer.json: unsupported model {" with ".join([kind, *unsupported])}; BPE and '
+        raise ValueError(f'unsupported model {" with ".join([kind, *unsupported])}; BPE and '
                          'Unigram are supported, without dropout, prefix and suffix')
     tok.no_truncation()
     tok.no_padding()
@@ -1170,13 +1171,31 @@ def compile_template(template):
     def strftime_now(form):
         return datetime.datetime.now().strftime(form)
 
+    class Dict:
+        """dict as a function alone: the class itself would be a way out to Python."""
+        __call__, fromkeys = staticmethod(dict), staticmethod(dict.fromkeys)
+
+    class Namespace(jinja2.utils.Namespace):
+        """jinja's, without names that begin with an underscore."""
+        def __init__(*args, **kwargs):  # self may be the name of an attribute
+            self, *args = args
+            jinja2.utils.Namespace.__init__(self)
+            for name, value in dict(*args, **kwargs).items():
+                self[name] = value
+
+        def __setitem__(self, name, value):
+            if str(name).startswith('_'):
+                raise jinja2.exceptions.SecurityError(f'a namespace takes no {name!r}: rename it')
+            super().__setitem__(name, value)
+
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                           sort_keys=sort_keys)
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     env.filters['tojson'] = tojson
-    env.globals |= {'raise_exception': raise_exception, 'strftime_now': strftime_now}
+    env.globals |= {'raise_exception': raise_exception, 'strftime_now': strftime_now, 'dict': Dict(),
+                    'namespace': Namespace}
     return env.from_string(template)
 
 
@@ -1449,18 +1468,18 @@ def json_tokenizer(path):
     path = os.path.join(path, 'tokenizer.json') if os.path.isdir(path) else path
     config_path = os.path.join(os.path.dirname(path), 'tokenizer_config.json')
     template_path = os.path.join(os.path.dirname(path), 'chat_template.jinja')
-    source, config, at = read_utf8(path), {}, path
+    source, config, at = read_utf8(path), {}, config_path
+    texts = [read_utf8(one) if os.path.exists(one) else None for one in (config_path, template_path)]
     try:
-        if os.path.exists(config_path):
-            at = config_path
-            read = json.loads(read_utf8(config_path))
+        if texts[0] is not None:
+            read = json.loads(texts[0])
             config = {key: read[key] for key in (*SPECIAL_TOKENS, 'chat_template') if read.get(key)}
-        if os.path.exists(template_path):
-            config['chat_template'] = read_utf8(template_path)
+        if texts[1] is not None:
+            config['chat_template'] = texts[1]
         at = path
         return JsonTokenizer(source, config)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f'{at} is no tokenizer that can be read: {e}') from e
+        raise ValueError(f'{at} makes no tokenizer: {e}') from e
 
 
 def read_utf8(path):
@@ -1478,9 +1497,9 @@ def tokenizer_from_state(state):
     """The tokenizer whose state() this is, without files or network. ValueError: it is no such state."""
     try:
         return KINDS[state['kind']](**{key: value for key, value in state.items() if key != 'kind'})
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f'what is stored makes no tokenizer of the kinds {", ".join(KINDS)} ({e!r}): was it '
-                         'written by a newer version?') from e
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
+        raise ValueError(f'what is stored makes no tokenizer of the kinds {", ".join(KINDS)} '
+                         f'({" ".join(str(e).split())}): it is damaged, or from a newer version') from e
 
 
 def is_prepared(folder):
@@ -1489,14 +1508,25 @@ def is_prepared(folder):
 
 
 def find_tokenizer(rest, path):
-    """The tokenizer of a checkpoint, given what it holds beside the model: its own, or for nanoGPT's files
-    that of the dataset they name. ValueError: there is none."""
+    """The tokenizer of a checkpoint, given what it holds beside the weights: its own, or for nanoGPT's files
+    that of the dataset they name. FileNotFoundError: that is not here. ValueError: there is none, it is
+    damaged, or it has more tokens than the model."""
     if rest.get('tokenizer'):
-        return tokenizer_from_state(rest['tokenizer'])
+        try:
+            return tokenizer_from_state(rest['tokenizer'])
+        except ValueError as e:
+            raise ValueError(f'{path}: {e}') from e
     dataset = rest.get('config', {}).get('dataset')
     if not isinstance(dataset, str):
         raise ValueError(f"{path} names no tokenizer and no dataset: nothing can turn its tokens into text")
-    return load_tokenizer(os.path.join('data', dataset))
+    folder, n_vocab = os.path.join('data', dataset), rest['model_args']['vocab_size']
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f'{folder} is not there, whose tokenizer {path} needs: prepare it here')
+    tok = load_tokenizer(folder)
+    if tok.n_vocab > -(-n_vocab // 64) * 64:  # padded, as GPT-2's 50257 tokens to 50304
+        raise ValueError(f'{folder} has a tokenizer of {tok.n_vocab:,} tokens, but {path} has '
+                         f'vocab_size={n_vocab}: prepare the dataset that it was trained on here')
+    return tok
 
 
 def load_tokenizer(folder):
@@ -1726,6 +1756,11 @@ def new_files(folder):
                     os.replace(os.path.join(temp, name), os.path.join(folder, name))
                 elif os.path.exists(os.path.join(folder, name)):
                     os.remove(os.path.join(folder, name))
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(f'{folder} cannot be written ({e.strerror}): free some space, or choose another folder '
+                      'by --out') from None
     finally:
         if made and not os.listdir(folder):
             os.rmdir(folder)

@@ -42,7 +42,7 @@ top_k: int | None = 200     # only the k likeliest tokens; 0 or None: all
 top_p = 1.0                 # only the likeliest tokens that together have this probability
 min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
 repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
-seed = 1337                 # of the noise; affects nothing else
+seed = 1337                 # of sampling only
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
@@ -63,15 +63,17 @@ CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may 
     'lora': (dict, type(None)),
 }
 RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
+LOWEST = {'iter_num': 0, 'skipped': 0, "runtime's ranks": 1, "runtime's threads": 1}
 
 
 def check_rest(rest, path):
-    """Raises ValueError if parts of a checkpoint have other types than train.py writes."""
+    """Raises ValueError if parts of a checkpoint have other types than train.py writes, or are too low."""
     parts = [(name, rest[name], kind) for name, kind in CHECKPOINT.items() if name in rest]
     if isinstance(rest.get('runtime'), dict):
         parts += [(f"runtime's {name}", rest['runtime'].get(name), kind) for name, kind in RUNTIME.items()]
     wrong = [f"{name}={value!r:.40}" for name, value, kind in parts
-             if not isinstance(value, kind) or torch.is_tensor(value) and value.numel() != 1]
+             if not isinstance(value, kind) or torch.is_tensor(value) and value.numel() != 1
+             or name in LOWEST and value < LOWEST[name]]
     if wrong:
         raise ValueError(f"{path} is damaged, or not written by train.py: it holds {', '.join(wrong)}")
 
@@ -179,7 +181,7 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
 
     prompts: lists of token ids, of any lengths; the row is the sample number that keys its noise. A prompt
     ends at any of stop_tokens, which is not yielded. A prompt longer than block_size is cropped to its end; a
-    row whose context is full goes on from its last half. compile: one compiled step over a static cache.
+    row whose context is full continues from its last half. compile: one compiled step over a static cache.
     cache: one that holds the first tokens of each prompt already, so that only the others are fed; its
     max_len is then the context. Until that is full, it is left with all tokens but the last one drawn.
     The model should be in eval mode. Raises ValueError for an empty prompt or an id not in the vocabulary."""
@@ -273,8 +275,8 @@ class TextStream:
 
 def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
     """Continues prompts, token ids each; sampling as in generate. Returns (texts, tokens made). A text ends
-    before one of the tokenizer's stop_tokens or a stop text. on_text(row, text) is told of each piece as soon
-    as it is certain."""
+    before one of the tokenizer's stop_tokens or a stop text. on_text(row, text) is called with each piece as
+    soon as it is certain."""
     streams, texts, count = [TextStream(tokenizer, stop) for _ in prompts], [''] * len(prompts), 0
 
     def add(row, text):
@@ -476,9 +478,11 @@ def check_settings(s):
             ('top_p', 0 < s['top_p'] <= 1, 'above 0 and at most 1'),
             ('min_p', 0 <= s['min_p'] <= 1, 'between 0 and 1'),
             ('repetition_penalty', s['repetition_penalty'] > 0, 'above 0'),
-            ('num_samples', s['num_samples'] >= 1, 'at least 1'),
+            ('num_samples', 1 <= s['num_samples'] <= 10_000,
+             'between 1 and 10,000; for more, use --start=LINES:FILE'),
             ('max_new_tokens', s['max_new_tokens'] >= 1, 'at least 1'),
-            ('seed', s['seed'] >= 0, 'at least 0'),
+            ('seed', 0 <= s['seed'] < 2**63, 'at least 0 and below 2**63'),
+            ('compile', s['compile'] in (True, False, 'auto'), 'True, False or auto'),
             ('thinking', s['thinking'] in ('show', 'hide', 'off'), 'show, hide or off'),
             ('stop', all(isinstance(text, str) for text in s['stop']), 'text, or a list of texts')]:
         if not fine:

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import csv
 import dataclasses
+import errno
 import functools
 import gzip
 import hashlib
@@ -1053,6 +1054,16 @@ def test_prepare_encodes_in_bounded_memory(tmp_path):
     assert grown < 40 << 20 and os.path.getsize(tmp_path / 'd' / 'train.bin') > 100e6
 
 
+def test_prepare_on_a_full_disk_names_the_folder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, 'write_bins', full)
+    with pytest.raises(OSError, match='data/b cannot be written .*free some space.*--out'):
+        prepare.write_dataset('data/b', [], prepare.make_tokenizer('byte'), 'a')
+    assert os.listdir('data') == []
+
+
 # tokenizers -------------------------------------------------------------------------------------------------
 
 def prep_tokenizers():
@@ -1076,6 +1087,9 @@ def test_tokenizer_state_goes_through_a_checkpoint():
     for bad in ({'kind': 'nonsense'}, {}, {'kind': 'char'}, {'kind': 'byte', 'x': 1}, None, 'byte'):
         with pytest.raises(ValueError, match='newer version'):
             prepare.tokenizer_from_state(bad)
+    state = {**prep_toy_bpe().state(), 'ranks': 'YQ=='}
+    with pytest.raises(ValueError, match='run/ckpt.pt: .*not enough values to unpack'):
+        prepare.find_tokenizer({'tokenizer': state}, 'run/ckpt.pt')
 
 
 def test_tokenizer_special_tokens_and_odd_text():
@@ -1300,6 +1314,7 @@ def test_a_damaged_or_unsupported_tokenizer_is_one_line_that_names_the_file(tmp_
             with pytest.raises(ValueError, match=re.escape(str(path))) as e:
                 prepare.make_tokenizer(name)
             assert part in str(e.value) and '\n' not in str(e.value) and len(str(e.value)) < 600
+            assert str(e.value).count('tokenizer.json') == 1
         with pytest.raises(ValueError):
             prepare.tokenizer_from_state({'kind': 'json', 'source': text, 'config': {}})
     path.write_text(json.dumps(spec))
@@ -1309,8 +1324,9 @@ def test_a_damaged_or_unsupported_tokenizer_is_one_line_that_names_the_file(tmp_
             prepare.json_tokenizer(str(tmp_path))
         assert '\n' not in str(e.value)
     (tmp_path / 'tokenizer_config.json').write_bytes(b'\xff')
-    with pytest.raises(ValueError, match='tokenizer_config.json'):
+    with pytest.raises(ValueError, match='tokenizer_config.json is not UTF-8') as e:
         prepare.json_tokenizer(str(tmp_path))
+    assert str(e.value).count('tokenizer_config.json') == 1
     with pytest.raises(FileNotFoundError, match='none'):
         prepare.json_tokenizer(str(tmp_path / 'none'))
 
@@ -1376,6 +1392,8 @@ CHAT_TEMPLATES |= {
         "{% generation %}\n{{ m.content | upper }}{% endgeneration %}\n{% endfor %}\n{{ bos_token }}"
         "{{ strftime_now('%Y') }}{{ tools | tojson(indent=2) }}{% set ns = namespace(n=1) %}"
         "{% set ns.n = 2 %}{{ ns.n }}{{ unknown }}{{ documents is none }}{{ dict(a=1) | tojson }}"
+        "{% set named = namespace({'b': 2}, self=3) %}{{ named.b }}{{ named.self }}"
+        "{{ dict.fromkeys('ab', 0) | tojson }}{{ dict([['a', 1]], b=2) | tojson }}"
         "{%- if enable_thinking is defined %}{{ enable_thinking }}{% endif %}",
 }
 CHATS = [[{'role': 'user', 'content': 'Hi, who are <you>?'}],
@@ -1437,6 +1455,8 @@ def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
     '{{ messages.append(1) }}', '{% for i in range(10**9) %}{% endfor %}', "{{ 'a' * 10**13 }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", '{{ dict.mro() }}', "{% include 'pwned' %}",
     "{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", '{{ dict.__base__.__subclasses__() }}',
+    '{% set ns = namespace(__class__=1) %}', '{% set ns = namespace() %}{% set ns._a = 1 %}',
+    "{{ namespace({'_a': 1}) }}",
     "{{ raise_exception.__globals__['os'].mkdir('pwned') }}", '{% generation %}', '{{ ' + '(' * 20_000, ''])
 def test_a_chat_template_that_fails_is_one_line_and_runs_no_code(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -1447,7 +1467,8 @@ def test_a_chat_template_that_fails_is_one_line_and_runs_no_code(template, tmp_p
 
 
 @pytest.mark.parametrize('expression', [
-    'messages.__class__', 'dict.__base__', 'strftime_now.__code__', "'{0.__class__}'.format(1)"])
+    'messages.__class__', 'dict.__base__', 'dict.__call__', 'dict.update', 'namespace.mro',
+    'strftime_now.__code__', "'{0.__class__}'.format(1)"])
 def test_a_chat_template_sees_nothing_of_python(expression):
     assert prepare.render_chat('{{ ' + expression + ' }}', [{'role': 'user', 'content': 'hi'}]) == ''
 
@@ -3469,7 +3490,7 @@ def test_what_none_stands_for():
     latent = GPTConfig(kv_lora_rank=64)
     assert (latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim) == (128, 64, 128)
     # what is stored is read as it was
-    for c in (config, latent, hybrid, GPTConfig(bias=True, norm='layernorm')):
+    for c in (config, latent, hybrid, GPTConfig(mixer_pattern='D'), GPTConfig(bias=True, norm='layernorm')):
         assert GPTConfig(**dataclasses.asdict(c)) == c
 
 
@@ -3548,7 +3569,8 @@ def test_windows_are_each_seen_once_an_epoch():
 
 @pytest.mark.parametrize('accumulation, size, ranks, expected', [
     (40, 12, 1, (40, 12)), (40, 12, 8, (5, 12)), (1, 64, 2, (1, 32)), (1, 64, 4, (1, 16)),
-    (40, 12, 3, (16, 10)), (3, 4, 2, (2, 3))])
+    (40, 12, 3, (16, 10)), (3, 4, 2, (2, 3)), (40, 10**11 - 1, 8, (5, 10**11 - 1)),
+    (10**11 - 1, 1, 1, (10**11 - 1, 1)), (3, 10**11, 2, (2, 75 * 10**9))])
 def test_ranks_share_a_batch(accumulation, size, ranks, expected):
     assert flat_train.share_batch(accumulation, size, ranks) == expected
     micro, each = flat_train.share_batch(accumulation, size, ranks)
@@ -4061,13 +4083,28 @@ def test_unreadable_checkpoints_are_one_line(folder):
         run('sample.py', '--out_dir=nothing')
 
 
+RUNTIME = dict(device_type='cpu', ranks=1, threads=1, dtype='float32', compile=False)
+
+
+def empty_state(states):
+    return states
+
+
+def state_without_step(states):
+    return [{**state, 'state': {0: {'exp_avg': torch.zeros(2), 'exp_avg_sq': torch.zeros(2)}}}
+            for state in states]
+
+
 @pytest.mark.parametrize('damage, message', [
     (dict(iter_num='5'), "iter_num='5'"), (dict(best_val_loss=None), 'best_val_loss=None'),
     (dict(best_val_loss=torch.zeros(2)), 'best_val_loss='), (dict(config=None), 'config=None'),
     (dict(runtime=None), 'runtime=None'), (dict(runtime={'ranks': 1}), "runtime's device_type=None"),
-    (dict(optimizer='adamw'), "optimizer='adamw'"), (dict(optimizer=['adamw']), 'something else as opt'),
+    (dict(optimizer='adamw'), "optimizer='adamw'"), (dict(optimizer=['adamw']), 'no valid optimizer'),
     (dict(optimizer=[{'state': {0: {'a': 'text'}}, 'param_groups': [{'params': [0]}]}]), 'not all numbers'),
     (dict(optimizer=[{'state': {}, 'param_groups': [{'params': [0]}]}]), 'no optimizer state for this'),
+    (dict(iter_num=-1), 'iter_num=-1'), (dict(optimizer=empty_state), 'an empty optimizer state after 1 upd'),
+    (dict(optimizer=state_without_step), 'optimizer state 0 has no step'),
+    (dict(runtime={**RUNTIME, 'threads': 0}), "runtime's threads=0"),
     (dict(optimizer=[]), 'no optimizer state for this'), (dict(iter_num=...), 'has no iter_num'),
     (dict(best_val_loss=..., optimizer=...), 'has no best_val_loss and no optimizer')])
 def test_checkpoints_of_another_shape_are_one_line(folder, damage, message):
@@ -4075,6 +4112,8 @@ def test_checkpoints_of_another_shape_are_one_line(folder, damage, message):
     states = [opt.state_dict() for opt in make_optimizers(model)]
     whole = {'model': model.state_dict(), 'model_args': vars(model.config), 'iter_num': 1, 'config': {},
              'best_val_loss': 3.0, 'optimizer': states, **damage}
+    if callable(whole['optimizer']):
+        whole['optimizer'] = whole['optimizer'](states)
     os.mkdir('out')
     torch.save({name: value for name, value in whole.items() if value is not ...}, 'out/ckpt.pt')
     with pytest.raises(ValueError, match=message) as error:
@@ -4360,6 +4399,16 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
     mine = [s['exp_avg'] for s in story['optimizers'][0].state_dict()['state'].values()]
     theirs = [s['exp_avg'] for s in opt.state_dict()['state'].values()]
     assert len(mine) == len(theirs) and all(torch.equal(a[:len(b)], b) for a, b in zip(mine, theirs))
+
+
+def test_a_nanogpt_checkpoint_takes_no_other_tokenizer_than_its_datasets(folder, monkeypatch):
+    nanogpt_checkpoint('ckpt.pt')
+    os.rename('data/toy', 'data/away')
+    assert re.fullmatch('data/toy is not there, .*ckpt.pt needs: prepare it here',
+                        flat_sample.load('ckpt.pt')[2]['no_tokenizer'])
+    os.mkdir('data/toy')  # without meta: GPT-2's, which this model is too small for
+    monkeypatch.setattr(prepare, 'make_tokenizer', lambda name: make_tokenizer('byte'))
+    assert 'has a tokenizer of 257 tokens' in flat_sample.load('ckpt.pt')[2]['no_tokenizer']
 
 
 def test_nanogpt_prepared_folders_train(folder):
@@ -4880,13 +4929,14 @@ def test_hf_leaves_out_the_extra_prediction_layer(tmp_path):
 
 
 @pytest.mark.parametrize('change, message', [
+    (dict(model_type='qwen3_5'), 'qwen3_5 has no text_config'),
     (dict(model_type='rwkv'), "model_type='rwkv' is unsupported; these are supported: .*llama"),
     (dict(quantization_config={'quant_method': 'fp8'}), 'quantized .fp8.'),
     (dict(hidden_act='swish9'), "hidden_act='swish9'"), (dict(use_magic=True), 'use_magic=True'),
     (dict(sliding_window=8), 'sliding_window=8'), (dict(num_key_value_heads=3), 'n_kv_head must divide'),
     (dict(num_hidden_layers=None), 'without num_hidden_layers'),
     (dict(quantization_config='fp8'), 'missing or malformed field'),
-    (dict(hidden_act=['silu']), 'missing or malformed field'),
+    (dict(hidden_act=['silu']), 'missing or malformed field .unhashable type'),
     (dict(num_hidden_layers=10**12), 'n_layer=1000000000000'),
     (dict(rope_parameters={'full_attention': {'rope_type': 'default'}}), 'rope_parameters for each type'),
     (dict(vocab_size=0), 'vocab_size=0'), (dict(vocab_size='61'), "vocab_size='61'"),
@@ -4905,6 +4955,12 @@ def test_hf_refuses_by_name_what_it_does_not_support(change, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         hub.from_pretrained(tmp_path)
     assert '\n' not in str(error.value)
+
+
+def test_hf_only_linear_layers_have_no_options_of_attention():
+    c = transformers.Qwen3NextConfig(**HF_HYBRID, **HF_SHARED).to_diff_dict()
+    config = hub.config_from_hf({**c, 'layer_types': ['linear_attention'] * 4})
+    assert config.mixer_pattern == 'DDDD' and not config.attn_gate
 
 
 @torch.no_grad()
@@ -4982,8 +5038,8 @@ def test_hf_damaged_files_are_one_line(tmp_path):
         with pytest.raises(error, match=message):
             hub.from_pretrained(tmp_path)
     os.remove(index)
-    for text, message in (('{', 'is no JSON'), ('[' * 200000, 'is no JSON'), ('[1]', 'holds a list'),
-                          ('\xff', 'is no JSON')):
+    for text, message in (('{', 'is not valid JSON'), ('[' * 200000, 'is not valid JSON'),
+                          ('[1]', 'holds a list'), ('\xff', 'is not valid JSON')):
         for name in ('model.safetensors.index.json', 'config.json'):
             kept = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
             (tmp_path / name).write_text(text, encoding='latin-1')
@@ -5191,8 +5247,8 @@ def test_hub_refuses_in_one_line_before_anything_large(local_hub, monkeypatch):
     path.write_text(json.dumps({**config, 'quantization_config': {'quant_method': 'gptq'}}))
     refused(ValueError, 'quantized')
     path.write_text(json.dumps(config))
-    refused(OSError, 'a/none is no folder.*check the id, set HF_TOKEN', 'a/none')
-    refused(ValueError, 'x/y/z is no folder, checkpoint or id', 'x/y/z')
+    refused(OSError, 'a/none is not a folder.*check the id, set HF_TOKEN', 'a/none')
+    refused(ValueError, 'x/y/z is not a folder, checkpoint or id', 'x/y/z')
     local_hub.faults = {'config.json': 401}
     refused(OSError, 'gated.*set HF_TOKEN')
     local_hub.faults = {}
@@ -5221,6 +5277,9 @@ def test_hub_script_reads_the_environment(local_hub, tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / 'hub.py'), 'a/b'], capture_output=True, text=True,
                           env=env)
     assert 'a/b: llama' in done.stdout and f'folder: {tmp_path}/home' in done.stdout
+    (tmp_path / 'ckpt.pt').write_bytes(b'')
+    with pytest.raises(ValueError, match='ckpt.pt is a file: .*python hub.py export .*ckpt.pt FOLDER'):
+        run('hub.py', str(tmp_path / 'ckpt.pt'))
     for args in (['export', 'out'], []):
         with pytest.raises(ValueError, match='give an id on the hub or a folder'):
             run('hub.py', *args)
@@ -5244,6 +5303,15 @@ def test_export_writes_what_transformers_opens(folder, capsys):
     with pytest.raises(ValueError, match="dtype='int8' is none of"):
         run('hub.py', 'export', 'out', 'other', '--dtype=int8')
     assert not os.path.exists('other')
+    saved = torch.load('out/ckpt.pt', weights_only=True)
+    torch.save({**saved, 'tokenizer': None, 'config': None}, 'bad.pt')
+    with pytest.raises(ValueError, match='bad.pt is damaged.*config=None'):
+        run('hub.py', 'export', 'bad.pt', 'other')
+    torch.save({**saved, 'tokenizer': None, 'config': {}}, 'bare.pt')
+    capsys.readouterr()
+    run('hub.py', 'export', 'bare.pt', 'bare')
+    assert 'no tokenizer is exported: bare.pt names no tokenizer' in capsys.readouterr().out
+    assert sorted(os.listdir('bare')) == ['config.json', 'model.safetensors']
 
 
 def test_export_to_a_full_disk_leaves_nothing(tmp_path):
@@ -5311,12 +5379,13 @@ def test_sample_script(folder, capsys):
     assert re.search(r'^ab\w{8}$', out, re.M) and re.search(r'^cdefg\w{8}$', out, re.M)
     with pytest.raises(ValueError, match=r"'\?'.*char vocabulary of 23"):
         run('sample.py', *common, '--start=a?')
-    with pytest.raises(ValueError, match='top_p=2.0'):
-        run('sample.py', *common, '--top_p=2')
-    with pytest.raises(ValueError, match='stop=.* must be text'):
-        run('sample.py', *common, '--stop=[1,2]')
-    with pytest.raises(ValueError, match='empty prompt'):
-        run('sample.py', *common, '--start=')
+    for flag, message in (
+            ('--top_p=2', 'top_p=2.0'), ('--stop=[1,2]', 'stop=.* must be text'),
+            ('--start=', 'empty prompt'), ('--compile=yes', "compile='yes' must be True, False or auto"),
+            ('--num_samples=99999999999', 'num_samples=99999999999 must be between 1 .*LINES:'),
+            (f'--seed={2**63}', r'below 2\*\*63')):
+        with pytest.raises(ValueError, match=message):
+            run('sample.py', *common, flag)
 
 
 def save_chat_model(path, **options):
@@ -5380,6 +5449,20 @@ def test_bench_prints_a_table_and_json(folder, capsys, what):
     assert numbers['tok_per_s'] > 0 and numbers['ms'] > 0 and numbers['peak_mb'] > 0
     tokens_each = 1 if what == 'decode' else 12 * 64
     assert numbers['tok_per_s'] == pytest.approx(tokens_each * 1e3 / numbers['ms'], rel=0.01)
+
+
+def test_bench_refuses_in_one_line_what_it_cannot_measure(folder):
+    train('--out_dir=out', '--max_iters=1')
+    for flag, message in (
+            ('--rounds=0', 'rounds=0 must be at least 1'), ('--steps=0', 'steps=0 must be'),
+            ('--max_new_tokens=1', 'max_new_tokens=1 must be at least 2'), ('--batch_size=0', 'batch_size=0'),
+            ('--batch_size=-1', 'batch_size=-1'), ('--optimizer=foo', "optimizer='foo' is none of adamw"),
+            ('--compile=foo', "compile='foo' is none of True"), (f'--seed={2**63}', 'must be below'),
+            ('--n_layer=7', 'n_layer=7 differs from .*ckpt.pt, which has 2')):
+        with pytest.raises(ValueError, match=message):
+            run('bench.py', 'decode', '--init_from=out', '--device=cpu', flag)
+    with pytest.raises(ValueError, match='leave it out'):
+        run('bench.py', 'params', '--init_from=out')
 
 
 @pytest.mark.parametrize('options', [{}, dict(n_kv_head=2, window=10, window_pattern='SL', pos='alibi'),
@@ -5471,6 +5554,8 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--beta2=1'], 'beta2=1.0 must be .* below 1'),
     (['--cooldown=0'], 'cooldown=0.0 must be above 0'),
     (['--compile=perhaps'], "compile='perhaps' is none of"),
+    ([f'--seed={10**26}'], r'seed=1000.* must be below 2\*\*63'),
+    (['--out_dir=data/toy/meta.json'], 'meta.json is a file: name a folder'),
 ])
 def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
     if args == ['--device=cuda'] and torch.cuda.is_available():

@@ -3,7 +3,7 @@ Trains a model: tokens -> weights.
 
     python train.py                                          # config/default.py, on any machine
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides, left to right
-    python train.py config/small.py --init_from=resume       # goes on exactly where out_dir/ckpt.pt stands
+    python train.py config/small.py --init_from=resume       # resumes exactly where out_dir/ckpt.pt stands
     torchrun --standalone --nproc_per_node=8 train.py config/small.py
 
     # two machines: on each, with its own node_rank (prefix NCCL_IB_DISABLE=1 if they have no Infiniband)
@@ -38,7 +38,7 @@ out_dir = 'out'                      # checkpoints and log.csv go here
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations; each one writes a checkpoint
-eval_iters = 200                     # batches an evaluation, spread over val.bin; all of it if that is less
+eval_iters = 200                     # batches per evaluation, spread over val.bin; all of it if that is less
 eval_only = False                    # evaluate once and stop
 log_interval = 1                     # iterations between lines
 always_save_checkpoint = True        # False: also keep the best weights, best.pt, and sample from those
@@ -61,7 +61,7 @@ beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
 momentum = 0.95                      # Muon
 grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
-# experts: added to what is minimised, never to the loss reported
+# experts: added to the training objective, never to the loss reported
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of the router's z-loss; ST-MoE has 1e-3
 balance_rate = 0.001                 # how far balance_bias moves an iteration, where the model has it
@@ -80,7 +80,7 @@ min_lr: float | None = None          # where it ends; None: a tenth of learning_
 backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA, else gloo
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = 'auto'         # torch.compile; auto: where it works and a long run earns it back
+compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
 config, model_args = configure(globals(), 'GPTConfig', default_file='config/default.py')
@@ -144,8 +144,10 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
                          f"batch_size={batch_size} is {total} windows, which {ranks} ranks do not divide; "
                          f"{' or '.join(map(str, near))} windows would work")
     share = total // ranks
-    micro = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)
-    return share // micro, micro
+    accumulation = -(-share // batch_size)
+    while share % accumulation:
+        accumulation += 1
+    return accumulation, share // accumulation
 
 
 def to_device(batch, device):
@@ -315,16 +317,19 @@ def make_optimizers(model, config):
     return optimizers
 
 
-def load_optimizers(optimizers, states, path):
-    """Puts saved states back; nanoGPT's single one too, whose parameters stand in the same order. Raises
-    ValueError where they do not fit."""
+STATE = {torch.optim.AdamW: {'step', 'exp_avg', 'exp_avg_sq'}, Muon: {'momentum_buffer'}}  # of a parameter
+
+
+def load_optimizers(optimizers, states, path, updates=0):
+    """Puts saved states back; nanoGPT's single one too, whose parameters stand in the same order. updates:
+    that were made before; after some there must be states. Raises ValueError where they do not fit."""
     states = [states] if isinstance(states, dict) else states or []
     fine_tune = f"fine-tune with --init_from={shlex.quote(path)}"
     try:
         sizes = [[len(group['params']) for group in state['param_groups']] for state in states]
         values = [value for state in states for each in state['state'].values() for value in each.values()]
     except (TypeError, KeyError, AttributeError):
-        raise ValueError(f"{path} holds something else as optimizer state; {fine_tune}") from None
+        raise ValueError(f"{path} holds no valid optimizer state; {fine_tune}") from None
     if not all(isinstance(value, (torch.Tensor, int, float)) for value in values):
         raise ValueError(f"{path} holds an optimizer state that is not all numbers; {fine_tune}")
     if sizes != [[len(group['params']) for group in opt.param_groups] for opt in optimizers]:
@@ -332,6 +337,13 @@ def load_optimizers(optimizers, states, path):
                          f"one, or holds weights only; use its --optimizer, or {fine_tune}")
     for opt, state in zip(optimizers, states):
         params = [w for group in opt.param_groups for w in group['params']]
+        needed = STATE.get(type(opt), set())
+        if needed and params and updates and not state['state']:
+            raise ValueError(f"{path} holds an empty optimizer state after {updates:,} updates; {fine_tune}")
+        for i, one in state['state'].items():
+            if missing := needed - one.keys():
+                raise ValueError(f"{path}: optimizer state {i} has no {', '.join(sorted(missing))}; "
+                                 f"{fine_tune}")
         for i, w in enumerate(params):
             for name, value in state['state'].get(i, {}).items():
                 if not torch.is_tensor(value) or not value.ndim or value.shape == w.shape:
@@ -417,7 +429,7 @@ def relative_change(params, before):
     return (moved / sum(old.square().sum() for old in before)).sqrt().item()
 
 
-def share_news(loss, stop, ranks):
+def reduce_loss_and_stop(loss, stop, ranks):
     """Mean loss over the ranks, and whether any of them was asked to stop: all stop together."""
     news = torch.stack([loss, torch.tensor(float(stop), device=loss.device)])
     if ranks > 1:
@@ -447,7 +459,7 @@ def load_to_train(init_from, out_dir, model_args, argv, meta):
     returns them. Its architecture is the checkpoint's: of the model_args that the user asks for, those that
     are CHANGEABLE may change it, any other difference is a ValueError. Conversations that prepare.py packed
     do not see each other (meta, of the data) unless the user or the run resumed has it otherwise."""
-    if not any(arg.endswith('.py') for arg in argv):  # config/default.py, loaded unasked, is no wish
+    if not any(arg.endswith('.py') for arg in argv):  # config/default.py was not asked for
         model_args = {name: value for name, value in model_args.items()
                       if any(arg.startswith(f'--{name}=') for arg in argv)}
     changes = {name: value for name, value in model_args.items() if name in CHANGEABLE}
@@ -502,7 +514,7 @@ def resume(rest, config, optimizers, scaler):
     if was != config['optimizer']:
         raise ValueError(f"{path} was trained by --optimizer={was}, not {config['optimizer']}: give that "
                          f"one, or fine-tune with --init_from={shlex.quote(path)}")
-    load_optimizers(optimizers, rest['optimizer'], path)
+    load_optimizers(optimizers, rest['optimizer'], path, rest['iter_num'] - rest.get('skipped', 0))
     if rest.get('scaler'):  # none in files that were not written under float16
         scaler.load_state_dict(rest['scaler'])
     progress = Progress(**{field.name: rest.get(field.name, field.default)
@@ -539,7 +551,7 @@ def save(path, state):
                       f"{kept}") from None
 
 
-def make_room(out_dir, resumed, keep_best):
+def prepare_out_dir(out_dir, resumed, keep_best):
     """Makes out_dir ready for a run: from scratch, the files of a run that is there are renamed; resumed,
     best.pt stays only if it is to be kept."""
     os.makedirs(out_dir, exist_ok=True)
@@ -623,6 +635,8 @@ def check_settings(config):
     for name, low in lowest.items():
         if config[name] is not None and not config[name] >= low:  # nan is not
             raise ValueError(f"{name}={config[name]} must be at least {low}")
+    if config['seed'] >= 2**63:
+        raise ValueError(f"seed={config['seed']} must be below 2**63")
     for name in ('beta1', 'beta2', 'momentum'):
         if not 0 <= config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 0 and below 1")
@@ -631,13 +645,15 @@ def check_settings(config):
     if config['epochs'] is not None and config['tokens_per_param'] is not None:
         raise ValueError(f"epochs={config['epochs']} and tokens_per_param={config['tokens_per_param']} both "
                          "set the length: give one")
+    if os.path.exists(config['out_dir']) and not os.path.isdir(config['out_dir']):
+        raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
 
 
 def dtype_name(dtype):
     return str(dtype).removeprefix('torch.')
 
 
-def settle_machine(device, dtype, seed, compile, ranks, was):
+def resolve_runtime(device, dtype, seed, compile, ranks, was):
     """configurator.runtime, and compile. was: the runtime that a checkpoint records. On the same device and
     as many ranks 'auto' stands for what it stood for there: then a run resumes exactly."""
     machine = runtime(device, dtype, seed)
@@ -677,7 +693,7 @@ PEAK_TFLOPS = {  # dense bfloat16 peaks from NVIDIA's data sheets, by what the d
 
 
 def peak_flops(device, dtype):
-    """FLOP/s of the device at 16 bits, or None where nobody has published it: then there is no MFU."""
+    """FLOP/s of the device at 16 bits, or None if unknown: then there is no MFU."""
     if 'cuda' not in device or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
@@ -721,8 +737,8 @@ def dataset_tokenizer(folder, source_tokenizer, source):
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
     if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
-        print0(f"warning: {folder} was prepared with another tokenizer than {source} has, so its ids mean "
-               f"other text: python prepare.py ... --tokenizer={shlex.quote(source)}")
+        print0(f"warning: {folder} was prepared with another tokenizer than {source} has, so the same ids "
+               f"stand for different text: python prepare.py ... --tokenizer={shlex.quote(source)}")
     return tokenizer
 
 
@@ -751,7 +767,7 @@ def tell(text, stop):
             raise
 
 
-# the story --------------------------------------------------------------------------------------------------
+# main -------------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
     rank, ranks = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
@@ -768,7 +784,7 @@ if __name__ == '__main__':
         trained_on = rest.get('config', {}).get('dataset')
         source = data_folder(trained_on) if isinstance(trained_on, str) else rest['path']
     resumed = init_from == 'resume'
-    machine, compile = settle_machine(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
+    machine, compile = resolve_runtime(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
     device = machine.device
     if ranks > 1:
         dist.init_process_group(backend if backend != 'auto' else 'nccl' if 'cuda' in device else 'gloo')
@@ -831,7 +847,7 @@ if __name__ == '__main__':
     # files, signals
     writer, log_file, wandb, stop = None, None, None, []
     if rank == 0 and not eval_only:
-        make_room(out_dir, resumed, keep_best=not always_save_checkpoint)
+        prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
         log_file, writer = open_log(os.path.join(out_dir, 'log.csv'), progress.iter_num)
         wandb = start_wandb(wandb_project, wandb_run_name, {**config, **model_args}) if wandb_log else None
     if not eval_only:
@@ -865,7 +881,7 @@ if __name__ == '__main__':
 
             it, stopping = progress.iter_num, bool(stop) and ranks == 1
             if it % log_interval == 0 or at_goal or stopping:
-                mean_loss, stopping = share_news(loss, bool(stop), ranks)
+                mean_loss, stopping = reduce_loss_and_stop(loss, bool(stop), ranks)
                 check_finite('loss', mean_loss, it, learning_rate)
                 seconds = (time.time() - timed_at) / (it - timed_it)
                 timed_it, timed_at = it, time.time()
