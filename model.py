@@ -1849,7 +1849,6 @@ class LoRALinear(nn.Module):
 
 
 @torch.no_grad()
-@torch.no_grad()
 def add_lora(model, rank, alpha, targets):
     """Freezes a GPT, and puts a LoRALinear of scale alpha / rank in the place of each linear layer of its
     blocks whose name is one of targets or ends in it, as 'c_attn' or 'mlp.c_proj' do. Raises ValueError for a
