@@ -1,6 +1,6 @@
 """From text to tokens: writes data/<name>/train.bin, val.bin and meta.json, which train.py reads.
 
-    $ python prepare.py                                  # Python's own library, as bytes: data/pystdlib_byte
+    $ python prepare.py                                  # Python's own library: data/pystdlib_bpe4096
     $ python prepare.py shakespeare --tokenizer=char     # data/shakespeare_char
     $ python prepare.py shakespeare --tokenizer=gpt2     # data/shakespeare
     $ python prepare.py shakespeare --tokenizer=bpe:4096 # a vocabulary of 4,096, learnt from the text
@@ -58,7 +58,7 @@ source = 'pystdlib'
 field = 'text'             # JSON lines: the field of a record that has its text, or else its messages
 errors = 'strict'          # text that is not UTF-8: strict refuses it, replace puts U+FFFD in place of bytes
 # byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, or
-# another dataset's folder; None: byte, and for conversations that of the first run's data
+# another dataset's folder; None: byte, for pystdlib bpe:4096, for conversations that of pystdlib's folder
 tokenizer: str | None = None
 pattern: str | None = None  # of bpe:4096: the regular expression that cuts text to words; None: GPT-4's
 out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
@@ -388,7 +388,7 @@ class Source:
     tokenizer: str = 'byte'
 
 
-FIRST_RUN = os.path.join('data', 'pystdlib_byte')  # what `python prepare.py` makes
+FIRST_RUN = os.path.join('data', 'pystdlib_bpe4096')  # what `python prepare.py` makes
 HUB = 'https://huggingface.co/datasets'
 
 
@@ -417,7 +417,7 @@ def pystdlib():
     if not files:
         raise FileNotFoundError(f'pystdlib: no .py files in {root}: use a text: python prepare.py my.txt')
     return Source('pystdlib', f'pystdlib {platform.python_version()}',
-                  functools.partial(file_documents, files))
+                  functools.partial(file_documents, files), tokenizer='bpe:4096')
 
 
 def fineweb(name, prefix, count):
@@ -534,20 +534,30 @@ ANSWER = 120  # characters of the longest answer: a small model is to learn them
 Thing = collections.namedtuple('Thing', 'module name kind summary arguments')  # kind: function, class, module
 
 
+# How things are asked about, by kind
+WORDINGS = {
+    'function': ('What does {} do?', 'Explain {}.', 'What is {} for?'),
+    'class': ('What is {}?', 'Explain {}.', 'What is {} for?'),
+    'module': ('What is the module {} for?', 'Explain the module {}.', 'What is {}?'),
+}
+
+
 def pydoc_chats():
     """Conversations about the functions and classes of Python's own library: what they do, what they take.
 
-    In a random order, always the same, so that those about one thing are seldom in one window.
+    Each thing is asked about in two wordings, so most questions that are kept for validation have an answer
+    in what is trained on. In a random order, always the same, so that those about one thing are seldom in
+    one window.
     """
     things, chats = library_things(), []
     said = collections.Counter((thing.module, thing.kind, thing.summary) for thing in things)
     for n, thing in enumerate(things):
         name = thing.name if thing.module in ('', 'builtins') else f'{thing.module}.{thing.name}'
-        ask = {'function': f'What does {name} do?', 'class': f'What is {name}?',
-               'module': f'What is the module {name} for?'}[thing.kind]
         takes = f'{name}({thing.arguments})'
         more = [('What arguments does it take?', takes)] if thing.arguments else []
-        chats.append([(ask, thing.summary), *(more if n % 3 == 0 else [])])
+        first, *others = [wording.format(name) for wording in WORDINGS[thing.kind]]
+        chats.append([(first, thing.summary), *(more if n % 3 == 0 else [])])
+        chats.append([(others[n % 2], thing.summary)])
         if thing.arguments:
             chats.append([(f'What arguments does {name} take?', takes)])
         if thing.kind == 'function' and said[thing.module, thing.kind, thing.summary] == 1:

@@ -624,9 +624,13 @@ def test_prepare_shakespeare_as_nanogpt(tokenizer, n_train, n_val, vocab, name, 
 
 def test_prepare_default_is_the_standard_library(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, stdout, _ = prep_run([], monkeypatch, capsys)
+    found = prepare.find_source(prepare.source)
+    assert prepare.output_folder(None, found, found.tokenizer) == prepare.FIRST_RUN
+    default = runpy.run_path(os.path.join(PREP_DIR, 'config', 'default.py'))
+    assert prepare.dataset_name(prepare.FIRST_RUN) == default['dataset']
+    code, stdout, _ = prep_run(['--tokenizer=byte'], monkeypatch, capsys)  # quicker than bpe:4096
     meta = prepare.read_meta('data/pystdlib_byte')
-    assert code == 0 and stdout.rstrip().endswith('next: python train.py')
+    assert code == 0 and stdout.rstrip().endswith('next: python train.py --dataset=pystdlib_byte')
     assert 5e6 < meta['train_bytes'] < 3e7 and 0.1 < meta['val_bytes'] / meta['train_bytes'] < 0.13
     ids = np.concatenate([prep_ids('data/pystdlib_byte', split) for split in ('train', 'val')])
     read, root = [], sysconfig.get_paths()['stdlib']
@@ -2019,7 +2023,8 @@ def test_bins_one_line_for_what_is_wrong(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, command in {'shakespeare_char': 'python prepare.py shakespeare --tokenizer=char',
                           'shakespeare': 'python prepare.py shakespeare --tokenizer=gpt2',
-                          'pystdlib_byte': 'python prepare.py',
+                          'pystdlib_bpe4096': 'python prepare.py',
+                          'pystdlib_byte': 'python prepare.py --tokenizer=byte',
                           'pystdlib_cl100k_base': 'python prepare.py --tokenizer=cl100k_base',
                           'fineweb_edu_gpt2': 'python prepare.py fineweb_edu',
                           'fineweb_gpt2': 'python prepare.py fineweb',

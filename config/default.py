@@ -1,6 +1,7 @@
 # The first run, on any machine: `python prepare.py && python train.py && python sample.py`.
-# A small model learns, byte by byte, to write Python from Python's own library: minutes on 2 CPU cores.
-dataset = 'pystdlib_byte'
+# A small model learns to write Python from Python's own library, in 4,096 tokens that are learnt from it too:
+# 1.28 bits per byte, where bytes as tokens reach 1.35 in the same minutes on 2 CPU cores.
+dataset = 'pystdlib_bpe4096'
 
 n_layer = 4
 n_head = 4
@@ -9,10 +10,10 @@ block_size = 256
 
 batch_size = 16
 gradient_accumulation_steps = 1
-max_iters = 1000
+max_iters = 750
 optimizer = 'muon'      # about half the tokens that AdamW needs
 learning_rate = 6e-3
-weight_decay = 0.0      # less than one epoch: nothing to regularise
+weight_decay = 0.0      # one epoch: nothing to regularise
 warmup_iters = 20
 lr_schedule = 'wsd'
 cooldown = 0.6
@@ -21,7 +22,7 @@ min_lr = 0.0
 eval_interval = 250
 eval_iters = 20
 log_interval = 25
-sample_tokens = 200
+sample_tokens = 80
 
 # sample.py
 num_samples = 3

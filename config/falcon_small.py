@@ -1,5 +1,5 @@
 # Falcon 7B in small: multi-query, attention and MLP in parallel after one LayerNorm, GELU, RoPE.
-#   python prepare.py && python train.py config/falcon_small.py
+#   python prepare.py --tokenizer=byte && python train.py config/falcon_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-falcon_small'
 

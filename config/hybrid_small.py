@@ -1,5 +1,5 @@
 # Qwen3-Next in small: two layers of Gated DeltaNet, whose cache does not grow, then one of gated attention.
-#   python prepare.py && python train.py config/hybrid_small.py
+#   python prepare.py --tokenizer=byte && python train.py config/hybrid_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-hybrid_small'
 

@@ -1,5 +1,5 @@
 # Llama 3 in small: RoPE, RMSNorm, SwiGLU, grouped queries.
-#   python prepare.py && python train.py config/llama_small.py
+#   python prepare.py --tokenizer=byte && python train.py config/llama_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-llama_small'
 

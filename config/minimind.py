@@ -1,7 +1,9 @@
-# MiniMind (github.com/jingyaogong/minimind), its 25,829,888 parameters and its recipe, on bytes of Python:
-# of its vocabulary the first 257 rows are used.
-#   python prepare.py && python train.py config/minimind.py
-dataset = 'pystdlib_byte'
+# MiniMind (github.com/jingyaogong/minimind), its 25,829,888 parameters and its recipe, on its own text:
+#   python prepare.py minimind --tokenizer=bpe:6400 && python train.py config/minimind.py
+#   python prepare.py minimind_sft --tokenizer=data/minimind_bpe6400 --block_size=512
+#   python train.py config/chat.py --init_from=out-minimind --dataset=minimind_sft
+# Without the download: python prepare.py --tokenizer=byte, then --dataset=pystdlib_byte.
+dataset = 'minimind_bpe6400'
 out_dir = 'out-minimind'
 
 n_layer = 8

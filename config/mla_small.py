@@ -1,5 +1,5 @@
 # DeepSeek-V2's latent attention in small: caches 80 numbers a token and layer, multi-head would 512.
-#   python prepare.py && python train.py config/mla_small.py
+#   python prepare.py --tokenizer=byte && python train.py config/mla_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-mla_small'
 

@@ -1,5 +1,5 @@
 # Mixture of experts: 4 routed, 2 a token, 1 shared; the active width is about that of a dense MLP.
-#   python prepare.py && python train.py config/moe_small.py
+#   python prepare.py --tokenizer=byte && python train.py config/moe_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-moe_small'
 
