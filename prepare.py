@@ -511,8 +511,8 @@ def output_folder(out, found, tokenizer):
     data/<source>."""
     kind = dataset_name(tokenizer) if is_prepared(tokenizer) else tokenizer.removesuffix('tokenizer.json')
     usual = f'{found.name}_{plain_name(kind.replace("bpe:", "bpe"))}'
-    usual = 'shakespeare' if usual == 'shakespeare_gpt2' else usual  # nanoGPT's name
-    usual = found.name if found.chats else usual
+    if found.chats or usual == 'shakespeare_gpt2':  # the latter is data/shakespeare in nanoGPT
+        usual = found.name
     return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
 
 
@@ -770,23 +770,22 @@ def groups(texts, tok):
 
     Each is one process's work. texts: as planned_texts gives them.
     """
-    waiting, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
-    for split, blocks, is_document in texts:
-        for piece, last in pieces(blocks, tok):
-            waiting[split].append((piece, last and is_document))
-            sizes[split] += len(piece)
-            if sizes[split] >= CHUNK:
-                yield split, waiting[split]
-                waiting[split], sizes[split] = [], 0
-    yield from ((split, group) for split, group in waiting.items() if group)
+    return gather((split, (piece, last and is_document), len(piece)) for split, blocks, is_document in texts
+                  for piece, last in pieces(blocks, tok))
 
 
 def chat_groups(texts):
     """(split, [Conversation]) in groups of about CHUNK characters. texts: as planned_texts gives them."""
+    return gather((split, conversation, sum(map(len, contents(conversation))))
+                  for split, conversation, _ in texts)
+
+
+def gather(items):
+    """(split, item, its characters), ... -> (split, [item, ...]), whenever a split has CHUNK characters."""
     waiting, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
-    for split, conversation, _ in texts:
-        waiting[split].append(conversation)
-        sizes[split] += sum(map(len, contents(conversation)))
+    for split, item, size in items:
+        waiting[split].append(item)
+        sizes[split] += size
         if sizes[split] >= CHUNK:
             yield split, waiting[split]
             waiting[split], sizes[split] = [], 0
@@ -1035,7 +1034,6 @@ class JsonTokenizer(Tokenizer):
     """
     def __init__(self, source, config=None):
         self.source, self.config = source, config or {}
-        self.chat_template = self.config.get('chat_template')
         self.library = library_tokenizer(source)
         vocab = self.library.get_vocab(with_added_tokens=False)
         added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
@@ -1648,8 +1646,10 @@ def pack(encoded, slots):
     """(split, [(ids, mask)], sizes) -> (split, ids, mask, sizes). slots: {split: Slots}."""
     def joined(arrays):
         return [np.concatenate(parts) for parts in zip(*arrays)]
-    for split, chats, *sizes in encoded:
-        yield split, *joined([part for ids, mask in chats for part in slots[split].add(ids, mask)]), *sizes
+    with contextlib.closing(encoded):
+        for split, chats, *sizes in encoded:
+            parts = [part for ids, mask in chats for part in slots[split].add(ids, mask)]
+            yield split, *joined(parts), *sizes
     for split in SPLITS:
         yield split, *joined(slots[split].close()), 0, 0
 
@@ -1714,28 +1714,27 @@ def write_dataset(folder, texts, tok, label, procs=1, n_bytes=None, block_size=N
     With block_size they are conversations, and written with masks. A run that fails changes nothing.
     """
     title = f'{tok.name} encoding, {procs} process{"es" * (procs > 1)}'
+    slots, eot = None, tok.eot
     if block_size is None:
-        encoded, extra = encode_groups(tok, groups(texts, tok), procs), {}
+        encoded = encode_groups(tok, groups(texts, tok), procs)
     else:
         if block_size < 2:
             raise ValueError(f'block_size={block_size}: must be 2 or more')
         if not tok.chat_template:
             raise ValueError(f'the tokenizer {tok.name} has no chat template, which conversations need: name '
                              'another by --tokenizer, like a folder with a tokenizer.json that has one')
-        first = separator(tok)
-        if first is None:
+        eot = separator(tok)
+        if eot is None:
             raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep conversations apart')
-        slots = {split: Slots(block_size, first, dtype_of(tok.n_vocab)) for split in SPLITS}
-        encoded = encode_groups(tok, chat_groups(texts), procs, encode_chats)
+        slots = {split: Slots(block_size, eot, dtype_of(tok.n_vocab)) for split in SPLITS}
+        encoded = pack(encode_groups(tok, chat_groups(texts), procs, encode_chats), slots)
     with new_files(folder) as temp, contextlib.closing(encoded):
-        if block_size is None:
-            counts = write_bins(temp, encoded, False, title, n_bytes)
-        else:
-            counts = write_bins(temp, pack(encoded, slots), True, title, n_bytes)
-            extra = {'block_size': block_size, 'cut': sum(slot.n_cut for slot in slots.values()),
-                     'filled': sum(slot.n_tokens for slot in slots.values()) / sum(
-                         counts[f'{split}_tokens'] for split in SPLITS)}
-        return write_meta(temp, tok, label, {**counts, **extra}, tok.eot if block_size is None else first)
+        counts = write_bins(temp, encoded, slots is not None, title, n_bytes)
+        if slots:
+            n_tokens = sum(counts[f'{split}_tokens'] for split in SPLITS)
+            counts |= {'block_size': block_size, 'cut': sum(slot.n_cut for slot in slots.values()),
+                       'filled': sum(slot.n_tokens for slot in slots.values()) / n_tokens}
+        return write_meta(temp, tok, label, counts, eot)
 
 
 FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')],
@@ -1997,11 +1996,11 @@ class Bins:
         shards = np.searchsorted(ends, indices, side='right')
         firsts = (indices - np.append(0, ends)[shards]) * block_size
         windows = np.empty((len(indices), block_size + 1), np.int64)
-        for n in np.unique(shards):  # plain reads: a memory map of a large file would fill up the RSS
-            path, dtype, offset, _ = files[n]
+        for shard in np.unique(shards):  # plain reads: a memory map of a large file would fill up the RSS
+            path, dtype, offset, _ = files[shard]
             window = np.empty(block_size + 1, dtype)
             with open(path, 'rb', buffering=0) as f:
-                for row in np.flatnonzero(shards == n):
+                for row in np.flatnonzero(shards == shard):
                     f.seek(offset + int(firsts[row]) * dtype.itemsize)
                     if f.readinto(window) != window.nbytes:
                         raise ValueError(f'{path} became shorter while it was read: prepare it again')
@@ -2060,9 +2059,8 @@ def first_tokens(bins):
     n = min(shard.n_tokens, LOOK)
     if not n:
         raise ValueError(f'{shard.path} is empty: prepare it again')
-    path = shard.path.removesuffix('.bin') + '.mask.bin'
     return (np.fromfile(shard.path, shard.dtype, n, offset=shard.offset),
-            np.fromfile(path, np.uint8, n) if os.path.exists(path) else None)
+            np.fromfile(bins.masks[0].path, np.uint8, n) if bins.masks else None)
 
 
 def marked(tok, ids, mask):
