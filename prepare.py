@@ -107,6 +107,17 @@ class Progress:
         print(f'\r{line:<79}' if self.tty else line, end=end, flush=True)
 
 
+@contextlib.contextmanager
+def named_when_full(path, advice):
+    """OSError: the disk is full. It names path, and what can be done."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(f'{path} cannot be written ({e.strerror}): free some space{advice}') from None
+
+
 # downloads --------------------------------------------------------------------------------------------------
 
 def mismatch(path, size, sha256):
@@ -138,7 +149,8 @@ def fetch(url, path, size=None, sha256=None, instead='', check=mismatch):
     part, host = path + '.part', urllib.parse.urlsplit(url).netloc
     for wait in (*RETRY_WAITS, None):
         try:
-            fetch_rest(url, part, size)
+            with named_when_full(part, ', then run this again to resume'):
+                fetch_rest(url, part, size)
             break
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as e:
             if wait is None:
@@ -496,7 +508,7 @@ def keep_standard_input():
     except (ValueError, RecursionError):
         is_json = False
     path = os.path.join(folder, 'stdin.jsonl' if is_json else 'stdin.txt')
-    with open(path, 'wb') as f:
+    with named_when_full(path, ', or set TMPDIR to a folder elsewhere'), open(path, 'wb') as f:
         f.write(first)
         shutil.copyfileobj(sys.stdin.buffer, f)
     return path
@@ -1549,7 +1561,10 @@ def encode_group(tok, group):
     arrays, dtype = [], dtype_of(tok.n_vocab)
     for text, ends in group:
         arrays.append(tok.encode_array(text).astype(dtype))
-        if ends and tok.eot is not None:
+        if ends and tok.eot is None:
+            raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart: '
+                             'name another by --tokenizer')
+        if ends:
             arrays.append(np.array([tok.eot], dtype))
     size = sum(len(text.encode()) for text, _ in group)
     return np.concatenate(arrays), None, size, size
@@ -1748,18 +1763,14 @@ def new_files(folder):
     made = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
+        with (named_when_full(folder, ', or choose another folder by --out'),
+              tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp):
             yield temp
             for name in FILES:
                 if os.path.exists(os.path.join(temp, name)):
                     os.replace(os.path.join(temp, name), os.path.join(folder, name))
                 elif os.path.exists(os.path.join(folder, name)):
                     os.remove(os.path.join(folder, name))
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise OSError(f'{folder} cannot be written ({e.strerror}): free some space, or choose another folder '
-                      'by --out') from None
     finally:
         if made and not os.listdir(folder):
             os.rmdir(folder)

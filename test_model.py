@@ -1062,6 +1062,23 @@ def test_prepare_on_a_full_disk_names_the_folder(tmp_path, monkeypatch):
     with pytest.raises(OSError, match='data/b cannot be written .*free some space.*--out'):
         prepare.write_dataset('data/b', [], prepare.make_tokenizer('byte'), 'a')
     assert os.listdir('data') == []
+    monkeypatch.setattr(prepare, 'fetch_rest', full)
+    with pytest.raises(OSError, match='data/x/y.part cannot be written .*: free some space, then run this'):
+        prepare.fetch('http://host/y', 'data/x/y')
+    monkeypatch.setattr(prepare.shutil, 'copyfileobj', full)
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'some text')))
+    with pytest.raises(OSError, match='stdin.txt cannot be written .*: free some space, or set TMPDIR'):
+        prepare.find_source('-')
+
+
+def test_prepare_keeps_documents_apart_or_says_that_it_cannot(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source, tok = prep_source(*['ab' * 9] * 9), prepare.make_tokenizer('char', 'ab')
+    with pytest.raises(ValueError, match='tokenizer char has no end-of-text token to keep documents apart'):
+        prepare.write_dataset('data/a', prep_texts(source), tok, 'a')
+    assert os.listdir('data') == []
+    meta = prepare.write_dataset('data/a', prep_texts(prep_source('ab' * 9)), tok, 'a')  # one that is cut
+    assert meta['train_tokens'] == 16 and meta['eot'] is None
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
