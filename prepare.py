@@ -218,6 +218,9 @@ def ending(path):
     return os.path.splitext(path)[1]
 
 
+NOT_UTF8 = 'convert it, leave it out, or have U+FFFD there by --errors=replace'
+
+
 def read_text(path, errors='strict'):
     """The file's text, a block at a time. Where it is not UTF-8, ValueError says at which byte."""
     decoder, n_read, data = codecs.getincrementaldecoder('utf-8')(errors), 0, b' '
@@ -229,8 +232,7 @@ def read_text(path, errors='strict'):
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as e:
                 raise ValueError(f'{path} is not UTF-8 text: byte {e.object[e.start]:#04x} at offset '
-                                 f'{n_read - len(e.object) + e.start}: convert it, leave it out, or have '
-                                 'U+FFFD there by --errors=replace') from None
+                                 f'{n_read - len(e.object) + e.start}: {NOT_UTF8}') from None
             if text:
                 yield text
 
@@ -274,10 +276,14 @@ def json_records(path, errors):
             place = f'{path}, line {n}'
             try:
                 record = json.loads(line.decode('utf-8-sig', errors))
+            except UnicodeDecodeError as e:
+                raise ValueError(f'{place}: not UTF-8 text: byte {e.object[e.start]:#04x} at its offset '
+                                 f'{e.start}: {NOT_UTF8}') from None
             except (ValueError, RecursionError) as e:
-                raise ValueError(f'{place}: not JSON ({e})') from None
+                raise ValueError(f'{place}: not JSON ({e}): mend or remove the line') from None
             if not isinstance(record, dict):
-                raise ValueError(f'{place}: it is no object with fields')
+                raise ValueError(f'{place}: a {type(record).__name__} where an object with fields is needed, '
+                                 'like {"text": "..."}')
             yield place, record
 
 
@@ -295,7 +301,7 @@ def whole_characters(text, place):
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise ValueError(f'{place}: half a character, {e.object[e.start]!r}') from None
+        raise ValueError(f'{place}: half a character, {e.object[e.start]!r}: remove it') from None
     return text
 
 
