@@ -848,6 +848,10 @@ def start_worker(start, *args):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
+# What chat templates call the switch for thinking: those of Qwen3 and most, of MiniMind, of DeepSeek V3.1
+THINKING = ('enable_thinking', 'open_thinking', 'thinking')
+
+
 class Tokenizer:
     """name; n_vocab; eot, the id of the end-of-text token or None; special, {text: id}.
 
@@ -899,14 +903,15 @@ class Tokenizer:
         return render_chat(self.chat_template, messages, tools, add_generation_prompt,
                            **{**self.chat_variables, **variables})
 
-    def chat(self, messages, thinking=True, tools=None, add_generation_prompt=True, **variables):
+    def chat(self, messages, thinking=None, tools=None, add_generation_prompt=True, **variables):
         """[{'role': 'user', 'content': text}, ...] -> ids, to where the answer begins.
 
-        thinking: what templates know as enable_thinking; None: the template's default. tools: JSON schemas.
-        Without add_generation_prompt, to the end of what is said. ValueError: there is no template.
+        thinking: whether it begins with thoughts, under all names in THINKING; None: the template's default.
+        tools: JSON schemas. Without add_generation_prompt, to the end of what is said. ValueError: there is
+        no template.
         """
         if thinking is not None:
-            variables['enable_thinking'] = thinking
+            variables = {**dict.fromkeys(THINKING, thinking), **variables}
         return self.encode_chat(self.render(messages, add_generation_prompt, tools, **variables))
 
     def encode_chat(self, text):

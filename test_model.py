@@ -1389,6 +1389,11 @@ CHAT_TEMPLATES = {
         " endif %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}{%- if"
         " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and"
         " enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}",
+    'smollm':  # a system message of its own, where there is none
+        "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful AI assistant named"
+        " SmolLM, trained by Hugging Face<|im_end|>\n' }}{%- endif %}{%- for m in messages %}{{-"
+        " '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}{%- if"
+        " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}",
     'llama3':
         "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] +"
         " '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set"
@@ -1454,7 +1459,10 @@ def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
         config['chat_template'] = CHAT_TEMPLATES[name]
     ours, theirs = chat_pair(tmp_path, source, config)
     ours = prepare.tokenizer_from_state(json.loads(json.dumps(ours.state())))
-    options = {} if thinking is None else {'enable_thinking': thinking}
+    switch = 'open_thinking' if name == 'minimind' else 'enable_thinking'
+    options = {} if thinking is None else {switch: thinking}
+    if thinking is not None and name in ('minimind', 'qwen3', 'everything'):
+        assert ours.chat(CHATS[0], thinking) != ours.chat(CHATS[0], not thinking)
     for messages in CHATS:
         for tools in (None, TOOLS):
             expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
@@ -1546,7 +1554,7 @@ def chat_slots(folder, block_size):
     return found
 
 
-@pytest.mark.parametrize('template', ['chatml', 'qwen3', 'llama3', 'llama2', 'minimind'])
+@pytest.mark.parametrize('template', ['chatml', 'qwen3', 'smollm', 'llama3', 'llama2', 'minimind'])
 def test_the_mask_is_what_the_assistant_writes(template, monkeypatch):
     """And its end mark; what stands before an answer is exactly what a model is prompted with."""
     if template == 'minimind':
