@@ -315,11 +315,12 @@ def file_documents(paths, field='text', errors='strict'):
 
 # conversations ----------------------------------------------------------------------------------------------
 
-# place: what an error names; messages: [{'role': 'user', 'content': text}, ...]
-Conversation = collections.namedtuple('Conversation', 'place messages')
+# place: what an error names; messages: [{'role': 'user', 'content': text}, ...]; tools: their JSON schemas
+Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
 MESSAGES = ('messages', 'conversations')  # the fields that may have a list of messages
 PAIRS = {'prompt': ('response', 'completion', 'answer'), 'instruction': ('output', 'response'),
          'question': ('answer', 'response')}  # {field of a question: fields that may have its answer}
+SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages, {'from': ..., 'value': ...}
 ROLES = {'system': 's', 'user': 'u', 'assistant': 'a', 'tool': 't'}
 ORDER = re.compile('s?(ua(t+a)*)+u?')  # of roles
 
@@ -328,7 +329,7 @@ def find_messages(record, field):
     """The messages of a record, or None: `field` comes first, then MESSAGES and PAIRS."""
     for name in (field, *MESSAGES):
         if isinstance(record.get(name), list):
-            return record[name]
+            return [with_role(message) for message in record[name]]
     for ask, answers in PAIRS.items():
         for answer in answers:
             if isinstance(record.get(ask), str) and isinstance(record.get(answer), str):
@@ -336,6 +337,13 @@ def find_messages(record, field):
                 question = record[ask] + (f'\n\n{more}' if isinstance(more, str) and more else '')
                 return make_messages((question, record[answer]))
     return None
+
+
+def with_role(message):
+    """One of ShareGPT's messages with role and content, any other as it is."""
+    if isinstance(message, dict) and isinstance(message.get('from'), str) and 'role' not in message:
+        return {'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
+    return message
 
 
 def make_messages(*turns):
@@ -348,12 +356,14 @@ def check_messages(messages, place):
     """ValueError: they are no conversation that can be learnt from."""
     for n, message in enumerate(messages, 1):
         where = f'{place}, message {n}'
-        if not isinstance(message, dict) or message.get('role') not in ROLES:
-            raise ValueError(f'{where}: a message needs a role, one of {", ".join(ROLES)}, and content')
-        content = message.get('content')
-        if not (isinstance(content, str) and content.strip() or message.get('tool_calls')):
-            raise ValueError(f'{where}: its content is {"empty" if not content else "no text"}')
-        whole_characters(content or '', where)
+        if not isinstance(message, dict) or message.get('role') not in list(ROLES):
+            raise ValueError(f'{where}: {message!r:.60} needs a role, one of {", ".join(ROLES)}, and content')
+        content = message.get('content') or ''
+        if not isinstance(content, str):
+            raise ValueError(f'{where}: its content is no text: {content!r:.60}')
+        if not (content.strip() or message.get('tool_calls')):
+            raise ValueError(f'{where}: its content is empty: leave the conversation out')
+        whole_characters(content, where)
     roles = [message['role'] for message in messages]
     if 'assistant' not in roles:
         raise ValueError(f'{place}: no message of the assistant, so there is nothing to learn')
@@ -373,7 +383,10 @@ def conversations(paths, field='text', errors='strict'):
                 raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
                                  f'needs {" or ".join(MESSAGES)}, or a pair like prompt and response')
             check_messages(messages, place)
-            yield Conversation(place, messages)
+            tools = record.get('tools') or None
+            if tools and not isinstance(tools, list):
+                raise ValueError(f'{place}: tools must be a list of JSON schemas, not {tools!r:.60}')
+            yield Conversation(place, messages, tools)
 
 
 def holds_conversations(paths, field, errors):
@@ -1597,18 +1610,18 @@ def encode_conversation(tok, conversation):
     have answered, and ends with the first stop token. ValueError names the conversation: its template renders
     an earlier message otherwise once there are more, so no answer could be told from its prompt.
     """
-    place, messages = conversation
+    place, messages, tools = conversation
     try:
-        text = tok.render(messages, add_generation_prompt=False)
+        text = tok.render(messages, False, tools)
         ids = np.array(tok.encode_chat(text), dtype_of(tok.n_vocab))
         mask, end = np.zeros(len(ids), np.uint8), 0
         stops = np.flatnonzero(np.isin(ids, tok.stop_tokens))
         for n, message in enumerate(messages):
             if message['role'] != 'assistant':
                 continue
-            prompt = tok.render(messages[:n], add_generation_prompt=True)
+            prompt = tok.render(messages[:n], True, tools)
             if not text.startswith(prompt):  # it may think, or not, otherwise than this conversation
-                before = tok.render(messages[:n], add_generation_prompt=False)
+                before = tok.render(messages[:n], False, tools)
                 prompt = os.path.commonprefix([prompt, text])
                 if not prompt.startswith(before):
                     raise ValueError(f'message {n + 1}: the chat template renders what is before this answer '
@@ -1724,13 +1737,18 @@ def write_bins(folder, encoded, masked, label, n_bytes=None):
             sizes[split] += learnt_size
             progress.add(size)
     progress.close()
+    for split in SPLITS:
+        if not learnt[split]:
+            advice = 'raise --block_size, or ' if masked else ''
+            raise ValueError(f'{split} has no token to learn: {advice}prepare more text')
     if n_bytes not in (None, progress.done):
         raise ValueError(f'the text changed while it was read, from {n_bytes:,} to {progress.done:,} bytes: '
                          'run this again')
     return {**{f'{split}_tokens': tokens[split] for split in SPLITS},
             **({f'{split}_learnt': learnt[split] for split in SPLITS} if masked else {}),
             **{f'{split}_bytes': sizes[split] for split in SPLITS},  # of text that is learnt, not end of text
-            'bytes_per_token': sizes['val'] / learnt['val'],         # val loss / ln 2 / this = bits per byte
+            # val loss / ln 2 / this = bits per byte; None: answers without text, that only call tools
+            'bytes_per_token': sizes['val'] / learnt['val'] or None,
             'checksum': {name: sums[name].hexdigest() for name in names}}
 
 
@@ -2126,7 +2144,7 @@ if __name__ == '__main__':
                              block_size if found.chats else None)
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
-          f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
+          f'{meta["bytes_per_token"] or 0:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
     if found.chats:
         print(f'slots of {block_size} tokens, {meta["filled"]:.0%} full; {meta["train_learnt"]:,} train '
               'tokens are learnt' + (f'; {meta["cut"]:,} longer ones are cut' if meta['cut'] else ''))

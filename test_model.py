@@ -1636,6 +1636,8 @@ def test_all_shapes_of_records_are_the_same_conversations(tmp_path, monkeypatch,
         'talk': [{'talk': prepare.make_messages(pair), 'text': 'x'} for pair in pairs],
         'prompt': [{'prompt': a, 'response': b} for a, b in pairs],
         'question': [{'question': a, 'answer': b, 'id': 3} for a, b in pairs],
+        'sharegpt': [{'id': 'x', 'conversations': [{'from': 'human', 'value': a},
+                                                   {'from': 'gpt', 'value': b}]} for a, b in pairs],
         'alpaca': [dict(zip(('instruction', 'input'), a.split('\n\n')), output=b) for a, b in pairs],
         'empty': [{'instruction': a, 'input': '', 'output': b} for a, b in pairs]}
     made = set()
@@ -1692,10 +1694,36 @@ def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, cap
     assert 'one conversation' in prep_run(['chats.jsonl', '--tokenizer=tok'], monkeypatch, capsys)[2]
     Path('chats.jsonl').write_text(f'{lines[0]}\n' * 9, encoding='utf-8')
     for flags, part in ((['--tokenizer=byte'], 'no chat template'), (['--block_size=1'], 'block_size=1'),
+                        (['--block_size=2'], 'train has no token to learn: raise --block_size'),
                         ([], '`python prepare.py` does it'), (['--tokenizer=none'], 'none')):
-        argv = ['chats.jsonl', *(['--tokenizer=tok'] if flags == ['--block_size=1'] else []), *flags]
+        argv = ['chats.jsonl', *(['--tokenizer=tok'] if 'block_size' in str(flags) else []), *flags]
         code, _, stderr = prep_run(argv, monkeypatch, capsys)
         assert code == 1 and part in stderr and len(stderr.strip().splitlines()) == 1, stderr
+
+
+def test_calls_of_tools_are_learnt_and_tools_are_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    template = ("{% if tools %}<tools>{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>"
+                "{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n"
+                "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    tok = prepare.JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
+    call = {'role': 'assistant', 'content': None, 'tool_calls': [{'function': {'name': 'now'}}]}
+    user = {'role': 'user', 'content': 'When?'}
+    messages = [user, call, {'role': 'tool', 'content': '12:00'}, {'role': 'assistant', 'content': 'Noon.'}]
+    ids, mask = prepare.encode_conversation(tok, prepare.Conversation('here', messages, TOOLS))
+    assert ids.tolist() == tok.chat(messages, tools=TOOLS, add_generation_prompt=False)
+    assert tok.decode(ids).startswith(f'<tools>{json.dumps(TOOLS)}\n<|im_start|>user\nWhen?')
+    runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
+    assert [tok.decode([i for i, _ in run]) for learnt, run in runs if learnt] == [
+        '[{"function": {"name": "now"}}]<|im_end|>', 'Noon.<|im_end|>']
+    os.makedirs('tok')
+    Path('tok/tokenizer.json').write_text(tok.source, encoding='utf-8')
+    Path('tok/chat_template.jinja').write_text(template, encoding='utf-8')
+    Path('calls.jsonl').write_text((json.dumps({'messages': [user, call], 'tools': TOOLS}) + '\n') * 9)
+    code, out, err = prep_run(['calls.jsonl', '--tokenizer=tok'], monkeypatch, capsys)
+    assert code == 0 and 'function' in prepare.load_tokenizer('data/calls').decode(
+        prep_ids('data/calls', 'val')), err
+    assert prepare.read_meta('data/calls')['bytes_per_token'] is None  # these answers have no text
 
 
 def test_two_processes_write_the_conversations_of_one(tmp_path, monkeypatch):
@@ -1714,14 +1742,14 @@ def test_pydoc_chat_is_short_and_imports_nothing():
     chats = prepare.pydoc_chats()
     assert 3000 < len(chats) < 9000 and chats == prepare.pydoc_chats()
     said = {}
-    for place, messages in chats:
+    for place, messages, _ in chats:
         prepare.check_messages(messages, place)
         said |= {messages[0]['content']: messages[1]['content']}
         assert all(len(message['content']) < 200 and '\n' not in message['content'] for message in messages)
     assert len(said) == len(chats)
     assert said['What does os.path.join do?'].startswith('Join two or more pathname components')
     assert said['What arguments does os.path.join take?'] == 'os.path.join(a, *p)'
-    assert {len(messages) for _, messages in chats} == {2, 4}
+    assert {len(messages) for _, messages, _ in chats} == {2, 4}
     assert any(question.startswith('Which function of itertools') for question in said)
     code = ("import sys; sys.argv = ['prepare.py']; import prepare; before = set(sys.modules)\n"
             "print(len(prepare.pydoc_chats()), sorted(set(sys.modules) - before))")
