@@ -2083,12 +2083,12 @@ def look(folder):
     print('\ndocuments by tokens')
     for power, n in sorted(collections.Counter(np.log2(lengths).astype(int).tolist()).items()):
         print(f'{f"{1 << power:,}-{(2 << power) - 1:,}":>17} {n:9,} {"#" * round(50 * n / len(lengths))}')
-    counts = np.bincount(ids)
+    different, counts = np.unique(ids, return_counts=True)
     print('\ncommonest tokens')
     for i in np.argsort(-counts, kind='stable')[:12]:
-        print(f'{repr(tok.decode([i])):>17} {counts[i]:9,} {counts[i] / len(ids):6.2%}')
-    n = meta.get('block_size') or 256
-    n = int(np.flatnonzero(ids[:n] != eot)[-1]) + 1  # without what fills a slot
+        print(f'{repr(tok.decode([different[i]])):>17} {counts[i]:9,} {counts[i] / len(ids):6.2%}')
+    n = meta['block_size'] or 256
+    n = int(np.flatnonzero(ids[:n] != eot).max(initial=0)) + 1  # without what fills a slot
     print(f'\nthe first {n:,} tokens{", what is learnt marked" if mask is not None else ""}')
     print(marked(tok, ids[:n], None if mask is None else mask[:n]))
 

@@ -1781,7 +1781,32 @@ def test_look_shows_what_a_folder_has(tmp_path, monkeypatch, capsys):
     prepare.look('data/d')
     out = capsys.readouterr().out
     assert 'some text' in out and '(of the first 100)' in out and '[[' not in out and "' '" in out
-    assert prep_run(['look', 'nothing'], monkeypatch, capsys)[0] == 1
+    monkeypatch.setattr(prepare, 'make_tokenizer', None)  # no table is read, or downloaded, in vain
+    with pytest.raises(OSError, match='nothing is not prepared: no val.bin'):
+        prepare.look('nothing')
+    assert capsys.readouterr().out == ''
+    open('data/d/val.bin', 'wb').close()
+    with pytest.raises(ValueError, match='val.bin is empty: prepare it again'):
+        prepare.look('d')
+
+
+def test_look_at_folders_that_others_prepared(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('data/c')
+    np.array([0, 1, 2, 1] * 30, np.uint16).tofile('data/c/train.bin')
+    np.array([1, 0], np.uint16).tofile('data/c/val.bin')
+    with open('data/c/meta.pkl', 'wb') as f:
+        pickle.dump({'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: '\n'}, 'stoi': {}}, f)
+    prepare.look('data/c')
+    out = capsys.readouterr().out
+    assert 'val: 2 tokens, 1 document, 1.00 bytes a token\ntrain: 120 tokens, 1 document, ' in out
+    assert "'b'        60 50.00%" in out and out.endswith('ab\nb' * 30 + '\n')
+    os.remove('data/c/meta.pkl')
+    monkeypatch.setattr(prepare, 'make_tokenizer', lambda name: prep_toy_bpe())
+    for ids, part in (([50256] * 300, '0 document, 0.00 bytes a token'), ([60000] * 3, '3 tokens')):
+        np.array(ids, np.uint16).tofile('data/c/train.bin')  # nothing but ends of text, ids of no token
+        prepare.look('c')
+        assert part in capsys.readouterr().out
 
 
 # training a tokenizer ---------------------------------------------------------------------------------------
