@@ -2063,12 +2063,12 @@ LOOK = 10_000_000  # tokens of a split that are counted
 def look(folder):
     """Print what is in a prepared folder: counts, documents by length, commonest tokens, a window of text."""
     folder = folder if os.path.isdir(folder) else os.path.join('data', folder)
+    splits = {split: Bins(folder, split) for split in reversed(SPLITS)}
     meta, tok = read_meta(folder), load_tokenizer(folder)
     print(f'{folder}: {meta.get("source", "of unknown source")}, tokenizer {tok.name}, vocabulary '
           f'{meta["vocab_size"]:,}, {meta["dtype"]}')
     eot = tok.eot if meta['eot'] is None else meta['eot']
-    for split in reversed(SPLITS):
-        bins = Bins(folder, split)
+    for split, bins in splits.items():
         ids, mask = first_tokens(bins)
         counted = f' (of the first {len(ids):,})' if len(ids) < bins.n_tokens else ''
         ends = np.flatnonzero(ids == eot)

@@ -1128,6 +1128,23 @@ def test_tokenizer_special_tokens_and_odd_text():
         char.encode('who?')
 
 
+@pytest.mark.parametrize('name', ['byte', 'char', 'toy', 'gpt2', 'json'])
+def test_decoded_is_what_was_encoded(name, monkeypatch):
+    """Any text, whole and token by token, with the texts of special tokens as such or as plain text."""
+    rng, marks = random.Random(0), [prepare.EOT, prepare.EOT[:5], '|>', ' ', '\n', 'ab']
+    texts = [''.join(rng.choice([*marks, chr(rng.randrange(0xd800)), chr(rng.randrange(0xe000, 0x110000))])
+                     for _ in range(rng.randrange(30))) for _ in range(200)]
+    tok = {'byte': prepare.ByteTokenizer, 'toy': prep_toy_bpe, 'gpt2': lambda: prep_gpt2(monkeypatch),
+           'char': lambda: prepare.make_tokenizer('char', sorted({*prepare.EOT, *''.join(texts)}), True),
+           'json': lambda: prepare.JsonTokenizer(tok_oracles()['gpt2'].to_str())}[name]()
+    for text in texts:
+        for allow in (True, False):
+            ids = tok.encode(text, allow_special=allow)
+            assert tok.decode(ids) == text and max(ids, default=0) < tok.n_vocab
+            assert b''.join(tok.decode_bytes([i]) for i in ids) == text.encode()
+            assert ids.count(tok.eot) == text.count(prepare.EOT) * allow
+
+
 def test_tokenizer_gpt2_is_tiktokens(monkeypatch):
     tok = prep_gpt2(monkeypatch)
     import tiktoken
