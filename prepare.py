@@ -519,6 +519,8 @@ def file_source(paths, name, label, field, errors):
 
 def keep_standard_input():
     """Standard input as a file, for it is read twice: JSON lines if it begins with an object, else text."""
+    if sys.stdin is None:
+        raise ValueError('standard input is closed: pipe a text into it, or name a file')
     folder = tempfile.mkdtemp(prefix='flatgpt-')
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     first = sys.stdin.buffer.readline()

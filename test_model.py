@@ -1070,6 +1070,9 @@ def test_prepare_on_a_full_disk_names_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'some text')))
     with pytest.raises(OSError, match='stdin.txt cannot be written .*: free some space, or set TMPDIR'):
         prepare.find_source('-')
+    monkeypatch.setattr(sys, 'stdin', None)
+    with pytest.raises(ValueError, match='standard input is closed'):
+        prepare.find_source('-')
 
 
 def test_prepare_keeps_documents_apart_or_says_that_it_cannot(tmp_path, monkeypatch):
