@@ -1597,12 +1597,12 @@ def encode_group(tok, group):
 
 
 def encode_chats(tok, group):
-    """[Conversation] -> ([(ids, mask)], bytes of text, bytes of answers)."""
-    sizes = [(message['role'], len((message.get('content') or '').encode()))
-             for conversation in group for message in conversation.messages]
-    answers = [size for role, size in sizes if role == 'assistant']
+    """[Conversation] -> ([(ids, mask)], bytes of text, bytes of what is learnt, without special tokens)."""
+    size = sum(len(text.encode()) for conversation in group for text in contents(conversation))
     encoded = [encode_conversation(tok, conversation) for conversation in group]
-    return encoded, sum(size for _, size in sizes), sum(answers)
+    special = list(tok.special.values())
+    learnt = [ids[(mask == 1) & ~np.isin(ids, special)] for ids, mask in encoded]
+    return encoded, size, sum(len(tok.decode_bytes(ids)) for ids in learnt)
 
 
 def encode_conversation(tok, conversation):
@@ -1749,8 +1749,7 @@ def write_bins(folder, encoded, masked, label, n_bytes=None):
     return {**{f'{split}_tokens': tokens[split] for split in SPLITS},
             **({f'{split}_learnt': learnt[split] for split in SPLITS} if masked else {}),
             **{f'{split}_bytes': sizes[split] for split in SPLITS},  # of text that is learnt, not end of text
-            # val loss / ln 2 / this = bits per byte; None: answers without text, that only call tools
-            'bytes_per_token': sizes['val'] / learnt['val'] or None,
+            'bytes_per_token': sizes['val'] / learnt['val'],         # val loss / ln 2 / this = bits per byte
             'checksum': {name: sums[name].hexdigest() for name in names}}
 
 
@@ -2146,7 +2145,7 @@ if __name__ == '__main__':
                              block_size if found.chats else None)
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
-          f'{meta["bytes_per_token"] or 0:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
+          f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
     if found.chats:
         print(f'slots of {block_size} tokens, {meta["filled"]:.0%} full; {meta["train_learnt"]:,} train '
               'tokens are learnt' + (f'; {meta["cut"]:,} longer ones are cut' if meta['cut'] else ''))

@@ -1727,7 +1727,8 @@ def test_calls_of_tools_are_learnt_and_tools_are_not(tmp_path, monkeypatch, caps
                 "{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n"
                 "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     tok = prepare.JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
-    call = {'role': 'assistant', 'content': None, 'tool_calls': [{'function': {'name': 'now'}}]}
+    called = '[{"function": {"name": "now"}}]'
+    call = {'role': 'assistant', 'content': None, 'tool_calls': json.loads(called)}
     user = {'role': 'user', 'content': 'When?'}
     messages = [user, call, {'role': 'tool', 'content': '12:00'}, {'role': 'assistant', 'content': 'Noon.'}]
     ids, mask = prepare.encode_conversation(tok, prepare.Conversation('here', messages, TOOLS))
@@ -1735,7 +1736,7 @@ def test_calls_of_tools_are_learnt_and_tools_are_not(tmp_path, monkeypatch, caps
     assert tok.decode(ids).startswith(f'<tools>{json.dumps(TOOLS)}\n<|im_start|>user\nWhen?')
     runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
     assert [tok.decode([i for i, _ in run]) for learnt, run in runs if learnt] == [
-        '[{"function": {"name": "now"}}]<|im_end|>', 'Noon.<|im_end|>']
+        f'{called}<|im_end|>', 'Noon.<|im_end|>']
     os.makedirs('tok')
     Path('tok/tokenizer.json').write_text(tok.source, encoding='utf-8')
     Path('tok/chat_template.jinja').write_text(template, encoding='utf-8')
@@ -1743,7 +1744,7 @@ def test_calls_of_tools_are_learnt_and_tools_are_not(tmp_path, monkeypatch, caps
     code, out, err = prep_run(['calls.jsonl', '--tokenizer=tok'], monkeypatch, capsys)
     assert code == 0 and 'function' in prepare.load_tokenizer('data/calls').decode(
         prep_ids('data/calls', 'val')), err
-    assert prepare.read_meta('data/calls')['bytes_per_token'] is None  # these answers have no text
+    assert prepare.read_meta('data/calls')['bytes_per_token'] == len(called) / (len(called) + 1)
 
 
 def test_two_processes_write_the_conversations_of_one(tmp_path, monkeypatch):
