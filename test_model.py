@@ -4806,7 +4806,7 @@ def test_commands_of_a_conversation(monkeypatch, capsys):
     assert [m['content'] for m in chat.messages[:2]] == ['Be short.', '/etc/passwd is what?']
     out, err = capsys.readouterr()
     assert 'temperature=-1.0 must be at least 0\n' in out and 'temperature = 0.5, top_k' in out
-    assert "thinking='maybe' must be show, hide or off" in out and '/set NAME VALUE takes' in out
+    assert "thinking='maybe' must be show, hide, on or off" in out and '/set NAME VALUE takes' in out
     assert err.count('\n') == 1 and "temperature must be float, got 'abc'" in err
     assert out.count(flat_sample.COMMANDS) == 3 and 'ask a shorter one' in out
     rest = typed(monkeypatch, EOFError(), 'never')
@@ -4844,9 +4844,15 @@ def test_thinking_is_shown_hidden_or_off(capsys):
                 display('', complete=True)
                 assert out + capsys.readouterr().out == expected + '\n'
     model, tok, messages = chat_model(), byte_chat_tokenizer('qwen3'), [{'role': 'user', 'content': 'Hi'}]
-    show, hide, off = (flat_sample.chat_ids(model, tok, messages, thinking)[0]
-                       for thinking in ('show', 'hide', 'off'))
-    assert show == hide == tok.chat(messages) != off == tok.chat(messages, thinking=False)
+    show, hide, on, off = (flat_sample.chat_ids(model, tok, messages, thinking)[0]
+                           for thinking in ('show', 'hide', 'on', 'off'))
+    assert show == hide == tok.chat(messages) == on != off == tok.chat(messages, thinking=False)
+    asked = prepare.JsonTokenizer(tok.source, {'chat_template': CHAT_TEMPLATES['chatml']
+                                               + '{% if open_thinking %}<think>\n{% endif %}'})
+    show, on, off = (flat_sample.chat_ids(model, asked, messages, thinking)
+                     for thinking in ('show', 'on', 'off'))
+    assert show == off == (tok.chat(messages), '')
+    assert on == (show[0] + asked.encode('<think>\n'), '<think>\n')
     opened = prepare.JsonTokenizer(tok.source, {'chat_template': CHAT_TEMPLATES['chatml'] + '<think>\n'})
     chat = flat_sample.Chat(model, opened, {**CHAT_SETTINGS, 'thinking': 'hide'})
     assert flat_sample.chat_ids(model, opened, messages, 'show')[1] == '<think>\n'
