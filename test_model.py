@@ -1496,6 +1496,28 @@ def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
         assert prepare.render_chat(CHAT_TEMPLATES[name], messages, tools, **variables) == text
 
 
+def test_published_chat_templates_are_rendered_as_by_transformers(tmp_path):
+    """Those in the folder chat_templates of FLATGPT_DATA, a file each, such as the package trl has."""
+    folder = Path(os.environ.get('FLATGPT_DATA', 'nowhere'), 'chat_templates')
+    files = sorted(folder.glob('*.jinja'))
+    if not files:
+        pytest.skip(f'no {folder}/*.jinja')
+    for file in files:
+        ours, theirs = chat_pair(tmp_path, chat_tokenizer().source, {
+            'bos_token': '<s>', 'eos_token': '</s>', 'chat_template': file.read_text(encoding='utf-8')})
+        for messages, tools, thinking, prompt in itertools.product(
+                CHATS, (None, TOOLS), (None, True, False), (True, False)):
+            switches = {} if thinking is None else dict.fromkeys(prepare.THINKING, thinking)
+            try:
+                expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt,
+                                                      return_dict=False, **switches)
+            except Exception:  # such as a template that wants no system message
+                with pytest.raises(ValueError, match='chat template fails'):
+                    ours.chat(messages, thinking, tools, prompt)
+            else:
+                assert ours.chat(messages, thinking, tools, prompt) == expected, file.name
+
+
 @pytest.mark.parametrize('template', [
     '{% for %}', '{{ 1 / 0 }}', '{{ messages[7].content.x }}', "{{ raise_exception('it cannot be') }}",
     '{{ messages.append(1) }}', '{% for i in range(10**9) %}{% endfor %}', "{{ 'a' * 10**13 }}",
