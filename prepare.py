@@ -857,6 +857,7 @@ def in_processes(procs, work, jobs, start=None, *args):
 
 def start_worker(start, *args):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if start:
         start(*args)
 
@@ -2115,6 +2116,7 @@ def marked(tok, ids, mask):
 
 
 if __name__ == '__main__':
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leaves nothing behind
     if words[:1] == ['look']:
         look(words[1] if words[1:] else FIRST_RUN)
         raise SystemExit(0)

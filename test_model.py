@@ -1075,6 +1075,20 @@ def test_prepare_on_a_full_disk_names_the_folder(tmp_path, monkeypatch):
         prepare.find_source('-')
 
 
+def test_prepare_that_is_terminated_removes_what_it_made(tmp_path):
+    command = [sys.executable, os.path.join(PREP_DIR, 'prepare.py'), '-']
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, 'TMPDIR': str(tmp_path)},
+                          stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdin.write('more is to come\n')
+        process.stdin.flush()
+        while not list(tmp_path.glob('*/stdin.txt')):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.stderr.read() == 'prepare.py: interrupted\n' and process.wait() != 0
+    assert os.listdir(tmp_path) == []
+
+
 def test_prepare_keeps_documents_apart_or_says_that_it_cannot(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source, tok = prep_source(*['ab' * 9] * 9), prepare.make_tokenizer('char', 'ab')
