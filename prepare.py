@@ -907,6 +907,12 @@ class Tokenizer:
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     @functools.cached_property
+    def sizes(self):
+        """Of each id, how many bytes of text it stands for: none, if it is special or no token."""
+        special = set(self.special.values())
+        return np.array([0 if i in special else len(self.tokens.get(i, b'')) for i in range(self.n_vocab)])
+
+    @functools.cached_property
     def special_pattern(self):
         """A regular expression that matches the special tokens, the longest first."""
         return '|'.join(map(re.escape, sorted(self.special, key=len, reverse=True)))
@@ -1601,9 +1607,7 @@ def encode_chats(tok, group):
     """[Conversation] -> ([(ids, mask)], bytes of text, bytes of what is learnt, without special tokens)."""
     size = sum(len(text.encode()) for conversation in group for text in contents(conversation))
     encoded = [encode_conversation(tok, conversation) for conversation in group]
-    special = list(tok.special.values())
-    learnt = [ids[(mask == 1) & ~np.isin(ids, special)] for ids, mask in encoded]
-    return encoded, size, sum(len(tok.decode_bytes(ids)) for ids in learnt)
+    return encoded, size, sum(int(tok.sizes[ids[mask == 1]].sum()) for ids, mask in encoded)
 
 
 def encode_conversation(tok, conversation):
@@ -1830,11 +1834,11 @@ def fetch_shards(folder, found, n_train):
     others = set(glob.glob(os.path.join(glob.escape(folder), '*.bin'))) - set(paths)
     if others := sorted(os.path.basename(path) for path in others if os.path.basename(path) not in FILES):
         print(f'{len(others)} more in {folder}, which train.py reads as well: {", ".join(others):.60}')
-    sizes = np.array([len(tok.decode_bytes([i])) * (i != tok.eot) for i in range(1 << 16)])
     shards = [read_shard(path, np.dtype('<u2')) for path in paths]
     val = np.fromfile(shards[0].path, shards[0].dtype, offset=shards[0].offset)
+    n_bytes = int(np.bincount(val, minlength=tok.n_vocab)[:tok.n_vocab] @ tok.sizes)
     counts = {'train_tokens': sum(shard.n_tokens for shard in shards[1:]), 'val_tokens': len(val),
-              'bytes_per_token': int(sizes[val].sum()) / len(val)}
+              'bytes_per_token': n_bytes / len(val)}
     with new_files(folder) as temp:
         return write_meta(temp, tok, found.label, counts, tok.eot)
 
