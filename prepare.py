@@ -107,6 +107,17 @@ class Progress:
         print(f'\r{line:<79}' if self.tty else line, end=end, flush=True)
 
 
+@contextlib.contextmanager
+def named_when_full(path, advice):
+    """OSError: the disk is full. It names path, and what can be done."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(f'{path} cannot be written ({e.strerror}): free some space{advice}') from None
+
+
 # downloads --------------------------------------------------------------------------------------------------
 
 def mismatch(path, size, sha256):
@@ -138,7 +149,8 @@ def fetch(url, path, size=None, sha256=None, instead='', check=mismatch):
     part, host = path + '.part', urllib.parse.urlsplit(url).netloc
     for wait in (*RETRY_WAITS, None):
         try:
-            fetch_rest(url, part, size)
+            with named_when_full(part, ', then run this again to resume'):
+                fetch_rest(url, part, size)
             break
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as e:
             if wait is None:
@@ -206,6 +218,9 @@ def ending(path):
     return os.path.splitext(path)[1]
 
 
+NOT_UTF8 = 'convert it, leave it out, or have U+FFFD there by --errors=replace'
+
+
 def read_text(path, errors='strict'):
     """The file's text, a block at a time. Where it is not UTF-8, ValueError says at which byte."""
     decoder, n_read, data = codecs.getincrementaldecoder('utf-8')(errors), 0, b' '
@@ -217,8 +232,7 @@ def read_text(path, errors='strict'):
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as e:
                 raise ValueError(f'{path} is not UTF-8 text: byte {e.object[e.start]:#04x} at offset '
-                                 f'{n_read - len(e.object) + e.start}: convert it, leave it out, or have '
-                                 'U+FFFD there by --errors=replace') from None
+                                 f'{n_read - len(e.object) + e.start}: {NOT_UTF8}') from None
             if text:
                 yield text
 
@@ -262,10 +276,14 @@ def json_records(path, errors):
             place = f'{path}, line {n}'
             try:
                 record = json.loads(line.decode('utf-8-sig', errors))
+            except UnicodeDecodeError as e:
+                raise ValueError(f'{place}: not UTF-8 text: byte {e.object[e.start]:#04x} at its offset '
+                                 f'{e.start}: {NOT_UTF8}') from None
             except (ValueError, RecursionError) as e:
-                raise ValueError(f'{place}: not JSON ({e})') from None
+                raise ValueError(f'{place}: not JSON ({e}): mend or remove the line') from None
             if not isinstance(record, dict):
-                raise ValueError(f'{place}: it is no object with fields')
+                raise ValueError(f'{place}: a {type(record).__name__} where an object with fields is needed, '
+                                 'like {"text": "..."}')
             yield place, record
 
 
@@ -283,7 +301,7 @@ def whole_characters(text, place):
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise ValueError(f'{place}: half a character, {e.object[e.start]!r}') from None
+        raise ValueError(f'{place}: half a character, {e.object[e.start]!r}: remove it') from None
     return text
 
 
@@ -297,11 +315,12 @@ def file_documents(paths, field='text', errors='strict'):
 
 # conversations ----------------------------------------------------------------------------------------------
 
-# place: what an error names; messages: [{'role': 'user', 'content': text}, ...]
-Conversation = collections.namedtuple('Conversation', 'place messages')
+# place: what an error names; messages: [{'role': 'user', 'content': text}, ...]; tools: their JSON schemas
+Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
 MESSAGES = ('messages', 'conversations')  # the fields that may have a list of messages
 PAIRS = {'prompt': ('response', 'completion', 'answer'), 'instruction': ('output', 'response'),
          'question': ('answer', 'response')}  # {field of a question: fields that may have its answer}
+SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages, {'from': ..., 'value': ...}
 ROLES = {'system': 's', 'user': 'u', 'assistant': 'a', 'tool': 't'}
 ORDER = re.compile('s?(ua(t+a)*)+u?')  # of roles
 
@@ -310,7 +329,7 @@ def find_messages(record, field):
     """The messages of a record, or None: `field` comes first, then MESSAGES and PAIRS."""
     for name in (field, *MESSAGES):
         if isinstance(record.get(name), list):
-            return record[name]
+            return [with_role(message) for message in record[name]]
     for ask, answers in PAIRS.items():
         for answer in answers:
             if isinstance(record.get(ask), str) and isinstance(record.get(answer), str):
@@ -318,6 +337,13 @@ def find_messages(record, field):
                 question = record[ask] + (f'\n\n{more}' if isinstance(more, str) and more else '')
                 return make_messages((question, record[answer]))
     return None
+
+
+def with_role(message):
+    """One of ShareGPT's messages with role and content, any other as it is."""
+    if isinstance(message, dict) and isinstance(message.get('from'), str) and 'role' not in message:
+        return {'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
+    return message
 
 
 def make_messages(*turns):
@@ -330,12 +356,14 @@ def check_messages(messages, place):
     """ValueError: they are no conversation that can be learnt from."""
     for n, message in enumerate(messages, 1):
         where = f'{place}, message {n}'
-        if not isinstance(message, dict) or message.get('role') not in ROLES:
-            raise ValueError(f'{where}: a message needs a role, one of {", ".join(ROLES)}, and content')
-        content = message.get('content')
-        if not (isinstance(content, str) and content.strip() or message.get('tool_calls')):
-            raise ValueError(f'{where}: its content is {"empty" if not content else "no text"}')
-        whole_characters(content or '', where)
+        if not isinstance(message, dict) or message.get('role') not in list(ROLES):
+            raise ValueError(f'{where}: {message!r:.60} needs a role, one of {", ".join(ROLES)}, and content')
+        content = message.get('content') or ''
+        if not isinstance(content, str):
+            raise ValueError(f'{where}: its content is no text: {content!r:.60}')
+        if not (content.strip() or message.get('tool_calls')):
+            raise ValueError(f'{where}: its content is empty: leave the conversation out')
+        whole_characters(content, where)
     roles = [message['role'] for message in messages]
     if 'assistant' not in roles:
         raise ValueError(f'{place}: no message of the assistant, so there is nothing to learn')
@@ -355,7 +383,10 @@ def conversations(paths, field='text', errors='strict'):
                 raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
                                  f'needs {" or ".join(MESSAGES)}, or a pair like prompt and response')
             check_messages(messages, place)
-            yield Conversation(place, messages)
+            tools = record.get('tools') or None
+            if tools and not isinstance(tools, list):
+                raise ValueError(f'{place}: tools must be a list of JSON schemas, not {tools!r:.60}')
+            yield Conversation(place, messages, tools)
 
 
 def holds_conversations(paths, field, errors):
@@ -488,6 +519,8 @@ def file_source(paths, name, label, field, errors):
 
 def keep_standard_input():
     """Standard input as a file, for it is read twice: JSON lines if it begins with an object, else text."""
+    if sys.stdin is None:
+        raise ValueError('standard input is closed: pipe a text into it, or name a file')
     folder = tempfile.mkdtemp(prefix='flatgpt-')
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     first = sys.stdin.buffer.readline()
@@ -496,7 +529,7 @@ def keep_standard_input():
     except (ValueError, RecursionError):
         is_json = False
     path = os.path.join(folder, 'stdin.jsonl' if is_json else 'stdin.txt')
-    with open(path, 'wb') as f:
+    with named_when_full(path, ', or set TMPDIR to a folder elsewhere'), open(path, 'wb') as f:
         f.write(first)
         shutil.copyfileobj(sys.stdin.buffer, f)
     return path
@@ -511,8 +544,8 @@ def output_folder(out, found, tokenizer):
     data/<source>."""
     kind = dataset_name(tokenizer) if is_prepared(tokenizer) else tokenizer.removesuffix('tokenizer.json')
     usual = f'{found.name}_{plain_name(kind.replace("bpe:", "bpe"))}'
-    usual = 'shakespeare' if usual == 'shakespeare_gpt2' else usual  # nanoGPT's name
-    usual = found.name if found.chats else usual
+    if found.chats or usual == 'shakespeare_gpt2':  # the latter is data/shakespeare in nanoGPT
+        usual = found.name
     return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
 
 
@@ -780,23 +813,22 @@ def groups(texts, tok):
 
     Each is one process's work. texts: as planned_texts gives them.
     """
-    waiting, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
-    for split, blocks, is_document in texts:
-        for piece, last in pieces(blocks, tok):
-            waiting[split].append((piece, last and is_document))
-            sizes[split] += len(piece)
-            if sizes[split] >= CHUNK:
-                yield split, waiting[split]
-                waiting[split], sizes[split] = [], 0
-    yield from ((split, group) for split, group in waiting.items() if group)
+    return gather((split, (piece, last and is_document), len(piece)) for split, blocks, is_document in texts
+                  for piece, last in pieces(blocks, tok))
 
 
 def chat_groups(texts):
     """(split, [Conversation]) in groups of about CHUNK characters. texts: as planned_texts gives them."""
+    return gather((split, conversation, sum(map(len, contents(conversation))))
+                  for split, conversation, _ in texts)
+
+
+def gather(items):
+    """(split, item, its characters), ... -> (split, [item, ...]), whenever a split has CHUNK characters."""
     waiting, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
-    for split, conversation, _ in texts:
-        waiting[split].append(conversation)
-        sizes[split] += sum(map(len, contents(conversation)))
+    for split, item, size in items:
+        waiting[split].append(item)
+        sizes[split] += size
         if sizes[split] >= CHUNK:
             yield split, waiting[split]
             waiting[split], sizes[split] = [], 0
@@ -835,11 +867,16 @@ def in_processes(procs, work, jobs, start=None, *args):
 
 def start_worker(start, *args):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if start:
         start(*args)
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
+
+# What chat templates call the switch for thinking: those of Qwen3 and most, of MiniMind, of DeepSeek V3.1
+THINKING = ('enable_thinking', 'open_thinking', 'thinking')
+
 
 class Tokenizer:
     """name; n_vocab; eot, the id of the end-of-text token or None; special, {text: id}.
@@ -880,6 +917,12 @@ class Tokenizer:
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     @functools.cached_property
+    def sizes(self):
+        """Of each id, how many bytes of text it stands for: none, if it is special or no token."""
+        special = set(self.special.values())
+        return np.array([0 if i in special else len(self.tokens.get(i, b'')) for i in range(self.n_vocab)])
+
+    @functools.cached_property
     def special_pattern(self):
         """A regular expression that matches the special tokens, the longest first."""
         return '|'.join(map(re.escape, sorted(self.special, key=len, reverse=True)))
@@ -892,14 +935,15 @@ class Tokenizer:
         return render_chat(self.chat_template, messages, tools, add_generation_prompt,
                            **{**self.chat_variables, **variables})
 
-    def chat(self, messages, thinking=True, tools=None, add_generation_prompt=True, **variables):
+    def chat(self, messages, thinking=None, tools=None, add_generation_prompt=True, **variables):
         """[{'role': 'user', 'content': text}, ...] -> ids, to where the answer begins.
 
-        thinking: what templates know as enable_thinking; None: the template's default. tools: JSON schemas.
-        Without add_generation_prompt, to the end of what is said. ValueError: there is no template.
+        thinking: whether it begins with thoughts, under all names in THINKING; None: the template's default.
+        tools: JSON schemas. Without add_generation_prompt, to the end of what is said. ValueError: there is
+        no template.
         """
         if thinking is not None:
-            variables['enable_thinking'] = thinking
+            variables = {**dict.fromkeys(THINKING, thinking), **variables}
         return self.encode_chat(self.render(messages, add_generation_prompt, tools, **variables))
 
     def encode_chat(self, text):
@@ -1045,7 +1089,6 @@ class JsonTokenizer(Tokenizer):
     """
     def __init__(self, source, config=None):
         self.source, self.config = source, config or {}
-        self.chat_template = self.config.get('chat_template')
         self.library = library_tokenizer(source)
         vocab = self.library.get_vocab(with_added_tokens=False)
         added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
@@ -1561,19 +1604,20 @@ def encode_group(tok, group):
     arrays, dtype = [], dtype_of(tok.n_vocab)
     for text, ends in group:
         arrays.append(tok.encode_array(text).astype(dtype))
-        if ends and tok.eot is not None:
+        if ends and tok.eot is None:
+            raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart: '
+                             'name another by --tokenizer')
+        if ends:
             arrays.append(np.array([tok.eot], dtype))
     size = sum(len(text.encode()) for text, _ in group)
     return np.concatenate(arrays), None, size, size
 
 
 def encode_chats(tok, group):
-    """[Conversation] -> ([(ids, mask)], bytes of text, bytes of answers)."""
-    sizes = [(message['role'], len((message.get('content') or '').encode()))
-             for conversation in group for message in conversation.messages]
-    answers = [size for role, size in sizes if role == 'assistant']
+    """[Conversation] -> ([(ids, mask)], bytes of text, bytes of what is learnt, without special tokens)."""
+    size = sum(len(text.encode()) for conversation in group for text in contents(conversation))
     encoded = [encode_conversation(tok, conversation) for conversation in group]
-    return encoded, sum(size for _, size in sizes), sum(answers)
+    return encoded, size, sum(int(tok.sizes[ids[mask == 1]].sum()) for ids, mask in encoded)
 
 
 def encode_conversation(tok, conversation):
@@ -1583,18 +1627,18 @@ def encode_conversation(tok, conversation):
     have answered, and ends with the first stop token. ValueError names the conversation: its template renders
     an earlier message otherwise once there are more, so no answer could be told from its prompt.
     """
-    place, messages = conversation
+    place, messages, tools = conversation
     try:
-        text = tok.render(messages, add_generation_prompt=False)
+        text = tok.render(messages, False, tools)
         ids = np.array(tok.encode_chat(text), dtype_of(tok.n_vocab))
         mask, end = np.zeros(len(ids), np.uint8), 0
         stops = np.flatnonzero(np.isin(ids, tok.stop_tokens))
         for n, message in enumerate(messages):
             if message['role'] != 'assistant':
                 continue
-            prompt = tok.render(messages[:n], add_generation_prompt=True)
+            prompt = tok.render(messages[:n], True, tools)
             if not text.startswith(prompt):  # it may think, or not, otherwise than this conversation
-                before = tok.render(messages[:n], add_generation_prompt=False)
+                before = tok.render(messages[:n], False, tools)
                 prompt = os.path.commonprefix([prompt, text])
                 if not prompt.startswith(before):
                     raise ValueError(f'message {n + 1}: the chat template renders what is before this answer '
@@ -1658,8 +1702,10 @@ def pack(encoded, slots):
     """(split, [(ids, mask)], sizes) -> (split, ids, mask, sizes). slots: {split: Slots}."""
     def joined(arrays):
         return [np.concatenate(parts) for parts in zip(*arrays)]
-    for split, chats, *sizes in encoded:
-        yield split, *joined([part for ids, mask in chats for part in slots[split].add(ids, mask)]), *sizes
+    with contextlib.closing(encoded):
+        for split, chats, *sizes in encoded:
+            parts = [part for ids, mask in chats for part in slots[split].add(ids, mask)]
+            yield split, *joined(parts), *sizes
     for split in SPLITS:
         yield split, *joined(slots[split].close()), 0, 0
 
@@ -1708,6 +1754,10 @@ def write_bins(folder, encoded, masked, label, n_bytes=None):
             sizes[split] += learnt_size
             progress.add(size)
     progress.close()
+    for split in SPLITS:
+        if not learnt[split]:
+            advice = 'raise --block_size, or ' if masked else ''
+            raise ValueError(f'{split} has no token to learn: {advice}prepare more text')
     if n_bytes not in (None, progress.done):
         raise ValueError(f'the text changed while it was read, from {n_bytes:,} to {progress.done:,} bytes: '
                          'run this again')
@@ -1724,28 +1774,27 @@ def write_dataset(folder, texts, tok, label, procs=1, n_bytes=None, block_size=N
     With block_size they are conversations, and written with masks. A run that fails changes nothing.
     """
     title = f'{tok.name} encoding, {procs} process{"es" * (procs > 1)}'
+    slots, eot = None, tok.eot
     if block_size is None:
-        encoded, extra = encode_groups(tok, groups(texts, tok), procs), {}
+        encoded = encode_groups(tok, groups(texts, tok), procs)
     else:
         if block_size < 2:
             raise ValueError(f'block_size={block_size}: must be 2 or more')
         if not tok.chat_template:
             raise ValueError(f'the tokenizer {tok.name} has no chat template, which conversations need: name '
                              'another by --tokenizer, like a folder with a tokenizer.json that has one')
-        first = separator(tok)
-        if first is None:
+        eot = separator(tok)
+        if eot is None:
             raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep conversations apart')
-        slots = {split: Slots(block_size, first, dtype_of(tok.n_vocab)) for split in SPLITS}
-        encoded = encode_groups(tok, chat_groups(texts), procs, encode_chats)
+        slots = {split: Slots(block_size, eot, dtype_of(tok.n_vocab)) for split in SPLITS}
+        encoded = pack(encode_groups(tok, chat_groups(texts), procs, encode_chats), slots)
     with new_files(folder) as temp, contextlib.closing(encoded):
-        if block_size is None:
-            counts = write_bins(temp, encoded, False, title, n_bytes)
-        else:
-            counts = write_bins(temp, pack(encoded, slots), True, title, n_bytes)
-            extra = {'block_size': block_size, 'cut': sum(slot.n_cut for slot in slots.values()),
-                     'filled': sum(slot.n_tokens for slot in slots.values()) / sum(
-                         counts[f'{split}_tokens'] for split in SPLITS)}
-        return write_meta(temp, tok, label, {**counts, **extra}, tok.eot if block_size is None else first)
+        counts = write_bins(temp, encoded, slots is not None, title, n_bytes)
+        if slots:
+            n_tokens = sum(counts[f'{split}_tokens'] for split in SPLITS)
+            counts |= {'block_size': block_size, 'cut': sum(slot.n_cut for slot in slots.values()),
+                       'filled': sum(slot.n_tokens for slot in slots.values()) / n_tokens}
+        return write_meta(temp, tok, label, counts, eot)
 
 
 FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')],
@@ -1759,18 +1808,14 @@ def new_files(folder):
     made = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
+        with (named_when_full(folder, ', or choose another folder by --out'),
+              tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp):
             yield temp
             for name in FILES:
                 if os.path.exists(os.path.join(temp, name)):
                     os.replace(os.path.join(temp, name), os.path.join(folder, name))
                 elif os.path.exists(os.path.join(folder, name)):
                     os.remove(os.path.join(folder, name))
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise OSError(f'{folder} cannot be written ({e.strerror}): free some space, or choose another folder '
-                      'by --out') from None
     finally:
         if made and not os.listdir(folder):
             os.rmdir(folder)
@@ -1799,11 +1844,11 @@ def fetch_shards(folder, found, n_train):
     others = set(glob.glob(os.path.join(glob.escape(folder), '*.bin'))) - set(paths)
     if others := sorted(os.path.basename(path) for path in others if os.path.basename(path) not in FILES):
         print(f'{len(others)} more in {folder}, which train.py reads as well: {", ".join(others):.60}')
-    sizes = np.array([len(tok.decode_bytes([i])) * (i != tok.eot) for i in range(1 << 16)])
     shards = [read_shard(path, np.dtype('<u2')) for path in paths]
     val = np.fromfile(shards[0].path, shards[0].dtype, offset=shards[0].offset)
+    n_bytes = int(np.bincount(val, minlength=tok.n_vocab)[:tok.n_vocab] @ tok.sizes)
     counts = {'train_tokens': sum(shard.n_tokens for shard in shards[1:]), 'val_tokens': len(val),
-              'bytes_per_token': int(sizes[val].sum()) / len(val)}
+              'bytes_per_token': n_bytes / len(val)}
     with new_files(folder) as temp:
         return write_meta(temp, tok, found.label, counts, tok.eot)
 
@@ -2007,11 +2052,11 @@ class Bins:
         shards = np.searchsorted(ends, indices, side='right')
         firsts = (indices - np.append(0, ends)[shards]) * block_size
         windows = np.empty((len(indices), block_size + 1), np.int64)
-        for n in np.unique(shards):  # plain reads: a memory map of a large file would fill up the RSS
-            path, dtype, offset, _ = files[n]
+        for shard in np.unique(shards):  # plain reads: a memory map of a large file would fill up the RSS
+            path, dtype, offset, _ = files[shard]
             window = np.empty(block_size + 1, dtype)
             with open(path, 'rb', buffering=0) as f:
-                for row in np.flatnonzero(shards == n):
+                for row in np.flatnonzero(shards == shard):
                     f.seek(offset + int(firsts[row]) * dtype.itemsize)
                     if f.readinto(window) != window.nbytes:
                         raise ValueError(f'{path} became shorter while it was read: prepare it again')
@@ -2034,12 +2079,12 @@ LOOK = 10_000_000  # tokens of a split that are counted
 def look(folder):
     """Print what is in a prepared folder: counts, documents by length, commonest tokens, a window of text."""
     folder = folder if os.path.isdir(folder) else os.path.join('data', folder)
+    splits = {split: Bins(folder, split) for split in reversed(SPLITS)}
     meta, tok = read_meta(folder), load_tokenizer(folder)
     print(f'{folder}: {meta.get("source", "of unknown source")}, tokenizer {tok.name}, vocabulary '
           f'{meta["vocab_size"]:,}, {meta["dtype"]}')
     eot = tok.eot if meta['eot'] is None else meta['eot']
-    for split in reversed(SPLITS):
-        bins = Bins(folder, split)
+    for split, bins in splits.items():
         ids, mask = first_tokens(bins)
         counted = f' (of the first {len(ids):,})' if len(ids) < bins.n_tokens else ''
         ends = np.flatnonzero(ids == eot)
@@ -2054,12 +2099,12 @@ def look(folder):
     print('\ndocuments by tokens')
     for power, n in sorted(collections.Counter(np.log2(lengths).astype(int).tolist()).items()):
         print(f'{f"{1 << power:,}-{(2 << power) - 1:,}":>17} {n:9,} {"#" * round(50 * n / len(lengths))}')
-    counts = np.bincount(ids)
+    different, counts = np.unique(ids, return_counts=True)
     print('\ncommonest tokens')
     for i in np.argsort(-counts, kind='stable')[:12]:
-        print(f'{repr(tok.decode([i])):>17} {counts[i]:9,} {counts[i] / len(ids):6.2%}')
-    n = meta.get('block_size') or 256
-    n = int(np.flatnonzero(ids[:n] != eot)[-1]) + 1  # without what fills a slot
+        print(f'{repr(tok.decode([different[i]])):>17} {counts[i]:9,} {counts[i] / len(ids):6.2%}')
+    n = meta['block_size'] or 256
+    n = int(np.flatnonzero(ids[:n] != eot).max(initial=0)) + 1  # without what fills a slot
     print(f'\nthe first {n:,} tokens{", what is learnt marked" if mask is not None else ""}')
     print(marked(tok, ids[:n], None if mask is None else mask[:n]))
 
@@ -2070,9 +2115,8 @@ def first_tokens(bins):
     n = min(shard.n_tokens, LOOK)
     if not n:
         raise ValueError(f'{shard.path} is empty: prepare it again')
-    path = shard.path.removesuffix('.bin') + '.mask.bin'
     return (np.fromfile(shard.path, shard.dtype, n, offset=shard.offset),
-            np.fromfile(path, np.uint8, n) if os.path.exists(path) else None)
+            np.fromfile(bins.masks[0].path, np.uint8, n) if bins.masks else None)
 
 
 def marked(tok, ids, mask):
@@ -2086,6 +2130,7 @@ def marked(tok, ids, mask):
 
 
 if __name__ == '__main__':
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leaves nothing behind
     if words[:1] == ['look']:
         look(words[1] if words[1:] else FIRST_RUN)
         raise SystemExit(0)

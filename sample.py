@@ -35,7 +35,7 @@ stop: str | tuple | list = ()  # end a sample at this text, or any of these
 # conversation
 chat = False                # answer by the model's chat template: questions typed in, or those of start
 system = ''                 # the message that a conversation begins with
-thinking = 'show'           # show, hide, or off: ask the template for an answer without it
+thinking = 'show'           # show or hide what the template asks for; on, off: ask for it, or for none
 # sampling
 temperature = 0.8           # below 1 less random, above 1 more; 0: always the likeliest token
 top_k: int | None = 200     # only the k likeliest tokens; 0 or None: all
@@ -307,7 +307,8 @@ CHAT_SETTINGS = (*SAMPLING, 'max_new_tokens', 'thinking')  # what /set takes
 def chat_ids(model, tokenizer, messages, thinking):
     """messages -> (ids, up to where the answer begins; how the text of the answer begins: '<think>\\n' if the
     template ends with that, else ''). To a model that knows documents a conversation is one."""
-    ids, first = list(tokenizer.chat(messages, thinking=thinking != 'off')), model.config.document_token
+    ids = list(tokenizer.chat(messages, thinking={'on': True, 'off': False}.get(thinking)))
+    first = model.config.document_token
     if first is not None and ids[:1] != [first]:
         ids.insert(0, first)
     return ids, '<think>\n' if tokenizer.decode(ids[-10:]).rstrip().endswith('<think>') else ''
@@ -483,7 +484,7 @@ def check_settings(s):
             ('max_new_tokens', s['max_new_tokens'] >= 1, 'at least 1'),
             ('seed', 0 <= s['seed'] < 2**63, 'at least 0 and below 2**63'),
             ('compile', s['compile'] in (True, False, 'auto'), 'True, False or auto'),
-            ('thinking', s['thinking'] in ('show', 'hide', 'off'), 'show, hide or off'),
+            ('thinking', s['thinking'] in ('show', 'hide', 'on', 'off'), 'show, hide, on or off'),
             ('stop', all(isinstance(text, str) for text in s['stop']), 'text, or a list of texts')]:
         if not fine:
             raise ValueError(f"{name}={s[name]!r} must be {wanted}")

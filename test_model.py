@@ -910,7 +910,8 @@ def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monke
              (['empty.txt'], ['empty.txt', 'empty']), (['short.txt'], ['short.txt', 'too few']),
              (['nofiles'], ['nofiles', 'no such']), (['none.txt'], ['none.txt', *prepare.SOURCES]),
              (['broken.jsonl'], ['broken.jsonl, line 3']), (['list.jsonl'], ['list.jsonl, line 2']),
-             (['deep.jsonl'], ['deep.jsonl, line 1']), (['latin.jsonl'], ['latin.jsonl, line 1']),
+             (['deep.jsonl'], ['deep.jsonl, line 1']),
+             (['latin.jsonl'], ['latin.jsonl, line 1', '0xe9 at its offset 13', '--errors=replace']),
              (['number.jsonl'], ['number.jsonl, line 1']), (['half.jsonl'], ['half.jsonl, line 2']),
              (['broken.jsonl', '--field=story'], ["broken.jsonl, line 1", "'story'", '--field']),
              (['*.none'], ['*.none']), (['good.txt', '--procs=0'], ['procs=0']),
@@ -1066,6 +1067,40 @@ def test_prepare_on_a_full_disk_names_the_folder(tmp_path, monkeypatch):
     with pytest.raises(OSError, match='data/b cannot be written .*free some space.*--out'):
         prepare.write_dataset('data/b', [], prepare.make_tokenizer('byte'), 'a')
     assert os.listdir('data') == []
+    monkeypatch.setattr(prepare, 'fetch_rest', full)
+    with pytest.raises(OSError, match='data/x/y.part cannot be written .*: free some space, then run this'):
+        prepare.fetch('http://host/y', 'data/x/y')
+    monkeypatch.setattr(prepare.shutil, 'copyfileobj', full)
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'some text')))
+    with pytest.raises(OSError, match='stdin.txt cannot be written .*: free some space, or set TMPDIR'):
+        prepare.find_source('-')
+    monkeypatch.setattr(sys, 'stdin', None)
+    with pytest.raises(ValueError, match='standard input is closed'):
+        prepare.find_source('-')
+
+
+def test_prepare_that_is_terminated_removes_what_it_made(tmp_path):
+    command = [sys.executable, os.path.join(PREP_DIR, 'prepare.py'), '-']
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, 'TMPDIR': str(tmp_path)},
+                          stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdin.write('more is to come\n')
+        process.stdin.flush()
+        while not list(tmp_path.glob('*/stdin.txt')):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.stderr.read() == 'prepare.py: interrupted\n' and process.wait() != 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_prepare_keeps_documents_apart_or_says_that_it_cannot(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source, tok = prep_source(*['ab' * 9] * 9), prepare.make_tokenizer('char', 'ab')
+    with pytest.raises(ValueError, match='tokenizer char has no end-of-text token to keep documents apart'):
+        prepare.write_dataset('data/a', prep_texts(source), tok, 'a')
+    assert os.listdir('data') == []
+    meta = prepare.write_dataset('data/a', prep_texts(prep_source('ab' * 9)), tok, 'a')  # one that is cut
+    assert meta['train_tokens'] == 16 and meta['eot'] is None
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
@@ -1112,6 +1147,23 @@ def test_tokenizer_special_tokens_and_odd_text():
     assert char.eot is None and char.n_vocab == 8 and char.encode('hello') == [3, 2, 4, 4, 5]
     with pytest.raises(ValueError, match=r"prompt has '\?' \(not in this char vocabulary of"):
         char.encode('who?')
+
+
+@pytest.mark.parametrize('name', ['byte', 'char', 'toy', 'gpt2', 'json'])
+def test_decoded_is_what_was_encoded(name, monkeypatch):
+    """Any text, whole and token by token, with the texts of special tokens as such or as plain text."""
+    rng, marks = random.Random(0), [prepare.EOT, prepare.EOT[:5], '|>', ' ', '\n', 'ab']
+    texts = [''.join(rng.choice([*marks, chr(rng.randrange(0xd800)), chr(rng.randrange(0xe000, 0x110000))])
+                     for _ in range(rng.randrange(30))) for _ in range(200)]
+    tok = {'byte': prepare.ByteTokenizer, 'toy': prep_toy_bpe, 'gpt2': lambda: prep_gpt2(monkeypatch),
+           'char': lambda: prepare.make_tokenizer('char', sorted({*prepare.EOT, *''.join(texts)}), True),
+           'json': lambda: prepare.JsonTokenizer(tok_oracles()['gpt2'].to_str())}[name]()
+    for text in texts:
+        for allow in (True, False):
+            ids = tok.encode(text, allow_special=allow)
+            assert tok.decode(ids) == text and max(ids, default=0) < tok.n_vocab
+            assert b''.join(tok.decode_bytes([i]) for i in ids) == text.encode()
+            assert ids.count(tok.eot) == text.count(prepare.EOT) * allow
 
 
 def test_tokenizer_gpt2_is_tiktokens(monkeypatch):
@@ -1357,6 +1409,11 @@ def test_exported_tokenizers_encode_the_same(name, tmp_path, monkeypatch):
         part = part if name != 'char' else ''.join(c for c in part if c in ours.chars or c in prepare.EOT)
         assert theirs.encode(part).ids == ours.encode(part)
     assert theirs.decode(ours.encode(text[:500]), skip_special_tokens=False) == text[:500]
+    if name == 'toy':  # a token that no merge of two makes, as some tables have
+        ranks = ours.ranks + f'{base64.b64encode(b"xyz").decode()} {ours.n_vocab}\n'
+        ours = prepare.TiktokenTokenizer('toy', ours.pattern, ours.special, ranks)
+        assert ours.encode('xyz xyz') == [ours.n_vocab - 1, *b' xyz']
+        assert tk.Tokenizer.from_str(ours.to_json()).encode('xyz xyz').ids == ours.encode('xyz xyz')
 
 
 CHAT_TEMPLATES = {
@@ -1375,6 +1432,11 @@ CHAT_TEMPLATES = {
         " endif %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}{%- if"
         " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and"
         " enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}",
+    'smollm':  # a system message of its own, where there is none
+        "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful AI assistant named"
+        " SmolLM, trained by Hugging Face<|im_end|>\n' }}{%- endif %}{%- for m in messages %}{{-"
+        " '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}{%- if"
+        " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}",
     'llama3':
         "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] +"
         " '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set"
@@ -1391,6 +1453,10 @@ CHAT_TEMPLATES = {
 
 
 CHAT_TEMPLATES |= {
+    'deepseek':
+        "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}"
+        "{{ '<' + m.role + '>' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' +"
+        " ('<think>' if thinking else '</think>') }}{% endif %}",
     'everything':  # what transformers' environment has
         "{% for m in messages %}\n    {% if m.role == 'x' %}{% continue %}{% endif %}\n    {{ m | tojson }}"
         "{% generation %}\n{{ m.content | upper }}{% endgeneration %}\n{% endfor %}\n{{ bos_token }}"
@@ -1440,7 +1506,10 @@ def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
         config['chat_template'] = CHAT_TEMPLATES[name]
     ours, theirs = chat_pair(tmp_path, source, config)
     ours = prepare.tokenizer_from_state(json.loads(json.dumps(ours.state())))
-    options = {} if thinking is None else {'enable_thinking': thinking}
+    switch = {'minimind': 'open_thinking', 'deepseek': 'thinking'}.get(name, 'enable_thinking')
+    options = {} if thinking is None else {switch: thinking}
+    if thinking is not None and name in ('minimind', 'deepseek', 'qwen3', 'everything'):
+        assert ours.chat(CHATS[0], thinking) != ours.chat(CHATS[0], not thinking)
     for messages in CHATS:
         for tools in (None, TOOLS):
             expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
@@ -1452,6 +1521,28 @@ def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
     variables = {**options, 'bos_token': '<s>', 'eos_token': '</s>'}
     if name in CHAT_TEMPLATES:
         assert prepare.render_chat(CHAT_TEMPLATES[name], messages, tools, **variables) == text
+
+
+def test_published_chat_templates_are_rendered_as_by_transformers(tmp_path):
+    """Those in the folder chat_templates of FLATGPT_DATA, a file each, such as the package trl has."""
+    folder = Path(os.environ.get('FLATGPT_DATA', 'nowhere'), 'chat_templates')
+    files = sorted(folder.glob('*.jinja'))
+    if not files:
+        pytest.skip(f'no {folder}/*.jinja')
+    for file in files:
+        ours, theirs = chat_pair(tmp_path, chat_tokenizer().source, {
+            'bos_token': '<s>', 'eos_token': '</s>', 'chat_template': file.read_text(encoding='utf-8')})
+        for messages, tools, thinking, prompt in itertools.product(
+                CHATS, (None, TOOLS), (None, True, False), (True, False)):
+            switches = {} if thinking is None else dict.fromkeys(prepare.THINKING, thinking)
+            try:
+                expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt,
+                                                      return_dict=False, **switches)
+            except Exception:  # such as a template that wants no system message
+                with pytest.raises(ValueError, match='chat template fails'):
+                    ours.chat(messages, thinking, tools, prompt)
+            else:
+                assert ours.chat(messages, thinking, tools, prompt) == expected, file.name
 
 
 @pytest.mark.parametrize('template', [
@@ -1532,7 +1623,7 @@ def chat_slots(folder, block_size):
     return found
 
 
-@pytest.mark.parametrize('template', ['chatml', 'qwen3', 'llama3', 'llama2', 'minimind'])
+@pytest.mark.parametrize('template', ['chatml', 'qwen3', 'smollm', 'llama3', 'llama2', 'minimind'])
 def test_the_mask_is_what_the_assistant_writes(template, monkeypatch):
     """And its end mark; what stands before an answer is exactly what a model is prompted with."""
     if template == 'minimind':
@@ -1569,6 +1660,19 @@ def test_an_answer_that_thinks_is_learnt_with_its_thoughts():
         with pytest.raises(ValueError, match=f'^there: .*{part}') as e:
             prepare.encode_conversation(tok, prepare.Conversation('there', messages))
         assert '\n' not in str(e.value)
+
+
+def test_a_slot_is_filled_and_what_is_longer_is_cut():
+    slots = prepare.Slots(5, 9, np.dtype('<u2'))
+    parts = [part for ids in ([11], [21, 22, 23], [31, 32, 33, 34], range(41, 51))
+             for part in slots.add(np.array(ids, '<u2'), np.ones(len(ids), np.uint8))]
+    ids, mask = map(np.concatenate, zip(*parts, *slots.close()))
+    assert ids.tolist() == [
+        9, 11, 9, 9, 9,  9, 21, 22, 23, 9,  9, 31, 32, 33, 34,
+        9, 41, 42, 43, 44,  9, 45, 46, 47, 48,  9, 49, 50, 9, 9,  9]
+    unknown = {45, 49}  # after a cut there is nothing before them that they could follow from
+    assert mask.tolist() == [int(i != 9 and i not in unknown) for i in ids]
+    assert (slots.n_cut, slots.n_tokens) == (1, len(ids) - np.count_nonzero(ids == 9) + 6)
 
 
 @pytest.mark.parametrize('block_size', [64, 200, 1000])
@@ -1614,6 +1718,8 @@ def test_all_shapes_of_records_are_the_same_conversations(tmp_path, monkeypatch,
         'talk': [{'talk': prepare.make_messages(pair), 'text': 'x'} for pair in pairs],
         'prompt': [{'prompt': a, 'response': b} for a, b in pairs],
         'question': [{'question': a, 'answer': b, 'id': 3} for a, b in pairs],
+        'sharegpt': [{'id': 'x', 'conversations': [{'from': 'human', 'value': a},
+                                                   {'from': 'gpt', 'value': b}]} for a, b in pairs],
         'alpaca': [dict(zip(('instruction', 'input'), a.split('\n\n')), output=b) for a, b in pairs],
         'empty': [{'instruction': a, 'input': '', 'output': b} for a, b in pairs]}
     made = set()
@@ -1650,9 +1756,14 @@ def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, cap
              ({'messages': [user, {'role': 'assistant', 'content': ' '}]}, 'message 2: its content is'),
              ({'messages': [user, {'role': 'assistant', 'content': ''}]}, 'message 2: its content is empty'),
              ({'messages': [user, {'role': 'assistant'}]}, 'message 2: its content is empty'),
-             ({'messages': [user, {**answer, 'content': [1]}]}, 'message 2: its content is no text'),
-             ({'messages': [user, {'role': 'bot', 'content': 'x'}]}, 'message 2: a message needs a role'),
-             ({'messages': [user, 'Hello']}, 'message 2: a message needs a role'),
+             ({'messages': [user, {**answer, 'content': [1]}]}, 'message 2: its content is no text: [1]'),
+             ({'messages': [user, {**answer, 'content': [1], 'tool_calls': [1]}]}, 'content is no text: [1]'),
+             ({'messages': [user, {'role': 'bot', 'content': 'x'}]}, "message 2: {'role': 'bot', 'content'"),
+             ({'messages': [user, {'role': ['user'], 'content': 'x'}]}, 'needs a role, one of system, user'),
+             ({'messages': [user, 'Hello']}, "message 2: 'Hello' needs a role"),
+             ({'messages': [{'from': 'human', 'value': 'x'}, {'from': 'bing', 'value': 'x'}]}, "'bing'"),
+             ({'messages': [{'from': 'human'}, answer]}, 'message 1: its content is empty'),
+             ({'messages': good, 'tools': '[]'}, "tools must be a list of JSON schemas, not '[]'"),
              ({'prompt': 'a', 'response': '\ud800'}, 'half a character'),
              ({'text': 'a'}, 'no conversation, its fields are text')]
     for record, part in table:
@@ -1665,10 +1776,37 @@ def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, cap
     assert 'one conversation' in prep_run(['chats.jsonl', '--tokenizer=tok'], monkeypatch, capsys)[2]
     Path('chats.jsonl').write_text(f'{lines[0]}\n' * 9, encoding='utf-8')
     for flags, part in ((['--tokenizer=byte'], 'no chat template'), (['--block_size=1'], 'block_size=1'),
+                        (['--block_size=2'], 'train has no token to learn: raise --block_size'),
                         ([], '`python prepare.py` does it'), (['--tokenizer=none'], 'none')):
-        argv = ['chats.jsonl', *(['--tokenizer=tok'] if flags == ['--block_size=1'] else []), *flags]
+        argv = ['chats.jsonl', *(['--tokenizer=tok'] if 'block_size' in str(flags) else []), *flags]
         code, _, stderr = prep_run(argv, monkeypatch, capsys)
         assert code == 1 and part in stderr and len(stderr.strip().splitlines()) == 1, stderr
+
+
+def test_calls_of_tools_are_learnt_and_tools_are_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    template = ("{% if tools %}<tools>{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>"
+                "{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n"
+                "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    tok = prepare.JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
+    called = '[{"function": {"name": "now"}}]'
+    call = {'role': 'assistant', 'content': None, 'tool_calls': json.loads(called)}
+    user = {'role': 'user', 'content': 'When?'}
+    messages = [user, call, {'role': 'tool', 'content': '12:00'}, {'role': 'assistant', 'content': 'Noon.'}]
+    ids, mask = prepare.encode_conversation(tok, prepare.Conversation('here', messages, TOOLS))
+    assert ids.tolist() == tok.chat(messages, tools=TOOLS, add_generation_prompt=False)
+    assert tok.decode(ids).startswith(f'<tools>{json.dumps(TOOLS)}\n<|im_start|>user\nWhen?')
+    runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
+    assert [tok.decode([i for i, _ in run]) for learnt, run in runs if learnt] == [
+        f'{called}<|im_end|>', 'Noon.<|im_end|>']
+    os.makedirs('tok')
+    Path('tok/tokenizer.json').write_text(tok.source, encoding='utf-8')
+    Path('tok/chat_template.jinja').write_text(template, encoding='utf-8')
+    Path('calls.jsonl').write_text((json.dumps({'messages': [user, call], 'tools': TOOLS}) + '\n') * 9)
+    code, out, err = prep_run(['calls.jsonl', '--tokenizer=tok'], monkeypatch, capsys)
+    assert code == 0 and 'function' in prepare.load_tokenizer('data/calls').decode(
+        prep_ids('data/calls', 'val')), err
+    assert prepare.read_meta('data/calls')['bytes_per_token'] == len(called) / (len(called) + 1)
 
 
 def test_two_processes_write_the_conversations_of_one(tmp_path, monkeypatch):
@@ -1687,14 +1825,14 @@ def test_pydoc_chat_is_short_and_imports_nothing():
     chats = prepare.pydoc_chats()
     assert 3000 < len(chats) < 9000 and chats == prepare.pydoc_chats()
     said = {}
-    for place, messages in chats:
+    for place, messages, _ in chats:
         prepare.check_messages(messages, place)
         said |= {messages[0]['content']: messages[1]['content']}
         assert all(len(message['content']) < 200 and '\n' not in message['content'] for message in messages)
     assert len(said) == len(chats)
     assert said['What does os.path.join do?'].startswith('Join two or more pathname components')
     assert said['What arguments does os.path.join take?'] == 'os.path.join(a, *p)'
-    assert {len(messages) for _, messages in chats} == {2, 4}
+    assert {len(messages) for _, messages, _ in chats} == {2, 4}
     assert any(question.startswith('Which function of itertools') for question in said)
     code = ("import sys; sys.argv = ['prepare.py']; import prepare; before = set(sys.modules)\n"
             "print(len(prepare.pydoc_chats()), sorted(set(sys.modules) - before))")
@@ -1726,7 +1864,32 @@ def test_look_shows_what_a_folder_has(tmp_path, monkeypatch, capsys):
     prepare.look('data/d')
     out = capsys.readouterr().out
     assert 'some text' in out and '(of the first 100)' in out and '[[' not in out and "' '" in out
-    assert prep_run(['look', 'nothing'], monkeypatch, capsys)[0] == 1
+    monkeypatch.setattr(prepare, 'make_tokenizer', None)  # no table is read, or downloaded, in vain
+    with pytest.raises(OSError, match='nothing is not prepared: no val.bin'):
+        prepare.look('nothing')
+    assert capsys.readouterr().out == ''
+    open('data/d/val.bin', 'wb').close()
+    with pytest.raises(ValueError, match='val.bin is empty: prepare it again'):
+        prepare.look('d')
+
+
+def test_look_at_folders_that_others_prepared(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('data/c')
+    np.array([0, 1, 2, 1] * 30, np.uint16).tofile('data/c/train.bin')
+    np.array([1, 0], np.uint16).tofile('data/c/val.bin')
+    with open('data/c/meta.pkl', 'wb') as f:
+        pickle.dump({'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: '\n'}, 'stoi': {}}, f)
+    prepare.look('data/c')
+    out = capsys.readouterr().out
+    assert 'val: 2 tokens, 1 document, 1.00 bytes a token\ntrain: 120 tokens, 1 document, ' in out
+    assert "'b'        60 50.00%" in out and out.endswith('ab\nb' * 30 + '\n')
+    os.remove('data/c/meta.pkl')
+    monkeypatch.setattr(prepare, 'make_tokenizer', lambda name: prep_toy_bpe())
+    for ids, part in (([50256] * 300, '0 document, 0.00 bytes a token'), ([60000] * 3, '3 tokens')):
+        np.array(ids, np.uint16).tofile('data/c/train.bin')  # nothing but ends of text, ids of no token
+        prepare.look('c')
+        assert part in capsys.readouterr().out
 
 
 # training a tokenizer ---------------------------------------------------------------------------------------
@@ -1865,7 +2028,7 @@ def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch, cap
     tok = bpe_of(word + 'a' * 100_000, 1000)
     assert tok.n_vocab == 1000 and time.process_time() - begin < 20
     monkeypatch.setattr(prepare, 'WORDS_BYTES', 40)
-    assert prepare.train_bpe({'ab' * 9: 5, 'cd' * 9: 4, 'ef' * 9: 3, 'gh' * 99: 2}, 2) == [b'ab', b'abab']
+    assert prepare.train_bpe({'gh' * 9: 5, 'ef' * 9: 4, 'cd' * 9: 3, 'ab' * 99: 2}, 2) == [b'gh', b'ghgh']
     assert 'learning from the 3 commonest of 4' in capsys.readouterr().out
     monkeypatch.setattr(prepare, 'SAMPLE_BYTES', 5000)
     monkeypatch.setattr(prepare, 'CHUNK', 500)
@@ -4706,7 +4869,7 @@ def test_commands_of_a_conversation(monkeypatch, capsys):
     assert [m['content'] for m in chat.messages[:2]] == ['Be short.', '/etc/passwd is what?']
     out, err = capsys.readouterr()
     assert 'temperature=-1.0 must be at least 0\n' in out and 'temperature = 0.5, top_k' in out
-    assert "thinking='maybe' must be show, hide or off" in out and '/set NAME VALUE takes' in out
+    assert "thinking='maybe' must be show, hide, on or off" in out and '/set NAME VALUE takes' in out
     assert err.count('\n') == 1 and "temperature must be float, got 'abc'" in err
     assert out.count(flat_sample.COMMANDS) == 3 and 'ask a shorter one' in out
     rest = typed(monkeypatch, EOFError(), 'never')
@@ -4744,9 +4907,15 @@ def test_thinking_is_shown_hidden_or_off(capsys):
                 display('', complete=True)
                 assert out + capsys.readouterr().out == expected + '\n'
     model, tok, messages = chat_model(), byte_chat_tokenizer('qwen3'), [{'role': 'user', 'content': 'Hi'}]
-    show, hide, off = (flat_sample.chat_ids(model, tok, messages, thinking)[0]
-                       for thinking in ('show', 'hide', 'off'))
-    assert show == hide == tok.chat(messages) != off == tok.chat(messages, thinking=False)
+    show, hide, on, off = (flat_sample.chat_ids(model, tok, messages, thinking)[0]
+                           for thinking in ('show', 'hide', 'on', 'off'))
+    assert show == hide == tok.chat(messages) == on != off == tok.chat(messages, thinking=False)
+    asked = prepare.JsonTokenizer(tok.source, {'chat_template': CHAT_TEMPLATES['chatml']
+                                               + '{% if open_thinking %}<think>\n{% endif %}'})
+    show, on, off = (flat_sample.chat_ids(model, asked, messages, thinking)
+                     for thinking in ('show', 'on', 'off'))
+    assert show == off == (tok.chat(messages), '')
+    assert on == (show[0] + asked.encode('<think>\n'), '<think>\n')
     opened = prepare.JsonTokenizer(tok.source, {'chat_template': CHAT_TEMPLATES['chatml'] + '<think>\n'})
     chat = flat_sample.Chat(model, opened, {**CHAT_SETTINGS, 'thinking': 'hide'})
     assert flat_sample.chat_ids(model, opened, messages, 'show')[1] == '<think>\n'
