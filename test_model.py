@@ -4296,14 +4296,17 @@ def test_adapters_train_alone_and_resume_exactly(base):
     assert first == train('--out_dir=zero', '--init_from=out', '--eval_only=True')['val_loss']
 
 
-def test_a_run_of_adapters_says_what_is_wrong(base):
+def test_a_run_of_adapters_says_what_is_wrong(base, monkeypatch):
     train('--out_dir=lora', *ADAPT, '--max_iters=1')
     for args, message in [
             (['--out_dir=x', '--lora_rank=2'], 'lora_rank=2 needs a trained model: give --init_from'),
             (['--out_dir=x', '--init_from=lora', '--lora_rank=2'], 'is a run with adapters itself'),
             (['--out_dir=lora', '--init_from=resume', '--lora_rank=3'], "lora_rank=3, .*'rank': 2"),
             (['--out_dir=out', '--init_from=resume', '--lora_rank=3'], 'which has no adapters'),
-            (['--out_dir=x', *ADAPT, '--lora_targets=q'], "'q' is the name of no layer")]:
+            (['--out_dir=out', *ADAPT], r'out_dir=out holds out.ckpt.pt, which the adapters need'),
+            (['--out_dir=x', *ADAPT, '--lora_alpha=0'], 'lora_alpha=0.0 must be above 0'),
+            (['--out_dir=x', *ADAPT, '--lora_targets='], "'' is the name of no layer"),
+            (['--out_dir=x', *ADAPT, '--lora_targets=c_attn, q'], "'q' is the name of no layer")]:
         with pytest.raises(ValueError, match=message) as error:
             train(*args)
         assert '\n' not in str(error.value)
@@ -4317,9 +4320,16 @@ def test_a_run_of_adapters_says_what_is_wrong(base):
     with pytest.raises(ValueError, match=r'holds adapters of moved.out.ckpt.pt, which is another model now'):
         flat_sample.load('moved/lora')
     os.remove('moved/out/ckpt.pt')
-    with pytest.raises(FileNotFoundError, match='adapters of moved.out.ckpt.pt: no checkpoint at'):
+    with pytest.raises(FileNotFoundError, match='adapters of moved.out.ckpt.pt, which is not there'):
         flat_sample.load('moved/lora')
     saved = torch.load('moved/lora/ckpt.pt', weights_only=True)
+    torch.save(saved, 'moved/out/ckpt.pt')  # where their base was
+    with pytest.raises(ValueError, match=r'adapters of moved.out.ckpt.pt, which is another model now'):
+        flat_sample.load('moved/out')
+    torch.save({**saved, 'lora': {**saved['lora'], 'base': './../gone'}}, 'moved/lora/ckpt.pt')
+    monkeypatch.setitem(sys.modules, 'hub', None)  # moved/gone looks like an id
+    with pytest.raises(FileNotFoundError, match='adapters of moved.gone, which is not there'):
+        flat_sample.load('moved/lora')
     torch.save({**saved, 'lora': {'rank': 'x'}}, 'moved/lora/ckpt.pt')
     with pytest.raises(ValueError, match="is damaged, .* it holds lora="):
         flat_sample.load('moved/lora')

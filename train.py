@@ -483,7 +483,7 @@ def lora_of(config, rest, resumed):
     """What a checkpoint of this run says of its adapters, or None: what the run resumed has, or else what the
     settings ask for, less 'checksum'. Raises ValueError where the two differ, and where there is no base."""
     wanted = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
-              'targets': config['lora_targets'].split(',')}
+              'targets': [name.strip() for name in config['lora_targets'].split(',')]}
     had, path = rest.get('lora'), rest.get('path')
     if resumed:
         if config['lora_rank'] and wanted != {name: (had or {}).get(name) for name in wanted}:
@@ -498,6 +498,10 @@ def lora_of(config, rest, resumed):
     if had:
         raise ValueError(f"{path} is a run with adapters itself: export it with `python hub.py export` and "
                          "start from that, or resume it")
+    folder = os.path.dirname(path)
+    if os.path.isfile(path) and os.path.realpath(folder) == os.path.realpath(config['out_dir']):
+        raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is, and "
+                         "which this run would rename: give another --out_dir")
     hub_id = is_published(config['init_from']) and not os.path.exists(config['init_from'])
     return {**wanted, 'base': config['init_from'] if hub_id else base_name(path, config['out_dir'])}
 
@@ -640,6 +644,8 @@ def check_settings(config):
     for name in ('beta1', 'beta2', 'momentum'):
         if not 0 <= config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 0 and below 1")
+    if not 0 < config['lora_alpha'] < math.inf:
+        raise ValueError(f"lora_alpha={config['lora_alpha']} must be above 0")
     if not 0 < config['cooldown'] <= 1:
         raise ValueError(f"cooldown={config['cooldown']} must be above 0 and at most 1")
     if config['epochs'] is not None and config['tokens_per_param'] is not None:
