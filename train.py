@@ -456,17 +456,19 @@ class Progress:
 
 def load_to_train(init_from, out_dir, model_args, argv, meta):
     """The model to resume or to fine-tune, its tokenizer and the rest of its checkpoint, as sample.load
-    returns them. Its architecture is the checkpoint's: of the model_args that the user asks for, those that
-    are CHANGEABLE may change it, any other difference is a ValueError. Conversations that prepare.py packed
-    do not see each other (meta, of the data) unless the user or the run resumed has it otherwise."""
+    returns them: of a run that is to be fine-tuned best.pt, where there is one. Its architecture is the
+    checkpoint's: of the model_args that the user asks for, those that are CHANGEABLE may change it, any other
+    difference is a ValueError. Conversations that prepare.py packed do not see each other (meta, of the data)
+    unless the user or the run resumed has it otherwise."""
     if not any(arg.endswith('.py') for arg in argv):  # config/default.py was not asked for
         model_args = {name: value for name, value in model_args.items()
                       if any(arg.startswith(f'--{name}=') for arg in argv)}
     changes = {name: value for name, value in model_args.items() if name in CHANGEABLE}
-    if init_from != 'resume':
+    fine_tune = init_from != 'resume'
+    if fine_tune:
         changes = {**packed(meta), **changes}
-    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=False,
-                                  merge=init_from != 'resume', **changes)
+    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=fine_tune, merge=fine_tune,
+                                  **changes)
     for name, value in model_args.items():
         if value is not None and value != rest['model_args'][name]:
             raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has "
