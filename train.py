@@ -201,13 +201,13 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
     chosen = np.arange(count) * n // count
     training = model.training
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64)  # loss, windows' worth of targets
+    totals = torch.zeros(2, dtype=torch.float64)  # sum of the targets' losses, targets
     for start in range(rank * batch_size, count, ranks * batch_size):
         part = chosen[start:start + batch_size]
         inputs, targets = bins.batch(np.resize(part, batch_size), block_size)
         targets = targets.copy()
         targets[len(part):] = -1  # a full batch always, so nothing recompiles; what fills it does not count
-        learnt = np.count_nonzero(targets != -1) / block_size
+        learnt = np.count_nonzero(targets != -1)
         with autocast():
             loss, _ = forward(*to_device((inputs, targets), device))
         totals += torch.tensor([loss.item() * learnt, learnt], dtype=torch.float64)
@@ -216,7 +216,7 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
         totals = totals.to(device)
         dist.all_reduce(totals)
     total, learnt = totals.tolist()
-    return total / max(learnt, 1 / block_size), round(learnt * block_size)
+    return total / max(learnt, 1), int(learnt)
 
 
 # optimizers -------------------------------------------------------------------------------------------------
