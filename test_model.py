@@ -5426,6 +5426,11 @@ def test_sample_script_chats(folder, capsys, monkeypatch):
     run('sample.py', *common, '--start=LINES:q.txt')  # each alone
     out = capsys.readouterr().out
     assert f"> Hi\n{answer}\n---" in out and f"> Why so?\n{from_nothing(chat, 'Why so?')}\n---" in out
+    saved = torch.load('out/ckpt.pt', weights_only=True)
+    for masked in (True, False):  # whether answers were learnt, as train.py writes it
+        torch.save({**saved, 'masked': masked}, 'out/ckpt.pt')
+        run('sample.py', *common, '--start=Hi')
+        assert ('was trained on text, not on conversations' in capsys.readouterr().out) != masked
     run('sample.py', *common, '--start=Why so?')
     assert f"> Why so?\n{from_nothing(chat, 'Why so?')}\n---" in capsys.readouterr().out
     with pytest.raises(ValueError, match='ask a shorter one'):

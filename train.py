@@ -861,7 +861,7 @@ if __name__ == '__main__':
     if not eval_only:
         stop = stop_on_signals(rank)
     constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
-                'tokenizer': tokenizer and tokenizer.state(),
+                'tokenizer': tokenizer and tokenizer.state(), 'masked': bool(train_bins.masks),
                 'runtime': dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads,
                                 compile=compile, dtype=dtype_name(machine.dtype))}
 
