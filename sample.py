@@ -524,8 +524,8 @@ if __name__ == '__main__':
         raise ValueError(f"{rest['path']} has no chat template, it only continues text: leave out --chat, or "
                          "train it on conversations: python prepare.py pydoc_chat, then config/chat.py")
     if chat and rest.get('masked') is False:  # a template is no sign: tokenizers trained here have one
-        print(f"warning: {rest['path']} was trained on text, not on conversations, so it knows no answers: "
-              "train it on some: python prepare.py pydoc_chat, then config/chat.py")
+        print(f"warning: {rest['path']} was trained on text, not on conversations, and will hardly answer; "
+              "to train it on some: python prepare.py pydoc_chat && python train.py config/chat.py")
     model.eval()
     trained = ''
     if 'iter_num' in rest and 'best_val_loss' in rest:
