@@ -579,25 +579,28 @@ def pydoc_chats():
     """Conversations about the functions and classes of Python's own library: what they do, what they take.
 
     Each thing is asked about in two wordings, so most questions that are kept for validation have an answer
-    in what is trained on. In a random order, always the same, so that those about one thing are seldom in
-    one window.
+    in what is trained on. One to three things are asked about in a conversation, in a random order that is
+    always the same: an answer is to be about the last question, not about those before.
     """
-    things, chats = library_things(), []
+    things, asked = library_things(), []
     said = collections.Counter((thing.module, thing.kind, thing.summary) for thing in things)
     for n, thing in enumerate(things):
         name = thing.name if thing.module in ('', 'builtins') else f'{thing.module}.{thing.name}'
         takes = f'{name}({thing.arguments})'
         more = [('What arguments does it take?', takes)] if thing.arguments else []
         first, *others = [wording.format(name) for wording in WORDINGS[thing.kind]]
-        chats.append([(first, thing.summary), *(more if n % 3 == 0 else [])])
-        chats.append([(others[n % 2], thing.summary)])
+        asked.append([(first, thing.summary), *(more if n % 3 == 0 else [])])
+        asked.append([(others[n % 2], thing.summary)])
         if thing.arguments:
-            chats.append([(f'What arguments does {name} take?', takes)])
+            asked.append([(f'What arguments does {name} take?', takes)])
         if thing.kind == 'function' and said[thing.module, thing.kind, thing.summary] == 1:
             ask = f'Which function of {thing.module} does this: {thing.summary}'
-            chats.append([(ask, name), *(more if n % 3 == 1 else [])])
-    random.Random(0).shuffle(chats)
-    return [Conversation('pydoc_chat', make_messages(*turns)) for turns in chats]
+            asked.append([(ask, name), *(more if n % 3 == 1 else [])])
+    order = random.Random(0)
+    order.shuffle(asked)
+    asked = iter(asked)
+    while turns := [turn for turns in itertools.islice(asked, order.randint(1, 3)) for turn in turns]:
+        yield Conversation('pydoc_chat', make_messages(*turns))
 
 
 @functools.cache
