@@ -36,6 +36,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import configurator
 import hub
@@ -2385,6 +2386,109 @@ def test_rows_at_different_places_equal_naive_loops():
         y = flat.attend(q, k, v, bare_context(eager), flat.Mask(bias, False, None), 0.4)
         expected, _ = naive_attention(q, k, v, q_pos.tolist(), k_pos.tolist(), 0.4)
         torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize('device, dtype, T, same_width, has_bias, is_training, expected', [
+    ('cpu', torch.float32, 7, True, False, True, ('gqa', True)),
+    ('cpu', torch.bfloat16, 1, True, False, False, ('rows', True)),
+    ('mps', torch.float32, 7, True, False, True, ('rows', True)),
+    ('cuda', torch.bfloat16, 7, True, False, True, ('gqa', True)),       # training: the only cuDNN
+    ('cuda', torch.bfloat16, 7, True, False, False, ('gqa', False)),     # prefill: a new shape each time
+    ('cuda', torch.bfloat16, 1, True, False, False, ('rows', False)),    # decoding
+    ('cuda', torch.bfloat16, 7, True, True, True, ('rows', False)),      # a mask
+    ('cuda', torch.float32, 7, True, False, True, ('repeat', True)),     # no flash attention
+    ('cuda', torch.float16, 7, True, False, False, ('repeat', False)),   # none before Ampere
+    ('cuda', torch.bfloat16, 7, False, False, False, ('repeat', False))])
+def test_which_kernel_attends(device, dtype, T, same_width, has_bias, is_training, expected):
+    assert flat.sdpa_plan(device, dtype, T, same_width, has_bias, is_training) == expected
+
+
+@pytest.fixture
+def as_cuda(monkeypatch):
+    """Attention as it would be called on CUDA."""
+    plan = flat.sdpa_plan
+    monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *rest: plan('cuda', *rest))
+
+
+@pytest.mark.parametrize('K, compiled', [(4, False), (2, False), (1, False), (2, True)])
+def test_attention_as_called_on_cuda_equals_naive_loops(K, compiled, as_cuda, monkeypatch):
+    cudnn, kernel = [], F.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        assert not kwargs['enable_gqa'] and args[0].shape[1] == args[1].shape[1]  # float32 kernels have none
+        cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return kernel(*args, **kwargs)
+    if not compiled:
+        monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
+    attend, context = flat.attend, bare_context(eager=False)
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True, dynamic=False, backend='aot_eager')
+    g = torch.Generator().manual_seed(0)
+    for T, S, masked, grad in ((7, 7, False, True), (7, 7, False, False), (7, 7, True, True),
+                               (1, 7, False, False)):
+        q, k, v = (torch.randn(2, n, t, 6, generator=g) for n, t in ((4, T), (K, S), (K, S)))
+        q_pos, k_pos = torch.arange(S - T, S)[None], torch.arange(S)[None]
+        window, bias = (3, torch.zeros(())) if masked else (None, None)
+        if masked:
+            bias = bias.where(flat.visible(q_pos, k_pos, q_pos - 2), -math.inf)
+        with torch.set_grad_enabled(grad):
+            y = attend(q, k, v, context, flat.Mask(bias, T == S, window), 0.4)
+        expected, _ = naive_attention(q, k, v, q_pos.expand(2, T).tolist(), k_pos.expand(2, S).tolist(), 0.4,
+                                      window)
+        torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+    assert compiled or cudnn == [True, False, False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize('window, alibi, documents', [(9, False, False), (None, True, True)])
+def test_flex_attention_equals_the_dense_mask(window, alibi, documents, monkeypatch):
+    import torch.nn.attention.flex_attention as flex
+    monkeypatch.setattr(flex, '_validate_device', lambda *tensors: None)  # it has a backward, but none to use
+    T, g = 40, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, T, 16, generator=g).requires_grad_() for n in (4, 2, 2))
+    starts = torch.tensor([0, 7, 30])[torch.tensor([[0] * 7 + [1] * 23 + [2] * 10, [0] * 30 + [2] * 10])]
+    slopes = flat.alibi_slopes(4)
+
+    def attend(q, k, v, starts, slopes, is_flex):
+        positions = torch.arange(T)[None]
+        first = torch.zeros_like(positions) if starts is None else starts
+        bias = 0.0 if slopes is None else -slopes[:, None, None] * (positions[..., None] - positions)
+        first = torch.maximum(first, positions - (window or T) + 1)
+        bias = torch.as_tensor(bias).where(flat.visible(positions, positions, first), -math.inf)
+        mask = flat.flex_mask(T, window, starts, slopes, q.device) if is_flex else None
+        return flat.attend(q, k, v, bare_context(eager=False), flat.Mask(bias, True, window, mask), 0.4)
+    given = (q, k, v, starts if documents else None, slopes if alibi else None)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend='aot_eager')
+    dense, sparse = attend(*given, False), compiled(*given, True)
+    torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-4)
+    grads = [torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (dense, sparse)]
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+
+
+def test_masks_are_left_to_flex_attention_where_it_pays(monkeypatch):
+    import torch.nn.attention.flex_attention as flex
+    assert not flat.use_flex('cuda', torch.bfloat16, 1024, 0.0)  # not compiled
+    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
+    for change, expected in [({}, True), (dict(device='cpu'), False), (dict(dtype=torch.float32), False),
+                             (dict(T=64), False), (dict(dropout=0.1), False)]:
+        assert flat.use_flex(**{**dict(device='cuda', dtype=torch.bfloat16, T=1024, dropout=0.0),
+                                **change}) == expected
+    monkeypatch.undo()
+    model = tiny(n_kv_head=2, head_dim=16, window=5, window_pattern='SL', pos='alibi', document_token=3)
+    idx, calls, kernel = tokens(model, 2, 24), [], flex.flex_attention
+
+    def spy(*args, **kwargs):
+        calls.append(1)
+        return kernel(*args, **kwargs)
+    with torch.no_grad():
+        expected = model(idx)
+        monkeypatch.setattr(flat, 'use_flex', lambda *a: True)
+        monkeypatch.setattr(flex, 'flex_attention', spy)
+        y = torch.compile(model, fullgraph=True, dynamic=False, backend='aot_eager')(idx)
+        torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+        assert len(calls) == 2
+        model(idx, cache=model.make_cache(2, 24))
+        assert len(calls) == 2
 
 
 def feed(model, idx, chunks, cache):
