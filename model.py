@@ -1668,7 +1668,8 @@ class GPT(nn.Module):
             x = block(x, context)
         if cache is not None:
             cache.advance(T, lengths)
-        logits = self.head(self.last(x, keep, lengths))
+        is_padded = targets is not None and idx.device.type != 'cpu'
+        logits = self.head(self.last(x, keep, lengths), is_padded)
         if targets is None:
             return logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
@@ -1699,13 +1700,17 @@ class GPT(nn.Module):
         column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
         return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
 
-    def head(self, x):
-        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
+    def head(self, x, is_padded=False):
+        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32. is_padded: for a loss,
+        all columns, -inf where they pad the vocabulary; GPUs are slow with rows that are not aligned."""
         config, x = self.config, self.ln_f(x)
         x = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
-        logits = x[..., :config.vocab_size].float()
+        logits = (x if is_padded else x[..., :config.vocab_size]).float()
         if config.logit_softcap:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        if is_padded:
+            column = torch.arange(logits.shape[-1], device=x.device)
+            logits = logits + torch.where(column < config.vocab_size, 0.0, -math.inf)
         return logits
 
     def context(self, idx, cache=None, lengths=None, weights=None, routing=None):

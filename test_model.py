@@ -3414,6 +3414,28 @@ def test_padding_of_the_vocabulary_is_never_seen():
     assert not model.wte.weight.grad[61:].any() and not model.lm_head.weight.grad[61:].any()
 
 
+@pytest.mark.parametrize('options', [{}, dict(logit_softcap=5.0), dict(tie_word_embeddings=False,
+                                                                      head_bias=True)])
+def test_loss_over_the_padding_too_is_the_same(options, monkeypatch):
+    """GPUs compute it so, for the sake of alignment."""
+    model, head, widths = tiny(**options), GPT.head, []
+    with torch.no_grad():
+        model.wte.weight[61:] = 1.0
+    idx, targets = tokens(model, 2, 24), tokens(model, 2, 24).roll(-1, 1)
+
+    def padded_head(self, x, is_padded):
+        logits = head(self, x, is_padded=True)
+        widths.append(logits.shape[-1])
+        return logits
+    results = []
+    for head_used in (head, padded_head):
+        monkeypatch.setattr(GPT, 'head', head_used)
+        loss, _ = model(idx, targets)
+        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    assert widths == [64]
+    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
+
+
 def test_counts_of_parameters_and_flops():
     with torch.device('meta'):
         gpt2 = GPT(GPTConfig(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, pos='learned',
