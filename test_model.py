@@ -13,6 +13,7 @@ import functools
 import gzip
 import hashlib
 import http.server
+import importlib.util
 import io
 import itertools
 import json
@@ -510,6 +511,29 @@ def test_cfg_runtime_errors(monkeypatch):
 
 def test_cfg_runtime_threads():
     assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize('device, capability, lacking, line', [
+    ('cpu', None, (), None), ('cpu', None, ('g++', 'clang++'), 'no compiler g.. or clang..: .* CXX'),
+    ('cpu', None, ('Python.h',), 'no Python.h'), ('cuda:1', (9, 0), (), None),
+    ('cuda:1', (9, 0), ('g++', 'clang++', 'gcc'), None), ('cuda:1', (9, 0), ('gcc', 'clang'), 'gcc or clang'),
+    ('cuda:1', (9, 0), ('triton',), 'no Triton'), ('cuda:1', (9, 0), ('Python.h',), 'no Python.h'),
+    ('cuda:1', (6, 1), (), 'too old'), ('cpu', None, ('ccache',), 'no compiler ccache')])
+def test_cfg_what_the_compiler_lacks_is_one_line(device, capability, lacking, line, tmp_path, monkeypatch,
+                                                 capsys):
+    if 'Python.h' not in lacking:
+        (tmp_path / 'Python.h').touch()
+    monkeypatch.setattr(sysconfig, 'get_path', lambda *a: str(tmp_path))
+    monkeypatch.setattr(shutil, 'which', lambda name: None if name in lacking else name)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in lacking else name)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
+    monkeypatch.delenv('CC', raising=False)
+    monkeypatch.setenv('CXX', 'ccache g++' if 'ccache' in lacking else '')
+    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    assert configurator.can_compile(device) == (line is None)
+    out = capsys.readouterr().out
+    assert re.fullmatch(f'running eagerly, which is slower: .*{line}.*\n', out) if line else out == ''
 
 
 # prepare ----------------------------------------------------------------------------------------------------
