@@ -454,10 +454,13 @@ class GroupedLinear(nn.Module):
         # its segments have other lengths each time; a decorator would import the compiler with this file
         self.loop = torch.compiler.disable(loop_over_experts)
 
+    def has_kernel(self, dtype, device):
+        """Whether torch multiplies all experts at once: in bfloat16, and rows of whole 16 bytes."""
+        return dtype is torch.bfloat16 and device != 'mps' and not any(n % 8 for n in self.weight.shape[1:])
+
     def forward(self, x, offsets):
         w = self.weight.to(x.dtype)
-        # the fast kernels want bfloat16 and rows of whole 16 bytes
-        fast = x.dtype == torch.bfloat16 and x.device.type != 'mps' and not any(n % 8 for n in w.shape[1:])
+        fast = self.has_kernel(x.dtype, x.device.type)
         y = F.grouped_mm(x, w.mT, offs=offsets) if fast else self.loop(x, w, offsets)
         if self.bias is not None:
             expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
