@@ -38,6 +38,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import configurator
 import hub
@@ -2694,6 +2695,56 @@ def test_absorbed_latent_attention_equals_expanded(options):
                                      *[pos.expand(2, 20).tolist()] * 2, scale)[0])
     y = torch.cat(heads, -1)[:, 0] @ w['c_proj.weight'].T
     torch.testing.assert_close(expanded.double(), y, atol=1e-4, rtol=1e-4)
+
+
+def pretend_device(monkeypatch):
+    """Fake tensors on 'meta' flow as on a GPU, without one: an operator refuses tensors of two devices, and
+    nothing can wait for their values, but for int(...), which is 8."""
+    monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)
+    monkeypatch.setattr(torch, 'autocast', lambda device, **options: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, '__int__', lambda x: 8)
+    return FakeTensorMode()
+
+
+@pytest.mark.parametrize('options', [
+    dict(window=5, window_pattern='SL', n_kv_head=2, residual_lambdas=True),
+    dict(pos='alibi', document_token=3, n_kv_head=1, head_dim=10),
+    dict(rope_scaling=YARN, window=5, window_pattern='S', **MLA),
+    dict(n_expert=4, n_shared_expert=1, d_expert=24, router='sigmoid', balance_bias=True, mlp_bias=True),
+    dict(mixer_pattern='DA', linear_n_key_head=2, document_token=3),
+    dict(pos='learned', attn_sink=True, dropout=0.1, vocab_size=64)], ids=str)
+def test_all_tensors_are_on_the_models_device(options, as_cuda, monkeypatch):
+    config = GPTConfig(**{**TINY, **options})
+    with pretend_device(monkeypatch):
+        with torch.device('meta'):
+            torch.set_default_dtype(torch.bfloat16)  # a model of fake tensors cannot be cast
+            try:
+                model = GPT(config)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            idx, u = torch.empty(3, 8, dtype=torch.long), torch.empty(3)
+            lengths = idx[:, 0]
+        loss, aux = model(idx, idx)
+        (loss + sum(aux[name] for name in ('balance', 'z') if aux)).backward()
+        if aux and config.balance_bias:
+            model.move_balance(aux['load'])
+        assert all(w.grad.device == w.device for w in model.parameters())
+        with torch.no_grad():
+            for static in (False, True):
+                cache = model.make_cache(3, 24, static)
+                logits = model(idx, cache=cache, keep=1, lengths=lengths if static else None)[:, -1]
+                logits = flat_sample.penalise(logits, logits > 0, 1.2)
+                token = sample_token(logits, u, top_k=5, top_p=0.9, min_p=0.1)
+                assert model(token[:, None], cache=cache, keep=1).device == idx.device
+                cache.reset(lengths > 0)
+
+
+def test_a_tensor_on_another_device_is_noticed(as_cuda, monkeypatch):
+    visible = flat.visible
+    monkeypatch.setattr(flat, 'visible', lambda q_pos, k_pos, first: visible(
+        q_pos, torch.arange(k_pos.shape[1])[None], first))
+    with pytest.raises(RuntimeError, match='same device'):
+        test_all_tensors_are_on_the_models_device(dict(window=5, window_pattern='S'), None, monkeypatch)
 
 
 def naive_delta_rule(q, k, v, decay, beta, state, starts=None):
