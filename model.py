@@ -740,7 +740,7 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
         block_mask, score_mod = mask.flex
         return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
     is_causal = mask.is_causal and T > 1
-    sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D, bias is not None,
+    sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
                                    is_causal and torch.is_grad_enabled())
     if H > K and sharing == 'rows':
         if bias is None and is_causal:
@@ -760,20 +760,20 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def sdpa_plan(device, dtype, T, same_width, has_bias, is_training):
-    """How torch's scaled_dot_product_attention is called on a type of device, for T queries of each head;
-    same_width: of keys and values; is_training: the keys are the queries' own tokens. Returns
+def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
+    """How torch's scaled_dot_product_attention is called on a type of device, for T queries of each head.
+    fits_flash: keys and values are of one width, at most 256; is_training: the keys are the queries' own
+    tokens, and gradients follow. Returns
 
     - how the query heads of a group share a head of keys: 'rows', their queries are rows of one product, so
-      that keys are read once a group, by kernels without groups too; 'repeat', each gets a copy, as only
-      flash attention has groups on CUDA, in 16 bits (and on old GPUs not even there, which have no bfloat16);
-      'gqa', the kernel knows what to do;
-    - whether cuDNN may compute it: it builds a plan for each new shape, for tenths of a second, and has been
-      wrong with masks (pytorch#196678, #193893)."""
+      that keys are read once a group, by any kernel; 'repeat', each gets a copy; 'gqa', the kernel knows
+      groups. On CUDA only flash attention does, and cuDNN; GPUs too old for it have no bfloat16 either;
+    - whether cuDNN may compute it. It is the fastest in training, but builds a plan for each new shape, in
+      tenths of a second, and has been wrong with masks (pytorch issues 196678, 193893)."""
     use_cudnn = device != 'cuda' or is_training and not has_bias
     if T == 1 or has_bias or device == 'mps':
         return 'rows', use_cudnn
-    if device == 'cuda' and not (dtype is torch.bfloat16 and same_width):
+    if device == 'cuda' and not (dtype is torch.bfloat16 and fits_flash):
         return 'repeat', use_cudnn
     return 'gqa', use_cudnn
 

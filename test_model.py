@@ -2413,7 +2413,7 @@ def test_rows_at_different_places_equal_naive_loops():
         torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize('device, dtype, T, same_width, has_bias, is_training, expected', [
+@pytest.mark.parametrize('device, dtype, T, fits_flash, has_bias, is_training, expected', [
     ('cpu', torch.float32, 7, True, False, True, ('gqa', True)),
     ('cpu', torch.bfloat16, 1, True, False, False, ('rows', True)),
     ('mps', torch.float32, 7, True, False, True, ('rows', True)),
@@ -2424,8 +2424,8 @@ def test_rows_at_different_places_equal_naive_loops():
     ('cuda', torch.float32, 7, True, False, True, ('repeat', True)),     # no flash attention
     ('cuda', torch.float16, 7, True, False, False, ('repeat', False)),   # none before Ampere
     ('cuda', torch.bfloat16, 7, False, False, False, ('repeat', False))])
-def test_which_kernel_attends(device, dtype, T, same_width, has_bias, is_training, expected):
-    assert flat.sdpa_plan(device, dtype, T, same_width, has_bias, is_training) == expected
+def test_which_kernel_attends(device, dtype, T, fits_flash, has_bias, is_training, expected):
+    assert flat.sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training) == expected
 
 
 @pytest.fixture
