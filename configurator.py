@@ -13,10 +13,13 @@ import contextlib
 import ctypes
 import difflib
 import functools
+import importlib.util
 import os
 import re
 import runpy
+import shutil
 import sys
+import sysconfig
 import traceback
 import types
 from pathlib import Path
@@ -368,6 +371,31 @@ def matmul_precision(kind):
     amx, _ = cpu_units() if kind == 'cpu' else (False, False)
     is_avx = kind == 'cpu' and torch.backends.cpu.get_cpu_capability().startswith('AVX')
     return 'medium' if is_avx and not amx else 'highest'
+
+
+def can_compile(device):
+    """Whether torch.compile has what it needs for a CPU or GPU; if not, a line says what is missing.
+
+    For a GPU it writes Triton, which needs a C compiler, for a CPU C++; what both build includes Python.h.
+    """
+    import torch
+    kind, index = choose_device(device)
+    variable, known = ('CC', ['gcc', 'clang']) if kind == 'cuda' else ('CXX', ['g++', 'clang++'])
+    named = os.environ.get(variable, '').split()[:1]
+    if sys.platform == 'win32':
+        lacks = 'torch.compile is not supported here on Windows'
+    elif kind == 'cuda' and torch.cuda.get_device_capability(index) < (7, 0):
+        lacks = 'this GPU is too old, Triton needs capability 7.0'
+    elif kind == 'cuda' and importlib.util.find_spec('triton') is None:
+        lacks = 'no Triton: pip install triton'
+    elif not any(map(shutil.which, named or known)):
+        lacks = f"no compiler {' or '.join(named or known)}: install one, or set {variable} to its name"
+    elif not Path(sysconfig.get_path('include', 'posix_prefix'), 'Python.h').exists():
+        lacks = 'no Python.h: install the package python3-dev'
+    else:
+        return True
+    print0(f"running eagerly, which is slower: {lacks}")
+    return False
 
 
 def keep_freed_memory():

@@ -14,6 +14,7 @@ heads, D = head_dim, E experts, V = vocab_size. This file prints nothing, picks 
 downloads nothing.
 """
 import abc
+import contextlib
 import dataclasses
 import functools
 import math
@@ -26,6 +27,7 @@ import zlib
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # configuration ----------------------------------------------------------------------------------------------
 
@@ -452,10 +454,13 @@ class GroupedLinear(nn.Module):
         # its segments have other lengths each time; a decorator would import the compiler with this file
         self.loop = torch.compiler.disable(loop_over_experts)
 
+    def has_kernel(self, dtype, device):
+        """Whether torch multiplies all experts at once: in bfloat16, and rows of whole 16 bytes."""
+        return dtype is torch.bfloat16 and device != 'mps' and not any(n % 8 for n in self.weight.shape[1:])
+
     def forward(self, x, offsets):
         w = self.weight.to(x.dtype)
-        # the fast kernels want bfloat16 and rows of whole 16 bytes
-        fast = x.dtype == torch.bfloat16 and x.device.type != 'mps' and not any(n % 8 for n in w.shape[1:])
+        fast = self.has_kernel(x.dtype, x.device.type)
         y = F.grouped_mm(x, w.mT, offs=offsets) if fast else self.loop(x, w, offsets)
         if self.bias is not None:
             expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
@@ -631,6 +636,7 @@ class Mask(typing.NamedTuple):
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
     is_causal: bool               # the keys are the queries' own tokens, T == S, and no query sees later ones
     window: int | None            # and none sees more than the last so many
+    flex: tuple | None = None     # the same for flex_attention, where that is faster: see flex_mask
 
 
 @dataclasses.dataclass
@@ -729,18 +735,74 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
     (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
     if context.eager:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
-    if H > K and (T == 1 or bias is not None or q.device.type == 'mps'):
-        # a group's heads as rows of one product: keys are read once per group, also by kernels without GQA
-        if bias is None and mask.is_causal and T > 1:
+    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it has no narrower heads
+        from torch.nn.attention.flex_attention import flex_attention
+        block_mask, score_mod = mask.flex
+        return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
+    is_causal = mask.is_causal and T > 1
+    sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
+                                   is_causal and torch.is_grad_enabled())
+    if H > K and sharing == 'rows':
+        if bias is None and is_causal:
             bias = q.new_full((T, S), -math.inf).triu(1)[None, None]
         if bias is not None:
             bias = bias.repeat(1, 1, H // K, 1) if bias.shape[1] == 1 else bias.reshape(-1, K, H // K * T, S)
-        y = F.scaled_dot_product_attention(q.reshape(B, K, H // K * T, D), k, v, attn_mask=bias, dropout_p=p,
-                                           scale=scale)
-        return y.view(B, H, T, -1)
-    # everything else: torch picks its fastest kernel
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale, enable_gqa=H > K,
-                                          is_causal=mask.is_causal and T > 1 and bias is None)
+        q = q.reshape(B, K, H // K * T, D)
+    elif H > K and sharing == 'repeat':
+        k, v = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1)
+    with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale,
+                                           is_causal=is_causal and bias is None,
+                                           enable_gqa=q.shape[1] > k.shape[1])
+    return y.view(B, H, T, -1)
+
+
+ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
+    """How torch's scaled_dot_product_attention is called on a type of device, for T queries of each head.
+    fits_flash: keys and values are of one width, at most 256; is_training: the keys are the queries' own
+    tokens, and gradients follow. Returns
+
+    - how the query heads of a group share a head of keys: 'rows', their queries are rows of one product, so
+      that keys are read once a group, by any kernel; 'repeat', each gets a copy; 'gqa', the kernel knows
+      groups. On CUDA only flash attention does, and cuDNN; GPUs too old for it have no bfloat16 either;
+    - whether cuDNN may compute it. It is the fastest in training, but builds a plan for each new shape, in
+      tenths of a second, and has been wrong with masks (pytorch issues 196678, 193893)."""
+    use_cudnn = device != 'cuda' or is_training and not has_bias
+    if T == 1 or has_bias or device == 'mps':
+        return 'rows', use_cudnn
+    if device == 'cuda' and not (dtype is torch.bfloat16 and fits_flash):
+        return 'repeat', use_cudnn
+    return 'gqa', use_cudnn
+
+
+def use_flex(device, dtype, T, dropout):
+    """Whether flex_attention is for the masks of a step without a cache. It skips what they hide, but has to
+    be compiled, and knows no dropout; a short sequence has nothing to skip."""
+    return (device == 'cuda' and dtype is torch.bfloat16 and T >= 128 and not dropout
+            and torch.compiler.is_compiling())
+
+
+def flex_mask(T, window, starts, slopes, device):
+    """The mask of T tokens as flex_attention takes it, (block mask, function that changes scores or None):
+    of a window, from the starts (B, T) of documents on, with ALiBi's slopes (H,); None for what there is not.
+    The bias of the same Mask then costs nothing: the compiler drops what nobody reads."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def is_seen(b, h, q, k):
+        seen = k <= q
+        if window is not None:
+            seen = seen & (q - k < window)
+        return seen if starts is None else seen & (k >= starts[b, q])
+
+    def add_alibi(score, b, h, q, k):
+        return score - slopes[h] * (q - k)
+
+    rows = None if starts is None else len(starts)
+    return (create_block_mask(is_seen, rows, None, T, T, device=device),
+            None if slopes is None else add_alibi)
 
 
 def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=128):
@@ -1609,7 +1671,8 @@ class GPT(nn.Module):
             x = block(x, context)
         if cache is not None:
             cache.advance(T, lengths)
-        logits = self.head(self.last(x, keep, lengths))
+        is_padded = targets is not None and idx.device.type != 'cpu'
+        logits = self.head(self.last(x, keep, lengths), is_padded)
         if targets is None:
             return logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
@@ -1640,13 +1703,17 @@ class GPT(nn.Module):
         column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
         return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
 
-    def head(self, x):
-        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
+    def head(self, x, is_padded=False):
+        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32. is_padded: for a loss,
+        all columns, -inf where they pad the vocabulary; GPUs are slow with rows that are not aligned."""
         config, x = self.config, self.ln_f(x)
         x = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
-        logits = x[..., :config.vocab_size].float()
+        logits = (x if is_padded else x[..., :config.vocab_size]).float()
         if config.logit_softcap:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        if is_padded:
+            column = torch.arange(logits.shape[-1], device=x.device)
+            logits = logits + torch.where(column < config.vocab_size, 0.0, -math.inf)
         return logits
 
     def context(self, idx, cache=None, lengths=None, weights=None, routing=None):
@@ -1707,12 +1774,15 @@ class GPT(nn.Module):
         if window is not None:
             first = torch.maximum(positions - (window - 1), starts if starts is not None
                                   else torch.zeros_like(positions))
-        bias = torch.zeros((), dtype=context.dtype, device=positions.device)
+        bias, slopes, flex = torch.zeros((), dtype=context.dtype, device=positions.device), None, None
         if alibi:
-            slopes = alibi_slopes(self.config.n_head, positions.device)[:, None, None]
+            slopes = alibi_slopes(self.config.n_head, positions.device) * self.config.alibi_scale
             distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
-            bias = (-slopes * self.config.alibi_scale * distance).to(bias.dtype)
-        return Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window)
+            bias = (-slopes[:, None, None] * distance).to(bias.dtype)
+        if cache is None and not context.eager and use_flex(positions.device.type, context.dtype, T,
+                                                            self.training and self.config.dropout):
+            flex = flex_mask(T, window, starts, slopes, positions.device)
+        return Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window, flex)
 
     def make_cache(self, batch_size, max_len, static=False, max_rewind=0):
         """An empty Cache in the compute dtype. static: for a compiled step; max_rewind: see Cache."""

@@ -20,7 +20,7 @@ import re
 import sys
 import time
 
-from configurator import configure, runtime
+from configurator import can_compile, configure, runtime
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
@@ -46,13 +46,13 @@ seed = 1337                 # of sampling only
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = False  # torch.compile the step: half a minute first, then faster (auto: False)
+compile: bool | str = False  # torch.compile the step, half a minute; auto: on CUDA, from 500 tokens on
 config, _ = configure(globals())
 
 import numpy as np
 import torch
 
-from model import GPT, checkpoint_path, merge_lora
+from model import GPT, GroupedLinear, checkpoint_path, merge_lora
 from prepare import find_tokenizer, json_tokenizer
 
 # loading ----------------------------------------------------------------------------------------------------
@@ -168,10 +168,35 @@ def prefill(model, prompts, cache):
 def new_cache(model, batch_size, max_len, static, max_rewind=0):
     """An empty cache; static: for a compiled step."""
     cache = model.make_cache(batch_size, max_len, static=static, max_rewind=max_rewind)
-    if static and cache.length.is_cuda:  # CUDA graphs replay on fixed addresses
-        for buffer in cache.tensors():
-            torch._dynamo.mark_static_address(buffer)
+    if static:
+        mark_static(*cache.tensors())
     return cache
+
+
+def mark_static(*tensors):
+    """Says of tensors that a compiled step changes that they stay where they are: CUDA graphs replay on fixed
+    addresses, and are left out for a step that changes anything else. No guard: other tensors are recorded
+    anew, where a guard would compile anew."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def compile_mode(model, device):
+    """torch.compile's mode for a step: on CUDA that of CUDA graphs. Not with experts, unless all of them are
+    one matmul in hardware, on Hopper: elsewhere each waits for the number of its tokens, and no graph can."""
+    if device.type != 'cuda':
+        return None
+    experts = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    native = torch.cuda.get_device_capability(device) == (9, 0)
+    captured = all(native and module.has_kernel(model.compute_dtype(), 'cuda') for module in experts)
+    return 'reduce-overhead' if captured else None
+
+
+def resolve_compile(compile, device, max_new_tokens):
+    """compile='auto' -> bool: shorter samples, and those of a CPU, do not earn back the time to compile."""
+    if compile != 'auto':
+        return compile
+    return device.startswith('cuda') and max_new_tokens >= 500 and can_compile(device)
 
 
 @torch.no_grad()
@@ -201,6 +226,8 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
         seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=where)
         for row, prompt in enumerate(prompts):
             seen[row, prompt] = True
+        if compile:
+            mark_static(seen)
 
     def draw(logits, u):
         logits = logits.to(where)
@@ -214,7 +241,7 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
     def step(token, cache, u):
         return draw(model(token, cache=cache, keep=1)[:, -1], u)
     if compile:
-        step = torch.compile(step, dynamic=False, mode='reduce-overhead' if device.type == 'cuda' else None)
+        step = torch.compile(step, dynamic=False, mode=compile_mode(model, device))
 
     longest = max(map(len, prompts))
     if cache is None:
@@ -232,7 +259,8 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
             new = [context[n:] for context, n in zip(contexts, cache.length.tolist())]
             token = draw(prefill(model, new, cache), u)
         else:
-            token = step(token[:, None].to(device), cache, u)
+            # a copy, for a CUDA graph writes over what it returned last
+            token = step(token[:, None].to(device, copy=True), cache, u)
         new = token.tolist()
         for context, t in zip(contexts, new):  # rows that have ended run on unseen, to keep the batch's shape
             context.append(t)
@@ -369,7 +397,7 @@ class Chat:
         add(begin)
         stream, made = TextStream(self.tokenizer, stop_texts(s['stop'])), []
         for token, in generate(self.model, [ids], room, stop_tokens=self.tokenizer.stop_tokens,
-                               cache=self.cache, compile=s['compile'] is True,
+                               cache=self.cache, compile=s['compile'],
                                **{name: s[name] for name in SAMPLING}):
             made.append(token)
             add(stream.feed(token))
@@ -408,7 +436,7 @@ class Chat:
         sampled need not be those of their text."""
         if self.cache is None or len(ids) + room > self.cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + room)))
-            self.cache = new_cache(self.model, 1, max_len, static=self.settings['compile'] is True,
+            self.cache = new_cache(self.model, 1, max_len, static=self.settings['compile'],
                                    max_rewind=self.settings['max_new_tokens'])
             self.cached = []
         same, most = 0, min(len(self.cached), len(ids) - 1)  # at least one is fed, for its logits
@@ -517,6 +545,7 @@ def read_prompts(start):
 if __name__ == '__main__':
     check_settings(config)
     machine = runtime(device, dtype, seed)
+    compile = config['compile'] = resolve_compile(compile, machine.device, max_new_tokens)
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
     model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype, **changes)
     if tokenizer is None:
@@ -562,7 +591,7 @@ if __name__ == '__main__':
     started = time.perf_counter()
     texts, count = complete(model, tokenizer, [i for _, i, _ in rows], max_new_tokens, stop_texts(stop), show,
                             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-                            repetition_penalty=repetition_penalty, compile=compile is True)
+                            repetition_penalty=repetition_penalty, compile=compile)
     seconds = time.perf_counter() - started
     for row, ((prompt, _, first), text) in enumerate(zip(rows, texts)):
         text = without_thinking(first + text) if hide else first + text

@@ -13,6 +13,7 @@ import functools
 import gzip
 import hashlib
 import http.server
+import importlib.util
 import io
 import itertools
 import json
@@ -36,6 +37,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import configurator
 import hub
@@ -509,6 +512,29 @@ def test_cfg_runtime_errors(monkeypatch):
 
 def test_cfg_runtime_threads():
     assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize('device, capability, lacking, line', [
+    ('cpu', None, (), None), ('cpu', None, ('g++', 'clang++'), 'no compiler g.. or clang..: .* CXX'),
+    ('cpu', None, ('Python.h',), 'no Python.h'), ('cuda:1', (9, 0), (), None),
+    ('cuda:1', (9, 0), ('g++', 'clang++', 'gcc'), None), ('cuda:1', (9, 0), ('gcc', 'clang'), 'gcc or clang'),
+    ('cuda:1', (9, 0), ('triton',), 'no Triton'), ('cuda:1', (9, 0), ('Python.h',), 'no Python.h'),
+    ('cuda:1', (6, 1), (), 'too old'), ('cpu', None, ('ccache',), 'no compiler ccache')])
+def test_cfg_what_the_compiler_lacks_is_one_line(device, capability, lacking, line, tmp_path, monkeypatch,
+                                                 capsys):
+    if 'Python.h' not in lacking:
+        (tmp_path / 'Python.h').touch()
+    monkeypatch.setattr(sysconfig, 'get_path', lambda *a: str(tmp_path))
+    monkeypatch.setattr(shutil, 'which', lambda name: None if name in lacking else name)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in lacking else name)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
+    monkeypatch.delenv('CC', raising=False)
+    monkeypatch.setenv('CXX', 'ccache g++' if 'ccache' in lacking else '')
+    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    assert configurator.can_compile(device) == (line is None)
+    out = capsys.readouterr().out
+    assert re.fullmatch(f'running eagerly, which is slower: .*{line}.*\n', out) if line else out == ''
 
 
 # prepare ----------------------------------------------------------------------------------------------------
@@ -2551,6 +2577,109 @@ def test_rows_at_different_places_equal_naive_loops():
         torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize('device, dtype, T, fits_flash, has_bias, is_training, expected', [
+    ('cpu', torch.float32, 7, True, False, True, ('gqa', True)),
+    ('cpu', torch.bfloat16, 1, True, False, False, ('rows', True)),
+    ('mps', torch.float32, 7, True, False, True, ('rows', True)),
+    ('cuda', torch.bfloat16, 7, True, False, True, ('gqa', True)),       # training: the only cuDNN
+    ('cuda', torch.bfloat16, 7, True, False, False, ('gqa', False)),     # prefill: a new shape each time
+    ('cuda', torch.bfloat16, 1, True, False, False, ('rows', False)),    # decoding
+    ('cuda', torch.bfloat16, 7, True, True, True, ('rows', False)),      # a mask
+    ('cuda', torch.float32, 7, True, False, True, ('repeat', True)),     # no flash attention
+    ('cuda', torch.float16, 7, True, False, False, ('repeat', False)),   # none before Ampere
+    ('cuda', torch.bfloat16, 7, False, False, False, ('repeat', False))])
+def test_which_kernel_attends(device, dtype, T, fits_flash, has_bias, is_training, expected):
+    assert flat.sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training) == expected
+
+
+@pytest.fixture
+def as_cuda(monkeypatch):
+    """Attention as it would be called on CUDA."""
+    plan = flat.sdpa_plan
+    monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *rest: plan('cuda', *rest))
+
+
+@pytest.mark.parametrize('K, compiled', [(4, False), (2, False), (1, False), (2, True)])
+def test_attention_as_called_on_cuda_equals_naive_loops(K, compiled, as_cuda, monkeypatch):
+    cudnn, kernel = [], F.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        assert not kwargs['enable_gqa'] and args[0].shape[1] == args[1].shape[1]  # float32 kernels have none
+        cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return kernel(*args, **kwargs)
+    if not compiled:
+        monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
+    attend, context = flat.attend, bare_context(eager=False)
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True, dynamic=False, backend='aot_eager')
+    g = torch.Generator().manual_seed(0)
+    for T, S, masked, grad in ((7, 7, False, True), (7, 7, False, False), (7, 7, True, True),
+                               (1, 7, False, False)):
+        q, k, v = (torch.randn(2, n, t, 6, generator=g) for n, t in ((4, T), (K, S), (K, S)))
+        q_pos, k_pos = torch.arange(S - T, S)[None], torch.arange(S)[None]
+        window, bias = (3, torch.zeros(())) if masked else (None, None)
+        if masked:
+            bias = bias.where(flat.visible(q_pos, k_pos, q_pos - 2), -math.inf)
+        with torch.set_grad_enabled(grad):
+            y = attend(q, k, v, context, flat.Mask(bias, T == S, window), 0.4)
+        expected, _ = naive_attention(q, k, v, q_pos.expand(2, T).tolist(), k_pos.expand(2, S).tolist(), 0.4,
+                                      window)
+        torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+    assert compiled or cudnn == [True, False, False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize('window, alibi, documents', [(9, False, False), (None, True, True)])
+def test_flex_attention_equals_the_dense_mask(window, alibi, documents, monkeypatch):
+    import torch.nn.attention.flex_attention as flex
+    monkeypatch.setattr(flex, '_validate_device', lambda *tensors: None)  # it has a backward, but none to use
+    T, g = 40, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, T, 16, generator=g).requires_grad_() for n in (4, 2, 2))
+    starts = torch.tensor([0, 7, 30])[torch.tensor([[0] * 7 + [1] * 23 + [2] * 10, [0] * 30 + [2] * 10])]
+    slopes = flat.alibi_slopes(4)
+
+    def attend(q, k, v, starts, slopes, is_flex):
+        positions = torch.arange(T)[None]
+        first = torch.zeros_like(positions) if starts is None else starts
+        bias = 0.0 if slopes is None else -slopes[:, None, None] * (positions[..., None] - positions)
+        first = torch.maximum(first, positions - (window or T) + 1)
+        bias = torch.as_tensor(bias).where(flat.visible(positions, positions, first), -math.inf)
+        mask = flat.flex_mask(T, window, starts, slopes, q.device) if is_flex else None
+        return flat.attend(q, k, v, bare_context(eager=False), flat.Mask(bias, True, window, mask), 0.4)
+    given = (q, k, v, starts if documents else None, slopes if alibi else None)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend='aot_eager')
+    dense, sparse = attend(*given, False), compiled(*given, True)
+    torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-4)
+    grads = [torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (dense, sparse)]
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+
+
+def test_masks_are_left_to_flex_attention_where_it_pays(monkeypatch):
+    import torch.nn.attention.flex_attention as flex
+    assert not flat.use_flex('cuda', torch.bfloat16, 1024, 0.0)  # not compiled
+    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
+    for change, expected in [({}, True), (dict(device='cpu'), False), (dict(dtype=torch.float32), False),
+                             (dict(T=64), False), (dict(dropout=0.1), False)]:
+        assert flat.use_flex(**{**dict(device='cuda', dtype=torch.bfloat16, T=1024, dropout=0.0),
+                                **change}) == expected
+    monkeypatch.undo()
+    model = tiny(n_kv_head=2, head_dim=16, window=5, window_pattern='SL', pos='alibi', document_token=3)
+    idx, calls, kernel = tokens(model, 2, 24), [], flex.flex_attention
+
+    def spy(*args, **kwargs):
+        calls.append(1)
+        return kernel(*args, **kwargs)
+    with torch.no_grad():
+        expected = model(idx)
+        monkeypatch.setattr(flat, 'use_flex', lambda *a: True)
+        monkeypatch.setattr(flex, 'flex_attention', spy)
+        y = torch.compile(model, fullgraph=True, dynamic=False, backend='aot_eager')(idx)
+        torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+        assert len(calls) == 2
+        model(idx, cache=model.make_cache(2, 24))
+        assert len(calls) == 2
+
+
 def feed(model, idx, chunks, cache):
     out, at = [], 0
     for n in chunks:
@@ -2730,6 +2859,56 @@ def test_absorbed_latent_attention_equals_expanded(options):
                                      *[pos.expand(2, 20).tolist()] * 2, scale)[0])
     y = torch.cat(heads, -1)[:, 0] @ w['c_proj.weight'].T
     torch.testing.assert_close(expanded.double(), y, atol=1e-4, rtol=1e-4)
+
+
+def pretend_device(monkeypatch):
+    """Fake tensors on 'meta' flow as on a GPU, without one: an operator refuses tensors of two devices, and
+    nothing can wait for their values, but for int(...), which is 8."""
+    monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)
+    monkeypatch.setattr(torch, 'autocast', lambda device, **options: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, '__int__', lambda x: 8)
+    return FakeTensorMode()
+
+
+@pytest.mark.parametrize('options', [
+    dict(window=5, window_pattern='SL', n_kv_head=2, residual_lambdas=True),
+    dict(pos='alibi', document_token=3, n_kv_head=1, head_dim=10),
+    dict(rope_scaling=YARN, window=5, window_pattern='S', **MLA),
+    dict(n_expert=4, n_shared_expert=1, d_expert=24, router='sigmoid', balance_bias=True, mlp_bias=True),
+    dict(mixer_pattern='DA', linear_n_key_head=2, document_token=3),
+    dict(pos='learned', attn_sink=True, dropout=0.1, vocab_size=64)], ids=str)
+def test_all_tensors_are_on_the_models_device(options, as_cuda, monkeypatch):
+    config = GPTConfig(**{**TINY, **options})
+    with pretend_device(monkeypatch):
+        with torch.device('meta'):
+            torch.set_default_dtype(torch.bfloat16)  # a model of fake tensors cannot be cast
+            try:
+                model = GPT(config)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            idx, u = torch.empty(3, 8, dtype=torch.long), torch.empty(3)
+            lengths = idx[:, 0]
+        loss, aux = model(idx, idx)
+        (loss + sum(aux[name] for name in ('balance', 'z') if aux)).backward()
+        if aux and config.balance_bias:
+            model.move_balance(aux['load'])
+        assert all(w.grad.device == w.device for w in model.parameters())
+        with torch.no_grad():
+            for static in (False, True):
+                cache = model.make_cache(3, 24, static)
+                logits = model(idx, cache=cache, keep=1, lengths=lengths if static else None)[:, -1]
+                logits = flat_sample.penalise(logits, logits > 0, 1.2)
+                token = sample_token(logits, u, top_k=5, top_p=0.9, min_p=0.1)
+                assert model(token[:, None], cache=cache, keep=1).device == idx.device
+                cache.reset(lengths > 0)
+
+
+def test_a_tensor_on_another_device_is_noticed(as_cuda, monkeypatch):
+    visible = flat.visible
+    monkeypatch.setattr(flat, 'visible', lambda q_pos, k_pos, first: visible(
+        q_pos, torch.arange(k_pos.shape[1])[None], first))
+    with pytest.raises(RuntimeError, match='same device'):
+        test_all_tensors_are_on_the_models_device(dict(window=5, window_pattern='S'), None, monkeypatch)
 
 
 def naive_delta_rule(q, k, v, decay, beta, state, starts=None):
@@ -3472,6 +3651,28 @@ def test_padding_of_the_vocabulary_is_never_seen():
     loss, _ = model(tokens(model, 1, 8), tokens(model, 1, 8))
     loss.backward()
     assert not model.wte.weight.grad[61:].any() and not model.lm_head.weight.grad[61:].any()
+
+
+@pytest.mark.parametrize('options', [{}, dict(logit_softcap=5.0), dict(tie_word_embeddings=False,
+                                                                      head_bias=True)])
+def test_loss_over_the_padding_too_is_the_same(options, monkeypatch):
+    """GPUs compute it so, for the sake of alignment."""
+    model, head, widths = tiny(**options), GPT.head, []
+    with torch.no_grad():
+        model.wte.weight[61:] = 1.0
+    idx, targets = tokens(model, 2, 24), tokens(model, 2, 24).roll(-1, 1)
+
+    def padded_head(self, x, is_padded):
+        logits = head(self, x, is_padded=True)
+        widths.append(logits.shape[-1])
+        return logits
+    results = []
+    for head_used in (head, padded_head):
+        monkeypatch.setattr(GPT, 'head', head_used)
+        loss, _ = model(idx, targets)
+        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    assert widths == [64]
+    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
 
 
 def test_counts_of_parameters_and_flops():
@@ -4741,6 +4942,56 @@ def test_rows_end_at_stop_tokens_without_disturbing_others():
         got = [c[row] for c in columns]
         assert [t for t in got if t is not None] == expected
         assert all(t is None for t in got[len(expected):])
+
+
+@pytest.mark.parametrize('penalty', [1.0, 1.3])
+def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
+    """A stand-in for one: what it returned is overwritten by its next run, before that reads its inputs; and
+    whatever it changes must be marked as static."""
+    model, prompts = tiny(mixer_pattern='DA', document_token=3), [[5], [1, 2, 3, 4]]
+    options = dict(seed=3, top_k=10, repetition_penalty=penalty)
+    eager, replays = list(generate(model, prompts, 30, **options)), []
+
+    def compiled(step, **settings):
+        draw, = (cell.cell_contents for cell in step.__closure__ if callable(cell.cell_contents)
+                 and cell.cell_contents is not model)
+        seen = [cell.cell_contents for cell in draw.__closure__ if torch.is_tensor(cell.cell_contents)]
+        output = torch.zeros(2, dtype=torch.long)
+
+        def replay(token, cache, u):
+            output.fill_(60)
+            given = [*cache.tensors(), *seen]
+            versions = [tensor._version for tensor in given]
+            output.copy_(step(token, cache, u))
+            changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
+            assert all(tensor._dynamo_static_input_type == 'unguarded' for tensor in changed)
+            replays.append(len(changed))
+            return output
+        return replay
+    monkeypatch.setattr(torch, 'compile', compiled)
+    assert list(generate(model, prompts, 30, compile=True, **options)) == eager
+    assert len(set(replays)) <= 2 and min(replays) == 7 + (penalty != 1)
+
+
+@pytest.mark.parametrize('options, device, capability, dtype, mode', [
+    ({}, 'cpu', (0, 0), torch.float32, None), ({}, 'cuda', (8, 0), torch.float32, 'reduce-overhead'),
+    (dict(n_expert=4, d_expert=24), 'cuda', (9, 0), torch.bfloat16, 'reduce-overhead'),
+    (dict(n_expert=4, d_expert=24), 'cuda', (8, 0), torch.bfloat16, None),
+    (dict(n_expert=4, d_expert=24), 'cuda', (9, 0), torch.float32, None),
+    (dict(n_expert=4, d_expert=20), 'cuda', (9, 0), torch.bfloat16, None)])  # rows are not whole 16 bytes
+def test_experts_that_wait_for_the_host_are_in_no_cuda_graph(options, device, capability, dtype, mode,
+                                                             monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
+    assert flat_sample.compile_mode(tiny(**options).to(dtype), torch.device(device)) == mode
+
+
+def test_long_samples_are_compiled_on_cuda(monkeypatch):
+    monkeypatch.setattr(flat_sample, 'can_compile', lambda device: device != 'cuda:1')
+    for settings, expected in [(('auto', 'cuda:0', 500), True), (('auto', 'cuda:0', 400), False),
+                               (('auto', 'cuda:1', 500), False), (('auto', 'cpu', 5000), False),
+                               (('auto', 'mps', 5000), False), ((True, 'cpu', 1), True),
+                               ((False, 'cuda:0', 5000), False)]:
+        assert flat_sample.resolve_compile(*settings) is expected
 
 
 @pytest.mark.parametrize('options', [dict(n_kv_head=2), dict(
