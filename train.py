@@ -22,7 +22,6 @@ import collections
 import csv
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import re
@@ -31,7 +30,7 @@ import shutil
 import signal
 import sys
 
-from configurator import configure, print0, runtime
+from configurator import can_compile, configure, print0, runtime
 
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
@@ -679,13 +678,7 @@ def resolve_compile(compile, device, flops):
         raise ValueError(f"compile={compile!r} is none of True, False, auto")
     if compile != 'auto':
         return compile
-    if sys.platform == 'win32':
-        return False
-    if 'cuda' in device:
-        return (importlib.util.find_spec('triton') is not None
-                and torch.cuda.get_device_capability(device) >= (7, 0))
-    return (device == 'cpu' and flops > 4e13
-            and any(map(shutil.which, (os.environ.get('CXX', 'c++'), 'g++', 'clang++'))))
+    return ('cuda' in device or device == 'cpu' and flops > 4e13) and can_compile(device)
 
 
 def compile_model(model, device):
