@@ -334,7 +334,9 @@ def choose_device(device):
     try:
         index = int(os.environ.get('LOCAL_RANK', index or 0)) if kind == 'cuda' else 0
     except ValueError:
-        raise ValueError(f"device={device}: use cpu, mps, cuda, cuda:1 or auto") from None
+        kind = None
+    if kind not in ('cpu', 'mps', 'cuda'):
+        raise ValueError(f"device={device}: use cpu, mps, cuda, cuda:1 or auto")
     if not 0 <= index < count:
         name = f'cuda:{index}' if kind == 'cuda' else kind
         raise ValueError(f"device={name}: torch sees {count or 'no'} {kind.upper()}; use cpu or auto")

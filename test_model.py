@@ -5655,15 +5655,32 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--compile=perhaps'], "compile='perhaps' is none of"),
     ([f'--seed={10**26}'], r'seed=1000.* must be below 2\*\*63'),
     (['--out_dir=data/toy/meta.json'], 'meta.json is a file: name a folder'),
+    (['--out_dir='], 'out_dir is empty: name a folder'),
+    (['--grad_clip=-1'], 'grad_clip=-1.0 must be at least 0'),
+    (['--max_iters=-5'], 'max_iters=-5 must be at least 0'),
+    (['--epochs=-1'], 'epochs=-1.0 must be at least 0'),
+    (['--tokens_per_param=1e999'], r'tokens_per_param=inf must be below 2\*\*63'),
+    (['--warmup_iters=-1'], 'warmup_iters=-1 must be at least 0'),
+    (['--min_lr=-1e-5'], 'min_lr=-1e-05 must be at least 0'),
+    (['--eval_interval=0'], 'eval_interval=0 must be at least 1'),
+    (['--eval_iters=0'], 'eval_iters=0 must be at least 1'),
+    (['--batch_size=0'], 'batch_size=0 must be at least 1'),
+    (['--momentum=1.5'], 'momentum=1.5 must be at least 0 and below 1'),
+    (['--seed=-1'], 'seed=-1 must be at least 0'),
+    (['--device=gpu'], 'device=gpu: use cpu, mps, cuda, cuda:1 or auto'),
+    (['--device=cuda:x'], 'device=cuda:x: use cpu, mps'),
 ])
 def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
+    """Nor does it move the run that is there."""
     if args == ['--device=cuda'] and torch.cuda.is_available():
         pytest.skip('there is a CUDA device')
+    os.mkdir('out')
+    Path('out/ckpt.pt').write_bytes(b'a run')
     with pytest.raises(ValueError if 'nowhere' not in args[0] and 'missing' not in args[0]
                        else FileNotFoundError, match=message) as error:
         run('train.py', *TOY, '--out_dir=out', *args)
     assert '\n' not in str(error.value)
-    assert not os.path.exists('out/ckpt.pt')
+    assert os.listdir('out') == ['ckpt.pt'] and Path('out/ckpt.pt').read_bytes() == b'a run'
 
 
 def test_errors_of_a_script_are_one_line_and_a_status(folder):

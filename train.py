@@ -639,10 +639,12 @@ def check_settings(config):
                   tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
                   z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0)
     for name, low in lowest.items():
-        if config[name] is not None and not config[name] >= low:  # nan is not
+        if config[name] is None:
+            continue
+        if not config[name] >= low:  # nan is not
             raise ValueError(f"{name}={config[name]} must be at least {low}")
-    if config['seed'] >= 2**63:
-        raise ValueError(f"seed={config['seed']} must be below 2**63")
+        if config[name] == math.inf or isinstance(config[name], int) and config[name] >= 2**63:
+            raise ValueError(f"{name}={config[name]} must be below 2**63")
     for name in ('beta1', 'beta2', 'momentum'):
         if not 0 <= config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 0 and below 1")
@@ -653,6 +655,8 @@ def check_settings(config):
     if config['epochs'] is not None and config['tokens_per_param'] is not None:
         raise ValueError(f"epochs={config['epochs']} and tokens_per_param={config['tokens_per_param']} both "
                          "set the length: give one")
+    if not config['out_dir']:
+        raise ValueError("out_dir is empty: name a folder")
     if os.path.exists(config['out_dir']) and not os.path.isdir(config['out_dir']):
         raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
 
