@@ -4067,7 +4067,7 @@ def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
     assert flat_sample.load('out', best=False)[2]['path'] == os.path.join('out', 'ckpt.pt')
     train('--out_dir=out', '--max_iters=20', '--init_from=resume')  # keeps the last weights only
     assert flat_sample.load('out')[2]['path'] == os.path.join('out', 'ckpt.pt')
-    os.remove('out/best.pt.old')
+    os.remove('out/best.old-1.pt')
     train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=False')
     saved = torch.load('out/best.pt', weights_only=True)
     assert saved['iter_num'] == 20  # the best so far
@@ -4211,7 +4211,8 @@ def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
     monkeypatch.setattr(torch, 'save', full)
     with pytest.raises(OSError, match='cannot write .*ckpt.pt.*is the disk full.*is kept'):
         train('--out_dir=out', '--max_iters=20', '--init_from=resume')
-    assert Path('out/ckpt.pt').read_bytes() == before and sorted(os.listdir('out')) == ['ckpt.pt', 'log.csv']
+    assert Path('out/ckpt.pt').read_bytes() == before
+    assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv']
 
 
 def test_a_diverged_run_stops_and_keeps_finite_weights(folder):
@@ -4223,12 +4224,25 @@ def test_a_diverged_run_stops_and_keeps_finite_weights(folder):
     assert all(w.isfinite().all() for w in model.parameters())
 
 
-def test_a_new_run_renames_the_old_one(folder, capsys):
-    train('--out_dir=out', '--max_iters=10')
-    old = Path('out/ckpt.pt').read_bytes()
-    train('--out_dir=out', '--max_iters=10', '--seed=4')
-    assert Path('out/ckpt.pt.old').read_bytes() == old and os.path.exists('out/log.csv.old')
-    assert 'ckpt.pt, log.csv renamed to *.old' in capsys.readouterr().out
+def test_runs_over_runs_are_all_kept(folder, capsys):
+    """Each as a set of its own, from which sample.py reads."""
+    weights = []
+    for seed in 4, 5, 6:
+        story = train('--out_dir=out', '--max_iters=2', f'--seed={seed}',
+                      f'--always_save_checkpoint={seed > 4}')
+        weights.append(story['model'].state_dict())
+        said = capsys.readouterr().out
+    assert 'out/ held a run, which is kept there as ckpt.old-2.pt, log.old-2.csv\n' in said
+    assert sorted(os.listdir('out')) == ['best.old-1.pt', 'ckpt.old-1.pt', 'ckpt.old-2.pt', 'ckpt.pt', 'lock',
+                                         'log.csv', 'log.old-1.csv', 'log.old-2.csv']
+    for name, expected in zip(('old-1.', 'old-2.', ''), weights):
+        model, _, rest = flat_sample.load(f'out/ckpt.{name}pt')
+        assert same_weights(model.state_dict(), expected)
+        with open(f'out/log.{name}csv', encoding='utf-8') as f:
+            *_, last = csv.DictReader(f)
+        assert float(last['val_loss']) == pytest.approx(rest['best_val_loss'], abs=1e-6)
+
+
 
 
 def test_resuming_with_another_architecture_names_both_values(folder):

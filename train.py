@@ -21,10 +21,12 @@ START = time.time()  # before torch, whose import counts: wall_s is what a perso
 import collections
 import csv
 import dataclasses
+import errno
 import functools
 import importlib.util
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -557,21 +559,53 @@ def save(path, state):
                       f"{kept}") from None
 
 
+def lock_folder(out_dir):
+    """Takes out_dir for this process until it ends, however it ends. Returns the open file, which is to be
+    kept. Raises ValueError if another training has taken it."""
+    f = open(os.path.join(out_dir, 'lock'), 'a+', encoding='utf-8')  # noqa: SIM115
+    try:
+        if sys.platform == 'win32':
+            import msvcrt
+            os.lseek(f.fileno(), 1 << 30, os.SEEK_SET)  # nobody could read a byte that is locked
+            msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            f.seek(0)
+            raise ValueError(f"out_dir={out_dir}: another training ({f.read().strip()}) writes there; give "
+                             "another --out_dir, or wait for its end") from None
+        print0(f"{out_dir}/ cannot be locked ({error.strerror}): see that no other training writes there")
+    f.seek(0)
+    f.truncate()
+    f.write(f"process {os.getpid()} on {platform.node()}")
+    f.flush()
+    return f
+
+
+def put_aside(out_dir, names):
+    """Renames files of out_dir, those of one run, to free names with one number: ckpt.pt to ckpt.old-3.pt.
+    Returns the new names."""
+    taken = [int(n) for name in os.listdir(out_dir) for n in re.findall(r'[.]old-([0-9]+)[.]', name)]
+    parts = [os.path.splitext(name) for name in names]
+    kept = [f'{stem}.old-{max(taken, default=0) + 1}{ending}' for stem, ending in parts]
+    for old, new in zip(names, kept):
+        os.replace(os.path.join(out_dir, old), os.path.join(out_dir, new))
+    return kept
+
+
 def prepare_out_dir(out_dir, resumed, keep_best):
-    """Makes out_dir ready for a run: from scratch, the files of a run that is there are renamed; resumed,
-    best.pt stays only if it is to be kept."""
-    os.makedirs(out_dir, exist_ok=True)
+    """Makes out_dir, which is locked, ready for a run: from scratch, the files of a run that is there get
+    other names; resumed, best.pt stays only if it is to be kept."""
     path = functools.partial(os.path.join, out_dir)
     there = [name for name in ('ckpt.pt', 'best.pt', 'log.csv') if os.path.exists(path(name))]
-    if not resumed:
-        for name in there:
-            os.replace(path(name), path(name + '.old'))
-        if there:
-            print0(f"{out_dir}/ held a run: {', '.join(there)} renamed to *.old")
-    elif keep_best and 'best.pt' not in there:
+    if there and not resumed:
+        print0(f"{out_dir}/ held a run, which is kept there as {', '.join(put_aside(out_dir, there))}")
+    elif resumed and keep_best and 'best.pt' not in there:
         shutil.copyfile(path('ckpt.pt'), path('best.pt'))  # nanoGPT's ckpt.pt is its best
-    elif not keep_best and 'best.pt' in there:
-        os.replace(path('best.pt'), path('best.pt.old'))  # else sample.py would go on reading it
+    elif resumed and not keep_best and 'best.pt' in there:
+        put_aside(out_dir, ['best.pt'])  # else sample.py would go on reading it
 
 
 LOG_FIELDS = {  # the columns of log.csv, and how each is written
@@ -857,8 +891,10 @@ if __name__ == '__main__':
                       gradient_as_bucket_view=True)
 
     # files, signals
-    writer, log_file, wandb, stop = None, None, None, []
+    lock, writer, log_file, wandb, stop = None, None, None, None, []
     if rank == 0 and not eval_only:
+        os.makedirs(out_dir, exist_ok=True)
+        lock = lock_folder(out_dir)
         prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
         log_file, writer = open_log(os.path.join(out_dir, 'log.csv'), progress.iter_num)
         wandb = start_wandb(wandb_project, wandb_run_name, {**config, **model_args}) if wandb_log else None
@@ -946,5 +982,6 @@ if __name__ == '__main__':
              f"{progress.best_val_loss:.4f}; next: python sample.py --out_dir={shlex.quote(out_dir)}", stop)
     if log_file:
         log_file.close()
+        lock.close()
     if ranks > 1:
         dist.destroy_process_group()
