@@ -199,14 +199,15 @@ def show(label, values):
 
 # configure --------------------------------------------------------------------------------------------------
 
-def configure(settings, model_config=None, words=0, argv=None, default_file=None):
+def configure(settings, model_config=None, words=0, argv=None, default_file=None, unless=None):
     """Override a script's settings by config files and flags, and print which.
 
     settings: the script's globals(). model_config: the name of a dataclass in the model.py beside the script,
     whose fields are settings too. words: how many plain words the command line may have. argv: instead of the
-    command line. default_file: a config file that is loaded unless the command line names one.
-    Returns (config, model_args): all the script's settings, and those fields of model_config that were given;
-    with words, (config, model_args, words). An imported script leaves the command line alone.
+    command line. default_file: a config file that is loaded unless the command line names one, or has the
+    flag `unless`. Returns (config, model_args): all the script's settings, and those fields of model_config
+    that were given; with words also those; with a default_file also the names of all that the command line
+    itself has set. An imported script leaves the command line alone.
     """
     path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
@@ -223,9 +224,10 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         if kinds[name] is None:  # without annotation: the default's type; None alone may become anything
             kinds[name] = list(PLAIN.values()) if value is None else [type(value)]
 
+    by_default = default_file is not None
     if argv is None:
         argv = sys.argv[1:] if launched else []
-        default_file = default_file if launched else None
+        by_default = by_default and launched
     if launched:
         sys.excepthook = functools.partial(one_line_errors, settings=values)
         with contextlib.suppress(AttributeError):  # a terminal that is not UTF-8 gets ? for what it lacks
@@ -238,7 +240,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     if plain[words:]:
         stop(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides = [arg for arg in argv if arg not in plain]
-    if default_file and all(arg.startswith('-') for arg in overrides):
+    by_default = by_default and unless not in overrides and all(arg.startswith('-') for arg in overrides)
+    if by_default:
         overrides.insert(0, default_file)
 
     shown = []  # (config file or 'flags', {name: value}); flags in a row are shown together
@@ -259,7 +262,13 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     for label, found in shown:
         show(label, found)
     settings.update(config)
-    return (config, model_args, plain) if words else (config, model_args)
+    answer = [config, model_args]
+    if words:
+        answer.append(plain)
+    if default_file is not None:
+        asked = shown[1:] if by_default else shown
+        answer.append({name for _, found in asked for name in found})
+    return tuple(answer)
 
 
 def one_line_errors(kind, error, trace, settings=()):

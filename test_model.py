@@ -3679,7 +3679,7 @@ def test_resumed_equals_uninterrupted(folder, options):
     common = ['--dropout=0.2', '--log_interval=1', *options]
     whole = train('--out_dir=whole', *common)
     train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
-    parts = train('--out_dir=parts', *common, '--init_from=resume')
+    parts = run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=20')
     a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'parts'))
     assert same_weights(a['model'], b['model']) and a['iter_num'] == b['iter_num'] == 20
     rows = [[(r['iter'], r['loss'], r['val_loss'], r['lr'], r['grad_norm']) for r in log_rows(out)]
@@ -4065,7 +4065,7 @@ def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
     train(*common, '--always_save_checkpoint=False')
     assert flat_sample.load('resume', 'out')[2]['path'] == os.path.join('out', 'best.pt')
     assert flat_sample.load('out', best=False)[2]['path'] == os.path.join('out', 'ckpt.pt')
-    train('--out_dir=out', '--max_iters=20', '--init_from=resume')  # keeps the last weights only
+    train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=True')
     assert flat_sample.load('out')[2]['path'] == os.path.join('out', 'ckpt.pt')
     os.remove('out/best.old-1.pt')
     train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=False')
@@ -4194,6 +4194,8 @@ def test_another_tokenizer_than_the_models_is_said(folder, capsys):
     Path('data/toy/meta.json').write_text(json.dumps(meta), encoding='utf-8')
     train('--out_dir=fine', '--max_iters=1', '--init_from=out')
     assert 'warning: data/toy was prepared with another tokenizer' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='data/toy was prepared with another tokenizer .* resume on data of'):
+        run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2')
 
 
 class Evil:
@@ -4241,6 +4243,31 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
         with open(f'out/log.{name}csv', encoding='utf-8') as f:
             *_, last = csv.DictReader(f)
         assert float(last['val_loss']) == pytest.approx(rest['best_val_loss'], abs=1e-6)
+
+
+def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
+    train('--out_dir=out', '--tokens_per_param=0.05', '--eval_interval=3', '--weight_decay=0.3',
+          '--optimizer=muon', '--log_interval=7', '--dropout=0.2')
+    before = torch.load('out/ckpt.pt', weights_only=True)['config']
+    assert capsys.readouterr().out.count('warning') == 0
+    story = run('train.py', '--out_dir=out', '--init_from=resume')
+    said = capsys.readouterr().out
+    assert 'default.py' not in said and 'resume: nothing is left to do, max_iters=7; ' in said
+    assert "out/ckpt.pt: dataset = 'toy', eval_interval = 3," in said
+    assert story['config'] == {**before, 'init_from': 'resume'} and story['model'].config.dropout == 0.2
+    assert {name: story[name] for name in story['config']} == story['config']
+    (folder / 'more.py').write_text('max_iters = 9\nbatch_size = 4\nn_layer = 2\n', encoding='utf-8')
+    story = run('train.py', 'more.py', '--out_dir=out', '--init_from=resume', '--dropout=0.1', '--eval_only')
+    said = capsys.readouterr().out
+    assert re.findall('^resume: (.* was .*)', said, re.M) == ['dropout was 0.2, is 0.1',
+                                                              'max_iters was 7, is 9']
+    assert story['tokens_per_param'] is None and story['max_iters'] == 9 and story['weight_decay'] == 0.3
+    assert story['model'].config.dropout == 0.1
+    assert torch.load('out/ckpt.pt', weights_only=True)['config']['eval_only'] is False
+    saved = torch.load('out/ckpt.pt', weights_only=True)
+    torch.save({**saved, 'config': {**saved['config'], 'batch_size': 'four'}}, 'out/ckpt.pt')
+    with pytest.raises(ValueError, match="ckpt.pt is damaged, .* it holds batch_size='four'$"):
+        run('train.py', '--out_dir=out', '--init_from=resume')
 
 
 
@@ -4461,7 +4488,10 @@ def nanogpt_checkpoint(path, bias=False):
     opt.step()
     args = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=bias, vocab_size=23, dropout=0.0)
     torch.save({'model': state, 'optimizer': opt.state_dict(), 'model_args': args, 'iter_num': 5,
-                'best_val_loss': torch.tensor(2.5), 'config': {'dataset': 'toy', 'learning_rate': 1e-3}},
+                'best_val_loss': torch.tensor(2.5), 'config': {
+                    'dataset': 'toy', 'learning_rate': 1e-3, 'batch_size': 8, 'max_iters': 5, 'n_layer': 2,
+                    'gradient_accumulation_steps': 2, 'eval_interval': 250, 'device': 'cuda',
+                    'dtype': 'float16', 'compile': True, 'backend': 'nccl'}},
                path)
     return model, opt
 
@@ -4475,10 +4505,9 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
     run('sample.py', '--num_samples=1', '--max_new_tokens=5', '--start=abc', '--device=cpu',
         '--dtype=float32')
     assert '\nabc' in capsys.readouterr().out  # the tokenizer of the dataset that its config names
-    story = run('train.py', '--dataset=toy', '--device=cpu', '--dtype=float32', '--compile=False',
-                '--out_dir=out', '--init_from=resume', '--max_iters=5', '--optimizer=adamw',
-                '--sample_tokens=3')
-    assert story['progress'].iter_num == 5
+    story = run('train.py', '--device=cpu', '--init_from=resume', '--sample_tokens=3')
+    assert story['progress'].iter_num == 5 == story['max_iters'] and story['learning_rate'] == 1e-3
+    assert story['compile'] is False and story['config']['dtype'] == 'auto' and story['batch_size'] == 8
     mine = [s['exp_avg'] for s in story['optimizers'][0].state_dict()['state'].values()]
     theirs = [s['exp_avg'] for s in opt.state_dict()['state'].values()]
     assert len(mine) == len(theirs) and all(torch.equal(a[:len(b)], b) for a, b in zip(mine, theirs))

@@ -3,7 +3,7 @@ Trains a model: tokens -> weights.
 
     python train.py                                          # config/default.py, on any machine
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides, left to right
-    python train.py config/small.py --init_from=resume       # resumes exactly where out_dir/ckpt.pt stands
+    python train.py --out_dir=out-small --init_from=resume   # goes on exactly where a run has stopped
     torchrun --standalone --nproc_per_node=8 train.py config/small.py
 
     # two machines: on each, with its own node_rank (prefix NCCL_IB_DISABLE=1 if they have no Infiniband)
@@ -12,7 +12,8 @@ Trains a model: tokens -> weights.
 
 Every setting below and every field of GPTConfig can be set in a config file or by --name=value; --help lists
 them. Batches are a pure function of (seed, iteration), so a run that was stopped and resumed, on any number
-of ranks that divides the batch, sees the batches it would have seen.
+of ranks that divides the batch, sees the batches it would have seen. A resumed run has the settings that its
+checkpoint holds, but for those that the command line gives anew.
 """
 import time
 
@@ -33,7 +34,7 @@ import shutil
 import signal
 import sys
 
-from configurator import configure, print0, runtime
+from configurator import Settings, configure, fit, print0, runtime, show
 
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
@@ -85,7 +86,8 @@ dtype = 'auto'                       # float32, bfloat16, float16; auto: what th
 compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
-config, model_args = configure(globals(), 'GPTConfig', default_file='config/default.py')
+config, model_args, given = configure(globals(), 'GPTConfig', default_file='config/default.py',
+                                      unless='--init_from=resume')
 
 import numpy as np
 import torch
@@ -456,26 +458,63 @@ class Progress:
     wall_s: float = 0.0              # seconds from the first start, less the pauses between processes
 
 
-def load_to_train(init_from, out_dir, model_args, argv, meta):
+def load_to_train(init_from, out_dir, asked, meta=None):
     """The model to resume or to fine-tune, its tokenizer and the rest of its checkpoint, as sample.load
     returns them: of a run that is to be fine-tuned best.pt, where there is one. Its architecture is the
-    checkpoint's: of the model_args that the user asks for, those that are CHANGEABLE may change it, any other
-    difference is a ValueError. Conversations that prepare.py packed do not see each other (meta, of the data)
-    unless the user or the run resumed has it otherwise."""
-    if not any(arg.endswith('.py') for arg in argv):  # config/default.py was not asked for
-        model_args = {name: value for name, value in model_args.items()
-                      if any(arg.startswith(f'--{name}=') for arg in argv)}
-    changes = {name: value for name, value in model_args.items() if name in CHANGEABLE}
-    fine_tune = init_from != 'resume'
-    if fine_tune:
+    checkpoint's: of the GPTConfig fields that the user asks for, those that are CHANGEABLE may change it, any
+    other difference is a ValueError. Conversations that prepare.py packed do not see each other (meta, of the
+    data to fine-tune on) unless the user has it otherwise."""
+    resumed = init_from == 'resume'
+    changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
+    if meta and not resumed:
         changes = {**packed(meta), **changes}
-    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=fine_tune, merge=fine_tune,
-                                  **changes)
-    for name, value in model_args.items():
-        if value is not None and value != rest['model_args'][name]:
-            raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has "
-                             f"{rest['model_args'][name]!r}: leave it out, or train from scratch")
+    read = functools.partial(load, init_from, out_dir, dtype=torch.float32, best=not resumed,
+                             merge=not resumed)
+    model, tokenizer, rest = read() if resumed else read(**changes)
+    for name, value in asked.items():
+        was = rest['model_args'][name]
+        if value is not None and value != was and name not in CHANGEABLE:
+            raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
+                             "out, or train from scratch")
+    if resumed:
+        changes = {name: value for name, value in changes.items() if value != rest['model_args'][name]}
+        for name, value in changes.items():
+            print0(f"resume: {name} was {rest['model_args'][name]!r}, is {value!r}")
+        if changes:
+            model, tokenizer, rest = read(**changes)
     return model, tokenizer, rest
+
+
+COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
+MACHINE = {'device', 'dtype', 'compile', 'backend'}    # nanoGPT's files have those of any machine
+LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # one of them, given anew, replaces them all
+
+
+def resumed_settings(rest, config, given):
+    """This file's settings to resume a run with: those that its checkpoint holds, but for the names in
+    `given`, which are as config has them. Says what is taken and what changes. Raises ValueError if the
+    checkpoint holds a value that none of them can have."""
+    path, kinds, taken = rest['path'], Settings(__file__).kinds, {}
+    left = given | COMMAND
+    if given & LENGTH:
+        left |= LENGTH
+    if 'runtime' not in rest:
+        left |= MACHINE
+    for name, was in rest.get('config', {}).items():
+        if name not in config:  # nanoGPT's has the model's too
+            continue
+        try:
+            was = fit(was, kinds[name] or [type(config[name])])
+        except (ValueError, OverflowError):
+            raise ValueError(f"{path} is damaged, or not written by train.py: it holds {name}={was!r:.40}"
+                             ) from None
+        if name in given - COMMAND and was != config[name]:
+            print0(f"resume: {name} was {was!r}, is {config[name]!r}")
+        elif name not in left and was != config[name]:
+            taken[name] = was
+    if taken:
+        show(path, taken)
+    return {**config, **taken}
 
 
 def packed(meta):
@@ -511,8 +550,7 @@ def lora_of(config, rest, resumed):
 
 
 def resume(rest, config, optimizers, scaler):
-    """Puts optimizers and scaler back to where the checkpoint has them, says which settings are others now.
-    Returns the checkpoint's Progress."""
+    """Puts optimizers and scaler back to where the checkpoint has them. Returns the checkpoint's Progress."""
     path = rest['path']
     missing = [name for name in ('iter_num', 'best_val_loss', 'optimizer') if name not in rest]
     if missing:
@@ -528,11 +566,6 @@ def resume(rest, config, optimizers, scaler):
     progress = Progress(**{field.name: rest.get(field.name, field.default)
                            for field in dataclasses.fields(Progress)})
     progress.best_val_loss = float(progress.best_val_loss)  # nanoGPT's is a tensor
-    for name in ('dataset', 'batch_size', 'gradient_accumulation_steps', 'seed', 'learning_rate',
-                 'max_iters'):
-        was = rest.get('config', {}).get(name, config[name])
-        if was != config[name]:
-            print0(f"resume: {name} was {was!r}, is {config[name]!r}")
     print0(f"resume: {path} at iteration {progress.iter_num:,}, best val loss {progress.best_val_loss:.4f}")
     return progress
 
@@ -774,17 +807,22 @@ def check_data(folder, meta, train_bins, val_bins, config, source):
         bins.vocab_size = config.vocab_size
 
 
-def dataset_tokenizer(folder, source_tokenizer, source):
-    """The tokenizer of a prepared folder, None if it cannot be had. Says so, and warns if the model that the
-    run starts from has another, which prepare.py's --tokenizer=source gives."""
+def dataset_tokenizer(folder, source_tokenizer, source, path=None):
+    """The tokenizer of a prepared folder, None if it cannot be had, which is said. Where the model that the
+    run starts from has another, which prepare.py's --tokenizer=source gives, a warning, or if it is resumed,
+    from path, a ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError, ValueError) as error:
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
     if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
-        print0(f"warning: {folder} was prepared with another tokenizer than {source} has, so the same ids "
-               f"stand for different text: python prepare.py ... --tokenizer={shlex.quote(source)}")
+        differs = (f"{folder} was prepared with another tokenizer than {source} has, so the same ids stand "
+                   "for different text")
+        if path:
+            raise ValueError(f"{differs}: resume on data of the same one, or fine-tune with "
+                             f"--init_from={shlex.quote(path)}")
+        print0(f"warning: {differs}: python prepare.py ... --tokenizer={shlex.quote(source)}")
     return tokenizer
 
 
@@ -817,6 +855,12 @@ def tell(text, stop):
 
 if __name__ == '__main__':
     rank, ranks = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    model, source_tokenizer, rest, source, resumed = None, None, {}, None, init_from == 'resume'
+    asked = {name: value for name, value in model_args.items() if name in given}
+    if resumed:
+        model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked)
+        config = resumed_settings(rest, config, given)
+        globals().update(config)
     check_settings(config)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
     checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
@@ -824,12 +868,11 @@ if __name__ == '__main__':
     # data, what to start from, machine, ranks
     folder = data_folder(dataset)
     train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
-    model, source_tokenizer, rest, source = None, None, {}, None
     if init_from != 'scratch':
-        model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args, sys.argv[1:], meta)
+        if not resumed:
+            model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked, meta)
         trained_on = rest.get('config', {}).get('dataset')
         source = data_folder(trained_on) if isinstance(trained_on, str) else rest['path']
-    resumed = init_from == 'resume'
     machine, compile = resolve_runtime(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
     device = machine.device
     if ranks > 1:
@@ -838,7 +881,9 @@ if __name__ == '__main__':
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
 
     # model
-    tokenizer = dataset_tokenizer(folder, source_tokenizer, source)
+    if 'no_tokenizer' in rest:
+        print0(f"the tokenizers of {folder} and {rest['path']} are not compared: {rest['no_tokenizer']}")
+    tokenizer = dataset_tokenizer(folder, source_tokenizer, source, rest['path'] if resumed else None)
     if model is None:
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
     check_data(folder, meta, train_bins, val_bins, model.config, source)
@@ -862,7 +907,7 @@ if __name__ == '__main__':
     floor = learning_rate / 10 if min_lr is None else min_lr
     flops_per_iter = model.flops_per_token() * tokens_per_iter
     compile = resolve_compile(compile, device, flops_per_iter * max_iters)
-    config.update(max_iters=max_iters, compile=compile)
+    config['max_iters'] = max_iters
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
     if lora:
