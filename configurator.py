@@ -24,6 +24,8 @@ from pathlib import Path
 SCRIPTS = ('train.py', 'sample.py', 'hub.py', 'bench.py', 'prepare.py')  # a config file serves them all
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
 USER_ERRORS = (ValueError, OSError, ImportError, KeyboardInterrupt)  # one line; anything else is a bug
+# what gloo and NCCL tell the ranks that wait for one that has ended
+LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
 OUT_OF_MEMORY = {  # a setting that the script has: what lowers its use of memory
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
     'num_samples': 'lower --num_samples or --max_new_tokens',
@@ -281,7 +283,12 @@ def one_line_errors(kind, error, trace, settings=()):
     if issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
         advice = [advice for name, advice in OUT_OF_MEMORY.items() if name in settings]
         message = '; '.join(['out of memory', *advice[:1]])
-    elif os.environ.get('FLATGPT_TRACE') or not issubclass(kind, USER_ERRORS):
+    elif os.environ.get('FLATGPT_TRACE'):
+        sys.__excepthook__(kind, error, trace)
+        return
+    elif 'RANK' in os.environ and issubclass(kind, RuntimeError) and re.search(LOST_RANK, str(error)):
+        message = 'this rank ends because another one has, which says why'
+    elif not issubclass(kind, USER_ERRORS):
         sys.__excepthook__(kind, error, trace)
         return
     else:

@@ -41,7 +41,7 @@ out_dir = 'out'                      # checkpoints and log.csv go here
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations; each one writes a checkpoint
-eval_iters = 200                     # batches per evaluation, spread over val.bin; all of it if that is less
+eval_iters = 200                     # batches of val.bin that an evaluation takes; of train.bin a quarter
 eval_only = False                    # evaluate once and stop
 log_interval = 1                     # iterations between lines
 always_save_checkpoint = True        # False: also keep the best weights, best.pt, and sample from those
@@ -196,8 +196,8 @@ def weights(counts, device, ranks=1):
 
 @torch.no_grad()
 def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0, ranks=1):
-    """Mean loss over the targets of `batches` batches of val windows, evenly spread, the same every time, or
-    of all windows if there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss,
+    """Mean loss over the targets of `batches` batches of windows, evenly spread, the same every time, or of
+    all windows if there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss,
     targets)."""
     block_size = model.config.block_size
     n = bins.n_windows(block_size)
@@ -678,10 +678,17 @@ def duration(seconds):
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
+EARLY = (1, 4)  # iterations of a process that get a line in any case: it works, and how long it will take
+
+
 def describe(row, seconds_left):
+    """The line of an iteration. seconds_left: None for the first one, whose time is no measure of speed."""
+    line = f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.2e}, norm {row['grad_norm']:.2f}, "
+    if seconds_left is None:
+        return f"{line}{row['ms_per_iter'] / 1e3:.1f} s with the warm-up"
     mfu = f", mfu {row['mfu']:.1%}" if row['mfu'] else ''
-    return (f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.2e}, norm {row['grad_norm']:.2f}, "
-            f"{row['ms_per_iter']:.1f} ms, {row['tok_per_s']:,.0f} tok/s{mfu}, {duration(seconds_left)} left")
+    return (f"{line}{row['ms_per_iter']:.1f} ms, {row['tok_per_s']:,.0f} tok/s{mfu}, "
+            f"{duration(seconds_left)} left")
 
 
 def start_wandb(project, name, settings):
@@ -807,6 +814,18 @@ def check_data(folder, meta, train_bins, val_bins, config, source):
         bins.vocab_size = config.vocab_size
 
 
+def warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param):
+    """Says so where the text is short for the run that is planned: a person who names epochs or max_iters may
+    want them, but tokens_per_param is for text that does not come again."""
+    epochs = max_iters * windows_per_iter / n_windows
+    if tokens_per_param is not None and epochs > 10:
+        print0(f"warning: tokens_per_param={tokens_per_param:g} is {epochs:.0f} epochs of this text: prepare "
+               "more, or give --epochs=3 --tokens_per_param=None")
+    if windows_per_iter > n_windows:
+        print0(f"warning: an iteration takes {windows_per_iter:,} windows, and this text has {n_windows:,}: "
+               "lower --batch_size or --gradient_accumulation_steps, or prepare more")
+
+
 def dataset_tokenizer(folder, source_tokenizer, source, path=None):
     """The tokenizer of a prepared folder, None if it cannot be had, which is said. Where the model that the
     run starts from has another, which prepare.py's --tokenizer=source gives, a warning, or if it is resumed,
@@ -839,6 +858,15 @@ def stop_on_signals(rank):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ask)
     return stop
+
+
+def resume_command(out_dir, ranks):
+    """The command that goes on with this run."""
+    start = 'python'
+    if ranks > 1:
+        here = os.environ.get('LOCAL_WORLD_SIZE')
+        start = f'torchrun --standalone --nproc_per_node={here}' if here == str(ranks) else 'torchrun ...'
+    return f"{start} {shlex.quote(sys.argv[0])} --out_dir={shlex.quote(out_dir)} --init_from=resume"
 
 
 def tell(text, stop):
@@ -920,11 +948,14 @@ if __name__ == '__main__':
            f"windows on {ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} "
            f"epochs, {max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
            f"{eval_interval} iterations to {out_dir}/")
+    warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param)
 
     # optimizers, compilation
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
     progress = resume(rest, config, optimizers, scaler) if resumed else Progress()
+    if resumed and progress.iter_num >= max_iters and not eval_only:
+        print0(f"resume: nothing is left to do, max_iters={max_iters:,}; to train on, give more --max_iters")
     del rest, source_tokenizer  # their memory
     forward = model
     if compile:
@@ -955,6 +986,8 @@ if __name__ == '__main__':
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device, rank, ranks)
     batch, row, stopping = next(batches, None), None, False
+    # batches of the training text to compare val's loss with, at a quarter of its cost
+    quarter = max(1, min(eval_iters, val_bins.n_windows(block_size) // batch_size) // 4)
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
@@ -973,7 +1006,8 @@ if __name__ == '__main__':
             progress.skipped += not moved
 
             it, stopping = progress.iter_num, bool(stop) and ranks == 1
-            if it % log_interval == 0 or at_goal or stopping:
+            logged, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
+            if logged or early or stopping:
                 mean_loss, stopping = reduce_loss_and_stop(loss, bool(stop), ranks)
                 check_finite('loss', mean_loss, it, learning_rate)
                 seconds = (time.time() - timed_at) / (it - timed_it)
@@ -986,20 +1020,20 @@ if __name__ == '__main__':
                        'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
                        'load_max': None if expert_load is None else worst_load(expert_load),
                        'skipped': progress.skipped, 'wall_s': progress.wall_s}
-                tell(describe(row, (max_iters - it) * seconds), stop)
-                if rank == 0 and not at_goal and not stopping:  # else it waits for its val_loss
+                tell(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds), stop)
+                if rank == 0 and logged and not at_goal and not stopping:  # else it waits for its val_loss
                     log_row(writer, wandb, row)
-            elif it == first_it + 1:  # compilation and warm-up are no measure of speed
-                timed_it, timed_at = it, time.time()
 
         if stopping and rank == 0:  # first, for whoever sent the signal may not wait for an evaluation
             save(checkpoint_file, {**constant, **snapshot(model, progress, optimizers, scaler)})
         val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
                                    machine.autocast, rank, ranks)
+        train_loss, _ = evaluate(evaluated, model, train_bins, quarter, batch_size, device,
+                                 machine.autocast, rank, ranks)
         bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
-        tell(f"step {progress.iter_num}: val loss {val_loss:.4f}{bits}, perplexity "
-             f"{math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
+        tell(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
+             f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
         check_finite('val loss', val_loss, progress.iter_num, learning_rate)
         if eval_only:
             break
@@ -1022,7 +1056,11 @@ if __name__ == '__main__':
         if stopping or progress.iter_num >= max_iters:
             break
 
-    if not eval_only:
+    stopped = stopping and progress.iter_num < max_iters
+    if stopped:
+        tell(f"stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
+             f"{resume_command(out_dir, ranks)}", stop)
+    elif not eval_only:
         tell(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}; next: python sample.py --out_dir={shlex.quote(out_dir)}", stop)
     if log_file:
@@ -1030,3 +1068,5 @@ if __name__ == '__main__':
         lock.close()
     if ranks > 1:
         dist.destroy_process_group()
+    if stopped and stop:
+        sys.exit(128 + stop[0])  # as a shell reports a program that a signal has ended
