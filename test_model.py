@@ -30,6 +30,7 @@ import sys
 import sysconfig
 import threading
 import time
+import types
 import unicodedata
 from pathlib import Path
 
@@ -4297,6 +4298,30 @@ def test_evaluations_show_the_loss_of_both_splits(folder, capsys):
         assert printed == pytest.approx(loss, abs=1e-4)
 
 
+def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
+    class Run:
+        def __init__(self, **options):
+            self.options, self.id, self.rows = options, options['id'] or 'abc', []
+            runs.append(self)
+
+        def log(self, values, step):
+            self.rows.append((step, values))
+    runs = []
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=Run))
+    train('--out_dir=out', '--max_iters=3', '--log_interval=1', '--wandb_log=True', '--wandb_project=mine')
+    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=5', '--eval_interval=2')
+    assert [each.options['id'] for each in runs] == [None, 'abc']
+    assert runs[1].options['project'] == 'mine' and runs[1].options['config']['n_layer'] == 2
+    rows = runs[0].rows + runs[1].rows
+    assert [step for step, _ in rows] == [1, 2, 3, 4, 5]
+    names = {'loss': 'train/loss', 'val_loss': 'val/loss'}
+    for (_, values), row in zip(rows, log_rows('out')):
+        expected = {names.get(name, name): float(value) for name, value in row.items() if value}
+        assert values == pytest.approx(expected, rel=1e-2, abs=1e-2)
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=6')
+    assert 'no wandb logging, log.csv has everything' in capsys.readouterr().out
+    assert torch.load('out/ckpt.pt', weights_only=True)['wandb_id'] == 'abc'
 
 
 def test_resuming_with_another_architecture_names_both_values(folder):

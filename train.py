@@ -456,6 +456,7 @@ class Progress:
     best_val_loss: float = math.inf
     skipped: int = 0                 # updates that float16 left out
     wall_s: float = 0.0              # seconds from the first start, less the pauses between processes
+    wandb_id: str | None = None      # of its run on Weights & Biases
 
 
 def load_to_train(init_from, out_dir, asked, meta=None):
@@ -665,12 +666,12 @@ def open_log(path, after):
 
 
 def log_row(writer, wandb, row):
-    """Writes a row, a dict of numbers by LOG_FIELDS, to log.csv and to wandb, if there is one."""
+    """Writes a row, a dict of numbers by LOG_FIELDS, to log.csv and to wandb's run, if there is one."""
     row = {name: value for name, value in row.items() if value is not None}
     writer.writerow({name: format(value, LOG_FIELDS[name]) for name, value in row.items()})
     if wandb:
-        names = {'iter': 'iter', 'loss': 'train/loss', 'val_loss': 'val/loss', 'lr': 'lr'}
-        wandb.log({names[name]: value for name, value in row.items() if name in names})
+        names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # as nanoGPT has them
+        wandb.log({names.get(name, name): value for name, value in row.items()}, step=row['iter'])
 
 
 def duration(seconds):
@@ -691,12 +692,12 @@ def describe(row, seconds_left):
             f"{duration(seconds_left)} left")
 
 
-def start_wandb(project, name, settings):
-    """The wandb module, a run begun; None where it is missing or refuses: it must not cost the run."""
+def start_wandb(project, name, settings, run_id):
+    """A run on Weights & Biases: a new one, or that of run_id, which goes on. None where wandb is missing or
+    refuses: it must not cost the run."""
     try:
         import wandb
-        wandb.init(project=project, name=name, config=settings)
-        return wandb
+        return wandb.init(project=project, name=name, config=settings, id=run_id, resume='allow')
     except Exception as error:
         print0(f"no wandb logging, log.csv has everything ({type(error).__name__}: {error})")
         return None
@@ -973,7 +974,10 @@ if __name__ == '__main__':
         lock = lock_folder(out_dir)
         prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
         log_file, writer = open_log(os.path.join(out_dir, 'log.csv'), progress.iter_num)
-        wandb = start_wandb(wandb_project, wandb_run_name, {**config, **model_args}) if wandb_log else None
+        if wandb_log:
+            wandb = start_wandb(wandb_project, wandb_run_name,
+                                {**config, **dataclasses.asdict(model.config)}, progress.wandb_id)
+            progress.wandb_id = wandb.id if wandb else progress.wandb_id
     if not eval_only:
         stop = stop_on_signals(rank)
     constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
