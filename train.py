@@ -613,7 +613,7 @@ def lock_folder(out_dir):
         print0(f"{out_dir}/ cannot be locked ({error.strerror}): see that no other training writes there")
     f.seek(0)
     f.truncate()
-    f.write(f"process {os.getpid()} on {platform.node()}")
+    f.write(f"process {os.getpid()} on {platform.node()}\n")
     f.flush()
     return f
 
@@ -923,6 +923,8 @@ if __name__ == '__main__':
     model.to(device).train()
     block_size, params = model.config.block_size, [w for w in model.parameters() if w.requires_grad]
     n_windows, n_params = train_bins.n_windows(block_size), model.num_params()
+    # batches of the training text to compare val's loss with, at a quarter of its cost
+    quarter = max(1, min(eval_iters, val_bins.n_windows(block_size) // batch_size) // 4)
     first_token = val_bins.read([0], block_size)[0, :1].tolist()  # samples go on from here
 
     # length
@@ -990,8 +992,6 @@ if __name__ == '__main__':
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device, rank, ranks)
     batch, row, stopping = next(batches, None), None, False
-    # batches of the training text to compare val's loss with, at a quarter of its cost
-    quarter = max(1, min(eval_iters, val_bins.n_windows(block_size) // batch_size) // 4)
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
@@ -1010,8 +1010,8 @@ if __name__ == '__main__':
             progress.skipped += not moved
 
             it, stopping = progress.iter_num, bool(stop) and ranks == 1
-            logged, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
-            if logged or early or stopping:
+            logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
+            if logs or early or stopping:
                 mean_loss, stopping = reduce_loss_and_stop(loss, bool(stop), ranks)
                 check_finite('loss', mean_loss, it, learning_rate)
                 seconds = (time.time() - timed_at) / (it - timed_it)
@@ -1025,7 +1025,7 @@ if __name__ == '__main__':
                        'load_max': None if expert_load is None else worst_load(expert_load),
                        'skipped': progress.skipped, 'wall_s': progress.wall_s}
                 tell(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds), stop)
-                if rank == 0 and logged and not at_goal and not stopping:  # else it waits for its val_loss
+                if rank == 0 and logs and not at_goal and not stopping:  # else it waits for its val_loss
                     log_row(writer, wandb, row)
 
         if stopping and rank == 0:  # first, for whoever sent the signal may not wait for an evaluation
