@@ -270,6 +270,15 @@ def test_cfg_default_file(tmp_path, monkeypatch, capsys):
                              text="max_iters = 1\nstart = ''\nconfigure(globals())")[0]['max_iters']
     assert run() == 7 and 'config/default.py' in capsys.readouterr().out
     assert run('--start=a.py') == 7 and run('--max_iters=2') == 2 and run('config/other.py') == 1
+
+    def given(*argv):
+        config, _, names = cfg_configure(
+            folder.parent / 'x.py', *argv, text="max_iters = 1\nstart = ''\nconfigure(globals())",
+            default_file='config/default.py', unless='--start=again')
+        return config['max_iters'], names
+    assert given('--start=a') == (7, {'start'}) and given('--start=again') == (1, {'start'})
+    assert given('config/default.py', '--start=again') == (7, {'start', 'max_iters'})
+    assert given() == (7, set())
     settings = {'max_iters': 1, '__name__': 'x', '__file__': str(folder.parent / 'x.py')}
     assert configure({**settings, 'start': ''}, default_file='config/default.py')[0]['max_iters'] == 1
 
@@ -385,6 +394,21 @@ def test_cfg_one_line_errors(error, line, monkeypatch, capsys):
     monkeypatch.setenv('FLATGPT_TRACE', '1')
     one_line_errors(type(error), error, None)
     assert capsys.readouterr().err.startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize('text', [
+    '[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:27781',
+    'NCCL error in: x.cpp:1, internal error\nremote process exited or there was a network error'])
+def test_cfg_the_ranks_that_lose_one_say_so_in_a_line(text, monkeypatch, capsys):
+    monkeypatch.delenv('FLATGPT_TRACE', raising=False)
+    for rank in (None, '1'):
+        if rank:
+            monkeypatch.setenv('RANK', rank)
+        one_line_errors(RuntimeError, RuntimeError(text), None)
+        assert ('this rank ends because another one has' in capsys.readouterr().err) == bool(rank)
+    download = ConnectionResetError('Connection reset by peer')
+    one_line_errors(ConnectionResetError, download, None)
+    assert capsys.readouterr().err.endswith(': Connection reset by peer\n')
 
 
 @pytest.mark.parametrize('error', [
