@@ -4092,6 +4092,7 @@ def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
     assert flat_sample.load('out', best=False)[2]['path'] == os.path.join('out', 'ckpt.pt')
     train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=True')
     assert flat_sample.load('out')[2]['path'] == os.path.join('out', 'ckpt.pt')
+    assert 'out/best.pt is kept as best.old-1.pt' in capsys.readouterr().out
     os.remove('out/best.old-1.pt')
     train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=False')
     saved = torch.load('out/best.pt', weights_only=True)
@@ -5593,7 +5594,9 @@ def test_train_starts_from_published_weights(folder, capsys):
                 '--max_iters=2', '--batch_size=4', '--gradient_accumulation_steps=1', '--device=cpu',
                 '--dtype=float32', '--compile=False', '--eval_iters=2')
     assert story['model'].config.head_dim == 16 and story['model'].config.block_size == 16
-    assert 'warning' not in capsys.readouterr().out  # the folder has no tokenizer that could be another
+    said = capsys.readouterr().out
+    assert 'warning' not in said  # the folder has no tokenizer that could be another
+    assert 'the tokenizers of data/toy and theirs are not compared: ' in said
     Path('theirs/tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
     with pytest.raises(ValueError, match='n_embd=64 differs'):
         run('train.py', '--init_from=theirs', '--dataset=toy', '--n_embd=64', '--device=cpu')

@@ -639,7 +639,8 @@ def prepare_out_dir(out_dir, resumed, keep_best):
     elif resumed and keep_best and 'best.pt' not in there:
         shutil.copyfile(path('ckpt.pt'), path('best.pt'))  # nanoGPT's ckpt.pt is its best
     elif resumed and not keep_best and 'best.pt' in there:
-        put_aside(out_dir, ['best.pt'])  # else sample.py would go on reading it
+        kept, = put_aside(out_dir, ['best.pt'])  # else sample.py would go on reading it
+        print0(f"{out_dir}/best.pt is kept as {kept}: always_save_checkpoint=True")
 
 
 LOG_FIELDS = {  # the columns of log.csv, and how each is written
