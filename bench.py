@@ -310,7 +310,7 @@ if __name__ == '__main__':
     if init_from == 'scratch':
         model = GPT(GPTConfig(**model_args)).to(machine.device)
     else:
-        model, _, _ = train.load_to_train(init_from, 'out', model_args, sys.argv[1:], {'block_size': None})
+        model, _, _ = train.load_to_train(init_from, 'out', model_args)
         model.to(machine.device)
     for w in model.parameters():  # zero-initialised projections would make some kernels' work too easy
         if w.ndim > 1 and not w.any():

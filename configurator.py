@@ -27,6 +27,8 @@ from pathlib import Path
 SCRIPTS = ('train.py', 'sample.py', 'hub.py', 'bench.py', 'prepare.py')  # a config file serves them all
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
 USER_ERRORS = (ValueError, OSError, ImportError, KeyboardInterrupt)  # one line; anything else is a bug
+# what gloo and NCCL tell the ranks that wait for one that has ended
+LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
 OUT_OF_MEMORY = {  # a setting that the script has: what lowers its use of memory
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
     'num_samples': 'lower --num_samples or --max_new_tokens',
@@ -202,14 +204,15 @@ def show(label, values):
 
 # configure --------------------------------------------------------------------------------------------------
 
-def configure(settings, model_config=None, words=0, argv=None, default_file=None):
+def configure(settings, model_config=None, words=0, argv=None, default_file=None, unless=None):
     """Override a script's settings by config files and flags, and print which.
 
     settings: the script's globals(). model_config: the name of a dataclass in the model.py beside the script,
     whose fields are settings too. words: how many plain words the command line may have. argv: instead of the
-    command line. default_file: a config file that is loaded unless the command line names one.
-    Returns (config, model_args): all the script's settings, and those fields of model_config that were given;
-    with words, (config, model_args, words). An imported script leaves the command line alone.
+    command line. default_file: a config file that is loaded unless the command line names one, or has the
+    flag `unless`. Returns (config, model_args): all the script's settings, and those fields of model_config
+    that were given; with words also those; with a default_file also the names of all that the command line
+    itself has set. An imported script leaves the command line alone.
     """
     path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
@@ -226,9 +229,10 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         if kinds[name] is None:  # without annotation: the default's type; None alone may become anything
             kinds[name] = list(PLAIN.values()) if value is None else [type(value)]
 
+    by_default = default_file is not None
     if argv is None:
         argv = sys.argv[1:] if launched else []
-        default_file = default_file if launched else None
+        by_default = by_default and launched
     if launched:
         sys.excepthook = functools.partial(one_line_errors, settings=values)
         with contextlib.suppress(AttributeError):  # a terminal that is not UTF-8 gets ? for what it lacks
@@ -241,7 +245,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     if plain[words:]:
         stop(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides = [arg for arg in argv if arg not in plain]
-    if default_file and all(arg.startswith('-') for arg in overrides):
+    by_default = by_default and unless not in overrides and all(arg.startswith('-') for arg in overrides)
+    if by_default:
         overrides.insert(0, default_file)
 
     shown = []  # (config file or 'flags', {name: value}); flags in a row are shown together
@@ -262,7 +267,13 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     for label, found in shown:
         show(label, found)
     settings.update(config)
-    return (config, model_args, plain) if words else (config, model_args)
+    answer = [config, model_args]
+    if words:
+        answer.append(plain)
+    if default_file is not None:
+        asked = shown[1:] if by_default else shown
+        answer.append({name for _, found in asked for name in found})
+    return tuple(answer)
 
 
 def one_line_errors(kind, error, trace, settings=()):
@@ -275,7 +286,12 @@ def one_line_errors(kind, error, trace, settings=()):
     if issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
         advice = [advice for name, advice in OUT_OF_MEMORY.items() if name in settings]
         message = '; '.join(['out of memory', *advice[:1]])
-    elif os.environ.get('FLATGPT_TRACE') or not issubclass(kind, USER_ERRORS):
+    elif os.environ.get('FLATGPT_TRACE'):
+        sys.__excepthook__(kind, error, trace)
+        return
+    elif 'RANK' in os.environ and issubclass(kind, RuntimeError) and re.search(LOST_RANK, str(error)):
+        message = 'this rank ends because another one has, which says why'
+    elif not issubclass(kind, USER_ERRORS):
         sys.__excepthook__(kind, error, trace)
         return
     else:
@@ -337,7 +353,9 @@ def choose_device(device):
     try:
         index = int(os.environ.get('LOCAL_RANK', index or 0)) if kind == 'cuda' else 0
     except ValueError:
-        raise ValueError(f"device={device}: use cpu, mps, cuda, cuda:1 or auto") from None
+        kind = None
+    if kind not in ('cpu', 'mps', 'cuda'):
+        raise ValueError(f"device={device}: use cpu, mps, cuda, cuda:1 or auto")
     if not 0 <= index < count:
         name = f'cuda:{index}' if kind == 'cuda' else kind
         raise ValueError(f"device={name}: torch sees {count or 'no'} {kind.upper()}; use cpu or auto")

@@ -31,6 +31,7 @@ import sys
 import sysconfig
 import threading
 import time
+import types
 import unicodedata
 from pathlib import Path
 
@@ -272,6 +273,15 @@ def test_cfg_default_file(tmp_path, monkeypatch, capsys):
                              text="max_iters = 1\nstart = ''\nconfigure(globals())")[0]['max_iters']
     assert run() == 7 and 'config/default.py' in capsys.readouterr().out
     assert run('--start=a.py') == 7 and run('--max_iters=2') == 2 and run('config/other.py') == 1
+
+    def given(*argv):
+        config, _, names = cfg_configure(
+            folder.parent / 'x.py', *argv, text="max_iters = 1\nstart = ''\nconfigure(globals())",
+            default_file='config/default.py', unless='--start=again')
+        return config['max_iters'], names
+    assert given('--start=a') == (7, {'start'}) and given('--start=again') == (1, {'start'})
+    assert given('config/default.py', '--start=again') == (7, {'start', 'max_iters'})
+    assert given() == (7, set())
     settings = {'max_iters': 1, '__name__': 'x', '__file__': str(folder.parent / 'x.py')}
     assert configure({**settings, 'start': ''}, default_file='config/default.py')[0]['max_iters'] == 1
 
@@ -387,6 +397,21 @@ def test_cfg_one_line_errors(error, line, monkeypatch, capsys):
     monkeypatch.setenv('FLATGPT_TRACE', '1')
     one_line_errors(type(error), error, None)
     assert capsys.readouterr().err.startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize('text', [
+    '[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:27781',
+    'NCCL error in: x.cpp:1, internal error\nremote process exited or there was a network error'])
+def test_cfg_the_ranks_that_lose_one_say_so_in_a_line(text, monkeypatch, capsys):
+    monkeypatch.delenv('FLATGPT_TRACE', raising=False)
+    for rank in (None, '1'):
+        if rank:
+            monkeypatch.setenv('RANK', rank)
+        one_line_errors(RuntimeError, RuntimeError(text), None)
+        assert ('this rank ends because another one has' in capsys.readouterr().err) == bool(rank)
+    download = ConnectionResetError('Connection reset by peer')
+    one_line_errors(ConnectionResetError, download, None)
+    assert capsys.readouterr().err.endswith(': Connection reset by peer\n')
 
 
 @pytest.mark.parametrize('error', [
@@ -4044,7 +4069,7 @@ def test_resumed_equals_uninterrupted(folder, options):
     common = ['--dropout=0.2', '--log_interval=1', *options]
     whole = train('--out_dir=whole', *common)
     train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
-    parts = train('--out_dir=parts', *common, '--init_from=resume')
+    parts = run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=20')
     a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'parts'))
     assert same_weights(a['model'], b['model']) and a['iter_num'] == b['iter_num'] == 20
     rows = [[(r['iter'], r['loss'], r['val_loss'], r['lr'], r['grad_norm']) for r in log_rows(out)]
@@ -4105,8 +4130,8 @@ def test_accumulation_and_one_large_batch_are_the_same(folder):
                                                                        rel=1e-4)
 
 
-def two_ranks(*args):
-    """train.py on two ranks of this machine; what it prints."""
+def two_ranks(*args, fails=False):
+    """train.py on two ranks of this machine: what it prints, or if it fails, the finished process."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
                str(ROOT / 'train.py'), *args]
     for last in (False, True):  # gloo has aborted a rank (exit code -6) in 2 of 60 runs, on one machine
@@ -4114,8 +4139,8 @@ def two_ranks(*args):
                               env={**os.environ, 'OMP_NUM_THREADS': '1'})
         if last or 'exitcode: -6' not in done.stderr:
             break
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    assert (done.returncode == 0) != fails, done.stderr[-3000:]
+    return done if fails else done.stdout
 
 
 @pytest.mark.parametrize('options', [
@@ -4130,7 +4155,7 @@ def test_two_ranks_equal_one(folder, options):
             '--max_iters=10', '--sample_tokens=0', *options]
     torch.set_num_threads(1)  # another rounding might choose another expert
     one = run('train.py', '--out_dir=one', *args)
-    assert two_ranks('--out_dir=two', *args).count('step 10: val loss') == 1  # one rank speaks
+    assert two_ranks('--out_dir=two', *args).count('step 10: train loss') == 1  # one rank speaks
     two = torch.load('two/ckpt.pt', weights_only=True)['model']
     for name, w in one['model'].state_dict().items():
         torch.testing.assert_close(w, two[name], atol=1e-4, rtol=1e-3, msg=name)
@@ -4430,9 +4455,10 @@ def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
     train(*common, '--always_save_checkpoint=False')
     assert flat_sample.load('resume', 'out')[2]['path'] == os.path.join('out', 'best.pt')
     assert flat_sample.load('out', best=False)[2]['path'] == os.path.join('out', 'ckpt.pt')
-    train('--out_dir=out', '--max_iters=20', '--init_from=resume')  # keeps the last weights only
+    train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=True')
     assert flat_sample.load('out')[2]['path'] == os.path.join('out', 'ckpt.pt')
-    os.remove('out/best.pt.old')
+    assert 'out/best.pt is kept as best.old-1.pt' in capsys.readouterr().out
+    os.remove('out/best.old-1.pt')
     train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=False')
     saved = torch.load('out/best.pt', weights_only=True)
     assert saved['iter_num'] == 20  # the best so far
@@ -4559,6 +4585,8 @@ def test_another_tokenizer_than_the_models_is_said(folder, capsys):
     Path('data/toy/meta.json').write_text(json.dumps(meta), encoding='utf-8')
     train('--out_dir=fine', '--max_iters=1', '--init_from=out')
     assert 'warning: data/toy was prepared with another tokenizer' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='data/toy was prepared with another tokenizer .* resume on data of'):
+        run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2')
 
 
 class Evil:
@@ -4576,7 +4604,8 @@ def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
     monkeypatch.setattr(torch, 'save', full)
     with pytest.raises(OSError, match='cannot write .*ckpt.pt.*is the disk full.*is kept'):
         train('--out_dir=out', '--max_iters=20', '--init_from=resume')
-    assert Path('out/ckpt.pt').read_bytes() == before and sorted(os.listdir('out')) == ['ckpt.pt', 'log.csv']
+    assert Path('out/ckpt.pt').read_bytes() == before
+    assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv']
 
 
 def test_a_diverged_run_stops_and_keeps_finite_weights(folder):
@@ -4588,12 +4617,101 @@ def test_a_diverged_run_stops_and_keeps_finite_weights(folder):
     assert all(w.isfinite().all() for w in model.parameters())
 
 
-def test_a_new_run_renames_the_old_one(folder, capsys):
-    train('--out_dir=out', '--max_iters=10')
-    old = Path('out/ckpt.pt').read_bytes()
-    train('--out_dir=out', '--max_iters=10', '--seed=4')
-    assert Path('out/ckpt.pt.old').read_bytes() == old and os.path.exists('out/log.csv.old')
-    assert 'ckpt.pt, log.csv renamed to *.old' in capsys.readouterr().out
+def test_runs_over_runs_are_all_kept(folder, capsys):
+    """Each as a set of its own, from which sample.py reads."""
+    weights = []
+    for seed in 4, 5, 6:
+        story = train('--out_dir=out', '--max_iters=2', f'--seed={seed}',
+                      f'--always_save_checkpoint={seed > 4}')
+        weights.append(story['model'].state_dict())
+        said = capsys.readouterr().out
+    assert 'out/ held a run, which is kept there as ckpt.old-2.pt, log.old-2.csv\n' in said
+    assert sorted(os.listdir('out')) == ['best.old-1.pt', 'ckpt.old-1.pt', 'ckpt.old-2.pt', 'ckpt.pt', 'lock',
+                                         'log.csv', 'log.old-1.csv', 'log.old-2.csv']
+    for name, expected in zip(('old-1.', 'old-2.', ''), weights):
+        model, _, rest = flat_sample.load(f'out/ckpt.{name}pt')
+        assert same_weights(model.state_dict(), expected)
+        with open(f'out/log.{name}csv', encoding='utf-8') as f:
+            *_, last = csv.DictReader(f)
+        assert float(last['val_loss']) == pytest.approx(rest['best_val_loss'], abs=1e-6)
+
+
+def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
+    train('--out_dir=out', '--tokens_per_param=0.05', '--eval_interval=3', '--weight_decay=0.3',
+          '--optimizer=muon', '--log_interval=7', '--dropout=0.2')
+    before = torch.load('out/ckpt.pt', weights_only=True)['config']
+    assert capsys.readouterr().out.count('warning') == 0
+    story = run('train.py', '--out_dir=out', '--init_from=resume')
+    said = capsys.readouterr().out
+    assert 'default.py' not in said and 'resume: nothing is left to do, max_iters=7; ' in said
+    assert "out/ckpt.pt: dataset = 'toy', eval_interval = 3," in said
+    assert story['config'] == {**before, 'init_from': 'resume'} and story['model'].config.dropout == 0.2
+    assert {name: story[name] for name in story['config']} == story['config']
+    (folder / 'more.py').write_text('max_iters = 9\nbatch_size = 4\nn_layer = 2\n', encoding='utf-8')
+    story = run('train.py', 'more.py', '--out_dir=out', '--init_from=resume', '--dropout=0.1', '--eval_only')
+    said = capsys.readouterr().out
+    assert re.findall('^resume: (.* was .*)', said, re.M) == ['dropout was 0.2, is 0.1',
+                                                              'max_iters was 7, is 9']
+    assert story['tokens_per_param'] is None and story['max_iters'] == 9 and story['weight_decay'] == 0.3
+    assert story['model'].config.dropout == 0.1
+    assert torch.load('out/ckpt.pt', weights_only=True)['config']['eval_only'] is False
+    saved = torch.load('out/ckpt.pt', weights_only=True)
+    torch.save({**saved, 'config': {**saved['config'], 'batch_size': 'four'}}, 'out/ckpt.pt')
+    with pytest.raises(ValueError, match="ckpt.pt is damaged, .* it holds batch_size='four'$"):
+        run('train.py', '--out_dir=out', '--init_from=resume')
+
+
+def test_what_a_run_says_before_it_begins(folder, capsys):
+    train('--out_dir=out', '--tokens_per_param=2', '--eval_only')
+    assert 'warning: tokens_per_param=2 is 18 epochs of this text: prepare more' in capsys.readouterr().out
+    train('--out_dir=out', '--max_iters=1000', '--gradient_accumulation_steps=47', '--eval_only')
+    said = capsys.readouterr().out
+    assert 'warning: an iteration takes 188 windows, and this text has 187: lower --batch_size' in said
+    assert said.count('warning') == 1 and not os.path.exists('out')
+
+
+def test_the_first_iterations_are_always_said(folder, capsys):
+    train('--out_dir=out', '--log_interval=10', '--max_iters=12')
+    lines = re.findall('^iter .*', capsys.readouterr().out, re.M)
+    assert [line.partition(':')[0] for line in lines] == ['iter 1', 'iter 4', 'iter 10', 'iter 12']
+    assert lines[0].endswith(' s with the warm-up') and all(line.endswith(' left') for line in lines[1:])
+    assert [row['iter'] for row in log_rows('out')] == ['10', '12']
+
+
+def test_evaluations_show_the_loss_of_both_splits(folder, capsys):
+    story = train('--out_dir=out', '--max_iters=3', '--dropout=0.5', '--eval_iters=8')
+    train_loss, val_loss = map(float, re.search(r'step 3: train loss (\S+), val loss (\S+?),',
+                                                capsys.readouterr().out).groups())
+    for bins, batches, printed in ((story['train_bins'], 2, train_loss), (story['val_bins'], 8, val_loss)):
+        loss, _ = flat_train.evaluate(story['model'], story['model'], bins, batches, 4, 'cpu',
+                                      contextlib.nullcontext)
+        assert printed == pytest.approx(loss, abs=1e-4)
+
+
+def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
+    class Run:
+        def __init__(self, **options):
+            self.options, self.id, self.rows = options, options['id'] or 'abc', []
+            runs.append(self)
+
+        def log(self, values, step):
+            self.rows.append((step, values))
+    runs = []
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=Run))
+    train('--out_dir=out', '--max_iters=3', '--log_interval=1', '--wandb_log=True', '--wandb_project=mine')
+    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=5', '--eval_interval=2')
+    assert [each.options['id'] for each in runs] == [None, 'abc']
+    assert runs[1].options['project'] == 'mine' and runs[1].options['config']['n_layer'] == 2
+    rows = runs[0].rows + runs[1].rows
+    assert [step for step, _ in rows] == [1, 2, 3, 4, 5]
+    names = {'loss': 'train/loss', 'val_loss': 'val/loss'}
+    for (_, values), row in zip(rows, log_rows('out')):
+        expected = {names.get(name, name): float(value) for name, value in row.items() if value}
+        assert values == pytest.approx(expected, rel=1e-2, abs=1e-2)
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=6')
+    assert 'no wandb logging, log.csv has everything' in capsys.readouterr().out
+    assert torch.load('out/ckpt.pt', weights_only=True)['wandb_id'] == 'abc'
 
 
 def test_resuming_with_another_architecture_names_both_values(folder):
@@ -4612,8 +4730,9 @@ def test_resuming_with_another_architecture_names_both_values(folder):
 
 
 def test_ctrl_c_saves_and_resumes_exactly(folder):
+    """Meanwhile nobody else may train in the folder."""
     train('--out_dir=whole')
-    code = f'''import signal, sys, runpy, os
+    code = f'''import signal, sys, time, runpy, os
 sys.path.insert(0, {str(ROOT)!r})
 sys.argv = ['train.py', {str(ROOT / 'config' / 'gpt2.py')!r}, '--vocab_size=23', '--pos=rope', *{TOY!r},
             '--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20']
@@ -4621,16 +4740,54 @@ import builtins
 real_print = builtins.print
 def watched(*a, **k):
     real_print(*a, **k)
-    if a and str(a[0]).startswith('iter 7:'): os.kill(os.getpid(), signal.SIGINT)
+    while str(a).startswith("('iter 5:") and not os.path.exists('go on'): time.sleep(0.02)
+    if str(a).startswith("('iter 7:"): os.kill(os.getpid(), signal.SIGINT)
 builtins.print = watched
 runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and 'stopping after this iteration' in done.stderr, done.stdout + done.stderr
+    first = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             text=True)
+    try:
+        for line in first.stdout:
+            if line.startswith('iter 5:'):
+                break
+        with pytest.raises(ValueError, match=rf'out_dir=cut: another training \(process {first.pid} on .*\) '
+                                             'writes there; give another --out_dir') as error:
+            train('--out_dir=cut')
+        assert '\n' not in str(error.value) and sorted(os.listdir('cut')) == ['lock', 'log.csv']
+        two = two_ranks('--out_dir=cut', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
+        said = re.findall(r'^\[rank.*', two, re.M)  # one line of each
+        assert 'another training' in said[0] and 'this rank ends because another one has' in said[1], two
+        assert len(said) == 2
+        Path('go on').touch()
+        out, error = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 130 and 'stopping after this iteration' in error, out + error
     stopped = torch.load('cut/ckpt.pt', weights_only=True)['iter_num']
-    assert stopped in (7, 8)
-    train('--out_dir=cut', '--init_from=resume')
+    said = re.search('^stopped at ([78]) of 1,000,000; go on with: python [^ ]*train.py (.*)', out, re.M)
+    assert stopped == int(said[1]) and 'done' not in out and 'sample.py' not in out
+    run('train.py', *shlex.split(said[2]), '--max_iters=20')
     a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'cut'))
     assert same_weights(a['model'], b['model'])
+
+
+def test_a_scheduler_that_ends_a_run_learns_so(folder, monkeypatch, capsys):
+    real_print = print
+
+    def watched(*values, **options):
+        real_print(*values, **options)
+        if str(values[0]).startswith('iter 3:'):
+            os.kill(os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr('builtins.print', watched)
+    with pytest.raises(SystemExit) as end:
+        train('--out_dir=sp ace', '--log_interval=1')
+    assert end.value.code == 143
+    assert (f"of 20; go on with: python {ROOT / 'train.py'} --out_dir='sp ace' --init_from=resume\n"
+            in capsys.readouterr().out)
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '4')
+    here = 'torchrun --standalone --nproc_per_node=4 '
+    for ranks, start in {1: 'python ', 4: here, 8: 'torchrun ... '}.items():
+        assert flat_train.resume_command('out', ranks).startswith(start)
 
 
 def test_ids_that_the_model_does_not_know_are_refused_before_the_run(folder, capsys):
@@ -4812,7 +4969,10 @@ def nanogpt_checkpoint(path, bias=False):
     opt.step()
     args = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=bias, vocab_size=23, dropout=0.0)
     torch.save({'model': state, 'optimizer': opt.state_dict(), 'model_args': args, 'iter_num': 5,
-                'best_val_loss': torch.tensor(2.5), 'config': {'dataset': 'toy', 'learning_rate': 1e-3}},
+                'best_val_loss': torch.tensor(2.5), 'config': {
+                    'dataset': 'toy', 'learning_rate': 1e-3, 'batch_size': 8, 'max_iters': 5, 'n_layer': 2,
+                    'gradient_accumulation_steps': 2, 'eval_interval': 250, 'device': 'cuda',
+                    'dtype': 'float16', 'compile': True, 'backend': 'nccl'}},
                path)
     return model, opt
 
@@ -4826,10 +4986,9 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
     run('sample.py', '--num_samples=1', '--max_new_tokens=5', '--start=abc', '--device=cpu',
         '--dtype=float32')
     assert '\nabc' in capsys.readouterr().out  # the tokenizer of the dataset that its config names
-    story = run('train.py', '--dataset=toy', '--device=cpu', '--dtype=float32', '--compile=False',
-                '--out_dir=out', '--init_from=resume', '--max_iters=5', '--optimizer=adamw',
-                '--sample_tokens=3')
-    assert story['progress'].iter_num == 5
+    story = run('train.py', '--device=cpu', '--init_from=resume', '--sample_tokens=3')
+    assert story['progress'].iter_num == 5 == story['max_iters'] and story['learning_rate'] == 1e-3
+    assert story['compile'] is False and story['config']['dtype'] == 'auto' and story['batch_size'] == 8
     mine = [s['exp_avg'] for s in story['optimizers'][0].state_dict()['state'].values()]
     theirs = [s['exp_avg'] for s in opt.state_dict()['state'].values()]
     assert len(mine) == len(theirs) and all(torch.equal(a[:len(b)], b) for a, b in zip(mine, theirs))
@@ -5856,7 +6015,9 @@ def test_train_starts_from_published_weights(folder, capsys):
                 '--max_iters=2', '--batch_size=4', '--gradient_accumulation_steps=1', '--device=cpu',
                 '--dtype=float32', '--compile=False', '--eval_iters=2')
     assert story['model'].config.head_dim == 16 and story['model'].config.block_size == 16
-    assert 'warning' not in capsys.readouterr().out  # the folder has no tokenizer that could be another
+    said = capsys.readouterr().out
+    assert 'warning' not in said  # the folder has no tokenizer that could be another
+    assert 'the tokenizers of data/toy and theirs are not compared: ' in said
     Path('theirs/tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
     with pytest.raises(ValueError, match='n_embd=64 differs'):
         run('train.py', '--init_from=theirs', '--dataset=toy', '--n_embd=64', '--device=cpu')
@@ -6076,15 +6237,32 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--compile=perhaps'], "compile='perhaps' is none of"),
     ([f'--seed={10**26}'], r'seed=1000.* must be below 2\*\*63'),
     (['--out_dir=data/toy/meta.json'], 'meta.json is a file: name a folder'),
+    (['--out_dir='], 'out_dir is empty: name a folder'),
+    (['--grad_clip=-1'], 'grad_clip=-1.0 must be at least 0'),
+    (['--max_iters=-5'], 'max_iters=-5 must be at least 0'),
+    (['--epochs=-1'], 'epochs=-1.0 must be at least 0'),
+    (['--tokens_per_param=1e999'], r'tokens_per_param=inf must be below 2\*\*63'),
+    (['--warmup_iters=-1'], 'warmup_iters=-1 must be at least 0'),
+    (['--min_lr=-1e-5'], 'min_lr=-1e-05 must be at least 0'),
+    (['--eval_interval=0'], 'eval_interval=0 must be at least 1'),
+    (['--eval_iters=0'], 'eval_iters=0 must be at least 1'),
+    (['--batch_size=0'], 'batch_size=0 must be at least 1'),
+    (['--momentum=1.5'], 'momentum=1.5 must be at least 0 and below 1'),
+    (['--seed=-1'], 'seed=-1 must be at least 0'),
+    (['--device=gpu'], 'device=gpu: use cpu, mps, cuda, cuda:1 or auto'),
+    (['--device=cuda:x'], 'device=cuda:x: use cpu, mps'),
 ])
 def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
+    """Nor does it move the run that is there."""
     if args == ['--device=cuda'] and torch.cuda.is_available():
         pytest.skip('there is a CUDA device')
+    os.mkdir('out')
+    Path('out/ckpt.pt').write_bytes(b'a run')
     with pytest.raises(ValueError if 'nowhere' not in args[0] and 'missing' not in args[0]
                        else FileNotFoundError, match=message) as error:
         run('train.py', *TOY, '--out_dir=out', *args)
     assert '\n' not in str(error.value)
-    assert not os.path.exists('out/ckpt.pt')
+    assert os.listdir('out') == ['ckpt.pt'] and Path('out/ckpt.pt').read_bytes() == b'a run'
 
 
 def test_errors_of_a_script_are_one_line_and_a_status(folder):

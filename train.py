@@ -3,7 +3,7 @@ Trains a model: tokens -> weights.
 
     python train.py                                          # config/default.py, on any machine
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides, left to right
-    python train.py config/small.py --init_from=resume       # resumes exactly where out_dir/ckpt.pt stands
+    python train.py --out_dir=out-small --init_from=resume   # goes on exactly where a run has stopped
     torchrun --standalone --nproc_per_node=8 train.py config/small.py
 
     # two machines: on each, with its own node_rank (prefix NCCL_IB_DISABLE=1 if they have no Infiniband)
@@ -12,7 +12,8 @@ Trains a model: tokens -> weights.
 
 Every setting below and every field of GPTConfig can be set in a config file or by --name=value; --help lists
 them. Batches are a pure function of (seed, iteration), so a run that was stopped and resumed, on any number
-of ranks that divides the batch, sees the batches it would have seen.
+of ranks that divides the batch, sees the batches it would have seen. A resumed run has the settings that its
+checkpoint holds, but for those that the command line gives anew.
 """
 import time
 
@@ -21,23 +22,25 @@ START = time.time()  # before torch, whose import counts: wall_s is what a perso
 import collections
 import csv
 import dataclasses
+import errno
 import functools
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
 import signal
 import sys
 
-from configurator import can_compile, configure, print0, runtime
+from configurator import Settings, can_compile, configure, fit, print0, runtime, show
 
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations; each one writes a checkpoint
-eval_iters = 200                     # batches per evaluation, spread over val.bin; all of it if that is less
+eval_iters = 200                     # batches of val.bin that an evaluation takes; of train.bin a quarter
 eval_only = False                    # evaluate once and stop
 log_interval = 1                     # iterations between lines
 always_save_checkpoint = True        # False: also keep the best weights, best.pt; sample and fine-tune them
@@ -82,7 +85,8 @@ dtype = 'auto'                       # float32, bfloat16, float16; auto: what th
 compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
-config, model_args = configure(globals(), 'GPTConfig', default_file='config/default.py')
+config, model_args, given = configure(globals(), 'GPTConfig', default_file='config/default.py',
+                                      unless='--init_from=resume')
 
 import numpy as np
 import torch
@@ -191,8 +195,8 @@ def weights(counts, device, ranks=1):
 
 @torch.no_grad()
 def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0, ranks=1):
-    """Mean loss over the targets of `batches` batches of val windows, evenly spread, the same every time, or
-    of all windows if there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss,
+    """Mean loss over the targets of `batches` batches of windows, evenly spread, the same every time, or of
+    all windows if there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss,
     targets)."""
     block_size = model.config.block_size
     n = bins.n_windows(block_size)
@@ -451,28 +455,66 @@ class Progress:
     best_val_loss: float = math.inf
     skipped: int = 0                 # updates that float16 left out
     wall_s: float = 0.0              # seconds from the first start, less the pauses between processes
+    wandb_id: str | None = None      # of its run on Weights & Biases
 
 
-def load_to_train(init_from, out_dir, model_args, argv, meta):
+def load_to_train(init_from, out_dir, asked, meta=None):
     """The model to resume or to fine-tune, its tokenizer and the rest of its checkpoint, as sample.load
     returns them: of a run that is to be fine-tuned best.pt, where there is one. Its architecture is the
-    checkpoint's: of the model_args that the user asks for, those that are CHANGEABLE may change it, any other
-    difference is a ValueError. Conversations that prepare.py packed do not see each other (meta, of the data)
-    unless the user or the run resumed has it otherwise."""
-    if not any(arg.endswith('.py') for arg in argv):  # config/default.py was not asked for
-        model_args = {name: value for name, value in model_args.items()
-                      if any(arg.startswith(f'--{name}=') for arg in argv)}
-    changes = {name: value for name, value in model_args.items() if name in CHANGEABLE}
-    fine_tune = init_from != 'resume'
-    if fine_tune:
+    checkpoint's: of the GPTConfig fields that the user asks for, those that are CHANGEABLE may change it, any
+    other difference is a ValueError. Conversations that prepare.py packed do not see each other (meta, of the
+    data to fine-tune on) unless the user has it otherwise."""
+    resumed = init_from == 'resume'
+    changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
+    if meta and not resumed:
         changes = {**packed(meta), **changes}
-    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=fine_tune, merge=fine_tune,
-                                  **changes)
-    for name, value in model_args.items():
-        if value is not None and value != rest['model_args'][name]:
-            raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has "
-                             f"{rest['model_args'][name]!r}: leave it out, or train from scratch")
+    read = functools.partial(load, init_from, out_dir, dtype=torch.float32, best=not resumed,
+                             merge=not resumed)
+    model, tokenizer, rest = read() if resumed else read(**changes)
+    for name, value in asked.items():
+        was = rest['model_args'][name]
+        if value is not None and value != was and name not in CHANGEABLE:
+            raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
+                             "out, or train from scratch")
+    if resumed:
+        changes = {name: value for name, value in changes.items() if value != rest['model_args'][name]}
+        for name, value in changes.items():
+            print0(f"resume: {name} was {rest['model_args'][name]!r}, is {value!r}")
+        if changes:
+            model, tokenizer, rest = read(**changes)
     return model, tokenizer, rest
+
+
+COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
+MACHINE = {'device', 'dtype', 'compile', 'backend'}    # nanoGPT's files have those of any machine
+LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # one of them, given anew, replaces them all
+
+
+def resumed_settings(rest, config, given):
+    """This file's settings to resume a run with: those that its checkpoint holds, but for the names in
+    `given`, which are as config has them. Says what is taken and what changes. Raises ValueError if the
+    checkpoint holds a value that none of them can have."""
+    path, kinds, taken = rest['path'], Settings(__file__).kinds, {}
+    left = given | COMMAND
+    if given & LENGTH:
+        left |= LENGTH
+    if 'runtime' not in rest:
+        left |= MACHINE
+    for name, was in rest.get('config', {}).items():
+        if name not in config:  # nanoGPT's has the model's too
+            continue
+        try:
+            was = fit(was, kinds[name] or [type(config[name])])
+        except (ValueError, OverflowError):
+            raise ValueError(f"{path} is damaged, or not written by train.py: it holds {name}={was!r:.40}"
+                             ) from None
+        if name in given - COMMAND and was != config[name]:
+            print0(f"resume: {name} was {was!r}, is {config[name]!r}")
+        elif name not in left and was != config[name]:
+            taken[name] = was
+    if taken:
+        show(path, taken)
+    return {**config, **taken}
 
 
 def packed(meta):
@@ -508,8 +550,7 @@ def lora_of(config, rest, resumed):
 
 
 def resume(rest, config, optimizers, scaler):
-    """Puts optimizers and scaler back to where the checkpoint has them, says which settings are others now.
-    Returns the checkpoint's Progress."""
+    """Puts optimizers and scaler back to where the checkpoint has them. Returns the checkpoint's Progress."""
     path = rest['path']
     missing = [name for name in ('iter_num', 'best_val_loss', 'optimizer') if name not in rest]
     if missing:
@@ -525,11 +566,6 @@ def resume(rest, config, optimizers, scaler):
     progress = Progress(**{field.name: rest.get(field.name, field.default)
                            for field in dataclasses.fields(Progress)})
     progress.best_val_loss = float(progress.best_val_loss)  # nanoGPT's is a tensor
-    for name in ('dataset', 'batch_size', 'gradient_accumulation_steps', 'seed', 'learning_rate',
-                 'max_iters'):
-        was = rest.get('config', {}).get(name, config[name])
-        if was != config[name]:
-            print0(f"resume: {name} was {was!r}, is {config[name]!r}")
     print0(f"resume: {path} at iteration {progress.iter_num:,}, best val loss {progress.best_val_loss:.4f}")
     return progress
 
@@ -556,21 +592,54 @@ def save(path, state):
                       f"{kept}") from None
 
 
+def lock_folder(out_dir):
+    """Takes out_dir for this process until it ends, however it ends. Returns the open file, which is to be
+    kept. Raises ValueError if another training has taken it."""
+    f = open(os.path.join(out_dir, 'lock'), 'a+', encoding='utf-8')  # noqa: SIM115
+    try:
+        if sys.platform == 'win32':
+            import msvcrt
+            os.lseek(f.fileno(), 1 << 30, os.SEEK_SET)  # nobody could read a byte that is locked
+            msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            f.seek(0)
+            raise ValueError(f"out_dir={out_dir}: another training ({f.read().strip()}) writes there; give "
+                             "another --out_dir, or wait for its end") from None
+        print0(f"{out_dir}/ cannot be locked ({error.strerror}): see that no other training writes there")
+    f.seek(0)
+    f.truncate()
+    f.write(f"process {os.getpid()} on {platform.node()}\n")
+    f.flush()
+    return f
+
+
+def put_aside(out_dir, names):
+    """Renames files of out_dir, those of one run, to free names with one number: ckpt.pt to ckpt.old-3.pt.
+    Returns the new names."""
+    taken = [int(n) for name in os.listdir(out_dir) for n in re.findall(r'[.]old-([0-9]+)[.]', name)]
+    parts = [os.path.splitext(name) for name in names]
+    kept = [f'{stem}.old-{max(taken, default=0) + 1}{ending}' for stem, ending in parts]
+    for old, new in zip(names, kept):
+        os.replace(os.path.join(out_dir, old), os.path.join(out_dir, new))
+    return kept
+
+
 def prepare_out_dir(out_dir, resumed, keep_best):
-    """Makes out_dir ready for a run: from scratch, the files of a run that is there are renamed; resumed,
-    best.pt stays only if it is to be kept."""
-    os.makedirs(out_dir, exist_ok=True)
+    """Makes out_dir, which is locked, ready for a run: from scratch, the files of a run that is there get
+    other names; resumed, best.pt stays only if it is to be kept."""
     path = functools.partial(os.path.join, out_dir)
     there = [name for name in ('ckpt.pt', 'best.pt', 'log.csv') if os.path.exists(path(name))]
-    if not resumed:
-        for name in there:
-            os.replace(path(name), path(name + '.old'))
-        if there:
-            print0(f"{out_dir}/ held a run: {', '.join(there)} renamed to *.old")
-    elif keep_best and 'best.pt' not in there:
+    if there and not resumed:
+        print0(f"{out_dir}/ held a run, which is kept there as {', '.join(put_aside(out_dir, there))}")
+    elif resumed and keep_best and 'best.pt' not in there:
         shutil.copyfile(path('ckpt.pt'), path('best.pt'))  # nanoGPT's ckpt.pt is its best
-    elif not keep_best and 'best.pt' in there:
-        os.replace(path('best.pt'), path('best.pt.old'))  # else sample.py would go on reading it
+    elif resumed and not keep_best and 'best.pt' in there:
+        kept, = put_aside(out_dir, ['best.pt'])  # else sample.py would go on reading it
+        print0(f"{out_dir}/best.pt is kept as {kept}: always_save_checkpoint=True")
 
 
 LOG_FIELDS = {  # the columns of log.csv, and how each is written
@@ -597,12 +666,12 @@ def open_log(path, after):
 
 
 def log_row(writer, wandb, row):
-    """Writes a row, a dict of numbers by LOG_FIELDS, to log.csv and to wandb, if there is one."""
+    """Writes a row, a dict of numbers by LOG_FIELDS, to log.csv and to wandb's run, if there is one."""
     row = {name: value for name, value in row.items() if value is not None}
     writer.writerow({name: format(value, LOG_FIELDS[name]) for name, value in row.items()})
     if wandb:
-        names = {'iter': 'iter', 'loss': 'train/loss', 'val_loss': 'val/loss', 'lr': 'lr'}
-        wandb.log({names[name]: value for name, value in row.items() if name in names})
+        names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # as nanoGPT has them
+        wandb.log({names.get(name, name): value for name, value in row.items()}, step=row['iter'])
 
 
 def duration(seconds):
@@ -610,18 +679,25 @@ def duration(seconds):
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
+EARLY = (1, 4)  # iterations of a process that get a line in any case: it works, and how long it will take
+
+
 def describe(row, seconds_left):
+    """The line of an iteration. seconds_left: None for the first one, whose time is no measure of speed."""
+    line = f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.2e}, norm {row['grad_norm']:.2f}, "
+    if seconds_left is None:
+        return f"{line}{row['ms_per_iter'] / 1e3:.1f} s with the warm-up"
     mfu = f", mfu {row['mfu']:.1%}" if row['mfu'] else ''
-    return (f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.2e}, norm {row['grad_norm']:.2f}, "
-            f"{row['ms_per_iter']:.1f} ms, {row['tok_per_s']:,.0f} tok/s{mfu}, {duration(seconds_left)} left")
+    return (f"{line}{row['ms_per_iter']:.1f} ms, {row['tok_per_s']:,.0f} tok/s{mfu}, "
+            f"{duration(seconds_left)} left")
 
 
-def start_wandb(project, name, settings):
-    """The wandb module, a run begun; None where it is missing or refuses: it must not cost the run."""
+def start_wandb(project, name, settings, run_id):
+    """A run on Weights & Biases: a new one, or that of run_id, which goes on. None where wandb is missing or
+    refuses: it must not cost the run."""
     try:
         import wandb
-        wandb.init(project=project, name=name, config=settings)
-        return wandb
+        return wandb.init(project=project, name=name, config=settings, id=run_id, resume='allow')
     except Exception as error:
         print0(f"no wandb logging, log.csv has everything ({type(error).__name__}: {error})")
         return None
@@ -638,10 +714,12 @@ def check_settings(config):
                   tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
                   z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0)
     for name, low in lowest.items():
-        if config[name] is not None and not config[name] >= low:  # nan is not
+        if config[name] is None:
+            continue
+        if not config[name] >= low:  # nan is not
             raise ValueError(f"{name}={config[name]} must be at least {low}")
-    if config['seed'] >= 2**63:
-        raise ValueError(f"seed={config['seed']} must be below 2**63")
+        if config[name] == math.inf or isinstance(config[name], int) and config[name] >= 2**63:
+            raise ValueError(f"{name}={config[name]} must be below 2**63")
     for name in ('beta1', 'beta2', 'momentum'):
         if not 0 <= config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 0 and below 1")
@@ -652,6 +730,8 @@ def check_settings(config):
     if config['epochs'] is not None and config['tokens_per_param'] is not None:
         raise ValueError(f"epochs={config['epochs']} and tokens_per_param={config['tokens_per_param']} both "
                          "set the length: give one")
+    if not config['out_dir']:
+        raise ValueError("out_dir is empty: name a folder")
     if os.path.exists(config['out_dir']) and not os.path.isdir(config['out_dir']):
         raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
 
@@ -729,17 +809,34 @@ def check_data(folder, meta, train_bins, val_bins, config, source):
         bins.vocab_size = config.vocab_size
 
 
-def dataset_tokenizer(folder, source_tokenizer, source):
-    """The tokenizer of a prepared folder, None if it cannot be had. Says so, and warns if the model that the
-    run starts from has another, which prepare.py's --tokenizer=source gives."""
+def warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param):
+    """Says so where the text is short for the run that is planned: a person who names epochs or max_iters may
+    want them, but tokens_per_param is for text that does not come again."""
+    epochs = max_iters * windows_per_iter / n_windows
+    if tokens_per_param is not None and epochs > 10:
+        print0(f"warning: tokens_per_param={tokens_per_param:g} is {epochs:.0f} epochs of this text: prepare "
+               "more, or give --epochs=3 --tokens_per_param=None")
+    if windows_per_iter > n_windows:
+        print0(f"warning: an iteration takes {windows_per_iter:,} windows, and this text has {n_windows:,}: "
+               "lower --batch_size or --gradient_accumulation_steps, or prepare more")
+
+
+def dataset_tokenizer(folder, source_tokenizer, source, path=None):
+    """The tokenizer of a prepared folder, None if it cannot be had, which is said. Where the model that the
+    run starts from has another, which prepare.py's --tokenizer=source gives, a warning, or if it is resumed,
+    from path, a ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError, ValueError) as error:
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
     if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
-        print0(f"warning: {folder} was prepared with another tokenizer than {source} has, so the same ids "
-               f"stand for different text: python prepare.py ... --tokenizer={shlex.quote(source)}")
+        differs = (f"{folder} was prepared with another tokenizer than {source} has, so the same ids stand "
+                   "for different text")
+        if path:
+            raise ValueError(f"{differs}: resume on data of the same one, or fine-tune with "
+                             f"--init_from={shlex.quote(path)}")
+        print0(f"warning: {differs}: python prepare.py ... --tokenizer={shlex.quote(source)}")
     return tokenizer
 
 
@@ -758,6 +855,15 @@ def stop_on_signals(rank):
     return stop
 
 
+def resume_command(out_dir, ranks):
+    """The command that goes on with this run."""
+    start = 'python'
+    if ranks > 1:
+        here = os.environ.get('LOCAL_WORLD_SIZE')
+        start = f'torchrun --standalone --nproc_per_node={here}' if here == str(ranks) else 'torchrun ...'
+    return f"{start} {shlex.quote(sys.argv[0])} --out_dir={shlex.quote(out_dir)} --init_from=resume"
+
+
 def tell(text, stop):
     """print0, but once a signal has come nobody needs to listen: Ctrl-C ends the `tee` of `| tee log` as
     well, and the run is to be saved."""
@@ -772,6 +878,12 @@ def tell(text, stop):
 
 if __name__ == '__main__':
     rank, ranks = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    model, source_tokenizer, rest, source, resumed = None, None, {}, None, init_from == 'resume'
+    asked = {name: value for name, value in model_args.items() if name in given}
+    if resumed:
+        model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked)
+        config = resumed_settings(rest, config, given)
+        globals().update(config)
     check_settings(config)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
     checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
@@ -779,12 +891,11 @@ if __name__ == '__main__':
     # data, what to start from, machine, ranks
     folder = data_folder(dataset)
     train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
-    model, source_tokenizer, rest, source = None, None, {}, None
     if init_from != 'scratch':
-        model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args, sys.argv[1:], meta)
+        if not resumed:
+            model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked, meta)
         trained_on = rest.get('config', {}).get('dataset')
         source = data_folder(trained_on) if isinstance(trained_on, str) else rest['path']
-    resumed = init_from == 'resume'
     machine, compile = resolve_runtime(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
     device = machine.device
     if ranks > 1:
@@ -793,7 +904,9 @@ if __name__ == '__main__':
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
 
     # model
-    tokenizer = dataset_tokenizer(folder, source_tokenizer, source)
+    if 'no_tokenizer' in rest:
+        print0(f"the tokenizers of {folder} and {rest['path']} are not compared: {rest['no_tokenizer']}")
+    tokenizer = dataset_tokenizer(folder, source_tokenizer, source, rest['path'] if resumed else None)
     if model is None:
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
     check_data(folder, meta, train_bins, val_bins, model.config, source)
@@ -804,6 +917,8 @@ if __name__ == '__main__':
     model.to(device).train()
     block_size, params = model.config.block_size, [w for w in model.parameters() if w.requires_grad]
     n_windows, n_params = train_bins.n_windows(block_size), model.num_params()
+    # batches of the training text to compare val's loss with, at a quarter of its cost
+    quarter = max(1, min(eval_iters, val_bins.n_windows(block_size) // batch_size) // 4)
     first_token = val_bins.read([0], block_size)[0, :1].tolist()  # samples go on from here
 
     # length
@@ -817,7 +932,7 @@ if __name__ == '__main__':
     floor = learning_rate / 10 if min_lr is None else min_lr
     flops_per_iter = model.flops_per_token() * tokens_per_iter
     compile = resolve_compile(compile, device, flops_per_iter * max_iters)
-    config.update(max_iters=max_iters, compile=compile)
+    config['max_iters'] = max_iters
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
     if lora:
@@ -830,11 +945,14 @@ if __name__ == '__main__':
            f"windows on {ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} "
            f"epochs, {max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
            f"{eval_interval} iterations to {out_dir}/")
+    warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param)
 
     # optimizers, compilation
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
     progress = resume(rest, config, optimizers, scaler) if resumed else Progress()
+    if resumed and progress.iter_num >= max_iters and not eval_only:
+        print0(f"resume: nothing is left to do, max_iters={max_iters:,}; to train on, give more --max_iters")
     del rest, source_tokenizer  # their memory
     forward = model
     if compile:
@@ -846,11 +964,16 @@ if __name__ == '__main__':
                       gradient_as_bucket_view=True)
 
     # files, signals
-    writer, log_file, wandb, stop = None, None, None, []
+    lock, writer, log_file, wandb, stop = None, None, None, None, []
     if rank == 0 and not eval_only:
+        os.makedirs(out_dir, exist_ok=True)
+        lock = lock_folder(out_dir)
         prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
         log_file, writer = open_log(os.path.join(out_dir, 'log.csv'), progress.iter_num)
-        wandb = start_wandb(wandb_project, wandb_run_name, {**config, **model_args}) if wandb_log else None
+        if wandb_log:
+            wandb = start_wandb(wandb_project, wandb_run_name,
+                                {**config, **dataclasses.asdict(model.config)}, progress.wandb_id)
+            progress.wandb_id = wandb.id if wandb else progress.wandb_id
     if not eval_only:
         stop = stop_on_signals(rank)
     constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
@@ -881,7 +1004,8 @@ if __name__ == '__main__':
             progress.skipped += not moved
 
             it, stopping = progress.iter_num, bool(stop) and ranks == 1
-            if it % log_interval == 0 or at_goal or stopping:
+            logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
+            if logs or early or stopping:
                 mean_loss, stopping = reduce_loss_and_stop(loss, bool(stop), ranks)
                 check_finite('loss', mean_loss, it, learning_rate)
                 seconds = (time.time() - timed_at) / (it - timed_it)
@@ -894,20 +1018,20 @@ if __name__ == '__main__':
                        'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
                        'load_max': None if expert_load is None else worst_load(expert_load),
                        'skipped': progress.skipped, 'wall_s': progress.wall_s}
-                tell(describe(row, (max_iters - it) * seconds), stop)
-                if rank == 0 and not at_goal and not stopping:  # else it waits for its val_loss
+                tell(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds), stop)
+                if rank == 0 and logs and not at_goal and not stopping:  # else it waits for its val_loss
                     log_row(writer, wandb, row)
-            elif it == first_it + 1:  # compilation and warm-up are no measure of speed
-                timed_it, timed_at = it, time.time()
 
         if stopping and rank == 0:  # first, for whoever sent the signal may not wait for an evaluation
             save(checkpoint_file, {**constant, **snapshot(model, progress, optimizers, scaler)})
         val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
                                    machine.autocast, rank, ranks)
+        train_loss, _ = evaluate(evaluated, model, train_bins, quarter, batch_size, device,
+                                 machine.autocast, rank, ranks)
         bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
-        tell(f"step {progress.iter_num}: val loss {val_loss:.4f}{bits}, perplexity "
-             f"{math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
+        tell(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
+             f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
         check_finite('val loss', val_loss, progress.iter_num, learning_rate)
         if eval_only:
             break
@@ -930,10 +1054,17 @@ if __name__ == '__main__':
         if stopping or progress.iter_num >= max_iters:
             break
 
-    if not eval_only:
+    stopped = stopping and progress.iter_num < max_iters
+    if stopped:
+        tell(f"stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
+             f"{resume_command(out_dir, ranks)}", stop)
+    elif not eval_only:
         tell(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}; next: python sample.py --out_dir={shlex.quote(out_dir)}", stop)
     if log_file:
         log_file.close()
+        lock.close()
     if ranks > 1:
         dist.destroy_process_group()
+    if stopped and stop:
+        sys.exit(128 + stop[0])  # as a shell reports a program that a signal has ended
