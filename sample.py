@@ -60,7 +60,7 @@ from prepare import find_tokenizer, json_tokenizer
 CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may be missing
     'iter_num': int, 'best_val_loss': (int, float, torch.Tensor), 'optimizer': (list, dict), 'scaler': dict,
     'skipped': int, 'wall_s': (int, float), 'config': dict, 'tokenizer': (dict, type(None)), 'runtime': dict,
-    'lora': (dict, type(None)), 'masked': bool,
+    'lora': (dict, type(None)), 'masked': bool, 'wandb_id': (str, type(None)),
 }
 RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
 LOWEST = {'iter_num': 0, 'skipped': 0, "runtime's ranks": 1, "runtime's threads": 1}
