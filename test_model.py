@@ -4228,8 +4228,8 @@ def test_targets_outside_the_mask_have_no_gradient(folder):
     assert 100 < mask[1:641].sum() < 600
     head = model.head
 
-    def watched(x):
-        logits.append(head(x))
+    def watched(x, is_padded):
+        logits.append(head(x, is_padded))
         logits[0].retain_grad()
         return logits[0]
     model.head = watched
