@@ -432,15 +432,14 @@ class Embedding(nn.Embedding):
 
 class FusedLinear(Linear):
     """Several projections of one input as one matrix, one matmul: x (..., n_in) -> a tensor (..., width) for
-    each of widths. They are rows of `weight`, in this order. together: the first so many are one tensor."""
+    each of widths. They are rows of `weight`, in this order."""
 
-    def __init__(self, n_in, widths, bias=False, together=1):
+    def __init__(self, n_in, widths, bias=False):
         super().__init__(n_in, sum(widths), bias, rows=tuple(widths))
         self.widths = tuple(widths)
-        self.sizes = (sum(widths[:together]), *widths[together:])
 
     def forward(self, x):
-        return super().forward(x).split(self.sizes, dim=-1)
+        return super().forward(x).split(self.widths, dim=-1)
 
 
 class GroupedLinear(nn.Module):
@@ -485,47 +484,11 @@ class Norm(nn.Module):
         self.kind, self.eps = config.norm, config.norm_eps
 
     def forward(self, x):
-        return normalise(x, self.weight, self.bias, self)
-
-
-def normalise(x, weight, bias, norm):
-    """What Norm computes, with this weight and bias (or None): (width,), or (heads, width) for x (..., heads,
-    width). norm: has kind and eps."""
-    weight, bias = weight.float(), None if bias is None else bias.float()
-    width, by_head = weight.shape[-1:], weight.ndim > 1  # torch's norms take one weight for all heads
-    if norm.kind == 'layernorm':
-        if not by_head:
-            return F.layer_norm(x.float(), width, weight, bias, norm.eps).type_as(x)
-        y = F.layer_norm(x.float(), width, eps=norm.eps) * weight
-    elif x.device.type == 'cpu' and not torch.compiler.is_compiling():
-        y = RMSNorm.apply(x, weight, norm.eps)
-    elif by_head:
-        y = F.rms_norm(x.float(), width, eps=norm.eps) * weight
-    else:
-        y = F.rms_norm(x.float(), width, weight, norm.eps)
-    return (y if bias is None else y + bias).type_as(x)
-
-
-class RMSNorm(torch.autograd.Function):
-    """F.rms_norm, which has no kernel of its own on CPUs, with its backward written out: a dozen operators
-    where autograd has some 25. x (..., width), weight (width,) or (heads, width) float32 ->
-    float32."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-        scale = (norm.square() / x.shape[-1] + eps).rsqrt()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, scale = ctx.saved_tensors
-        normed, weighted = x * scale, grad * weight
-        inner = (weighted * normed).sum(dim=-1, keepdim=True)
-        grad_x = torch.addcmul(weighted, normed, inner, value=-1 / x.shape[-1]).mul_(scale).type_as(x)
-        return grad_x, (grad * normed).flatten(0, -1 - weight.ndim).sum(dim=0), None
+        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
+        if self.kind == 'layernorm':
+            return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
+        y = F.rms_norm(x.float(), weight.shape, weight, self.eps)
+        return (y if bias is None else y + bias).type_as(x)
 
 
 def dropout(x, p):
@@ -640,23 +603,15 @@ def rope_table(config, position_ids, length):
 
 
 def rotate(x, rope):
-    """x (B, heads, T, D) with its first dimensions rotated by rope, as full_width gives it. Pair i is x[i],
-    x[i + pairs], the half-split layout of Llama and transformers; checkpoints in GPT-J's interleaved layout
-    are permuted when read."""
+    """x (B, heads, T, D) with its first dimensions rotated by rope = (cos, sin), each (1 or B, 1, T, pairs).
+    Pair i is x[i], x[i + pairs], the half-split layout of Llama and transformers; checkpoints in GPT-J's
+    interleaved layout are permuted when read."""
     if rope is None:
         return x
     cos, sin = rope
-    x, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
-    a, b = x.chunk(2, dim=-1)
-    y = (x * cos + torch.cat((b, a), dim=-1) * sin).type_as(x)
-    return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
-
-
-def full_width(rope):
-    """(cos, sin) of pairs, each (..., pairs) -> what x and x with its halves swapped are multiplied by:
-    (cos, cos) and (-sin, sin), each (..., 2 pairs)."""
-    cos, sin = rope
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    a, b, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), dim=-1)
+    a, b = a.float(), b.float()
+    return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x), rest), dim=-1)
 
 
 def sinusoid(position_ids, width):
@@ -692,7 +647,7 @@ class ForwardContext:
     positions: torch.Tensor       # (1 or B, T), each new token's in its row: what masks and the cache go by
     position_ids: torch.Tensor    # the same, counted from the start of its document: what rotations go by
     document_starts: torch.Tensor | None  # (B, T): positions where the tokens' documents start; None: one
-    rope: tuple | None            # what rotate() takes at position_ids, each (1 or B, 1, T, rope_dim)
+    rope: tuple | None            # (cos, sin) at position_ids, each (1 or B, 1, T, pairs)
     masks: dict                   # a mixer's mask_kind -> Mask
     cache: 'Cache | None'
     lengths: torch.Tensor | None  # (B,): new tokens of each row, which padding follows; None: all T
@@ -917,38 +872,28 @@ class Attention(BaseAttention):
         super().__init__(config, layer)
         H, K, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
         gate = (H * D,) if config.attn_gate else ()
-        self.c_attn = FusedLinear(C, (H * D, K * D, K * D, *gate), bias=config.qkv_bias, together=2)
+        self.c_attn = FusedLinear(C, (H * D, K * D, K * D, *gate), bias=config.qkv_bias)
         self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
-        self.qk_norm, self.heads = config.qk_norm, (H, K)
-        if config.qk_norm:
-            self.q_norm, self.k_norm = (Norm(n * D if config.qk_norm == 'whole' else D, config)
-                                        for n in self.heads)
+        # (heads, width) that a norm sees at once
+        self.normed = [(1, n * D) if config.qk_norm == 'whole' else (n, D) for n in (H, K)]
+        self.q_norm, self.k_norm = (Norm(width, config) if config.qk_norm else nn.Identity()
+                                    for _, width in self.normed)
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
 
     def forward(self, x, context):
-        qk, v, *gate = self.c_attn(x)  # queries and keys go together as far as they can: half the operators
-        qk = self.normalise_heads(qk).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, D)
-        q, k = (rotate(qk, context.rope) if self.pos else qk).split(self.heads, dim=1)
+        q, k, v, *gate = self.c_attn(x)
+        q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
+        k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
+        # (B, heads, T, D)
+        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v)]
+        if self.pos:
+            q, k = rotate(q, context.rope), rotate(k, context.rope)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, context, k, v)
         y = self.attend(q, k, v, context).transpose(1, 2).flatten(2)
         if gate:
             y = y * gate[0].sigmoid()
         return self.c_proj(y)
-
-    def normalise_heads(self, qk):
-        """q_norm and k_norm of queries and keys, (B, T, (H + K) D)."""
-        if not self.qk_norm:
-            return qk
-        norms = list(zip((self.q_norm, self.k_norm), self.heads))
-        if self.qk_norm == 'whole':
-            parts = qk.split([n * self.head_dim for n in self.heads], dim=-1)
-            return torch.cat([norm(part) for (norm, _), part in zip(norms, parts)], dim=-1)
-        weight, bias = torch.cat([norm.weight.expand(n, -1) for norm, n in norms]), None
-        if self.q_norm.bias is not None:
-            bias = torch.cat([norm.bias.expand(n, -1) for norm, n in norms])
-        return normalise(qk.unflatten(-1, (-1, self.head_dim)), weight, bias, self.q_norm).flatten(2)
 
 
 class LatentAttention(BaseAttention):
@@ -1655,8 +1600,7 @@ class GPT(nn.Module):
         kind = (config.rope_scaling or {}).get('rope_type')
         by_length = kind and ROPE_SCALINGS[kind][1]
         if config.pos == 'rope' and not by_length and device.type != 'meta':  # there it could not be seen
-            positions = torch.arange(config.block_size, device=device)
-            self.rope = full_width(rope_table(config, positions, config.block_size))
+            self.rope = rope_table(config, torch.arange(config.block_size, device=device), config.block_size)
 
     def _apply(self, fn, recurse=True):
         """What .to() and .cuda() call. It must not round the angles of the rotary table, nor expert biases,
@@ -1790,8 +1734,8 @@ class GPT(nn.Module):
         if self.rope is not None:
             context.rope = tuple(table[context.position_ids][:, None] for table in self.rope)
         elif config.pos == 'rope':  # a scaling that depends on the length
-            context.rope = full_width(rope_table(config, context.position_ids[:, None],
-                                                 T if cache is None else cache.max_len))
+            context.rope = rope_table(config, context.position_ids[:, None],
+                                      T if cache is None else cache.max_len)
         for kind in dict.fromkeys(block.attn.mask_kind for block in self.h):
             if kind is not None:
                 context.masks[kind] = self.mask(context, *kind)
@@ -1971,7 +1915,7 @@ class LoRALinear(nn.Module):
     def forward(self, x):
         y = F.linear(x, self.base.weight, self.base.bias)
         y = y + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
-        return y.split(self.base.sizes, dim=-1) if isinstance(self.base, FusedLinear) else y
+        return y.split(self.base.widths, dim=-1) if isinstance(self.base, FusedLinear) else y
 
 
 @torch.no_grad()

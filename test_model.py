@@ -3277,7 +3277,7 @@ def test_rotation_depends_on_distance_alone():
         assert sin[p, i].item() == pytest.approx(math.sin(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
     q, k = torch.randn(2, 1, 1, 1, 10)  # the last two of ten dimensions do not turn
     def turn(x, p):
-        return flat.rotate(x, flat.full_width((cos[[p]][None, None], sin[[p]][None, None])))
+        return flat.rotate(x, (cos[[p]][None, None], sin[[p]][None, None]))
     assert torch.equal(turn(q, 0), q) and torch.equal(turn(q, 9)[..., 8:], q[..., 8:])
     scores = [(turn(q, p + 5) * turn(k, p)).sum().item() for p in (0, 7, 50)]
     assert scores == pytest.approx([scores[0]] * 3, abs=1e-5)
