@@ -1646,6 +1646,12 @@ def chat_tokenizer(template='chatml'):
                                           'eos_token': end})
 
 
+def save_tokenizer(tok, folder):
+    os.makedirs(folder)
+    Path(folder, 'tokenizer.json').write_text(tok.source, encoding='utf-8')
+    Path(folder, 'tokenizer_config.json').write_text(json.dumps(tok.config), encoding='utf-8')
+
+
 def chat_of(rng, turns=2, system=False):
     def words():
         some = ['a', 'word', 'é🙂', 'def x():\n', '\n']
@@ -1758,10 +1764,8 @@ def test_conversations_are_packed_whole_into_slots(block_size, tmp_path):
 
 def test_all_shapes_of_records_are_the_same_conversations(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    os.makedirs('tok')
     tok = chat_tokenizer()
-    Path('tok/tokenizer.json').write_text(tok.source, encoding='utf-8')
-    Path('tok/tokenizer_config.json').write_text(json.dumps(tok.config), encoding='utf-8')
+    save_tokenizer(tok, 'tok')
     pairs = [(f'What is {i}?\n\nAs a word', f'It is {i}.') for i in range(50)]
     shapes = {
         'messages': [{'messages': prepare.make_messages(pair)} for pair in pairs],
@@ -1794,10 +1798,8 @@ def test_all_shapes_of_records_are_the_same_conversations(tmp_path, monkeypatch,
 
 def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    os.makedirs('tok')
     tok = chat_tokenizer()
-    Path('tok/tokenizer.json').write_text(tok.source, encoding='utf-8')
-    Path('tok/tokenizer_config.json').write_text(json.dumps(tok.config), encoding='utf-8')
+    save_tokenizer(tok, 'tok')
     good = prepare.make_messages(('Hi', 'Hello'))
     user, answer = good
     table = [({'messages': [answer, user]}, 'take turns'),
