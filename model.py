@@ -1926,15 +1926,14 @@ def from_adapters(path, rest, read_base, changes):
     kinds = {'rank': int, 'alpha': (int, float), 'targets': list, 'base': str, 'checksum': int}
     if not (isinstance(lora, dict) and all(isinstance(lora.get(name), kind) for name, kind in kinds.items())):
         raise ValueError(f"{path} is damaged, or not written by train.py: it holds lora={lora!r:.80}")
-    base = base_path(lora['base'], os.path.dirname(path))
+    base, advice = base_path(lora['base'], os.path.dirname(path)), 'put back the one they were trained on'
+    if lora['base'].startswith('.') and not os.path.exists(base):  # what is no file might be taken for an id
+        raise FileNotFoundError(f"{path} holds adapters of {base}, which is not there: {advice}")
     changes = {**{name: args[name] for name in CHANGEABLE if name in args}, **changes}
-    try:
-        model, *_ = read_base(base, **changes)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} holds adapters of {base}: {error}") from None
-    if checksum(model) != lora['checksum']:
-        raise ValueError(f"{path} holds adapters of {base}, which is another model now: put back the one "
-                         "that they were trained on")
+    in_its_place = os.path.realpath(base) == os.path.realpath(path)
+    model = None if in_its_place else read_base(base, **changes)[0]
+    if model is None or checksum(model) != lora['checksum']:
+        raise ValueError(f"{path} holds adapters of {base}, which is another model now: {advice}")
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     if wrong := misfits(state, lora_state(model)):
         raise ValueError(f"{path} does not fit {base}: {', '.join(wrong[:5])}")

@@ -60,7 +60,7 @@ from prepare import find_tokenizer, json_tokenizer
 CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may be missing
     'iter_num': int, 'best_val_loss': (int, float, torch.Tensor), 'optimizer': (list, dict), 'scaler': dict,
     'skipped': int, 'wall_s': (int, float), 'config': dict, 'tokenizer': (dict, type(None)), 'runtime': dict,
-    'lora': (dict, type(None)),
+    'lora': (dict, type(None)), 'masked': bool,
 }
 RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
 LOWEST = {'iter_num': 0, 'skipped': 0, "runtime's ranks": 1, "runtime's threads": 1}
@@ -523,6 +523,9 @@ if __name__ == '__main__':
     if chat and not tokenizer.chat_template:
         raise ValueError(f"{rest['path']} has no chat template, it only continues text: leave out --chat, or "
                          "train it on conversations: python prepare.py pydoc_chat, then config/chat.py")
+    if chat and rest.get('masked') is False:  # a template is no sign: tokenizers trained here have one
+        print(f"warning: {rest['path']} was trained on text, not on conversations, so it knows no answers: "
+              "train it on some: python prepare.py pydoc_chat, then config/chat.py")
     model.eval()
     trained = ''
     if 'iter_num' in rest and 'best_val_loss' in rest:

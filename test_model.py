@@ -3446,6 +3446,7 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     loss.backward()
     assert all((w.grad is not None and bool(w.grad.any())) == w.requires_grad for w in model.parameters())
     expected, effective = model(idx).detach(), dict(before)  # W + alpha / rank B A, by hand
+    continued = list(generate(model, [[1, 2, 3], [4]], 10, temperature=0))  # with a cache
     for name, a in adapters.items():
         if name.endswith('lora_a'):
             weight = name.removesuffix('lora_a') + 'weight'
@@ -3460,6 +3461,7 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
         torch.testing.assert_close(w, effective[name], atol=1e-6, rtol=1e-5, msg=name)
     assert (expected - logits).abs().max() > 0.01
     near(model(idx), expected, 2e-5)
+    assert list(generate(model, [[1, 2, 3], [4]], 10, temperature=0)) == continued
 
 
 def test_what_cannot_have_an_adapter_is_named():
@@ -3904,10 +3906,10 @@ def test_two_ranks_share_a_masked_batch(folder):
     assert losses == pytest.approx([expected.item()] * 2, rel=1e-4)
 
 
-def test_packed_conversations_are_learnt_as_if_each_were_alone(folder):
-    """Conversations of which some share a window, in a folder as prepare.py packs it: their loss is that of a
-    plain loop over them."""
-    rng, eot, block = np.random.default_rng(0), 22, 16
+def write_packed(eot=22, block=16):
+    """Makes data/toy a folder as prepare.py packs it, of conversations of which some share a window. Returns
+    them: [(ids, the mask of each)]."""
+    rng = np.random.default_rng(0)
     talks = [[eot, *rng.integers(22, size=n)] for n in (5, 8, 12, 3, 3, 3, 15, 7)]
     learnt = [[0] + [int(i % 7 > 2) for i in range(1, len(talk))] for talk in talks]
     ids, mask = [], []
@@ -3923,20 +3925,35 @@ def test_packed_conversations_are_learnt_as_if_each_were_alone(folder):
     for split in ('train', 'val'):
         ids.tofile(f'data/toy/{split}.bin')
         mask.tofile(f'data/toy/{split}.mask.bin')
-    story = train('--out_dir=out', '--max_iters=2', '--eval_iters=100')
+    return list(zip(talks, learnt))
+
+
+@pytest.mark.parametrize('options', [
+    [], ['--pos=alibi'], ['--pos=learned', '--window=4', '--window_pattern=SL'],
+    ['--mixer_pattern=DA', '--linear_n_key_head=1', '--linear_n_value_head=2']])
+def test_packed_conversations_are_learnt_as_if_each_were_alone(folder, options):
+    """By a model that knew no documents: their loss is that of a plain loop over them."""
+    assert train('--out_dir=base', '--max_iters=1', *options)['model'].config.document_token is None
+    talks, total, count = write_packed(), 0, 0
+    story = train('--out_dir=out', '--init_from=base', '--max_iters=2', '--eval_iters=100', '--lora_rank=2',
+                  *options)
     model = story['model'].eval()
-    assert model.config.document_token == eot  # unasked, for such a folder
-    total = count = 0
-    for talk, one in zip(talks, learnt):
+    assert model.config.document_token == 22  # unasked, for such a folder
+    for talk, learnt in talks:
         idx = torch.tensor([talk])
         losses = torch.nn.functional.cross_entropy(model(idx)[0, :-1], idx[0, 1:], reduction='none')
-        total, count = total + losses[torch.tensor(one[1:]) == 1].sum(), count + sum(one)
+        total, count = total + losses[torch.tensor(learnt[1:]) == 1].sum(), count + sum(learnt)
     loss, targets = flat_train.evaluate(model, model, story['val_bins'], 100, 4, 'cpu',
                                         contextlib.nullcontext)
-    assert targets == count == mask.sum() and loss == pytest.approx((total / count).item(), rel=1e-5)
+    assert targets == count and loss == pytest.approx((total / count).item(), rel=1e-5)
     assert float(log_rows('out')[-1]['val_loss']) == pytest.approx(loss, abs=1e-6)
-    apart = train('--out_dir=other', '--max_iters=1', '--document_token=None')['model'].config
-    assert apart.document_token is None
+    assert [flat_sample.load(out)[2]['masked'] for out in ('base', 'out')] == [False, True]
+
+
+def test_packed_data_has_its_block_size_and_its_document_token(folder):
+    write_packed()
+    for asked, token in ([], 22), (['--document_token=None'], None):
+        assert train('--out_dir=out', '--max_iters=1', *asked)['model'].config.document_token == token
     with pytest.raises(ValueError, match='packed for block_size=16, .* has 8: give --block_size=16'):
         train('--out_dir=third', '--block_size=8')
 
@@ -4052,7 +4069,12 @@ def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
     assert flat_sample.load('out')[2]['path'] == os.path.join('out', 'ckpt.pt')
     os.remove('out/best.pt.old')
     train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=False')
-    assert torch.load('out/best.pt', weights_only=True)['iter_num'] == 20  # the best so far
+    saved = torch.load('out/best.pt', weights_only=True)
+    assert saved['iter_num'] == 20  # the best so far
+    saved['model'] = {name: w + 1 for name, w in saved['model'].items()}
+    torch.save(saved, 'out/best.pt')
+    tuned = train('--out_dir=fine', '--init_from=out', '--max_iters=0')['model']  # as sample.py reads it
+    assert same_weights(tuned.state_dict(), saved['model'])
 
 
 def test_log_of_another_version_survives_a_resume(folder):
@@ -4301,14 +4323,17 @@ def test_adapters_train_alone_and_resume_exactly(base):
     assert first == train('--out_dir=zero', '--init_from=out', '--eval_only=True')['val_loss']
 
 
-def test_a_run_of_adapters_says_what_is_wrong(base):
+def test_a_run_of_adapters_says_what_is_wrong(base, monkeypatch):
     train('--out_dir=lora', *ADAPT, '--max_iters=1')
     for args, message in [
             (['--out_dir=x', '--lora_rank=2'], 'lora_rank=2 needs a trained model: give --init_from'),
             (['--out_dir=x', '--init_from=lora', '--lora_rank=2'], 'is a run with adapters itself'),
             (['--out_dir=lora', '--init_from=resume', '--lora_rank=3'], "lora_rank=3, .*'rank': 2"),
             (['--out_dir=out', '--init_from=resume', '--lora_rank=3'], 'which has no adapters'),
-            (['--out_dir=x', *ADAPT, '--lora_targets=q'], "'q' is the name of no layer")]:
+            (['--out_dir=out', *ADAPT], r'out_dir=out holds out.ckpt.pt, which the adapters need'),
+            (['--out_dir=x', *ADAPT, '--lora_alpha=0'], 'lora_alpha=0.0 must be above 0'),
+            (['--out_dir=x', *ADAPT, '--lora_targets='], "'' is the name of no layer"),
+            (['--out_dir=x', *ADAPT, '--lora_targets=c_attn, q'], "'q' is the name of no layer")]:
         with pytest.raises(ValueError, match=message) as error:
             train(*args)
         assert '\n' not in str(error.value)
@@ -4322,12 +4347,51 @@ def test_a_run_of_adapters_says_what_is_wrong(base):
     with pytest.raises(ValueError, match=r'holds adapters of moved.out.ckpt.pt, which is another model now'):
         flat_sample.load('moved/lora')
     os.remove('moved/out/ckpt.pt')
-    with pytest.raises(FileNotFoundError, match='adapters of moved.out.ckpt.pt: no checkpoint at'):
+    with pytest.raises(FileNotFoundError, match='adapters of moved.out.ckpt.pt, which is not there'):
         flat_sample.load('moved/lora')
     saved = torch.load('moved/lora/ckpt.pt', weights_only=True)
+    torch.save(saved, 'moved/out/ckpt.pt')  # where their base was
+    with pytest.raises(ValueError, match=r'adapters of moved.out.ckpt.pt, which is another model now'):
+        flat_sample.load('moved/out')
+    torch.save({**saved, 'lora': {**saved['lora'], 'base': './../gone'}}, 'moved/lora/ckpt.pt')
+    monkeypatch.setitem(sys.modules, 'hub', None)  # moved/gone looks like an id
+    with pytest.raises(FileNotFoundError, match='adapters of moved.gone, which is not there'):
+        flat_sample.load('moved/lora')
     torch.save({**saved, 'lora': {'rank': 'x'}}, 'moved/lora/ckpt.pt')
     with pytest.raises(ValueError, match="is damaged, .* it holds lora="):
         flat_sample.load('moved/lora')
+
+
+def test_two_ranks_train_adapters_as_one(base):
+    write_masks()
+    args = [*TOY, *ADAPT, '--max_iters=4', '--gradient_accumulation_steps=4', '--optimizer=muon',
+            '--grad_clip=0', '--sample_tokens=0']
+    two_ranks('--out_dir=two', *args)
+    run('train.py', '--out_dir=one', *args)
+    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('one', 'two'))
+    assert a['lora'] == b['lora'] and a['model'].keys() == b['model'].keys()
+    for name, w in a['model'].items():
+        assert w.any()
+        torch.testing.assert_close(b['model'][name], w, atol=2e-4, rtol=1e-3, msg=name)
+    for one, two in zip(log_rows('one'), log_rows('two')):
+        assert float(two['loss']) == pytest.approx(float(one['loss']), rel=1e-4)
+        assert float(two['grad_norm']) == pytest.approx(float(one['grad_norm']), rel=1e-3)
+
+
+def test_compiled_adapters_equal_eager():
+    model = tiny(n_layer=1, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+    flat.add_lora(model, 2, 4.0, ['c_kv', 'attn.c_proj', 'c_fc'])
+    for w in flat.lora_state(model).values():
+        w += torch.randn_like(w) * 0.1
+    idx, found = tokens(model, 2, 16), []
+    for forward in model, torch.compile(model, backend='aot_eager', fullgraph=True):
+        loss, _ = forward(idx, idx)
+        loss.backward()
+        found.append([loss.detach()] + [w.grad for w in model.parameters() if w.requires_grad])
+        model.zero_grad()
+    assert len(found[0]) == 7
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
 
 
 def test_experts_keep_their_bias_under_adapters(folder):
@@ -4587,10 +4651,19 @@ def from_nothing(chat, question, n=8):
     ('chatml', {}), ('chatml', dict(window=9, window_pattern='SL')), ('chatml', MLA),
     ('chatml', dict(window=30, window_pattern='S', pos='alibi')), ('chatml', dict(n_expert=4)),
     ('chatml', DELTA), ('chatml', dict(document_token=256, n_kv_head=2)), ('qwen3', {}), ('qwen3', DELTA),
-    ('qwen3', dict(window=9, window_pattern='SL')), ('llama3', {})])
+    ('qwen3', dict(window=9, window_pattern='SL')), ('llama3', {}), ('minimind', {})])
 def test_a_conversation_with_its_cache_is_each_turn_from_nothing(template, variant):
-    model = chat_model(**variant)
-    chat, fed, pieces, cached = new_chat(model, template), count_fed(model), [], []
+    if template == 'minimind':
+        path = os.path.join(os.environ.get('FLATGPT_DATA', ''), 'minimind_tokenizer')
+        if not os.path.isdir(path):
+            pytest.skip('no minimind_tokenizer/ in FLATGPT_DATA')
+        tokenizer = prepare.json_tokenizer(path)
+        model = chat_model(vocab_size=tokenizer.n_vocab)
+        chat = flat_sample.Chat(model, tokenizer, CHAT_SETTINGS)
+    else:
+        model = chat_model(**variant)
+        chat = new_chat(model, template)
+    fed, pieces, cached = count_fed(model), [], []
     for question in QUESTIONS:
         expected = from_nothing(chat, question)
         if template == 'qwen3' and len(chat.messages) > 1:  # which the template leaves out from now on
@@ -4631,6 +4704,22 @@ def test_generate_goes_on_from_a_cache_that_holds_the_beginning(variant):
     with torch.no_grad():
         model(torch.tensor(long)[:, :20], cache=cache)
     assert list(generate(model, long, 8, seed=3, cache=cache)) == cropped
+
+
+def test_a_compiled_conversation_is_compiled_once(monkeypatch):
+    compile, graphs = torch.compile, []
+
+    def watched(graph, inputs):
+        graphs.append(graph)
+        return graph
+    monkeypatch.setattr(torch, 'compile', lambda f, dynamic, mode: compile(f, backend=watched))
+    torch._dynamo.reset()
+    chat = new_chat(chat_model(n_layer=1, window=9, window_pattern='S'), compile=True)
+    for question in QUESTIONS:
+        expected = from_nothing(chat, question)
+        chat.answer(question, str)
+        assert chat.messages[-1]['content'] == expected
+    assert len(graphs) == 1
 
 
 def test_history_is_kept_within_the_context(capsys):
@@ -5416,6 +5505,11 @@ def test_sample_script_chats(folder, capsys, monkeypatch):
     run('sample.py', *common, '--start=LINES:q.txt')  # each alone
     out = capsys.readouterr().out
     assert f"> Hi\n{answer}\n---" in out and f"> Why so?\n{from_nothing(chat, 'Why so?')}\n---" in out
+    saved = torch.load('out/ckpt.pt', weights_only=True)
+    for masked in (True, False):  # whether answers were learnt, as train.py writes it
+        torch.save({**saved, 'masked': masked}, 'out/ckpt.pt')
+        run('sample.py', *common, '--start=Hi')
+        assert ('was trained on text, not on conversations' in capsys.readouterr().out) != masked
     run('sample.py', *common, '--start=Why so?')
     assert f"> Why so?\n{from_nothing(chat, 'Why so?')}\n---" in capsys.readouterr().out
     with pytest.raises(ValueError, match='ask a shorter one'):

@@ -201,13 +201,13 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
     chosen = np.arange(count) * n // count
     training = model.training
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64)  # loss, windows' worth of targets
+    totals = torch.zeros(2, dtype=torch.float64)  # sum of the targets' losses, targets
     for start in range(rank * batch_size, count, ranks * batch_size):
         part = chosen[start:start + batch_size]
         inputs, targets = bins.batch(np.resize(part, batch_size), block_size)
         targets = targets.copy()
         targets[len(part):] = -1  # a full batch always, so nothing recompiles; what fills it does not count
-        learnt = np.count_nonzero(targets != -1) / block_size
+        learnt = np.count_nonzero(targets != -1)
         with autocast():
             loss, _ = forward(*to_device((inputs, targets), device))
         totals += torch.tensor([loss.item() * learnt, learnt], dtype=torch.float64)
@@ -216,7 +216,7 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
         totals = totals.to(device)
         dist.all_reduce(totals)
     total, learnt = totals.tolist()
-    return total / max(learnt, 1 / block_size), round(learnt * block_size)
+    return total / max(learnt, 1), int(learnt)
 
 
 # optimizers -------------------------------------------------------------------------------------------------
@@ -456,17 +456,19 @@ class Progress:
 
 def load_to_train(init_from, out_dir, model_args, argv, meta):
     """The model to resume or to fine-tune, its tokenizer and the rest of its checkpoint, as sample.load
-    returns them. Its architecture is the checkpoint's: of the model_args that the user asks for, those that
-    are CHANGEABLE may change it, any other difference is a ValueError. Conversations that prepare.py packed
-    do not see each other (meta, of the data) unless the user or the run resumed has it otherwise."""
+    returns them: of a run that is to be fine-tuned best.pt, where there is one. Its architecture is the
+    checkpoint's: of the model_args that the user asks for, those that are CHANGEABLE may change it, any other
+    difference is a ValueError. Conversations that prepare.py packed do not see each other (meta, of the data)
+    unless the user or the run resumed has it otherwise."""
     if not any(arg.endswith('.py') for arg in argv):  # config/default.py was not asked for
         model_args = {name: value for name, value in model_args.items()
                       if any(arg.startswith(f'--{name}=') for arg in argv)}
     changes = {name: value for name, value in model_args.items() if name in CHANGEABLE}
-    if init_from != 'resume':
+    fine_tune = init_from != 'resume'
+    if fine_tune:
         changes = {**packed(meta), **changes}
-    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=False,
-                                  merge=init_from != 'resume', **changes)
+    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=fine_tune, merge=fine_tune,
+                                  **changes)
     for name, value in model_args.items():
         if value is not None and value != rest['model_args'][name]:
             raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has "
@@ -483,7 +485,7 @@ def lora_of(config, rest, resumed):
     """What a checkpoint of this run says of its adapters, or None: what the run resumed has, or else what the
     settings ask for, less 'checksum'. Raises ValueError where the two differ, and where there is no base."""
     wanted = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
-              'targets': config['lora_targets'].split(',')}
+              'targets': [name.strip() for name in config['lora_targets'].split(',')]}
     had, path = rest.get('lora'), rest.get('path')
     if resumed:
         if config['lora_rank'] and wanted != {name: (had or {}).get(name) for name in wanted}:
@@ -498,6 +500,10 @@ def lora_of(config, rest, resumed):
     if had:
         raise ValueError(f"{path} is a run with adapters itself: export it with `python hub.py export` and "
                          "start from that, or resume it")
+    folder = os.path.dirname(path)
+    if os.path.isfile(path) and os.path.realpath(folder) == os.path.realpath(config['out_dir']):
+        raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is, and "
+                         "which this run would rename: give another --out_dir")
     hub_id = is_published(config['init_from']) and not os.path.exists(config['init_from'])
     return {**wanted, 'base': config['init_from'] if hub_id else base_name(path, config['out_dir'])}
 
@@ -640,6 +646,8 @@ def check_settings(config):
     for name in ('beta1', 'beta2', 'momentum'):
         if not 0 <= config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 0 and below 1")
+    if not 0 < config['lora_alpha'] < math.inf:
+        raise ValueError(f"lora_alpha={config['lora_alpha']} must be above 0")
     if not 0 < config['cooldown'] <= 1:
         raise ValueError(f"cooldown={config['cooldown']} must be above 0 and at most 1")
     if config['epochs'] is not None and config['tokens_per_param'] is not None:
@@ -853,7 +861,7 @@ if __name__ == '__main__':
     if not eval_only:
         stop = stop_on_signals(rank)
     constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
-                'tokenizer': tokenizer and tokenizer.state(),
+                'tokenizer': tokenizer and tokenizer.state(), 'masked': bool(train_bins.masks),
                 'runtime': dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads,
                                 compile=compile, dtype=dtype_name(machine.dtype))}
 
