@@ -4060,6 +4060,19 @@ def test_a_state_of_another_vocabulary_is_refused():
             model.load_state_dict({**model.state_dict(), 'wte.weight': torch.zeros(rows, 32)})
 
 
+def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
+    """Else its steps stay on the CPU, and fused AdamW crashes on CUDA. Here their dtype shows it."""
+    w = torch.nn.Parameter(torch.ones(3))
+    was = torch.optim.AdamW([w], lr=1.0, fused=False).state_dict()
+    was['state'] = {0: {'step': torch.tensor(4.0, dtype=torch.float64), 'exp_avg': torch.zeros(3),
+                        'exp_avg_sq': torch.ones(3)}}
+    opt = torch.optim.AdamW([w], lr=0.5, fused=True)
+    flat_train.load_optimizers([opt], [was], 'ckpt.pt', updates=4)
+    assert opt.state[w]['step'].dtype == torch.float32 and opt.state[w]['step'] == 4
+    assert opt.param_groups[0]['lr'] == 0.5 and opt.param_groups[0]['fused'] is True
+    assert was['param_groups'][0]['fused'] is False
+
+
 def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
     common = ['--out_dir=out', '--max_iters=10']
     train(*common, '--always_save_checkpoint=False')

@@ -354,10 +354,10 @@ def load_optimizers(optimizers, states, path, updates=0):
                 # rows that pad the vocabulary are not in nanoGPT's files
                 state['state'][i][name] = torch.zeros_like(w, device='cpu').index_copy_(
                     0, torch.arange(len(value)), value.to(w.dtype))
+        # the settings of this run, not the file's; before loading, which puts states where `fused` wants them
         ours = [{k: v for k, v in group.items() if k != 'params'} for group in opt.param_groups]
-        opt.load_state_dict(state)
-        for group, mine in zip(opt.param_groups, ours):
-            group.update(mine)  # the settings of this run, not the file's
+        groups = [{**group, **mine} for group, mine in zip(state['param_groups'], ours)]
+        opt.load_state_dict({**state, 'param_groups': groups})
 
 
 # one iteration ----------------------------------------------------------------------------------------------
