@@ -4236,6 +4236,68 @@ def test_a_diverged_run_stops_and_keeps_finite_weights(folder):
     assert all(w.isfinite().all() for w in model.parameters())
 
 
+@pytest.mark.parametrize('kind', ['adamw', 'muon'])
+def test_an_update_that_is_not_finite_is_skipped_wherever_that_is_decided(kind):
+    """Here, or on the device, where nothing is known of it: the same weights, states and balance."""
+    found = {}
+    for wait in (True, False):
+        torch.manual_seed(0)
+        model = tiny(n_expert=4, balance_bias=True)
+        optimizers = make_optimizers(model, optimizer=kind, learning_rate=1e-2)
+        scaler, params = torch.amp.GradScaler('cpu', enabled=False), list(model.parameters())
+        moves, x = [], torch.randint(61, (6, 2, 17))
+        for it in range(6):
+            loss, aux = model(x[it][:, :-1], x[it][:, 1:])
+            loss.backward()
+            before = [w.detach().clone() for w in params] + [*model.buffers()]
+            if it == 2:
+                params[3].grad.view(-1)[1] = math.nan
+            loss = loss.detach() if it != 3 else torch.tensor(math.inf)
+            _, moved = flat_train.update(model, params, optimizers, scaler, 1.0, loss, aux['load'], 0.01,
+                                         wait)
+            assert torch.is_tensor(moved) != wait and bool(moved) == (it not in (2, 3))
+            if not moved:
+                assert all(map(torch.equal, before, [*params, *model.buffers()]))
+            moves.append(moved)
+        assert flat_train.count_skipped(moves, 0) == (2, 0)
+        assert flat_train.count_skipped(moves[:4], 5) == (2, 2)
+        assert flat_train.count_skipped(moves[2:4], 5) == (2, 7)
+        assert all(s.get('step', 4) == 4 for opt in optimizers for s in opt.state.values())
+        found[wait] = [*model.state_dict().values()] + [
+            value for opt in optimizers for state in opt.state.values() for value in state.values()]
+    for a, b in zip(found[True], found[False]):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, monkeypatch, capsys):
+    forward, bad = GPT.forward, set()
+
+    def broken(self, idx, targets=None, **rest):
+        found = forward(self, idx, targets, **rest)
+        if targets is None or not self.training:
+            return found
+        calls.append(1)
+        return (found[0] * math.nan, found[1]) if (len(calls) - 1) // 3 in bad else found
+    monkeypatch.setattr(flat_train.GPT, 'forward', broken)
+    calls, bad = [], {3, 4}
+    train('--out_dir=out', '--max_iters=10', '--log_interval=1')
+    assert [row['skipped'] for row in log_rows('out')] == ['0'] * 3 + ['1'] + ['2'] * 6
+    assert 'iter 5: a loss or gradient was not finite, 1 update skipped, 2 in all' in capsys.readouterr().out
+    good = Path('out/ckpt.pt').read_bytes()
+    assert torch.load('out/ckpt.pt', weights_only=True)['skipped'] == 2
+    calls, bad = [], set(range(3, 99))
+    path = re.escape(os.path.join('out', 'ckpt.pt'))
+    with pytest.raises(ValueError, match=rf'10 losses or gradients in a row were not finite at iteration 23: '
+                                         rf'.*the last good checkpoint is {path}; lower --learning_rate'):
+        train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--eval_interval=40')
+    assert Path('out/ckpt.pt').read_bytes() == good
+    state = torch.load('out/ckpt.pt', weights_only=True)
+    state['model']['ln_f.weight'][0] = math.nan
+    with pytest.raises(ValueError, match='ln_f.weight is not finite at iteration 10'):
+        flat_train.save('out/ckpt.pt', state)
+    assert Path('out/ckpt.pt').read_bytes() == good
+
+
 def test_a_new_run_renames_the_old_one(folder, capsys):
     train('--out_dir=out', '--max_iters=10')
     old = Path('out/ckpt.pt').read_bytes()

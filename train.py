@@ -224,7 +224,9 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): what
     torch.optim.Muon with adjust_lr_fn='match_rms_adamw' computes, but all matrices of a shape at once, and
-    each projection of a fused matrix by itself. row_splits: parameter -> rows of each projection in it."""
+    each projection of a fused matrix by itself. row_splits: parameter -> rows of each projection in it. As
+    torch's fused optimizers do, it leaves all as it was if its `found_inf`, a 0-d tensor, is set to 1."""
+    _step_supports_amp_scaling = True  # torch's name for that
 
     def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -239,9 +241,13 @@ class Muon(torch.optim.Optimizer):
                 if not self.state[w]:
                     self.state[w]['momentum_buffer'] = torch.zeros_like(w)
             buffers = [self.state[w]['momentum_buffer'] for w in params]
+            moves, found_inf = 1.0, getattr(self, 'found_inf', None)
+            if found_inf is not None:
+                moves = 1 - found_inf
+                grads = [torch.where(moves > 0, grad, buffer) for grad, buffer in zip(grads, buffers)]
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
             nesterov = torch._foreach_lerp(grads, buffers, group['momentum'])
-            torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
+            torch._foreach_mul_(params, 1 - lr * group['weight_decay'] * moves)
             shapes = {}  # (rows, columns) -> (updates, weights) of the matrices of that shape
             for update, w in zip(nesterov, params):
                 rows = self.row_splits[w]
@@ -251,6 +257,7 @@ class Muon(torch.optim.Optimizer):
                     weights.extend([part] if part.ndim == 2 else part.unbind())
             for shape, (updates, weights) in shapes.items():
                 updates = orthogonalise(torch.stack(updates)).to(weights[0].dtype)
+                updates = updates if found_inf is None else updates * moves
                 torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
 
 
@@ -386,24 +393,44 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
     return losses / accumulation, expert_load, batch
 
 
-def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_rate):
+def update(model, params, optimizers, scaler, grad_clip, loss, expert_load, balance_rate, wait=True):
     """Clips the gradients, lets the optimizers step, moves the bias that balances experts, and clears the
-    gradients. Returns their norm, and whether the weights moved: with float16 they do not where a gradient
-    is not finite, and the scale goes down instead."""
+    gradients; where the loss or a gradient is not finite, only the last. Returns the gradients' norm, and
+    whether the weights moved: a bool, or, if nothing is to wait for the device, a 0-d tensor, and the device
+    decides. For that all optimizers must know found_inf; see decides_on_device."""
     for opt in optimizers:
         scaler.unscale_(opt)
     grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
                                                foreach=params[0].device.type != 'mps')
-    moved = not scaler.is_enabled() or bool(grad_norm.isfinite())
-    if moved:
+    moved = (loss + grad_norm).isfinite()
+    if wait:
+        moved = bool(moved)
+    if moved is not False:
         for opt in optimizers:
+            if not wait:
+                opt.found_inf = (~moved).float()
             scaler.step(opt)
         if model.config.balance_bias:
-            model.move_balance(expert_load, balance_rate)
+            model.move_balance(expert_load, balance_rate * moved)
     scaler.update()
     for opt in optimizers:
         opt.zero_grad(set_to_none=True)
     return grad_norm, moved
+
+
+def decides_on_device(device, optimizers, scaler):
+    """Whether an update can be skipped without the host's knowing: it would wait for each gradient."""
+    return ('cuda' in device and not scaler.is_enabled()
+            and all(getattr(opt, '_step_supports_amp_scaling', False) for opt in optimizers))
+
+
+def count_skipped(moves, in_a_row):
+    """moves: whether each update since the last count moved the weights, as update says; in_a_row: how many
+    did not right before. Returns how many did not, and how many of them right before now."""
+    moves = torch.stack(moves).tolist() if torch.is_tensor(moves[0]) else moves
+    for moved in moves:
+        in_a_row = 0 if moved else in_a_row + 1
+    return moves.count(False), in_a_row
 
 
 def set_learning_rate(optimizers, lr):
@@ -429,18 +456,39 @@ def relative_change(params, before):
     return (moved / sum(old.square().sum() for old in before)).sqrt().item()
 
 
-def reduce_loss_and_stop(loss, stop, ranks):
-    """Mean loss over the ranks, and whether any of them was asked to stop: all stop together."""
-    news = torch.stack([loss, torch.tensor(float(stop), device=loss.device)])
+def reduce_news(loss, stop, ranks):
+    """The loss and whether this rank was asked to stop, summed over the ranks: (2,), on the device. One small
+    reduction an iteration, which the host does not wait for."""
+    news = torch.stack([loss, torch.full_like(loss, float(stop))])
     if ranks > 1:
         dist.all_reduce(news)
-    return news[0].item() / ranks, news[1].item() > 0
+    return news
 
 
-def check_finite(name, value, it, learning_rate):
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value} at iteration {it}: the run diverged, so nothing more is saved; "
-                         f"lower --learning_rate (now {learning_rate}), or use --dtype=float32")
+def send_to_host(values):
+    """Starts to copy a tensor to the host. Returns a function that waits for it, but not for what the device
+    was given to do afterwards, and gives it as a list."""
+    if values.device.type != 'cuda':
+        return values.tolist
+    copy, done = torch.empty(values.shape, pin_memory=True), torch.cuda.Event()
+    copy.copy_(values, non_blocking=True)
+    done.record()
+
+    def read():
+        done.synchronize()
+        return copy.tolist()
+    return read
+
+
+MAX_SKIPPED = 10  # updates in a row, then the run stops
+
+
+def diverged(what, it, learning_rate, checkpoint):
+    """The error that ends a run: what, a clause, happened at iteration `it`."""
+    kept = (f"the last good checkpoint is {checkpoint}" if os.path.exists(checkpoint)
+            else 'there is no checkpoint yet')
+    return ValueError(f"{what} at iteration {it}: the run diverged, so nothing more is saved, {kept}; lower "
+                      f"--learning_rate (now {learning_rate}), or use --dtype=float32")
 
 
 # checkpoints and log ----------------------------------------------------------------------------------------
@@ -450,7 +498,7 @@ class Progress:
     """What changes in a run besides weights and optimizers; a checkpoint holds it under the same names."""
     iter_num: int = 0                # updates so far
     best_val_loss: float = math.inf
-    skipped: int = 0                 # updates that float16 left out
+    skipped: int = 0                 # updates left out, for a loss or gradient that was not finite
     wall_s: float = 0.0              # seconds from the first start, less the pauses between processes
 
 
@@ -545,7 +593,12 @@ def snapshot(model, progress, optimizers=(), scaler=None):
 
 
 def save(path, state):
-    """Writes state to path: all of it or, with the old file kept, nothing. Raises OSError with the reason."""
+    """Writes state to path: all of it or, with the old file kept, nothing. Raises OSError with the reason,
+    or ValueError for weights that are not finite."""
+    broken = [name for name, w in state['model'].items() if not w.isfinite().all()]
+    if broken:
+        raise diverged(f"{broken[0]} is not finite", state['iter_num'], state['config']['learning_rate'],
+                       path)
     try:
         torch.save(state, path + '.tmp')
         os.replace(path + '.tmp', path)
@@ -869,7 +922,8 @@ if __name__ == '__main__':
     began, first_it, peak = START - progress.wall_s, progress.iter_num, peak_flops(device, machine.dtype)
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device, rank, ranks)
-    batch, row, stopping = next(batches, None), None, False
+    batch, row, stopping, earlier = next(batches, None), None, False, None
+    wait, moves, in_a_row = not decides_on_device(device, optimizers, scaler), [], 0
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
@@ -882,15 +936,29 @@ if __name__ == '__main__':
                                                  scaler, balance_loss, z_loss, ranks)
             at_goal = progress.iter_num + 1 == goal
             before = [w.detach().clone() for w in params] if at_goal and rank == 0 else None
-            grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
-                                      0 if lora else balance_rate)
+            news = reduce_news(loss, bool(stop), ranks)
+            grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, news[0], expert_load,
+                                      0 if lora else balance_rate, wait)
             progress.iter_num += 1
-            progress.skipped += not moved
+            moves.append(moved)
 
-            it, stopping = progress.iter_num, bool(stop) and ranks == 1
-            if it % log_interval == 0 or at_goal or stopping:
-                mean_loss, stopping = reduce_loss_and_stop(loss, bool(stop), ranks)
-                check_finite('loss', mean_loss, it, learning_rate)
+            it, stopping = progress.iter_num, bool(stop)
+            logs = it % log_interval == 0 or at_goal
+            if ranks > 1:  # all stop together: on CUDA an iteration later, so that it never waits
+                latest = send_to_host(news)
+                heard = latest if logs or earlier is None or device == 'cpu' else earlier
+                stopping, earlier = heard()[1] > 0, latest
+            if logs or stopping or moved is False:
+                skipped, in_a_row = count_skipped(moves, in_a_row)
+                progress.skipped, moves = progress.skipped + skipped, []
+                if skipped:
+                    tell(f"iter {it}: a loss or gradient was not finite, {skipped} update"
+                         f"{'s' * (skipped > 1)} skipped, {progress.skipped} in all", stop)
+                if in_a_row >= MAX_SKIPPED:
+                    raise diverged(f"{in_a_row} losses or gradients in a row were not finite", it,
+                                   learning_rate, checkpoint_file)
+            if logs or stopping:
+                mean_loss = news[0].item() / ranks
                 seconds = (time.time() - timed_at) / (it - timed_it)
                 timed_it, timed_at = it, time.time()
                 progress.wall_s = time.time() - began
@@ -915,7 +983,8 @@ if __name__ == '__main__':
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
         tell(f"step {progress.iter_num}: val loss {val_loss:.4f}{bits}, perplexity "
              f"{math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
-        check_finite('val loss', val_loss, progress.iter_num, learning_rate)
+        if not math.isfinite(val_loss):
+            raise diverged(f"val loss is {val_loss}", progress.iter_num, learning_rate, checkpoint_file)
         if eval_only:
             break
         if rank == 0:
