@@ -30,6 +30,7 @@ import sys
 import sysconfig
 import threading
 import time
+import types
 import unicodedata
 from pathlib import Path
 
@@ -3740,10 +3741,30 @@ def test_accumulation_and_one_large_batch_are_the_same(folder):
                                                                        rel=1e-4)
 
 
-def two_ranks(*args):
-    """train.py on two ranks of this machine; what it prints."""
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-               str(ROOT / 'train.py'), *args]
+def on_ranks(count, *runs, patch=''):
+    """train.py on `count` ranks of this machine, once for each list of arguments, all in the same processes,
+    as starting them takes the longest. patch: Python that each runs first, with its rank. What they print; a
+    ValueError is printed and not raised."""
+    code = f'''import functools, os, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+rank, init = int(os.environ['RANK']), dist.init_process_group
+{patch}
+for i, args in enumerate({[list(args) for args in runs]!r}):
+    sys.argv = ['train.py', *args]
+    if i:  # torchrun's own store still holds the addresses of the first
+        store = dist.FileStore(f"store_{{os.environ['MASTER_PORT']}}_{{i}}", {count})
+        dist.init_process_group = functools.partial(init, store=store, rank=rank, world_size={count})
+    try:
+        runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')
+    except ValueError as error:
+        print(f'rank {{rank}} raised: {{error}}', flush=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+'''
+    Path('on_ranks.py').write_text(code, encoding='utf-8')
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={count}',
+               'on_ranks.py']
     for last in (False, True):  # gloo has aborted a rank (exit code -6) in 2 of 60 runs, on one machine
         done = subprocess.run(command, capture_output=True, text=True, timeout=240,
                               env={**os.environ, 'OMP_NUM_THREADS': '1'})
@@ -3751,6 +3772,13 @@ def two_ranks(*args):
             break
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def two_ranks(*args):
+    """train.py on two ranks of this machine; what it prints."""
+    printed = on_ranks(2, args)
+    assert 'raised: ' not in printed, printed
+    return printed
 
 
 @pytest.mark.parametrize('options', [
@@ -3773,6 +3801,67 @@ def test_two_ranks_equal_one(folder, options):
         assert float(a['loss']) == pytest.approx(float(b['loss']), rel=1e-4)
         assert (not a['val_loss']) == (not b['val_loss'])
         assert not a['val_loss'] or float(a['val_loss']) == pytest.approx(float(b['val_loss']), rel=1e-4)
+
+
+def test_what_a_machine_has_is_named(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
+    with pytest.raises(ValueError, match='2 ranks on device=mps: .* start one process'):
+        flat_train.start_ranks('auto', 'mps', 2)
+    for name, tflops in {'Tesla V100-SXM2-16GB': 125, 'Tesla V100-PCIE-32GB': 112, 'Tesla T4': 65,
+                         'NVIDIA H200': 989, 'NVIDIA H200 NVL': 835, 'NVIDIA L40S': 362, 'NVIDIA A10': 125,
+                         'NVIDIA GeForce RTX 3090 Ti': 80, 'NVIDIA GeForce RTX 3090': 71,
+                         'NVIDIA A100-SXM4-80GB': 312, 'NVIDIA GeForce RTX 3080 Ti': None,
+                         'NVIDIA GeForce RTX 4090 Laptop GPU': None, 'NVIDIA GeForce GT 730': None}.items():
+        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device, name=name: name)
+        assert flat_train.peak_flops('cuda:0', torch.bfloat16) == (tflops and tflops * 1e12), name
+    assert flat_train.peak_flops('cuda:0', torch.float32) is flat_train.peak_flops('cpu', torch.bfloat16)
+
+    gpu = types.SimpleNamespace(device_type='cuda', device='cuda:0', dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
+    assert 'this GPU has no bfloat16 units' in flat_train.dtype_notice(gpu, {'dtype': 'bfloat16'})
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 0))
+    assert flat_train.dtype_notice(gpu, {'dtype': 'bfloat16'}) is None
+    assert flat_train.dtype_notice(gpu, {'dtype': 'float16'}) == 'resume: dtype was float16, is bfloat16'
+    assert flat_train.dtype_notice(gpu, {}) is flat_train.dtype_notice(gpu, None) is None
+
+
+def test_saving_that_takes_long_is_said():
+    assert flat_train.saving_notice(0.9, 2.0, 10) is None
+    assert flat_train.saving_notice(19.0, 1000.0, 10) is None
+    assert (flat_train.saving_notice(30.0, 1000.0, 10) == 'saving took 30.0 s, 3% of the time since the last '
+            'evaluation: a larger --eval_interval (now 10) loses less')
+
+
+def test_two_ranks_stop_together_and_read_the_same_files(folder):
+    args = [*TOY, '--optimizer=muon', '--gradient_accumulation_steps=2']
+    run('train.py', '--out_dir=out', *args, '--max_iters=1')
+    write_toy(folder / 'node2' / 'data' / 'toy')
+    shutil.copytree('out', 'node2/out')
+    run('train.py', '--out_dir=out', *args, '--max_iters=2', '--init_from=resume')
+    patch = '''
+import signal, prepare
+batch, calls = prepare.Bins.batch, []
+def read(*args):
+    calls.append(1)
+    if rank == 1 and len(calls) == 5:  # while it computes its fourth
+        os.kill(os.getpid(), signal.SIGTERM)
+    if rank == 1 and len(calls) == 6:
+        print('rank 1 goes on')
+    return batch(*args)
+prepare.Bins.batch = read
+def elsewhere(name):
+    return os.path.join('node2', name) if rank == 1 and name == 'out' else name
+import model
+path = model.checkpoint_path
+import sample
+sample.checkpoint_path = lambda name, best=True: path(elsewhere(name), best)
+'''
+    many = ['--log_interval=1000', '--max_iters=1000', '--eval_interval=500']
+    printed = on_ranks(2, ['--out_dir=both', *args, *many], ['--out_dir=out', *args, '--init_from=resume'],
+                       patch=patch)
+    assert torch.load('both/ckpt.pt', weights_only=True)['iter_num'] == 4
+    assert all(f'rank {rank} raised: rank 1 has read iter_num=1, rank 0 2: all nodes need the same files'
+               in printed for rank in (0, 1)), printed
 
 
 def test_losses_of_experts_train_but_are_not_reported(folder):

@@ -21,6 +21,7 @@ START = time.time()  # before torch, whose import counts: wall_s is what a perso
 import collections
 import csv
 import dataclasses
+import datetime
 import functools
 import importlib.util
 import math
@@ -31,7 +32,7 @@ import shutil
 import signal
 import sys
 
-from configurator import configure, print0, runtime
+from configurator import choose_device, configure, print0, runtime
 
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
@@ -276,7 +277,7 @@ def orthogonalise(x, steps=5, eps=1e-7):
 
 
 def make_adamw(groups, config):
-    fused = groups[0]['params'][0].device.type in ('cuda', 'cpu')
+    fused = groups[0]['params'][0].device.type in ('cuda', 'cpu', 'mps')
     return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
                              fused=fused)
 
@@ -710,6 +711,41 @@ def check_settings(config):
         raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
 
 
+def start_ranks(backend, device, ranks):
+    """Lets the ranks know each other. Raises ValueError for a device that they cannot share."""
+    kind, index = choose_device(device)
+    if kind == 'mps':
+        raise ValueError(f"{ranks} ranks on device=mps: torch joins no ranks there; start one process, or "
+                         "give --device=cpu")
+    if backend == 'auto':
+        backend = 'nccl' if kind == 'cuda' else 'gloo'
+    if kind == 'cuda':
+        torch.cuda.set_device(index)
+    own = torch.device(kind, index) if 'nccl' in backend else None
+    hour = datetime.timedelta(hours=1)  # of silence, that is: saving and downloading may take minutes
+    dist.init_process_group(backend, device_id=own, timeout=hour)
+
+
+def fetch_once(name):
+    """Downloads a published model on one rank of each node; the others find it in the cache then."""
+    if os.environ.get('LOCAL_RANK', '0') == '0':
+        import hub
+        hub.fetch(name)
+    dist.barrier()
+
+
+def check_ranks_agree(facts):
+    """facts: what this rank has read, name -> value. Raises ValueError, on every rank, if another rank has
+    read something else: nodes may have folders of their own under the same name."""
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, facts)
+    for other, theirs in enumerate(everyones):
+        for name, value in theirs.items():
+            if value != everyones[0][name]:
+                raise ValueError(f"rank {other} has read {name}={value}, rank 0 {everyones[0][name]}: all "
+                                 "nodes need the same files; share out_dir and data, or copy them")
+
+
 def dtype_name(dtype):
     return str(dtype).removeprefix('torch.')
 
@@ -723,6 +759,19 @@ def resolve_runtime(device, dtype, seed, compile, ranks, was):
     if dtype == 'auto' and (was['threads'], was['dtype']) != (machine.threads, dtype_name(machine.dtype)):
         machine = runtime(device, was['dtype'], seed, threads=was['threads'])
     return machine, was['compile'] if compile == 'auto' else compile
+
+
+def dtype_notice(machine, was):
+    """What a person should know of the dtype that a run was resolved to, or None. was: see resolve_runtime;
+    {} for a run that is not resumed."""
+    dtype = dtype_name(machine.dtype)
+    if (machine.device_type == 'cuda' and dtype == 'bfloat16'
+            and torch.cuda.get_device_capability(machine.device) < (8, 0)):
+        return ("this GPU has no bfloat16 units, so bfloat16 is emulated, which is slow; --dtype=float16 is "
+                "fast, but resumes no longer exactly")
+    if was and was['dtype'] != dtype:
+        return f"resume: dtype was {was['dtype']}, is {dtype}"
+    return None
 
 
 def resolve_compile(compile, device, flops):
@@ -747,9 +796,13 @@ def compile_model(model, device):
     return torch.compile(model, dynamic=False, options=options)
 
 
-PEAK_TFLOPS = {  # dense bfloat16 peaks from NVIDIA's data sheets, by what the device's name contains
-    'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'GH200': 989, 'B200': 2250, 'A100': 312,
-    'A800': 312, 'L40S': 362, 'A10G': 70, 'L4': 121, 'RTX 4090': 165, 'RTX 3090': 71,
+PEAK_TFLOPS = {  # dense, 16 bits, sums in float32: NVIDIA's data sheets, by what the device's name contains
+    'H200 NVL': 835, 'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H800': 989, 'H20': 148,
+    'GH200': 989, 'B200': 2250, 'A100': 312, 'A800': 312, 'A40': 150, 'A30': 165, 'A10': 125, 'A10G': 70,
+    'L40S': 362, 'L40': 181, 'L4': 121, 'V100-PCIE': 112, 'V100S': 130, 'V100': 125, 'T4': 65,
+    'RTX A6000': 155, 'RTX A5000': 111, 'RTX 6000 Ada': 364, 'Quadro RTX 6000': 131, 'Quadro RTX 8000': 131,
+    'RTX 5090': 210, 'RTX 4090': 165, 'RTX 4080': 98, 'RTX 3090 Ti': 80, 'RTX 3090': 71, 'RTX 3080': 60,
+    'RTX 3070': 41, 'RTX 2080 Ti': 54, 'TITAN RTX': 131,
 }
 
 
@@ -758,8 +811,8 @@ def peak_flops(device, dtype):
     if 'cuda' not in device or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()
-                 if re.search(rf'\b{part}\b', name) and 'Laptop' not in name), None)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()  # a Ti or a SUPER is another card
+                 if re.search(rf'\b{part}\b(?! (Ti|SUPER|D|Laptop|Max-Q)\b)', name, re.IGNORECASE)), None)
 
 
 def data_folder(dataset):
@@ -818,6 +871,15 @@ def stop_on_signals(rank):
     return stop
 
 
+def saving_notice(saving, elapsed, eval_interval):
+    """What to say of a checkpoint that took `saving` of the `elapsed` seconds since the one before, or None
+    where that is at most 2%, or a second."""
+    if saving <= max(1.0, 0.02 * elapsed):
+        return None
+    return (f"saving took {saving:.1f} s, {saving / elapsed:.0%} of the time since the last evaluation: a "
+            f"larger --eval_interval (now {eval_interval}) loses less")
+
+
 def tell(text, stop):
     """print0, but once a signal has come nobody needs to listen: Ctrl-C ends the `tee` of `| tee log` as
     well, and the run is to be saved."""
@@ -840,7 +902,11 @@ if __name__ == '__main__':
     folder = data_folder(dataset)
     train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
     model, source_tokenizer, rest, source = None, None, {}, None
+    if ranks > 1:
+        start_ranks(backend, device, ranks)
     if init_from != 'scratch':
+        if ranks > 1 and init_from != 'resume' and is_published(init_from):
+            fetch_once(init_from)
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args, sys.argv[1:], meta)
         trained_on = rest.get('config', {}).get('dataset')
         source = data_folder(trained_on) if isinstance(trained_on, str) else rest['path']
@@ -848,7 +914,11 @@ if __name__ == '__main__':
     machine, compile = resolve_runtime(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
     device = machine.device
     if ranks > 1:
-        dist.init_process_group(backend if backend != 'auto' else 'nccl' if 'cuda' in device else 'gloo')
+        check_ranks_agree({'train tokens': train_bins.n_tokens, 'val tokens': val_bins.n_tokens, **{
+            name: rest.get(name) for name in ('iter_num', 'best_val_loss', 'wall_s')}})
+    notice = dtype_notice(machine, resumed and rest.get('runtime'))
+    if notice:
+        print0(notice)
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
 
@@ -923,6 +993,7 @@ if __name__ == '__main__':
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device, rank, ranks)
     batch, row, stopping, earlier = next(batches, None), None, False, None
+    saved_at, noticed = time.time(), False
     wait, moves, in_a_row = not decides_on_device(device, optimizers, scaler), [], 0
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
@@ -993,7 +1064,13 @@ if __name__ == '__main__':
             progress.wall_s = time.time() - began
             if improved and not always_save_checkpoint:
                 save(best_file, {**constant, **snapshot(model, progress)})
+            saving = time.time()
             save(checkpoint_file, {**constant, **snapshot(model, progress, optimizers, scaler)})
+            saving, elapsed, saved_at = time.time() - saving, time.time() - saved_at, time.time()
+            notice = None if noticed else saving_notice(saving, elapsed, eval_interval)
+            if notice:
+                tell(notice, stop)
+                noticed = True
             if row:
                 row.update(val_loss=val_loss, val_bpb=bpb, wall_s=progress.wall_s)
                 log_row(writer, wandb, row)
