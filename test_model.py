@@ -3832,6 +3832,56 @@ def test_saving_that_takes_long_is_said():
             'evaluation: a larger --eval_interval (now 10) loses less')
 
 
+SHARES = {  # kind of model -> its options
+    'dense': ['--optimizer=muon', '--n_kv_head=1', '--tie_word_embeddings=False', '--residual_lambdas=True'],
+    # all experts: rounding must not choose another one
+    'experts': ['--optimizer=adamw', '--bias=True', '--n_expert=4', '--n_expert_active=4',
+                '--balance_bias=True', '--learning_rate=3e-4', '--always_save_checkpoint=False'],
+}
+
+
+def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder):
+    """One rank without a stop, against 2, then 4, then 1: replicated, sharded and back, or the reverse."""
+    args = [*TOY, '--gradient_accumulation_steps=4', '--log_interval=1', '--eval_interval=3', '--max_iters=9',
+            '--lr_decay_iters=9', '--sample_tokens=6', '--eval_iters=3']
+    torch.set_num_threads(1)
+    for kind, options in SHARES.items():
+        run('train.py', f'--out_dir={kind}', *args, *options)
+
+    def runs(first, count):
+        return [[f'--out_dir={kind}_{shard}', *args, *options, f'--max_iters={3 * (count // 2)}',
+                 f'--shard={shard != first}', f"--init_from={'scratch' if count == 2 else 'resume'}"]
+                for kind, options in SHARES.items() for shard in (False, True)]
+    step = [*args, '--wiring=sandwich', '--dropout=0.1', '--optimizer=adamw', '--max_iters=1']
+    one_step = {'ddp': [], 'shard': ['--shard=True'], 'again': ['--checkpoint_activations=True'],
+                'both': ['--shard=True', '--checkpoint_activations=2']}
+    steps = [[f'--out_dir={out}', *step, *more] for out, more in one_step.items()]
+    two = on_ranks(2, *runs(False, 2), *steps)
+    gradients = {out: [s['exp_avg'] for s in torch.load(f'{out}/ckpt.pt')['optimizer'][0]['state'].values()]
+                 for out in one_step}
+    for mine in gradients.values():
+        for a, b in zip(mine, gradients['ddp']):
+            assert b.any() and (a - b).norm() <= 1e-5 * b.norm()
+    four = on_ranks(4, *runs(True, 4))
+    assert 'raised: ' not in two + four, two + four
+    assert four.count(' sample:') == 4
+    for kind, options in SHARES.items():
+        plain = torch.load(f'{kind}/ckpt.pt', weights_only=True)
+        for out in (f'{kind}_False', f'{kind}_True'):
+            run('train.py', f'--out_dir={out}', *args, *options, '--init_from=resume')
+            found, expected = log_rows(out), log_rows(kind)
+            for key in ('loss', 'val_loss', 'grad_norm', 'update_ratio', 'load_max'):
+                a, b = ([float(row[key] or 0) for row in rows] for rows in (found, expected))
+                assert a == pytest.approx(b, rel=1e-4 if 'loss' in key else 1e-2), (out, key)
+            mine = torch.load(f'{out}/ckpt.pt', weights_only=True)
+            assert [list(state['state']) for state in mine['optimizer']] == [
+                list(state['state']) for state in plain['optimizer']]
+            for name, w in plain['model'].items():
+                assert (mine['model'][name] - w).norm() <= 0.1 * w.norm(), name  # bfloat16 in Muon
+            assert {name: type(value) for name, value in mine.items()} == {
+                name: type(value) for name, value in plain.items()}
+
+
 def test_two_ranks_stop_together_and_read_the_same_files(folder):
     args = [*TOY, '--optimizer=muon', '--gradient_accumulation_steps=2']
     run('train.py', '--out_dir=out', *args, '--max_iters=1')

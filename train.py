@@ -82,6 +82,8 @@ backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA,
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
+shard = False                        # spread the weights over the ranks: for models larger than a GPU
+checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
 config, model_args = configure(globals(), 'GPTConfig', default_file='config/default.py')
@@ -90,6 +92,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from model import CHANGEABLE, GPT, GPTConfig, add_lora, base_name, checksum, lora_state
 from prepare import Bins, load_tokenizer, read_meta
@@ -203,8 +206,8 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
     training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64)  # sum of the targets' losses, targets
-    for start in range(rank * batch_size, count, ranks * batch_size):
-        part = chosen[start:start + batch_size]
+    for start in range(0, count, ranks * batch_size):  # as many rounds on each rank, as sharded models need
+        part = chosen[start + rank * batch_size:][:batch_size]
         inputs, targets = bins.batch(np.resize(part, batch_size), block_size)
         targets = targets.copy()
         targets[len(part):] = -1  # a full batch always, so nothing recompiles; what fills it does not count
@@ -235,31 +238,66 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
         for group in self.param_groups:
             lr, params = group['lr'], [w for w in group['params'] if w.grad is not None]
-            grads = [w.grad for w in params]
             for w in params:
                 if not self.state[w]:
                     self.state[w]['momentum_buffer'] = torch.zeros_like(w)
-            buffers = [self.state[w]['momentum_buffer'] for w in params]
+            own, grads = [local(w) for w in params], [local(w.grad) for w in params]
+            buffers = [local(self.state[w]['momentum_buffer']) for w in params]
             moves, found_inf = 1.0, getattr(self, 'found_inf', None)
             if found_inf is not None:
                 moves = 1 - found_inf
                 grads = [torch.where(moves > 0, grad, buffer) for grad, buffer in zip(grads, buffers)]
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
             nesterov = torch._foreach_lerp(grads, buffers, group['momentum'])
-            torch._foreach_mul_(params, 1 - lr * group['weight_decay'] * moves)
-            shapes = {}  # (rows, columns) -> (updates, weights) of the matrices of that shape
-            for update, w in zip(nesterov, params):
-                rows = self.row_splits[w]
-                for u, part in zip(update.split(rows, dim=-2), w.split(rows, dim=-2)):
-                    updates, weights = shapes.setdefault(part.shape[-2:], ([], []))
-                    updates.extend([u] if u.ndim == 2 else u.unbind())  # experts: (experts, rows, columns)
-                    weights.extend([part] if part.ndim == 2 else part.unbind())
-            for shape, (updates, weights) in shapes.items():
-                updates = orthogonalise(torch.stack(updates)).to(weights[0].dtype)
-                updates = updates if found_inf is None else updates * moves
-                torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
+            torch._foreach_mul_(own, 1 - lr * group['weight_decay'] * moves)
+            together, seen = {}, collections.Counter()
+            for w, update in zip(params, nesterov):
+                # sharded ones are made whole, which takes memory: one for each rank at a time
+                key = (w.shape, seen[w.shape] // ranks) if is_sharded(w) else None
+                seen[w.shape] += 1
+                together.setdefault(key, []).append((w, update))
+            for pairs in together.values():
+                self.move(pairs, lr, moves)
+
+    def move(self, pairs, lr, moves):
+        """Subtracts the orthogonalised updates: pairs of a parameter and the part of its update that this
+        rank holds."""
+        shapes, targets = {}, []  # (rows, columns) -> (updates, weights) of the matrices of that shape
+        for w, update in pairs:
+            target = w
+            if is_sharded(w):
+                update = whole_like(w, update.bfloat16())  # what orthogonalise rounds to anyway
+                target = torch.zeros_like(update, dtype=w.dtype)
+                targets.append((w, target))
+            rows = self.row_splits[w]
+            for u, part in zip(update.split(rows, dim=-2), target.split(rows, dim=-2)):
+                updates, weights = shapes.setdefault(part.shape[-2:], ([], []))
+                updates.extend([u] if u.ndim == 2 else u.unbind())  # experts: (experts, rows, columns)
+                weights.extend([part] if part.ndim == 2 else part.unbind())
+        for shape, (updates, weights) in shapes.items():
+            updates = orthogonalise_shared(updates).to(weights[0].dtype)
+            updates = updates * moves if torch.is_tensor(moves) else updates
+            torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
+        for w, target in targets:
+            local(w).add_(local(spread_like(w, target)))
+
+
+def orthogonalise_shared(matrices):
+    """Matrices of one shape, the same on all ranks -> (n, rows, columns) bfloat16. The ranks share the work
+    and gather the results."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1:
+        return orthogonalise(torch.stack(matrices))
+    each = -(-len(matrices) // ranks)
+    mine = matrices[each * dist.get_rank():][:each]
+    mine = mine + [torch.zeros_like(matrices[0])] * (each - len(mine))
+    mine = orthogonalise(torch.stack(mine)).contiguous()
+    everyones = mine.new_empty(ranks * each, *mine.shape[1:])
+    dist.all_gather_into_tensor(everyones, mine)
+    return everyones[:len(matrices)]
 
 
 def orthogonalise(x, steps=5, eps=1e-7):
@@ -354,18 +392,91 @@ def load_optimizers(optimizers, states, path, updates=0):
                                  f"{fine_tune}")
         for i, w in enumerate(params):
             for name, value in state['state'].get(i, {}).items():
-                if not torch.is_tensor(value) or not value.ndim or value.shape == w.shape:
+                if not torch.is_tensor(value) or not value.ndim:
+                    continue
+                if value.shape == w.shape:
+                    state['state'][i][name] = spread_like(w, value)
                     continue
                 if w.ndim != 2 or value.shape[1:] != w.shape[1:] or not 0 < len(w) - len(value) < 64:
                     raise ValueError(f"{path}: optimizer state {i} is {tuple(value.shape)}, its parameter "
                                      f"{tuple(w.shape)}; {fine_tune}")
                 # rows that pad the vocabulary are not in nanoGPT's files
-                state['state'][i][name] = torch.zeros_like(w, device='cpu').index_copy_(
-                    0, torch.arange(len(value)), value.to(w.dtype))
+                padded = torch.zeros(w.shape, dtype=w.dtype)
+                padded.index_copy_(0, torch.arange(len(value)), value.to(w.dtype))
+                state['state'][i][name] = spread_like(w, padded)
         # the settings of this run, not the file's; before loading, which puts states where `fused` wants them
         ours = [{k: v for k, v in group.items() if k != 'params'} for group in opt.param_groups]
         groups = [{**group, **mine} for group, mine in zip(state['param_groups'], ours)]
         opt.load_state_dict({**state, 'param_groups': groups})
+
+
+# sharding ---------------------------------------------------------------------------------------------------
+
+def shard_model(model, machine):
+    """Spreads every weight over the ranks, and with it gradient and optimizer state (FSDP2, arXiv:2304.11277
+    and torch's fully_shard): a block's weights are whole only while it computes, in the compute dtype, norms'
+    and routers' too. Gradients are summed in float32. Moves the model to the device, block by block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
+    compute = None if machine.dtype == torch.float32 else machine.dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for part in (*model.h, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def checkpoint_blocks(model, every):
+    """Keeps of every n-th block only what goes in; the backward pass computes the rest anew (Chen et al.
+    2016, arXiv:1604.06174)."""
+    for block in model.h[every - 1::every]:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def check_shard(lora, dtype):
+    """Raises ValueError for what does not work, or has not been tried, with sharded weights."""
+    if lora:
+        raise ValueError(f"shard=True does not go with lora_rank={lora['rank']}: leave one of them out")
+    if dtype == torch.float16:
+        raise ValueError("shard=True does not go with dtype=float16: give --dtype=bfloat16 or float32")
+
+
+def is_sharded(w):
+    """Whether w is a DTensor, whose module is not imported unless shard_model needs it."""
+    return hasattr(w, 'full_tensor')
+
+
+def local(w):
+    """The part of a sharded tensor that this rank holds; any other tensor is itself."""
+    return w.to_local() if is_sharded(w) else w
+
+
+def whole(value, keep=True):
+    """value with the sharded tensors in it whole, and on the CPU if it is a dict or a list of such. All ranks
+    must call it; keep=False: for the others' sake."""
+    if isinstance(value, dict):
+        return {name: whole(each, keep) for name, each in value.items()}
+    if isinstance(value, list):
+        return [whole(each, keep) for each in value]
+    if not is_sharded(value):
+        return value
+    value = value.full_tensor()
+    return value.cpu() if keep else None
+
+
+def whole_like(w, part):
+    """What the ranks hold of a tensor that is sharded as w is -> all of it."""
+    from torch.distributed.tensor import DTensor
+    return DTensor.from_local(part, w.device_mesh, w.placements, run_check=False, shape=w.shape,
+                              stride=w.stride()).full_tensor()
+
+
+def spread_like(w, value):
+    """A tensor that all ranks have -> sharded as w is; if w is not, as it is."""
+    if not is_sharded(w):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+    value = value.to(w.device, w.dtype)
+    return distribute_tensor(value, w.device_mesh, w.placements, src_data_rank=None)
 
 
 # one iteration ----------------------------------------------------------------------------------------------
@@ -377,7 +488,11 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
     losses, expert_load = torch.zeros((), device=batch[0].device), None
     for step in range(accumulation):
         if ranks > 1:  # gradients travel with the last micro-batch only
-            forward.require_backward_grad_sync = step == accumulation - 1
+            last = step == accumulation - 1
+            if isinstance(forward, DDP):
+                forward.require_backward_grad_sync = last
+            else:
+                forward.set_requires_gradient_sync(last)
         inputs, targets, weight = batch
         with autocast():
             loss, aux = forward(inputs, targets)
@@ -401,8 +516,8 @@ def update(model, params, optimizers, scaler, grad_clip, loss, expert_load, bala
     decides. For that all optimizers must know found_inf; see decides_on_device."""
     for opt in optimizers:
         scaler.unscale_(opt)
-    grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
-                                               foreach=params[0].device.type != 'mps')
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
+                                                     foreach=params[0].device.type != 'mps'))
     moved = (loss + grad_norm).isfinite()
     if wait:
         moved = bool(moved)
@@ -419,9 +534,9 @@ def update(model, params, optimizers, scaler, grad_clip, loss, expert_load, bala
     return grad_norm, moved
 
 
-def decides_on_device(device, optimizers, scaler):
+def decides_on_device(device, optimizers, scaler, shard):
     """Whether an update can be skipped without the host's knowing: it would wait for each gradient."""
-    return ('cuda' in device and not scaler.is_enabled()
+    return ('cuda' in device and not scaler.is_enabled() and not shard
             and all(getattr(opt, '_step_supports_amp_scaling', False) for opt in optimizers))
 
 
@@ -454,7 +569,7 @@ def worst_load(expert_load):
 def relative_change(params, before):
     """How far an update has moved the weights, relative to their norm."""
     moved = sum((w.detach() - old).square().sum() for w, old in zip(params, before))
-    return (moved / sum(old.square().sum() for old in before)).sqrt().item()
+    return (whole(moved) / whole(sum(old.square().sum() for old in before))).sqrt().item()
 
 
 def reduce_news(loss, stop, ranks):
@@ -584,13 +699,13 @@ def resume(rest, config, optimizers, scaler):
     return progress
 
 
-def snapshot(model, progress, optimizers=(), scaler=None):
+def snapshot(model, progress, optimizers=(), scaler=None, keep=True):
     """The part of a checkpoint that changes: weights (only the adapters, where there are any), Progress, and
-    what resuming needs of the optimizers."""
+    what resuming needs of the optimizers. A sharded model's is put together by all ranks, see whole."""
     state = {'model': lora_state(model) or model.state_dict(), **dataclasses.asdict(progress)}
     if optimizers:
         state.update(optimizer=[opt.state_dict() for opt in optimizers], scaler=scaler.state_dict())
-    return state
+    return whole(state, keep)
 
 
 def save(path, state):
@@ -691,7 +806,8 @@ def check_settings(config):
             raise ValueError(f"{name}={config[name]!r} is none of {', '.join(known)}")
     lowest = dict(eval_interval=1, eval_iters=1, log_interval=1, sample_tokens=0, max_iters=0, epochs=0,
                   tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
-                  z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0)
+                  z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0,
+                  checkpoint_activations=0)
     for name, low in lowest.items():
         if config[name] is not None and not config[name] >= low:  # nan is not
             raise ValueError(f"{name}={config[name]} must be at least {low}")
@@ -790,9 +906,14 @@ def resolve_compile(compile, device, flops):
             and any(map(shutil.which, (os.environ.get('CXX', 'c++'), 'g++', 'clang++'))))
 
 
-def compile_model(model, device):
+def compile_model(model, device, by_block=False):
+    """The model compiled; by_block: its blocks, between which a sharded one gathers weights."""
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
+    if by_block:
+        for block in model.h:
+            block.compile(dynamic=False, options=options)
+        return model
     return torch.compile(model, dynamic=False, options=options)
 
 
@@ -931,6 +1052,11 @@ if __name__ == '__main__':
     if lora and not resumed:
         lora['checksum'] = checksum(model)
         add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    if checkpoint_activations:
+        checkpoint_blocks(model, int(checkpoint_activations))
+    if shard := shard and ranks > 1:
+        check_shard(lora, machine.dtype)
+        shard_model(model, machine)
     model.to(device).train()
     block_size, params = model.config.block_size, [w for w in model.parameters() if w.requires_grad]
     n_windows, n_params = train_bins.n_windows(block_size), model.num_params()
@@ -969,9 +1095,9 @@ if __name__ == '__main__':
     forward = model
     if compile:
         print0('compiling: the first iteration takes about half a minute')
-        forward = compile_model(model, device)
+        forward = compile_model(model, device, by_block=shard)
     evaluated = forward if 'cuda' in device else model  # on a CPU compiling again costs more than it gives
-    if ranks > 1:
+    if ranks > 1 and not shard:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
                       gradient_as_bucket_view=True)
 
@@ -994,7 +1120,7 @@ if __name__ == '__main__':
                            seed, device, rank, ranks)
     batch, row, stopping, earlier = next(batches, None), None, False, None
     saved_at, noticed = time.time(), False
-    wait, moves, in_a_row = not decides_on_device(device, optimizers, scaler), [], 0
+    wait, moves, in_a_row = not decides_on_device(device, optimizers, scaler, shard), [], 0
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
@@ -1006,7 +1132,7 @@ if __name__ == '__main__':
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
                                                  scaler, balance_loss, z_loss, ranks)
             at_goal = progress.iter_num + 1 == goal
-            before = [w.detach().clone() for w in params] if at_goal and rank == 0 else None
+            before = [w.detach().clone() for w in params] if at_goal and (rank == 0 or shard) else None
             news = reduce_news(loss, bool(stop), ranks)
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, news[0], expert_load,
                                       0 if lora else balance_rate, wait)
@@ -1046,8 +1172,11 @@ if __name__ == '__main__':
             elif it == first_it + 1:  # compilation and warm-up are no measure of speed
                 timed_it, timed_at = it, time.time()
 
-        if stopping and rank == 0:  # first, for whoever sent the signal may not wait for an evaluation
-            save(checkpoint_file, {**constant, **snapshot(model, progress, optimizers, scaler)})
+        if stopping:  # first, for whoever sent the signal may not wait for an evaluation
+            state = snapshot(model, progress, optimizers, scaler, keep=rank == 0)
+            if rank == 0:
+                save(checkpoint_file, {**constant, **state})
+            del state
         val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
                                    machine.autocast, rank, ranks)
         bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
@@ -1058,14 +1187,16 @@ if __name__ == '__main__':
             raise diverged(f"val loss is {val_loss}", progress.iter_num, learning_rate, checkpoint_file)
         if eval_only:
             break
+        improved = val_loss < progress.best_val_loss
+        progress.best_val_loss = min(val_loss, progress.best_val_loss)
+        progress.wall_s, saving = time.time() - began, time.time()
+        state = snapshot(model, progress, optimizers, scaler, keep=rank == 0)
         if rank == 0:
-            improved = val_loss < progress.best_val_loss
-            progress.best_val_loss = min(val_loss, progress.best_val_loss)
-            progress.wall_s = time.time() - began
             if improved and not always_save_checkpoint:
-                save(best_file, {**constant, **snapshot(model, progress)})
-            saving = time.time()
-            save(checkpoint_file, {**constant, **snapshot(model, progress, optimizers, scaler)})
+                weights_only = {name: value for name, value in state.items()
+                                if name not in ('optimizer', 'scaler')}
+                save(best_file, {**constant, **weights_only})
+            save(checkpoint_file, {**constant, **state})
             saving, elapsed, saved_at = time.time() - saving, time.time() - saved_at, time.time()
             notice = None if noticed else saving_notice(saving, elapsed, eval_interval)
             if notice:
@@ -1074,12 +1205,13 @@ if __name__ == '__main__':
             if row:
                 row.update(val_loss=val_loss, val_bpb=bpb, wall_s=progress.wall_s)
                 log_row(writer, wandb, row)
-            if sample_tokens and tokenizer:
-                model.eval()
-                with machine.autocast():
-                    text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
-                model.train()
-                tell(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}", stop)
+        del state
+        if sample_tokens and tokenizer and (rank == 0 or shard):  # sharded, all ranks compute the same
+            model.eval()
+            with machine.autocast():
+                text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
+            model.train()
+            tell(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}", stop)
         if stopping or progress.iter_num >= max_iters:
             break
 
