@@ -117,12 +117,13 @@ def our_step(model, forward, machine, config):
     settings = {**train.config, 'optimizer': config['optimizer'], 'learning_rate': 1e-4}
     optimizers, params = train.make_optimizers(model, settings), list(model.parameters())
     scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
+    wait = not train.decides_on_device(machine.device, optimizers, scaler, shard=False)
 
     def step():
-        _, expert_load, _ = train.gradients(forward, (*tokens, None), iter(()), 1, machine.autocast, scaler,
-                                            settings['balance_loss'], settings['z_loss'])
-        train.update(model, params, optimizers, scaler, config['grad_clip'], expert_load,
-                     settings['balance_rate'])
+        loss, load, _ = train.gradients(forward, (*tokens, None), iter(()), 1, machine.autocast, scaler,
+                                        settings['balance_loss'], settings['z_loss'])
+        train.update(model, params, optimizers, scaler, config['grad_clip'], loss, load,
+                     settings['balance_rate'], wait)
     return step
 
 

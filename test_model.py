@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import errno
 import functools
+import glob
 import gzip
 import hashlib
 import http.server
@@ -3803,6 +3804,57 @@ def test_two_ranks_equal_one(folder, options):
         assert not a['val_loss'] or float(a['val_loss']) == pytest.approx(float(b['val_loss']), rel=1e-4)
 
 
+def test_without_memory_the_same_batch_in_smaller_parts_is_named(folder, monkeypatch, capsys):
+    for accumulation, size, ranks in ((40, 12, 8), (1, 64, 4), (3, 4, 2), (1, 17, 1), (5, 1, 1)):
+        micro, each = flat_train.share_batch(accumulation, size, ranks)
+        advice = flat_train.smaller_batches(micro, each, ranks)
+        pairs = re.findall(r'--batch_size=(\d+) --gradient_accumulation_steps=(\d+)', advice)
+        assert bool(pairs) == (each not in (1, 17)) and '--checkpoint_activations=True' in advice
+        for smaller, steps in pairs:
+            more, part = flat_train.share_batch(int(steps), int(smaller), ranks)
+            assert part == int(smaller) < each and more * part * ranks == accumulation * size
+    hooks = []
+
+    def forward(self, *args):
+        hooks.append(sys.excepthook)
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+    monkeypatch.setattr(flat_train.GPT, 'forward', forward)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        train('--out_dir=out')
+    hooks[0](error.type, error.value, None)
+    assert capsys.readouterr().err.endswith(
+        'out of memory; the same batch in smaller parts: --batch_size=2 --gradient_accumulation_steps=6 or '
+        '--batch_size=1 --gradient_accumulation_steps=12; or --checkpoint_activations=True\n')
+
+
+@pytest.mark.parametrize('options', [
+    {}, dict(dropout=0.3, document_token=3, window=5, window_pattern='SL', residual_lambdas=True),
+    dict(n_expert=4, n_shared_expert=1, dropout=0.2), dict(kv_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8)])
+def test_activations_computed_twice_give_the_same_gradients_with_less_memory(options):
+    def gradients(every):
+        torch.manual_seed(0)
+        model = tiny(n_layer=4, wiring='sandwich', **options).train()
+        if every:
+            flat_train.checkpoint_blocks(model, every)
+        kept = []
+
+        def keep(x):
+            if not isinstance(x, torch.nn.Parameter):
+                kept.append(x.untyped_storage())
+            return x
+        x, y = torch.randint(61, (2, 4, 16))
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            loss, aux = model(x, y)
+        size = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
+        (loss + aux.get('balance', 0) + aux.get('z', 0)).backward()
+        return [w.grad for w in model.parameters()], size
+    (plain, size), (each, smallest), (second, between) = (gradients(every) for every in (0, 1, 2))
+    assert all(map(torch.equal, plain, each)) and all(map(torch.equal, plain, second))
+    assert smallest < between < size and smallest < size / 2
+    with pytest.raises(ValueError, match='checkpoint_activations=3 names no block of 2: give True'):
+        flat_train.checkpoint_blocks(tiny(n_layer=2), 3)
+
+
 def test_what_a_machine_has_is_named(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
     with pytest.raises(ValueError, match='2 ranks on device=mps: .* start one process'):
@@ -3835,8 +3887,8 @@ def test_saving_that_takes_long_is_said():
 SHARES = {  # kind of model -> its options
     'dense': ['--optimizer=muon', '--n_kv_head=1', '--tie_word_embeddings=False', '--residual_lambdas=True'],
     # all experts: rounding must not choose another one
-    'experts': ['--optimizer=adamw', '--bias=True', '--n_expert=4', '--n_expert_active=4',
-                '--balance_bias=True', '--learning_rate=3e-4', '--always_save_checkpoint=False'],
+    'experts': ['--optimizer=muon', '--bias=True', '--n_expert=4', '--n_expert_active=4',
+                '--balance_bias=True', '--always_save_checkpoint=False'],
 }
 
 
@@ -4147,9 +4199,9 @@ def test_horizon_by_epochs_and_by_tokens(folder):
 
 
 def test_compiled_training_equals_eager(folder):
-    common = ['--n_layer=1', '--max_iters=4', '--dropout=0.2', '--gradient_accumulation_steps=1']
+    common = ['--n_layer=2', '--max_iters=4', '--dropout=0.2', '--gradient_accumulation_steps=1']
     train('--out_dir=eager', *common)
-    train('--out_dir=compiled', *common, '--compile=True')
+    train('--out_dir=compiled', *common, '--compile=True', '--checkpoint_activations=2')
     a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('eager', 'compiled'))
     assert b['config']['compile'] is True and not any('_orig_mod' in name for name in b['model'])
     for name in a['model']:
@@ -4480,6 +4532,49 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     train('--out_dir=cut', '--init_from=resume')
     a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'cut'))
     assert same_weights(a['model'], b['model'])
+
+
+def test_killed_anywhere_it_resumes_exactly(folder):
+    """kill -9, three times: right after the line that a checkpoint follows, so also while it is written."""
+    args = [str(ROOT / 'config' / 'gpt2.py'), '--vocab_size=23', '--pos=rope', *TOY, '--eval_interval=2',
+            '--log_interval=1', '--max_iters=20', '--optimizer=muon', '--dropout=0.1', '--keep=1']
+    whole = run('train.py', *args, '--out_dir=whole')
+    for n, delay in enumerate((0.001, 0.004, 0.02)):
+        start = 'resume' if os.path.exists('cut/ckpt.pt') else 'scratch'
+        process = subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *args, '--out_dir=cut',
+                                    f'--init_from={start}'], stdout=subprocess.PIPE, text=True)
+        steps = (line for line in process.stdout if line.startswith('step '))
+        for _ in range(n + 1):
+            next(steps)
+        time.sleep(delay)
+        process.kill()
+        process.communicate()
+    cut = run('train.py', *args, '--out_dir=cut', '--init_from=resume')
+    assert cut['first_it'] > 0 and same_weights(whole['model'].state_dict(), cut['model'].state_dict())
+    assert [row['loss'] for row in log_rows('cut')] == [row['loss'] for row in log_rows('whole')]
+
+
+def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder, monkeypatch):
+    train('--out_dir=out', '--keep=2', '--eval_interval=5')
+    names = ['ckpt-15.pt', 'ckpt-20.pt', 'ckpt.pt', 'log.csv']
+    assert sorted(name for name in os.listdir('out') if name != 'lock') == names
+    assert flat_sample.load('out/ckpt-15.pt')[2]['iter_num'] == 15
+    assert Path('out/ckpt-20.pt').read_bytes() == Path('out/ckpt.pt').read_bytes()
+
+    def refuse(*names):
+        raise OSError('no links here')
+    monkeypatch.setattr(os, 'link', refuse)
+    train('--out_dir=out', '--keep=2', '--max_iters=21', '--init_from=resume')
+    assert sorted(glob.glob('out/ckpt-*.pt')) == ['out/ckpt-20.pt', 'out/ckpt-21.pt']
+    assert Path('out/ckpt-21.pt').read_bytes() == Path('out/ckpt.pt').read_bytes()
+
+    train('--out_dir=whole')
+    with contextlib.suppress(SystemExit):  # with the status of a program that a signal has ended
+        train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')
+    assert torch.load('cut/ckpt.pt', weights_only=True)['iter_num'] == 1
+    train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
+    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True)['model'] for out in ('whole', 'cut'))
+    assert same_weights(a, b)
 
 
 def test_ids_that_the_model_does_not_know_are_refused_before_the_run(folder, capsys):

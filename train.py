@@ -23,6 +23,7 @@ import csv
 import dataclasses
 import datetime
 import functools
+import glob
 import importlib.util
 import math
 import os
@@ -32,7 +33,7 @@ import shutil
 import signal
 import sys
 
-from configurator import choose_device, configure, print0, runtime
+from configurator import choose_device, configure, one_line_errors, print0, runtime
 
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
@@ -43,6 +44,7 @@ eval_iters = 200                     # batches per evaluation, spread over val.b
 eval_only = False                    # evaluate once and stop
 log_interval = 1                     # iterations between lines
 always_save_checkpoint = True        # False: also keep the best weights, best.pt, and sample from those
+keep = 0                             # keep the last n checkpoints too, as ckpt-<iteration>.pt
 sample_tokens = 0                    # length of the sample printed at each evaluation; 0: none
 wandb_log = False                    # log to Weights & Biases too
 wandb_project = 'owt'                # its project
@@ -54,6 +56,7 @@ batch_size = 12                      # windows of block_size tokens a micro-batc
 max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # instead: passes over train.bin
 tokens_per_param: float | None = None  # instead: tokens for each parameter (20 is Chinchilla's)
+time_limit: float | None = None      # minutes after which it stops as it does at Ctrl-C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
@@ -410,7 +413,7 @@ def load_optimizers(optimizers, states, path, updates=0):
         opt.load_state_dict({**state, 'param_groups': groups})
 
 
-# sharding ---------------------------------------------------------------------------------------------------
+# memory -----------------------------------------------------------------------------------------------------
 
 def shard_model(model, machine):
     """Spreads every weight over the ranks, and with it gradient and optimizer state (FSDP2, arXiv:2304.11277
@@ -427,7 +430,10 @@ def shard_model(model, machine):
 
 def checkpoint_blocks(model, every):
     """Keeps of every n-th block only what goes in; the backward pass computes the rest anew (Chen et al.
-    2016, arXiv:1604.06174)."""
+    2016, arXiv:1604.06174). Raises ValueError if there are fewer blocks."""
+    if every > len(model.h):
+        raise ValueError(f"checkpoint_activations={every} names no block of {len(model.h)}: give True for "
+                         f"all, or at most {len(model.h)}")
     for block in model.h[every - 1::every]:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
@@ -450,17 +456,17 @@ def local(w):
     return w.to_local() if is_sharded(w) else w
 
 
-def whole(value, keep=True):
-    """value with the sharded tensors in it whole, and on the CPU if it is a dict or a list of such. All ranks
-    must call it; keep=False: for the others' sake."""
+def whole(value, wanted=True):
+    """A sharded tensor whole and on the CPU, or a dict or list with all that are in it so; other values as
+    they are. All ranks must call it together; one that has no use for them gets None instead."""
     if isinstance(value, dict):
-        return {name: whole(each, keep) for name, each in value.items()}
+        return {name: whole(each, wanted) for name, each in value.items()}
     if isinstance(value, list):
-        return [whole(each, keep) for each in value]
+        return [whole(each, wanted) for each in value]
     if not is_sharded(value):
         return value
     value = value.full_tensor()
-    return value.cpu() if keep else None
+    return value.cpu() if wanted else None
 
 
 def whole_like(w, part):
@@ -699,13 +705,13 @@ def resume(rest, config, optimizers, scaler):
     return progress
 
 
-def snapshot(model, progress, optimizers=(), scaler=None, keep=True):
+def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
     """The part of a checkpoint that changes: weights (only the adapters, where there are any), Progress, and
     what resuming needs of the optimizers. A sharded model's is put together by all ranks, see whole."""
     state = {'model': lora_state(model) or model.state_dict(), **dataclasses.asdict(progress)}
     if optimizers:
         state.update(optimizer=[opt.state_dict() for opt in optimizers], scaler=scaler.state_dict())
-    return whole(state, keep)
+    return whole(state, wanted)
 
 
 def save(path, state):
@@ -724,6 +730,24 @@ def save(path, state):
         kept = 'the checkpoint before it is kept' if os.path.exists(path) else 'there is none from before'
         raise OSError(f"cannot write {path} ({str(error).splitlines()[0][:100]}); is the disk full? "
                       f"{kept}") from None
+
+
+def keep_last(path, it, keep):
+    """Keeps the checkpoint at path, that of iteration `it`, when it is written anew: as ckpt-<it>.pt. Removes
+    all but the last `keep` that were kept so."""
+    stem = path.removesuffix('.pt')
+    kept = f'{stem}-{it}.pt'
+    if os.path.exists(kept):
+        os.remove(kept)
+    try:
+        os.link(path, kept)  # takes no space until ckpt.pt is another
+    except OSError:  # a file system without links
+        shutil.copyfile(path, kept)
+    all_kept = [name for name in glob.glob(f'{glob.escape(stem)}-*.pt')
+                if re.fullmatch(r'-[0-9]+[.]pt', name.removeprefix(stem))]
+    all_kept.sort(key=os.path.getmtime)
+    for name in all_kept[:-keep]:
+        os.remove(name)
 
 
 def prepare_out_dir(out_dir, resumed, keep_best):
@@ -807,7 +831,7 @@ def check_settings(config):
     lowest = dict(eval_interval=1, eval_iters=1, log_interval=1, sample_tokens=0, max_iters=0, epochs=0,
                   tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
                   z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0,
-                  checkpoint_activations=0)
+                  checkpoint_activations=0, keep=0, time_limit=0)
     for name, low in lowest.items():
         if config[name] is not None and not config[name] >= low:  # nan is not
             raise ValueError(f"{name}={config[name]} must be at least {low}")
@@ -825,6 +849,17 @@ def check_settings(config):
                          "set the length: give one")
     if os.path.exists(config['out_dir']) and not os.path.isdir(config['out_dir']):
         raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
+
+
+def smaller_batches(accumulation, micro_batch, ranks):
+    """What to do when memory runs out, for a line: settings that leave the batch as it is and make smaller
+    micro-batches of it, or keep less of them. accumulation, micro_batch: as share_batch has split it."""
+    windows = accumulation * micro_batch * ranks
+    sizes = [micro_batch // n for n in range(2, 17) if micro_batch % n == 0][:3]
+    advice = [f"--batch_size={size} --gradient_accumulation_steps={windows // size}" for size in sizes]
+    more = ['--checkpoint_activations=True', *(['--shard=True'] if ranks > 1 else [])]
+    same = f"the same batch in smaller parts: {' or '.join(advice)}; or " if advice else ''
+    return f"{same}{' or '.join(more)}"
 
 
 def start_ranks(backend, device, ranks):
@@ -912,7 +947,7 @@ def compile_model(model, device, by_block=False):
     options = None if 'cuda' in device else {'fallback_random': True}
     if by_block:
         for block in model.h:
-            block.compile(dynamic=False, options=options)
+            block.forward = torch.compile(block.forward, dynamic=False, options=options)
         return model
     return torch.compile(model, dynamic=False, options=options)
 
@@ -1017,6 +1052,8 @@ if __name__ == '__main__':
     rank, ranks = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     check_settings(config)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
+    advice = smaller_batches(accumulation, micro_batch, ranks)
+    sys.excepthook = functools.partial(one_line_errors, settings=config, memory=advice)
     checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
 
     # data, what to start from, machine, ranks
@@ -1054,7 +1091,8 @@ if __name__ == '__main__':
         add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
-    if shard := shard and ranks > 1:
+    shard = shard and ranks > 1  # one rank has nothing to share
+    if shard:
         check_shard(lora, machine.dtype)
         shard_model(model, machine)
     model.to(device).train()
@@ -1133,6 +1171,9 @@ if __name__ == '__main__':
                                                  scaler, balance_loss, z_loss, ranks)
             at_goal = progress.iter_num + 1 == goal
             before = [w.detach().clone() for w in params] if at_goal and (rank == 0 or shard) else None
+            if time_limit is not None and not stop and time.time() - START >= 60 * time_limit:
+                tell(f"time_limit={time_limit} minutes are over: stopping after this iteration", stop)
+                stop.append(signal.SIGTERM)
             news = reduce_news(loss, bool(stop), ranks)
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, news[0], expert_load,
                                       0 if lora else balance_rate, wait)
@@ -1173,7 +1214,7 @@ if __name__ == '__main__':
                 timed_it, timed_at = it, time.time()
 
         if stopping:  # first, for whoever sent the signal may not wait for an evaluation
-            state = snapshot(model, progress, optimizers, scaler, keep=rank == 0)
+            state = snapshot(model, progress, optimizers, scaler, wanted=rank == 0)
             if rank == 0:
                 save(checkpoint_file, {**constant, **state})
             del state
@@ -1190,21 +1231,23 @@ if __name__ == '__main__':
         improved = val_loss < progress.best_val_loss
         progress.best_val_loss = min(val_loss, progress.best_val_loss)
         progress.wall_s, saving = time.time() - began, time.time()
-        state = snapshot(model, progress, optimizers, scaler, keep=rank == 0)
+        state = snapshot(model, progress, optimizers, scaler, wanted=rank == 0)
         if rank == 0:
+            if row:  # before the checkpoint: a run that is killed in between writes it anew
+                row.update(val_loss=val_loss, val_bpb=bpb, wall_s=progress.wall_s)
+                log_row(writer, wandb, row)
             if improved and not always_save_checkpoint:
                 weights_only = {name: value for name, value in state.items()
                                 if name not in ('optimizer', 'scaler')}
                 save(best_file, {**constant, **weights_only})
             save(checkpoint_file, {**constant, **state})
+            if keep:
+                keep_last(checkpoint_file, progress.iter_num, keep)
             saving, elapsed, saved_at = time.time() - saving, time.time() - saved_at, time.time()
             notice = None if noticed else saving_notice(saving, elapsed, eval_interval)
             if notice:
                 tell(notice, stop)
                 noticed = True
-            if row:
-                row.update(val_loss=val_loss, val_bpb=bpb, wall_s=progress.wall_s)
-                log_row(writer, wandb, row)
         del state
         if sample_tokens and tokenizer and (rank == 0 or shard):  # sharded, all ranks compute the same
             model.eval()
