@@ -32,6 +32,7 @@ import shlex
 import shutil
 import signal
 import sys
+import types
 
 from configurator import choose_device, configure, one_line_errors, print0, runtime
 
@@ -435,7 +436,12 @@ def checkpoint_blocks(model, every):
         raise ValueError(f"checkpoint_activations={every} names no block of {len(model.h)}: give True for "
                          f"all, or at most {len(model.h)}")
     for block in model.h[every - 1::every]:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = types.MethodType(forward_recomputed, block)
+
+
+def forward_recomputed(block, x, context):
+    """A block's forward. One function for all blocks, so that compiling them by block compiles it once."""
+    return checkpoint(functools.partial(type(block).forward, block), x, context, use_reentrant=False)
 
 
 def check_shard(lora, dtype):
