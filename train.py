@@ -441,7 +441,13 @@ def checkpoint_blocks(model, every):
 
 def forward_recomputed(block, x, context):
     """A block's forward. One function for all blocks, so that compiling them by block compiles it once."""
-    return checkpoint(functools.partial(type(block).forward, block), x, context, use_reentrant=False)
+    def forward(x):
+        own = dataclasses.replace(context, routing=[])  # computed twice it would be told twice
+        return type(block).forward(block, x, own), own.routing
+    x, routing = checkpoint(forward, x, use_reentrant=False)
+    if context.routing is not None:
+        context.routing.extend(routing)
+    return x
 
 
 def check_shard(lora, dtype):
