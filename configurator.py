@@ -276,15 +276,16 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     return tuple(answer)
 
 
-def one_line_errors(kind, error, trace, settings=()):
+def one_line_errors(kind, error, trace, settings=(), memory=None):
     """The excepthook of a script: one line for what users can mend, a trace for bugs (or FLATGPT_TRACE=1).
 
-    settings: the names of the script's, which decide what it can do about memory.
+    settings: the names of the script's, which decide what it can do about memory; memory: what it can do, if
+    the script knows better.
     """
     if kind is BrokenPipeError:
         os._exit(141)  # `| head` has seen enough: not a word, not even from the flush at exit
     if issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
-        advice = [advice for name, advice in OUT_OF_MEMORY.items() if name in settings]
+        advice = [memory] if memory else [OUT_OF_MEMORY[name] for name in OUT_OF_MEMORY if name in settings]
         message = '; '.join(['out of memory', *advice[:1]])
     elif os.environ.get('FLATGPT_TRACE'):
         sys.__excepthook__(kind, error, trace)

@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import errno
 import functools
+import glob
 import gzip
 import hashlib
 import http.server
@@ -4132,10 +4133,10 @@ def test_accumulation_and_one_large_batch_are_the_same(folder):
                                                                        rel=1e-4)
 
 
-def two_ranks(*args, fails=False):
-    """train.py on two ranks of this machine: what it prints, or if it fails, the finished process."""
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-               str(ROOT / 'train.py'), *args]
+def torchrun(count, *command, fails=False):
+    """A script on `count` ranks of this machine: what it prints, or if it fails, the finished process."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={count}',
+               *command]
     for last in (False, True):  # gloo has aborted a rank (exit code -6) in 2 of 60 runs, on one machine
         done = subprocess.run(command, capture_output=True, text=True, timeout=240,
                               env={**os.environ, 'OMP_NUM_THREADS': '1'})
@@ -4143,6 +4144,35 @@ def two_ranks(*args, fails=False):
             break
     assert (done.returncode == 0) != fails, done.stderr[-3000:]
     return done if fails else done.stdout
+
+
+def two_ranks(*args, fails=False):
+    return torchrun(2, str(ROOT / 'train.py'), *args, fails=fails)
+
+
+def on_ranks(count, *runs, patch=''):
+    """train.py on `count` ranks, once for each list of arguments, all in the same processes, as starting them
+    takes the longest. patch: Python that each runs first, with its rank. What they print; a ValueError or
+    SystemExit is printed and not raised."""
+    code = f'''import functools, os, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+rank, init = int(os.environ['RANK']), dist.init_process_group
+{patch}
+for i, args in enumerate({[list(args) for args in runs]!r}):
+    sys.argv = ['train.py', *args]
+    if i:  # torchrun's own store still holds the addresses of the first
+        store = dist.FileStore(f"store_{{os.environ['MASTER_PORT']}}_{{i}}", {count})
+        dist.init_process_group = functools.partial(init, store=store, rank=rank, world_size={count})
+    try:
+        runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')
+    except (ValueError, SystemExit) as error:
+        print(f'rank {{rank}} raised: {{error}}', flush=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+'''
+    Path('on_ranks.py').write_text(code, encoding='utf-8')
+    return torchrun(count, 'on_ranks.py')
 
 
 @pytest.mark.parametrize('options', [
@@ -4165,6 +4195,180 @@ def test_two_ranks_equal_one(folder, options):
         assert float(a['loss']) == pytest.approx(float(b['loss']), rel=1e-4)
         assert (not a['val_loss']) == (not b['val_loss'])
         assert not a['val_loss'] or float(a['val_loss']) == pytest.approx(float(b['val_loss']), rel=1e-4)
+
+
+def test_without_memory_the_same_batch_in_smaller_parts_is_named(folder, monkeypatch, capsys):
+    for accumulation, size, ranks in ((40, 12, 8), (1, 64, 4), (3, 4, 2), (1, 17, 1), (5, 1, 1)):
+        micro, each = flat_train.share_batch(accumulation, size, ranks)
+        advice = flat_train.smaller_batches(micro, each, ranks)
+        pairs = re.findall(r'--batch_size=(\d+) --gradient_accumulation_steps=(\d+)', advice)
+        assert bool(pairs) == (each not in (1, 17)) and '--checkpoint_activations=True' in advice
+        for smaller, steps in pairs:
+            more, part = flat_train.share_batch(int(steps), int(smaller), ranks)
+            assert part == int(smaller) < each and more * part * ranks == accumulation * size
+    hooks = []
+
+    def forward(self, *args):
+        hooks.append(sys.excepthook)
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+    monkeypatch.setattr(flat_train.GPT, 'forward', forward)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        train('--out_dir=out')
+    hooks[0](error.type, error.value, None)
+    assert capsys.readouterr().err.endswith(
+        'out of memory; the same batch in smaller parts: --batch_size=2 --gradient_accumulation_steps=6 or '
+        '--batch_size=1 --gradient_accumulation_steps=12; or --checkpoint_activations=True\n')
+
+
+@pytest.mark.parametrize('options', [
+    {}, dict(dropout=0.3, document_token=3, window=5, window_pattern='SL', residual_lambdas=True),
+    dict(n_expert=4, n_shared_expert=1, dropout=0.2), dict(kv_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8)])
+def test_activations_computed_twice_give_the_same_gradients_with_less_memory(options):
+    def gradients(every):
+        torch.manual_seed(0)
+        model = tiny(n_layer=4, wiring='sandwich', **options).train()
+        if every:
+            flat_train.checkpoint_blocks(model, every)
+        kept = []
+
+        def keep(x):
+            if not isinstance(x, torch.nn.Parameter):
+                kept.append(x.untyped_storage())
+            return x
+        x, y = torch.randint(61, (2, 4, 16))
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            loss, aux = model(x, y)
+        size = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
+        (loss + aux.get('balance', 0) + aux.get('z', 0)).backward()
+        return [w.grad for w in model.parameters()], size
+    (plain, size), (each, smallest), (second, between) = (gradients(every) for every in (0, 1, 2))
+    assert all(map(torch.equal, plain, each)) and all(map(torch.equal, plain, second))
+    assert smallest < between < size and smallest < size / 2
+    with pytest.raises(ValueError, match='checkpoint_activations=3 names no block of 2: give True'):
+        flat_train.checkpoint_blocks(tiny(n_layer=2), 3)
+
+
+def test_what_a_machine_has_is_named(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
+    with pytest.raises(ValueError, match='2 ranks on device=mps: .* start one process'):
+        flat_train.start_ranks('auto', 'mps', 2)
+    for name, tflops in {'Tesla V100-SXM2-16GB': 125, 'Tesla V100-PCIE-32GB': 112, 'Tesla T4': 65,
+                         'NVIDIA H200': 989, 'NVIDIA H200 NVL': 835, 'NVIDIA L40S': 362, 'NVIDIA A10': 125,
+                         'NVIDIA GeForce RTX 3090 Ti': 80, 'NVIDIA GeForce RTX 3090': 71,
+                         'NVIDIA A100-SXM4-80GB': 312, 'NVIDIA GeForce RTX 3080 Ti': None,
+                         'NVIDIA GeForce RTX 4090 Laptop GPU': None, 'NVIDIA GeForce GT 730': None}.items():
+        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device, name=name: name)
+        assert flat_train.peak_flops('cuda:0', torch.bfloat16) == (tflops and tflops * 1e12), name
+    assert flat_train.peak_flops('cuda:0', torch.float32) is flat_train.peak_flops('cpu', torch.bfloat16)
+
+    gpu = types.SimpleNamespace(device_type='cuda', device='cuda:0', dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
+    assert 'this GPU has no bfloat16 units' in flat_train.dtype_notice(gpu, {'dtype': 'bfloat16'})
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 0))
+    assert flat_train.dtype_notice(gpu, {'dtype': 'bfloat16'}) is None
+    assert flat_train.dtype_notice(gpu, {'dtype': 'float16'}) == 'resume: dtype was float16, is bfloat16'
+    assert flat_train.dtype_notice(gpu, {}) is flat_train.dtype_notice(gpu, None) is None
+
+
+def test_saving_that_takes_long_is_said():
+    assert flat_train.saving_notice(0.9, 2.0, 10) is None
+    assert flat_train.saving_notice(19.0, 1000.0, 10) is None
+    assert (flat_train.saving_notice(30.0, 1000.0, 10) == 'saving took 30.0 s, 3% of the time since the last '
+            'evaluation: a larger --eval_interval (now 10) loses less')
+
+
+SHARES = {  # kind of model -> its options
+    'dense': ['--optimizer=muon', '--n_kv_head=1', '--tie_word_embeddings=False', '--residual_lambdas=True'],
+    # all experts: rounding must not choose another one
+    'experts': ['--optimizer=muon', '--bias=True', '--n_expert=4', '--n_expert_active=4',
+                '--balance_bias=True', '--always_save_checkpoint=False'],
+}
+
+
+def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder):
+    """One rank without a stop, against 2, then 4, then 1: replicated, sharded and back, or the reverse."""
+    args = [*TOY, '--gradient_accumulation_steps=4', '--log_interval=1', '--eval_interval=3', '--max_iters=9',
+            '--lr_decay_iters=9', '--sample_tokens=6', '--eval_iters=3']
+    torch.set_num_threads(1)
+    for kind, options in SHARES.items():
+        run('train.py', f'--out_dir={kind}', *args, *options)
+
+    def runs(first, count):
+        return [[f'--out_dir={kind}_{shard}', *args, *options, f'--max_iters={3 * (count // 2)}',
+                 f'--shard={shard != first}', f"--init_from={'scratch' if count == 2 else 'resume'}"]
+                for kind, options in SHARES.items() for shard in (False, True)]
+    step = [*args, '--wiring=sandwich', '--dropout=0.1', '--optimizer=adamw', '--max_iters=1']
+    one_step = {'ddp': [], 'shard': ['--shard=True'], 'again': ['--checkpoint_activations=True'],
+                'both': ['--shard=True', '--checkpoint_activations=2']}
+    steps = [[f'--out_dir={out}', *step, *more] for out, more in one_step.items()]
+    two = on_ranks(2, *runs(False, 2), *steps)
+    gradients = {out: [s['exp_avg'] for s in torch.load(f'{out}/ckpt.pt')['optimizer'][0]['state'].values()]
+                 for out in one_step}
+    for mine in gradients.values():
+        for a, b in zip(mine, gradients['ddp']):
+            assert b.any() and (a - b).norm() <= 1e-5 * b.norm()
+    four = on_ranks(4, *runs(True, 4))
+    assert 'raised: ' not in two + four, two + four
+    assert four.count(' sample:') == 4
+    for kind, options in SHARES.items():
+        plain = torch.load(f'{kind}/ckpt.pt', weights_only=True)
+        for out in (f'{kind}_False', f'{kind}_True'):
+            run('train.py', f'--out_dir={out}', *args, *options, '--init_from=resume')
+            found, expected = log_rows(out), log_rows(kind)
+            for key in ('loss', 'val_loss', 'grad_norm', 'update_ratio', 'load_max'):
+                a, b = ([float(row[key] or 0) for row in rows] for rows in (found, expected))
+                assert a == pytest.approx(b, rel=1e-4 if 'loss' in key else 1e-2), (out, key)
+            mine = torch.load(f'{out}/ckpt.pt', weights_only=True)
+            assert [list(state['state']) for state in mine['optimizer']] == [
+                list(state['state']) for state in plain['optimizer']]
+            for name, w in plain['model'].items():
+                assert (mine['model'][name] - w).norm() <= 0.1 * w.norm(), name  # bfloat16 in Muon
+            assert {name: type(value) for name, value in mine.items()} == {
+                name: type(value) for name, value in plain.items()}
+
+
+def test_two_ranks_stop_together_skip_together_and_read_the_same_files(folder):
+    args = [*TOY, '--optimizer=muon', '--gradient_accumulation_steps=2']
+    run('train.py', '--out_dir=out', *args, '--max_iters=1')
+    write_toy(folder / 'node2' / 'data' / 'toy')
+    shutil.copytree('out', 'node2/out')
+    run('train.py', '--out_dir=out', *args, '--max_iters=2', '--init_from=resume')
+    patch = '''
+import signal, prepare
+batch, calls = prepare.Bins.batch, []
+def read(*args):
+    calls.append(1)
+    if rank == 1 and len(calls) == 5:  # while it computes its fourth
+        os.kill(os.getpid(), signal.SIGTERM)
+    if rank == 1 and len(calls) == 6:
+        print('rank 1 goes on')
+    return batch(*args)
+prepare.Bins.batch = read
+def elsewhere(name):
+    return os.path.join('node2', name) if rank == 1 and name == 'out' else name
+import model
+path = model.checkpoint_path
+import sample
+sample.checkpoint_path = lambda name, best=True: path(elsewhere(name), best)
+forward, steps = model.GPT.forward, []
+def broken(self, idx, targets=None, **rest):
+    found = forward(self, idx, targets, **rest)
+    if self.training and '--out_dir=skips' in sys.argv:
+        steps.append(1)
+        if rank == 1 and len(steps) == 3:
+            return found[0] + float('inf'), found[1]
+    return found
+model.GPT.forward = broken
+'''
+    many = ['--log_interval=1000', '--max_iters=1000', '--eval_interval=500']
+    printed = on_ranks(2, ['--out_dir=both', *args, *many], ['--out_dir=out', *args, '--init_from=resume'],
+                       ['--out_dir=skips', *args, '--max_iters=5'], patch=patch)
+    assert torch.load('both/ckpt.pt', weights_only=True)['iter_num'] == 4
+    assert 'rank 1 raised: 143' in printed
+    assert all(f'rank {rank} raised: rank 1 has read iter_num=1, rank 0 2: all nodes need the same files'
+               in printed for rank in (0, 1)), printed
+    assert 'iter 4: a loss or gradient was not finite, 1 update skipped, 1 in all' in printed
+    assert log_rows('skips')[-1]['skipped'] == '1'
 
 
 def test_losses_of_experts_train_but_are_not_reported(folder):
@@ -4400,9 +4604,9 @@ def test_horizon_by_epochs_and_by_tokens(folder):
 
 
 def test_compiled_training_equals_eager(folder):
-    common = ['--n_layer=1', '--max_iters=4', '--dropout=0.2', '--gradient_accumulation_steps=1']
+    common = ['--n_layer=2', '--max_iters=4', '--dropout=0.2', '--gradient_accumulation_steps=1']
     train('--out_dir=eager', *common)
-    train('--out_dir=compiled', *common, '--compile=True')
+    train('--out_dir=compiled', *common, '--compile=True', '--checkpoint_activations=2')
     a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('eager', 'compiled'))
     assert b['config']['compile'] is True and not any('_orig_mod' in name for name in b['model'])
     for name in a['model']:
@@ -4450,6 +4654,19 @@ def test_a_state_of_another_vocabulary_is_refused():
     for rows in (60, 62, 200):
         with pytest.raises(RuntimeError, match='size mismatch'):
             model.load_state_dict({**model.state_dict(), 'wte.weight': torch.zeros(rows, 32)})
+
+
+def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
+    """Else its steps stay on the CPU, and fused AdamW crashes on CUDA. Here their dtype shows it."""
+    w = torch.nn.Parameter(torch.ones(3))
+    was = torch.optim.AdamW([w], lr=1.0, fused=False).state_dict()
+    was['state'] = {0: {'step': torch.tensor(4.0, dtype=torch.float64), 'exp_avg': torch.zeros(3),
+                        'exp_avg_sq': torch.ones(3)}}
+    opt = torch.optim.AdamW([w], lr=0.5, fused=True)
+    flat_train.load_optimizers([opt], [was], 'ckpt.pt', updates=4)
+    assert opt.state[w]['step'].dtype == torch.float32 and opt.state[w]['step'] == 4
+    assert opt.param_groups[0]['lr'] == 0.5 and opt.param_groups[0]['fused'] is True
+    assert was['param_groups'][0]['fused'] is False
 
 
 def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
@@ -4716,6 +4933,66 @@ def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
     assert torch.load('out/ckpt.pt', weights_only=True)['wandb_id'] == 'abc'
 
 
+@pytest.mark.parametrize('kind', ['adamw', 'muon', 'neither'])
+def test_an_update_that_is_not_finite_leaves_everything_as_it_was(kind, monkeypatch):
+    """Wherever that is decided: on the device, by AdamW, or here, by an optimizer that cannot."""
+    if kind == 'neither':
+        monkeypatch.setattr(flat_train, 'takes_found_inf', lambda opt, w: False)
+    torch.manual_seed(0)
+    model, plain = tiny(n_expert=4, balance_bias=True), tiny(n_expert=4, balance_bias=True)
+    plain.load_state_dict(model.state_dict())
+    name = 'adamw' if kind == 'neither' else kind
+    optimizers, unbroken = (make_optimizers(m, optimizer=name, learning_rate=1e-2) for m in (model, plain))
+    scaler, x = torch.amp.GradScaler('cpu', enabled=False), torch.randint(61, (6, 2, 17))
+    for it in range(6):
+        bad = it in (2, 3)
+        for m, opts in [(model, optimizers)] if bad else [(model, optimizers), (plain, unbroken)]:
+            loss, aux = m(x[it][:, :-1], x[it][:, 1:])
+            loss.backward()
+            if bad:
+                next(m.parameters()).grad.view(-1)[it] = (math.nan, math.inf)[it - 2]
+            _, moved = flat_train.update(m, list(m.parameters()), opts, scaler, 1.0, aux['load'], 0.01)
+            assert bool(moved) != bad
+    assert same_weights(model.state_dict(), plain.state_dict())
+    for a, b in zip(optimizers, unbroken):
+        assert all(map(same_weights, a.state.values(), b.state.values()))
+
+
+def test_skipped_updates_are_counted():
+    moves = [torch.tensor(moved) for moved in (True, False, False, True, False)]
+    assert flat_train.count_skipped(moves, 0) == (3, 1)
+    assert flat_train.count_skipped(moves[1:3], 5) == (2, 7)
+
+
+def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, monkeypatch, capsys):
+    forward, bad = GPT.forward, set()
+
+    def broken(self, idx, targets=None, **rest):
+        found = forward(self, idx, targets, **rest)
+        if targets is None or not self.training:
+            return found
+        calls.append(1)
+        return (found[0] * math.nan, found[1]) if (len(calls) - 1) // 3 in bad else found
+    monkeypatch.setattr(flat_train.GPT, 'forward', broken)
+    calls, bad = [], {3, 4}
+    train('--out_dir=out', '--max_iters=10', '--log_interval=1')
+    assert [row['skipped'] for row in log_rows('out')] == ['0'] * 3 + ['1'] + ['2'] * 6
+    assert 'iter 5: a loss or gradient was not finite, 1 update skipped, 2 in all' in capsys.readouterr().out
+    good = Path('out/ckpt.pt').read_bytes()
+    assert torch.load('out/ckpt.pt', weights_only=True)['skipped'] == 2
+    calls, bad = [], set(range(3, 99))
+    path = re.escape(os.path.join('out', 'ckpt.pt'))
+    with pytest.raises(ValueError, match=rf'10 losses or gradients in a row were not finite at iteration 23: '
+                                         rf'.*the last good checkpoint is {path}; lower --learning_rate'):
+        train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--eval_interval=40')
+    assert Path('out/ckpt.pt').read_bytes() == good
+    state = torch.load('out/ckpt.pt', weights_only=True)
+    state['model']['ln_f.weight'][0] = math.nan
+    with pytest.raises(ValueError, match='ln_f.weight is not finite at iteration 10'):
+        flat_train.save('out/ckpt.pt', state)
+    assert Path('out/ckpt.pt').read_bytes() == good
+
+
 def test_resuming_with_another_architecture_names_both_values(folder):
     train('--out_dir=out', '--max_iters=10')
     with pytest.raises(ValueError, match='n_layer=3 differs from .*which has 2'):
@@ -4790,6 +5067,52 @@ def test_a_scheduler_that_ends_a_run_learns_so(folder, monkeypatch, capsys):
     here = 'torchrun --standalone --nproc_per_node=4 '
     for ranks, start in {1: 'python ', 4: here, 8: 'torchrun ... '}.items():
         assert flat_train.resume_command('out', ranks).startswith(start)
+
+
+def test_killed_anywhere_it_resumes_exactly(folder):
+    """kill -9, three times: right after the line that a checkpoint follows, so also while it is written."""
+    args = [str(ROOT / 'config' / 'gpt2.py'), '--vocab_size=23', '--pos=rope', *TOY, '--eval_interval=2',
+            '--log_interval=1', '--max_iters=20', '--optimizer=muon', '--dropout=0.1', '--keep=1']
+    whole = run('train.py', *args, '--out_dir=whole')
+    for n, delay in enumerate((0.001, 0.004, 0.02)):
+        start = 'resume' if os.path.exists('cut/ckpt.pt') else 'scratch'
+        process = subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *args, '--out_dir=cut',
+                                    f'--init_from={start}'], stdout=subprocess.PIPE, text=True)
+        steps = (line for line in process.stdout if line.startswith('step '))
+        for _ in range(n + 1):
+            next(steps)
+        time.sleep(delay)
+        process.kill()
+        process.communicate()
+    cut = run('train.py', *args, '--out_dir=cut', '--init_from=resume')
+    assert cut['first_it'] > 0 and same_weights(whole['model'].state_dict(), cut['model'].state_dict())
+    assert [row['loss'] for row in log_rows('cut')] == [row['loss'] for row in log_rows('whole')]
+
+
+def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder, monkeypatch):
+    train('--out_dir=out', '--keep=2', '--eval_interval=5')
+    names = ['ckpt-15.pt', 'ckpt-20.pt', 'ckpt.pt', 'log.csv']
+    assert sorted(name for name in os.listdir('out') if name != 'lock') == names
+    assert flat_sample.load('out/ckpt-15.pt')[2]['iter_num'] == 15
+    assert Path('out/ckpt-20.pt').read_bytes() == Path('out/ckpt.pt').read_bytes()
+
+    def refuse(*names):
+        raise OSError('no links here')
+    monkeypatch.setattr(os, 'link', refuse)
+    train('--out_dir=out', '--keep=2', '--max_iters=21', '--init_from=resume')
+    assert sorted(glob.glob('out/ckpt-*.pt')) == ['out/ckpt-20.pt', 'out/ckpt-21.pt']
+    assert Path('out/ckpt-21.pt').read_bytes() == Path('out/ckpt.pt').read_bytes()
+    train('--out_dir=out', '--max_iters=1')
+    assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-20.old-1.pt', 'out/ckpt-21.old-1.pt',
+                                             'out/ckpt.old-1.pt', 'out/ckpt.pt']
+
+    train('--out_dir=whole')
+    with contextlib.suppress(SystemExit):  # with the status of a program that a signal has ended
+        train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')
+    assert torch.load('cut/ckpt.pt', weights_only=True)['iter_num'] == 1
+    train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
+    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True)['model'] for out in ('whole', 'cut'))
+    assert same_weights(a, b)
 
 
 def test_ids_that_the_model_does_not_know_are_refused_before_the_run(folder, capsys):

@@ -22,6 +22,7 @@ START = time.time()  # before torch, whose import counts: wall_s is what a perso
 import collections
 import csv
 import dataclasses
+import datetime
 import errno
 import functools
 import math
@@ -32,8 +33,19 @@ import shlex
 import shutil
 import signal
 import sys
+import types
 
-from configurator import Settings, can_compile, configure, fit, print0, runtime, show
+from configurator import (
+    Settings,
+    can_compile,
+    choose_device,
+    configure,
+    fit,
+    one_line_errors,
+    print0,
+    runtime,
+    show,
+)
 
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
@@ -44,6 +56,7 @@ eval_iters = 200                     # batches of val.bin that an evaluation tak
 eval_only = False                    # evaluate once and stop
 log_interval = 1                     # iterations between lines
 always_save_checkpoint = True        # False: also keep the best weights, best.pt; sample and fine-tune them
+keep = 0                             # keep the last n checkpoints too, as ckpt-<iteration>.pt
 sample_tokens = 0                    # length of the sample printed at each evaluation; 0: none
 wandb_log = False                    # log to Weights & Biases too
 wandb_project = 'owt'                # its project
@@ -55,6 +68,7 @@ batch_size = 12                      # windows of block_size tokens a micro-batc
 max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # instead: passes over train.bin
 tokens_per_param: float | None = None  # instead: tokens for each parameter (20 is Chinchilla's)
+time_limit: float | None = None      # minutes after which it stops as it does at Ctrl-C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
@@ -83,6 +97,8 @@ backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA,
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
+shard = False                        # spread the weights over the ranks: for models larger than a GPU
+checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
 config, model_args, given = configure(globals(), 'GPTConfig', default_file='config/default.py',
@@ -92,6 +108,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from model import CHANGEABLE, GPT, GPTConfig, add_lora, base_name, checksum, lora_state
 from prepare import Bins, load_tokenizer, read_meta
@@ -205,8 +222,8 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
     training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64)  # sum of the targets' losses, targets
-    for start in range(rank * batch_size, count, ranks * batch_size):
-        part = chosen[start:start + batch_size]
+    for start in range(0, count, ranks * batch_size):  # as many rounds on each rank, as sharded models need
+        part = chosen[start + rank * batch_size:][:batch_size]
         inputs, targets = bins.batch(np.resize(part, batch_size), block_size)
         targets = targets.copy()
         targets[len(part):] = -1  # a full batch always, so nothing recompiles; what fills it does not count
@@ -227,7 +244,8 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): what
     torch.optim.Muon with adjust_lr_fn='match_rms_adamw' computes, but all matrices of a shape at once, and
-    each projection of a fused matrix by itself. row_splits: parameter -> rows of each projection in it."""
+    each projection of a fused matrix by itself, and each rank a share of them. row_splits: parameter -> rows
+    of each projection in it."""
 
     def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -235,26 +253,61 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
         for group in self.param_groups:
             lr, params = group['lr'], [w for w in group['params'] if w.grad is not None]
-            grads = [w.grad for w in params]
             for w in params:
                 if not self.state[w]:
                     self.state[w]['momentum_buffer'] = torch.zeros_like(w)
-            buffers = [self.state[w]['momentum_buffer'] for w in params]
+            own, grads = [local(w) for w in params], [local(w.grad) for w in params]
+            buffers = [local(self.state[w]['momentum_buffer']) for w in params]
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
             nesterov = torch._foreach_lerp(grads, buffers, group['momentum'])
-            torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
-            shapes = {}  # (rows, columns) -> (updates, weights) of the matrices of that shape
-            for update, w in zip(nesterov, params):
-                rows = self.row_splits[w]
-                for u, part in zip(update.split(rows, dim=-2), w.split(rows, dim=-2)):
-                    updates, weights = shapes.setdefault(part.shape[-2:], ([], []))
-                    updates.extend([u] if u.ndim == 2 else u.unbind())  # experts: (experts, rows, columns)
-                    weights.extend([part] if part.ndim == 2 else part.unbind())
-            for shape, (updates, weights) in shapes.items():
-                updates = orthogonalise(torch.stack(updates)).to(weights[0].dtype)
-                torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
+            torch._foreach_mul_(own, 1 - lr * group['weight_decay'])
+            together, seen = {}, collections.Counter()
+            for w, update in zip(params, nesterov):
+                # sharded ones are made whole, which takes memory: one for each rank at a time
+                key = (w.shape, seen[w.shape] // ranks) if is_sharded(w) else None
+                seen[w.shape] += 1
+                together.setdefault(key, []).append((w, update))
+            for pairs in together.values():
+                self.move(pairs, lr)
+
+    def move(self, pairs, lr):
+        """Subtracts the orthogonalised updates: pairs of a parameter and the part of its update that this
+        rank holds."""
+        shapes, targets = {}, []  # (rows, columns) -> (updates, weights) of the matrices of that shape
+        for w, update in pairs:
+            target = w
+            if is_sharded(w):
+                update = whole_like(w, update.bfloat16())  # what orthogonalise rounds to anyway
+                target = torch.zeros_like(update, dtype=w.dtype)
+                targets.append((w, target))
+            rows = self.row_splits[w]
+            for u, part in zip(update.split(rows, dim=-2), target.split(rows, dim=-2)):
+                updates, weights = shapes.setdefault(part.shape[-2:], ([], []))
+                updates.extend([u] if u.ndim == 2 else u.unbind())  # experts: (experts, rows, columns)
+                weights.extend([part] if part.ndim == 2 else part.unbind())
+        for shape, (updates, weights) in shapes.items():
+            updates = orthogonalise_shared(updates).to(weights[0].dtype)
+            torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
+        for w, target in targets:
+            local(w).add_(local(spread_like(w, target)))
+
+
+def orthogonalise_shared(matrices):
+    """Matrices of one shape, the same on all ranks -> (n, rows, columns) bfloat16. The ranks share the work
+    and gather the results."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1:
+        return orthogonalise(torch.stack(matrices))
+    each = -(-len(matrices) // ranks)
+    mine = matrices[each * dist.get_rank():][:each]
+    mine = mine + [torch.zeros_like(matrices[0])] * (each - len(mine))
+    mine = orthogonalise(torch.stack(mine)).contiguous()
+    everyones = mine.new_empty(ranks * each, *mine.shape[1:])
+    dist.all_gather_into_tensor(everyones, mine)
+    return everyones[:len(matrices)]
 
 
 def orthogonalise(x, steps=5, eps=1e-7):
@@ -272,7 +325,7 @@ def orthogonalise(x, steps=5, eps=1e-7):
 
 
 def make_adamw(groups, config):
-    fused = groups[0]['params'][0].device.type in ('cuda', 'cpu')
+    fused = groups[0]['params'][0].device.type in ('cuda', 'cpu', 'mps')
     return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
                              fused=fused)
 
@@ -349,18 +402,105 @@ def load_optimizers(optimizers, states, path, updates=0):
                                  f"{fine_tune}")
         for i, w in enumerate(params):
             for name, value in state['state'].get(i, {}).items():
-                if not torch.is_tensor(value) or not value.ndim or value.shape == w.shape:
+                if not torch.is_tensor(value) or not value.ndim:
+                    continue
+                if value.shape == w.shape:
+                    state['state'][i][name] = spread_like(w, value)
                     continue
                 if w.ndim != 2 or value.shape[1:] != w.shape[1:] or not 0 < len(w) - len(value) < 64:
                     raise ValueError(f"{path}: optimizer state {i} is {tuple(value.shape)}, its parameter "
                                      f"{tuple(w.shape)}; {fine_tune}")
                 # rows that pad the vocabulary are not in nanoGPT's files
-                state['state'][i][name] = torch.zeros_like(w, device='cpu').index_copy_(
-                    0, torch.arange(len(value)), value.to(w.dtype))
+                padded = torch.zeros(w.shape, dtype=w.dtype)
+                padded.index_copy_(0, torch.arange(len(value)), value.to(w.dtype))
+                state['state'][i][name] = spread_like(w, padded)
+        # the settings of this run, not the file's; before loading, which puts states where `fused` wants them
         ours = [{k: v for k, v in group.items() if k != 'params'} for group in opt.param_groups]
-        opt.load_state_dict(state)
-        for group, mine in zip(opt.param_groups, ours):
-            group.update(mine)  # the settings of this run, not the file's
+        groups = [{**group, **mine} for group, mine in zip(state['param_groups'], ours)]
+        opt.load_state_dict({**state, 'param_groups': groups})
+
+
+# memory -----------------------------------------------------------------------------------------------------
+
+def shard_model(model, machine):
+    """Spreads every weight over the ranks, and with it gradient and optimizer state (FSDP2, arXiv:2304.11277
+    and torch's fully_shard): a block's weights are whole only while it computes, in the compute dtype, norms'
+    and routers' too. Gradients are summed in float32. Moves the model to the device, block by block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
+    compute = None if machine.dtype == torch.float32 else machine.dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for part in (*model.h, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def checkpoint_blocks(model, every):
+    """Keeps of every n-th block only what goes in; the backward pass computes the rest anew (Chen et al.
+    2016, arXiv:1604.06174). Raises ValueError if there are fewer blocks."""
+    if every > len(model.h):
+        raise ValueError(f"checkpoint_activations={every} names no block of {len(model.h)}: give True for "
+                         f"all, or at most {len(model.h)}")
+    for block in model.h[every - 1::every]:
+        block.forward = types.MethodType(forward_recomputed, block)
+
+
+def forward_recomputed(block, x, context):
+    """A block's forward. One function for all blocks, so that compiling them by block compiles it once."""
+    def forward(x):
+        own = dataclasses.replace(context, routing=[])  # computed twice it would be told twice
+        return type(block).forward(block, x, own), own.routing
+    x, routing = checkpoint(forward, x, use_reentrant=False)
+    if context.routing is not None:
+        context.routing.extend(routing)
+    return x
+
+
+def check_shard(lora, dtype):
+    """Raises ValueError for what does not work, or has not been tried, with sharded weights."""
+    if lora:
+        raise ValueError(f"shard=True does not go with lora_rank={lora['rank']}: leave one of them out")
+    if dtype == torch.float16:
+        raise ValueError("shard=True does not go with dtype=float16: give --dtype=bfloat16 or float32")
+
+
+def is_sharded(w):
+    """Whether w is a DTensor, whose module is not imported unless shard_model needs it."""
+    return hasattr(w, 'full_tensor')
+
+
+def local(w):
+    """The part of a sharded tensor that this rank holds; any other tensor is itself."""
+    return w.to_local() if is_sharded(w) else w
+
+
+def whole(value, wanted=True):
+    """A sharded tensor whole and on the CPU, or a dict or list with all that are in it so; other values as
+    they are. All ranks must call it together; one that has no use for them gets None instead."""
+    if isinstance(value, dict):
+        return {name: whole(each, wanted) for name, each in value.items()}
+    if isinstance(value, list):
+        return [whole(each, wanted) for each in value]
+    if not is_sharded(value):
+        return value
+    value = value.full_tensor()
+    return value.cpu() if wanted else None
+
+
+def whole_like(w, part):
+    """What the ranks hold of a tensor that is sharded as w is -> all of it."""
+    from torch.distributed.tensor import DTensor
+    return DTensor.from_local(part, w.device_mesh, w.placements, run_check=False, shape=w.shape,
+                              stride=w.stride()).full_tensor()
+
+
+def spread_like(w, value):
+    """A tensor that all ranks have -> sharded as w is; if w is not, as it is."""
+    if not is_sharded(w):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+    value = value.to(w.device, w.dtype)
+    return distribute_tensor(value, w.device_mesh, w.placements, src_data_rank=None)
 
 
 # one iteration ----------------------------------------------------------------------------------------------
@@ -372,7 +512,11 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
     losses, expert_load = torch.zeros((), device=batch[0].device), None
     for step in range(accumulation):
         if ranks > 1:  # gradients travel with the last micro-batch only
-            forward.require_backward_grad_sync = step == accumulation - 1
+            last = step == accumulation - 1
+            if isinstance(forward, DDP):
+                forward.require_backward_grad_sync = last
+            else:
+                forward.set_requires_gradient_sync(last)
         inputs, targets, weight = batch
         with autocast():
             loss, aux = forward(inputs, targets)
@@ -382,6 +526,7 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
         if aux:  # a model with experts
             loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
             expert_load = aux['load'] if expert_load is None else expert_load + aux['load']
+        loss = loss / loss.isfinite()  # else by 0: then no gradient is finite, which all ranks see
         scaler.scale(loss / accumulation).backward()
         batch = next(batches, None)  # read while the device computes
     if expert_load is not None and ranks > 1:
@@ -391,22 +536,41 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
 
 def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_rate):
     """Clips the gradients, lets the optimizers step, moves the bias that balances experts, and clears the
-    gradients. Returns their norm, and whether the weights moved: with float16 they do not where a gradient
-    is not finite, and the scale goes down instead."""
+    gradients; where a gradient is not finite, only the last. Returns their norm, and whether the weights
+    moved, both 0-d tensors."""
     for opt in optimizers:
         scaler.unscale_(opt)
-    grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
-                                               foreach=params[0].device.type != 'mps')
-    moved = not scaler.is_enabled() or bool(grad_norm.isfinite())
-    if moved:
-        for opt in optimizers:
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
+                                                     foreach=params[0].device.type != 'mps'))
+    moved = grad_norm.isfinite()
+    for opt in optimizers:
+        if takes_found_inf(opt, params[0]) and not scaler.is_enabled():
+            opt.found_inf = (~moved).float()  # the device decides, and the host need not wait for it
+            opt.step()
+        elif moved:
             scaler.step(opt)
-        if model.config.balance_bias:
-            model.move_balance(expert_load, balance_rate)
+    if model.config.balance_bias:
+        model.move_balance(expert_load, balance_rate * moved)
     scaler.update()
     for opt in optimizers:
         opt.zero_grad(set_to_none=True)
     return grad_norm, moved
+
+
+def takes_found_inf(opt, w):
+    """Whether an optimizer of weights like w leaves them, and its state, as they are where its found_inf, a
+    0-d tensor, is 1, as torch's fused ones do."""
+    return (getattr(opt, '_step_supports_amp_scaling', False) and w.device.type in ('cpu', 'cuda')
+            and not is_sharded(w))
+
+
+def count_skipped(moves, in_a_row):
+    """moves: whether each update since the last count moved the weights, 0-d tensors; in_a_row: how many
+    right before them did not. Returns how many did not, and how many of them right before now."""
+    moves = torch.stack(moves).tolist()
+    for moved in moves:
+        in_a_row = 0 if moved else in_a_row + 1
+    return moves.count(False), in_a_row
 
 
 def set_learning_rate(optimizers, lr):
@@ -429,21 +593,33 @@ def worst_load(expert_load):
 def relative_change(params, before):
     """How far an update has moved the weights, relative to their norm."""
     moved = sum((w.detach() - old).square().sum() for w, old in zip(params, before))
-    return (moved / sum(old.square().sum() for old in before)).sqrt().item()
+    return (whole(moved) / whole(sum(old.square().sum() for old in before))).sqrt().item()
 
 
-def reduce_loss_and_stop(loss, stop, ranks):
-    """Mean loss over the ranks, and whether any of them was asked to stop: all stop together."""
-    news = torch.stack([loss, torch.tensor(float(stop), device=loss.device)])
+def mean_over_ranks(loss, ranks):
+    """A 0-d tensor -> float."""
     if ranks > 1:
-        dist.all_reduce(news)
-    return news[0].item() / ranks, news[1].item() > 0
+        dist.all_reduce(loss)
+    return loss.item() / ranks
 
 
-def check_finite(name, value, it, learning_rate):
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value} at iteration {it}: the run diverged, so nothing more is saved; "
-                         f"lower --learning_rate (now {learning_rate}), or use --dtype=float32")
+def on_any_rank(flag, ranks):
+    """Whether flag is true on any of the ranks. The flags are on the CPU, so nobody waits for a GPU."""
+    flags = torch.tensor(float(flag))
+    if ranks > 1:
+        dist.all_reduce(flags)
+    return flags.item() > 0
+
+
+MAX_SKIPPED = 10  # updates in a row end the run
+
+
+def diverged(what, it, learning_rate, checkpoint):
+    """The error that ends a run: what, a clause, happened at iteration `it`."""
+    kept = (f"the last good checkpoint is {checkpoint}" if os.path.exists(checkpoint)
+            else 'there is no checkpoint yet')
+    return ValueError(f"{what} at iteration {it}: the run diverged, so nothing more is saved, {kept}; lower "
+                      f"--learning_rate (now {learning_rate}), or use --dtype=float32")
 
 
 # checkpoints and log ----------------------------------------------------------------------------------------
@@ -453,7 +629,7 @@ class Progress:
     """What changes in a run besides weights and optimizers; a checkpoint holds it under the same names."""
     iter_num: int = 0                # updates so far
     best_val_loss: float = math.inf
-    skipped: int = 0                 # updates that float16 left out
+    skipped: int = 0                 # updates left out, for a loss or gradient that was not finite
     wall_s: float = 0.0              # seconds from the first start, less the pauses between processes
     wandb_id: str | None = None      # of its run on Weights & Biases
 
@@ -570,17 +746,22 @@ def resume(rest, config, optimizers, scaler):
     return progress
 
 
-def snapshot(model, progress, optimizers=(), scaler=None):
+def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
     """The part of a checkpoint that changes: weights (only the adapters, where there are any), Progress, and
-    what resuming needs of the optimizers."""
+    what resuming needs of the optimizers. A sharded model's is put together by all ranks, see whole."""
     state = {'model': lora_state(model) or model.state_dict(), **dataclasses.asdict(progress)}
     if optimizers:
         state.update(optimizer=[opt.state_dict() for opt in optimizers], scaler=scaler.state_dict())
-    return state
+    return whole(state, wanted)
 
 
 def save(path, state):
-    """Writes state to path: all of it or, with the old file kept, nothing. Raises OSError with the reason."""
+    """Writes state to path: all of it or, with the old file kept, nothing. Raises OSError with the reason,
+    or ValueError for weights that are not finite."""
+    broken = [name for name, w in state['model'].items() if not w.isfinite().all()]
+    if broken:
+        raise diverged(f"{broken[0]} is not finite", state['iter_num'], state['config']['learning_rate'],
+                       path)
     try:
         torch.save(state, path + '.tmp')
         os.replace(path + '.tmp', path)
@@ -628,11 +809,28 @@ def put_aside(out_dir, names):
     return kept
 
 
+def keep_last(out_dir, it, keep):
+    """Keeps ckpt.pt, that of iteration `it`, as ckpt-<it>.pt too, for when it is written anew. Removes all
+    but the last `keep` that were kept so."""
+    path, kept = (os.path.join(out_dir, name) for name in ('ckpt.pt', f'ckpt-{it}.pt'))
+    if os.path.exists(kept):
+        os.remove(kept)
+    try:
+        os.link(path, kept)  # takes no space until ckpt.pt is another
+    except OSError:  # a file system without links
+        shutil.copyfile(path, kept)
+    all_kept = [os.path.join(out_dir, name) for name in os.listdir(out_dir)
+                if re.fullmatch(r'ckpt-[0-9]+[.]pt', name)]
+    for name in sorted(all_kept, key=os.path.getmtime)[:-keep]:
+        os.remove(name)
+
+
 def prepare_out_dir(out_dir, resumed, keep_best):
     """Makes out_dir, which is locked, ready for a run: from scratch, the files of a run that is there get
     other names; resumed, best.pt stays only if it is to be kept."""
     path = functools.partial(os.path.join, out_dir)
-    there = [name for name in ('ckpt.pt', 'best.pt', 'log.csv') if os.path.exists(path(name))]
+    there = [name for name in sorted(os.listdir(out_dir))
+             if re.fullmatch(r'best[.]pt|ckpt(-[0-9]+)?[.]pt|log[.]csv', name)]
     if there and not resumed:
         print0(f"{out_dir}/ held a run, which is kept there as {', '.join(put_aside(out_dir, there))}")
     elif resumed and keep_best and 'best.pt' not in there:
@@ -712,7 +910,8 @@ def check_settings(config):
             raise ValueError(f"{name}={config[name]!r} is none of {', '.join(known)}")
     lowest = dict(eval_interval=1, eval_iters=1, log_interval=1, sample_tokens=0, max_iters=0, epochs=0,
                   tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
-                  z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0)
+                  z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0,
+                  checkpoint_activations=0, keep=0, time_limit=0)
     for name, low in lowest.items():
         if config[name] is None:
             continue
@@ -736,6 +935,53 @@ def check_settings(config):
         raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
 
 
+def smaller_batches(accumulation, micro_batch, ranks):
+    """What to do when memory runs out, for a line: settings that leave the batch as it is and make smaller
+    micro-batches of it, or keep less of them. accumulation, micro_batch: as share_batch has split it."""
+    windows = accumulation * micro_batch * ranks
+    sizes = [micro_batch // n for n in range(2, 17) if micro_batch % n == 0][:3]
+    advice = [f"--batch_size={size} --gradient_accumulation_steps={windows // size}" for size in sizes]
+    more = ['--checkpoint_activations=True', *(['--shard=True'] if ranks > 1 else [])]
+    same = f"the same batch in smaller parts: {' or '.join(advice)}; or " if advice else ''
+    return f"{same}{' or '.join(more)}"
+
+
+def start_ranks(backend, device, ranks):
+    """Lets the ranks know each other. Raises ValueError for a device that they cannot share."""
+    kind, index = choose_device(device)
+    if kind == 'mps':
+        raise ValueError(f"{ranks} ranks on device=mps: torch joins no ranks there; start one process, or "
+                         "give --device=cpu")
+    if backend == 'auto':
+        backend = 'nccl' if kind == 'cuda' else 'gloo'
+    if kind == 'cuda':
+        torch.cuda.set_device(index)
+    hour = datetime.timedelta(hours=1)  # of silence, that is: saving and downloading may take minutes
+    # what is on the CPU, as in on_any_rank, goes by gloo in any case
+    dist.init_process_group('cpu:gloo,cuda:nccl' if backend == 'nccl' else backend, timeout=hour,
+                            device_id=torch.device(kind, index) if backend == 'nccl' else None)
+
+
+def fetch_once(name):
+    """Downloads a published model on one rank of each node; the others find it in the cache then."""
+    if os.environ.get('LOCAL_RANK', '0') == '0':
+        import hub
+        hub.fetch(name)
+    dist.barrier()
+
+
+def check_ranks_agree(facts):
+    """facts: what this rank has read, name -> value. Raises ValueError, on every rank, if another rank has
+    read something else: nodes may have folders of their own under the same name."""
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, facts)
+    for other, theirs in enumerate(everyones):
+        for name, value in theirs.items():
+            if value != everyones[0][name]:
+                raise ValueError(f"rank {other} has read {name}={value}, rank 0 {everyones[0][name]}: all "
+                                 "nodes need the same files; share out_dir and data, or copy them")
+
+
 def dtype_name(dtype):
     return str(dtype).removeprefix('torch.')
 
@@ -751,6 +997,19 @@ def resolve_runtime(device, dtype, seed, compile, ranks, was):
     return machine, was['compile'] if compile == 'auto' else compile
 
 
+def dtype_notice(machine, was):
+    """What a person should know of the dtype that a run was resolved to, or None. was: see resolve_runtime;
+    {} for a run that is not resumed."""
+    dtype = dtype_name(machine.dtype)
+    if (machine.device_type == 'cuda' and dtype == 'bfloat16'
+            and torch.cuda.get_device_capability(machine.device) < (8, 0)):
+        return ("this GPU has no bfloat16 units, so bfloat16 is emulated, which is slow; --dtype=float16 is "
+                "fast, but resumes no longer exactly")
+    if was and was['dtype'] != dtype:
+        return f"resume: dtype was {was['dtype']}, is {dtype}"
+    return None
+
+
 def resolve_compile(compile, device, flops):
     """compile='auto' -> bool. On a CPU compiling takes half a minute, which runs below 4e13 FLOPs never earn
     back."""
@@ -761,15 +1020,24 @@ def resolve_compile(compile, device, flops):
     return ('cuda' in device or device == 'cpu' and flops > 4e13) and can_compile(device)
 
 
-def compile_model(model, device):
+def compile_model(model, device, by_block=False):
+    """The model compiled; by_block: its blocks, between which a sharded one gathers weights."""
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
+    if by_block:
+        for block in model.h:
+            block.forward = torch.compile(block.forward, dynamic=False, options=options)
+        return model
     return torch.compile(model, dynamic=False, options=options)
 
 
-PEAK_TFLOPS = {  # dense bfloat16 peaks from NVIDIA's data sheets, by what the device's name contains
-    'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'GH200': 989, 'B200': 2250, 'A100': 312,
-    'A800': 312, 'L40S': 362, 'A10G': 70, 'L4': 121, 'RTX 4090': 165, 'RTX 3090': 71,
+PEAK_TFLOPS = {  # dense, 16 bits, sums in float32: NVIDIA's data sheets, by what the device's name contains
+    'H200 NVL': 835, 'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H800': 989, 'H20': 148,
+    'GH200': 989, 'B200': 2250, 'A100': 312, 'A800': 312, 'A40': 150, 'A30': 165, 'A10': 125, 'A10G': 70,
+    'L40S': 362, 'L40': 181, 'L4': 121, 'V100-PCIE': 112, 'V100S': 130, 'V100': 125, 'T4': 65,
+    'RTX A6000': 155, 'RTX A5000': 111, 'RTX 6000 Ada': 364, 'Quadro RTX 6000': 131, 'Quadro RTX 8000': 131,
+    'RTX 5090': 210, 'RTX 4090': 165, 'RTX 4080': 98, 'RTX 3090 Ti': 80, 'RTX 3090': 71, 'RTX 3080': 60,
+    'RTX 3070': 41, 'RTX 2080 Ti': 54, 'TITAN RTX': 131,
 }
 
 
@@ -778,8 +1046,8 @@ def peak_flops(device, dtype):
     if 'cuda' not in device or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()
-                 if re.search(rf'\b{part}\b', name) and 'Laptop' not in name), None)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()  # a Ti or a SUPER is another card
+                 if re.search(rf'\b{part}\b(?! (Ti|SUPER|D|Laptop|Max-Q)\b)', name, re.IGNORECASE)), None)
 
 
 def data_folder(dataset):
@@ -864,6 +1132,15 @@ def resume_command(out_dir, ranks):
     return f"{start} {shlex.quote(sys.argv[0])} --out_dir={shlex.quote(out_dir)} --init_from=resume"
 
 
+def saving_notice(saving, elapsed, eval_interval):
+    """What to say of a checkpoint that took `saving` of the `elapsed` seconds since the one before, or None
+    where that is at most 2%, or a second."""
+    if saving <= max(1.0, 0.02 * elapsed):
+        return None
+    return (f"saving took {saving:.1f} s, {saving / elapsed:.0%} of the time since the last evaluation: a "
+            f"larger --eval_interval (now {eval_interval}) loses less")
+
+
 def tell(text, stop):
     """print0, but once a signal has come nobody needs to listen: Ctrl-C ends the `tee` of `| tee log` as
     well, and the run is to be saved."""
@@ -886,20 +1163,30 @@ if __name__ == '__main__':
         globals().update(config)
     check_settings(config)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
+    advice = smaller_batches(accumulation, micro_batch, ranks)
+    sys.excepthook = functools.partial(one_line_errors, settings=config, memory=advice)
     checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
 
     # data, what to start from, machine, ranks
     folder = data_folder(dataset)
     train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
+    if ranks > 1:
+        start_ranks(backend, device, ranks)
     if init_from != 'scratch':
         if not resumed:
+            if ranks > 1 and is_published(init_from):
+                fetch_once(init_from)
             model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked, meta)
         trained_on = rest.get('config', {}).get('dataset')
         source = data_folder(trained_on) if isinstance(trained_on, str) else rest['path']
     machine, compile = resolve_runtime(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
     device = machine.device
     if ranks > 1:
-        dist.init_process_group(backend if backend != 'auto' else 'nccl' if 'cuda' in device else 'gloo')
+        check_ranks_agree({'train tokens': train_bins.n_tokens, 'val tokens': val_bins.n_tokens, **{
+            name: rest.get(name) for name in ('iter_num', 'best_val_loss', 'wall_s')}})
+    notice = dtype_notice(machine, resumed and rest.get('runtime'))
+    if notice:
+        print0(notice)
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
 
@@ -914,6 +1201,12 @@ if __name__ == '__main__':
     if lora and not resumed:
         lora['checksum'] = checksum(model)
         add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    if checkpoint_activations:
+        checkpoint_blocks(model, int(checkpoint_activations))
+    shard = shard and ranks > 1  # one rank has nothing to share
+    if shard:
+        check_shard(lora, machine.dtype)
+        shard_model(model, machine)
     model.to(device).train()
     block_size, params = model.config.block_size, [w for w in model.parameters() if w.requires_grad]
     n_windows, n_params = train_bins.n_windows(block_size), model.num_params()
@@ -957,9 +1250,9 @@ if __name__ == '__main__':
     forward = model
     if compile:
         print0('compiling: the first iteration takes about half a minute')
-        forward = compile_model(model, device)
+        forward = compile_model(model, device, by_block=shard)
     evaluated = forward if 'cuda' in device else model  # on a CPU compiling again costs more than it gives
-    if ranks > 1:
+    if ranks > 1 and not shard:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
                       gradient_as_bucket_view=True)
 
@@ -986,6 +1279,7 @@ if __name__ == '__main__':
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device, rank, ranks)
     batch, row, stopping = next(batches, None), None, False
+    moves, in_a_row, saved_at, noticed = [], 0, time.time(), False
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
@@ -997,22 +1291,32 @@ if __name__ == '__main__':
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
                                                  scaler, balance_loss, z_loss, ranks)
             at_goal = progress.iter_num + 1 == goal
-            before = [w.detach().clone() for w in params] if at_goal and rank == 0 else None
+            before = [w.detach().clone() for w in params] if at_goal and (rank == 0 or shard) else None
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
                                       0 if lora else balance_rate)
             progress.iter_num += 1
-            progress.skipped += not moved
+            moves.append(moved)
+            if time_limit is not None and not stop and time.time() - START >= 60 * time_limit:
+                tell(f"time_limit={time_limit:g} minutes are over: stopping", stop)
+                stop.append(signal.SIGTERM)
 
-            it, stopping = progress.iter_num, bool(stop) and ranks == 1
+            it, stopping = progress.iter_num, on_any_rank(bool(stop), ranks)
             logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
+            if logs or early or stopping or len(moves) == MAX_SKIPPED:
+                skipped, in_a_row = count_skipped(moves, in_a_row)
+                progress.skipped, moves = progress.skipped + skipped, []
+                if skipped:
+                    tell(f"iter {it}: a loss or gradient was not finite, {skipped} update"
+                         f"{'s' * (skipped > 1)} skipped, {progress.skipped} in all", stop)
+                if in_a_row >= MAX_SKIPPED:
+                    raise diverged(f"{in_a_row} losses or gradients in a row were not finite", it,
+                                   learning_rate, checkpoint_file)
             if logs or early or stopping:
-                mean_loss, stopping = reduce_loss_and_stop(loss, bool(stop), ranks)
-                check_finite('loss', mean_loss, it, learning_rate)
                 seconds = (time.time() - timed_at) / (it - timed_it)
                 timed_it, timed_at = it, time.time()
                 progress.wall_s = time.time() - began
                 row = {'iter': it, 'tokens': it * tokens_per_iter, 'epoch': it * windows_per_iter / n_windows,
-                       'loss': mean_loss, 'lr': lr, 'grad_norm': float(grad_norm),
+                       'loss': mean_over_ranks(loss, ranks), 'lr': lr, 'grad_norm': float(grad_norm),
                        'update_ratio': relative_change(params, before) if before else None,
                        'ms_per_iter': seconds * 1e3, 'tok_per_s': tokens_per_iter / seconds,
                        'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
@@ -1022,8 +1326,11 @@ if __name__ == '__main__':
                 if rank == 0 and logs and not at_goal and not stopping:  # else it waits for its val_loss
                     log_row(writer, wandb, row)
 
-        if stopping and rank == 0:  # first, for whoever sent the signal may not wait for an evaluation
-            save(checkpoint_file, {**constant, **snapshot(model, progress, optimizers, scaler)})
+        if stopping:  # first, for whoever sent the signal may not wait for an evaluation
+            state = snapshot(model, progress, optimizers, scaler, wanted=rank == 0)
+            if rank == 0:
+                save(checkpoint_file, {**constant, **state})
+            del state
         val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
                                    machine.autocast, rank, ranks)
         train_loss, _ = evaluate(evaluated, model, train_bins, quarter, batch_size, device,
@@ -1032,25 +1339,37 @@ if __name__ == '__main__':
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
         tell(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
              f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
-        check_finite('val loss', val_loss, progress.iter_num, learning_rate)
+        if not math.isfinite(val_loss):
+            raise diverged(f"val loss is {val_loss}", progress.iter_num, learning_rate, checkpoint_file)
         if eval_only:
             break
+        improved = val_loss < progress.best_val_loss
+        progress.best_val_loss = min(val_loss, progress.best_val_loss)
+        progress.wall_s, saving = time.time() - began, time.time()
+        state = snapshot(model, progress, optimizers, scaler, wanted=rank == 0)
         if rank == 0:
-            improved = val_loss < progress.best_val_loss
-            progress.best_val_loss = min(val_loss, progress.best_val_loss)
-            progress.wall_s = time.time() - began
-            if improved and not always_save_checkpoint:
-                save(best_file, {**constant, **snapshot(model, progress)})
-            save(checkpoint_file, {**constant, **snapshot(model, progress, optimizers, scaler)})
-            if row:
+            if row:  # before the checkpoint: a run that is killed in between writes it anew
                 row.update(val_loss=val_loss, val_bpb=bpb, wall_s=progress.wall_s)
                 log_row(writer, wandb, row)
-            if sample_tokens and tokenizer:
-                model.eval()
-                with machine.autocast():
-                    text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
-                model.train()
-                tell(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}", stop)
+            if improved and not always_save_checkpoint:
+                weights_only = {name: value for name, value in state.items()
+                                if name not in ('optimizer', 'scaler')}
+                save(best_file, {**constant, **weights_only})
+            save(checkpoint_file, {**constant, **state})
+            if keep:
+                keep_last(out_dir, progress.iter_num, keep)
+            saving, elapsed, saved_at = time.time() - saving, time.time() - saved_at, time.time()
+            notice = None if noticed else saving_notice(saving, elapsed, eval_interval)
+            if notice:
+                tell(notice, stop)
+                noticed = True
+        del state
+        if sample_tokens and tokenizer and (rank == 0 or shard):  # sharded, all ranks compute the same
+            model.eval()
+            with machine.autocast():
+                text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
+            model.train()
+            tell(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}", stop)
         if stopping or progress.iter_num >= max_iters:
             break
 
