@@ -175,12 +175,49 @@ def report(times, units, unit, numbers):
     print(json.dumps(numbers))
 
 
-# what it measures -------------------------------------------------------------------------------------------
+def known_vocabulary(config):
+    """The vocabulary of config['dataset'], as model_args; {} where it is not prepared."""
+    folder = train.data_folder(config['dataset'])
+    if not config['dataset'] or not os.path.isdir(folder):
+        return {}
+    return {'vocab_size': read_meta(folder)['vocab_size']}
 
-def measure_params(config, dtype):
+
+def model_and_machine(config, model_args):
+    """The model that the settings name, random or from init_from, and what it runs on: (GPT, the machine as
+    configurator.runtime has it, FLOP/s of a large matmul, bytes/s read)."""
+    machine = runtime(config['device'], config['dtype'], config['seed'])
+    if config['init_from'] == 'scratch':
+        model = GPT(GPTConfig(**{**known_vocabulary(config), **model_args}))
+    else:
+        model, _, _ = train.load_to_train(config['init_from'], 'out', model_args)
+    model.to(machine.device)
+    for w in model.parameters():  # zero-initialised projections would make some kernels' work too easy
+        if w.ndim > 1 and not w.any():
+            torch.nn.init.normal_(w, std=0.02)
+    print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {model.num_params():,} parameters, "
+          f"context {model.config.block_size}")
+    matmul, bandwidth = machine_peaks(machine.device, machine.dtype)
+    print(f"this machine: {matmul / 1e9:,.0f} GFLOP/s in a large matmul, {bandwidth / 1e9:,.1f} GB/s reading")
+    return model, machine, matmul, bandwidth
+
+
+# size and speed ---------------------------------------------------------------------------------------------
+
+def measure_params(config, model_args):
     """The model's parts and their shares, counted without allocating them; the last line is JSON."""
+    if config['init_from'] != 'scratch':
+        raise ValueError("params counts what the options give, not "
+                         f"init_from={config['init_from']}: leave it out")
+    dtypes = {'auto': torch.bfloat16, 'bfloat16': torch.bfloat16, 'float16': torch.float16,
+              'float32': torch.float32}  # auto: what weights and caches are published in
+    if config['dtype'] not in dtypes:
+        raise ValueError(f"dtype={config['dtype']!r} is none of {', '.join(dtypes)}")
+    dtype = dtypes[config['dtype']]
+    # where nothing names a vocabulary, GPT-2's: GPTConfig's is that and the rows that pad it
+    model_args = {'vocab_size': 50257, **known_vocabulary(config), **model_args}
     with torch.device('meta'):
-        model = GPT(config)
+        model = GPT(GPTConfig(**model_args))
     parts = model.account()
     total = [sum(row[i] for row in parts.values()) for i in range(3)]
     print(f"{'':<16}{'parameters':>19}{'':8}{'active':>17}{'':8}{'training FLOPs a token':>24}")
@@ -189,20 +226,22 @@ def measure_params(config, dtype):
                    for n, whole, width in zip(row, total, (19, 17, 24))]
         print(f"{part:<16}{''.join(columns)}")
     size, state = dtype.itemsize, model.cache_elements(0)
-    cache, full = model.cache_elements(1) - state, model.cache_elements(config.block_size) - state
+    block_size = model.config.block_size
+    cache, full = model.cache_elements(1) - state, model.cache_elements(block_size) - state
     states = sum(math.prod(shape) * (own or dtype).itemsize
                  for block in model.h for shape, own in block.attn.states)
     print(f"weights: {total[0] * size / 1e9:,.2f} GB; cache: {cache:,} elements or {cache * size:,} bytes a "
           f"token{f', {states:,} bytes a row' if states else ''}, {(full * size + states) / 1e9:,.2f} GB at "
-          f"{config.block_size:,} tokens; in {train.dtype_name(dtype)}")
+          f"{block_size:,} tokens; in {train.dtype_name(dtype)}")
     print(json.dumps({'what': 'params', 'params': total[0], 'active_params': total[1],
                       'flops_per_token': total[2], 'cache_bytes_per_token': cache * size,
                       'cache_bytes': full * size + states, 'dtype': train.dtype_name(dtype)}))
 
 
-def measure_training(model, machine, matmul, config):
+def measure_training(config, model_args):
     """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
-    forward = model
+    model, machine, matmul, _ = model_and_machine(config, model_args)
+    forward, config = model, {**config, 'batch_size': config['batch_size'] or 12}
     if train.resolve_compile(config['compile'], machine.device, float('inf')):
         print('compiling: about half a minute')
         forward = train.compile_model(model, machine.device)
@@ -243,8 +282,10 @@ def time_nanogpt(model, batch_size, prompt_len, max_new_tokens, device):
     return (time.perf_counter() - begun) / count
 
 
-def measure_decoding(model, machine, bandwidth, config):
+def measure_decoding(config, model_args):
     """Seconds a token in turns with nanoGPT, and the share of the memory's bandwidth."""
+    model, machine, _, bandwidth = model_and_machine(config, model_args)
+    config = {**config, 'batch_size': config['batch_size'] or 1}
     batch_size, new, compile = config['batch_size'], config['max_new_tokens'], config['compile'] is True
     nanogpt = load_nanogpt(config['vs'], model.config, machine.device).eval() if config['vs'] else None
     model.to(machine.dtype).eval()
@@ -270,6 +311,13 @@ def measure_decoding(model, machine, bandwidth, config):
                                           'peak_mb': peak_mb(machine.device)})
 
 
+INSTRUMENTS = {  # first word of the command line -> function of this file's settings and GPTConfig's
+    'train': measure_training,
+    'decode': measure_decoding,
+    'params': measure_params,
+}
+
+
 def check_settings(s):
     """Raises ValueError for the first setting that is no choice, or too low. s: this file's settings."""
     if s['optimizer'] not in train.OPTIMIZERS:
@@ -287,39 +335,7 @@ def check_settings(s):
 if __name__ == '__main__':
     check_settings(config)
     what = plain[0] if plain else ''
-    if what not in ('train', 'decode', 'params'):
-        raise ValueError(f"bench.py measures train, decode or params, not {what!r}: "
+    if what not in INSTRUMENTS:
+        raise ValueError(f"bench.py measures {', '.join(INSTRUMENTS)}, not {what!r}: "
                          "python bench.py train config/small.py")
-    folder = os.path.join('data', dataset)
-    if dataset and os.path.isdir(folder) and init_from == 'scratch':
-        model_args = {'vocab_size': read_meta(folder)['vocab_size'], **model_args}
-    if what == 'params':
-        if init_from != 'scratch':
-            raise ValueError(f"params counts what the options give, not init_from={init_from}: leave it out")
-        dtypes = {'auto': torch.bfloat16, 'bfloat16': torch.bfloat16, 'float16': torch.float16,
-                  'float32': torch.float32}  # auto: what weights and caches are published in
-        if dtype not in dtypes:
-            raise ValueError(f"dtype={dtype!r} is none of {', '.join(dtypes)}")
-        # where nothing names a vocabulary, GPT-2's: GPTConfig's is that and the rows that pad it
-        measure_params(GPTConfig(**{'vocab_size': 50257, **model_args}), dtypes[dtype])
-        raise SystemExit
-
-    machine = runtime(device, dtype, seed)
-    if batch_size is None:
-        config['batch_size'] = {'train': 12, 'decode': 1}[what]
-    if init_from == 'scratch':
-        model = GPT(GPTConfig(**model_args)).to(machine.device)
-    else:
-        model, _, _ = train.load_to_train(init_from, 'out', model_args)
-        model.to(machine.device)
-    for w in model.parameters():  # zero-initialised projections would make some kernels' work too easy
-        if w.ndim > 1 and not w.any():
-            torch.nn.init.normal_(w, std=0.02)
-    print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {model.num_params():,} parameters, "
-          f"context {model.config.block_size}")
-    matmul, bandwidth = machine_peaks(machine.device, machine.dtype)
-    print(f"this machine: {matmul / 1e9:,.0f} GFLOP/s in a large matmul, {bandwidth / 1e9:,.1f} GB/s reading")
-    if what == 'train':
-        measure_training(model, machine, matmul, config)
-    else:
-        measure_decoding(model, machine, bandwidth, config)
+    INSTRUMENTS[what](config, model_args)
