@@ -40,7 +40,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import configurator
 import hub
@@ -4956,6 +4956,29 @@ def test_an_update_that_is_not_finite_leaves_everything_as_it_was(kind, monkeypa
     assert same_weights(model.state_dict(), plain.state_dict())
     for a, b in zip(optimizers, unbroken):
         assert all(map(same_weights, a.state.values(), b.state.values()))
+
+
+@pytest.mark.parametrize('options', [{}, dict(n_expert=4, balance_bias=True)], ids=['dense', 'experts'])
+def test_an_iteration_waits_for_nothing_that_the_device_computes(options, monkeypatch):
+    """A tensor without data raises where somebody asks for its value."""
+    monkeypatch.setattr(GPT, 'init_weights', lambda self: None)
+    # on CPUs alone the model looks at its targets
+    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
+    scaler, asks = torch.amp.GradScaler('cpu', enabled=False), []
+    autocast = functools.partial(torch.autocast, 'cpu', torch.bfloat16)
+    for kind in 'adamw', 'muon':
+        with FakeTensorMode():
+            model, idx = tiny(**options), torch.zeros(2, 16, dtype=torch.long)
+            optimizers = make_optimizers(model, optimizer=kind)
+            for _ in range(2):
+                _, load, _ = flat_train.gradients(model, (idx, idx, None), iter([(idx, idx, None)]), 2,
+                                                  autocast, scaler, 0.01, 0.0)
+                try:
+                    flat_train.update(model, list(model.parameters()), optimizers, scaler, 1.0, load, 0.01)
+                except DataDependentOutputException:
+                    asks.append(kind)
+                    break
+    assert asks == ['muon']  # which cannot leave an update out by itself
 
 
 def test_skipped_updates_are_counted():
