@@ -1,10 +1,11 @@
 """
-Measures: how fast, how big, how much memory.
+Measures: how fast, how big, how much memory; checks whether it is right.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=out/ckpt.pt --dtype=bfloat16 --compile=True
+    python bench.py check config/llama_small.py              # is the model.py that stands here still sound?
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
 
 --vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with
@@ -42,7 +43,7 @@ device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
 seed = 1337                       # of weights and tokens
-config, model_args, plain = configure(globals(), 'GPTConfig', words=1)
+config, model_args, words = configure(globals(), 'GPTConfig', words=2)
 
 import numpy as np
 import torch
@@ -323,18 +324,17 @@ class Unsound(Exception):
 def shrunk(config):
     """A config of the same kind with everything in it that can go wrong, but small: each kind of layer stands
     in it, and what is several stays several (heads of a group, groups of experts), for one has no order to
-    be confused. Widths do not divide each other, so that a wrong one cannot fit by chance. Raises ValueError
-    where that gives no model."""
-    block_size, changes = min(24, config.block_size), {}
-    experts = config.n_expert is not None
+    be confused. Widths do not divide each other where they need not, so that a wrong one cannot fit by
+    chance. Raises ValueError where that gives no model."""
+    block_size, experts = 24, config.n_expert is not None
 
     def fewer(n, most):
         return None if n is None else min(n, most)
 
-    changes.update(block_size=block_size, vocab_size=min(61, config.vocab_size), n_embd=32, d_ff=40,
-                   n_dense_layer=min(1, config.n_dense_layer) if experts else 0)
+    changes = dict(block_size=block_size, vocab_size=61, n_embd=32, d_ff=40,
+                   n_layer=layers_of_every_kind(config), n_dense_layer=min(1, config.n_dense_layer))
     if config.document_token is not None:
-        changes.update(document_token=min(3, config.document_token))
+        changes.update(document_token=3)
     if config.embed_scale == config.n_embd ** 0.5:
         changes.update(embed_scale=32 ** 0.5)
     if config.window is not None:  # as much of the context as it was, and at least 3 tokens
@@ -369,7 +369,11 @@ def shrunk(config):
                        n_shared_expert=fewer(config.n_shared_expert, 2))
     if config.rope_scaling:
         changes.update(rope_scaling=shrunk_scaling(config, changes))
-    return dataclasses.replace(config, n_layer=layers_of_every_kind(config), **changes)
+    try:
+        return dataclasses.replace(config, **changes)
+    except ValueError as error:
+        raise ValueError(f"check makes a small model of this kind, see shrunk in bench.py, but: {error}"
+                         ) from None
 
 
 def shrunk_scaling(config, changes):
@@ -569,8 +573,8 @@ def check_rotation(config):
         require(sin[0].abs().max() < 1e-6, f"position 0 is turned by {float(sin[0].abs().max()):.2g}")
         expected = config.rope_base ** (-torch.arange(0, width, 2).double() / width)
         require(config.rope_scaling or torch.allclose(angle, expected, rtol=1e-5),
-                f"a position turns pairs by {[round(a, 4) for a in angle.tolist()]}, not by rope_base^(-2i/d) "
-                f"= {[round(a, 4) for a in expected.tolist()]}")
+                f"a position turns pairs by {[round(a, 4) for a in angle.tolist()]}, not by "
+                f"rope_base^(-2i/d) = {[round(a, 4) for a in expected.tolist()]}")
         turned = torch.arange(T)[:, None] * angle
         require_equal(torch.cat((cos, sin))[None], (factor * torch.cat((turned.cos(), turned.sin())))[None],
                       'angles that do not grow by the same at each position')
@@ -629,9 +633,11 @@ def check_attention(config):
 
 @torch.no_grad()
 def check_cache(config):
-    model, T = shaken(config), config.block_size
+    model, T, rows = shaken(config), config.block_size, torch.arange(3)
     idx = random_tokens(config, 3, T)
-    full, rows = model(idx), torch.arange(3)
+    if config.document_token is not None:
+        idx[rows, 5 + 4 * rows] = config.document_token
+    full = model(idx)
 
     def feed(cache, chunks, what):
         at = 0
@@ -710,7 +716,8 @@ def check_gradients(config):
                 expected = float(values[0] - values[1]) / (2 * step)
                 found = float((w.grad * direction).sum())
                 error = abs(found - expected) / max(abs(expected), float(w.grad.norm()), 1e-3)
-                require(error < 1e-4, f"{name} has {found:.6f}, differences say {expected:.6f}")
+                require(error < 1e-4, f"{name}: {found:.6f} along a random direction, {expected:.6f} by "
+                        "differences")
                 worst = max(worst, error)
     return f"to {worst:.0e} of their size"
 
@@ -784,28 +791,27 @@ def check_sizes(config):
         for w in model.parameters():
             if w.ndim > 1 and not w.any():  # a branch that starts at zero, as if it had begun to learn
                 torch.nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
-    seen = {}
+    seen = {}  # what a module gave
 
     def keep(name, module, inputs, output):
         output.retain_grad()
         seen[name] = output
     for layer, block in enumerate(model.h):
-        for name, module in ((f'layer {layer}', block), (f'its {type(block.attn).__name__}', block.attn),
-                             (f'its {type(block.mlp).__name__}', block.mlp)):
-            key = name if name.startswith('layer') else f"layer {layer}, {name}"
-            module.register_forward_hook(functools.partial(keep, key))
+        block.register_forward_hook(functools.partial(keep, f"layer {layer}"))
+        for module in (block.attn, block.mlp):
+            module.register_forward_hook(functools.partial(keep, f"layer {layer}, {type(module).__name__}"))
     idx = random_tokens(config, 4, config.block_size + 1)
     model(idx[:, :-1], idx[:, 1:])[0].backward()
-    sizes = {name: float(x.detach().square().mean().sqrt()) for name, x in seen.items()}
+    streams = {name: float(x.detach().square().mean().sqrt()) for name, x in seen.items() if ',' not in name}
     # change of the loss for a relative change of what a module gives: of no unit, so that layers compare
     effects = {name: float(x.grad.norm() * x.detach().norm()) if x.grad is not None else 0.0
                for name, x in seen.items()}
-    for what, values, most in (('activations', sizes, 1e2), ('gradients', effects, 1e2)):
+    for what, values in (('activations go', streams), ('effects on the loss go', effects)):
         small, large = min(values, key=values.get), max(values, key=values.get)
-        require(all(map(math.isfinite, values.values())) and values[large] < most * values[small],
-                f"{what} go from {values[small]:.2g} ({small}) to {values[large]:.2g} ({large})")
-    return f"{min(sizes.values()):.2g} to {max(sizes.values()):.2g}, effect on the loss " \
-           f"{min(effects.values()):.2g} to {max(effects.values()):.2g}"
+        require(all(map(math.isfinite, values.values())) and values[large] < 100 * values[small],
+                f"{what} from {values[small]:.2g} ({small}) to {values[large]:.2g} ({large})")
+    return (f"{min(streams.values()):.2g} to {max(streams.values()):.2g}, effects on the loss "
+            f"{min(effects.values()):.2g} to {max(effects.values()):.2g}")
 
 
 def check_learning(config, steps=60):
@@ -928,6 +934,20 @@ def check_compiling(config):
     return 'one graph, loss and gradients as without'
 
 
+@torch.no_grad()
+def check_weights(model):
+    """Of a checkpoint itself: its numbers, and that it decodes as it predicts."""
+    for name, w in model.state_dict().items():
+        require(w.isfinite().all(), f"{name} is not finite")
+    model.eval()
+    T = min(64, model.config.block_size)
+    idx, cache = random_tokens(model.config, 2, T), model.make_cache(2, T)
+    full = model(idx)
+    parts = [model(part, cache=cache) for part in idx.split([T // 2, T - 1 - T // 2, 1], dim=1)]
+    require_equal(torch.cat(parts, dim=1), full, 'its cache does not equal no cache', tolerance=1e-3)
+    return f"finite, and its cache equals no cache in {T} tokens"
+
+
 def check_family(config):
     """Which published family computes the whole config, or why none does; that is no fault."""
     try:
@@ -971,40 +991,45 @@ CHECKS = {  # what holds: (function of a small config -> a remark or None; raise
 }
 
 
-def run_check(name, config):
+def run_check(check, look_at, *args):
     """(whether it holds, a remark on it or None). What a check cannot compute for an error does not hold."""
-    check, look_at = CHECKS[name]
     torch.manual_seed(0)
     try:
-        return True, check(config)
+        return True, check(*args)
     except Unsound as error:
         message = str(error)
     except Exception as error:  # whatever a changed model.py may raise
-        message = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        message = f"{type(error).__name__}: {' '.join(str(error).split()):.250}"
     return False, f"{message}; look at {look_at}"
 
 
-def measure_soundness(config, model_args):
-    """Whether what stands in model.py and train.py is sound, for a small model of the kind that is asked for;
-    a line for each check, the last line is JSON; the status is 1 if any fails."""
+def measure_soundness(config, model_args, words):
+    """Whether what stands in model.py and train.py is sound, for a small model of the kind that is asked for
+    (words: of a checkpoint or published model); a line for each check, the last line is JSON; the status is 1
+    if any fails."""
+    if words and config['init_from'] != 'scratch':
+        raise ValueError(f"check reads {words[0]} or --init_from={config['init_from']}: give one")
     if config['device'] not in ('auto', 'cpu'):
         raise ValueError(f"device={config['device']}: check compares code paths of the CPU; leave it out")
-    began = time.perf_counter()
-    if config['init_from'] == 'scratch':
+    began, model, init_from = time.perf_counter(), None, words[0] if words else config['init_from']
+    if init_from == 'scratch':
         whole = GPTConfig(**{**known_vocabulary(config), **model_args})
     else:
-        whole = train.load_to_train(config['init_from'], 'out', model_args)[0].config
-    small = shrunk(whole)
+        model, _, rest = train.load_to_train(init_from, 'out', model_args)
+        whole = model.config
+    small, failed = shrunk(whole), []
     torch.set_num_threads(1)  # the second would only wait
-    print(f"a small model of this kind: {differences(small, whole)}")
-    failed = []
-    for name in CHECKS:
-        holds, remark = run_check(name, small)
+    print(f"checked is a small model of this kind: {differences(small, whole)}")
+    checks = [(name, *how, small) for name, how in CHECKS.items()]
+    if model is not None:
+        checks.append((f"weights of {rest['path']}", check_weights, 'log.csv of its run', model))
+    for name, *how in checks:
+        holds, remark = run_check(*how)
         failed += [] if holds else [name]
         print(f"{'ok  ' if holds else 'FAIL'} {name}{f': {remark}' if remark else ''}", flush=True)
     family = check_family(whole)
     print(f"     published family: {family}")
-    print(json.dumps({'what': 'check', 'passed': len(CHECKS) - len(failed), 'failed': failed,
+    print(json.dumps({'what': 'check', 'passed': len(checks) - len(failed), 'failed': failed,
                       'family': family, 'seconds': round(time.perf_counter() - began, 1)}))
     if failed:
         sys.exit(1)
@@ -1023,6 +1048,7 @@ INSTRUMENTS = {  # first word of the command line -> function of this file's set
     'params': measure_params,
     'check': measure_soundness,
 }
+TAKE_WORDS = ('check',)  # those of them that take the words after the first, too
 
 
 def check_settings(s):
@@ -1041,8 +1067,13 @@ def check_settings(s):
 
 if __name__ == '__main__':
     check_settings(config)
-    what = plain[0] if plain else ''
+    what, more = words[0] if words else '', words[1:]
     if what not in INSTRUMENTS:
         raise ValueError(f"bench.py measures {', '.join(INSTRUMENTS)}, not {what!r}: "
                          "python bench.py train config/small.py")
-    INSTRUMENTS[what](config, model_args)
+    if what in TAKE_WORDS:
+        INSTRUMENTS[what](config, model_args, more)
+    elif more:
+        raise ValueError(f"bench.py {what} takes no {more[0]!r}: settings are --key=value")
+    else:
+        INSTRUMENTS[what](config, model_args)
