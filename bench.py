@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -25,7 +24,7 @@ import sys
 import tempfile
 import time
 
-from configurator import configure, runtime
+from configurator import configure, runtime, show
 
 # what
 init_from = 'scratch'             # scratch (random weights), or as in train.py; params: scratch
@@ -481,11 +480,10 @@ def check_targets(config):
     model = shaken(config)
     with training_run(config) as run:
         inputs, targets, _ = next(run.read(0))
-    at = inputs[:, 0].tolist()
     for row, (x, y) in enumerate(zip(inputs.tolist(), targets.tolist())):
         starts = [i for i in range(len(run.tokens)) if run.tokens[i:i + len(x)].tolist() == x]
         require(starts and y in [run.tokens[i + 1:i + 1 + len(x)].tolist() for i in starts],
-                f"row {row} of a batch has targets that do not follow its inputs, which begin with {at[row]}")
+                f"row {row} of a batch has targets that do not follow its inputs")
     logits = model(inputs).double()
     by_hand = -logits.log_softmax(-1).gather(2, targets[..., None])[..., 0]
     some = targets.clone()
@@ -514,11 +512,11 @@ def check_causal(config):
         with torch.set_grad_enabled(grad):
             logits = model(idx)
         moved = (logits[:-1] - logits[-1:]).detach().abs().amax(-1)  # of the change at row, at position
-        early = (moved.tril(-1) > 1e-5 * logits.detach().abs().max()).nonzero().tolist()
-        require(not early, early and f"{'in' if grad else 'without'} training, changing token {early[0][0]} "
-                f"changes the logits at position {early[0][1]} by {moved[tuple(early[0])]:.2g}")
-        own = (moved.diagonal() > 0).logical_not().nonzero().flatten().tolist()
-        require(not own, own and f"changing token {own[0]} does not change its own logits")
+        for t, at in (moved.tril(-1) > 1e-5 * logits.detach().abs().max()).nonzero().tolist():
+            raise Unsound(f"{'in' if grad else 'without'} training, changing token {t} changes the logits at "
+                          f"position {at} by {moved[t, at]:.2g}")
+        for t in (~(moved.diagonal() > 0)).nonzero().flatten().tolist():
+            raise Unsound(f"changing token {t} does not change its own logits")
     return None
 
 
@@ -527,21 +525,20 @@ def check_windows(config):
     x = torch.randn(1, T, config.n_embd).double().repeat(T + 1, 1, 1)
     x[range(T), range(T)] = torch.randn(T, config.n_embd).double()
     age = torch.arange(T) - torch.arange(T)[:, None]  # of the changed token in a row, at a position
-    for grad, (layer, block) in itertools.product((True, False), enumerate(model.h)):
+    for grad in (True, False):
         with torch.set_grad_enabled(grad), KeepsFloat64():
-            y = block.attn(x, model.context(random_tokens(config, len(x), T)))
-        seen = (y[:-1] - y[-1:]).detach().abs().amax(-1) > 1e-9
-        window, name = block.attn.window or T, type(block.attn).__name__
-        wrong = seen & ((age < 0) | (age >= window))
-        if block.attn.slots:  # all that it keeps; a state may forget, but not the token itself
-            wrong |= ~seen & (age >= 0) & (age < window)
-        wrong |= ~seen & (age == 0)
-        if wrong.any():
-            s, t = wrong.nonzero()[0].tolist()
-            sees = 'sees' if seen[s, t] else 'does not see'
-            raise Unsound(f"layer {layer}, {name} with window {block.attn.window}: position {t} {sees} "
-                          f"position {s}")
-        seen_in[name] = sorted({*seen_in.get(name, ()), window})
+            context = model.context(random_tokens(config, len(x), T))
+            results = [block.attn(x, context) for block in model.h]
+        for layer, (block, y) in enumerate(zip(model.h, results)):
+            seen = (y[:-1] - y[-1:]).detach().abs().amax(-1) > 1e-9
+            window, name = block.attn.window or T, type(block.attn).__name__
+            expected = (age >= 0) & (age < window)
+            # what has slots for its tokens sees all of them; a state may forget, but not the token itself
+            wrong = (seen != expected) if block.attn.slots else (seen & ~expected) | (~seen & (age == 0))
+            for s, t in wrong.nonzero().tolist():
+                raise Unsound(f"layer {layer}, {name} with window {block.attn.window}: position {t} "
+                              f"{'sees' if seen[s, t] else 'does not see'} position {s}")
+            seen_in[name] = sorted({*seen_in.get(name, ()), window})
     return ', '.join(f"{name} {' and '.join('all' if w == T else str(w) for w in windows)}"
                      for name, windows in seen_in.items())
 
@@ -578,11 +575,12 @@ def check_rotation(config):
         turned = torch.arange(T)[:, None] * angle
         require_equal(torch.cat((cos, sin))[None], (factor * torch.cat((turned.cos(), turned.sin())))[None],
                       'angles that do not grow by the same at each position')
-        for block in model.h:  # each alone, for what comes before it would differ too
+        contexts = [dataclasses.replace(context, rope=None), context]
+        for block in model.h:  # each on an input of its own, for what comes before it would differ too
             x = torch.randn(2, T, config.n_embd).double()
             with recorded(model) as calls:
-                for rope in (None, context.rope):
-                    block.attn(x, dataclasses.replace(context, rope=rope))
+                for each in contexts:
+                    block.attn(x, each)
             for name, i in (('queries', 1), ('keys', 2)) if calls else ():
                 (mixer, *_), (plain, found) = calls[0], [call[i] for call in calls]
                 start = plain.shape[-1] - width if config.mixer_of(mixer.layer) == 'M' else 0
@@ -643,7 +641,7 @@ def check_cache(config):
         at = 0
         for n in chunks:
             require_equal(model(idx[:, at:at + n], cache=cache), full[:, at:at + n],
-                          f"{what}, {n} tokens after {at}")
+                          f"{what}, {n} after {at} tokens")
             at += n
 
     def step(cache, at, source, what, n=1):
@@ -709,11 +707,11 @@ def check_gradients(config):
         with torch.no_grad():
             for name, w in model.named_parameters():
                 require(w.grad is not None, f"{name} has no gradient")
-                direction, kept = torch.randn_like(w), w.clone()
-                values = [objective(model, idx) for sign in (1, -1)
-                          for _ in [w.copy_(kept + sign * step * direction)]]
+                direction, kept, expected = torch.randn_like(w), w.clone(), 0.0
+                for move in (step, -step):
+                    w.copy_(kept + move * direction)
+                    expected += float(objective(model, idx)) / (2 * move)
                 w.copy_(kept)
-                expected = float(values[0] - values[1]) / (2 * step)
                 found = float((w.grad * direction).sum())
                 error = abs(found - expected) / max(abs(expected), float(w.grad.norm()), 1e-3)
                 require(error < 1e-4, f"{name}: {found:.6f} along a random direction, {expected:.6f} by "
@@ -1019,7 +1017,8 @@ def measure_soundness(config, model_args, words):
         whole = model.config
     small, failed = shrunk(whole), []
     torch.set_num_threads(1)  # the second would only wait
-    print(f"checked is a small model of this kind: {differences(small, whole)}")
+    show('checked is a small model of this kind', {
+        name: value for name, value in vars(small).items() if value != getattr(whole, name)})
     checks = [(name, *how, small) for name, how in CHECKS.items()]
     if model is not None:
         checks.append((f"weights of {rest['path']}", check_weights, 'log.csv of its run', model))
@@ -1033,13 +1032,6 @@ def measure_soundness(config, model_args, words):
                       'family': family, 'seconds': round(time.perf_counter() - began, 1)}))
     if failed:
         sys.exit(1)
-
-
-def differences(small, whole):
-    """'n_layer 2 (of 32), ...': what stands otherwise in a small config."""
-    return ', '.join(f"{field.name} {getattr(small, field.name)} (of {getattr(whole, field.name)})"
-                     for field in dataclasses.fields(small)
-                     if getattr(small, field.name) != getattr(whole, field.name))
 
 
 INSTRUMENTS = {  # first word of the command line -> function of this file's settings and GPTConfig's

@@ -6625,11 +6625,11 @@ PLANTED = {
         'layers see their window, all of it', 'position 1 does not see position 1'),
     'is_causal with a cache': (
         {'is_causal = longest == 0 ': 'is_causal = True '}, {},
-        'cache equals no cache', 'in odd chunks, 6 tokens after 1: first differs at row 0, position'),
+        'cache equals no cache', 'in odd chunks, 6 after 1 tokens: first differs at row 0, position'),
     'rotary off by one in decoding': (
         {'tuple(table[context.position_ids]':
          'tuple(table[context.position_ids - int(T == 1 and bool(cache and cache.longest))]'}, {},
-        'cache equals no cache', 'in odd chunks, 1 tokens after 7: first differs at row 0, position 0'),
+        'cache equals no cache', 'in odd chunks, 1 after 7 tokens: first differs at row 0, position 0'),
     'rotary off by one for keys': (
         {'rotate(k, context.rope)\n':
          'rotate(k, context.rope and [part.roll(1, 2) for part in context.rope])\n'}, {},
@@ -6639,7 +6639,7 @@ PLANTED = {
         'queries and keys turn with their positions', r'turns pairs by \[0.1, .*not by'),
     'a cache written with the wrong heads': (
         {'= add[:, :, T - kept:]\n': '= add[:, :, T - kept:].flip(1)\n'}, {},
-        'cache equals no cache', 'in odd chunks, 1 tokens after 0: first differs at row 0, position 0'),
+        'cache equals no cache', 'in odd chunks, 1 after 0 tokens: first differs at row 0, position 0'),
     'a parameter no optimizer has': (
         NO_Q_NORM, {}, 'parameters have an initial value and one optimizer',
         'must take each parameter once.*q_norm'),
