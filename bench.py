@@ -225,6 +225,7 @@ def measure_params(config, model_args):
         columns = [f"{n:>{width},}{n / whole if whole else 0:>8.1%}"
                    for n, whole, width in zip(row, total, (19, 17, 24))]
         print(f"{part:<16}{''.join(columns)}")
+    layers = [print_layer(model, numbers) for numbers in kinds_of_layers(model)]
     size, state = dtype.itemsize, model.cache_elements(0)
     block_size = model.config.block_size
     cache, full = model.cache_elements(1) - state, model.cache_elements(block_size) - state
@@ -235,7 +236,8 @@ def measure_params(config, model_args):
           f"{block_size:,} tokens; in {train.dtype_name(dtype)}")
     print(json.dumps({'what': 'params', 'params': total[0], 'active_params': total[1],
                       'flops_per_token': total[2], 'cache_bytes_per_token': cache * size,
-                      'cache_bytes': full * size + states, 'dtype': train.dtype_name(dtype)}))
+                      'cache_bytes': full * size + states, 'dtype': train.dtype_name(dtype),
+                      'layers': layers}))
 
 
 def measure_training(config, model_args):
@@ -309,6 +311,64 @@ def measure_decoding(config, model_args):
                                           'prefill_ms': prefill_ms, 'compile': compile,
                                           'bandwidth_share': round(share, 4),
                                           'peak_mb': peak_mb(machine.device)})
+
+
+# evaluating -------------------------------------------------------------------------------------------------
+
+PROJECTIONS = {  # the end of a weight's name: what its module fuses, in order; others go by number
+    'Attention': 'q k v gate', 'LatentAttention': 'q latent rope', 'GatedDeltaNet': 'q k v gate beta decay',
+    'MLP': 'gate up', 'Experts': 'gate up',
+}
+
+
+def kinds_of_layers(model):
+    """The numbers of the layers whose parameters have the same names and shapes, a list for each kind."""
+    kinds = {}
+    for number, block in enumerate(model.h):
+        shapes = tuple((name, tuple(w.shape)) for name, w in block.named_parameters())
+        kinds.setdefault(shapes, []).append(number)
+    return list(kinds.values())
+
+
+def projections(model, number):
+    """Label -> shape of each tensor of a layer; those of fused projections apart, as they are marked."""
+    shapes = {}
+    for name, w in model.h[number].named_parameters():
+        rows = model.marks[f'h.{number}.{name}'].rows
+        if rows is None or len(rows) == 1:
+            shapes[name.removesuffix('.weight')] = tuple(w.shape)
+            continue
+        parent, _, linear = name.removesuffix('.weight').rpartition('.')
+        known = PROJECTIONS.get(type(model.h[number].get_submodule(parent)).__name__, '').split()
+        for i, n in enumerate(rows):
+            label = known[i] if i < len(known) else str(i + 1)
+            shapes[f'{parent}.{linear} {label}'] = (*w.shape[:-2], n, w.shape[-1])
+    return shapes
+
+
+def print_layer(model, numbers):
+    """Prints one layer of those with these numbers, by projection, with the sums of its mixer and of its MLP;
+    returns it as a dict."""
+    shapes = projections(model, numbers[0])
+    counts = {label: math.prod(shape) for label, shape in shapes.items()}
+    sums = {part: sum(n for label, n in counts.items() if label.startswith(f'{part}.'))
+            for part in ('attn', 'mlp')}
+    total = sum(counts.values())
+    print(f"\n{f'one layer of {len(numbers)}: {ranges(numbers)}':<36}{'shape':>19}{'parameters':>19}")
+    for label, n in {**counts, **sums, 'layer': total}.items():
+        print(f"{label:<36}{' x '.join(map(str, shapes.get(label, ()))):>19}{n:>19,}")
+    return {'layers': ranges(numbers), 'count': len(numbers), 'params': total, **sums, 'projections': counts}
+
+
+def ranges(numbers):
+    """[0, 1, 2, 5] -> '0-2, 5'"""
+    parts = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in parts)
 
 
 INSTRUMENTS = {  # first word of the command line -> function of this file's settings and GPTConfig's

@@ -6601,3 +6601,53 @@ def test_files_are_opened_with_their_encoding():
         for call in re.findall(r'(?<![\w.])open\(.*', path.read_text(encoding='utf-8')):
             assert (re.search(r"encoding=|'[rwa]b'|buffering", call)
                     or path.name == 'test_model.py'), f'{path.name}: {call}'
+
+
+# evaluating -------------------------------------------------------------------------------------------------
+
+def bench(capsys, *args):
+    """Runs bench.py; returns what it prints above its last line, and that line, its numbers."""
+    capsys.readouterr()
+    run('bench.py', *args)
+    *lines, last = capsys.readouterr().out.splitlines()
+    return '\n'.join(lines), json.loads(last)
+
+
+def test_bench_params_of_one_layer_by_projection(capsys, monkeypatch):
+    """The numbers of one of Qwen3-8B's layers that guides print, from its published config."""
+    monkeypatch.chdir(ROOT)
+    out, numbers = bench(capsys, 'params', 'config/qwen3_8b.py')
+    layer, = numbers['layers']
+    assert (layer['layers'], layer['count'], layer['params']) == ('0-35', 36, 192_946_432)
+    assert layer['attn'] == 2 * 16_777_216 + 2 * 4_194_304 + 2 * 128 and layer['mlp'] == 150_994_944
+    counts = layer['projections']
+    assert [counts[f'attn.{name}'] for name in ('c_attn q', 'c_attn k', 'c_attn v', 'c_proj')] == [
+        4096 * 32 * 128, 4096 * 8 * 128, 4096 * 8 * 128, 32 * 128 * 4096]
+    assert sum(counts.values()) == 192_946_432 == (8_190_735_360 - 2 * 151936 * 4096 - 4096) // 36
+    assert re.search(r'^attn.c_attn k +1024 x 4096 +4,194,304$', out, re.M)
+
+
+def test_bench_params_of_layers_that_differ(capsys):
+    size = ['--n_layer=5', '--n_head=4', '--n_embd=32', '--block_size=24', '--vocab_size=61']
+    out, numbers = bench(capsys, 'params', *size, '--mixer_pattern=DDA', '--n_expert=4', '--d_expert=8',
+                         '--n_dense_layer=1', '--mlp=gelu', '--attn_gate=True')
+    kinds = numbers['layers']
+    assert [kind['layers'] for kind in kinds] == ['0', '1, 3-4', '2']
+    assert sum(kind['count'] * kind['params'] for kind in kinds) + 61 * 32 + 32 == numbers['params']
+    assert kinds[0]['mlp'] == 2 * 32 * 128 and kinds[0]['projections']['mlp.c_fc'] == 32 * 128
+    assert kinds[2]['projections']['mlp.experts.c_fc'] == 4 * 8 * 32 and '4 x 8 x 32' in out
+    assert kinds[1]['mlp'] == kinds[2]['mlp'] == 2 * 4 * 8 * 32 + 4 * 32
+    assert kinds[2]['projections']['attn.c_attn gate'] == 32 * 32
+    # queries, keys, values, gate, output, beta and decay, convolution, its norm, two vectors
+    assert kinds[1]['attn'] == 5 * 32 * 32 + 2 * 4 * 32 + 3 * 32 * 4 + 8 + 2 * 4
+
+
+def test_bench_params_of_latent_attention(capsys):
+    """A 463M shape of guides: its cache is a ninth of that of its expanded heads."""
+    shape = dict(n_embd=1024, n_layer=24, n_head=16, kv_lora_rank=512, qk_rope_head_dim=64,
+                 qk_nope_head_dim=128, v_head_dim=128, d_ff=2816, vocab_size=32000, block_size=64,
+                 tie_word_embeddings=False)
+    _, numbers = bench(capsys, 'params', *(f'--{name}={value}' for name, value in shape.items()))
+    assert numbers['params'] == 463_533_056
+    assert numbers['cache_bytes_per_token'] == 2 * 13_824 == 2 * 24 * (512 + 64)
+    assert 24 * 16 * (128 + 64 + 128) == 122_880  # the keys and values of its heads
