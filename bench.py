@@ -1,11 +1,14 @@
 """
-Measures: how fast, how big, how much memory.
+Measures: how fast, how big, how much memory, how good.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=out/ckpt.pt --dtype=bfloat16 --compile=True
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
+    python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
+    python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at times the trained length
+    python bench.py eval hellaswag_val.jsonl --init_from=gpt2
 
 --vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with
 ours in the same process. The last line is JSON. Speeds are medians after a warm-up; the spread is between the
@@ -13,6 +16,7 @@ ours in the same process. The last line is JSON. Speeds are medians after a warm
 sum, in the same run.
 """
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -26,8 +30,9 @@ from configurator import configure, runtime
 # what
 init_from = 'scratch'             # scratch (random weights), or as in train.py; params: scratch
 vs = ''                           # folder of a nanoGPT clone to take turns with
-batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode
-dataset = ''                      # train: its vocabulary is used, unless vocab_size is given
+batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode, eval: 256 MB of logits
+dataset = ''                      # train: its vocabulary is used; eval: its val.bin, '': the checkpoint's own
+lengths: list | None = None       # eval: contexts in times the trained one
 prompt_len = 32                   # decode: tokens before
 max_new_tokens = 200              # decode: tokens made
 steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn
@@ -39,14 +44,14 @@ device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
 seed = 1337                       # of weights and tokens
-config, model_args, plain = configure(globals(), 'GPTConfig', words=1)
+config, model_args, plain = configure(globals(), 'GPTConfig', words=2)
 
 import numpy as np
 import torch
 
 import train
 from model import GPT, GPTConfig
-from prepare import read_meta
+from prepare import Bins, ending, find_source, json_records, load_tokenizer, pieces, read_meta
 from sample import generate
 
 
@@ -371,11 +376,293 @@ def ranges(numbers):
     return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in parts)
 
 
+def load_to_evaluate(config, model_args):
+    """The model that init_from names, its tokenizer and the rest of its checkpoint, as sample.load returns
+    them, and the length that `lengths` are times of: block_size if that is given, else the trained one. A
+    rope_scaling that needs to know the trained length is told. Raises ValueError where there are no
+    positions for such lengths."""
+    if config['init_from'] == 'scratch':
+        raise ValueError("eval needs a trained model: --init_from=out, a checkpoint or a published model")
+    read = functools.partial(train.load_to_train, config['init_from'], 'out')
+    model, tokenizer, rest = read({})
+    trained, changes = model.config.block_size, dict(model_args)
+    base = changes.get('block_size', trained)
+    if config['lengths']:
+        changes['block_size'] = base * max(config['lengths'])
+        if model.config.pos == 'learned' and changes['block_size'] > trained:
+            raise ValueError(f"lengths={config['lengths']}: {rest['path']} has learned {trained:,} positions "
+                             "and knows none beyond; positions that can are computed, as rope's and alibi's")
+    if changes.get('rope_scaling'):
+        changes['rope_scaling'] = complete_scaling(model.config, changes['rope_scaling'])
+    if changes:
+        model, tokenizer, rest = read(changes)
+    return model, tokenizer, rest, base
+
+
+def complete_scaling(config, scaling):
+    """A rope_scaling with the length that a model of this config was trained at, if it needs that."""
+    for told in (scaling, {**scaling, 'original_max_position_embeddings': config.block_size}):
+        with contextlib.suppress(ValueError):
+            return dataclasses.replace(config, rope_scaling=told).rope_scaling
+    return scaling  # what is wrong with it will be said where it is used
+
+
+def prepared_tokens(folder, model, tokenizer, path):
+    """All of folder's val: [(tokens, learnt or None)], one for each file, and the bytes of the text that its
+    targets are, None where no tokenizer can tell. Raises ValueError if they are not the model's tokens."""
+    bins, meta = Bins(folder, 'val'), read_meta(folder)
+    if meta['block_size'] not in (None, model.config.block_size):
+        raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model reads "
+                         f"{model.config.block_size}: give --block_size={meta['block_size']}, no --lengths")
+    if meta['vocab_size'] > model.config.vocab_size:
+        bins.check_vocabulary(model.config.vocab_size, "prepare it with the model's own tokenizer: "
+                              f"--tokenizer={path}")
+    try:
+        own = load_tokenizer(folder)
+    except (OSError, ImportError, ValueError) as error:
+        own = None
+        print(f"no bits per byte: {error}")
+    if own and tokenizer and own.tokens != tokenizer.tokens:
+        raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
+                         f"stand for different text: prepare it with --tokenizer={path}")
+    streams, n_bytes = [], 0
+    for shard, mask in zip(bins.shards, bins.masks or [None] * len(bins.shards)):
+        ids = np.fromfile(shard.path, shard.dtype, shard.n_tokens, offset=shard.offset)
+        learnt = None if mask is None else np.fromfile(mask.path, bool)
+        streams.append((ids, learnt))
+        if own:
+            targets = ids[1:] if learnt is None else ids[1:][learnt[1:]]
+            counts = np.bincount(targets, minlength=own.n_vocab)[:own.n_vocab]  # none beyond, in a padded one
+            n_bytes += int(counts @ own.sizes)
+    return streams, n_bytes if own else None
+
+
+def text_tokens(path, tokenizer):
+    """A text file's documents as prepared_tokens gives them, but for their marks: end of text stands before
+    each, so that the first token is a target too. Its bytes are those of the text in UTF-8."""
+    found, parts, n_bytes = find_source(path), [], 0
+    if found.chats:
+        raise ValueError(f"{path} holds conversations: prepare them, then give --dataset")
+    for document in found.documents():
+        if tokenizer.eot is not None:
+            parts.append([tokenizer.eot])
+        elif parts:
+            raise ValueError(f"{path} has several documents, and the tokenizer {tokenizer.name} no "
+                             "end-of-text token to keep them apart: give one text")
+        for text, _ in pieces(document, tokenizer):
+            parts.append(tokenizer.encode_array(text))
+            n_bytes += len(text.encode())
+    ids = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+    if len(ids) < 2:
+        raise ValueError(f"{path} has {len(ids)} tokens: there is nothing to predict")
+    if tokenizer.eot is None:
+        n_bytes -= int(tokenizer.sizes[ids[0]])  # nothing stands before it
+    return [(ids, None)], n_bytes
+
+
+def inputs_and_targets(streams):
+    """[(tokens, learnt or None)] -> [(inputs, targets)], -1 for a target that is not learnt."""
+    return [(ids[:-1], ids[1:] if learnt is None else np.where(learnt[1:], ids[1:].astype(np.int64), -1))
+            for ids, learnt in streams]
+
+
+@torch.no_grad()
+def losses(model, rows, machine, batch_size=None):
+    """Yields the loss of each target of each row, in nats, 0 where the target is -1: rows (inputs, targets)
+    of arrays of one length, (T,) each -> (T,) float64. batch_size None: 256 MB of logits at a time. Says how
+    long it will take, if that is long."""
+    done, total, begun, said = 0, sum(len(inputs) for inputs, _ in rows), time.perf_counter(), False
+    first = 0
+    while first < len(rows):
+        width = model.config.vocab_size * len(rows[first][0])
+        batch = rows[first:first + (batch_size or max(1, 2**26 // width))]
+        first, longest = first + len(batch), max(len(inputs) for inputs, _ in batch)
+        x, y = np.zeros((len(batch), longest), np.int64), np.full((len(batch), longest), -1)
+        for row, (inputs, targets) in enumerate(batch):
+            x[row, :len(inputs)], y[row, :len(targets)] = inputs, targets  # padding follows: nobody sees it
+        x, y = train.to_device((x, y), machine.device)
+        with machine.autocast():
+            logits = model(x)
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1,
+                                                 reduction='none').view_as(y).double().cpu().numpy()
+        for row, (inputs, _) in enumerate(batch):
+            yield each[row, :len(inputs)]
+        done += sum(len(inputs) for inputs, _ in batch)
+        left = (time.perf_counter() - begun) * (total - done) / done
+        if left > 60 and not said:
+            print(f"{total:,} tokens are read, in about {train.duration(left)}", flush=True)
+            said = True
+
+
+def by_position(model, rows, machine, batch_size=None):
+    """Sums over rows (inputs, targets): (losses, targets), each (T,) float64 by position in the row."""
+    longest = max(len(inputs) for inputs, _ in rows)
+    sums, counts = np.zeros(longest), np.zeros(longest)
+    for (_, targets), each in zip(rows, losses(model, rows, machine, batch_size)):
+        sums[:len(each)] += each
+        counts[:len(each)] += targets != -1
+    return sums, counts
+
+
+def buckets(length):
+    """Numbers of tokens that a prediction can see, by powers of two: [(1, 1), (2, 2), (3, 4), (5, 8), ...] up
+    to length."""
+    ends = [2**i for i in range((length - 1).bit_length())] + [length]
+    return list(zip([1, *(end + 1 for end in ends)], ends))
+
+
+def summary(sums, counts, last=None):
+    """Sums by position -> {'targets', 'loss', 'perplexity' of the last so many positions, and the loss 'by'
+    how many tokens a prediction sees}."""
+    last = last or len(sums)
+    n = counts[-last:].sum()
+    loss = float(sums[-last:].sum() / max(n, 1))
+    by = {f"{first}-{end}" if first < end else str(end): round(part / max(count, 1), 6)
+          for first, end in buckets(len(sums))
+          for part, count in [(sums[first - 1:end].sum(), counts[first - 1:end].sum())]}
+    return {'targets': int(n), 'loss': loss, 'perplexity': math.exp(min(loss, 99)), 'by_tokens_seen': by}
+
+
+def evaluate_model(config, model_args):
+    """Loss, perplexity and bits per byte of a model on all of a text: each token is predicted once, in
+    windows of block_size that do not overlap, the last of them shorter. Sums are in float64, so that the
+    batch size changes nothing but the rounding inside the model. With `lengths` the same targets at several
+    lengths: each stretch of the trained length is predicted at the end of windows of so many times that
+    length. Beside it the losses at all positions of the windows, by how many tokens they see. The last line
+    is JSON."""
+    model, tokenizer, rest, base = load_to_evaluate(config, model_args)
+    path = rest['path']
+    machine = runtime(config['device'], config['dtype'], config['seed'])
+    model.to(machine.device).eval()
+    print(f"{path}: {model.num_params():,} parameters, context {model.config.block_size:,}")
+    numbers = {'what': 'eval', 'path': path, 'params': model.num_params(),
+               'dtype': train.dtype_name(machine.dtype)}
+    word = config['words'][0] if config['words'] else ''
+    if word:
+        if not os.path.exists(word):
+            raise FileNotFoundError(f"{word} is not there: name a text file, or prepared data by --dataset")
+        if tokenizer is None:
+            raise ValueError(rest['no_tokenizer'])
+        if ending(word) == '.jsonl' and is_multiple_choice(word):
+            return evaluate_choices(model, tokenizer, word, machine, config['batch_size'], numbers)
+        name, (streams, n_bytes) = word, text_tokens(word, tokenizer)
+    else:
+        dataset = config['dataset'] or rest.get('config', {}).get('dataset')
+        if not isinstance(dataset, str):
+            raise ValueError(f"{path} does not say what it was trained on: give --dataset=NAME, or a text "
+                             "file")
+        name = train.data_folder(dataset)
+        streams, n_bytes = prepared_tokens(name, model, tokenizer, path)
+    pairs, lengths = inputs_and_targets(streams), config['lengths']
+    if lengths:
+        at_lengths(model, pairs, base, lengths, machine, config['batch_size'], {**numbers, 'data': name})
+        return
+    rows = [(inputs[i:i + base], targets[i:i + base])
+            for inputs, targets in pairs for i in range(0, len(inputs), base)]
+    found = summary(*by_position(model, rows, machine, config['batch_size']))
+    bits = found['loss'] * found['targets'] / math.log(2) / n_bytes if n_bytes else None
+    told = f"{n_bytes:,} bytes in " if n_bytes else ''
+    print(f"{name}: {told}{found['targets']:,} targets, {len(rows):,} windows of {base:,}\n"
+          f"loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}"
+          f"{f', {bits:.4f} bits per byte' if bits else ''}\n")
+    print_by_length({base: found})
+    print(json.dumps({**numbers, 'data': name, 'bytes': n_bytes, 'bits_per_byte': bits, **found}))
+
+
+def at_lengths(model, pairs, base, lengths, machine, batch_size, numbers):
+    """evaluate_model with `lengths`."""
+    found = {}
+    for times in lengths:
+        rows = [(inputs[end - times * base:end], targets[end - times * base:end])
+                for inputs, targets in pairs
+                for end in range(base * max(lengths), len(inputs) + 1, base)]
+        if not rows:
+            raise ValueError(f"lengths={lengths}: the text is shorter than a window of "
+                             f"{base * max(lengths):,} tokens: give a longer text, or shorter lengths")
+        found[times * base] = summary(*by_position(model, rows, machine, batch_size), base)
+    targets = found[lengths[0] * base]['targets']
+    print(f"{numbers['data']}: {targets:,} targets, in {len(rows):,} stretches of {base:,}, each of which "
+          "ends a window of every length\n")
+    print_by_length(found)
+    print(json.dumps({**numbers, 'lengths': found}))
+
+
+def print_by_length(found):
+    """found: window length -> summary, as a table with a column for each length."""
+    def line(title, values):
+        print(f"{title:<16}" + ''.join(f"{value:>12}" for value in values))
+
+    line('window', [f"{length:,}" for length in found])
+    line('loss', [f"{each['loss']:.4f}" for each in found.values()])
+    line('perplexity', [f"{each['perplexity']:.3f}" for each in found.values()])
+    print('loss by how many tokens of the window a prediction sees:')
+    for bucket in dict.fromkeys(bucket for each in found.values() for bucket in each['by_tokens_seen']):
+        line(bucket, [f"{each['by_tokens_seen'][bucket]:.4f}" if bucket in each['by_tokens_seen'] else ''
+                      for each in found.values()])
+
+
+def is_multiple_choice(path):
+    """Whether the first record of JSON lines has endings to choose from, as HellaSwag's have."""
+    _, record = next(json_records(path, 'strict'), (None, {}))
+    return 'endings' in record
+
+
+def read_choice(place, record, tokenizer):
+    """A record of HellaSwag -> (ids of the context, of each ending, label). place: what an error names."""
+    context, endings = record.get('ctx'), record.get('endings')
+    if context is None and isinstance(record.get('ctx_a'), str):
+        context = f"{record['ctx_a']} {record.get('ctx_b', '')}".strip()
+    if not (isinstance(context, str) and context and isinstance(endings, list)
+            and all(isinstance(text, str) for text in endings)):
+        raise ValueError(f"{place}: a question needs ctx (or ctx_a and ctx_b), a text, and endings, a list "
+                         "of texts: mend or remove the line")
+    label = str(record.get('label', ''))
+    if not label.isdigit() or int(label) >= len(endings):
+        raise ValueError(f"{place}: label={record.get('label')!r} is none of its {len(endings)} endings: "
+                         "HellaSwag's test split has none, take its val split")
+    return (tokenizer.encode_array(context).tolist(),
+            [tokenizer.encode_array(f' {text}').tolist() for text in endings], int(label))
+
+
+def evaluate_choices(model, tokenizer, path, machine, batch_size, numbers):
+    """HellaSwag (arXiv:1905.07830) from its JSON lines: the ending that the model finds likeliest after the
+    context. acc takes the largest sum of its tokens' log-probabilities, acc_norm their largest mean.
+
+    GPT-2 124M has acc 0.2859 and acc_norm 0.2955 on the 10,042 questions of hellaswag_val.jsonl in
+    github.com/karpathy/build-nanogpt, hellaswag.py, which this follows: the field ctx as it is, a space, the
+    ending, in tokens. lm-evaluation-harness has acc 0.2892, acc_norm 0.3114 there: it puts activity_label in
+    front, removes what is in brackets, and divides by bytes; so these are other numbers."""
+    records = [read_choice(place, record, tokenizer) for place, record in json_records(path, 'strict')]
+    size, rows = model.config.block_size, []
+    for question, (context, endings, _) in enumerate(records):
+        for choice, ids in enumerate(endings):
+            inputs, targets = (context + ids)[:-1], [-1] * (len(context) - 1) + ids
+            row = np.array(inputs[-size:]), np.array(targets[-size:])  # of what is too long, the end
+            rows.append((question, choice, len(ids[-size:]), row))
+    rows.sort(key=lambda row: -len(row[-1][0]))  # alike in length, little padding
+    sums = [[0.0] * len(endings) for _, endings, _ in records]
+    means = [[0.0] * len(endings) for _, endings, _ in records]
+    found = losses(model, [row[-1] for row in rows], machine, batch_size)
+    for (question, choice, n, _), each in zip(rows, found):
+        sums[question][choice], means[question][choice] = each.sum(), each.sum() / n
+    labels, n = [label for *_, label in records], len(records)
+    right = {name: sum(int(np.argmin(loss)) == label for loss, label in zip(table, labels))
+             for name, table in (('acc', sums), ('acc_norm', means))}
+    print(f"{path}: {n:,} questions")
+    for name, count in right.items():
+        share = count / n
+        print(f"{name:<9} {share:.4f} \u00b1 {math.sqrt(share * (1 - share) / n):.4f}, {count:,} right")
+    print(json.dumps({**numbers, 'data': path, 'questions': n, **{
+        name: count / n for name, count in right.items()}}))
+
+
 INSTRUMENTS = {  # first word of the command line -> function of this file's settings and GPTConfig's
     'train': measure_training,
     'decode': measure_decoding,
     'params': measure_params,
+    'eval': evaluate_model,
 }
+WORDS = {'eval': 1}  # how many more words an instrument takes: config['words']
 
 
 def check_settings(s):
@@ -388,6 +675,9 @@ def check_settings(s):
     for name, low in lowest.items():
         if s[name] is not None and not s[name] >= low:  # nan is not
             raise ValueError(f"{name}={s[name]} must be at least {low}")
+    if s['lengths'] is not None and not (s['lengths'] and all(
+            type(length) is int and length > 0 for length in s['lengths'])):
+        raise ValueError(f"lengths={s['lengths']} must be a list of whole numbers from 1 on")
     if s['seed'] >= 2**63:
         raise ValueError(f"seed={s['seed']} must be below 2**63")
 
@@ -398,4 +688,6 @@ if __name__ == '__main__':
     if what not in INSTRUMENTS:
         raise ValueError(f"bench.py measures {', '.join(INSTRUMENTS)}, not {what!r}: "
                          "python bench.py train config/small.py")
-    INSTRUMENTS[what](config, model_args)
+    if plain[1 + WORDS.get(what, 0):]:
+        raise ValueError(f"cannot use {plain[-1]!r}: settings are --key=value, config files end in .py")
+    INSTRUMENTS[what]({**config, 'words': plain[1:]}, model_args)
