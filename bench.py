@@ -44,7 +44,7 @@ device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
 seed = 1337                       # of weights and tokens
-config, model_args, plain = configure(globals(), 'GPTConfig', words=2)
+config, model_args, words = configure(globals(), 'GPTConfig', words=2)
 
 import numpy as np
 import torch
@@ -467,7 +467,7 @@ def inputs_and_targets(streams):
 
 
 @torch.no_grad()
-def losses(model, rows, machine, batch_size=None):
+def losses(model, rows, machine, batch_size):
     """Yields the loss of each target of each row, in nats, 0 where the target is -1: rows (inputs, targets)
     of arrays of one length, (T,) each -> (T,) float64. batch_size None: 256 MB of logits at a time. Says how
     long it will take, if that is long."""
@@ -488,17 +488,18 @@ def losses(model, rows, machine, batch_size=None):
         for row, (inputs, _) in enumerate(batch):
             yield each[row, :len(inputs)]
         done += sum(len(inputs) for inputs, _ in batch)
-        left = (time.perf_counter() - begun) * (total - done) / done
-        if left > 60 and not said:
+        spent = time.perf_counter() - begun
+        left = spent * (total - done) / done
+        if spent > 5 and left > 60 and not said:
             print(f"{total:,} tokens are read, in about {train.duration(left)}", flush=True)
             said = True
 
 
-def by_position(model, rows, machine, batch_size=None):
+def by_position(rows, read):
     """Sums over rows (inputs, targets): (losses, targets), each (T,) float64 by position in the row."""
     longest = max(len(inputs) for inputs, _ in rows)
     sums, counts = np.zeros(longest), np.zeros(longest)
-    for (_, targets), each in zip(rows, losses(model, rows, machine, batch_size)):
+    for (_, targets), each in zip(rows, read(rows)):
         sums[:len(each)] += each
         counts[:len(each)] += targets != -1
     return sums, counts
@@ -523,68 +524,73 @@ def summary(sums, counts, last=None):
     return {'targets': int(n), 'loss': loss, 'perplexity': math.exp(min(loss, 99)), 'by_tokens_seen': by}
 
 
-def evaluate_model(config, model_args):
-    """Loss, perplexity and bits per byte of a model on all of a text: each token is predicted once, in
-    windows of block_size that do not overlap, the last of them shorter. Sums are in float64, so that the
-    batch size changes nothing but the rounding inside the model. With `lengths` the same targets at several
-    lengths: each stretch of the trained length is predicted at the end of windows of so many times that
-    length. Beside it the losses at all positions of the windows, by how many tokens they see. The last line
-    is JSON."""
+def evaluate_model(config, model_args, words):
+    """How well a model predicts: what a text file holds, if words has one, HellaSwag's questions, if these
+    are in it, else prepared data's val. The last line is JSON."""
+    if words and config['dataset']:
+        raise ValueError(f"eval reads {words[0]} or --dataset={config['dataset']}: give one")
+    if words and not os.path.exists(words[0]):
+        raise FileNotFoundError(f"{words[0]} is not there: name a text file, or prepared data by --dataset")
+    choices = words and ending(words[0]) == '.jsonl' and is_multiple_choice(words[0])
+    if choices and config['lengths']:
+        raise ValueError(f"lengths={config['lengths']} is for texts, and {words[0]} has questions: "
+                         "leave it out")
     model, tokenizer, rest, base = load_to_evaluate(config, model_args)
-    path = rest['path']
+    path, dataset = rest['path'], config['dataset'] or rest.get('config', {}).get('dataset')
+    if words and tokenizer is None:
+        raise ValueError(rest['no_tokenizer'])
+    if not words and not isinstance(dataset, str):
+        raise ValueError(f"{path} does not say what it was trained on: give --dataset=NAME, or a text file")
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
-    print(f"{path}: {model.num_params():,} parameters, context {model.config.block_size:,}")
-    numbers = {'what': 'eval', 'path': path, 'params': model.num_params(),
-               'dtype': train.dtype_name(machine.dtype)}
-    word = config['words'][0] if config['words'] else ''
-    if word:
-        if not os.path.exists(word):
-            raise FileNotFoundError(f"{word} is not there: name a text file, or prepared data by --dataset")
-        if tokenizer is None:
-            raise ValueError(rest['no_tokenizer'])
-        if ending(word) == '.jsonl' and is_multiple_choice(word):
-            return evaluate_choices(model, tokenizer, word, machine, config['batch_size'], numbers)
-        name, (streams, n_bytes) = word, text_tokens(word, tokenizer)
+    print(f"{path}: {model.num_params():,} parameters, context {base:,}")
+    name = words[0] if words else train.data_folder(dataset)
+    read = functools.partial(losses, model, machine=machine, batch_size=config['batch_size'])
+    if choices:
+        found = evaluate_choices(name, tokenizer, model.config.block_size, read)
     else:
-        dataset = config['dataset'] or rest.get('config', {}).get('dataset')
-        if not isinstance(dataset, str):
-            raise ValueError(f"{path} does not say what it was trained on: give --dataset=NAME, or a text "
-                             "file")
-        name = train.data_folder(dataset)
-        streams, n_bytes = prepared_tokens(name, model, tokenizer, path)
-    pairs, lengths = inputs_and_targets(streams), config['lengths']
-    if lengths:
-        at_lengths(model, pairs, base, lengths, machine, config['batch_size'], {**numbers, 'data': name})
-        return
-    rows = [(inputs[i:i + base], targets[i:i + base])
-            for inputs, targets in pairs for i in range(0, len(inputs), base)]
-    found = summary(*by_position(model, rows, machine, config['batch_size']))
+        streams, n_bytes = (text_tokens(name, tokenizer) if words
+                            else prepared_tokens(name, model, tokenizer, path))
+        pairs = inputs_and_targets(streams)
+        found = (evaluate_lengths(name, pairs, base, config['lengths'], read) if config['lengths']
+                 else evaluate_text(name, pairs, n_bytes, base, read))
+    print(json.dumps({'what': 'eval', 'path': path, 'params': model.num_params(), 'data': name,
+                      'dtype': train.dtype_name(machine.dtype), **found}))
+
+
+def evaluate_text(name, pairs, n_bytes, length, read):
+    """Loss, perplexity and bits per byte of all of a text, as a dict, printed: each target once, in windows
+    that do not overlap, of which the last may be shorter. Sums are in float64, so that the batch size changes
+    nothing but the rounding inside the model. pairs: inputs and targets; read: losses of rows."""
+    rows = [(inputs[i:i + length], targets[i:i + length])
+            for inputs, targets in pairs for i in range(0, len(inputs), length)]
+    found = summary(*by_position(rows, read))
     bits = found['loss'] * found['targets'] / math.log(2) / n_bytes if n_bytes else None
     told = f"{n_bytes:,} bytes in " if n_bytes else ''
-    print(f"{name}: {told}{found['targets']:,} targets, {len(rows):,} windows of {base:,}\n"
+    print(f"{name}: {told}{found['targets']:,} targets, {len(rows):,} windows of {length:,}\n"
           f"loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}"
           f"{f', {bits:.4f} bits per byte' if bits else ''}\n")
-    print_by_length({base: found})
-    print(json.dumps({**numbers, 'data': name, 'bytes': n_bytes, 'bits_per_byte': bits, **found}))
+    print_by_length({length: found})
+    return {'bytes': n_bytes, 'bits_per_byte': bits, **found}
 
 
-def at_lengths(model, pairs, base, lengths, machine, batch_size, numbers):
-    """evaluate_model with `lengths`."""
-    found = {}
-    for times in lengths:
-        rows = [(inputs[end - times * base:end], targets[end - times * base:end])
-                for inputs, targets in pairs
-                for end in range(base * max(lengths), len(inputs) + 1, base)]
+def evaluate_lengths(name, pairs, base, lengths, read):
+    """Loss and perplexity at several lengths, in times of base, as a dict, printed. The targets are the same:
+    each stretch of base tokens is predicted at the end of a window of every length, but for the first ones,
+    which have no room for the longest. Beside it the losses at all positions of these windows."""
+    found, longest = {}, base * max(lengths)
+    for length in (times * base for times in lengths):
+        rows = [(inputs[end - length:end], targets[end - length:end])
+                for inputs, targets in pairs for end in range(longest, len(inputs) + 1, base)]
         if not rows:
-            raise ValueError(f"lengths={lengths}: the text is shorter than a window of "
-                             f"{base * max(lengths):,} tokens: give a longer text, or shorter lengths")
-        found[times * base] = summary(*by_position(model, rows, machine, batch_size), base)
-    targets = found[lengths[0] * base]['targets']
-    print(f"{numbers['data']}: {targets:,} targets, in {len(rows):,} stretches of {base:,}, each of which "
-          "ends a window of every length\n")
+            raise ValueError(f"lengths={lengths}: {name} is shorter than a window of {longest:,} tokens: "
+                             "give a longer text, or shorter lengths")
+        found[length] = summary(*by_position(rows, read), base)
+    targets = found[length]['targets']
+    print(f"{name}: {targets:,} targets, in {len(rows):,} stretches of {base:,}, each of which ends a window "
+          "of every length\n")
     print_by_length(found)
-    print(json.dumps({**numbers, 'lengths': found}))
+    return {'lengths': found}
 
 
 def print_by_length(found):
@@ -624,26 +630,27 @@ def read_choice(place, record, tokenizer):
             [tokenizer.encode_array(f' {text}').tolist() for text in endings], int(label))
 
 
-def evaluate_choices(model, tokenizer, path, machine, batch_size, numbers):
+def evaluate_choices(path, tokenizer, block_size, read):
     """HellaSwag (arXiv:1905.07830) from its JSON lines: the ending that the model finds likeliest after the
-    context. acc takes the largest sum of its tokens' log-probabilities, acc_norm their largest mean.
+    context, as a dict, printed. acc takes the largest sum of its tokens' log-probabilities, acc_norm the
+    largest mean.
 
     GPT-2 124M has acc 0.2859 and acc_norm 0.2955 on the 10,042 questions of hellaswag_val.jsonl in
     github.com/karpathy/build-nanogpt, hellaswag.py, which this follows: the field ctx as it is, a space, the
     ending, in tokens. lm-evaluation-harness has acc 0.2892, acc_norm 0.3114 there: it puts activity_label in
     front, removes what is in brackets, and divides by bytes; so these are other numbers."""
     records = [read_choice(place, record, tokenizer) for place, record in json_records(path, 'strict')]
-    size, rows = model.config.block_size, []
+    rows = []
     for question, (context, endings, _) in enumerate(records):
         for choice, ids in enumerate(endings):
             inputs, targets = (context + ids)[:-1], [-1] * (len(context) - 1) + ids
-            row = np.array(inputs[-size:]), np.array(targets[-size:])  # of what is too long, the end
-            rows.append((question, choice, len(ids[-size:]), row))
+            # of what is too long, the end
+            row = np.array(inputs[-block_size:]), np.array(targets[-block_size:])
+            rows.append((question, choice, len(ids[-block_size:]), row))
     rows.sort(key=lambda row: -len(row[-1][0]))  # alike in length, little padding
     sums = [[0.0] * len(endings) for _, endings, _ in records]
     means = [[0.0] * len(endings) for _, endings, _ in records]
-    found = losses(model, [row[-1] for row in rows], machine, batch_size)
-    for (question, choice, n, _), each in zip(rows, found):
+    for (question, choice, n, _), each in zip(rows, read([row[-1] for row in rows])):
         sums[question][choice], means[question][choice] = each.sum(), each.sum() / n
     labels, n = [label for *_, label in records], len(records)
     right = {name: sum(int(np.argmin(loss)) == label for loss, label in zip(table, labels))
@@ -652,8 +659,7 @@ def evaluate_choices(model, tokenizer, path, machine, batch_size, numbers):
     for name, count in right.items():
         share = count / n
         print(f"{name:<9} {share:.4f} \u00b1 {math.sqrt(share * (1 - share) / n):.4f}, {count:,} right")
-    print(json.dumps({**numbers, 'data': path, 'questions': n, **{
-        name: count / n for name, count in right.items()}}))
+    return {'questions': n, **{name: count / n for name, count in right.items()}}
 
 
 INSTRUMENTS = {  # first word of the command line -> function of this file's settings and GPTConfig's
@@ -662,7 +668,7 @@ INSTRUMENTS = {  # first word of the command line -> function of this file's set
     'params': measure_params,
     'eval': evaluate_model,
 }
-WORDS = {'eval': 1}  # how many more words an instrument takes: config['words']
+TAKE_WORDS = ('eval',)  # those of them that take the words after the first, too
 
 
 def check_settings(s):
@@ -684,10 +690,14 @@ def check_settings(s):
 
 if __name__ == '__main__':
     check_settings(config)
-    what = plain[0] if plain else ''
+    what, more = words[0] if words else '', words[1:]
     if what not in INSTRUMENTS:
         raise ValueError(f"bench.py measures {', '.join(INSTRUMENTS)}, not {what!r}: "
                          "python bench.py train config/small.py")
-    if plain[1 + WORDS.get(what, 0):]:
-        raise ValueError(f"cannot use {plain[-1]!r}: settings are --key=value, config files end in .py")
-    INSTRUMENTS[what]({**config, 'words': plain[1:]}, model_args)
+    if what in TAKE_WORDS:
+        INSTRUMENTS[what](config, model_args, more)
+    elif more:
+        raise ValueError(f"bench.py {what} cannot use {more!r}: settings are --key=value, config files end "
+                         "in .py")
+    else:
+        INSTRUMENTS[what](config, model_args)
