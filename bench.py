@@ -6,6 +6,7 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=out/ckpt.pt --dtype=bfloat16 --compile=True
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
+    python bench.py cost                                     # what attention, cache, norm and MLP cost; 3 min
     python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
     python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at times the trained length
     python bench.py eval hellaswag_val.jsonl --init_from=gpt2
@@ -19,11 +20,13 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
 import sys
 import time
+import types
 
 from configurator import configure, runtime
 
@@ -32,10 +35,10 @@ init_from = 'scratch'             # scratch (random weights), or as in train.py;
 vs = ''                           # folder of a nanoGPT clone to take turns with
 batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode, eval: 256 MB of logits
 dataset = ''                      # train: its vocabulary is used; eval: its val.bin, '': the checkpoint's own
-lengths: list | None = None       # eval: contexts in times the trained one
+lengths: list | None = None       # eval: contexts in times the trained one; cost: tokens, None: 256 to 4096
 prompt_len = 32                   # decode: tokens before
 max_new_tokens = 200              # decode: tokens made
-steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn
+steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn; cost: 1
 rounds = 5                        # turns
 # as in train.py
 optimizer = 'adamw'               # adamw, muon
@@ -50,7 +53,7 @@ import numpy as np
 import torch
 
 import train
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Mask, Norm, attend, eager_attention, gated_delta_rule, visible
 from prepare import Bins, ending, find_source, json_records, load_tokenizer, pieces, read_meta
 from sample import generate
 
@@ -188,6 +191,13 @@ def known_vocabulary(config):
     return {'vocab_size': read_meta(folder)['vocab_size']}
 
 
+def fill_zeros(model):
+    """Gives matrices of zeros random values: such projections would make some kernels' work too easy."""
+    for w in model.parameters():
+        if w.ndim > 1 and not w.any():
+            torch.nn.init.normal_(w, std=0.02)
+
+
 def model_and_machine(config, model_args):
     """The model that the settings name, random or from init_from, and what it runs on: (GPT, the machine as
     configurator.runtime has it, FLOP/s of a large matmul, bytes/s read)."""
@@ -197,9 +207,7 @@ def model_and_machine(config, model_args):
     else:
         model, _, _ = train.load_to_train(config['init_from'], 'out', model_args)
     model.to(machine.device)
-    for w in model.parameters():  # zero-initialised projections would make some kernels' work too easy
-        if w.ndim > 1 and not w.any():
-            torch.nn.init.normal_(w, std=0.02)
+    fill_zeros(model)
     print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {model.num_params():,} parameters, "
           f"context {model.config.block_size}")
     matmul, bandwidth = machine_peaks(machine.device, machine.dtype)
@@ -319,62 +327,6 @@ def measure_decoding(config, model_args):
 
 
 # evaluating -------------------------------------------------------------------------------------------------
-
-PROJECTIONS = {  # the end of a weight's name: what its module fuses, in order; others go by number
-    'Attention': 'q k v gate', 'LatentAttention': 'q latent rope', 'GatedDeltaNet': 'q k v gate beta decay',
-    'MLP': 'gate up', 'Experts': 'gate up',
-}
-
-
-def kinds_of_layers(model):
-    """The numbers of the layers whose parameters have the same names and shapes, a list for each kind."""
-    kinds = {}
-    for number, block in enumerate(model.h):
-        shapes = tuple((name, tuple(w.shape)) for name, w in block.named_parameters())
-        kinds.setdefault(shapes, []).append(number)
-    return list(kinds.values())
-
-
-def projections(model, number):
-    """Label -> shape of each tensor of a layer; those of fused projections apart, as they are marked."""
-    shapes = {}
-    for name, w in model.h[number].named_parameters():
-        rows = model.marks[f'h.{number}.{name}'].rows
-        if rows is None or len(rows) == 1:
-            shapes[name.removesuffix('.weight')] = tuple(w.shape)
-            continue
-        parent, _, linear = name.removesuffix('.weight').rpartition('.')
-        known = PROJECTIONS.get(type(model.h[number].get_submodule(parent)).__name__, '').split()
-        for i, n in enumerate(rows):
-            label = known[i] if i < len(known) else str(i + 1)
-            shapes[f'{parent}.{linear} {label}'] = (*w.shape[:-2], n, w.shape[-1])
-    return shapes
-
-
-def print_layer(model, numbers):
-    """Prints one layer of those with these numbers, by projection, with the sums of its mixer and of its MLP;
-    returns it as a dict."""
-    shapes = projections(model, numbers[0])
-    counts = {label: math.prod(shape) for label, shape in shapes.items()}
-    sums = {part: sum(n for label, n in counts.items() if label.startswith(f'{part}.'))
-            for part in ('attn', 'mlp')}
-    total = sum(counts.values())
-    print(f"\n{f'one layer of {len(numbers)}: {ranges(numbers)}':<36}{'shape':>19}{'parameters':>19}")
-    for label, n in {**counts, **sums, 'layer': total}.items():
-        print(f"{label:<36}{' x '.join(map(str, shapes.get(label, ()))):>19}{n:>19,}")
-    return {'layers': ranges(numbers), 'count': len(numbers), 'params': total, **sums, 'projections': counts}
-
-
-def ranges(numbers):
-    """[0, 1, 2, 5] -> '0-2, 5'"""
-    parts = []
-    for n in numbers:
-        if parts and parts[-1][1] == n - 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in parts)
-
 
 def load_to_evaluate(config, model_args):
     """The model that init_from names, its tokenizer and the rest of its checkpoint, as sample.load returns
@@ -662,11 +614,293 @@ def evaluate_choices(path, tokenizer, block_size, read):
     return {'questions': n, **{name: count / n for name, count in right.items()}}
 
 
+COST_SIZE = dict(n_layer=6, n_head=6, n_embd=384, vocab_size=4096)  # what the flags do not say
+COST_WINDOW = 256
+COST_OWN = ('n_kv_head', 'kv_lora_rank', 'mixer_pattern', 'norm', 'mlp', 'block_size')  # that cost varies
+
+
+def measure_costs(config, model_args):
+    """What the parts of a decoder cost on this device, alternating: attention against length, a cache against
+    none, what kinds of attention cache and how fast they decode, norms and MLPs alone and in a step. Nothing
+    is trained, weights are random. The last line is JSON."""
+    for name in COST_OWN:
+        if name in model_args:
+            raise ValueError(f"{name}={model_args[name]!r}: cost compares several itself; leave it out")
+    machine = runtime(config['device'], config['dtype'], config['seed'])
+    lengths = config['lengths'] or [256, 512, 1024, 2048, 4096]
+    size = {**COST_SIZE, **known_vocabulary(config), **model_args}
+    shape = GPTConfig(**size)
+    rows, rounds = config['batch_size'] or 8, config['rounds']
+    print(f"{shape.n_layer} layers, {shape.n_embd} wide, {shape.n_head} heads of {shape.head_dim}; medians "
+          f"of {rounds} turns")
+    print(json.dumps({
+        'what': 'cost', 'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
+        'lengths': lengths, 'attention': cost_of_attention(shape, lengths, machine, rounds),
+        'cache': cost_without_cache(size, machine, rounds),
+        'decode': cost_of_decoding(size, max(lengths), machine, rows, rounds),
+        'norms': cost_of_norms(size, machine, rounds), 'steps': cost_in_a_step(size, machine, config)}))
+
+
+def milliseconds(sides, rounds, device):
+    """Name -> median of take_turns, of one call a turn."""
+    times = take_turns(sides, rounds, 1, device, warmup=1)
+    return {name: round(float(np.median(t)) * 1e3, 4) for name, t in times.items()}
+
+
+def peak_bytes(f, device):
+    """The most memory that a call holds at a time beyond what is there before: what torch's allocator gives
+    out, not what a library may take for itself. None where nobody can tell."""
+    if 'cuda' in device:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        f()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if device != 'cpu':
+        return None
+    os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # or it tells standard error when it starts
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as seen:
+        f()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == '[memory]']
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes, initial=0))
+
+
+def attention_paths(T, n_head, head_dim, device, dtype):
+    """Ways to mix T tokens, one row: name -> function of q, k and v, (1, n_head, T, head_dim) each."""
+    positions, scale = torch.arange(T, device=device)[None], head_dim ** -0.5
+    full, first = torch.zeros((), dtype=dtype, device=device), (positions - (COST_WINDOW - 1)).clamp(min=0)
+    causal = Mask(full.where(visible(positions, positions), -math.inf), True, None)
+    window = Mask(full.where(visible(positions, positions, first), -math.inf), True, COST_WINDOW)
+    context = types.SimpleNamespace(eager=False, weights=None)
+    decay, beta = (torch.full((1, n_head, T), value, device=device) for value in (-0.1, 0.5))
+    state = torch.zeros(1, n_head, head_dim, head_dim, device=device)
+    return {
+        'naive': lambda q, k, v: eager_attention(q, k, v, causal, scale, block=T),  # all T x T scores
+        'eager': lambda q, k, v: eager_attention(q, k, v, causal, scale),  # in blocks; trains on CPUs
+        'SDPA': lambda q, k, v: attend(q, k, v, context, Mask(None, True, None), scale),
+        f'window {COST_WINDOW}': lambda q, k, v: eager_attention(q, k, v, window, scale),
+        'linear': lambda q, k, v: gated_delta_rule(q.float() * scale, k.float(), v.float(), decay, beta,
+                                                   state)[0],  # Gated DeltaNet's
+    }
+
+
+def cost_of_attention(shape, lengths, machine, rounds):
+    """Milliseconds and bytes of mixing one row of tokens, without projections: what -> path -> list by
+    length."""
+    found, device, dtype = {}, machine.device, machine.dtype
+    for T in lengths:
+        qkv = [torch.randn(1, shape.n_head, T, shape.head_dim, device=device, dtype=dtype).requires_grad_()
+               for _ in range(3)]
+        paths = attention_paths(T, shape.n_head, shape.head_dim, device, dtype)
+        forward = {name: torch.no_grad()(functools.partial(path, *qkv)) for name, path in paths.items()}
+        both = {name: functools.partial(with_gradients, path, qkv) for name, path in paths.items()}
+        peaks = {name: peak_bytes(f, device) for name, f in both.items()}
+        for what, each in {'forward, ms': milliseconds(forward, rounds, device),
+                           'forward and backward, ms': milliseconds(both, rounds, device),
+                           'peak of both, bytes': peaks}.items():
+            for name, value in each.items():
+                found.setdefault(what, {}).setdefault(name, []).append(value)
+    for what, table in found.items():
+        in_mb = what.endswith('bytes')
+        print_table(f"attention of a layer: {what.replace('bytes', 'MB')}", [f"{T:,}" for T in lengths], {
+            name: ['n/a' if value is None else f"{value / 2**20:,.1f}" if in_mb else f"{value:,.2f}"
+                   for value in values] for name, values in table.items()})
+    return found
+
+
+def with_gradients(f, inputs, weights=()):
+    """f(*inputs), and the gradients of its sum."""
+    torch.autograd.grad(f(*inputs).sum(), (*inputs, *weights))
+
+
+def print_table(title, heads, rows):
+    print(f"\n{title}\n{'':<16}" + ''.join(f"{head:>14}" for head in heads))
+    for name, values in rows.items():
+        print(f"{name:<16}" + ''.join(f"{value:>14}" for value in values))
+
+
+def random_model(size, machine, **options):
+    """A model whose every weight is random, see model_and_machine."""
+    model = GPT(GPTConfig(**{**size, **options})).to(machine.device)
+    fill_zeros(model)
+    return model
+
+
+@torch.no_grad()
+def cost_without_cache(size, machine, rounds):
+    """Seconds of the likeliest 100 and 200 tokens after one token, with a cache and without: tokens ->
+    numbers. Without, token n takes a pass over the n before it: so many tokens are counted."""
+    model, found = random_model(size, machine, block_size=256).to(machine.dtype).eval(), {}
+
+    def with_cache(n):
+        for _ in generate(model, [[0]], n, temperature=0):
+            pass
+
+    def without(n):
+        idx = torch.zeros(1, 1, dtype=torch.long, device=machine.device)
+        for _ in range(n):
+            idx = torch.cat((idx, model(idx, keep=1).argmax(-1)), dim=1)
+    for n in (100, 200):
+        ms = milliseconds({'cache': functools.partial(with_cache, n), 'none': functools.partial(without, n)},
+                          rounds, machine.device)
+        found[n] = {'cache_s': ms['cache'] / 1e3, 'none_s': ms['none'] / 1e3, 'cache_tokens': n,
+                    'none_tokens': n * (n + 1) // 2}
+    print_table('generating after one token, of one row', ['with cache', 'without', 'ratio', 'by count'], {
+        f"{n} tokens": [f"{each['cache_s']:.3f} s", f"{each['none_s']:.3f} s",
+                        f"{each['none_s'] / each['cache_s']:.2f}", f"{each['none_tokens'] / n:.1f}"]
+        for n, each in found.items()})
+    return found
+
+
+def kinds_of_attention(shape):
+    """Name -> options of models of one width. Grouped: about 3 query heads to one of keys; latent: the widths
+    of DeepSeek-V2 relative to a head's, 4 for the latent and half for the rotary key."""
+    heads, width = shape.n_head, shape.head_dim
+    grouped = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, heads // 3))
+    return {'MHA': {'n_kv_head': heads}, f'GQA, {grouped} of {heads}': {'n_kv_head': grouped},
+            'MQA': {'n_kv_head': 1},
+            'MLA': dict(kv_lora_rank=4 * width, qk_rope_head_dim=width // 2, qk_nope_head_dim=width,
+                        v_head_dim=width)}
+
+
+@torch.no_grad()
+def cost_of_decoding(size, length, machine, batch_size, rounds):
+    """What each kind of attention caches, and how fast it makes a token after `length` cached ones: name ->
+    numbers."""
+    found, sides = {}, {}
+    for name, options in kinds_of_attention(GPTConfig(**size)).items():
+        model = random_model(size, machine, **options, block_size=length + 1).to(machine.dtype).eval()
+        cache = model.make_cache(batch_size, length + 1)
+        for slots in cache.slots:
+            for tensor in slots.tensors:
+                tensor.normal_()
+        cache.advance(length)  # of random content, as good as any to be read
+        sides[name] = functools.partial(decode_one, model, cache)
+        found[name] = {'params': model.num_params(),
+                       'cache_bytes_per_token': model.cache_elements(1) * machine.dtype.itemsize}
+    most = found['MHA']['cache_bytes_per_token']
+    for name, ms in milliseconds(sides, 4 * rounds, machine.device).items():
+        found[name].update(ms=ms, tok_per_s=round(batch_size * 1e3 / ms, 2),
+                           cache_share=round(found[name]['cache_bytes_per_token'] / most, 4))
+    print_table(f"decoding after {length:,} tokens, {batch_size} rows",
+                ['parameters', 'cache B/token', 'of MHA', 'ms a step', 'tok/s'],
+                {name: [f"{each['params']:,}", f"{each['cache_bytes_per_token']:,}",
+                        f"{each['cache_share']:.1%}", f"{each['ms']:.2f}", f"{each['tok_per_s']:,.1f}"]
+                 for name, each in found.items()})
+    return found
+
+
+def decode_one(model, cache):
+    token = torch.zeros(len(cache.length), 1, dtype=torch.long, device=cache.length.device)
+    model(token, cache=cache, keep=1)
+    cache.rewind(1)
+
+
+def cost_of_norms(size, machine, rounds):
+    """Milliseconds of a norm alone, forward and backward, over 4,096 tokens: name -> ms."""
+    config, sides = GPTConfig(**size), {}
+    x = torch.randn(4096, config.n_embd, device=machine.device, dtype=machine.dtype).requires_grad_()
+
+    for name in ('rmsnorm', 'layernorm'):
+        norm = Norm(config.n_embd, dataclasses.replace(config, norm=name)).to(machine.device)
+        torch.nn.init.ones_(norm.weight)
+        sides[name] = functools.partial(with_gradients, norm, [x], [norm.weight])
+    ms = milliseconds(sides, 4 * rounds, machine.device)
+    print_table('a norm over 4,096 tokens, forward and backward', ['ms', 'of rmsnorm'], {
+        name: [f"{value:.3f}", f"{value / ms['rmsnorm']:.2f}"] for name, value in ms.items()})
+    return ms
+
+
+STEPS = {  # of training: name -> options; the MLPs have about the same parameters
+    'rmsnorm, swiglu': {}, 'layernorm': {'norm': 'layernorm'}, 'gelu': {'mlp': 'gelu'},
+    'geglu': {'mlp': 'geglu'}, 'relu': {'mlp': 'relu'},
+}
+
+
+def cost_in_a_step(size, machine, config):
+    """Milliseconds of a training step of models that differ in one choice: name -> ms. Compiled only with
+    compile=True, which takes half a minute for each."""
+    config = {**config, 'batch_size': config['batch_size'] or 12}
+    sides, params = {}, {}
+    for name, options in STEPS.items():
+        model = random_model(size, machine, **options, block_size=256)
+        forward = train.compile_model(model, machine.device) if config['compile'] is True else model
+        sides[name], params[name] = our_step(model, forward, machine, config), model.num_params()
+    ms = milliseconds(sides, config['rounds'], machine.device)
+    first = ms['rmsnorm, swiglu']
+    compiled = ', compiled' if config['compile'] is True else ''
+    print_table(f"a training step of {config['batch_size']} rows of 256 tokens{compiled}",
+                ['parameters', 'ms', 'of the first'], {
+                    name: [f"{params[name]:,}", f"{value:.1f}", f"{value / first:.3f}"]
+                    for name, value in ms.items()})
+    return {name: {'ms': value, 'params': params[name]} for name, value in ms.items()}
+
+
+PROJECTIONS = {  # the end of a weight's name: what its module fuses, in order; others go by number
+    'Attention': 'q k v gate', 'LatentAttention': 'q latent rope', 'GatedDeltaNet': 'q k v gate beta decay',
+    'MLP': 'gate up', 'Experts': 'gate up',
+}
+
+
+def kinds_of_layers(model):
+    """The numbers of the layers whose parameters have the same names and shapes, a list for each kind."""
+    kinds = {}
+    for number, block in enumerate(model.h):
+        shapes = tuple((name, tuple(w.shape)) for name, w in block.named_parameters())
+        kinds.setdefault(shapes, []).append(number)
+    return list(kinds.values())
+
+
+def projections(model, number):
+    """Label -> shape of each tensor of a layer; those of fused projections apart, as they are marked."""
+    shapes = {}
+    for name, w in model.h[number].named_parameters():
+        rows = model.marks[f'h.{number}.{name}'].rows
+        if rows is None or len(rows) == 1:
+            shapes[name.removesuffix('.weight')] = tuple(w.shape)
+            continue
+        parent, _, linear = name.removesuffix('.weight').rpartition('.')
+        known = PROJECTIONS.get(type(model.h[number].get_submodule(parent)).__name__, '').split()
+        for i, n in enumerate(rows):
+            label = known[i] if i < len(known) else str(i + 1)
+            shapes[f'{parent}.{linear} {label}'] = (*w.shape[:-2], n, w.shape[-1])
+    return shapes
+
+
+def print_layer(model, numbers):
+    """Prints one layer of those with these numbers, by projection, with the sums of its mixer and of its MLP;
+    returns it as a dict."""
+    shapes = projections(model, numbers[0])
+    counts = {label: math.prod(shape) for label, shape in shapes.items()}
+    sums = {part: sum(n for label, n in counts.items() if label.startswith(f'{part}.'))
+            for part in ('attn', 'mlp')}
+    total = sum(counts.values())
+    print(f"\n{f'one layer of {len(numbers)}: {ranges(numbers)}':<36}{'shape':>19}{'parameters':>19}")
+    for label, n in {**counts, **sums, 'layer': total}.items():
+        print(f"{label:<36}{' x '.join(map(str, shapes.get(label, ()))):>19}{n:>19,}")
+    return {'layers': ranges(numbers), 'count': len(numbers), 'params': total, **sums, 'projections': counts}
+
+
+def ranges(numbers):
+    """[0, 1, 2, 5] -> '0-2, 5'"""
+    parts = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in parts)
+
+
 INSTRUMENTS = {  # first word of the command line -> function of this file's settings and GPTConfig's
     'train': measure_training,
     'decode': measure_decoding,
     'params': measure_params,
     'eval': evaluate_model,
+    'cost': measure_costs,
 }
 TAKE_WORDS = ('eval',)  # those of them that take the words after the first, too
 
