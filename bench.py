@@ -16,6 +16,7 @@ ours in the same process. The last line is JSON. Speeds are medians after a warm
 10th and 90th percentile. Shares compare with what this machine reaches on one large matmul, and on one large
 sum, in the same run.
 """
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -37,7 +38,7 @@ batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode, e
 dataset = ''                      # train: its vocabulary is used; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts in times the trained one; cost: tokens, None: 256 to 4096
 prompt_len = 32                   # decode: tokens before
-max_new_tokens = 200              # decode: tokens made
+max_new_tokens = 200              # decode: tokens made; cost: these and half of them
 steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn; cost: 1
 rounds = 5                        # turns
 # as in train.py
@@ -636,7 +637,7 @@ def measure_costs(config, model_args):
     print(json.dumps({
         'what': 'cost', 'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
         'lengths': lengths, 'attention': cost_of_attention(shape, lengths, machine, rounds),
-        'cache': cost_without_cache(size, machine, rounds),
+        'cache': cost_without_cache(size, machine, config['max_new_tokens'], rounds),
         'decode': cost_of_decoding(size, max(lengths), machine, rows, rounds),
         'norms': cost_of_norms(size, machine, rounds), 'steps': cost_in_a_step(size, machine, config)}))
 
@@ -730,24 +731,33 @@ def random_model(size, machine, **options):
 
 
 @torch.no_grad()
-def cost_without_cache(size, machine, rounds):
-    """Seconds of the likeliest 100 and 200 tokens after one token, with a cache and without: tokens ->
-    numbers. Without, token n takes a pass over the n before it: so many tokens are counted."""
-    model, found = random_model(size, machine, block_size=256).to(machine.dtype).eval(), {}
+def cost_without_cache(size, machine, most, rounds):
+    """Seconds of the likeliest tokens after one, half of `most` and all of them, with a cache and without:
+    tokens -> numbers. Without, token n takes a pass over the n before it: so many tokens are counted."""
+    model = random_model(size, machine, block_size=most + 1).to(machine.dtype).eval()
 
-    def with_cache(n):
-        for _ in generate(model, [[0]], n, temperature=0):
-            pass
+    def with_cache(count):
+        yield from generate(model, [[0]], count, temperature=0)
 
-    def without(n):
+    def without(count):
         idx = torch.zeros(1, 1, dtype=torch.long, device=machine.device)
-        for _ in range(n):
+        for _ in range(count):
             idx = torch.cat((idx, model(idx, keep=1).argmax(-1)), dim=1)
-    for n in (100, 200):
-        ms = milliseconds({'cache': functools.partial(with_cache, n), 'none': functools.partial(without, n)},
-                          rounds, machine.device)
-        found[n] = {'cache_s': ms['cache'] / 1e3, 'none_s': ms['none'] / 1e3, 'cache_tokens': n,
-                    'none_tokens': n * (n + 1) // 2}
+            yield
+    sides, times, found = {'cache': with_cache, 'none': without}, {'cache': [], 'none': []}, {}
+    for side in sides.values():  # to warm up
+        collections.deque(side(min(10, most)), maxlen=0)
+    for _ in range(rounds):
+        for name, side in sides.items():
+            synchronize(machine.device)
+            stamps = [time.perf_counter()]
+            for _ in side(most):
+                synchronize(machine.device)
+                stamps.append(time.perf_counter())
+            times[name].append(np.array(stamps[1:]) - stamps[0])
+    for n in (most // 2, most):
+        cache, none = (round(float(np.median([each[n - 1] for each in times[name]])), 5) for name in sides)
+        found[n] = {'cache_s': cache, 'none_s': none, 'cache_tokens': n, 'none_tokens': n * (n + 1) // 2}
     print_table('generating after one token, of one row', ['with cache', 'without', 'ratio', 'by count'], {
         f"{n} tokens": [f"{each['cache_s']:.3f} s", f"{each['none_s']:.3f} s",
                         f"{each['none_s'] / each['cache_s']:.2f}", f"{each['none_tokens'] / n:.1f}"]

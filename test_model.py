@@ -6859,12 +6859,13 @@ def test_bench_cost_counts_memory():
 
 def test_bench_cost(folder, capsys):
     size = ['--n_layer=2', '--n_head=6', '--n_embd=48', '--vocab_size=50', '--dropout=0']
-    out, numbers = bench(capsys, 'cost', *size, '--lengths=[16,32]', '--rounds=1', '--batch_size=2', *EVAL)
+    out, numbers = bench(capsys, 'cost', *size, '--lengths=[16,32]', '--rounds=1', '--batch_size=2',
+                         '--max_new_tokens=8', *EVAL)
     for what, paths in numbers['attention'].items():
         assert all(len(values) == 2 and min(values) > 0 for values in paths.values()), what
     for n, each in numbers['cache'].items():
         assert each['none_tokens'] == sum(range(1, int(n) + 1)) and each['cache_tokens'] == int(n)
-    assert [*numbers['cache']] == ['100', '200'] and re.search(r'^100 tokens .* 50\.5$', out, re.M)
+    assert [*numbers['cache']] == ['4', '8'] and re.search(r'^4 tokens .* 2\.5$', out, re.M)
     found = numbers['decode']
     for name, cached in {'MHA': 2 * 48, 'GQA, 2 of 6': 2 * 16, 'MQA': 2 * 8, 'MLA': 4 * 8 + 4}.items():
         assert found[name]['cache_bytes_per_token'] == 2 * 4 * cached  # layers, bytes, elements
