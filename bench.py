@@ -466,15 +466,17 @@ def buckets(length):
 
 
 def summary(sums, counts, last=None):
-    """Sums by position -> {'targets', 'loss', 'perplexity' of the last so many positions, and the loss 'by'
-    how many tokens a prediction sees}."""
-    last = last or len(sums)
-    n = counts[-last:].sum()
-    loss = float(sums[-last:].sum() / max(n, 1))
-    by = {f"{first}-{end}" if first < end else str(end): round(part / max(count, 1), 6)
-          for first, end in buckets(len(sums))
-          for part, count in [(sums[first - 1:end].sum(), counts[first - 1:end].sum())]}
-    return {'targets': int(n), 'loss': loss, 'perplexity': math.exp(min(loss, 99)), 'by_tokens_seen': by}
+    """What by_position gives -> 'targets', 'loss' and 'perplexity' of the last so many positions, None: of
+    all; and 'by_tokens_seen', the loss of all positions by how many tokens are seen there."""
+    def mean(part):
+        return float(sums[part].sum() / max(counts[part].sum(), 1))
+
+    chosen = slice(-last if last else None, None)
+    loss, by = mean(chosen), {}
+    for first, end in buckets(len(sums)):
+        by[f"{first}-{end}" if first < end else str(end)] = round(mean(slice(first - 1, end)), 6)
+    return {'targets': int(counts[chosen].sum()), 'loss': loss,
+            'perplexity': math.exp(min(loss, 99)), 'by_tokens_seen': by}
 
 
 def evaluate_model(config, model_args, words):
