@@ -1,5 +1,5 @@
 """
-Measures: how fast, how big, how much memory; checks whether it is right.
+Measures: how fast, how big, how much memory, how good; checks whether it is right.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
@@ -7,33 +7,41 @@ Measures: how fast, how big, how much memory; checks whether it is right.
     python bench.py decode --init_from=out/ckpt.pt --dtype=bfloat16 --compile=True
     python bench.py check config/llama_small.py              # is the model.py that stands here still sound?
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
+    python bench.py cost                                     # what attention, cache, norm and MLP cost; 3 min
+    python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
+    python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at times the trained length
+    python bench.py eval hellaswag_val.jsonl --init_from=gpt2
 
 --vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with
 ours in the same process. The last line is JSON. Speeds are medians after a warm-up; the spread is between the
 10th and 90th percentile. Shares compare with what this machine reaches on one large matmul, and on one large
 sum, in the same run.
 """
+import collections
 import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
 import sys
 import tempfile
 import time
+import types
 
 from configurator import configure, runtime, show
 
 # what
 init_from = 'scratch'             # scratch (random weights), or as in train.py; params: scratch
 vs = ''                           # folder of a nanoGPT clone to take turns with
-batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode
-dataset = ''                      # train: its vocabulary is used, unless vocab_size is given
+batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode, eval: 256 MB of logits
+dataset = ''                      # train: its vocabulary is used; eval: its val.bin, '': the checkpoint's own
+lengths: list | None = None       # eval: contexts in times the trained one; cost: tokens, None: 256 to 4096
 prompt_len = 32                   # decode: tokens before
-max_new_tokens = 200              # decode: tokens made
-steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn
+max_new_tokens = 200              # decode: tokens made; cost: these and half of them
+steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn; cost: 1
 rounds = 5                        # turns
 # as in train.py
 optimizer = 'adamw'               # adamw, muon
@@ -48,8 +56,19 @@ import numpy as np
 import torch
 
 import train
-from model import GPT, BaseAttention, GPTConfig, GroupedLinear
-from prepare import Bins, read_meta
+from model import (
+    GPT,
+    BaseAttention,
+    GPTConfig,
+    GroupedLinear,
+    Mask,
+    Norm,
+    attend,
+    eager_attention,
+    gated_delta_rule,
+    visible,
+)
+from prepare import Bins, ending, find_source, json_records, load_tokenizer, pieces, read_meta
 from sample import generate
 
 
@@ -186,6 +205,13 @@ def known_vocabulary(config):
     return {'vocab_size': read_meta(folder)['vocab_size']}
 
 
+def fill_zeros(model):
+    """Gives matrices of zeros random values: such projections would make some kernels' work too easy."""
+    for w in model.parameters():
+        if w.ndim > 1 and not w.any():
+            torch.nn.init.normal_(w, std=0.02)
+
+
 def model_and_machine(config, model_args):
     """The model that the settings name, random or from init_from, and what it runs on: (GPT, the machine as
     configurator.runtime has it, FLOP/s of a large matmul, bytes/s read)."""
@@ -195,9 +221,7 @@ def model_and_machine(config, model_args):
     else:
         model, _, _ = train.load_to_train(config['init_from'], 'out', model_args)
     model.to(machine.device)
-    for w in model.parameters():  # zero-initialised projections would make some kernels' work too easy
-        if w.ndim > 1 and not w.any():
-            torch.nn.init.normal_(w, std=0.02)
+    fill_zeros(model)
     print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {model.num_params():,} parameters, "
           f"context {model.config.block_size}")
     matmul, bandwidth = machine_peaks(machine.device, machine.dtype)
@@ -228,6 +252,7 @@ def measure_params(config, model_args):
         columns = [f"{n:>{width},}{n / whole if whole else 0:>8.1%}"
                    for n, whole, width in zip(row, total, (19, 17, 24))]
         print(f"{part:<16}{''.join(columns)}")
+    layers = [print_layer(model, numbers) for numbers in kinds_of_layers(model)]
     size, state = dtype.itemsize, model.cache_elements(0)
     block_size = model.config.block_size
     cache, full = model.cache_elements(1) - state, model.cache_elements(block_size) - state
@@ -238,7 +263,8 @@ def measure_params(config, model_args):
           f"{block_size:,} tokens; in {train.dtype_name(dtype)}")
     print(json.dumps({'what': 'params', 'params': total[0], 'active_params': total[1],
                       'flops_per_token': total[2], 'cache_bytes_per_token': cache * size,
-                      'cache_bytes': full * size + states, 'dtype': train.dtype_name(dtype)}))
+                      'cache_bytes': full * size + states, 'dtype': train.dtype_name(dtype),
+                      'layers': layers}))
 
 
 def measure_training(config, model_args):
@@ -312,6 +338,586 @@ def measure_decoding(config, model_args):
                                           'prefill_ms': prefill_ms, 'compile': compile,
                                           'bandwidth_share': round(share, 4),
                                           'peak_mb': peak_mb(machine.device)})
+
+
+# evaluating -------------------------------------------------------------------------------------------------
+
+def load_to_evaluate(config, model_args):
+    """The model that init_from names, its tokenizer and the rest of its checkpoint, as sample.load returns
+    them, and the length that `lengths` are times of: block_size if that is given, else the trained one. A
+    rope_scaling that needs to know the trained length is told. Raises ValueError where there are no
+    positions for such lengths."""
+    if config['init_from'] == 'scratch':
+        raise ValueError("eval needs a trained model: --init_from=out, a checkpoint or a published model")
+    read = functools.partial(train.load_to_train, config['init_from'], 'out')
+    model, tokenizer, rest = read({})
+    trained, changes = model.config.block_size, dict(model_args)
+    base = changes.get('block_size', trained)
+    if config['lengths']:
+        changes['block_size'] = base * max(config['lengths'])
+        if model.config.pos == 'learned' and changes['block_size'] > trained:
+            raise ValueError(f"lengths={config['lengths']}: {rest['path']} has learned {trained:,} positions "
+                             "and knows none beyond; positions that can are computed, as rope's and alibi's")
+    if changes.get('rope_scaling'):
+        changes['rope_scaling'] = complete_scaling(model.config, changes['rope_scaling'])
+    if changes:
+        model, tokenizer, rest = read(changes)
+    return model, tokenizer, rest, base
+
+
+def complete_scaling(config, scaling):
+    """A rope_scaling with the length that a model of this config was trained at, if it needs that."""
+    for told in (scaling, {**scaling, 'original_max_position_embeddings': config.block_size}):
+        with contextlib.suppress(ValueError):
+            return dataclasses.replace(config, rope_scaling=told).rope_scaling
+    return scaling  # what is wrong with it will be said where it is used
+
+
+def prepared_tokens(folder, model, tokenizer, path):
+    """All of folder's val: [(tokens, learnt or None)], one for each file, and the bytes of the text that its
+    targets are, None where no tokenizer can tell. Raises ValueError if they are not the model's tokens."""
+    bins, meta = Bins(folder, 'val'), read_meta(folder)
+    if meta['block_size'] not in (None, model.config.block_size):
+        raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model reads "
+                         f"{model.config.block_size}: give --block_size={meta['block_size']}, no --lengths")
+    if meta['vocab_size'] > model.config.vocab_size:
+        bins.check_vocabulary(model.config.vocab_size, "prepare it with the model's own tokenizer: "
+                              f"--tokenizer={path}")
+    try:
+        own = load_tokenizer(folder)
+    except (OSError, ImportError, ValueError) as error:
+        own = None
+        print(f"no bits per byte: {error}")
+    if own and tokenizer and own.tokens != tokenizer.tokens:
+        raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
+                         f"stand for different text: prepare it with --tokenizer={path}")
+    streams, n_bytes = [], 0
+    for shard, mask in zip(bins.shards, bins.masks or [None] * len(bins.shards)):
+        ids = np.fromfile(shard.path, shard.dtype, shard.n_tokens, offset=shard.offset)
+        learnt = None if mask is None else np.fromfile(mask.path, bool)
+        streams.append((ids, learnt))
+        if own:
+            targets = ids[1:] if learnt is None else ids[1:][learnt[1:]]
+            counts = np.bincount(targets, minlength=own.n_vocab)[:own.n_vocab]  # none beyond, in a padded one
+            n_bytes += int(counts @ own.sizes)
+    return streams, n_bytes if own else None
+
+
+def text_tokens(path, tokenizer):
+    """A text file's documents as prepared_tokens gives them, but for their marks: end of text stands before
+    each, so that the first token is a target too. Its bytes are those of the text in UTF-8."""
+    found, parts, n_bytes = find_source(path), [], 0
+    if found.chats:
+        raise ValueError(f"{path} holds conversations: prepare them, then give --dataset")
+    for document in found.documents():
+        if tokenizer.eot is not None:
+            parts.append([tokenizer.eot])
+        elif parts:
+            raise ValueError(f"{path} has several documents, and the tokenizer {tokenizer.name} no "
+                             "end-of-text token to keep them apart: give one text")
+        for text, _ in pieces(document, tokenizer):
+            parts.append(tokenizer.encode_array(text))
+            n_bytes += len(text.encode())
+    ids = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+    if len(ids) < 2:
+        raise ValueError(f"{path} has {len(ids)} tokens: there is nothing to predict")
+    if tokenizer.eot is None:
+        n_bytes -= int(tokenizer.sizes[ids[0]])  # nothing stands before it
+    return [(ids, None)], n_bytes
+
+
+def inputs_and_targets(streams):
+    """[(tokens, learnt or None)] -> [(inputs, targets)], -1 for a target that is not learnt."""
+    return [(ids[:-1], ids[1:] if learnt is None else np.where(learnt[1:], ids[1:].astype(np.int64), -1))
+            for ids, learnt in streams]
+
+
+@torch.no_grad()
+def losses(model, rows, machine, batch_size):
+    """Yields the loss of each target of each row, in nats, 0 where the target is -1: rows (inputs, targets)
+    of arrays of one length, (T,) each -> (T,) float64. batch_size None: 256 MB of logits at a time. Says how
+    long it will take, if that is long."""
+    done, total, begun, said = 0, sum(len(inputs) for inputs, _ in rows), time.perf_counter(), False
+    first = 0
+    while first < len(rows):
+        width = model.config.vocab_size * len(rows[first][0])
+        batch = rows[first:first + (batch_size or max(1, 2**26 // width))]
+        first, longest = first + len(batch), max(len(inputs) for inputs, _ in batch)
+        x, y = np.zeros((len(batch), longest), np.int64), np.full((len(batch), longest), -1)
+        for row, (inputs, targets) in enumerate(batch):
+            x[row, :len(inputs)], y[row, :len(targets)] = inputs, targets  # padding follows: nobody sees it
+        x, y = train.to_device((x, y), machine.device)
+        with machine.autocast():
+            logits = model(x)
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1,
+                                                 reduction='none').view_as(y).double().cpu().numpy()
+        for row, (inputs, _) in enumerate(batch):
+            yield each[row, :len(inputs)]
+        done += sum(len(inputs) for inputs, _ in batch)
+        spent = time.perf_counter() - begun
+        left = spent * (total - done) / done
+        if spent > 5 and left > 60 and not said:
+            print(f"{total:,} tokens are read, in about {train.duration(left)}", flush=True)
+            said = True
+
+
+def by_position(rows, read):
+    """Sums over rows (inputs, targets): (losses, targets), each (T,) float64 by position in the row."""
+    longest = max(len(inputs) for inputs, _ in rows)
+    sums, counts = np.zeros(longest), np.zeros(longest)
+    for (_, targets), each in zip(rows, read(rows)):
+        sums[:len(each)] += each
+        counts[:len(each)] += targets != -1
+    return sums, counts
+
+
+def buckets(length):
+    """Numbers of tokens that a prediction can see, by powers of two: [(1, 1), (2, 2), (3, 4), (5, 8), ...] up
+    to length."""
+    ends = [2**i for i in range((length - 1).bit_length())] + [length]
+    return list(zip([1, *(end + 1 for end in ends)], ends))
+
+
+def summary(sums, counts, last=None):
+    """What by_position gives -> 'targets', 'loss' and 'perplexity' of the last so many positions, None: of
+    all; and 'by_tokens_seen', the loss of all positions by how many tokens are seen there."""
+    def mean(part):
+        return float(sums[part].sum() / max(counts[part].sum(), 1))
+
+    chosen = slice(-last if last else None, None)
+    loss, by = mean(chosen), {}
+    for first, end in buckets(len(sums)):
+        by[f"{first}-{end}" if first < end else str(end)] = round(mean(slice(first - 1, end)), 6)
+    return {'targets': int(counts[chosen].sum()), 'loss': loss,
+            'perplexity': math.exp(min(loss, 99)), 'by_tokens_seen': by}
+
+
+def evaluate_model(config, model_args, words):
+    """How well a model predicts: what a text file holds, if words has one, HellaSwag's questions, if these
+    are in it, else prepared data's val. The last line is JSON."""
+    if words and config['dataset']:
+        raise ValueError(f"eval reads {words[0]} or --dataset={config['dataset']}: give one")
+    if words and not os.path.exists(words[0]):
+        raise FileNotFoundError(f"{words[0]} is not there: name a text file, or prepared data by --dataset")
+    choices = words and ending(words[0]) == '.jsonl' and is_multiple_choice(words[0])
+    if choices and config['lengths']:
+        raise ValueError(f"lengths={config['lengths']} is for texts, and {words[0]} has questions: "
+                         "leave it out")
+    model, tokenizer, rest, base = load_to_evaluate(config, model_args)
+    path, dataset = rest['path'], config['dataset'] or rest.get('config', {}).get('dataset')
+    if words and tokenizer is None:
+        raise ValueError(rest['no_tokenizer'])
+    if not words and not isinstance(dataset, str):
+        raise ValueError(f"{path} does not say what it was trained on: give --dataset=NAME, or a text file")
+    machine = runtime(config['device'], config['dtype'], config['seed'])
+    model.to(machine.device).eval()
+    print(f"{path}: {model.num_params():,} parameters, context {base:,}")
+    name = words[0] if words else train.data_folder(dataset)
+    read = functools.partial(losses, model, machine=machine, batch_size=config['batch_size'])
+    if choices:
+        found = evaluate_choices(name, tokenizer, model.config.block_size, read)
+    else:
+        streams, n_bytes = (text_tokens(name, tokenizer) if words
+                            else prepared_tokens(name, model, tokenizer, path))
+        pairs = inputs_and_targets(streams)
+        found = (evaluate_lengths(name, pairs, base, config['lengths'], read) if config['lengths']
+                 else evaluate_text(name, pairs, n_bytes, base, read))
+    print(json.dumps({'what': 'eval', 'path': path, 'params': model.num_params(), 'data': name,
+                      'dtype': train.dtype_name(machine.dtype), **found}))
+
+
+def evaluate_text(name, pairs, n_bytes, length, read):
+    """Loss, perplexity and bits per byte of all of a text, as a dict, printed: each target once, in windows
+    that do not overlap, of which the last may be shorter. Sums are in float64, so that the batch size changes
+    nothing but the rounding inside the model. pairs: inputs and targets; read: losses of rows."""
+    rows = [(inputs[i:i + length], targets[i:i + length])
+            for inputs, targets in pairs for i in range(0, len(inputs), length)]
+    found = summary(*by_position(rows, read))
+    bits = found['loss'] * found['targets'] / math.log(2) / n_bytes if n_bytes else None
+    told = f"{n_bytes:,} bytes in " if n_bytes else ''
+    print(f"{name}: {told}{found['targets']:,} targets, {len(rows):,} windows of {length:,}\n"
+          f"loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}"
+          f"{f', {bits:.4f} bits per byte' if bits else ''}\n")
+    print_by_length({length: found})
+    return {'bytes': n_bytes, 'bits_per_byte': bits, **found}
+
+
+def evaluate_lengths(name, pairs, base, lengths, read):
+    """Loss and perplexity at several lengths, in times of base, as a dict, printed. The targets are the same:
+    each stretch of base tokens is predicted at the end of a window of every length, but for the first ones,
+    which have no room for the longest. Beside it the losses at all positions of these windows."""
+    found, longest = {}, base * max(lengths)
+    for length in (times * base for times in lengths):
+        rows = [(inputs[end - length:end], targets[end - length:end])
+                for inputs, targets in pairs for end in range(longest, len(inputs) + 1, base)]
+        if not rows:
+            raise ValueError(f"lengths={lengths}: {name} is shorter than a window of {longest:,} tokens: "
+                             "give a longer text, or shorter lengths")
+        found[length] = summary(*by_position(rows, read), base)
+    targets = found[length]['targets']
+    print(f"{name}: {targets:,} targets, in {len(rows):,} stretches of {base:,}, each of which ends a window "
+          "of every length\n")
+    print_by_length(found)
+    return {'lengths': found}
+
+
+def print_by_length(found):
+    """found: window length -> summary, as a table with a column for each length."""
+    def line(title, values):
+        print(f"{title:<16}" + ''.join(f"{value:>12}" for value in values))
+
+    line('window', [f"{length:,}" for length in found])
+    line('loss', [f"{each['loss']:.4f}" for each in found.values()])
+    line('perplexity', [f"{each['perplexity']:.3f}" for each in found.values()])
+    print('loss by how many tokens of the window a prediction sees:')
+    for bucket in dict.fromkeys(bucket for each in found.values() for bucket in each['by_tokens_seen']):
+        line(bucket, [f"{each['by_tokens_seen'][bucket]:.4f}" if bucket in each['by_tokens_seen'] else ''
+                      for each in found.values()])
+
+
+def is_multiple_choice(path):
+    """Whether the first record of JSON lines has endings to choose from, as HellaSwag's have."""
+    _, record = next(json_records(path, 'strict'), (None, {}))
+    return 'endings' in record
+
+
+def read_choice(place, record, tokenizer):
+    """A record of HellaSwag -> (ids of the context, of each ending, label). place: what an error names."""
+    context, endings = record.get('ctx'), record.get('endings')
+    if context is None and isinstance(record.get('ctx_a'), str):
+        context = f"{record['ctx_a']} {record.get('ctx_b', '')}".strip()
+    if not (isinstance(context, str) and context and isinstance(endings, list)
+            and all(isinstance(text, str) for text in endings)):
+        raise ValueError(f"{place}: a question needs ctx (or ctx_a and ctx_b), a text, and endings, a list "
+                         "of texts: mend or remove the line")
+    label = str(record.get('label', ''))
+    if not label.isdigit() or int(label) >= len(endings):
+        raise ValueError(f"{place}: label={record.get('label')!r} is none of its {len(endings)} endings: "
+                         "HellaSwag's test split has none, take its val split")
+    return (tokenizer.encode_array(context).tolist(),
+            [tokenizer.encode_array(f' {text}').tolist() for text in endings], int(label))
+
+
+def evaluate_choices(path, tokenizer, block_size, read):
+    """HellaSwag (arXiv:1905.07830) from its JSON lines: the ending that the model finds likeliest after the
+    context, as a dict, printed. acc takes the largest sum of its tokens' log-probabilities, acc_norm the
+    largest mean.
+
+    GPT-2 124M has acc 0.2859 and acc_norm 0.2955 on the 10,042 questions of hellaswag_val.jsonl in
+    github.com/karpathy/build-nanogpt, hellaswag.py, which this follows: the field ctx as it is, a space, the
+    ending, in tokens. lm-evaluation-harness has acc 0.2892, acc_norm 0.3114 there: it puts activity_label in
+    front, removes what is in brackets, and divides by bytes; so these are other numbers."""
+    records = [read_choice(place, record, tokenizer) for place, record in json_records(path, 'strict')]
+    rows = []
+    for question, (context, endings, _) in enumerate(records):
+        for choice, ids in enumerate(endings):
+            inputs, targets = (context + ids)[:-1], [-1] * (len(context) - 1) + ids
+            # of what is too long, the end
+            row = np.array(inputs[-block_size:]), np.array(targets[-block_size:])
+            rows.append((question, choice, len(ids[-block_size:]), row))
+    rows.sort(key=lambda row: -len(row[-1][0]))  # alike in length, little padding
+    sums = [[0.0] * len(endings) for _, endings, _ in records]
+    means = [[0.0] * len(endings) for _, endings, _ in records]
+    for (question, choice, n, _), each in zip(rows, read([row[-1] for row in rows])):
+        sums[question][choice], means[question][choice] = each.sum(), each.sum() / n
+    labels, n = [label for *_, label in records], len(records)
+    right = {name: sum(int(np.argmin(loss)) == label for loss, label in zip(table, labels))
+             for name, table in (('acc', sums), ('acc_norm', means))}
+    print(f"{path}: {n:,} questions")
+    for name, count in right.items():
+        share = count / n
+        print(f"{name:<9} {share:.4f} \u00b1 {math.sqrt(share * (1 - share) / n):.4f}, {count:,} right")
+    return {'questions': n, **{name: count / n for name, count in right.items()}}
+
+
+COST_SIZE = dict(n_layer=6, n_head=6, n_embd=384, vocab_size=4096)  # what the flags do not say
+COST_WINDOW = 256
+COST_OWN = ('n_kv_head', 'kv_lora_rank', 'mixer_pattern', 'norm', 'mlp', 'block_size')  # that cost varies
+
+
+def measure_costs(config, model_args):
+    """What the parts of a decoder cost on this device, alternating: attention against length, a cache against
+    none, what kinds of attention cache and how fast they decode, norms and MLPs alone and in a step. Nothing
+    is trained, weights are random. The last line is JSON."""
+    for name in COST_OWN:
+        if name in model_args:
+            raise ValueError(f"{name}={model_args[name]!r}: cost compares several itself; leave it out")
+    machine = runtime(config['device'], config['dtype'], config['seed'])
+    lengths = config['lengths'] or [256, 512, 1024, 2048, 4096]
+    size = {**COST_SIZE, **known_vocabulary(config), **model_args}
+    shape = GPTConfig(**size)
+    rows, rounds = config['batch_size'] or 8, config['rounds']
+    print(f"{shape.n_layer} layers, {shape.n_embd} wide, {shape.n_head} heads of {shape.head_dim}; medians "
+          f"of {rounds} turns")
+    print(json.dumps({
+        'what': 'cost', 'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
+        'lengths': lengths, 'attention': cost_of_attention(shape, lengths, machine, rounds),
+        'cache': cost_without_cache(size, machine, config['max_new_tokens'], rounds),
+        'decode': cost_of_decoding(size, max(lengths), machine, rows, rounds),
+        'norms': cost_of_norms(size, machine, rounds), 'steps': cost_in_a_step(size, machine, config)}))
+
+
+def milliseconds(sides, rounds, device):
+    """Name -> median of take_turns, of one call a turn."""
+    times = take_turns(sides, rounds, 1, device, warmup=1)
+    return {name: round(float(np.median(t)) * 1e3, 4) for name, t in times.items()}
+
+
+def peak_bytes(f, device):
+    """The most memory that a call holds at a time beyond what is there before: what torch's allocator gives
+    out, not what a library may take for itself. None where nobody can tell."""
+    if 'cuda' in device:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        f()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if device != 'cpu':
+        return None
+    os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # or it tells standard error when it starts
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as seen:
+        f()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == '[memory]']
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes, initial=0))
+
+
+def attention_paths(T, n_head, head_dim, device, dtype):
+    """Ways to mix T tokens, one row: name -> function of q, k and v, (1, n_head, T, head_dim) each."""
+    positions, scale = torch.arange(T, device=device)[None], head_dim ** -0.5
+    full, first = torch.zeros((), dtype=dtype, device=device), (positions - (COST_WINDOW - 1)).clamp(min=0)
+    causal = Mask(full.where(visible(positions, positions), -math.inf), True, None)
+    window = Mask(full.where(visible(positions, positions, first), -math.inf), True, COST_WINDOW)
+    context = types.SimpleNamespace(eager=False, weights=None)
+    decay, beta = (torch.full((1, n_head, T), value, device=device) for value in (-0.1, 0.5))
+    state = torch.zeros(1, n_head, head_dim, head_dim, device=device)
+    return {
+        'naive': lambda q, k, v: eager_attention(q, k, v, causal, scale, block=T),  # all T x T scores
+        'eager': lambda q, k, v: eager_attention(q, k, v, causal, scale),  # in blocks; trains on CPUs
+        'SDPA': lambda q, k, v: attend(q, k, v, context, Mask(None, True, None), scale),
+        f'window {COST_WINDOW}': lambda q, k, v: eager_attention(q, k, v, window, scale),
+        'linear': lambda q, k, v: gated_delta_rule(q.float() * scale, k.float(), v.float(), decay, beta,
+                                                   state)[0],  # Gated DeltaNet's
+    }
+
+
+def cost_of_attention(shape, lengths, machine, rounds):
+    """Milliseconds and bytes of mixing one row of tokens, without projections: what -> path -> list by
+    length."""
+    found, device, dtype = {}, machine.device, machine.dtype
+    for T in lengths:
+        qkv = [torch.randn(1, shape.n_head, T, shape.head_dim, device=device, dtype=dtype).requires_grad_()
+               for _ in range(3)]
+        paths = attention_paths(T, shape.n_head, shape.head_dim, device, dtype)
+        forward = {name: torch.no_grad()(functools.partial(path, *qkv)) for name, path in paths.items()}
+        both = {name: functools.partial(with_gradients, path, qkv) for name, path in paths.items()}
+        peaks = {name: peak_bytes(f, device) for name, f in both.items()}
+        for what, each in {'forward, ms': milliseconds(forward, rounds, device),
+                           'forward and backward, ms': milliseconds(both, rounds, device),
+                           'peak of both, bytes': peaks}.items():
+            for name, value in each.items():
+                found.setdefault(what, {}).setdefault(name, []).append(value)
+    for what, table in found.items():
+        in_mb = what.endswith('bytes')
+        print_table(f"attention of a layer: {what.replace('bytes', 'MB')}", [f"{T:,}" for T in lengths], {
+            name: ['n/a' if value is None else f"{value / 2**20:,.1f}" if in_mb else f"{value:,.2f}"
+                   for value in values] for name, values in table.items()})
+    return found
+
+
+def with_gradients(f, inputs, weights=()):
+    """f(*inputs), and the gradients of its sum."""
+    torch.autograd.grad(f(*inputs).sum(), (*inputs, *weights))
+
+
+def print_table(title, heads, rows):
+    print(f"\n{title}\n{'':<16}" + ''.join(f"{head:>14}" for head in heads))
+    for name, values in rows.items():
+        print(f"{name:<16}" + ''.join(f"{value:>14}" for value in values))
+
+
+def random_model(size, machine, **options):
+    """A model whose every weight is random, see model_and_machine."""
+    model = GPT(GPTConfig(**{**size, **options})).to(machine.device)
+    fill_zeros(model)
+    return model
+
+
+@torch.no_grad()
+def cost_without_cache(size, machine, most, rounds):
+    """Seconds of the likeliest tokens after one, half of `most` and all of them, with a cache and without:
+    tokens -> numbers. Without, token n takes a pass over the n before it: so many tokens are counted."""
+    model = random_model(size, machine, block_size=most + 1).to(machine.dtype).eval()
+
+    def with_cache(count):
+        yield from generate(model, [[0]], count, temperature=0)
+
+    def without(count):
+        idx = torch.zeros(1, 1, dtype=torch.long, device=machine.device)
+        for _ in range(count):
+            idx = torch.cat((idx, model(idx, keep=1).argmax(-1)), dim=1)
+            yield
+    sides, times, found = {'cache': with_cache, 'none': without}, {'cache': [], 'none': []}, {}
+    for side in sides.values():  # to warm up
+        collections.deque(side(min(10, most)), maxlen=0)
+    for _ in range(rounds):
+        for name, side in sides.items():
+            synchronize(machine.device)
+            stamps = [time.perf_counter()]
+            for _ in side(most):
+                synchronize(machine.device)
+                stamps.append(time.perf_counter())
+            times[name].append(np.array(stamps[1:]) - stamps[0])
+    for n in (most // 2, most):
+        cache, none = (round(float(np.median([each[n - 1] for each in times[name]])), 5) for name in sides)
+        found[n] = {'cache_s': cache, 'none_s': none, 'cache_tokens': n, 'none_tokens': n * (n + 1) // 2}
+    print_table('generating after one token, of one row', ['with cache', 'without', 'ratio', 'by count'], {
+        f"{n} tokens": [f"{each['cache_s']:.3f} s", f"{each['none_s']:.3f} s",
+                        f"{each['none_s'] / each['cache_s']:.2f}", f"{each['none_tokens'] / n:.1f}"]
+        for n, each in found.items()})
+    return found
+
+
+def kinds_of_attention(shape):
+    """Name -> options of models of one width. Grouped: about 3 query heads to one of keys; latent: the widths
+    of DeepSeek-V2 relative to a head's, 4 for the latent and half for the rotary key."""
+    heads, width = shape.n_head, shape.head_dim
+    grouped = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, heads // 3))
+    return {'MHA': {'n_kv_head': heads}, f'GQA, {grouped} of {heads}': {'n_kv_head': grouped},
+            'MQA': {'n_kv_head': 1},
+            'MLA': dict(kv_lora_rank=4 * width, qk_rope_head_dim=width // 2, qk_nope_head_dim=width,
+                        v_head_dim=width)}
+
+
+@torch.no_grad()
+def cost_of_decoding(size, length, machine, batch_size, rounds):
+    """What each kind of attention caches, and how fast it makes a token after `length` cached ones: name ->
+    numbers."""
+    found, sides = {}, {}
+    for name, options in kinds_of_attention(GPTConfig(**size)).items():
+        model = random_model(size, machine, **options, block_size=length + 1).to(machine.dtype).eval()
+        cache = model.make_cache(batch_size, length + 1)
+        for slots in cache.slots:
+            for tensor in slots.tensors:
+                tensor.normal_()
+        cache.advance(length)  # of random content, as good as any to be read
+        sides[name] = functools.partial(decode_one, model, cache)
+        found[name] = {'params': model.num_params(),
+                       'cache_bytes_per_token': model.cache_elements(1) * machine.dtype.itemsize}
+    most = found['MHA']['cache_bytes_per_token']
+    for name, ms in milliseconds(sides, 4 * rounds, machine.device).items():
+        found[name].update(ms=ms, tok_per_s=round(batch_size * 1e3 / ms, 2),
+                           cache_share=round(found[name]['cache_bytes_per_token'] / most, 4))
+    print_table(f"decoding after {length:,} tokens, {batch_size} rows",
+                ['parameters', 'cache B/token', 'of MHA', 'ms a step', 'tok/s'],
+                {name: [f"{each['params']:,}", f"{each['cache_bytes_per_token']:,}",
+                        f"{each['cache_share']:.1%}", f"{each['ms']:.2f}", f"{each['tok_per_s']:,.1f}"]
+                 for name, each in found.items()})
+    return found
+
+
+def decode_one(model, cache):
+    token = torch.zeros(len(cache.length), 1, dtype=torch.long, device=cache.length.device)
+    model(token, cache=cache, keep=1)
+    cache.rewind(1)
+
+
+def cost_of_norms(size, machine, rounds):
+    """Milliseconds of a norm alone, forward and backward, over 4,096 tokens: name -> ms."""
+    config, sides = GPTConfig(**size), {}
+    x = torch.randn(4096, config.n_embd, device=machine.device, dtype=machine.dtype).requires_grad_()
+
+    for name in ('rmsnorm', 'layernorm'):
+        norm = Norm(config.n_embd, dataclasses.replace(config, norm=name)).to(machine.device)
+        torch.nn.init.ones_(norm.weight)
+        sides[name] = functools.partial(with_gradients, norm, [x], [norm.weight])
+    ms = milliseconds(sides, 4 * rounds, machine.device)
+    print_table('a norm over 4,096 tokens, forward and backward', ['ms', 'of rmsnorm'], {
+        name: [f"{value:.3f}", f"{value / ms['rmsnorm']:.2f}"] for name, value in ms.items()})
+    return ms
+
+
+STEPS = {  # of training: name -> options; the MLPs have about the same parameters
+    'rmsnorm, swiglu': {}, 'layernorm': {'norm': 'layernorm'}, 'gelu': {'mlp': 'gelu'},
+    'geglu': {'mlp': 'geglu'}, 'relu': {'mlp': 'relu'},
+}
+
+
+def cost_in_a_step(size, machine, config):
+    """Milliseconds of a training step of models that differ in one choice: name -> ms. Compiled only with
+    compile=True, which takes half a minute for each."""
+    config = {**config, 'batch_size': config['batch_size'] or 12}
+    sides, params = {}, {}
+    for name, options in STEPS.items():
+        model = random_model(size, machine, **options, block_size=256)
+        forward = train.compile_model(model, machine.device) if config['compile'] is True else model
+        sides[name], params[name] = our_step(model, forward, machine, config), model.num_params()
+    ms = milliseconds(sides, config['rounds'], machine.device)
+    first = ms['rmsnorm, swiglu']
+    compiled = ', compiled' if config['compile'] is True else ''
+    print_table(f"a training step of {config['batch_size']} rows of 256 tokens{compiled}",
+                ['parameters', 'ms', 'of the first'], {
+                    name: [f"{params[name]:,}", f"{value:.1f}", f"{value / first:.3f}"]
+                    for name, value in ms.items()})
+    return {name: {'ms': value, 'params': params[name]} for name, value in ms.items()}
+
+
+PROJECTIONS = {  # the end of a weight's name: what its module fuses, in order; others go by number
+    'Attention': 'q k v gate', 'LatentAttention': 'q latent rope', 'GatedDeltaNet': 'q k v gate beta decay',
+    'MLP': 'gate up', 'Experts': 'gate up',
+}
+
+
+def kinds_of_layers(model):
+    """The numbers of the layers whose parameters have the same names and shapes, a list for each kind."""
+    kinds = {}
+    for number, block in enumerate(model.h):
+        shapes = tuple((name, tuple(w.shape)) for name, w in block.named_parameters())
+        kinds.setdefault(shapes, []).append(number)
+    return list(kinds.values())
+
+
+def projections(model, number):
+    """Label -> shape of each tensor of a layer; those of fused projections apart, as they are marked."""
+    shapes = {}
+    for name, w in model.h[number].named_parameters():
+        rows = model.marks[f'h.{number}.{name}'].rows
+        if rows is None or len(rows) == 1:
+            shapes[name.removesuffix('.weight')] = tuple(w.shape)
+            continue
+        parent, _, linear = name.removesuffix('.weight').rpartition('.')
+        known = PROJECTIONS.get(type(model.h[number].get_submodule(parent)).__name__, '').split()
+        for i, n in enumerate(rows):
+            label = known[i] if i < len(known) else str(i + 1)
+            shapes[f'{parent}.{linear} {label}'] = (*w.shape[:-2], n, w.shape[-1])
+    return shapes
+
+
+def print_layer(model, numbers):
+    """Prints one layer of those with these numbers, by projection, with the sums of its mixer and of its MLP;
+    returns it as a dict."""
+    shapes = projections(model, numbers[0])
+    counts = {label: math.prod(shape) for label, shape in shapes.items()}
+    sums = {part: sum(n for label, n in counts.items() if label.startswith(f'{part}.'))
+            for part in ('attn', 'mlp')}
+    total = sum(counts.values())
+    print(f"\n{f'one layer of {len(numbers)}: {ranges(numbers)}':<36}{'shape':>19}{'parameters':>19}")
+    for label, n in {**counts, **sums, 'layer': total}.items():
+        print(f"{label:<36}{' x '.join(map(str, shapes.get(label, ()))):>19}{n:>19,}")
+    return {'layers': ranges(numbers), 'count': len(numbers), 'params': total, **sums, 'projections': counts}
+
+
+def ranges(numbers):
+    """[0, 1, 2, 5] -> '0-2, 5'"""
+    parts = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in parts)
 
 
 # checking ---------------------------------------------------------------------------------------------------
@@ -1038,9 +1644,11 @@ INSTRUMENTS = {  # first word of the command line -> function of this file's set
     'train': measure_training,
     'decode': measure_decoding,
     'params': measure_params,
+    'eval': evaluate_model,
+    'cost': measure_costs,
     'check': measure_soundness,
 }
-TAKE_WORDS = ('check',)  # those of them that take the words after the first, too
+TAKE_WORDS = ('eval', 'check')  # those of them that take the words after the first, too
 
 
 def check_settings(s):
@@ -1053,6 +1661,9 @@ def check_settings(s):
     for name, low in lowest.items():
         if s[name] is not None and not s[name] >= low:  # nan is not
             raise ValueError(f"{name}={s[name]} must be at least {low}")
+    if s['lengths'] is not None and not (s['lengths'] and all(
+            type(length) is int and length > 0 for length in s['lengths'])):
+        raise ValueError(f"lengths={s['lengths']} must be a list of whole numbers from 1 on")
     if s['seed'] >= 2**63:
         raise ValueError(f"seed={s['seed']} must be below 2**63")
 
@@ -1066,6 +1677,7 @@ if __name__ == '__main__':
     if what in TAKE_WORDS:
         INSTRUMENTS[what](config, model_args, more)
     elif more:
-        raise ValueError(f"bench.py {what} takes no {more[0]!r}: settings are --key=value")
+        raise ValueError(f"bench.py {what} cannot use {more!r}: settings are --key=value, config files end "
+                         "in .py")
     else:
         INSTRUMENTS[what](config, model_args)

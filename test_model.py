@@ -6626,6 +6626,284 @@ def test_files_are_opened_with_their_encoding():
                     or path.name == 'test_model.py'), f'{path.name}: {call}'
 
 
+# evaluating -------------------------------------------------------------------------------------------------
+
+def bench(capsys, *args):
+    """Runs bench.py; returns what it prints above its last line, and that line, its numbers."""
+    capsys.readouterr()
+    run('bench.py', *args)
+    *lines, last = capsys.readouterr().out.splitlines()
+    return '\n'.join(lines), json.loads(last)
+
+
+def test_bench_params_of_one_layer_by_projection(capsys, monkeypatch):
+    """The numbers of one of Qwen3-8B's layers that guides print, from its published config."""
+    monkeypatch.chdir(ROOT)
+    out, numbers = bench(capsys, 'params', 'config/qwen3_8b.py')
+    layer, = numbers['layers']
+    assert (layer['layers'], layer['count'], layer['params']) == ('0-35', 36, 192_946_432)
+    assert layer['attn'] == 2 * 16_777_216 + 2 * 4_194_304 + 2 * 128 and layer['mlp'] == 150_994_944
+    counts = layer['projections']
+    assert [counts[f'attn.{name}'] for name in ('c_attn q', 'c_attn k', 'c_attn v', 'c_proj')] == [
+        4096 * 32 * 128, 4096 * 8 * 128, 4096 * 8 * 128, 32 * 128 * 4096]
+    assert sum(counts.values()) == 192_946_432 == (8_190_735_360 - 2 * 151936 * 4096 - 4096) // 36
+    assert re.search(r'^attn.c_attn k +1024 x 4096 +4,194,304$', out, re.M)
+
+
+def test_bench_params_of_layers_that_differ(capsys):
+    size = ['--n_layer=5', '--n_head=4', '--n_embd=32', '--block_size=24', '--vocab_size=61']
+    out, numbers = bench(capsys, 'params', *size, '--mixer_pattern=DDA', '--n_expert=4', '--d_expert=8',
+                         '--n_dense_layer=1', '--mlp=gelu', '--attn_gate=True')
+    kinds = numbers['layers']
+    assert [kind['layers'] for kind in kinds] == ['0', '1, 3-4', '2']
+    assert sum(kind['count'] * kind['params'] for kind in kinds) + 61 * 32 + 32 == numbers['params']
+    assert kinds[0]['mlp'] == 2 * 32 * 128 and kinds[0]['projections']['mlp.c_fc'] == 32 * 128
+    assert kinds[2]['projections']['mlp.experts.c_fc'] == 4 * 8 * 32 and '4 x 8 x 32' in out
+    assert kinds[1]['mlp'] == kinds[2]['mlp'] == 2 * 4 * 8 * 32 + 4 * 32
+    assert kinds[2]['projections']['attn.c_attn gate'] == 32 * 32
+    # queries, keys, values, gate, output, beta and decay, convolution, its norm, two vectors
+    assert kinds[1]['attn'] == 5 * 32 * 32 + 2 * 4 * 32 + 3 * 32 * 4 + 8 + 2 * 4
+
+
+def test_bench_params_of_latent_attention(capsys):
+    """A 463M shape of guides: its cache is a ninth of that of its expanded heads."""
+    shape = dict(n_embd=1024, n_layer=24, n_head=16, kv_lora_rank=512, qk_rope_head_dim=64,
+                 qk_nope_head_dim=128, v_head_dim=128, d_ff=2816, vocab_size=32000, block_size=64,
+                 tie_word_embeddings=False)
+    _, numbers = bench(capsys, 'params', *(f'--{name}={value}' for name, value in shape.items()))
+    assert numbers['params'] == 463_533_056
+    assert numbers['cache_bytes_per_token'] == 2 * 13_824 == 2 * 24 * (512 + 64)
+    assert 24 * 16 * (128 + 64 + 128) == 122_880  # the keys and values of its heads
+
+
+def save_model(path, tokenizer, **options):
+    """A checkpoint of a model of random weights with this tokenizer, in a folder; returns the model."""
+    model = tiny(**{**dict(block_size=16, vocab_size=tokenizer.n_vocab), **options})
+    os.makedirs(path)
+    torch.save({'model': model.state_dict(), 'model_args': dataclasses.asdict(model.config),
+                'tokenizer': tokenizer.state()}, os.path.join(path, 'ckpt.pt'))
+    return model
+
+
+def naive_losses(model, ids, end):
+    """In float64: the loss of each token of ids after the first, that many of the end."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids[:-1]]))[0].double()
+    chosen = logits.exp().sum(-1).log() - logits[torch.arange(len(ids) - 1), ids[1:]]
+    return chosen[-end:].tolist()
+
+
+EVAL = ['--device=cpu', '--dtype=float32']
+
+
+@pytest.mark.parametrize('masked', [False, True])
+def test_bench_eval_scores_each_target_once(folder, capsys, masked):
+    """Against a loop over windows; the last one is shorter. The tokens are of 1 to 3 bytes."""
+    tok = prepare.CharTokenizer([*'abcdefgh', 'é', 'ß', '中'])
+    model = save_model('out', tok)
+    data, ids = Path('data/odd'), np.random.default_rng(0).integers(11, size=16 * 6 + 6)
+    data.mkdir()
+    ids.astype('<u2').tofile(data / 'val.bin')
+    mask = np.random.default_rng(1).integers(2, size=len(ids)) if masked else np.ones(len(ids), int)
+    if masked:
+        mask.astype(np.uint8).tofile(data / 'val.mask.bin')
+    meta = {'vocab_size': 11, 'dtype': 'uint16', 'bytes_per_token': 9.0, 'tokenizer': tok.state()}
+    (data / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')
+    total, n, n_bytes, seen = 0.0, 0, 0, {}
+    for start in range(0, len(ids) - 1, 16):
+        window = ids[start:start + 17].tolist()
+        for i, loss in enumerate(naive_losses(model, window, 16)):
+            if mask[start + i + 1]:
+                total, n = total + loss, n + 1
+                n_bytes += len(tok.chars[window[i + 1]].encode())
+                seen.setdefault(i + 1, []).append(loss)
+    assert masked or n == len(ids) - 1
+    found = []
+    for size in (1, 3, 8):
+        out, numbers = bench(capsys, 'eval', '--init_from=out', '--dataset=odd', f'--batch_size={size}',
+                             *EVAL)
+        found.append(numbers['loss'])
+        assert numbers['targets'] == n and numbers['bytes'] == n_bytes
+        assert numbers['loss'] == pytest.approx(total / n, rel=1e-6)
+        assert numbers['perplexity'] == pytest.approx(math.exp(total / n), rel=1e-5)
+        assert numbers['bits_per_byte'] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-6)
+    assert found == pytest.approx([found[0]] * 3, rel=1e-7)  # 1e-8 was seen
+    by, ranges = numbers['by_tokens_seen'], {'1': [1], '2': [2], '3-4': [3, 4], '9-16': range(9, 17)}
+    assert list(by) == ['1', '2', '3-4', '5-8', '9-16']
+    for name, positions in ranges.items():
+        each = [loss for i in positions for loss in seen[i]]
+        assert by[name] == pytest.approx(sum(each) / len(each), abs=1e-5)
+    assert f'{n_bytes:,} bytes in {n:,} targets, 7 windows of 16' in out
+
+
+def test_bench_eval_of_a_text_counts_its_bytes(folder, capsys):
+    tok = make_tokenizer('byte')
+    model = save_model('out', tok)
+    text = 'Größe: 中文 and more of it'
+    (folder / 'one.txt').write_text(text, encoding='utf-8')
+    (folder / 'two.txt').write_text(f'{text}<|endoftext|>{text}', encoding='utf-8')
+    one = [256, *text.encode()]  # end of text before a document, so that its first token is a target
+    for name, ids in ('one.txt', one), ('two.txt', one * 2):
+        _, numbers = bench(capsys, 'eval', name, '--init_from=out', *EVAL)
+        windows = [ids[i:i + 17] for i in range(0, len(ids) - 1, 16)]
+        nats = sum(sum(naive_losses(model, window, 16)) for window in windows)
+        n_bytes = len(text.encode()) * len(ids) // len(one)
+        assert (numbers['bytes'], numbers['targets']) == (n_bytes, len(ids) - 1)
+        assert numbers['bits_per_byte'] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-6)
+    chars = prepare.CharTokenizer(sorted(set(text)))  # without an end of text the first is not predicted
+    save_model('out-char', chars)
+    _, numbers = bench(capsys, 'eval', 'one.txt', '--init_from=out-char', *EVAL)
+    assert (numbers['bytes'], numbers['targets']) == (len(text.encode()) - 1, len(text) - 1)
+
+
+def test_bench_eval_is_what_training_has_logged(folder, capsys):
+    """In windows that divide the text, as those of the toy do."""
+    train('--out_dir=out', '--max_iters=10', '--eval_iters=99')
+    _, numbers = bench(capsys, 'eval', '--init_from=out', *EVAL)
+    assert numbers['loss'] == pytest.approx(float(log_rows('out')[-1]['val_loss']), abs=2e-6)
+    assert numbers['targets'] == numbers['bytes'] == 800 and numbers['data'] == os.path.join('data', 'toy')
+
+
+@pytest.mark.parametrize('scaling', [None, {'rope_type': 'yarn', 'factor': 4.0}])
+def test_bench_eval_at_times_the_length(folder, capsys, scaling):
+    """The same targets at every length, those that end a window of the longest."""
+    tok = make_tokenizer('byte')
+    model = save_model('out', tok, block_size=8)
+    text = ''.join(map(chr, np.random.default_rng(0).integers(32, 127, size=61)))
+    (folder / 'text.txt').write_text(text, encoding='utf-8')
+    flags = [f'--rope_scaling={scaling}'] if scaling else []
+    out, numbers = bench(capsys, 'eval', 'text.txt', '--init_from=out', '--lengths=[1,2,4]', *flags, *EVAL)
+    told = scaling and {**scaling, 'original_max_position_embeddings': 8}
+    model, _ = GPT.from_checkpoint('out/ckpt.pt', block_size=32, rope_scaling=told)
+    ids, found = [256, *text.encode()], numbers['lengths']
+    assert [*found] == ['8', '16', '32'] and 'in 4 stretches of 8' in out
+    for length in (8, 16, 32):
+        rows = [naive_losses(model, ids[end - length:end + 1], length) for end in (32, 40, 48, 56)]
+        last = np.array(rows)[:, -8:]
+        assert found[str(length)]['targets'] == 32
+        assert found[str(length)]['loss'] == pytest.approx(last.mean(), rel=1e-6)
+        assert found[str(length)]['by_tokens_seen']['3-4'] == pytest.approx(np.array(rows)[:, 2:4].mean(),
+                                                                            abs=1e-5)
+    assert found['32']['by_tokens_seen']['17-32'] == pytest.approx(np.array(rows)[:, 16:].mean(), abs=1e-5)
+    with torch.no_grad():  # or the test of the scaling could not fail
+        assert abs(last.mean() - found['8']['loss']) > 1e-3
+
+
+def test_bench_eval_refuses_in_one_line(folder, capsys):
+    tok = make_tokenizer('byte')
+    save_model('out', tok, pos='learned')
+    save_model('out-rope', tok)
+    (folder / 'text.txt').write_text('a text', encoding='utf-8')
+    for flags, message in (
+            (['text.txt', '--init_from=out', '--lengths=[1,2]'], 'learned 16 positions and knows none'),
+            (['text.txt', '--init_from=out-rope', '--lengths=[1,2]'], 'text.txt is shorter than .* of 32 '),
+            (['text.txt', '--init_from=out-rope', '--lengths=[0]'], r'lengths=\[0\] must be'),
+            (['text.txt'], 'eval needs a trained model'),
+            (['text.txt', '--init_from=out', '--n_layer=3'], 'n_layer=3 differs from'),
+            (['text.txt', '--init_from=out', '--dataset=toy'], 'text.txt or --dataset=toy: give one'),
+            (['--init_from=out'], 'does not say what it was trained on: give --dataset'),
+            (['--init_from=out', '--dataset=toy'], 'prepared with another tokenizer than .*ckpt.pt')):
+        with pytest.raises(ValueError, match=message) as error:
+            run('bench.py', 'eval', *EVAL, *flags)
+        assert '\n' not in str(error.value)
+    with pytest.raises(FileNotFoundError, match='no.txt is not there: name a text file'):
+        run('bench.py', 'eval', 'no.txt', '--init_from=out', *EVAL)
+
+
+def test_bench_eval_of_hellaswag(folder, capsys):
+    """Against a loop over endings, of many lengths, so that the sum and the mean choose differently."""
+    tok, rng = make_tokenizer('byte'), np.random.default_rng(0)
+    model = save_model('out', tok, block_size=64)
+
+    def text(n):
+        return ''.join(map(chr, rng.integers(97, 123, size=n)))
+    records = []
+    for i in range(15):
+        record = {'endings': [text(n) for n in rng.integers(2, 30, size=4)], 'label': int(rng.integers(4))}
+        parts = {'ctx_a': text(5), 'ctx_b': text(3) if i % 3 else ''}
+        context = ' '.join(filter(None, parts.values()))
+        records.append((context, {**record, **(parts if i % 2 else {'ctx': context, 'ind': i})}))
+    records[0] = ('x' * 80, {**records[0][1], 'ctx': 'x' * 80})  # too long: its end counts
+    Path('h.jsonl').write_text('\n'.join(json.dumps(record) for _, record in records), encoding='utf-8')
+    acc = acc_norm = 0
+    for context, record in records:
+        sums, means = [], []
+        for end in record['endings']:
+            ids = [*f'{context} {end}'.encode()][-65:]
+            each = naive_losses(model, ids, len(end) + 1)
+            sums.append(sum(each))
+            means.append(sum(each) / len(each))
+        acc += sums.index(min(sums)) == record['label']
+        acc_norm += means.index(min(means)) == record['label']
+    assert acc != acc_norm
+    for size in (1, 7):
+        out, numbers = bench(capsys, 'eval', 'h.jsonl', '--init_from=out', f'--batch_size={size}', *EVAL)
+        assert (numbers['questions'], numbers['acc'], numbers['acc_norm']) == (15, acc / 15, acc_norm / 15)
+    assert re.search(rf'^acc_norm +{acc_norm / 15:.4f} ± 0\.\d+, {acc_norm} right$', out, re.M)
+    for change, message in (({'label': ''}, "line 2: label='' is none of its 4 endings"),
+                            ({'label': 4}, 'label=4 is none'), ({'endings': 'a'}, 'a list of texts')):
+        Path('bad.jsonl').write_text('\n'.join(map(json.dumps, (records[0][1], {**records[1][1], **change}))),
+                                     encoding='utf-8')
+        with pytest.raises(ValueError, match=message):
+            run('bench.py', 'eval', 'bad.jsonl', '--init_from=out', *EVAL)
+    with pytest.raises(ValueError, match='is for texts, and h.jsonl has questions'):
+        run('bench.py', 'eval', 'h.jsonl', '--init_from=out', '--lengths=[2]', *EVAL)
+
+
+def test_bench_cost_paths_are_attention():
+    """The ways whose costs are compared compute the same, but for the linear one; all have gradients."""
+    module, q, k, v = runpy.run_path(str(ROOT / 'bench.py')), *torch.randn(3, 1, 2, 300, 8)
+    paths = module['attention_paths'](300, 2, 8, 'cpu', torch.float32)
+    for name, window in (('naive', None), ('eager', None), ('SDPA', None), ('window 256', 256)):
+        score = q.double() @ k.double().mT * 8 ** -0.5
+        age = torch.arange(300)[:, None] - torch.arange(300)
+        score = score.masked_fill((age < 0) | (age >= (window or 300)), -math.inf)
+        assert torch.allclose(paths[name](q, k, v), (score.softmax(-1) @ v.double()).float(), atol=1e-5), name
+    assert paths['linear'](q, k, v).shape == v.shape
+
+
+def test_bench_cost_counts_memory():
+    """What is held at a time, not the sum: two of the three tensors, then two."""
+    module = runpy.run_path(str(ROOT / 'bench.py'))
+
+    def call():
+        a = torch.ones(2**20)
+        b = a + 1
+        del a
+        return b * 2
+    assert module['peak_bytes'](call, 'cpu') == pytest.approx(2 * 4 * 2**20, rel=1e-3)
+    q, k, v = torch.randn(3, 1, 2, 512, 8).requires_grad_()
+    paths = module['attention_paths'](512, 2, 8, 'cpu', torch.float32)
+    peak = {name: module['peak_bytes'](functools.partial(path, q, k, v), 'cpu')
+            for name, path in paths.items()}
+    scores = 2 * 512 * 512 * 4  # naive holds the scores and the weights, for all pairs
+    assert peak['naive'] > 2 * scores and peak['SDPA'] < scores / 4
+
+
+def test_bench_cost(folder, capsys):
+    size = ['--n_layer=2', '--n_head=6', '--n_embd=48', '--vocab_size=50', '--dropout=0']
+    out, numbers = bench(capsys, 'cost', *size, '--lengths=[16,32]', '--rounds=1', '--batch_size=2',
+                         '--max_new_tokens=8', *EVAL)
+    for what, paths in numbers['attention'].items():
+        assert all(len(values) == 2 and min(values) > 0 for values in paths.values()), what
+    for n, each in numbers['cache'].items():
+        assert each['none_tokens'] == sum(range(1, int(n) + 1)) and each['cache_tokens'] == int(n)
+    assert [*numbers['cache']] == ['4', '8'] and re.search(r'^4 tokens .* 2\.5$', out, re.M)
+    found = numbers['decode']
+    for name, cached in {'MHA': 2 * 48, 'GQA, 2 of 6': 2 * 16, 'MQA': 2 * 8, 'MLA': 4 * 8 + 4}.items():
+        assert found[name]['cache_bytes_per_token'] == 2 * 4 * cached  # layers, bytes, elements
+        assert found[name]['cache_share'] == pytest.approx(cached / 96, abs=1e-4)
+        assert found[name]['tok_per_s'] == pytest.approx(2e3 / found[name]['ms'], rel=1e-3)
+    q_and_o, mlp = 2 * 48 * 48, 3 * 48 * 128
+    for name, kv in (('MHA', 2 * 48 * 48), ('GQA, 2 of 6', 2 * 48 * 16), ('MQA', 2 * 48 * 8)):
+        norms = 2 * (2 * 48 + 2 * 8) + 48
+        assert found[name]['params'] == 2 * (q_and_o + kv + mlp) + norms + 50 * 48
+    assert numbers['norms'].keys() == {'rmsnorm', 'layernorm'}
+    assert all(each['ms'] > 0 for each in numbers['steps'].values())
+    with pytest.raises(ValueError, match="norm='layernorm': cost compares several itself; leave it out"):
+        run('bench.py', 'cost', '--norm=layernorm')
+
+
 # checking ---------------------------------------------------------------------------------------------------
 
 SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, head_dim=8, n_embd=32, block_size=24, vocab_size=61, d_ff=40)
@@ -6842,3 +7120,5 @@ def test_bench_check(folder, capsys, monkeypatch):
     numbers = json.loads(last)
     assert status.value.code == 1 and numbers['failed'] == [name] and numbers['passed'] == 2
     assert line.startswith(f"FAIL {name}: h.1.mlp.c_fc.weight is not finite; look at ")
+
+
