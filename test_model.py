@@ -3271,6 +3271,69 @@ def test_scaling_by_one_changes_nothing_bit_for_bit():
             assert not torch.equal(tiny(rope_scaling={**scaling, 'factor': 2.0})(idx), plain(idx)), scaling
 
 
+def plain_norm_rotate(q, k, q_weight, k_weight, eps, cos, sin):
+    """NormRotate by its definition, position by position of a head's pairs."""
+    turned = []
+    for x, weight in (q, q_weight), (k, k_weight):
+        x = x.unflatten(-1, (-1, len(weight)))
+        x = (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight).transpose(1, 2)
+        pairs, parts = cos.shape[-1], list(x.unbind(-1))
+        for i in range(pairs):
+            a, b = x[..., i], x[..., i + pairs]
+            parts[i] = a * cos[..., i] - b * sin[..., i]
+            parts[i + pairs] = b * cos[..., i] + a * sin[..., i]
+        turned.append(torch.stack(parts, -1))
+    return turned
+
+
+@pytest.mark.parametrize('rows', [1, 3])
+@pytest.mark.parametrize('heads, pairs, dtype, tolerance', [
+    ((4, 4), 4, torch.float32, 1e-5), ((4, 1), 3, torch.float32, 1e-5), ((6, 2), 4, torch.bfloat16, 2e-2)])
+def test_written_backward_of_norms_and_rotations_is_autograds(heads, pairs, dtype, tolerance, rows):
+    torch.manual_seed(0)
+    (H, K), B, T, D, eps = heads, 3, 5, 8, 1e-2
+    position_ids = torch.randint(0, 50, (rows, T))
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=2 * pairs, rope_scaling=dict(
+        rope_type='yarn', factor=4.0, original_max_position_embeddings=16))  # whose cos^2 + sin^2 is not 1
+    rope = flat.rope_table(config, position_ids[:, None], 64)
+    inputs = [torch.randn(B, T, H * D).to(dtype), torch.randn(B, T, K * D).to(dtype),
+              torch.rand(D) + 0.5, torch.rand(D) + 0.5]
+    exact = [x.double().requires_grad_() for x in inputs]
+    inputs = [x.requires_grad_() for x in inputs]
+    outputs = flat.NormRotate.apply(*inputs, eps, *rope)
+    expected = plain_norm_rotate(*exact, eps, *(table.double() for table in rope))
+    grads = [torch.randn_like(y) for y in outputs]
+    torch.autograd.backward(outputs, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    for y, wanted in zip(outputs, expected):
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.double(), wanted, atol=tolerance, rtol=tolerance)
+    for x, wanted in zip(inputs, exact):
+        torch.testing.assert_close(x.grad.double(), wanted.grad, atol=5 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_written_backward_of_rmsnorm_is_autograds(dtype, tolerance):
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(3, 5, 16).to(dtype), torch.rand(16) + 0.5, torch.randn(3, 5, 16).to(dtype)
+    (a, v), (b, w) = ([y.clone().to(kind).requires_grad_() for y in (x, weight)]
+                      for kind in (None, torch.float64))
+    y, wanted = flat.RMSNorm.apply(a, v, 1e-2), b / (b.square().mean(-1, keepdim=True) + 1e-2).sqrt() * w
+    torch.autograd.backward([y, wanted], [grad, grad.double()])
+    for mine, exact in (y, wanted), (a.grad, b.grad), (v.grad, w.grad):
+        torch.testing.assert_close(mine.double(), exact, atol=5 * tolerance, rtol=tolerance)
+
+
+def test_written_backwards_refuse_what_they_cannot():
+    model, idx = tiny().train(), torch.zeros(1, 4, dtype=torch.long)
+    grad, = torch.autograd.grad(model(idx, idx)[0], [model.h[0].attn.c_attn.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match='once_differentiable'):
+        grad.sum().backward()
+    with pytest.raises(RuntimeError, match='setup_context'):
+        torch.func.grad(lambda w: torch.func.functional_call(model, {'ln_f.weight': w}, (idx, idx))[0])(
+            model.ln_f.weight.detach())
+
+
 def test_rotation_depends_on_distance_alone():
     config = GPTConfig(head_dim=8, block_size=64, rope_base=100.0)
     cos, sin = flat.rope_table(config, torch.arange(64), 64)
