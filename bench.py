@@ -203,7 +203,7 @@ def measure_params(config, dtype):
 def measure_training(model, machine, matmul, config):
     """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
     forward = model
-    if train.resolve_compile(config['compile'], machine.device, float('inf')):
+    if train.resolve_compile(config['compile'], machine.device, float('inf'), float('inf')):
         print('compiling: about half a minute')
         forward = train.compile_model(model, machine.device)
     sides = {'flatgpt': our_step(model, forward, machine, config)}

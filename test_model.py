@@ -4462,6 +4462,37 @@ def test_horizon_by_epochs_and_by_tokens(folder):
         train('--out_dir=c', '--epochs=1', '--tokens_per_param=1')
 
 
+@pytest.mark.parametrize('compile, device, seconds, iterations, expected', [
+    ('auto', 'cpu', 40, 100, False), ('auto', 'cpu', 60, 100, 'blocks'), ('auto', 'cpu', 60, 20_000, True),
+    ('auto', 'mps', 1e9, 100, False), ('auto', 'cuda:0', 1, 1, True),
+    (True, 'cpu', 1, 1, True), (False, 'cpu', 1e9, 1, False)])
+def test_runs_that_earn_it_are_compiled(compile, device, seconds, iterations, expected, monkeypatch):
+    monkeypatch.setattr(flat_train, 'can_compile', lambda device: True)
+    assert flat_train.resolve_compile(compile, device, seconds, iterations) is expected
+
+
+@pytest.mark.parametrize('options, graphs', [
+    (dict(n_layer=3, n_kv_head=2, dropout=0.2), 2),
+    (dict(n_layer=4, window=5, window_pattern='SL', document_token=3, residual_lambdas=True), 3)])
+def test_blocks_compiled_once_equal_eager(options, graphs):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model, losses, grads = tiny(**options).train(), [], []
+    idx, targets = tokens(model, 3, 16), tokens(model, 3, 16)
+    for forward in (model, flat_train.compile_model(model, 'cpu', 'blocks')):
+        torch.manual_seed(1)
+        loss, _ = forward(idx, targets)
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        grads.append([w.grad.clone() for w in model.parameters()])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    torch.testing.assert_close(grads[1], grads[0], atol=1e-5, rtol=1e-4)
+    # those that are alike are one graph, the loss another
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == graphs
+
+
 def test_compiled_training_equals_eager(folder):
     common = ['--n_layer=1', '--max_iters=4', '--dropout=0.2', '--gradient_accumulation_steps=1']
     train('--out_dir=eager', *common)
