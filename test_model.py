@@ -539,6 +539,18 @@ def test_cfg_runtime_threads():
     assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
 
 
+@pytest.mark.parametrize('given, expected', [
+    ({}, '2000'), ({'GOMP_SPINCOUNT': '5'}, '5'), ({'OMP_WAIT_POLICY': 'active'}, None)])
+def test_cfg_how_threads_wait_is_the_users_choice(given, expected, monkeypatch):
+    for name in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'):
+        monkeypatch.setenv(name, '')  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    configurator.spin_briefly()
+    assert os.environ.get('GOMP_SPINCOUNT') == expected
+
+
 @pytest.mark.parametrize('device, capability, lacking, line', [
     ('cpu', None, (), None), ('cpu', None, ('g++', 'clang++'), 'no compiler g.. or clang..: .* CXX'),
     ('cpu', None, ('Python.h',), 'no Python.h'), ('cuda:1', (9, 0), (), None),
@@ -4471,10 +4483,8 @@ def test_runs_that_earn_it_are_compiled(compile, device, seconds, iterations, ex
     assert flat_train.resolve_compile(compile, device, seconds, iterations) is expected
 
 
-@pytest.mark.parametrize('options, graphs', [
-    (dict(n_layer=3, n_kv_head=2, dropout=0.2), 2),
-    (dict(n_layer=4, window=5, window_pattern='SL', document_token=3, residual_lambdas=True), 3)])
-def test_blocks_compiled_once_equal_eager(options, graphs):
+def test_blocks_compiled_once_equal_eager():
+    options = dict(n_layer=4, n_kv_head=2, window=5, window_pattern='SL', document_token=3, dropout=0.2)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -4489,8 +4499,8 @@ def test_blocks_compiled_once_equal_eager(options, graphs):
         grads.append([w.grad.clone() for w in model.parameters()])
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     torch.testing.assert_close(grads[1], grads[0], atol=1e-5, rtol=1e-4)
-    # those that are alike are one graph, the loss another
-    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == graphs
+    # blocks with a window, blocks without, the loss
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 3
 
 
 def test_compiled_training_equals_eager(folder):

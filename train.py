@@ -778,7 +778,7 @@ def compile_model(model, device, compile=True):
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
     compiled = functools.partial(torch.compile, dynamic=False, options=options)
-    if compile != 'blocks':
+    if compile != 'blocks' or model.config.n_expert:  # their loop in float32 would be compiled for each layer
         return compiled(model)
     twin = copy.copy(model)  # shares parameters and settings
     twin._modules = {**model._modules, 'h': torch.nn.ModuleList(map(compiled, model.h))}
