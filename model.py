@@ -27,6 +27,7 @@ import zlib
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # configuration ----------------------------------------------------------------------------------------------
@@ -487,6 +488,8 @@ class Norm(nn.Module):
         weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
         if self.kind == 'layernorm':
             return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
+        if bias is None and counts_operators(x):
+            return RMSNorm.apply(x, weight, self.eps)
         y = F.rms_norm(x.float(), weight.shape, weight, self.eps)
         return (y if bias is None else y + bias).type_as(x)
 
@@ -879,15 +882,21 @@ class Attention(BaseAttention):
         self.q_norm, self.k_norm = (Norm(width, config) if config.qk_norm else nn.Identity()
                                     for _, width in self.normed)
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
+        # what NormRotate knows
+        self.joint = self.pos and config.qk_norm is True and config.norm == 'rmsnorm' and not config.norm_bias
 
     def forward(self, x, context):
         q, k, v, *gate = self.c_attn(x)
-        q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
-        k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
-        # (B, heads, T, D)
-        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v)]
-        if self.pos:
-            q, k = rotate(q, context.rope), rotate(k, context.rope)
+        if self.joint and context.rope is not None and counts_operators(x):
+            q, k = NormRotate.apply(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps,
+                                    *context.rope)
+        else:
+            q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
+            k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
+            q, k = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k)]
+            if self.pos:
+                q, k = rotate(q, context.rope), rotate(k, context.rope)
+        v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # as q and k (B, heads, T, D)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, context, k, v)
         y = self.attend(q, k, v, context).transpose(1, 2).flatten(2)
@@ -1452,6 +1461,71 @@ class MoE(nn.Module):
 
 # CPU-only code paths ----------------------------------------------------------------------------------------
 
+def counts_operators(x):
+    """Whether a step on x takes as long as it has operators, each of some microseconds: uncompiled, on a CPU.
+    RMSNorm and NormRotate have a third of those that autograd makes of the same formulas."""
+    return x.device.type == 'cpu' and not torch.compiler.is_compiling()
+
+
+def rms_norm(x, weight, eps):
+    """x (..., width), weight that fits it -> the norm; and for the backward x over its root mean square, and
+    one over that."""
+    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    normed = x * scale
+    return normed * weight, normed, scale
+
+
+def rms_norm_backward(grad, weight, normed, scale):
+    """The gradients of x and, still to be summed, of weight."""
+    direct = grad * weight
+    inner = (direct * normed).mean(-1, keepdim=True)
+    return torch.addcmul(direct, normed, inner, value=-1).mul_(scale), grad * normed
+
+
+class RMSNorm(torch.autograd.Function):
+    """F.rms_norm in float32, backward written out: x (..., width), weight (width,) -> as x."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, normed, scale = rms_norm(x.float(), weight, eps)
+        ctx.save_for_backward(weight, normed, scale)
+        return y.type_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_x, grad_weight = rms_norm_backward(grad.float(), *ctx.saved_tensors)
+        return grad_x.type_as(grad), grad_weight.flatten(0, -2).sum(0), None
+
+
+class NormRotate(torch.autograd.Function):
+    """Queries and keys together, RMS-normed by head and rotated: q (B, T, H D), k (B, T, K D), weights (D,),
+    cos and sin as rotate takes them -> (B, H, T, D), (B, K, T, D)."""
+
+    @staticmethod
+    def forward(ctx, q, k, q_weight, k_weight, eps, cos, sin):
+        width = q_weight.shape[-1]
+        ctx.heads = H, K = q.shape[-1] // width, k.shape[-1] // width
+        x = torch.cat((q, k), dim=-1).float().unflatten(-1, (-1, width))
+        weight = torch.cat((q_weight.expand(H, -1), k_weight.expand(K, -1))).float()
+        y, normed, scale = rms_norm(x, weight, eps)
+        ctx.save_for_backward(weight, normed, scale, cos, sin)
+        y = rotate(y.transpose(1, 2), (cos, sin))
+        return tuple(part.type_as(q).contiguous() for part in y.split((H, K), dim=1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_q, grad_k):
+        *saved, cos, sin = ctx.saved_tensors
+        grad = torch.cat((grad_q, grad_k), dim=1).float()
+        grad = rotate(grad, (cos, -sin)).transpose(1, 2)  # the transpose of a rotation turns back
+        grad_x, grad_weight = rms_norm_backward(grad, *saved)
+        H, K = ctx.heads
+        q, k = grad_x.type_as(grad_q).flatten(2).split((H * grad.shape[-1], K * grad.shape[-1]), dim=-1)
+        q_weight, k_weight = grad_weight.sum((0, 1)).split((H, K))
+        return q, k, q_weight.sum(0), k_weight.sum(0), None, None, None
+
+
 def cpu_dropout(x, p):
     """Random bits are what dropout costs on a CPU: 16 an element, drawn 64 at a time, take a fifth of
     F.dropout's time."""
@@ -1671,12 +1745,10 @@ class GPT(nn.Module):
             x = block(x, context)
         if cache is not None:
             cache.advance(T, lengths)
-        is_padded = targets is not None and idx.device.type != 'cpu'
-        logits = self.head(self.last(x, keep, lengths), is_padded)
+        x = self.last(x, keep, lengths)
         if targets is None:
-            return logits
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
-        loss, aux = loss / (targets != -1).sum().clamp(min=1), {}
+            return self.head(x)
+        loss, aux = self.loss(x, targets), {}
         if context.routing:
             balance, z, load = map(torch.stack, zip(*context.routing))
             aux = {'balance': balance.mean(), 'z': z.mean(), 'load': load}
@@ -1715,6 +1787,13 @@ class GPT(nn.Module):
             column = torch.arange(logits.shape[-1], device=x.device)
             logits = logits + torch.where(column < config.vocab_size, 0.0, -math.inf)
         return logits
+
+    def loss(self, x, targets):
+        """x (B, T, C), what the last block gives -> the mean cross entropy over targets (B, T) that are not
+        -1."""
+        logits = self.head(x, is_padded=x.device.type != 'cpu')
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
+        return loss / (targets != -1).sum().clamp(min=1)
 
     def context(self, idx, cache=None, lengths=None, weights=None, routing=None):
         """The ForwardContext of the new tokens idx (B, T): positions, rotations, masks."""

@@ -540,6 +540,18 @@ def test_cfg_runtime_threads():
     assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
 
 
+@pytest.mark.parametrize('given, expected', [
+    ({}, '2000'), ({'GOMP_SPINCOUNT': '5'}, '5'), ({'OMP_WAIT_POLICY': 'active'}, None)])
+def test_cfg_how_threads_wait_is_the_users_choice(given, expected, monkeypatch):
+    for name in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'):
+        monkeypatch.setenv(name, '')  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    configurator.spin_briefly()
+    assert os.environ.get('GOMP_SPINCOUNT') == expected
+
+
 @pytest.mark.parametrize('device, capability, lacking, line', [
     ('cpu', None, (), None), ('cpu', None, ('g++', 'clang++'), 'no compiler g.. or clang..: .* CXX'),
     ('cpu', None, ('Python.h',), 'no Python.h'), ('cuda:1', (9, 0), (), None),
@@ -3272,6 +3284,69 @@ def test_scaling_by_one_changes_nothing_bit_for_bit():
             assert not torch.equal(tiny(rope_scaling={**scaling, 'factor': 2.0})(idx), plain(idx)), scaling
 
 
+def plain_norm_rotate(q, k, q_weight, k_weight, eps, cos, sin):
+    """NormRotate by its definition, position by position of a head's pairs."""
+    turned = []
+    for x, weight in (q, q_weight), (k, k_weight):
+        x = x.unflatten(-1, (-1, len(weight)))
+        x = (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight).transpose(1, 2)
+        pairs, parts = cos.shape[-1], list(x.unbind(-1))
+        for i in range(pairs):
+            a, b = x[..., i], x[..., i + pairs]
+            parts[i] = a * cos[..., i] - b * sin[..., i]
+            parts[i + pairs] = b * cos[..., i] + a * sin[..., i]
+        turned.append(torch.stack(parts, -1))
+    return turned
+
+
+@pytest.mark.parametrize('rows', [1, 3])
+@pytest.mark.parametrize('heads, pairs, dtype, tolerance', [
+    ((4, 4), 4, torch.float32, 1e-5), ((4, 1), 3, torch.float32, 1e-5), ((6, 2), 4, torch.bfloat16, 2e-2)])
+def test_written_backward_of_norms_and_rotations_is_autograds(heads, pairs, dtype, tolerance, rows):
+    torch.manual_seed(0)
+    (H, K), B, T, D, eps = heads, 3, 5, 8, 1e-2
+    position_ids = torch.randint(0, 50, (rows, T))
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=2 * pairs, rope_scaling=dict(
+        rope_type='yarn', factor=4.0, original_max_position_embeddings=16))  # whose cos^2 + sin^2 is not 1
+    rope = flat.rope_table(config, position_ids[:, None], 64)
+    inputs = [torch.randn(B, T, H * D).to(dtype), torch.randn(B, T, K * D).to(dtype),
+              torch.rand(D) + 0.5, torch.rand(D) + 0.5]
+    exact = [x.double().requires_grad_() for x in inputs]
+    inputs = [x.requires_grad_() for x in inputs]
+    outputs = flat.NormRotate.apply(*inputs, eps, *rope)
+    expected = plain_norm_rotate(*exact, eps, *(table.double() for table in rope))
+    grads = [torch.randn_like(y) for y in outputs]
+    torch.autograd.backward(outputs, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    for y, wanted in zip(outputs, expected):
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.double(), wanted, atol=tolerance, rtol=tolerance)
+    for x, wanted in zip(inputs, exact):
+        torch.testing.assert_close(x.grad.double(), wanted.grad, atol=5 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_written_backward_of_rmsnorm_is_autograds(dtype, tolerance):
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(3, 5, 16).to(dtype), torch.rand(16) + 0.5, torch.randn(3, 5, 16).to(dtype)
+    (a, v), (b, w) = ([y.clone().to(kind).requires_grad_() for y in (x, weight)]
+                      for kind in (None, torch.float64))
+    y, wanted = flat.RMSNorm.apply(a, v, 1e-2), b / (b.square().mean(-1, keepdim=True) + 1e-2).sqrt() * w
+    torch.autograd.backward([y, wanted], [grad, grad.double()])
+    for mine, exact in (y, wanted), (a.grad, b.grad), (v.grad, w.grad):
+        torch.testing.assert_close(mine.double(), exact, atol=5 * tolerance, rtol=tolerance)
+
+
+def test_written_backwards_refuse_what_they_cannot():
+    model, idx = tiny().train(), torch.zeros(1, 4, dtype=torch.long)
+    grad, = torch.autograd.grad(model(idx, idx)[0], [model.h[0].attn.c_attn.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match='once_differentiable'):
+        grad.sum().backward()
+    with pytest.raises(RuntimeError, match='setup_context'):
+        torch.func.grad(lambda w: torch.func.functional_call(model, {'ln_f.weight': w}, (idx, idx))[0])(
+            model.ln_f.weight.detach())
+
+
 def test_rotation_depends_on_distance_alone():
     config = GPTConfig(head_dim=8, block_size=64, rope_base=100.0)
     cos, sin = flat.rope_table(config, torch.arange(64), 64)
@@ -4601,6 +4676,35 @@ def test_horizon_by_epochs_and_by_tokens(folder):
     assert story['progress'].iter_num == story['max_iters']
     with pytest.raises(ValueError, match='both set the length'):
         train('--out_dir=c', '--epochs=1', '--tokens_per_param=1')
+
+
+@pytest.mark.parametrize('compile, device, seconds, iterations, expected', [
+    ('auto', 'cpu', 40, 100, False), ('auto', 'cpu', 60, 100, 'blocks'), ('auto', 'cpu', 60, 20_000, True),
+    ('auto', 'mps', 1e9, 100, False), ('auto', 'cuda:0', 1, 1, True),
+    (True, 'cpu', 1, 1, True), (False, 'cpu', 1e9, 1, False)])
+def test_runs_that_earn_it_are_compiled(compile, device, seconds, iterations, expected, monkeypatch):
+    monkeypatch.setattr(flat_train, 'can_compile', lambda device: True)
+    assert flat_train.resolve_compile(compile, device, seconds, iterations, GPTConfig()) is expected
+
+
+def test_blocks_compiled_once_equal_eager():
+    options = dict(n_layer=4, n_kv_head=2, window=5, window_pattern='SL', document_token=3, dropout=0.2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model, losses, grads = tiny(**options).train(), [], []
+    idx, targets = tokens(model, 3, 16), tokens(model, 3, 16)
+    for forward in (model, flat_train.compile_model(model, 'cpu', 'blocks')):
+        torch.manual_seed(1)
+        loss, _ = forward(idx, targets)
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        grads.append([w.grad.clone() for w in model.parameters()])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    torch.testing.assert_close(grads[1], grads[0], atol=1e-5, rtol=1e-4)
+    # blocks with a window, blocks without, the loss
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 3
 
 
 def test_compiled_training_equals_eager(folder):

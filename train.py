@@ -20,6 +20,7 @@ import time
 START = time.time()  # before torch, whose import counts: wall_s is what a person waits
 
 import collections
+import copy
 import csv
 import dataclasses
 import datetime
@@ -96,7 +97,7 @@ min_lr: float | None = None          # where it ends; None: a tenth of learning_
 backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA, else gloo
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
+compile: bool | str = 'auto'         # torch.compile; blocks: each by itself; auto: what the run earns back
 shard = False                        # spread the weights over the ranks: for models larger than a GPU
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
@@ -1010,25 +1011,43 @@ def dtype_notice(machine, was):
     return None
 
 
-def resolve_compile(compile, device, flops):
-    """compile='auto' -> bool. On a CPU compiling takes half a minute, which runs below 4e13 FLOPs never earn
-    back."""
-    if compile not in (True, False, 'auto'):
+def eager_seconds(iterations, n_layer, flops):
+    """About how long so many iterations of so many FLOPs take uncompiled on a CPU: forward and backward, a
+    layer has some 300 operators of 5 us each, and two cores reached 1.2e11 FLOP/s, in the quick-start and the
+    default shape alike."""
+    return iterations * (n_layer * 1.5e-3 + flops / 1.2e11)
+
+
+def resolve_compile(compile, device, seconds, iterations, config):
+    """compile='auto' -> False, True or, on a CPU, 'blocks', for a run of so many iterations that takes so
+    many seconds there uncompiled: block by block compiling takes some 15 s and saves a third of them. A whole
+    model of 4 layers takes 33 s more and saves 2.5 ms a step, which 15,000 iterations earn back."""
+    if compile not in (True, False, 'auto', 'blocks'):
+        raise ValueError(f"compile={compile!r} is none of True, False, blocks, auto")
         raise ValueError(f"compile={compile!r} is none of True, False, auto")
     if compile != 'auto':
         return compile
-    return ('cuda' in device or device == 'cpu' and flops > 4e13) and can_compile(device)
+    if not ('cuda' in device or device == 'cpu' and seconds / 3 > 15) or not can_compile(device):
+        return False
+    # experts are many operators in each block, and their loop in float32 a graph of its own each time
+    return 'blocks' if device == 'cpu' and iterations < 15_000 and config.n_expert is None else True
 
 
-def compile_model(model, device, by_block=False):
-    """The model compiled; by_block: its blocks, between which a sharded one gathers weights."""
+def compile_model(model, device, compile=True):
+    """What computes model(idx, targets) compiled: as a whole, or with 'blocks' each block and the loss by
+    themselves, of which blocks that are alike are compiled once. The model itself stays uncompiled, and
+    'blocks' does what it does in training alone."""
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
-    if by_block:
-        for block in model.h:
-            block.forward = torch.compile(block.forward, dynamic=False, options=options)
-        return model
-    return torch.compile(model, dynamic=False, options=options)
+    compiled = functools.partial(torch.compile, dynamic=False, options=options)
+    if compile != 'blocks':
+        return compiled(model)
+    twin, blocks = copy.copy(model), list(map(copy.copy, model.h))  # share parameters and hooks
+    for block, original in zip(blocks, model.h):
+        block.forward = compiled(original.forward)  # less the hooks, which gather what is sharded
+    twin._modules = {**model._modules, 'h': torch.nn.ModuleList(blocks)}
+    twin.loss = compiled(model.loss)
+    return twin
 
 
 PEAK_TFLOPS = {  # dense, 16 bits, sums in float32: NVIDIA's data sheets, by what the device's name contains
@@ -1224,7 +1243,10 @@ if __name__ == '__main__':
     decay_end = max_iters if lr_decay_iters is None else lr_decay_iters
     floor = learning_rate / 10 if min_lr is None else min_lr
     flops_per_iter = model.flops_per_token() * tokens_per_iter
-    compile = resolve_compile(compile, device, flops_per_iter * max_iters)
+    eager = eager_seconds(max_iters, model.config.n_layer, flops_per_iter / ranks)
+    compile = resolve_compile(compile, device, eager, max_iters, model.config)
+    if shard and compile:  # between the blocks weights are gathered
+        compile = 'blocks'
     config['max_iters'] = max_iters
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
@@ -1249,9 +1271,10 @@ if __name__ == '__main__':
     del rest, source_tokenizer  # their memory
     forward = model
     if compile:
-        print0('compiling: the first iteration takes about half a minute')
-        forward = compile_model(model, device, by_block=shard)
-    evaluated = forward if 'cuda' in device else model  # on a CPU compiling again costs more than it gives
+        print0(f"compiling: the first iteration takes {15 if compile == 'blocks' else 30} seconds or more")
+        forward = compile_model(model, device, compile)
+    # on a CPU compiling again costs more than it gives
+    evaluated = forward if 'cuda' in device and compile != 'blocks' else model
     if ranks > 1 and not shard:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
                       gradient_as_bucket_view=True)
