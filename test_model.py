@@ -323,6 +323,20 @@ def test_cfg_names_of_other_scripts(tmp_path, monkeypatch, capsys):
         run('--n_head=4')
 
 
+def test_cfg_flags_of_another_script(tmp_path, capsys):
+    """Are handed back as they are, in order; a name that is this script's own, or nobody's, is not."""
+    (tmp_path / 'train.py').write_text("max_iters = 100\nlr = 5 * 8\nseed = 2\nconfigure(globals())\n")
+
+    def run(*argv):
+        return cfg_configure(tmp_path / 'x.py', *argv, text='seed = 1\nconfigure(globals())',
+                             words=math.inf, also='train.py')
+    assert run('--max_iters=x', 'a', '--seed=7', '--lr', 'b') == (
+        {'seed': 7}, {}, ['a', 'b'], ['--max_iters=x', '--lr'])
+    with pytest.raises(SystemExit):
+        run('--max_iter=3')
+    assert "unknown setting 'max_iter'; did you mean 'max_iters'?" in capsys.readouterr().err
+
+
 def test_cfg_mistakes_in_a_script_are_named(tmp_path):
     (tmp_path / 'model.py').write_text('class Tiny:\n    n_layer: int = 2\n')
     with pytest.raises(AssertionError, match='n_layer'):
