@@ -59,7 +59,7 @@ steps = 10                        # train: steps a turn; decode makes max_new_to
 rounds = 5                        # turns
 variants: list | dict | None = None  # compare: what is added to the command line, or {name: that}
 seeds: int | None = None          # compare: runs of each, by seed, seed + 1...; None: 3, or the list's
-match: str | None = None          # compare: by d_ff params, or active (those a token uses); by max_iters time
+match: str | None = None          # compare: by d_ff params, active; by max_iters time; none; None: list's
 by = 'iter'                       # compare, plot: iter, tokens, time
 # as in train.py
 optimizer = 'adamw'               # adamw, muon
@@ -396,21 +396,20 @@ def read_list(name):
     return lists[name]
 
 
-def copy_code(revision, place, repository=ROOT):
+def copy_code(revision, place):
     """Copies the code at a git revision, or WORK, the working tree as it stands, to a new folder in `place`:
     the original may be edited while the copy runs. Raises ValueError if there is no such revision."""
     def git(*args):
-        return subprocess.run(['git', *args], cwd=repository, capture_output=True)
+        return subprocess.run(['git', *args], cwd=ROOT, capture_output=True)
     folder, has_git = Path(tempfile.mkdtemp(dir=place)), shutil.which('git')
     if revision == 'WORK':
         found = git('ls-files', '-z', '--cached', '--others', '--exclude-standard') if has_git else None
         names = os.fsdecode(found.stdout).split('\0') if found else []
         if 'train.py' not in names:  # no clone of its own
-            paths = [*repository.glob('*.py'), *repository.glob('config/*.py')]
-            names = [path.relative_to(repository) for path in paths]
-        for path in (repository / name for name in names):
+            names = [path.relative_to(ROOT) for path in (*ROOT.glob('*.py'), *ROOT.glob('config/*.py'))]
+        for path in (ROOT / name for name in names):
             if path.is_file() and path.stat().st_size < 2**20:  # code is small
-                copy = folder / path.relative_to(repository)
+                copy = folder / path.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
         return folder
@@ -418,11 +417,11 @@ def copy_code(revision, place, repository=ROOT):
         raise ValueError(f"{revision}: revisions need git, which is not installed")
     found = git('archive', '--format=zip', revision)
     if found.returncode:
-        raise ValueError(f"{revision} is no revision of {repository}: {os.fsdecode(found.stderr).strip()}")
+        raise ValueError(f"{revision} is no revision of {ROOT}: {os.fsdecode(found.stderr).strip()}")
     with zipfile.ZipFile(io.BytesIO(found.stdout)) as archive:
         archive.extractall(folder)
     if not (folder / 'train.py').is_file():
-        raise ValueError(f"{revision} of {repository} has no train.py")
+        raise ValueError(f"{revision} of {ROOT} has no train.py")
     return folder
 
 
@@ -652,8 +651,8 @@ def train_variant(variant, seed, folder, watch):
 
 
 def read_run(folder, column='val_loss'):
-    """A finished run: {'error': None or its one line, 'rows' of the log, 'loss': the last of that column,
-    'ms', 'peak_mb', 'iterations', 'seconds'}; None if it is not finished."""
+    """A finished run: {'error': None or its one line, 'rows' of the log, 'loss' and 'best': the last and the
+    lowest of that column, 'ms', 'peak_mb', 'iterations', 'seconds'}; None if it is not finished."""
     path = os.path.join(folder, 'result.json')
     if not os.path.exists(path):
         return None
@@ -662,6 +661,7 @@ def read_run(folder, column='val_loss'):
     if not found['error']:
         rows = read_log(folder)
         found |= {'rows': rows, 'loss': float(rows[-1][column]), 'ms': step_ms(rows),
+                  'best': min(float(row[column]) for row in rows if row[column]),
                   'iterations': int(rows[-1]['iter']), 'seconds': float(rows[-1]['wall_s'])}
     return found
 
@@ -763,6 +763,7 @@ def summarise(variants, runs):
             losses, peaks = [run['loss'] for run in own], [run['peak_mb'] for run in own]
             row |= {'iterations': own[0]['iterations'], 'losses': losses, 'loss': statistics.fmean(losses),
                     'sd': statistics.stdev(losses) if len(losses) > 1 else None,
+                    'best': statistics.fmean(run['best'] for run in own),
                     'ms': statistics.median(run['ms'] for run in own),
                     'peak_mb': None if None in peaks else statistics.median(peaks)}
         rows.append(row)
@@ -853,7 +854,7 @@ def compare(config, model_args, words):
         base = [*shlex.split(chosen['base']), *base]
     texts = named_variants(config['variants'] if config['variants'] is not None else chosen.get('variants'))
     seeds = range(config['seed'], config['seed'] + (config['seeds'] or chosen.get('seeds', 3)))
-    match = config['match'] or chosen.get('match')
+    match = config['match'] or chosen.get('match', 'none')
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         copies = {}
@@ -873,6 +874,9 @@ def compare(config, model_args, words):
           else 'one seed tells nothing of the spread between seeds, so there is no confidence: --seeds=3')
     if len(variants) > 2 and len(seeds) > 1:
         print('each interval is at 95% by itself: of 20 variants equal to the first, one would seem not')
+    if any(row['best'] < row['loss'] - 1e-3 for row in rows if 'error' not in row):
+        best = [f"{row['variant']} {row['best']:.4f}" for row in rows if 'error' not in row]
+        print(f"the lowest on the way: {', '.join(best)}")
     path = os.path.join(RUNS, f"{words[0] if words else 'compare'}.png")
     curves = {variant.name: [run['rows'] for run in own] for variant, own, row in zip(variants, runs, rows)
               if 'error' not in row}
@@ -892,6 +896,16 @@ def compare(config, model_args, words):
 AXES = {'iter': ('iter', 'iterations'), 'tokens': ('tokens', 'tokens'), 'time': ('wall_s', 'seconds')}
 
 
+def curve(logs, by, column='val_loss'):
+    """Logs of runs that differ by seed -> where all of them were evaluated on the axis `by`, their mean loss
+    and its spread, (evaluations,) each; the spread of one is 0."""
+    points = [{int(row['iter']): (float(row[AXES[by][0]]), float(row[column])) for row in rows if row[column]}
+              for rows in logs]
+    shared = sorted(set.intersection(*map(set, points)))  # a run that was stopped was evaluated there too
+    x, y = np.array([[run[it] for run in points] for it in shared]).transpose(2, 0, 1)  # (evaluations, runs)
+    return x.mean(1), y.mean(1), y.std(1, ddof=1) if len(logs) > 1 else np.zeros(len(y))
+
+
 def draw(curves, by, path, column='val_loss'):
     """Writes a PNG of validation losses. curves: name -> logs of runs that differ by seed, see read_log;
     several are shown by their mean and spread. by: the horizontal axis, see AXES."""
@@ -901,18 +915,14 @@ def draw(curves, by, path, column='val_loss'):
     except ImportError:
         raise ImportError('plots need matplotlib: pip install matplotlib') from None
     figure = Figure(figsize=(9, 5.5), layout='constrained')
-    axes, (key, label) = figure.subplots(), AXES[by]
+    axes = figure.subplots()
     for i, (name, logs) in enumerate(curves.items()):
-        points = [{int(row['iter']): (float(row[key]), float(row[column])) for row in rows if row[column]}
-                  for rows in logs]
-        shared = sorted(set.intersection(*map(set, points)))  # where a run was stopped it has one more
-        x, y = np.array([[each[it] for each in points] for it in shared]).transpose(2, 0, 1)  # (shared, runs)
+        x, loss, spread = curve(logs, by, column)
         style = dict(color=f'C{i % 10}', linestyle=('-', '--', ':')[i // 10 % 3])
-        axes.plot(x.mean(1), y.mean(1), marker='.', label=name, **style)
+        axes.plot(x, loss, marker='.', label=name, **style)
         if len(logs) > 1:
-            axes.fill_between(x.mean(1), y.mean(1) - y.std(1, ddof=1), y.mean(1) + y.std(1, ddof=1),
-                              color=style['color'], alpha=0.2, linewidth=0)
-    axes.set(xlabel=label, ylabel='validation loss' if column == 'val_loss' else 'bits per byte')
+            axes.fill_between(x, loss - spread, loss + spread, color=style['color'], alpha=0.2, linewidth=0)
+    axes.set(xlabel=AXES[by][1], ylabel='validation loss' if column == 'val_loss' else 'bits per byte')
     axes.grid(alpha=0.3)
     axes.legend(loc='upper right', fontsize='small')
     FigureCanvasAgg(figure).print_png(path)
@@ -948,8 +958,8 @@ def check_settings(s):
         raise ValueError(f"optimizer={s['optimizer']!r} is none of {', '.join(train.OPTIMIZERS)}")
     if s['compile'] not in (True, False, 'auto'):
         raise ValueError(f"compile={s['compile']!r} is none of True, False, auto")
-    if s['match'] not in (None, 'params', 'active', 'time'):
-        raise ValueError(f"match={s['match']!r} is none of params, active, time")
+    if s['match'] not in (None, 'none', 'params', 'active', 'time'):
+        raise ValueError(f"match={s['match']!r} is none of none, params, active, time")
     if s['by'] not in AXES:
         raise ValueError(f"by={s['by']!r} is none of {', '.join(AXES)}")
     lowest = dict(batch_size=1, prompt_len=1, max_new_tokens=2, steps=1, rounds=1, grad_clip=0, seed=0,
