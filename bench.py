@@ -559,15 +559,15 @@ def match_size(variant, target, active):
     width = getattr(model.config, name)
     each = (size(f'--{name}={width + 64}')[1] - have) / 64
     wanted = width + (target - have) / each if each else 0
-    for multiple in (64, 8, 1):
-        flag = f'--{name}={max(1, round(wanted / multiple)) * multiple}'
-        model, have = size(flag)
+    for multiple in (64, 8, 2):  # 1 would be no matrix
+        changed = f'{name}={max(1, round(wanted / multiple)) * multiple}'
+        model, have = size(f'--{changed}')
         if abs(have / target - 1) <= 0.01:
-            variant.args.append(flag)
+            variant.args.append(f'--{changed}')
             variant.params = model.num_params()
-            return f"{flag.removeprefix('--')} (was {width}), {have:,} {what}"
+            return f"{changed} (was {width}), {have:,} {what}"
     raise ValueError(f"variant {variant.name!r}: no {name} gives it the {target:,} {what} of the first to "
-                     f"within 1%, {flag.removeprefix('--')} gives {have:,}: change its width or depth")
+                     f"within 1%, {changed} gives {have:,}: change its width or depth")
 
 
 def wait(process, watch=None):
@@ -860,7 +860,7 @@ def compare(config, model_args, words):
         copies = {}
         variants = [make_variant(name, text, base, place, copies) for name, text in texts.items()]
         first, *others = variants
-        print(f"{len(variants)} variants of train.py {shlex.join(base)}")
+        print(f"{len(variants)} variants of train.py {shlex.join(base)}", flush=True)
         match_variants(first, others, match, seeds[0])
         column = 'val_loss' if len({variant.data for variant in variants}) == 1 else 'val_bpb'
         for variant in variants:
