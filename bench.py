@@ -589,8 +589,14 @@ def wait(process, watch=None):
                 time.sleep(0.1)
     except KeyboardInterrupt:
         print('stopping this run: it saves its state first', flush=True)
-        process.send_signal(signal.SIGINT if os.name == 'posix' else signal.SIGTERM)
-        process.wait()
+        ask, asked_at = signal.SIGINT if os.name == 'posix' else signal.SIGTERM, time.time()
+        process.send_signal(ask)
+        while process.poll() is None:
+            try:
+                process.wait()
+            except KeyboardInterrupt:
+                if time.time() - asked_at > 1:  # a person again: it leaves at once; `timeout` signals twice
+                    process.send_signal(ask)
         raise
     return peak
 

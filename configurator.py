@@ -64,7 +64,7 @@ class Settings:
     def __init__(self, path, class_name=None):
         """path: a script, whose settings end at configure(...); or the dataclass class_name in a file."""
         source = Path(path).read_text('utf-8')
-        body = ast.parse(source, str(path)).body
+        body = statements(source, str(path))
         if class_name:
             classes = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
             body = classes[class_name]
@@ -86,6 +86,12 @@ class Settings:
             while first and lines[first - 1].lstrip().startswith('#'):
                 first -= 1
             self.help += lines[first:node.end_lineno]
+
+
+@functools.lru_cache(maxsize=8)
+def statements(source, path):
+    """Of a source file at the top level; kept, as a process may read many command lines."""
+    return ast.parse(source, path).body
 
 
 def calls_configure(node):

@@ -6736,10 +6736,11 @@ def flat_variant(*args, name='x'):
     return flat_bench.Variant(name, 'WORK', ROOT, [*TOY, *args], data='data/toy', cache=0)
 
 
-@pytest.mark.parametrize('options', [
-    dict(mlp='gelu'), dict(n_kv_head=1), dict(norm='layernorm', bias=True, d_ff=40), dict(n_expert=4),
-    dict(MLA, n_expert=4, n_shared_expert=1, n_dense_layer=1), dict(wiring='sandwich', mixer_pattern='DA')])
-@pytest.mark.parametrize('match', ['params', 'active'])
+@pytest.mark.parametrize('match, options', [
+    ('params', dict(mlp='gelu')), ('active', dict(norm='layernorm', bias=True, d_ff=40)),
+    ('params', dict(n_expert=4)), ('active', dict(n_expert=4)), ('params', dict(n_kv_head=1)),
+    ('active', dict(MLA, n_expert=4, n_shared_expert=1, n_dense_layer=1)),
+    ('params', dict(wiring='sandwich', mixer_pattern='DA'))])
 def test_compare_matches_parameters(folder, capsys, options, match):
     first = flat_variant('--n_embd=48', '--n_head=2', name='first')
     other = flat_variant('--n_embd=48', *(f'--{k}={v}' for k, v in options.items()))
