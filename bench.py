@@ -474,7 +474,8 @@ def run_folder(variant, seed, what='run'):
     """The folder in RUNS of a variant's run: by a hash of code, settings, data and machine."""
     args = [bare_code(Path(arg)) if arg.endswith('.py') and not arg.startswith('-') else arg
             for arg in place_configs(variant.args, variant.code)]
-    files = [stamps(value) for value in (arg.partition('=')[2] for arg in args) if os.path.exists(value)]
+    values = [arg.partition('=')[2] for arg in variant.args]  # a checkpoint, a folder of data
+    files = [stamps(value) for value in values if os.path.exists(value)]
     identity = [what, code_digest(variant.code), args, seed, files,
                 read_meta(variant.data).get('checksum') or stamps(variant.data),
                 torch.__version__, torch.get_num_threads(), torch.cuda.is_available()]
@@ -482,9 +483,9 @@ def run_folder(variant, seed, what='run'):
     return os.path.join(RUNS, digest[:12])
 
 
-def settle(args):
-    """What train.py makes of a command line: (its settings, the model it will train, which takes no memory,
-    and the folder of its data). Raises ValueError or OSError, as train.py would."""
+def settings_of(args):
+    """What train.py makes of a command line: its settings and the fields of GPTConfig that are given. Raises
+    ValueError, as train.py would."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -494,12 +495,19 @@ def settle(args):
         raise ValueError(said.getvalue().strip().removeprefix('bench.py: ')) from None
     train.check_settings(settings)
     train.share_batch(settings['gradient_accumulation_steps'], settings['batch_size'], 1)
+    return settings, model_args
+
+
+def settle(args):
+    """The model that a command line of train.py trains from scratch, which takes no memory here, and the
+    folder of its data. Raises ValueError or OSError, as train.py would."""
+    settings, model_args = settings_of(args)
     folder = train.data_folder(settings['dataset'])
     bins, meta = [Bins(folder, split) for split in ('train', 'val')], read_meta(folder)
     with torch.device('meta'):
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **train.packed(meta), **model_args}))
     train.check_data(folder, meta, *bins, model.config, None)
-    return settings, model, folder
+    return model, folder
 
 
 def last_line(text):
@@ -515,7 +523,7 @@ def make_variant(name, text, base, place, copies):
     try:
         revision, args = parse_variant(text)
         args = [*base, *args]
-        if not any(arg.endswith('.py') and not arg.startswith('-') for arg in args):
+        if not any(arg.endswith('.py') or arg.startswith('--init_from=') for arg in args):
             args.insert(0, 'config/default.py')  # as train.py has it, but of this revision
         for taken in ('out_dir', 'eval_only', 'init_from=resume'):
             if any(re.match(f'--{taken}(=|$)', arg) for arg in args):
@@ -523,8 +531,8 @@ def make_variant(name, text, base, place, copies):
         if revision not in copies:
             copies[revision] = copy_code(revision, place)
         variant = Variant(name, revision, copies[revision], args)
-        if revision == 'WORK' and not any(arg.startswith('--init_from') for arg in args):
-            _, model, variant.data = settle(args)
+        if revision == 'WORK' and settings_of(args)[0]['init_from'] == 'scratch':
+            model, variant.data = settle(args)
             variant.params = model.num_params()
             variant.cache = 2 * (model.cache_elements(1) - model.cache_elements(0))
         else:
@@ -541,15 +549,18 @@ def try_out(variant):
                           capture_output=True, encoding='utf-8', errors='replace')
     if done.returncode:
         raise ValueError(last_line(done.stderr))
-    variant.params = int(re.search(r'^model: ([\d,]+) parameters', done.stdout, re.M)[1].replace(',', ''))
-    variant.data = re.search(r'^data: (.*), [\d,]+ tokens to train', done.stdout, re.M)[1]
+    params = re.search(r'^model: ([\d,]+) parameters', done.stdout, re.M)
+    data = re.search(r'^data: (.*), [\d,]+ tokens to train', done.stdout, re.M)
+    if not params or not data:
+        raise ValueError("its train.py does not say what it trains in lines that begin with model: and data:")
+    variant.params, variant.data = int(params[1].replace(',', '')), data[1]
 
 
 def match_size(variant, target, active):
     """Adjusts d_ff, of a model with experts d_expert, so that the variant has `target` parameters, active or
     all, to within 1%. Returns what it became, None if nothing was to do. Raises ValueError if it cannot."""
     def size(*more):
-        _, model, _ = settle([*variant.args, *more])
+        model, _ = settle([*variant.args, *more])
         return model, model.num_params(active)
     what = 'active parameters' if active else 'parameters'
     model, have = size()
@@ -676,7 +687,9 @@ STRETCH = 20, 6.0  # match=time: steps, or seconds after the warm-up, that a var
 
 
 def time_steps(variant, seed, folder):
-    """(milliseconds a step, iterations that the run would have) of a variant, from its first steps."""
+    """(milliseconds a step, iterations that the run would have) of a variant, from its first steps in a new
+    folder."""
+    os.makedirs(folder)
     process = start(variant.command(folder, f'--seed={seed}', '--log_interval=1'),
                     os.path.join(folder, 'printed.txt'))
     log, rows, begun = os.path.join(folder, 'log.csv'), [], None
@@ -705,8 +718,9 @@ def match_time(first, variant, seed):
     path = os.path.join(folder, 'result.json')
     if not os.path.exists(path):
         shutil.rmtree(folder, ignore_errors=True)
-        os.makedirs(folder)
-        times = [time_steps(each, seed, folder) for each in (first, variant) * 2]
+        times = [time_steps(each, seed, os.path.join(folder, str(i)))
+                 for i, each in enumerate((first, variant) * 2)]
+        os.makedirs(folder, exist_ok=True)
         ms = [statistics.fmean(ms for ms, _ in times[i::2]) for i in (0, 1)]
         Path(path).write_text(json.dumps({'first_ms': ms[0], 'ms': ms[1], 'iterations': times[0][1]}),
                               encoding='utf-8')
@@ -725,7 +739,7 @@ def match_variants(first, others, match, seed):
             if variant.cache is None:
                 raise ValueError(f"variant {variant.name!r}: match={match} counts by the working tree's "
                                  "model.py, from scratch: leave out revision and init_from, or match")
-        target = settle(first.args)[1].num_params(match == 'active')
+        target = settle(first.args)[0].num_params(match == 'active')
         for variant in others:
             changed = match_size(variant, target, match == 'active')
             if changed:

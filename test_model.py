@@ -6771,6 +6771,8 @@ def test_compare_matches_wall_clock(folder, monkeypatch, capsys):
     times, order = {'first': iter([40.0, 44.0]), 'x': iter([30.0, 33.0])}, []
 
     def time_steps(variant, seed, folder):
+        assert not os.path.exists(folder)
+        os.makedirs(folder)
         order.append(variant.name)
         return next(times[variant.name]), 500
     monkeypatch.setattr(flat_bench, 'time_steps', time_steps)
@@ -6854,7 +6856,7 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
         for name, text in flat_bench.named_variants(each['variants']).items():
             revision, args = flat_bench.parse_variant(text)
             args = [*shlex.split(each['base']), *args]
-            assert revision == 'WORK' and flat_bench.settle(args)[1].num_params() > 1e5
+            assert revision == 'WORK' and flat_bench.settle(args)[0].num_params() > 1e5
             variants.append(flat_bench.Variant(name, revision, ROOT, args, cache=0))
         assert len({tuple(variant.args) for variant in variants}) == len(variants) > 1
         if each.get('match') in ('params', 'active'):
