@@ -794,7 +794,7 @@ def summarise(variants, runs):
     return rows
 
 
-def print_table(rows, unit):
+def print_comparison(rows, unit):
     def cell(value, form):
         return '-' if value is None else format(value, form)
     wide = max(len('variant'), *(len(row['variant']) for row in rows))
@@ -889,7 +889,7 @@ def compare(config, model_args, words):
         folders = [[run_folder(variant, seed) for seed in seeds] for variant in variants]
         runs = train_all(variants, seeds, folders, column)
     rows = summarise(variants, runs)
-    print_table(rows, 'val loss' if column == 'val_loss' else 'bits per byte')
+    print_comparison(rows, 'val loss' if column == 'val_loss' else 'bits per byte')
     print(f"± is the spread over {len(seeds)} seeds, the difference is paired by seed" if len(seeds) > 1
           else 'one seed tells nothing of the spread between seeds, so there is no confidence: --seeds=3')
     if len(variants) > 2 and len(seeds) > 1:

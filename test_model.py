@@ -6638,8 +6638,10 @@ def interrupt_second_run():
     threading.Thread(target=poll, daemon=True).start()
 
 
-def test_compare_is_ordinary_runs_stopped_and_continued(folder, capsys):
+def test_compare_is_ordinary_runs_stopped_and_continued(folder, capsys, monkeypatch):
     """Losses are those of train.py alone, to the last digit, also where Ctrl-C came in between."""
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    torch.set_num_threads(1)
     variants, losses = "--variants={'a': '', 'b': '--norm=layernorm'}", []
     for flags in ([], ['--norm=layernorm']):
         for seed in (1337, 1338):
