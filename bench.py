@@ -897,15 +897,16 @@ def compare(config, model_args, words):
     if any(row['best'] < row['loss'] - 1e-3 for row in rows if 'error' not in row):
         best = [f"{row['variant']} {row['best']:.4f}" for row in rows if 'error' not in row]
         print(f"the lowest on the way: {', '.join(best)}")
-    path = os.path.join(RUNS, f"{words[0] if words else 'compare'}.png")
-    curves = {variant.name: [run['rows'] for run in own] for variant, own, row in zip(variants, runs, rows)
-              if 'error' not in row}
-    try:
-        draw(curves, config['by'], path, column)
-        print(f"curves: {path}")
-    except ImportError as error:
-        path = None
-        print(error)
+    path, curves = None, {variant.name: [run['rows'] for run in own]
+                          for variant, own, row in zip(variants, runs, rows) if 'error' not in row}
+    if curves:
+        path = os.path.join(RUNS, f"{words[0] if words else 'compare'}.png")
+        try:
+            draw(curves, config['by'], path, column)
+            print(f"curves: {path}")
+        except ImportError as error:
+            path = None
+            print(error)
     for row, own in zip(rows, folders):
         row['runs'] = own
     print(json.dumps({'what': 'compare', 'seeds': list(seeds), 'match': match, 'plot': path, 'rows': rows}))
