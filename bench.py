@@ -804,7 +804,7 @@ def print_comparison(rows, unit):
         if 'error' in row:
             print(f"{row['variant']:<{wide}}  {row['error']}")
             continue
-        loss = f"{row['loss']:.4f} ± {cell(row['sd'], '.4f')}"
+        loss = f"{row['loss']:.4f}" + (f" ± {row['sd']:.4f}" if row['sd'] is not None else '')
         difference = cell(row.get('difference'), '+.4f')
         if row.get('low') is not None:
             difference += f" [{row['low']:+.4f}, {row['high']:+.4f}]"
