@@ -1,5 +1,5 @@
 """
-Measures: how fast, how big, how much memory, how good; checks whether it is right.
+Measures: how fast, how big, how much memory, how good, which choice is better; checks whether it is right.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
@@ -12,24 +12,47 @@ Measures: how fast, how big, how much memory, how good; checks whether it is rig
     python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at times the trained length
     python bench.py eval hellaswag_val.jsonl --init_from=gpt2
 
+    python bench.py compare config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
+    python bench.py compare config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --norm=layernorm']"
+    python bench.py compare norms                            # a list of config/variants.py
+    python bench.py plot out-a out-b --by=time               # the curves of any runs
+
+compare trains variants of one run, each with the same seeds and data, by train.py, whose settings it takes
+too. A variant is what is added to the command line, a git revision and a colon in front of it, or both; WORK
+is the working tree as it stands. A run that is finished is used again, so a comparison can be stopped, and go
+on with more seeds or variants. The difference to the first variant is paired by seed.
+
 --vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with
 ours in the same process. The last line is JSON. Speeds are medians after a warm-up; the spread is between the
 10th and 90th percentile. Shares compare with what this machine reaches on one large matmul, and on one large
 sum, in the same run.
 """
+import ast
 import collections
 import contextlib
+import csv
 import dataclasses
 import functools
+import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import math
 import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import types
+import zipfile
+from pathlib import Path
 
 from configurator import configure, runtime, show
 
@@ -43,6 +66,10 @@ prompt_len = 32                   # decode: tokens before
 max_new_tokens = 200              # decode: tokens made; cost: these and half of them
 steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn; cost: 1
 rounds = 5                        # turns
+variants: list | dict | None = None  # compare: what is added to the command line, or {name: that}
+seeds: int | None = None          # compare: runs of each, by seed, seed + 1...; None: 3, or the list's
+match: str | None = None          # compare: by d_ff params, active; by max_iters time; none; None: list's
+by = 'iter'                       # compare, plot: iter, tokens, time
 # as in train.py
 optimizer = 'adamw'               # adamw, muon
 grad_clip = 1.0                   # 0: no clipping
@@ -50,7 +77,7 @@ device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
 seed = 1337                       # of weights and tokens
-config, model_args, words = configure(globals(), 'GPTConfig', words=2)
+config, model_args, words, for_train = configure(globals(), 'GPTConfig', words=math.inf, also='train.py')
 
 import numpy as np
 import torch
@@ -921,6 +948,629 @@ def ranges(numbers):
     return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in parts)
 
 
+# comparing --------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parent
+RUNS = 'out-compare'  # has a folder for each run, named by what determines the run
+OWN = ('variants', 'seeds', 'seed', 'match', 'by')  # flags that are compare's, not train.py's
+# Student's t: 95% of its values are within +- these, for 1, 2, ... degrees of freedom
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
+        2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
+        2.045, 2.042)
+
+
+@dataclasses.dataclass
+class Variant:
+    """One of the ways to run train.py that are compared."""
+    name: str
+    revision: str             # of the code; WORK: the working tree
+    code: Path                # a copy of it
+    args: list                # train.py's, but for seed and out_dir
+    data: str = ''            # folder
+    params: int = 0
+    cache: int | None = None  # bytes a token in bfloat16; None: its own code alone knows
+
+    def command(self, folder, *more):
+        return [sys.executable, str(self.code / 'train.py'), *place_configs(self.args, self.code),
+                f'--out_dir={folder}', *more]
+
+
+def parse_variant(text):
+    """'HEAD~1: --norm=layernorm' -> ('HEAD~1', ['--norm=layernorm']); without a revision it is WORK."""
+    found = re.fullmatch(r'(?s)\s*([^\s:-][^\s:]*):(?=\s|-|$)(.*)', text)
+    revision, rest = found.groups() if found else ('WORK', text)
+    return revision, shlex.split(rest)
+
+
+def named_variants(variants):
+    """The setting, a list or a dict -> {name: text}."""
+    if isinstance(variants, list):
+        names = [text.strip() or 'base' if isinstance(text, str) else text for text in variants]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"variants has {twice[0]!r} twice: the second would be the same run")
+        variants = dict(zip(names, variants))
+    if not variants or not all(isinstance(text, str) for pair in variants.items() for text in pair):
+        raise ValueError(f"variants={variants!r} must be texts like '', '--norm=layernorm' or 'HEAD~1:', or "
+                         "a list of config/variants.py: python bench.py compare norms")
+    return variants
+
+
+def read_list(name):
+    """A list of config/variants.py: base, a command line of train.py, and variants; maybe seeds and match."""
+    lists = runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS']
+    if name not in lists:
+        raise ValueError(f"config/variants.py has no list {name!r}, but {', '.join(lists)}")
+    return lists[name]
+
+
+def copy_code(revision, place):
+    """Copies the code at a git revision, or WORK, the working tree as it stands, to a new folder in `place`:
+    the original may be edited while the copy runs. Raises ValueError if there is no such revision."""
+    def git(*args):
+        return subprocess.run(['git', *args], cwd=ROOT, capture_output=True)
+    folder, has_git = Path(tempfile.mkdtemp(dir=place)), shutil.which('git')
+    if revision == 'WORK':
+        found = git('ls-files', '-z', '--cached', '--others', '--exclude-standard') if has_git else None
+        names = os.fsdecode(found.stdout).split('\0') if found else []
+        if 'train.py' not in names:  # no clone of its own
+            names = [path.relative_to(ROOT) for path in (*ROOT.glob('*.py'), *ROOT.glob('config/*.py'))]
+        for path in (ROOT / name for name in names):
+            if path.is_file() and path.stat().st_size < 2**20:  # code is small
+                copy = folder / path.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+        return folder
+    if not has_git:
+        raise ValueError(f"{revision}: revisions need git, which is not installed")
+    found = git('archive', '--format=zip', revision)
+    if found.returncode:
+        raise ValueError(f"{revision} is no revision of {ROOT}: {os.fsdecode(found.stderr).strip()}")
+    with zipfile.ZipFile(io.BytesIO(found.stdout)) as archive:
+        archive.extractall(folder)
+    if not (folder / 'train.py').is_file():
+        raise ValueError(f"{revision} of {ROOT} has no train.py")
+    return folder
+
+
+def place_configs(args, code):
+    """Command-line arguments with config files as paths: where they are ours, of that copy of the code."""
+    placed = []
+    for arg in args:
+        if arg.endswith('.py') and not arg.startswith('-'):
+            path = (Path(arg) if os.path.isfile(arg) else ROOT / arg).resolve()
+            if path.is_relative_to(ROOT) and (code / path.relative_to(ROOT)).is_file():
+                path = code / path.relative_to(ROOT)
+            arg = str(path)
+        placed.append(arg)
+    return placed
+
+
+def bare_code(path):
+    """A Python file without comments, docstrings and layout, which change no run."""
+    source = path.read_text(encoding='utf-8')
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return source
+    for node in ast.walk(tree):
+        body = getattr(node, 'body', None)
+        if (isinstance(body, list) and body and isinstance(body[0], ast.Expr)
+                and isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str)):
+            body[0].value.value = ''
+    return ast.unparse(tree)
+
+
+@functools.cache
+def code_digest(code):
+    """Of what runs depend on in a copy of the code: not bench.py and tests, and config files are settings."""
+    digest = hashlib.sha256()
+    for path in sorted(code.glob('**/*.py')):
+        name = path.relative_to(code).as_posix()
+        if not re.match(r'config/|bench|test', name):
+            digest.update(f'{name}\0{bare_code(path)}\0'.encode())
+    return digest.hexdigest()
+
+
+def stamps(path):
+    """Size and time of a file, or of those in a folder."""
+    paths = [path] if os.path.isfile(path) else [entry.path for entry in os.scandir(path) if entry.is_file()]
+    return [(os.path.basename(p), os.path.getsize(p), os.stat(p).st_mtime_ns) for p in sorted(paths)]
+
+
+def run_folder(variant, seed, what='run'):
+    """The folder in RUNS of a variant's run: by a hash of code, settings, data and machine."""
+    args = [bare_code(Path(arg)) if arg.endswith('.py') and not arg.startswith('-') else arg
+            for arg in place_configs(variant.args, variant.code)]
+    values = [arg.partition('=')[2] for arg in variant.args]  # a checkpoint, a folder of data
+    files = [stamps(value) for value in values if os.path.exists(value)]
+    identity = [what, code_digest(variant.code), args, seed, files,
+                read_meta(variant.data).get('checksum') or stamps(variant.data),
+                torch.__version__, torch.get_num_threads(), torch.cuda.is_available()]
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return os.path.join(RUNS, digest[:12])
+
+
+def settings_of(args):
+    """What train.py makes of a command line: its settings and the fields of GPTConfig that are given. Raises
+    ValueError, as train.py would."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            settings, model_args, _ = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args,
+                                                default_file='config/default.py')
+    except SystemExit:
+        raise ValueError(said.getvalue().strip().removeprefix('bench.py: ')) from None
+    train.check_settings(settings)
+    train.share_batch(settings['gradient_accumulation_steps'], settings['batch_size'], 1)
+    return settings, model_args
+
+
+def settle(args):
+    """The model that a command line of train.py trains from scratch, which takes no memory here, and the
+    folder of its data. Raises ValueError or OSError, as train.py would."""
+    settings, model_args = settings_of(args)
+    folder = train.data_folder(settings['dataset'])
+    bins, meta = [Bins(folder, split) for split in ('train', 'val')], read_meta(folder)
+    with torch.device('meta'):
+        model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **train.packed(meta), **model_args}))
+    train.check_data(folder, meta, *bins, model.config, None)
+    return model, folder
+
+
+def last_line(text):
+    """The error at the end of what a script has printed."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith('train.py: ')]
+    return (ours or lines or ['it printed nothing'])[-1].removeprefix('train.py: ')
+
+
+def make_variant(name, text, base, place, copies):
+    """The Variant of a text, checked. copies: revision -> copy of its code in `place`, filled as needed.
+    Raises ValueError, naming the variant, for what train.py would not run."""
+    try:
+        revision, args = parse_variant(text)
+        args = [*base, *args]
+        if not any(arg.endswith('.py') or arg.startswith('--init_from=') for arg in args):
+            args.insert(0, 'config/default.py')  # as train.py has it, but of this revision
+        for taken in ('out_dir', 'eval_only', 'init_from=resume'):
+            if any(re.match(f'--{taken}(=|$)', arg) for arg in args):
+                raise ValueError(f"--{taken}: leave it out, every run is a new one in a folder of {RUNS}/")
+        if revision not in copies:
+            copies[revision] = copy_code(revision, place)
+        variant = Variant(name, revision, copies[revision], args)
+        if revision == 'WORK' and settings_of(args)[0]['init_from'] == 'scratch':
+            model, variant.data = settle(args)
+            variant.params = model.num_params()
+            variant.cache = 2 * (model.cache_elements(1) - model.cache_elements(0))
+        else:
+            try_out(variant)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"variant {name!r}: {error}") from None
+    return variant
+
+
+def try_out(variant):
+    """Evaluates a batch with a variant's own code, for this process can only judge by the working tree's.
+    Fills in what it says of model and data. Raises ValueError with the error it ends with."""
+    done = subprocess.run(variant.command(RUNS, '--eval_only=True', '--eval_iters=1', '--compile=False'),
+                          capture_output=True, encoding='utf-8', errors='replace')
+    if done.returncode:
+        raise ValueError(last_line(done.stderr))
+    params = re.search(r'^model: ([\d,]+) parameters', done.stdout, re.M)
+    data = re.search(r'^data: (.*), [\d,]+ tokens to train', done.stdout, re.M)
+    if not params or not data:
+        raise ValueError("its train.py does not say what it trains in lines that begin with model: and data:")
+    variant.params, variant.data = int(params[1].replace(',', '')), data[1]
+
+
+def match_size(variant, target, active):
+    """Adjusts d_ff, of a model with experts d_expert, so that the variant has `target` parameters, active or
+    all, to within 1%. Returns what it became, None if nothing was to do. Raises ValueError if it cannot."""
+    def size(*more):
+        model, _ = settle([*variant.args, *more])
+        return model, model.num_params(active)
+    what = 'active parameters' if active else 'parameters'
+    model, have = size()
+    if abs(have / target - 1) <= 0.01:
+        return None
+    name = 'd_ff' if model.config.n_expert is None else 'd_expert'
+    width = getattr(model.config, name)
+    each = (size(f'--{name}={width + 64}')[1] - have) / 64
+    wanted = width + (target - have) / each if each else 0
+    for multiple in (64, 8, 2):  # 1 would be no matrix
+        changed = f'{name}={max(1, round(wanted / multiple)) * multiple}'
+        model, have = size(f'--{changed}')
+        if abs(have / target - 1) <= 0.01:
+            variant.args.append(f'--{changed}')
+            variant.params = model.num_params()
+            return f"{changed} (was {width}), {have:,} {what}"
+    raise ValueError(f"variant {variant.name!r}: no {name} gives it the {target:,} {what} of the first to "
+                     f"within 1%, {changed} gives {have:,}: change its width or depth")
+
+
+def wait(process, watch=None):
+    """Waits for a process, calling watch() meanwhile. Ctrl-C is handed on, and its end awaited. Returns the
+    most memory it used, in MB, None where nobody can tell."""
+    peak = None
+    try:
+        while process.returncode is None:
+            if hasattr(os, 'wait4'):
+                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+                if pid:
+                    process.returncode = os.waitstatus_to_exitcode(status)
+                    peak = usage.ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
+            else:
+                process.poll()
+            if watch:
+                watch()
+            if process.returncode is None:
+                time.sleep(0.1)
+    except KeyboardInterrupt:
+        print('stopping this run: it saves its state first', flush=True)
+        ask, asked_at = signal.SIGINT if os.name == 'posix' else signal.SIGTERM, time.time()
+        process.send_signal(ask)
+        while process.poll() is None:
+            try:
+                process.wait()
+            except KeyboardInterrupt:
+                if time.time() - asked_at > 1:  # a person again: it leaves at once; `timeout` signals twice
+                    process.send_signal(ask)
+        raise
+    return peak
+
+
+def start(command, printed):
+    """A process that does not get the terminal's Ctrl-C, but ours; what it prints goes to a file."""
+    with open(printed, 'w', encoding='utf-8') as f:
+        return subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                start_new_session=True)
+
+
+def read_text(path):
+    if not os.path.exists(path):
+        return ''
+    with open(path, encoding='utf-8', errors='replace') as f:
+        return f.read()
+
+
+def read_log(folder):
+    """The rows of a run's log.csv. Raises OSError or ValueError if there is none."""
+    path = folder if os.path.isfile(folder) else os.path.join(folder, 'log.csv')
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{folder}: no log.csv there; name the out_dir of a run")
+    with open(path, encoding='utf-8', newline='') as f:
+        rows = [row for row in csv.DictReader(f) if row.get('wall_s')]
+    if not any(row.get('val_loss') for row in rows):
+        raise ValueError(f"{path} has no val_loss yet")
+    return rows
+
+
+def step_ms(rows):
+    """Median milliseconds of a step; the first rows may have the warm-up in them."""
+    times = [float(row['ms_per_iter']) for row in rows if int(row['iter']) > max(train.EARLY)]
+    return statistics.median(times or [float(row['ms_per_iter']) for row in rows])
+
+
+def train_variant(variant, seed, folder, watch):
+    """Runs a variant with a seed, or goes on with a run of it that was stopped. Its folder has a result.json
+    afterwards, unless it has failed in a way that may not come again; then the error is returned."""
+    os.makedirs(folder, exist_ok=True)
+    command = variant.command(folder, f'--seed={seed}')
+    if os.path.exists(os.path.join(folder, 'ckpt.pt')):  # the checkpoint holds all settings
+        command = [*variant.command(folder)[:2], f'--out_dir={folder}', '--init_from=resume']
+    printed = os.path.join(folder, 'printed.txt')
+    process = start(command, printed)
+    peak, text = wait(process, watch), read_text(printed)
+    if process.returncode:
+        ended = f"signal {-process.returncode} ended it" if process.returncode < 0 else last_line(text)
+        if 'the run diverged' not in ended:
+            return ended
+    on_gpu = re.search(r'^device cuda', text, re.M)  # whose memory the system does not count
+    result = {'error': ended if process.returncode else None, 'seed': seed, 'variant': variant.name,
+              'args': variant.args, 'peak_mb': None if on_gpu or peak is None else round(peak, 1)}
+    path = os.path.join(folder, 'result.json')
+    Path(path + '.tmp').write_text(json.dumps(result), encoding='utf-8')
+    os.replace(path + '.tmp', path)
+    return None
+
+
+def read_run(folder, column='val_loss'):
+    """A finished run: {'error': None or its one line, 'rows' of the log, 'loss' and 'best': the last and the
+    lowest of that column, 'ms', 'peak_mb', 'iterations', 'seconds'}; None if it is not finished."""
+    path = os.path.join(folder, 'result.json')
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding='utf-8') as f:
+        found = json.load(f)
+    if not found['error']:
+        rows = read_log(folder)
+        found |= {'rows': rows, 'loss': float(rows[-1][column]), 'ms': step_ms(rows),
+                  'best': min(float(row[column]) for row in rows if row[column]),
+                  'iterations': int(rows[-1]['iter']), 'seconds': float(rows[-1]['wall_s'])}
+    return found
+
+
+STRETCH = 20, 6.0  # match=time: steps, or seconds after the warm-up, that a variant is timed for
+
+
+def time_steps(variant, seed, folder):
+    """(milliseconds a step, iterations that the run would have) of a variant, from its first steps in a new
+    folder."""
+    os.makedirs(folder)
+    process = start(variant.command(folder, f'--seed={seed}', '--log_interval=1'),
+                    os.path.join(folder, 'printed.txt'))
+    log, rows, begun = os.path.join(folder, 'log.csv'), [], None
+    try:
+        while process.poll() is None:
+            rows = [row for row in csv.DictReader(read_text(log).splitlines()) if row.get('wall_s')]
+            if len(rows) > max(train.EARLY):
+                begun = begun or time.time()
+                if len(rows) >= max(train.EARLY) + STRETCH[0] or time.time() - begun > STRETCH[1]:
+                    break
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+    text = read_text(os.path.join(folder, 'printed.txt'))
+    iterations = re.search(r'^run: ([\d,]+) iterations', text, re.M)
+    if not rows or not iterations:
+        raise ValueError(f"variant {variant.name!r}: {last_line(text)}")
+    return step_ms(rows), int(iterations[1].replace(',', ''))
+
+
+def match_time(first, variant, seed):
+    """Gives a variant as many iterations as take the time of the first's, its schedule decaying within them.
+    Both are timed by turns, twice, and the result kept. Returns the numbers."""
+    folder = run_folder(variant, [seed, run_folder(first, seed)], 'match=time')
+    path = os.path.join(folder, 'result.json')
+    if not os.path.exists(path):
+        shutil.rmtree(folder, ignore_errors=True)
+        times = [time_steps(each, seed, os.path.join(folder, str(i)))
+                 for i, each in enumerate((first, variant) * 2)]
+        os.makedirs(folder, exist_ok=True)
+        ms = [statistics.fmean(ms for ms, _ in times[i::2]) for i in (0, 1)]
+        Path(path).write_text(json.dumps({'first_ms': ms[0], 'ms': ms[1], 'iterations': times[0][1]}),
+                              encoding='utf-8')
+    found = json.loads(Path(path).read_text(encoding='utf-8'))
+    found['chosen'] = max(1, round(found['iterations'] * found['first_ms'] / found['ms']))
+    variant.args += [f"--max_iters={found['chosen']}", '--epochs=None', '--tokens_per_param=None',
+                     '--lr_decay_iters=None']
+    return found
+
+
+def match_variants(first, others, match, seed):
+    """Makes the others match the first in what `match` names, and says how. Raises ValueError where they
+    cannot."""
+    if match in ('params', 'active'):
+        for variant in (first, *others):
+            if variant.cache is None:
+                raise ValueError(f"variant {variant.name!r}: match={match} counts by the working tree's "
+                                 "model.py, from scratch: leave out revision and init_from, or match")
+        target = settle(first.args)[0].num_params(match == 'active')
+        for variant in others:
+            changed = match_size(variant, target, match == 'active')
+            if changed:
+                print(f"{variant.name}: {changed}")
+    elif match == 'time':
+        for variant in others:
+            found = match_time(first, variant, seed)
+            print(f"{variant.name}: {found['chosen']:,} iterations of {found['ms']:.1f} ms take as long as "
+                  f"{found['iterations']:,} of {found['first_ms']:.1f} ms")
+
+
+def paired_difference(losses, first):
+    """Mean of the differences seed by seed, and the ends of its 95% confidence interval (Student's t); these
+    are None for a single seed."""
+    differences = [a - b for a, b in zip(losses, first, strict=True)]
+    n, mean = len(differences), statistics.fmean(differences)
+    if n == 1:
+        return mean, None, None
+    t = T_95[n - 2] if n - 2 < len(T_95) else 1.96 + 2.4 / (n - 1)
+    half = t * statistics.stdev(differences) / n ** 0.5
+    return mean, mean - half, mean + half
+
+
+def judge(low, high):
+    if low is None:
+        return 'one seed'
+    return 'better' if high < 0 else 'worse' if low > 0 else 'no difference seen'
+
+
+def summarise(variants, runs):
+    """Rows of the table, dicts, from runs[i][j], of variant i with the j-th seed: see read_run; a text is an
+    error that is not kept."""
+    rows = []
+    for variant, own in zip(variants, runs):
+        row = {'variant': variant.name, 'params': variant.params, 'cache_bytes_per_token': variant.cache}
+        errors = [run if isinstance(run, str) else run['error'] for run in own]
+        failed = [error for error in errors if error]
+        if failed:
+            row['error'] = f"{len(failed)} of {len(own)} runs failed: {failed[0]}"
+        else:
+            losses, peaks = [run['loss'] for run in own], [run['peak_mb'] for run in own]
+            row |= {'iterations': own[0]['iterations'], 'losses': losses, 'loss': statistics.fmean(losses),
+                    'sd': statistics.stdev(losses) if len(losses) > 1 else None,
+                    'best': statistics.fmean(run['best'] for run in own),
+                    'ms': statistics.median(run['ms'] for run in own),
+                    'peak_mb': None if None in peaks else statistics.median(peaks)}
+        rows.append(row)
+    for row in rows[1:]:
+        if 'losses' in row and 'losses' in rows[0]:
+            mean, low, high = paired_difference(row['losses'], rows[0]['losses'])
+            row |= {'difference': mean, 'low': low, 'high': high, 'verdict': judge(low, high)}
+    return rows
+
+
+def print_comparison(rows, unit):
+    def cell(value, form):
+        return '-' if value is None else format(value, form)
+    wide = max(len('variant'), *(len(row['variant']) for row in rows))
+    print(f"\n{'variant':<{wide}}  {unit:>17}  {'to the first, 95% confidence':<30}{'verdict':<19}"
+          f"{'ms/step':>8}{'peak MB':>9}{'parameters':>14}{'cache B/token':>15}")
+    for row in rows:
+        if 'error' in row:
+            print(f"{row['variant']:<{wide}}  {row['error']}")
+            continue
+        loss = f"{row['loss']:.4f}" + (f" ± {row['sd']:.4f}" if row['sd'] is not None else '')
+        difference = cell(row.get('difference'), '+.4f')
+        if row.get('low') is not None:
+            difference += f" [{row['low']:+.4f}, {row['high']:+.4f}]"
+        print(f"{row['variant']:<{wide}}  {loss:>17}  {difference:<30}{row.get('verdict', ''):<19}"
+              f"{row['ms']:>8.1f}{cell(row['peak_mb'], '.0f'):>9}{row['params']:>14,}"
+              f"{cell(row['cache_bytes_per_token'], ','):>15}")
+
+
+def forecast(printed, runs):
+    """How long so many runs will take, judged by what the first has printed so far; None: too early."""
+    text = read_text(printed)
+    length = re.search(r'^run: ([\d,]+) iterations', text, re.M)
+    early = re.search(rf'^iter {max(train.EARLY)}: .* ([\d.]+) ms', text, re.M)
+    if not length or not early:
+        return None
+    each = int(length[1].replace(',', '')) * float(early[1]) / 1e3
+    return f"{train.duration(each)} a run, {train.duration(each * runs)} for {runs}, besides evaluations"
+
+
+def train_all(variants, seeds, folders, column):
+    """Trains what is not finished, the variants by turns, and says how long it will take. folders[i][j] is
+    that of variant i with the j-th seed. Returns what read_run has of each, or the text of an error."""
+    done = {folder: read_run(folder, column) for own in folders for folder in own}
+    todo = {}  # folder -> variant, seed; equal code has equal runs
+    for seed, turn in zip(seeds, zip(*folders)):
+        todo |= {folder: (variant, seed) for variant, folder in zip(variants, turn) if not done[folder]}
+    times = [run['seconds'] for run in done.values() if run and not run['error']]
+    print(f"{len(done)} runs, {len(done) - len(todo)} of them finished before")
+    for i, (folder, (variant, seed)) in enumerate(todo.items()):
+        said = []
+        if times and not i:
+            print(f"about {train.duration(statistics.fmean(times) * len(todo))} to go", flush=True)
+
+        def watch(folder=folder, said=said):
+            estimate = None if times or said else forecast(os.path.join(folder, 'printed.txt'), len(todo))
+            if estimate:
+                print(estimate, flush=True)
+                said.append(estimate)
+        try:
+            run = train_variant(variant, seed, folder, watch) or read_run(folder, column)
+        except (ValueError, OSError) as error:
+            run = str(error)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{len(done) - len(todo) + i} of {len(done)} runs are finished; the same "
+                                    "command goes on") from None
+        done[folder], left = run, len(todo) - i - 1
+        error = run if isinstance(run, str) else run['error']
+        if error:
+            print(f"{variant.name}, seed {seed}: failed: {error}", flush=True)
+            continue
+        times.append(run['seconds'])
+        more = f"; about {train.duration(statistics.fmean(times) * left)} for {left} more" if left else ''
+        print(f"{variant.name}, seed {seed}: loss {run['loss']:.4f}, {run['ms']:.1f} ms a step{more}",
+              flush=True)
+    return [[done[folder] for folder in own] for own in folders]
+
+
+def compare(config, model_args, words):
+    """Trains variants of one run with the same seeds and data, and says which is better, by how much and how
+    sure that is. The last line is JSON. Exits with 1 if a run has failed."""
+    if words[1:]:
+        raise ValueError(f"compare takes one list of variants, not {' '.join(words)}")
+    chosen = read_list(words[0]) if words else {}
+    base = [arg for arg in sys.argv[1:] if arg not in ('compare', *words)
+            and arg.removeprefix('--').partition('=')[0] not in OWN]
+    if chosen and not any(arg.endswith('.py') and not arg.startswith('-') for arg in base):
+        base = [*shlex.split(chosen['base']), *base]
+    texts = named_variants(config['variants'] if config['variants'] is not None else chosen.get('variants'))
+    seeds = range(config['seed'], config['seed'] + (config['seeds'] or chosen.get('seeds', 3)))
+    match = config['match'] or chosen.get('match', 'none')
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
+        copies = {}
+        variants = [make_variant(name, text, base, place, copies) for name, text in texts.items()]
+        first, *others = variants
+        print(f"{len(variants)} variants of train.py {shlex.join(base)}", flush=True)
+        match_variants(first, others, match, seeds[0])
+        column = 'val_loss' if len({variant.data for variant in variants}) == 1 else 'val_bpb'
+        for variant in variants:
+            if column == 'val_bpb' and not read_meta(variant.data)['bytes_per_token']:
+                raise ValueError(f"{variant.data} has no bytes_per_token, so its loss compares with no other")
+        folders = [[run_folder(variant, seed) for seed in seeds] for variant in variants]
+        runs = train_all(variants, seeds, folders, column)
+    rows = summarise(variants, runs)
+    print_comparison(rows, 'val loss' if column == 'val_loss' else 'bits per byte')
+    print(f"± is the spread over {len(seeds)} seeds, the difference is paired by seed" if len(seeds) > 1
+          else 'one seed tells nothing of the spread between seeds, so there is no confidence: --seeds=3')
+    if len(variants) > 2 and len(seeds) > 1:
+        print('each interval is at 95% by itself: of 20 variants equal to the first, one would seem not')
+    if any(row['best'] < row['loss'] - 1e-3 for row in rows if 'error' not in row):
+        best = [f"{row['variant']} {row['best']:.4f}" for row in rows if 'error' not in row]
+        print(f"the lowest on the way: {', '.join(best)}")
+    path, curves = None, {variant.name: [run['rows'] for run in own]
+                          for variant, own, row in zip(variants, runs, rows) if 'error' not in row}
+    if curves:
+        path = os.path.join(RUNS, f"{words[0] if words else 'compare'}.png")
+        try:
+            draw(curves, config['by'], path, column)
+            print(f"curves: {path}")
+        except ImportError as error:
+            path = None
+            print(error)
+    for row, own in zip(rows, folders):
+        row['runs'] = own
+    print(json.dumps({'what': 'compare', 'seeds': list(seeds), 'match': match, 'plot': path, 'rows': rows}))
+    if any('error' in row for row in rows):
+        raise SystemExit(1)
+
+
+AXES = {'iter': ('iter', 'iterations'), 'tokens': ('tokens', 'tokens'), 'time': ('wall_s', 'seconds')}
+
+
+def curve(logs, by, column='val_loss'):
+    """Logs of runs that differ by seed -> where all of them were evaluated on the axis `by`, their mean loss
+    and its spread, (evaluations,) each; the spread of one is 0."""
+    points = [{int(row['iter']): (float(row[AXES[by][0]]), float(row[column])) for row in rows if row[column]}
+              for rows in logs]
+    shared = sorted(set.intersection(*map(set, points)))  # a run that was stopped was evaluated there too
+    x, y = np.array([[run[it] for run in points] for it in shared]).transpose(2, 0, 1)  # (evaluations, runs)
+    return x.mean(1), y.mean(1), y.std(1, ddof=1) if len(logs) > 1 else np.zeros(len(y))
+
+
+def draw(curves, by, path, column='val_loss'):
+    """Writes a PNG of validation losses. curves: name -> logs of runs that differ by seed, see read_log;
+    several are shown by their mean and spread. by: the horizontal axis, see AXES."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError('plots need matplotlib: pip install matplotlib') from None
+    figure = Figure(figsize=(9, 5.5), layout='constrained')
+    axes = figure.subplots()
+    for i, (name, logs) in enumerate(curves.items()):
+        x, loss, spread = curve(logs, by, column)
+        style = dict(color=f'C{i % 10}', linestyle=('-', '--', ':')[i // 10 % 3])
+        axes.plot(x, loss, marker='.', label=name, **style)
+        if len(logs) > 1:
+            axes.fill_between(x, loss - spread, loss + spread, color=style['color'], alpha=0.2, linewidth=0)
+    axes.set(xlabel=AXES[by][1], ylabel='validation loss' if column == 'val_loss' else 'bits per byte')
+    axes.grid(alpha=0.3)
+    axes.legend(loc='upper right', fontsize='small')
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def plot(config, model_args, words):
+    """Draws the validation loss of runs, given by their folders, to plot.png. The last line is JSON."""
+    if not words:
+        raise ValueError("plot takes folders of runs: python bench.py plot out-a out-b --by=time")
+    logs = {word: read_log(word) for word in words}
+    draw({name: [rows] for name, rows in logs.items()}, config['by'], 'plot.png')
+    last = {name: [float(row['val_loss']) for row in rows if row['val_loss']][-1]
+            for name, rows in logs.items()}
+    for name, loss in last.items():
+        print(f"{name}: val loss {loss:.4f} after {int(logs[name][-1]['iter']):,} iterations")
+    print('curves: plot.png')
+    print(json.dumps({'what': 'plot', 'plot': 'plot.png', 'by': config['by'], 'loss': last}))
+
+
 # checking ---------------------------------------------------------------------------------------------------
 
 class Unsound(Exception):
@@ -1647,9 +2297,11 @@ INSTRUMENTS = {  # first word of the command line -> function of this file's set
     'params': measure_params,
     'eval': evaluate_model,
     'cost': measure_costs,
+    'compare': compare,
+    'plot': plot,
     'check': measure_soundness,
 }
-TAKE_WORDS = ('eval', 'check')  # those of them that take the words after the first, too
+TAKE_WORDS = ('eval', 'compare', 'plot', 'check')  # those of them that take the words after the first, too
 
 
 def check_settings(s):
@@ -1658,7 +2310,12 @@ def check_settings(s):
         raise ValueError(f"optimizer={s['optimizer']!r} is none of {', '.join(train.OPTIMIZERS)}")
     if s['compile'] not in (True, False, 'auto'):
         raise ValueError(f"compile={s['compile']!r} is none of True, False, auto")
-    lowest = dict(batch_size=1, prompt_len=1, max_new_tokens=2, steps=1, rounds=1, grad_clip=0, seed=0)
+    if s['match'] not in (None, 'none', 'params', 'active', 'time'):
+        raise ValueError(f"match={s['match']!r} is none of none, params, active, time")
+    if s['by'] not in AXES:
+        raise ValueError(f"by={s['by']!r} is none of {', '.join(AXES)}")
+    lowest = dict(batch_size=1, prompt_len=1, max_new_tokens=2, steps=1, rounds=1, grad_clip=0, seed=0,
+                  seeds=1)
     for name, low in lowest.items():
         if s[name] is not None and not s[name] >= low:  # nan is not
             raise ValueError(f"{name}={s[name]} must be at least {low}")
@@ -1675,6 +2332,8 @@ if __name__ == '__main__':
     if what not in INSTRUMENTS:
         raise ValueError(f"bench.py measures {', '.join(INSTRUMENTS)}, not {what!r}: "
                          "python bench.py train config/small.py")
+    if for_train and what != 'compare':
+        raise ValueError(f"{for_train[0]} is a setting of train.py, which bench.py {what} has no use for")
     if what in TAKE_WORDS:
         INSTRUMENTS[what](config, model_args, more)
     elif more:

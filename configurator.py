@@ -64,7 +64,7 @@ class Settings:
     def __init__(self, path, class_name=None):
         """path: a script, whose settings end at configure(...); or the dataclass class_name in a file."""
         source = Path(path).read_text('utf-8')
-        body = ast.parse(source, str(path)).body
+        body = statements(source, str(path))
         if class_name:
             classes = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
             body = classes[class_name]
@@ -86,6 +86,12 @@ class Settings:
             while first and lines[first - 1].lstrip().startswith('#'):
                 first -= 1
             self.help += lines[first:node.end_lineno]
+
+
+@functools.lru_cache(maxsize=8)
+def statements(source, path):
+    """Of a source file at the top level; kept, as a process may read many command lines."""
+    return ast.parse(source, path).body
 
 
 def calls_configure(node):
@@ -204,15 +210,16 @@ def show(label, values):
 
 # configure --------------------------------------------------------------------------------------------------
 
-def configure(settings, model_config=None, words=0, argv=None, default_file=None, unless=None):
+def configure(settings, model_config=None, words=0, argv=None, default_file=None, unless=None, also=None):
     """Override a script's settings by config files and flags, and print which.
 
     settings: the script's globals(). model_config: the name of a dataclass in the model.py beside the script,
     whose fields are settings too. words: how many plain words the command line may have. argv: instead of the
     command line. default_file: a config file that is loaded unless the command line names one, or has the
-    flag `unless`. Returns (config, model_args): all the script's settings, and those fields of model_config
-    that were given; with words also those; with a default_file also the names of all that the command line
-    itself has set. An imported script leaves the command line alone.
+    flag `unless`. also: another script beside this one, whose flags are let through, for this one to hand on.
+    Returns (config, model_args): all the script's settings, and those fields of model_config that were given;
+    with words also those; with a default_file also the names of all that the command line itself has set;
+    with `also` the flags that are the other script's alone. An imported script leaves the command line alone.
     """
     path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
@@ -230,6 +237,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     for name, value in values.items():
         if kinds[name] is None:  # without annotation: the default's type; None alone may become anything
             kinds[name] = list(PLAIN.values()) if value is None else [type(value)]
+    others = Settings(path.with_name(also)).kinds.keys() - kinds.keys() if also else set()
+    kinds |= dict.fromkeys(others)  # so that typos of them are known as such
 
     by_default = default_file is not None
     if argv is None:
@@ -244,17 +253,20 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         raise SystemExit(0)
 
     plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and not arg.endswith('.py')]
-    if plain[words:]:
+    if len(plain) > words:
         stop(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides = [arg for arg in argv if arg not in plain]
     by_default = by_default and unless not in overrides and all(arg.startswith('-') for arg in overrides)
     if by_default:
         overrides.insert(0, default_file)
 
-    shown = []  # (config file or 'flags', {name: value}); flags in a row are shown together
+    shown, let_through = [], []  # (config file or 'flags', {name: value}); flags in a row are shown together
     for arg in overrides:
         if arg.startswith('-'):
             name, equals, text = arg.removeprefix('--').partition('=')
+            if name in others:
+                let_through.append(arg)
+                continue
             found, label = {name: text if equals else True}, 'flags'
         else:
             found, label = run_file(arg, path.parent, values), arg
@@ -275,6 +287,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     if default_file is not None:
         asked = shown[1:] if by_default else shown
         answer.append({name for _, found in asked for name in found})
+    if also is not None:
+        answer.append(let_through)
     return tuple(answer)
 
 

@@ -42,6 +42,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+import bench as flat_bench
 import configurator
 import hub
 import model as flat
@@ -321,6 +322,20 @@ def test_cfg_names_of_other_scripts(tmp_path, monkeypatch, capsys):
             assert f"{arg}: unknown setting '{name}'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run('--n_head=4')
+
+
+def test_cfg_flags_of_another_script(tmp_path, capsys):
+    """Are handed back as they are, in order; a name that is this script's own, or nobody's, is not."""
+    (tmp_path / 'train.py').write_text("max_iters = 100\nlr = 5 * 8\nseed = 2\nconfigure(globals())\n")
+
+    def run(*argv):
+        return cfg_configure(tmp_path / 'x.py', *argv, text='seed = 1\nconfigure(globals())',
+                             words=math.inf, also='train.py')
+    assert run('--max_iters=x', 'a', '--seed=7', '--lr', 'b') == (
+        {'seed': 7}, {}, ['a', 'b'], ['--max_iters=x', '--lr'])
+    with pytest.raises(SystemExit):
+        run('--max_iter=3')
+    assert "unknown setting 'max_iter'; did you mean 'max_iters'?" in capsys.readouterr().err
 
 
 def test_cfg_mistakes_in_a_script_are_named(tmp_path):
@@ -6655,7 +6670,7 @@ def test_published_models_have_their_parameters(monkeypatch, name, params, activ
 def test_every_config_builds_and_divides(monkeypatch):
     monkeypatch.chdir(ROOT)
     for path in sorted((ROOT / 'config').glob('*.py')):
-        assert len(path.read_text(encoding='utf-8').splitlines()) <= 40, path
+        assert path.name == 'variants.py' or len(path.read_text(encoding='utf-8').splitlines()) <= 40, path
         namespace = {**vars(flat_train), '__name__': 'config'}
         config, args = configure(namespace, 'GPTConfig', argv=[str(path)])
         with torch.device('meta'):
@@ -7006,6 +7021,302 @@ def test_bench_cost(folder, capsys):
     assert all(each['ms'] > 0 for each in numbers['steps'].values())
     with pytest.raises(ValueError, match="norm='layernorm': cost compares several itself; leave it out"):
         run('bench.py', 'cost', '--norm=layernorm')
+
+
+# comparing --------------------------------------------------------------------------------------------------
+
+def compare_toy(capsys, *args):
+    """bench.py compare on data/toy as a user runs it: (what it prints, its JSON)."""
+    run('bench.py', 'compare', *TOY, *args)
+    out = capsys.readouterr().out
+    return out, json.loads(out.splitlines()[-1])
+
+
+def interrupt_second_run():
+    """Sends this process Ctrl-C as soon as the second run of a comparison has written a checkpoint."""
+    def poll():
+        for _ in range(6000):
+            if len(glob.glob('out-compare/*/ckpt.pt')) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            time.sleep(0.01)
+    threading.Thread(target=poll, daemon=True).start()
+
+
+def test_compare_is_ordinary_runs_stopped_and_continued(folder, capsys, monkeypatch):
+    """Losses are those of train.py alone, to the last digit, also where Ctrl-C came in between."""
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    torch.set_num_threads(1)
+    variants, losses = "--variants={'a': '', 'b': '--norm=layernorm'}", []
+    for flags in ([], ['--norm=layernorm']):
+        for seed in (1337, 1338):
+            run('train.py', *TOY, *flags, f'--seed={seed}', '--out_dir=out')
+            losses.append(float(log_rows('out')[-1]['val_loss']))
+    interrupt_second_run()
+    with pytest.raises(KeyboardInterrupt, match='1 of 4 runs are finished; the same command goes on'):
+        compare_toy(capsys, variants, '--seeds=2')
+    stopped, = (path for path in glob.glob('out-compare/*/') if not os.path.exists(path + 'result.json'))
+    assert os.path.exists(stopped + 'ckpt.pt')
+    first, numbers = compare_toy(capsys, variants, '--seeds=2')
+    assert '4 runs, 1 of them finished before' in first and os.path.exists(stopped + 'result.json')
+    a, b = numbers['rows']
+    assert [*a['losses'], *b['losses']] == losses
+    logs = [[log_rows(path) for path in row['runs']] for row in (a, b)]
+    assert (a['params'], b['params']) == (33728, 33728) and a['cache_bytes_per_token'] == 2 * 2 * 2 * 32
+    for row, own in zip((a, b), logs):
+        x = np.array(row['losses'])
+        assert row['loss'] == pytest.approx(x.mean()) and row['sd'] == pytest.approx(abs(x[0] - x[1]) / 2**.5)
+        # every iteration has a row: the first four have the warm-up in them
+        medians = [np.median([float(r['ms_per_iter']) for r in rows if int(r['iter']) > 4]) for rows in own]
+        assert row['ms'] == pytest.approx(np.mean(medians)) and row['iterations'] == 20
+        assert 50 < row['peak_mb'] < 5000
+    d = np.array(b['losses']) - np.array(a['losses'])
+    half = 12.7062 * d.std(ddof=1) / 2 ** 0.5  # t of one degree of freedom: tan(0.95 pi / 2)
+    assert [b[k] for k in ('difference', 'low', 'high')] == pytest.approx(
+        [d.mean(), d.mean() - half, d.mean() + half], abs=1e-6)
+    assert 'difference' not in a and ('b' in first and f"{d.mean():+.4f} [" in first)
+    assert (numbers['plot'] is None) == (importlib.util.find_spec('matplotlib') is None)
+    assert numbers['plot'] is None or Path(numbers['plot']).read_bytes().startswith(b'\x89PNG')
+    # the same table from what is there, then one variant more, that fails
+    times = {path: os.path.getmtime(path) for path in glob.glob('out-compare/*/log.csv')}
+    second, again = compare_toy(capsys, variants, '--seeds=2')
+    assert again == numbers and second.partition('\nvariant')[2] == first.partition('\nvariant')[2]
+    with pytest.raises(SystemExit) as done:
+        compare_toy(capsys, "--variants={'a': '', 'c': '--learning_rate=1e12'}", '--seeds=1')
+    out = capsys.readouterr().out
+    rows = json.loads(out.splitlines()[-1])['rows']
+    assert done.value.code == 1 and '2 runs, 1 of them finished before' in out
+    assert 'the run diverged' in rows[1]['error'] and rows[0]['losses'] == a['losses'][:1]
+    assert re.search(r'^c +1 of 1 runs failed: .*diverged', out, re.M) and 'one seed tells nothing' in out
+    assert times.items() <= {path: os.path.getmtime(path) for path in times}.items()
+
+
+@pytest.mark.parametrize('args, message', [
+    (["--variants=['', '--normm=x']"], "variant '--normm=x': .*unknown setting 'normm'; did you mean 'norm'"),
+    (["--variants=['', '--n_head=3']"], "variant '--n_head=3': invalid config: .*n_head must divide"),
+    (["--variants=['', '--optimizer=sgd']"], "variant '--optimizer=sgd': optimizer='sgd' is none of"),
+    (["--variants=['', '--dataset=nowhere']"], "variant '--dataset=nowhere': data.nowhere is not prepared"),
+    (["--variants=['', '--block_size=2000']"], "variant '--block_size=2000': .*needs block_size"),
+    (["--variants=['', '--max_iters=x']"], "variant '--max_iters=x': .*max_iters must be int"),
+    (["--variants=['', '--out_dir=x']"], "variant '--out_dir=x': --out_dir: leave it out"),
+    (["--variants=['', 'no-such-branch:']"], "variant 'no-such-branch:': no-such-branch is no revision"),
+    (["--variants=['', '']"], "'base' twice"), (["--variants=[3]"], 'must be texts'), ([], 'must be texts'),
+    (['no_list'], "no list 'no_list', but positions, "), (['norms', 'mlp'], 'one list'),
+    (["--variants=['', '--n_embd=512']", '--match=params'], "--n_embd=512': no d_ff gives it the 33,728"),
+    (['--seeds=0'], 'seeds=0 must be at least 1'), (['--match=loss'], "match='loss' is none of"),
+    (['--by=steps'], "by='steps' is none of iter, tokens, time")])
+def test_compare_refuses_in_one_line_before_any_run(folder, args, message):
+    with pytest.raises(ValueError, match=message) as error:
+        run('bench.py', 'compare', *TOY, *args)
+    assert '\n' not in str(error.value) and not os.path.exists('out-compare')
+
+
+def test_paired_confidence():
+    """Quantiles against Student's density integrated, coverage and power by simulation."""
+    for n in (*range(2, 33), 61, 200):
+        differences = np.arange(n) - (n - 1) / 2 + 3
+        mean, low, high = flat_bench.paired_difference(list(differences), [0.0] * n)
+        t = (high - low) / 2 / (differences.std(ddof=1) / n ** 0.5)
+        x, df = np.linspace(0, t, 20001), n - 1
+        scale = math.gamma((df + 1) / 2) / math.gamma(df / 2) if df < 300 else 0
+        density = scale / (df * math.pi) ** 0.5 * (1 + x * x / df) ** (-(df + 1) / 2)
+        assert 2 * np.trapezoid(density, x) == pytest.approx(0.95, abs=3e-4), n
+        assert mean == pytest.approx(3) and low + high == pytest.approx(6)
+    rng = np.random.default_rng(0)
+
+    def verdicts(n, shift, tries=2000):
+        seeds = rng.normal(1.5, 0.05, (tries, n, 1))  # what both have of their seed, far more than the shift
+        pairs = seeds + rng.normal(0, 0.004, (tries, n, 2)) + [0, shift]
+        return [flat_bench.judge(*flat_bench.paired_difference(list(p[:, 1]), list(p[:, 0]))[1:])
+                for p in pairs]
+    for n in (2, 3, 5):
+        found = verdicts(n, 0)
+        assert found.count('no difference seen') / len(found) == pytest.approx(0.95, abs=0.02)
+        assert found.count('better') / len(found) == pytest.approx(0.025, abs=0.012)
+    assert verdicts(6, 0.015).count('worse') > 1900 and verdicts(6, -0.015).count('better') > 1900  # 1%
+    assert flat_bench.paired_difference([2.0], [1.5]) == (0.5, None, None)
+    with pytest.raises(ValueError):
+        flat_bench.paired_difference([1.0, 2.0], [1.0])
+
+
+def flat_variant(*args, name='x'):
+    return flat_bench.Variant(name, 'WORK', ROOT, [*TOY, *args], data='data/toy', cache=0)
+
+
+@pytest.mark.parametrize('match, options', [
+    ('params', dict(mlp='gelu')), ('active', dict(norm='layernorm', bias=True, d_ff=40)),
+    ('params', dict(n_expert=4)), ('active', dict(n_expert=4)), ('params', dict(n_kv_head=1)),
+    ('active', dict(MLA, n_expert=4, n_shared_expert=1, n_dense_layer=1)),
+    ('params', dict(wiring='sandwich', mixer_pattern='DA'))])
+def test_compare_matches_parameters(folder, capsys, options, match):
+    first = flat_variant('--n_embd=48', '--n_head=2', name='first')
+    other = flat_variant('--n_embd=48', *(f'--{k}={v}' for k, v in options.items()))
+    flat_bench.match_variants(first, [other], match, 1337)
+    counts = []
+    for variant in (first, other):
+        given = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=variant.args)[1]
+        model = GPT(GPTConfig(**{'vocab_size': 23, **given}))
+        experts = [w for name, w in model.named_parameters() if 'experts.' in name]
+        idle = sum(w.numel() for w in experts) // 2 if match == 'active' else 0  # 2 of 4
+        counts.append(sum(w.numel() for w in model.state_dict().values()) - idle)
+        if variant is other:
+            assert variant.params in (0, counts[1] + idle)  # 0: nothing was to do
+    assert abs(counts[1] / counts[0] - 1) <= 0.01
+    said = re.findall(r'x: (d_ff|d_expert)=(\d+) \(was \d+\)', capsys.readouterr().out)
+    assert said == [tuple(arg[2:].split('=')) for arg in other.args[len(TOY) + 1 + len(options):]]
+
+
+def test_compare_matches_only_what_it_can_count():
+    other = flat_variant()
+    other.cache = None
+    with pytest.raises(ValueError, match="variant 'x': match=params counts by the working tree's model.py"):
+        flat_bench.match_variants(flat_variant(), [other], 'params', 1337)
+
+
+def test_compare_matches_wall_clock(folder, monkeypatch, capsys):
+    """Steps are timed by turns, once; the iterations follow, whatever else has set the length."""
+    times, order = {'first': iter([40.0, 44.0]), 'x': iter([30.0, 33.0])}, []
+
+    def time_steps(variant, seed, folder):
+        assert not os.path.exists(folder)
+        os.makedirs(folder)
+        order.append(variant.name)
+        return next(times[variant.name]), 500
+    monkeypatch.setattr(flat_bench, 'time_steps', time_steps)
+    for _ in range(2):
+        first, other = flat_variant(name='first'), flat_variant('--mlp=gelu', '--lr_decay_iters=7')
+        flat_bench.match_variants(first, [other], 'time', 1337)
+        config = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=other.args)[0]
+        assert config['max_iters'] == round(500 * 42 / 31.5) == 667 and config['lr_decay_iters'] is None
+    assert order == ['first', 'x', 'first', 'x'] and first.args == TOY
+    assert 'x: 667 iterations of 31.5 ms take as long as 500 of 42.0 ms' in capsys.readouterr().out
+
+
+def test_compare_runs_revisions(folder, monkeypatch):
+    """A revision runs with its own code and config files; runs are told apart by code, not by comments."""
+    if not shutil.which('git'):
+        pytest.skip('needs git')
+    repo = folder / 'repo'
+    (repo / 'config').mkdir(parents=True)
+    names = ['train.py', 'model.py', 'sample.py', 'prepare.py', 'configurator.py', 'config/default.py']
+    for name in names:
+        shutil.copyfile(ROOT / name, repo / name)
+
+    def git(*args):
+        subprocess.run(['git', '-c', 'user.name=x', '-c', 'user.email=x@x', *args], cwd=repo, check=True,
+                       capture_output=True)
+
+    def edit(name, old, new):
+        text = (repo / name).read_text(encoding='utf-8')
+        assert text.count(old) == 1
+        (repo / name).write_text(text.replace(old, new), encoding='utf-8')
+    git('init', '-q')
+    edit('model.py', "round_up(8 * self.n_embd / 3)", "7 * self.n_embd")  # instead of 128
+    git('add', '.')
+    git('commit', '-qm', 'one')
+    shutil.copyfile(ROOT / 'model.py', repo / 'model.py')
+    git('commit', '-qam', 'two')
+    monkeypatch.setattr(flat_bench, 'ROOT', repo)
+    (folder / 'place').mkdir()
+    old = flat_bench.make_variant('HEAD~1:', 'HEAD~1:', TOY, folder / 'place', {})
+    assert old.params == 33728 + 2 * 3 * 32 * (7 * 32 - 128) and old.data == os.path.join('data', 'toy')
+
+    def run_of(revision):
+        code = flat_bench.copy_code(revision, folder / 'place')
+        variant = flat_bench.Variant('x', revision, code, ['config/default.py', *TOY], data='data/toy')
+        assert variant.command('o')[1:3] == [str(code / 'train.py'), str(code / 'config' / 'default.py')]
+        return flat_bench.run_folder(variant, 1)
+    head = run_of('HEAD')
+    assert run_of('HEAD~1') == flat_bench.run_folder(dataclasses.replace(old, args=[
+        'config/default.py', *TOY]), 1) != head == run_of('WORK')
+    edit('model.py', 'class MLP(nn.Module):\n    """', 'class MLP(nn.Module):  # a comment\n    """An MLP: ')
+    (repo / 'bench.py').write_text('print()', encoding='utf-8')
+    assert run_of('WORK') == head
+    (repo / 'mixers.py').write_text('new = 1', encoding='utf-8')  # not committed
+    assert run_of('WORK') not in (head, run_of('HEAD'))
+    os.remove(repo / 'mixers.py')
+    edit('config/default.py', 'n_embd = 192', 'n_embd = 128')
+    assert run_of('WORK') != head
+    with pytest.raises(ValueError, match="variant 'old': .*max_iters must be int"):
+        flat_bench.make_variant('old', 'WORK: --max_iters=x', TOY, folder / 'place', {})
+
+
+@pytest.mark.parametrize('text, revision, args', [
+    ('', 'WORK', []), ('WORK:', 'WORK', []), ('HEAD~1:', 'HEAD~1', []),
+    ('--device=cuda:1', 'WORK', ['--device=cuda:1']),
+    ("HEAD: --norm=layernorm --start='a b'", 'HEAD', ['--norm=layernorm', '--start=a b']),
+    (' my/branch^2:--mlp=gelu', 'my/branch^2', ['--mlp=gelu']),
+    ('c:/a.py --n=1', 'WORK', ['c:/a.py', '--n=1'])])
+def test_compare_reads_variants(text, revision, args):
+    assert flat_bench.parse_variant(text) == (revision, args)
+
+
+def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('pystdlib_byte', 'shakespeare_char'):
+        write_toy(tmp_path / 'data' / name, vocab_size=257)
+    lists = runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS']
+    for each in lists.values():
+        known = {'base', 'match', 'variants', 'seeds'}
+        assert each.keys() <= known and each.get('match') in (None, 'params', 'active', 'time')
+        variants = []
+        for name, text in flat_bench.named_variants(each['variants']).items():
+            revision, args = flat_bench.parse_variant(text)
+            args = [*shlex.split(each['base']), *args]
+            assert revision == 'WORK' and flat_bench.settle(args)[0].num_params() > 1e5
+            variants.append(flat_bench.Variant(name, revision, ROOT, args, cache=0))
+        assert len({tuple(variant.args) for variant in variants}) == len(variants) > 1
+        if each.get('match') in ('params', 'active'):
+            flat_bench.match_variants(variants[0], variants[1:], each['match'], 1337)
+
+
+def fake_log(path, losses, seconds):
+    path.mkdir(parents=True)
+    with open(path / 'log.csv', 'w', encoding='utf-8', newline='') as f:
+        writer = csv.DictWriter(f, flat_train.LOG_FIELDS)
+        writer.writeheader()
+        for it, loss in losses.items():
+            writer.writerow({'iter': it, 'tokens': it * 64, 'ms_per_iter': 5, 'wall_s': it * seconds,
+                             'val_loss': '' if loss is None else loss})
+    return flat_bench.read_log(str(path))
+
+
+def test_curves_of_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    one = fake_log(tmp_path / 'a', {1: None, 10: 3.0, 17: 2.5, 20: 2.0}, 0.5)  # was stopped at 17
+    two = fake_log(tmp_path / 'b', {1: None, 10: 3.5, 20: 2.25}, 0.7)
+    for by, x in ('iter', [10, 20]), ('tokens', [640, 1280]), ('time', [6, 12]):
+        at, mean, spread = flat_bench.curve([one, two], by)
+        assert (at == x).all() and (mean == [3.25, 2.125]).all()
+        assert spread == pytest.approx([0.5 / 2 ** 0.5, 0.25 / 2 ** 0.5])
+    with pytest.raises(FileNotFoundError, match='nowhere: no log.csv there'):
+        run('bench.py', 'plot', 'a', 'nowhere')
+    fake_log(tmp_path / 'c', {10: 1.0}, 1)
+    (tmp_path / 'c' / 'log.csv').write_text('iter,val_loss,wall_s\n1,,3\n', encoding='utf-8')
+    with pytest.raises(ValueError, match='log.csv has no val_loss yet'):
+        run('bench.py', 'plot', 'c')
+    with pytest.raises(ValueError, match='plot takes folders'):
+        run('bench.py', 'plot')
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, 'matplotlib', None)
+        patch.setitem(sys.modules, 'matplotlib.figure', None)
+        patch.setitem(sys.modules, 'matplotlib.backends.backend_agg', None)
+        with pytest.raises(ImportError, match='pip install matplotlib'):
+            run('bench.py', 'plot', 'a')
+    pytest.importorskip('matplotlib')
+    run('bench.py', 'plot', 'a', 'b', '--by=time')
+    out = capsys.readouterr().out
+    assert 'a: val loss 2.0000 after 20 iterations' in out and json.loads(out.splitlines()[-1])['loss'] == {
+        'a': 2.0, 'b': 2.25}
+    assert Path('plot.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize('args, message', [
+    (['params', '--max_iters=3'], '--max_iters=3 is a setting of train.py, which bench.py params has no use'),
+    (['decode', 'out'], r"decode cannot use \['out'\]")])
+def test_bench_refuses_what_another_instrument_takes(args, message):
+    with pytest.raises(ValueError, match=message):
+        run('bench.py', *args)
 
 
 # checking ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+# Lists for `python bench.py compare NAME`: what is varied, and around which run. Flags on the command line
+# come after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
+# cores that do nothing else, but for `classic`. The data: `python prepare.py --tokenizer=byte`; for `classic`
+# that of `python prepare.py shakespeare --tokenizer=char`.
+QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=400 '
+         '--warmup_iters=20 --eval_interval=100 --eval_iters=50 --compile=False')
+GPT2 = QUICK.replace('config/llama_small.py', 'config/llama_small.py config/gpt2.py --n_head=4 --n_kv_head=4')
+LLAMA = '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
+
+LISTS = {
+    'positions': dict(base=QUICK, variants={
+        'rope': '', 'rope, a quarter': '--partial_rotary_factor=0.25', 'rope, 4th none': '--pos_pattern=PPPN',
+        'alibi': '--pos=alibi', 'learned': '--pos=learned', 'sinusoidal': '--pos=sinusoidal',
+        'none': '--pos=none'}),
+    'norms': dict(base=QUICK, variants={
+        'rmsnorm': '', 'layernorm': '--norm=layernorm',
+        'layernorm, bias': '--norm=layernorm --norm_bias=True', 'qk_norm': '--qk_norm=True',
+        'embed_norm': '--embed_norm=True'}),
+    'mlp': dict(base=QUICK, match='params', variants={
+        'swiglu': '', 'geglu': '--mlp=geglu', 'reglu': '--mlp=reglu', 'glu': '--mlp=glu',
+        'gelu': '--mlp=gelu', 'silu': '--mlp=silu', 'relu': '--mlp=relu', 'relu2': '--mlp=relu2'}),
+    'attention': dict(base=f'{QUICK} --n_kv_head=4', match='params', variants={
+        'multi-head': '', 'grouped, 2 of 4': '--n_kv_head=2', 'multi-query': '--n_kv_head=1',
+        'latent, 32': '--n_kv_head=None --kv_lora_rank=32 --qk_nope_head_dim=24 --qk_rope_head_dim=8 '
+                      '--v_head_dim=32',
+        'window 32, SSSL': '--window=32 --window_pattern=SSSL', 'gate': '--attn_gate=True',
+        'sink': '--attn_sink=True'}),
+    'placement': dict(base=QUICK, variants={
+        'pre': '', 'post': '--wiring=post', 'output': '--wiring=output', 'sandwich': '--wiring=sandwich',
+        'parallel': '--wiring=parallel', 'parallel, 2 norms': '--wiring=parallel_2'}),
+    'warmup': dict(base=f'{QUICK} --n_layer=16 --n_embd=96 --max_iters=200 --optimizer=adamw '
+                   '--learning_rate=1e-3', variants={
+        'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--wiring=post',
+        'post, no warm-up': '--wiring=post --warmup_iters=0'}),
+    'experts': dict(base=QUICK, match='active', variants={  # --match=time: at equal wall clock
+        'dense': '', '4 experts, 2 active': '--n_expert=4', '8 experts, 2 active': '--n_expert=8',
+        '4 experts, 2 and a shared': '--n_expert=4 --n_shared_expert=1'}),
+    'mixers': dict(base=QUICK, match='params', variants={
+        'attention': '', 'DeltaNet each 2nd': '--mixer_pattern=DA', 'DeltaNet 3 of 4': '--mixer_pattern=DDDA',
+        'DeltaNet alone': '--mixer_pattern=D --n_kv_head=None --qk_norm=None'}),
+    'optimizer': dict(base=QUICK, variants={
+        'muon 4e-3': '', 'muon 2e-3': '--learning_rate=2e-3', 'muon 8e-3': '--learning_rate=8e-3',
+        'adamw 4e-3': '--optimizer=adamw', 'adamw 2e-3': '--optimizer=adamw --learning_rate=2e-3',
+        'adamw 8e-3': '--optimizer=adamw --learning_rate=8e-3'}),
+    'schedule': dict(base=QUICK, variants={
+        'wsd, last 40%': '', 'wsd, last 80%': '--cooldown=0.8', 'wsd, last 20%': '--cooldown=0.2',
+        'cosine': '--lr_schedule=cosine', 'cosine to a tenth': '--lr_schedule=cosine --min_lr=None',
+        'linear': '--lr_schedule=linear', 'constant': '--decay_lr=False'}),
+    'size': dict(base=QUICK, match='time', variants={
+        '4 x 128': '', '2 x 128': '--n_layer=2', '8 x 128': '--n_layer=8', '4 x 64': '--n_embd=64',
+        '4 x 192': '--n_embd=192'}),
+    'ladder': dict(base=GPT2, match='params', variants={  # each with all that is above it
+        'GPT-2': '', 'without biases': '--bias=False', 'RoPE': '--bias=False --pos=rope',
+        'RMSNorm': '--bias=False --pos=rope --norm=rmsnorm',
+        'SwiGLU': '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu', 'GQA, as Llama': LLAMA,
+        'QK-norm, as Qwen3': f'{LLAMA} --qk_norm=True'}),
+    'classic': dict(match='params', base='config/gpt2.py --dataset=shakespeare_char --n_layer=6 --n_head=6 '
+                    '--n_embd=384 --block_size=128 --batch_size=8 --gradient_accumulation_steps=1 '
+                    '--max_iters=5000 --learning_rate=1e-3 --warmup_iters=100 --beta2=0.99 '
+                    '--eval_interval=500 --eval_iters=100 --log_interval=50', variants={
+        'GPT-2 style': '', 'Llama style': LLAMA}),
+    'recipes': dict(base=QUICK, match='params', variants={
+        'quality: RoPE RMSNorm SwiGLU GQA': '', 'balanced: RoPE RMSNorm GELU GQA': '--mlp=gelu',
+        'speed: ALiBi LayerNorm GELU MQA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=1',
+        'simple: ALiBi LayerNorm GELU MHA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=4',
+        'length: ALiBi RMSNorm SwiGLU GQA': '--pos=alibi'}),
+}
