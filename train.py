@@ -1069,6 +1069,22 @@ def peak_flops(device, dtype):
                  if re.search(rf'\b{part}\b(?! (Ti|SUPER|D|Laptop|Max-Q)\b)', name, re.IGNORECASE)), None)
 
 
+def peak_mb(device):
+    """Most memory used so far: of the CUDA device, or of this process; None where nobody can tell."""
+    if 'cuda' in device:
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if os.path.exists('/proc/self/status'):
+        with open('/proc/self/status', encoding='utf-8', errors='replace') as f:
+            kb = re.search(r'VmHWM:\s+(\d+)', f.read())
+        if kb:  # getrusage begins with the peak of the process that has started this one
+            return int(kb[1]) / 2**10
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
+
+
 def data_folder(dataset):
     """data/<dataset>, or dataset itself where that alone is a folder."""
     folder = os.path.join('data', dataset)
@@ -1401,8 +1417,10 @@ if __name__ == '__main__':
         tell(f"stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
              f"{resume_command(out_dir, ranks)}", stop)
     elif not eval_only:
+        memory = peak_mb(device)
         tell(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
-             f"{progress.best_val_loss:.4f}; next: python sample.py --out_dir={shlex.quote(out_dir)}", stop)
+             f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
+             f"python sample.py --out_dir={shlex.quote(out_dir)}", stop)
     if log_file:
         log_file.close()
         lock.close()
