@@ -57,7 +57,7 @@ from pathlib import Path
 from configurator import configure, runtime, show
 
 # what
-init_from = 'scratch'             # scratch (random weights), or as in train.py; params: scratch
+init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # folder of a nanoGPT clone to take turns with
 batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode, eval: 256 MB of logits
 dataset = ''                      # train: its vocabulary is used; eval: its val.bin, '': the checkpoint's own
@@ -67,7 +67,7 @@ max_new_tokens = 200              # decode: tokens made; cost: these and half of
 steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn; cost: 1
 rounds = 5                        # turns
 variants: list | dict | None = None  # compare: what is added to the command line, or {name: that}
-seeds: int | None = None          # compare: runs of each, by seed, seed + 1...; None: 3, or the list's
+seeds = 3                         # compare: runs of each, by seed, seed + 1...
 match: str | None = None          # compare: by d_ff params, active; by max_iters time; none; None: list's
 by = 'iter'                       # compare, plot: iter, tokens, time
 # as in train.py
@@ -77,7 +77,7 @@ device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
 seed = 1337                       # of weights and tokens
-config, model_args, words, for_train = configure(globals(), 'GPTConfig', words=math.inf, also='train.py')
+config, model_args, words, _ = configure(globals(), 'GPTConfig', words=math.inf, also='train.py')
 
 import numpy as np
 import torch
@@ -134,17 +134,6 @@ def machine_peaks(device, dtype):
     return 2 * n**3 / times['matmul'].min(), big.nbytes / times['sum'].min()
 
 
-def peak_mb(device):
-    """Most memory used so far: of the CUDA device, or of this process; None where nobody can tell."""
-    if 'cuda' in device:
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
-
-
 def load_nanogpt(folder, config, device):
     """nanoGPT's model at our shape, from its clone."""
     path = os.path.join(folder, 'model.py')
@@ -198,14 +187,14 @@ def their_step(model, machine, config):
     return step
 
 
-def describe(model, machine, what, config):
-    return {'what': what, 'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
+def describe(model, machine, config):
+    return {'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
             'params': model.num_params(), 'batch_size': config['batch_size']}
 
 
 def report(times, units, unit, numbers):
-    """Prints the table and the JSON line. times: from take_turns, of 'flatgpt' and maybe of 'nanoGPT'.
-    units: tokens that a timed call makes."""
+    """Prints speeds and `numbers`, and returns both. times: from take_turns, of 'flatgpt' and maybe of
+    'nanoGPT'. units: tokens that a timed call makes."""
     for name, t in times.items():
         low, mid, high = np.percentile(t, [10, 50, 90]) * 1e3
         print(f"{name:<10} {mid:10.2f} ms {unit:<9} {low:9.2f} to {high:.2f}   "
@@ -221,7 +210,7 @@ def report(times, units, unit, numbers):
         if name.endswith('_share') and value is not None:
             print(f"{name.replace('_', ' ')}: {value:.1%}")
     print(f"peak memory: {numbers['peak_mb']:,.0f} MB" if numbers['peak_mb'] else 'peak memory: n/a')
-    print(json.dumps(numbers))
+    return numbers
 
 
 def known_vocabulary(config):
@@ -258,11 +247,8 @@ def model_and_machine(config, model_args):
 
 # size and speed ---------------------------------------------------------------------------------------------
 
-def measure_params(config, model_args):
-    """The model's parts and their shares, counted without allocating them; the last line is JSON."""
-    if config['init_from'] != 'scratch':
-        raise ValueError("params counts what the options give, not "
-                         f"init_from={config['init_from']}: leave it out")
+def measure_params(config, model_args, words):
+    """The model's parts and their shares, counted without allocating them."""
     dtypes = {'auto': torch.bfloat16, 'bfloat16': torch.bfloat16, 'float16': torch.float16,
               'float32': torch.float32}  # auto: what weights and caches are published in
     if config['dtype'] not in dtypes:
@@ -288,20 +274,19 @@ def measure_params(config, model_args):
     print(f"weights: {total[0] * size / 1e9:,.2f} GB; cache: {cache:,} elements or {cache * size:,} bytes a "
           f"token{f', {states:,} bytes a row' if states else ''}, {(full * size + states) / 1e9:,.2f} GB at "
           f"{block_size:,} tokens; in {train.dtype_name(dtype)}")
-    print(json.dumps({'what': 'params', 'params': total[0], 'active_params': total[1],
-                      'flops_per_token': total[2], 'cache_bytes_per_token': cache * size,
-                      'cache_bytes': full * size + states, 'dtype': train.dtype_name(dtype),
-                      'layers': layers}))
+    return {'params': total[0], 'active_params': total[1], 'flops_per_token': total[2],
+            'cache_bytes_per_token': cache * size, 'cache_bytes': full * size + states,
+            'dtype': train.dtype_name(dtype), 'layers': layers}
 
 
-def measure_training(config, model_args):
+def measure_training(config, model_args, words):
     """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
     model, machine, matmul, _ = model_and_machine(config, model_args)
     forward, config = model, {**config, 'batch_size': config['batch_size'] or 12}
-    if train.resolve_compile(config['compile'], machine.device, float('inf'), float('inf'),
-                             model.config):
+    compile = train.resolve_compile(config['compile'], machine.device, math.inf, math.inf, model.config)
+    if compile:
         print('compiling: about half a minute')
-        forward = train.compile_model(model, machine.device)
+        forward = train.compile_model(model, machine.device, compile)
     sides = {'flatgpt': our_step(model, forward, machine, config)}
     if config['vs']:
         nanogpt = load_nanogpt(config['vs'], model.config, machine.device)
@@ -310,10 +295,10 @@ def measure_training(config, model_args):
     tokens = config['batch_size'] * model.config.block_size
     flops = model.flops_per_token() * tokens / np.median(times['flatgpt'])
     peak = train.peak_flops(machine.device, machine.dtype)
-    report(times, tokens, 'a step', {**describe(model, machine, 'train', config),
-                                     'mfu': round(flops / peak, 4) if peak else None,
-                                     'matmul_share': round(flops / matmul, 4),
-                                     'peak_mb': peak_mb(machine.device)})
+    return report(times, tokens, 'a step', {**describe(model, machine, config), 'compile': compile,
+                                            'mfu': round(flops / peak, 4) if peak else None,
+                                            'matmul_share': round(flops / matmul, 4),
+                                            'peak_mb': train.peak_mb(machine.device)})
 
 
 def time_generation(model, prompts, max_new_tokens, compile):
@@ -339,8 +324,10 @@ def time_nanogpt(model, batch_size, prompt_len, max_new_tokens, device):
     return (time.perf_counter() - begun) / count
 
 
-def measure_decoding(config, model_args):
+def measure_decoding(config, model_args, words):
     """Seconds a token in turns with nanoGPT, and the share of the memory's bandwidth."""
+    if config['compile'] not in (True, False, 'auto'):
+        raise ValueError(f"compile={config['compile']!r} is none of True, False, auto")
     model, machine, _, bandwidth = model_and_machine(config, model_args)
     config = {**config, 'batch_size': config['batch_size'] or 1}
     batch_size, new, compile = config['batch_size'], config['max_new_tokens'], config['compile'] is True
@@ -362,10 +349,10 @@ def measure_decoding(config, model_args):
     prefill_ms = round(float(np.median(ours[:, 0])) * 1e3, 3)
     print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
     share = read / np.median(ours[:, 1:]) / bandwidth
-    report(times, batch_size, 'a token', {**describe(model, machine, 'decode', config),
-                                          'prefill_ms': prefill_ms, 'compile': compile,
-                                          'bandwidth_share': round(share, 4),
-                                          'peak_mb': peak_mb(machine.device)})
+    return report(times, batch_size, 'a token', {**describe(model, machine, config),
+                                                 'prefill_ms': prefill_ms, 'compile': compile,
+                                                 'bandwidth_share': round(share, 4),
+                                                 'peak_mb': train.peak_mb(machine.device)})
 
 
 # evaluating -------------------------------------------------------------------------------------------------
@@ -520,9 +507,9 @@ def summary(sums, counts, last=None):
             'perplexity': math.exp(min(loss, 99)), 'by_tokens_seen': by}
 
 
-def evaluate_model(config, model_args, words):
+def evaluate(config, model_args, words):
     """How well a model predicts: what a text file holds, if words has one, HellaSwag's questions, if these
-    are in it, else prepared data's val. The last line is JSON."""
+    are in it, else prepared data's val. A text whose name ends in .py is taken for a config file."""
     if words and config['dataset']:
         raise ValueError(f"eval reads {words[0]} or --dataset={config['dataset']}: give one")
     if words and not os.path.exists(words[0]):
@@ -550,8 +537,8 @@ def evaluate_model(config, model_args, words):
         pairs = inputs_and_targets(streams)
         found = (evaluate_lengths(name, pairs, base, config['lengths'], read) if config['lengths']
                  else evaluate_text(name, pairs, n_bytes, base, read))
-    print(json.dumps({'what': 'eval', 'path': path, 'params': model.num_params(), 'data': name,
-                      'dtype': train.dtype_name(machine.dtype), **found}))
+    return {'path': path, 'params': model.num_params(), 'data': name, 'device': machine.device,
+            'dtype': train.dtype_name(machine.dtype), **found}
 
 
 def evaluate_text(name, pairs, n_bytes, length, read):
@@ -660,16 +647,18 @@ def evaluate_choices(path, tokenizer, block_size, read):
 
 COST_SIZE = dict(n_layer=6, n_head=6, n_embd=384, vocab_size=4096)  # what the flags do not say
 COST_WINDOW = 256
-COST_OWN = ('n_kv_head', 'kv_lora_rank', 'mixer_pattern', 'norm', 'mlp', 'block_size')  # that cost varies
+COST_OWN = ('n_kv_head', 'kv_lora_rank', 'mixer_pattern', 'norm', 'mlp', 'block_size', 'window', 'pos',
+            'attn_softcap', 'attn_sink')  # that it varies, or that its ways to attend do not have
 
 
-def measure_costs(config, model_args):
+def measure_costs(config, model_args, words):
     """What the parts of a decoder cost on this device, alternating: attention against length, a cache against
     none, what kinds of attention cache and how fast they decode, norms and MLPs alone and in a step. Nothing
-    is trained, weights are random. The last line is JSON."""
+    is trained, weights are random."""
     for name in COST_OWN:
         if name in model_args:
-            raise ValueError(f"{name}={model_args[name]!r}: cost compares several itself; leave it out")
+            raise ValueError(f"{name}={model_args[name]!r}: cost compares what it chooses itself; leave it "
+                             "out")
     machine = runtime(config['device'], config['dtype'], config['seed'])
     lengths = config['lengths'] or [256, 512, 1024, 2048, 4096]
     size = {**COST_SIZE, **known_vocabulary(config), **model_args}
@@ -677,12 +666,11 @@ def measure_costs(config, model_args):
     rows, rounds = config['batch_size'] or 8, config['rounds']
     print(f"{shape.n_layer} layers, {shape.n_embd} wide, {shape.n_head} heads of {shape.head_dim}; medians "
           f"of {rounds} turns")
-    print(json.dumps({
-        'what': 'cost', 'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
-        'lengths': lengths, 'attention': cost_of_attention(shape, lengths, machine, rounds),
-        'cache': cost_without_cache(size, machine, config['max_new_tokens'], rounds),
-        'decode': cost_of_decoding(size, max(lengths), machine, rows, rounds),
-        'norms': cost_of_norms(size, machine, rounds), 'steps': cost_in_a_step(size, machine, config)}))
+    return {'device': machine.device, 'dtype': train.dtype_name(machine.dtype), 'lengths': lengths,
+            'attention': cost_of_attention(shape, lengths, machine, rounds),
+            'cache': cost_without_cache(size, machine, config['max_new_tokens'], rounds),
+            'decode': cost_of_decoding(size, max(lengths), machine, rows, rounds),
+            'norms': cost_of_norms(size, machine, rounds), 'steps': cost_in_a_step(size, machine, config)}
 
 
 def milliseconds(sides, rounds, device):
@@ -874,17 +862,19 @@ STEPS = {  # of training: name -> options; the MLPs have about the same paramete
 
 
 def cost_in_a_step(size, machine, config):
-    """Milliseconds of a training step of models that differ in one choice: name -> ms. Compiled only with
-    compile=True, which takes half a minute for each."""
+    """Milliseconds of a training step of models that differ in one choice: name -> ms. Not compiled unless
+    asked for, as that takes half a minute for each."""
     config = {**config, 'batch_size': config['batch_size'] or 12}
+    compile = False if config['compile'] == 'auto' else train.resolve_compile(
+        config['compile'], machine.device, math.inf, math.inf, None)
     sides, params = {}, {}
     for name, options in STEPS.items():
         model = random_model(size, machine, **options, block_size=256)
-        forward = train.compile_model(model, machine.device) if config['compile'] is True else model
+        forward = train.compile_model(model, machine.device, compile) if compile else model
         sides[name], params[name] = our_step(model, forward, machine, config), model.num_params()
     ms = milliseconds(sides, config['rounds'], machine.device)
     first = ms['rmsnorm, swiglu']
-    compiled = ', compiled' if config['compile'] is True else ''
+    compiled = ', compiled' if compile else ''
     print_table(f"a training step of {config['batch_size']} rows of 256 tokens{compiled}",
                 ['parameters', 'ms', 'of the first'], {
                     name: [f"{params[name]:,}", f"{value:.1f}", f"{value / first:.3f}"]
@@ -997,7 +987,7 @@ def named_variants(variants):
 
 
 def read_list(name):
-    """A list of config/variants.py: base, a command line of train.py, and variants; maybe seeds and match."""
+    """A list of config/variants.py: base, a command line of train.py, and variants; maybe match."""
     lists = runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS']
     if name not in lists:
         raise ValueError(f"config/variants.py has no list {name!r}, but {', '.join(lists)}")
@@ -1470,18 +1460,15 @@ def train_all(variants, seeds, folders, column):
     return [[done[folder] for folder in own] for own in folders]
 
 
-def compare(config, model_args, words):
+def compare(config, args, words):
     """Trains variants of one run with the same seeds and data, and says which is better, by how much and how
-    sure that is. The last line is JSON. Exits with 1 if a run has failed."""
-    if words[1:]:
-        raise ValueError(f"compare takes one list of variants, not {' '.join(words)}")
+    sure that is. args: train.py's, and flags of OWN."""
     chosen = read_list(words[0]) if words else {}
-    base = [arg for arg in sys.argv[1:] if arg not in ('compare', *words)
-            and arg.removeprefix('--').partition('=')[0] not in OWN]
+    base = [arg for arg in args if arg.removeprefix('--').partition('=')[0] not in OWN]
     if chosen and not any(arg.endswith('.py') and not arg.startswith('-') for arg in base):
         base = [*shlex.split(chosen['base']), *base]
     texts = named_variants(config['variants'] if config['variants'] is not None else chosen.get('variants'))
-    seeds = range(config['seed'], config['seed'] + (config['seeds'] or chosen.get('seeds', 3)))
+    seeds = range(config['seed'], config['seed'] + config['seeds'])
     match = config['match'] or chosen.get('match', 'none')
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
@@ -1517,9 +1504,8 @@ def compare(config, model_args, words):
             print(error)
     for row, own in zip(rows, folders):
         row['runs'] = own
-    print(json.dumps({'what': 'compare', 'seeds': list(seeds), 'match': match, 'plot': path, 'rows': rows}))
-    if any('error' in row for row in rows):
-        raise SystemExit(1)
+    return {'seeds': list(seeds), 'match': match, 'plot': path, 'rows': rows,
+            'failed': [row['variant'] for row in rows if 'error' in row]}
 
 
 AXES = {'iter': ('iter', 'iterations'), 'tokens': ('tokens', 'tokens'), 'time': ('wall_s', 'seconds')}
@@ -1558,7 +1544,7 @@ def draw(curves, by, path, column='val_loss'):
 
 
 def plot(config, model_args, words):
-    """Draws the validation loss of runs, given by their folders, to plot.png. The last line is JSON."""
+    """Draws the validation loss of runs, given by their folders, to plot.png."""
     if not words:
         raise ValueError("plot takes folders of runs: python bench.py plot out-a out-b --by=time")
     logs = {word: read_log(word) for word in words}
@@ -1568,7 +1554,7 @@ def plot(config, model_args, words):
     for name, loss in last.items():
         print(f"{name}: val loss {loss:.4f} after {int(logs[name][-1]['iter']):,} iterations")
     print('curves: plot.png')
-    print(json.dumps({'what': 'plot', 'plot': 'plot.png', 'by': config['by'], 'loss': last}))
+    return {'plot': 'plot.png', 'by': config['by'], 'loss': last}
 
 
 # checking ---------------------------------------------------------------------------------------------------
@@ -2246,11 +2232,11 @@ CHECKS = {  # what holds: (function of a small config -> a remark or None; raise
 }
 
 
-def run_check(check, look_at, *args):
+def run_check(function, look_at, *args):
     """(whether it holds, a remark on it or None). What a check cannot compute for an error does not hold."""
     torch.manual_seed(0)
     try:
-        return True, check(*args)
+        return True, function(*args)
     except Unsound as error:
         message = str(error)
     except Exception as error:  # whatever a changed model.py may raise
@@ -2258,10 +2244,9 @@ def run_check(check, look_at, *args):
     return False, f"{message}; look at {look_at}"
 
 
-def measure_soundness(config, model_args, words):
+def check(config, model_args, words):
     """Whether what stands in model.py and train.py is sound, for a small model of the kind that is asked for
-    (words: of a checkpoint or published model); a line for each check, the last line is JSON; the status is 1
-    if any fails."""
+    (words: of a checkpoint or published model); a line for each check."""
     if words and config['init_from'] != 'scratch':
         raise ValueError(f"check reads {words[0]} or --init_from={config['init_from']}: give one")
     if config['device'] not in ('auto', 'cpu'):
@@ -2285,31 +2270,51 @@ def measure_soundness(config, model_args, words):
         print(f"{'ok  ' if holds else 'FAIL'} {name}{f': {remark}' if remark else ''}", flush=True)
     family = check_family(whole)
     print(f"     published family: {family}")
-    print(json.dumps({'what': 'check', 'passed': len(checks) - len(failed), 'failed': failed,
-                      'family': family, 'seconds': round(time.perf_counter() - began, 1)}))
-    if failed:
-        sys.exit(1)
+    return {'passed': len(checks) - len(failed), 'failed': failed, 'family': family,
+            'seconds': round(time.perf_counter() - began, 1)}
 
 
-INSTRUMENTS = {  # first word of the command line -> function of this file's settings and GPTConfig's
-    'train': measure_training,
-    'decode': measure_decoding,
-    'params': measure_params,
-    'eval': evaluate_model,
-    'cost': measure_costs,
-    'compare': compare,
-    'plot': plot,
-    'check': measure_soundness,
+STEP = 'GPTConfig dataset batch_size optimizer grad_clip rounds device dtype compile seed'  # for a timed one
+INSTRUMENTS = {
+    # first word of the command line: (function of this file's settings, of GPTConfig's, or, for compare, the
+    # arguments that are train.py's, and of the words that follow; how many these may be; what it reads)
+    'train': (measure_training, 0, f'{STEP} init_from vs steps'),
+    'decode': (measure_decoding, 0, 'GPTConfig init_from vs dataset batch_size prompt_len max_new_tokens '
+                                    'rounds device dtype compile seed'),
+    'params': (measure_params, 0, 'GPTConfig dataset dtype'),
+    'eval': (evaluate, 1, 'GPTConfig init_from dataset batch_size lengths device dtype'),
+    'cost': (measure_costs, 0, f'{STEP} lengths max_new_tokens'),
+    'compare': (compare, 1, 'train.py GPTConfig variants seeds seed match by'),
+    'plot': (plot, math.inf, 'by'),
+    'check': (check, 1, 'GPTConfig init_from dataset device'),
 }
-TAKE_WORDS = ('eval', 'compare', 'plot', 'check')  # those of them that take the words after the first, too
+
+
+def check_command(what, words, args):
+    """Raises ValueError or OSError for words and flags that an instrument does not read. Config files serve
+    several scripts and instruments, so what they set is not looked at."""
+    if what not in INSTRUMENTS:
+        raise ValueError(f"bench.py measures {', '.join(INSTRUMENTS)}, not {what!r}: "
+                         "python bench.py train config/small.py")
+    _, most, reads = INSTRUMENTS[what]
+    if len(words) > most:
+        raise ValueError(f"bench.py {what} cannot use {words[most]!r}: settings are --key=value, config "
+                         "files end in .py")
+    known = set(reads.split())
+    for group, names in ('GPTConfig', GPTConfig.__dataclass_fields__), ('train.py', train.config):
+        known |= names.keys() if group in known else set()
+    flags = {arg.removeprefix('--').partition('=')[0]: arg for arg in args if arg.startswith('-')}
+    for name, arg in flags.items():
+        if name not in known:
+            raise ValueError(f"{arg}: bench.py {what} has no use for it; it reads {reads}")
+    if 'dataset' in flags and what != 'eval':
+        Bins(train.data_folder(flags['dataset'].partition('=')[2]), 'train')
 
 
 def check_settings(s):
     """Raises ValueError for the first setting that is no choice, or too low. s: this file's settings."""
     if s['optimizer'] not in train.OPTIMIZERS:
         raise ValueError(f"optimizer={s['optimizer']!r} is none of {', '.join(train.OPTIMIZERS)}")
-    if s['compile'] not in (True, False, 'auto'):
-        raise ValueError(f"compile={s['compile']!r} is none of True, False, auto")
     if s['match'] not in (None, 'none', 'params', 'active', 'time'):
         raise ValueError(f"match={s['match']!r} is none of none, params, active, time")
     if s['by'] not in AXES:
@@ -2329,15 +2334,10 @@ def check_settings(s):
 if __name__ == '__main__':
     check_settings(config)
     what, more = words[0] if words else '', words[1:]
-    if what not in INSTRUMENTS:
-        raise ValueError(f"bench.py measures {', '.join(INSTRUMENTS)}, not {what!r}: "
-                         "python bench.py train config/small.py")
-    if for_train and what != 'compare':
-        raise ValueError(f"{for_train[0]} is a setting of train.py, which bench.py {what} has no use for")
-    if what in TAKE_WORDS:
-        INSTRUMENTS[what](config, model_args, more)
-    elif more:
-        raise ValueError(f"bench.py {what} cannot use {more!r}: settings are --key=value, config files end "
-                         "in .py")
-    else:
-        INSTRUMENTS[what](config, model_args)
+    args = [arg for arg in sys.argv[1:] if arg not in words]
+    check_command(what, more, args)
+    measure, _, reads = INSTRUMENTS[what]
+    numbers = measure(config, args if 'train.py' in reads else model_args, more)
+    print(json.dumps({'what': what, **numbers, 'torch': torch.__version__}))
+    if numbers.get('failed'):
+        sys.exit(1)

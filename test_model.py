@@ -6591,8 +6591,9 @@ def test_printed_commands_can_be_pasted(folder, capsys):
 
 @pytest.mark.parametrize('what', ['train', 'decode'])
 def test_bench_prints_a_table_and_json(folder, capsys, what):
+    length = '--max_new_tokens=6' if what == 'decode' else '--steps=2'
     run('bench.py', what, '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--vocab_size=50',
-        '--steps=2', '--rounds=2', '--max_new_tokens=6', '--device=cpu', '--compile=False')
+        length, '--rounds=2', '--device=cpu', '--compile=False')
     numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert numbers['tok_per_s'] > 0 and numbers['ms'] > 0 and numbers['peak_mb'] > 0
     tokens_each = 1 if what == 'decode' else 12 * 64
@@ -6602,15 +6603,13 @@ def test_bench_prints_a_table_and_json(folder, capsys, what):
 def test_bench_refuses_in_one_line_what_it_cannot_measure(folder):
     train('--out_dir=out', '--max_iters=1')
     for flag, message in (
-            ('--rounds=0', 'rounds=0 must be at least 1'), ('--steps=0', 'steps=0 must be'),
+            ('--rounds=0', 'rounds=0 must be at least 1'), ('--prompt_len=0', 'prompt_len=0 must be'),
             ('--max_new_tokens=1', 'max_new_tokens=1 must be at least 2'), ('--batch_size=0', 'batch_size=0'),
             ('--batch_size=-1', 'batch_size=-1'), ('--optimizer=foo', "optimizer='foo' is none of adamw"),
-            ('--compile=foo', "compile='foo' is none of True"), (f'--seed={2**63}', 'must be below'),
+            ('--compile=blocks', "compile='blocks' is none of True"), (f'--seed={2**63}', 'must be below'),
             ('--n_layer=7', 'n_layer=7 differs from .*ckpt.pt, which has 2')):
         with pytest.raises(ValueError, match=message):
             run('bench.py', 'decode', '--init_from=out', '--device=cpu', flag)
-    with pytest.raises(ValueError, match='leave it out'):
-        run('bench.py', 'params', '--init_from=out')
 
 
 @pytest.mark.parametrize('options', [{}, dict(n_kv_head=2, window=10, window_pattern='SL', pos='alibi'),
@@ -7019,7 +7018,7 @@ def test_bench_cost(folder, capsys):
         assert found[name]['params'] == 2 * (q_and_o + kv + mlp) + norms + 50 * 48
     assert numbers['norms'].keys() == {'rmsnorm', 'layernorm'}
     assert all(each['ms'] > 0 for each in numbers['steps'].values())
-    with pytest.raises(ValueError, match="norm='layernorm': cost compares several itself; leave it out"):
+    with pytest.raises(ValueError, match="norm='layernorm': cost compares what it chooses itself"):
         run('bench.py', 'cost', '--norm=layernorm')
 
 
@@ -7258,7 +7257,7 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
         write_toy(tmp_path / 'data' / name, vocab_size=257)
     lists = runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS']
     for each in lists.values():
-        known = {'base', 'match', 'variants', 'seeds'}
+        known = {'base', 'match', 'variants'}
         assert each.keys() <= known and each.get('match') in (None, 'params', 'active', 'time')
         variants = []
         for name, text in flat_bench.named_variants(each['variants']).items():
@@ -7313,11 +7312,40 @@ def test_curves_of_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['params', '--max_iters=3'], '--max_iters=3 is a setting of train.py, which bench.py params has no use'),
-    (['decode', 'out'], r"decode cannot use \['out'\]")])
-def test_bench_refuses_what_another_instrument_takes(args, message):
-    with pytest.raises(ValueError, match=message):
+    (['params', '--max_iters=3'], '--max_iters=3: bench.py params has no use for it; it reads GPTConfig'),
+    (['params', '--init_from=out'], '--init_from=out: bench.py params has no use'),
+    (['train', '--prompt_len=3'], '--prompt_len=3: bench.py train has no use'),
+    (['decode', '--optimizer=muon'], '--optimizer=muon: bench.py decode'),
+    (['eval', '--seed=3'], '--seed=3: bench.py eval'), (['cost', '--init_from=x'], 'bench.py cost has'),
+    (['compare', '--vs=x'], '--vs=x: bench.py compare'), (['plot', '--n_layer=3'], 'bench.py plot has no'),
+    (['check', '--steps=3'], '--steps=3: bench.py check'), (['decode', 'out'], "decode cannot use 'out'"),
+    (['eval', 'a.txt', 'b.txt'], "eval cannot use 'b.txt'"), (['check', 'out', 'o'], "check cannot use 'o'"),
+    (['params', '--dataset=typo'], 'typo is not prepared'),
+    (['tain'], "measures train, .*, not 'tain'")])
+def test_bench_refuses_what_an_instrument_does_not_read(args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         run('bench.py', *args)
+
+
+def test_bench_lets_config_files_have_what_others_read(tmp_path):
+    (tmp_path / 'c.py').write_text("dataset = 'nowhere'\nsteps = 3\nn_layer = 1\n", encoding='utf-8')
+    run('bench.py', 'params', str(tmp_path / 'c.py'))
+
+
+@pytest.mark.parametrize('asked, how', [('blocks', 'blocks'), (True, True), (False, None)])
+def test_bench_compiles_as_it_is_told(asked, how, monkeypatch):
+    found = []
+    monkeypatch.setattr(flat_train, 'compile_model', lambda model, device, how: found.append(how) or model)
+    config = {**flat_bench.config, 'batch_size': 2, 'steps': 1, 'rounds': 1, 'compile': asked,
+              'device': 'cpu'}
+    monkeypatch.setattr(flat_bench, 'machine_peaks', lambda device, dtype: (1e9, 1e9))
+    size = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=50)
+    numbers = flat_bench.measure_training(config, size, [])
+    machine = runtime('cpu')
+    flat_bench.cost_in_a_step({**size, 'block_size': 16}, machine, config)
+    assert numbers['compile'] == asked and set(found) == ({how} if how else set())
+    assert len(found) == (1 + len(flat_bench.STEPS)) * bool(how)
 
 
 # checking ---------------------------------------------------------------------------------------------------
@@ -7527,17 +7555,15 @@ def test_bench_check(folder, capsys, monkeypatch):
     train('--out_dir=out', '--max_iters=1')
     some = ['causal at every position', 'targets are the next tokens']
     monkeypatch.setattr(bench, 'CHECKS', {name: bench.CHECKS[name] for name in some})
-    bench.measure_soundness(bench.config, {}, ['out'])
+    bench.check(bench.config, {}, ['out'])
     name = f"weights of {os.path.join('out', 'ckpt.pt')}"
     assert f"ok   {name}: finite, and its cache equals no cache in 16 tokens" in capsys.readouterr().out
     saved = torch.load('out/ckpt.pt', weights_only=True)
     saved['model']['h.1.mlp.c_fc.weight'][0, 0] = math.nan
     torch.save(saved, 'out/ckpt.pt')
-    with pytest.raises(SystemExit) as status:
-        bench.measure_soundness(bench.config, {}, ['out'])
-    *_, line, _, last = capsys.readouterr().out.splitlines()
-    numbers = json.loads(last)
-    assert status.value.code == 1 and numbers['failed'] == [name] and numbers['passed'] == 2
+    numbers = bench.check(bench.config, {}, ['out'])
+    *_, line, _ = capsys.readouterr().out.splitlines()
+    assert numbers['failed'] == [name] and numbers['passed'] == 2
     assert line.startswith(f"FAIL {name}: h.1.mlp.c_fc.weight is not finite; look at ")
 
 
