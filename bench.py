@@ -364,8 +364,14 @@ def load_to_evaluate(config, model_args):
     positions for such lengths."""
     if config['init_from'] == 'scratch':
         raise ValueError("eval needs a trained model: --init_from=out, a checkpoint or a published model")
-    read = functools.partial(train.load_to_train, config['init_from'], 'out')
-    model, tokenizer, rest = read({})
+    # conversations that are packed into windows do not see each other, as in train.py
+    folder = train.data_folder(config['dataset'])
+    meta = read_meta(folder) if config['dataset'] and os.path.isdir(folder) else None
+    read = functools.partial(train.load_to_train, config['init_from'], 'out', meta=meta)
+    if not (config['lengths'] or model_args.get('rope_scaling')):
+        model, tokenizer, rest = read(model_args)
+        return model, tokenizer, rest, model.config.block_size
+    model, _, rest = read({})
     trained, changes = model.config.block_size, dict(model_args)
     base = changes.get('block_size', trained)
     if config['lengths']:
@@ -375,8 +381,7 @@ def load_to_evaluate(config, model_args):
                              "and knows none beyond; positions that can are computed, as rope's and alibi's")
     if changes.get('rope_scaling'):
         changes['rope_scaling'] = complete_scaling(model.config, changes['rope_scaling'])
-    if changes:
-        model, tokenizer, rest = read(changes)
+    model, tokenizer, rest = read(changes)
     return model, tokenizer, rest, base
 
 
@@ -449,26 +454,27 @@ def inputs_and_targets(streams):
 
 @torch.no_grad()
 def losses(model, rows, machine, batch_size):
-    """Yields the loss of each target of each row, in nats, 0 where the target is -1: rows (inputs, targets)
-    of arrays of one length, (T,) each -> (T,) float64. batch_size None: 256 MB of logits at a time. Says how
-    long it will take, if that is long."""
+    """Yields (i, the loss of each target of rows[i], in nats, 0 where the target is -1), longest rows first:
+    rows (inputs, targets) of arrays of one length, (T,) each -> (T,) float64. batch_size None: 256 MB of
+    logits at a time. Says how long it will take, if that is long."""
     done, total, begun, said = 0, sum(len(inputs) for inputs, _ in rows), time.perf_counter(), False
-    first = 0
-    while first < len(rows):
-        width = model.config.vocab_size * len(rows[first][0])
-        batch = rows[first:first + (batch_size or max(1, 2**26 // width))]
-        first, longest = first + len(batch), max(len(inputs) for inputs, _ in batch)
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # alike in length, little padding
+    while order:
+        longest = len(rows[order[0]][0])
+        n = batch_size or max(1, 2**26 // (model.config.vocab_size * longest))
+        batch, order = order[:n], order[n:]
         x, y = np.zeros((len(batch), longest), np.int64), np.full((len(batch), longest), -1)
-        for row, (inputs, targets) in enumerate(batch):
+        for row, i in enumerate(batch):
+            inputs, targets = rows[i]
             x[row, :len(inputs)], y[row, :len(targets)] = inputs, targets  # padding follows: nobody sees it
+            done += len(inputs)
         x, y = train.to_device((x, y), machine.device)
         with machine.autocast():
             logits = model(x)
         each = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1,
                                                  reduction='none').view_as(y).double().cpu().numpy()
-        for row, (inputs, _) in enumerate(batch):
-            yield each[row, :len(inputs)]
-        done += sum(len(inputs) for inputs, _ in batch)
+        for row, i in enumerate(batch):
+            yield i, each[row, :len(rows[i][0])]
         spent = time.perf_counter() - begun
         left = spent * (total - done) / done
         if spent > 5 and left > 60 and not said:
@@ -480,9 +486,9 @@ def by_position(rows, read):
     """Sums over rows (inputs, targets): (losses, targets), each (T,) float64 by position in the row."""
     longest = max(len(inputs) for inputs, _ in rows)
     sums, counts = np.zeros(longest), np.zeros(longest)
-    for (_, targets), each in zip(rows, read(rows)):
+    for i, each in read(rows):
         sums[:len(each)] += each
-        counts[:len(each)] += targets != -1
+        counts[:len(each)] += rows[i][1] != -1
     return sums, counts
 
 
@@ -527,6 +533,9 @@ def evaluate(config, model_args, words):
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
     print(f"{path}: {model.num_params():,} parameters, context {base:,}")
+    logits_gb = 4e-9 * model.config.block_size * model.config.vocab_size
+    if logits_gb > 4:
+        print(f"a window has {logits_gb:.0f} GB of logits: --block_size=1024 takes less memory, sees less")
     name = words[0] if words else train.data_folder(dataset)
     read = functools.partial(losses, model, machine=machine, batch_size=config['batch_size'])
     if choices:
@@ -623,18 +632,18 @@ def evaluate_choices(path, tokenizer, block_size, read):
     ending, in tokens. lm-evaluation-harness has acc 0.2892, acc_norm 0.3114 there: it puts activity_label in
     front, removes what is in brackets, and divides by bytes; so these are other numbers."""
     records = [read_choice(place, record, tokenizer) for place, record in json_records(path, 'strict')]
-    rows = []
+    rows, places = [], []  # a row for each ending; its question and choice
     for question, (context, endings, _) in enumerate(records):
         for choice, ids in enumerate(endings):
             inputs, targets = (context + ids)[:-1], [-1] * (len(context) - 1) + ids
             # of what is too long, the end
-            row = np.array(inputs[-block_size:]), np.array(targets[-block_size:])
-            rows.append((question, choice, len(ids[-block_size:]), row))
-    rows.sort(key=lambda row: -len(row[-1][0]))  # alike in length, little padding
+            rows.append((np.array(inputs[-block_size:]), np.array(targets[-block_size:])))
+            places.append((question, choice))
     sums = [[0.0] * len(endings) for _, endings, _ in records]
     means = [[0.0] * len(endings) for _, endings, _ in records]
-    for (question, choice, n, _), each in zip(rows, read([row[-1] for row in rows])):
-        sums[question][choice], means[question][choice] = each.sum(), each.sum() / n
+    for i, each in read(rows):
+        question, choice = places[i]
+        sums[question][choice], means[question][choice] = each.sum(), each.sum() / (rows[i][1] != -1).sum()
     labels, n = [label for *_, label in records], len(records)
     right = {name: sum(int(np.argmin(loss)) == label for loss, label in zip(table, labels))
              for name, table in (('acc', sums), ('acc_norm', means))}

@@ -6874,11 +6874,39 @@ def test_bench_eval_of_a_text_counts_its_bytes(folder, capsys):
     assert (numbers['bytes'], numbers['targets']) == (len(text.encode()) - 1, len(text) - 1)
 
 
+def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch):
+    """A batch is as wide as its longest row, whatever shard comes first, and as full as memory allows."""
+    model = tiny(block_size=16, vocab_size=23).eval()
+    rng, streams = np.random.default_rng(0), []
+    for length in (3, 16, 16, 16, 5, 16, 16):
+        ids = rng.integers(23, size=length + 1)
+        streams.append((ids[:-1], ids[1:]))
+    shapes = []
+    model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    machine = runtime('cpu', 'float32')
+    found = {size: flat_bench.by_position(streams, functools.partial(
+        flat_bench.losses, model, machine=machine, batch_size=size)) for size in (1, 2, 7)}
+    assert shapes == [(1, 16)] * 5 + [(1, 5), (1, 3)] + [(2, 16), (2, 16), (2, 16), (1, 3)] + [(7, 16)]
+    by_hand = np.zeros(16)
+    for inputs, targets in streams:
+        by_hand[:len(inputs)] += naive_losses(model, [*inputs.tolist(), int(targets[-1])], len(inputs))
+    for sums, counts in found.values():
+        assert sums == pytest.approx(by_hand, rel=1e-6)
+        assert counts.tolist() == [7] * 3 + [6] * 2 + [5] * 11
+    shapes.clear()
+    monkeypatch.setattr(model.config, 'vocab_size', 2**26 // 40)  # of rows of 16 two fit, of 3 many
+    [*flat_bench.losses(model, streams, machine, None)]
+    assert shapes == [(2, 16), (2, 16), (2, 16), (1, 3)]
+
+
 def test_bench_eval_is_what_training_has_logged(folder, capsys):
     """In windows that divide the text, as those of the toy do."""
     train('--out_dir=out', '--max_iters=10', '--eval_iters=99')
     _, numbers = bench(capsys, 'eval', '--init_from=out', *EVAL)
-    assert numbers['loss'] == pytest.approx(float(log_rows('out')[-1]['val_loss']), abs=2e-6)
+    row = log_rows('out')[-1]
+    assert numbers['loss'] == pytest.approx(float(row['val_loss']), abs=2e-6)
+    # the toy's meta.json says 2 bytes a token, its tokens are of one
+    assert numbers['bits_per_byte'] == pytest.approx(2 * float(row['val_bpb']), abs=4e-6)
     assert numbers['targets'] == numbers['bytes'] == 800 and numbers['data'] == os.path.join('data', 'toy')
 
 
