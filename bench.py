@@ -40,6 +40,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import re
 import runpy
 import shlex
@@ -964,20 +965,22 @@ class Variant:
     name: str
     revision: str             # of the code; WORK: the working tree
     code: Path                # a copy of it
-    args: list                # train.py's, but for seed and out_dir
+    args: list                # train.py's, but for seed and out_dir; config files as paths of copies
     data: str = ''            # folder
+    init_from: str = 'scratch'
     params: int = 0
     cache: int | None = None  # bytes a token in bfloat16; None: its own code alone knows
 
     def command(self, folder, *more):
-        return [sys.executable, str(self.code / 'train.py'), *place_configs(self.args, self.code),
-                f'--out_dir={folder}', *more]
+        return [sys.executable, str(self.code / 'train.py'), *self.args, f'--out_dir={folder}', *more]
 
 
 def parse_variant(text):
     """'HEAD~1: --norm=layernorm' -> ('HEAD~1', ['--norm=layernorm']); without a revision it is WORK."""
     found = re.fullmatch(r'(?s)\s*([^\s:-][^\s:]*):(?=\s|-|$)(.*)', text)
     revision, rest = found.groups() if found else ('WORK', text)
+    if os.name == 'nt':  # where it is in paths
+        rest = rest.replace('\\', '\\\\')
     return revision, shlex.split(rest)
 
 
@@ -1014,8 +1017,12 @@ def copy_code(revision, place):
         names = os.fsdecode(found.stdout).split('\0') if found else []
         if 'train.py' not in names:  # no clone of its own
             names = [path.relative_to(ROOT) for path in (*ROOT.glob('*.py'), *ROOT.glob('config/*.py'))]
-        for path in (ROOT / name for name in names):
-            if path.is_file() and path.stat().st_size < 2**20:  # code is small
+        paths = [path for path in (ROOT / name for name in names) if path.is_file()]
+        large = [path for path in paths if path.stat().st_size > 2**20]
+        if large:
+            print(f"not copied to train with, as code is smaller than 1 MB: {', '.join(map(str, large))}")
+        for path in paths:
+            if path not in large:
                 copy = folder / path.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
@@ -1032,22 +1039,29 @@ def copy_code(revision, place):
     return folder
 
 
+def is_config(arg):
+    return arg.endswith('.py') and not arg.startswith('-')
+
+
 def place_configs(args, code):
-    """Command-line arguments with config files as paths: where they are ours, of that copy of the code."""
+    """Command-line arguments with config files as paths in a copy of the code, where those that are not of it
+    are copied too: a file may be edited while its runs go on."""
     placed = []
     for arg in args:
-        if arg.endswith('.py') and not arg.startswith('-'):
-            path = (Path(arg) if os.path.isfile(arg) else ROOT / arg).resolve()
-            if path.is_relative_to(ROOT) and (code / path.relative_to(ROOT)).is_file():
-                path = code / path.relative_to(ROOT)
-            arg = str(path)
+        path = Path(arg) if os.path.isfile(arg) else ROOT / arg
+        ours = path.resolve()
+        if is_config(arg) and ours.is_relative_to(ROOT) and (code / ours.relative_to(ROOT)).is_file():
+            arg = str(code / ours.relative_to(ROOT))
+        elif is_config(arg) and path.is_file():
+            (code / 'config').mkdir(exist_ok=True)
+            arg = shutil.copyfile(path, Path(tempfile.mkdtemp(dir=code / 'config'), path.name)).as_posix()
         placed.append(arg)
     return placed
 
 
-def bare_code(path):
-    """A Python file without comments, docstrings and layout, which change no run."""
-    source = path.read_text(encoding='utf-8')
+@functools.cache
+def bare_code(source):
+    """A Python file's text without comments, docstrings and layout, which change no run."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -1062,12 +1076,17 @@ def bare_code(path):
 
 @functools.cache
 def code_digest(code):
-    """Of what runs depend on in a copy of the code: not bench.py and tests, and config files are settings."""
+    """Of what runs depend on in a copy of the code, whatever its kind: not on this file, tests, texts or what
+    is hidden; and config files are settings."""
     digest = hashlib.sha256()
-    for path in sorted(code.glob('**/*.py')):
+    for path in sorted(path for path in code.glob('**/*') if path.is_file()):
         name = path.relative_to(code).as_posix()
-        if not re.match(r'config/|bench|test', name):
-            digest.update(f'{name}\0{bare_code(path)}\0'.encode())
+        if not (name.startswith(('config/', '.')) or name in ('bench.py', 'test_model.py')
+                or path.suffix in ('.md', '.pyc')):
+            content = path.read_bytes()
+            if path.suffix == '.py':
+                content = bare_code(content.decode()).encode()
+            digest.update(f'{name}\0{len(content)}\0'.encode() + content)
     return digest.hexdigest()
 
 
@@ -1079,13 +1098,13 @@ def stamps(path):
 
 def run_folder(variant, seed, what='run'):
     """The folder in RUNS of a variant's run: by a hash of code, settings, data and machine."""
-    args = [bare_code(Path(arg)) if arg.endswith('.py') and not arg.startswith('-') else arg
-            for arg in place_configs(variant.args, variant.code)]
-    values = [arg.partition('=')[2] for arg in variant.args]  # a checkpoint, a folder of data
-    files = [stamps(value) for value in values if os.path.exists(value)]
-    identity = [what, code_digest(variant.code), args, seed, files,
+    args = [bare_code(read_text(arg)) if is_config(arg) else arg for arg in variant.args]
+    values = [variant.init_from, *(arg.partition('=')[2] for arg in args)]  # checkpoints, folders of data
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.node()
+    identity = [what, code_digest(variant.code), args, seed,
+                [stamps(value) for value in values if os.path.exists(value)],
                 read_meta(variant.data).get('checksum') or stamps(variant.data),
-                torch.__version__, torch.get_num_threads(), torch.cuda.is_available()]
+                torch.__version__, torch.get_num_threads(), machine]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return os.path.join(RUNS, digest[:12])
 
@@ -1130,16 +1149,15 @@ def make_variant(name, text, base, place, copies):
     try:
         revision, args = parse_variant(text)
         args = [*base, *args]
-        if not any(arg.endswith('.py') or arg.startswith('--init_from=') for arg in args):
+        if not any(is_config(arg) or arg.startswith('--init_from=') for arg in args):
             args.insert(0, 'config/default.py')  # as train.py has it, but of this revision
-        for taken in ('out_dir', 'eval_only', 'init_from=resume'):
-            if any(re.match(f'--{taken}(=|$)', arg) for arg in args):
-                raise ValueError(f"--{taken}: leave it out, every run is a new one in a folder of {RUNS}/")
         if revision not in copies:
             copies[revision] = copy_code(revision, place)
-        variant = Variant(name, revision, copies[revision], args)
-        if revision == 'WORK' and settings_of(args)[0]['init_from'] == 'scratch':
-            model, variant.data = settle(args)
+        variant = Variant(name, revision, copies[revision], place_configs(args, copies[revision]))
+        settings = check_run(variant)
+        variant.init_from = settings['init_from']
+        if revision == 'WORK' and variant.init_from == 'scratch':
+            model, variant.data = settle(variant.args)
             variant.params = model.num_params()
             variant.cache = 2 * (model.cache_elements(1) - model.cache_elements(0))
         else:
@@ -1147,6 +1165,26 @@ def make_variant(name, text, base, place, copies):
     except (ValueError, OSError) as error:
         raise ValueError(f"variant {name!r}: {error}") from None
     return variant
+
+
+def check_run(variant):
+    """The settings of a variant, as far as the working tree's train.py knows them. Raises ValueError for what
+    makes no run of its own length."""
+    given = {arg.removeprefix('--').partition('=')[0] for arg in variant.args if arg.startswith('-')}
+    try:
+        settings, _ = settings_of(variant.args)
+    except ValueError:
+        if variant.revision == 'WORK':
+            raise
+        settings = {'init_from': 'scratch'}  # a revision may have others: see try_out
+    wrong = [name for name in ('out_dir', 'seed') if name in given]
+    wrong += [name for name in ('eval_only', 'time_limit') if settings.get(name)]
+    wrong += [name for name in sorted(train.LENGTH) if settings.get(name) == 0]
+    wrong += ['init_from'] if settings['init_from'] == 'resume' else []
+    if wrong:
+        raise ValueError(f"{wrong[0]}: leave it out, every run is a new one of its whole length, in a folder "
+                         f"of {RUNS}/, and with each of the --seeds")
+    return settings
 
 
 def try_out(variant):
@@ -1189,34 +1227,35 @@ def match_size(variant, target, active):
 
 
 def wait(process, watch=None):
-    """Waits for a process, calling watch() meanwhile. Ctrl-C is handed on, and its end awaited. Returns the
-    most memory it used, in MB, None where nobody can tell."""
-    peak = None
+    """Waits for a process, calling watch() meanwhile. What ends this, Ctrl-C or an error, is Ctrl-C to the
+    process, whose end is awaited; a second one is handed on, but the two at once that `timeout` sends."""
     try:
-        while process.returncode is None:
-            if hasattr(os, 'wait4'):
-                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-                if pid:
-                    process.returncode = os.waitstatus_to_exitcode(status)
-                    peak = usage.ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
-            else:
-                process.poll()
+        while process.poll() is None:
             if watch:
                 watch()
-            if process.returncode is None:
-                time.sleep(0.1)
-    except KeyboardInterrupt:
-        print('stopping this run: it saves its state first', flush=True)
-        ask, asked_at = signal.SIGINT if os.name == 'posix' else signal.SIGTERM, time.time()
-        process.send_signal(ask)
-        while process.poll() is None:
-            try:
-                process.wait()
-            except KeyboardInterrupt:
-                if time.time() - asked_at > 1:  # a person again: it leaves at once; `timeout` signals twice
-                    process.send_signal(ask)
-        raise
-    return peak
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+    finally:
+        if process.poll() is None:
+            asked_at = time.time()
+
+            def ask(number=None, frame=None):
+                # on Windows the terminal's Ctrl-C has reached it
+                if os.name == 'posix' and (number is None or time.time() - asked_at > 1):
+                    process.send_signal(signal.SIGINT)
+            before = {number: signal.signal(number, ask) for number in stop_signals()}
+            ask()
+            with contextlib.suppress(BrokenPipeError):  # of `| tee`, which Ctrl-C has ended, or `| head`
+                print('stopping this run: it saves its state first', flush=True)
+            process.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def stop_signals():
+    """Those that end this process, of what this system has; `nohup` has one ignored, and so it is here."""
+    known = (getattr(signal, name, None) for name in ('SIGINT', 'SIGTERM', 'SIGHUP'))
+    return [number for number in known if number and signal.getsignal(number) != signal.SIG_IGN]
 
 
 def start(command, printed):
@@ -1253,21 +1292,26 @@ def step_ms(rows):
 
 def train_variant(variant, seed, folder, watch):
     """Runs a variant with a seed, or goes on with a run of it that was stopped. Its folder has a result.json
-    afterwards, unless it has failed in a way that may not come again; then the error is returned."""
+    afterwards, unless it has failed in a way that may not come again; then the error is returned. Raises
+    OSError or ValueError if it has no log."""
     os.makedirs(folder, exist_ok=True)
     command = variant.command(folder, f'--seed={seed}')
     if os.path.exists(os.path.join(folder, 'ckpt.pt')):  # the checkpoint holds all settings
         command = [*variant.command(folder)[:2], f'--out_dir={folder}', '--init_from=resume']
     printed = os.path.join(folder, 'printed.txt')
     process = start(command, printed)
-    peak, text = wait(process, watch), read_text(printed)
+    wait(process, watch)
+    text, ended = read_text(printed), None
     if process.returncode:
         ended = f"signal {-process.returncode} ended it" if process.returncode < 0 else last_line(text)
         if 'the run diverged' not in ended:
             return ended
-    on_gpu = re.search(r'^device cuda', text, re.M)  # whose memory the system does not count
-    result = {'error': ended if process.returncode else None, 'seed': seed, 'variant': variant.name,
-              'args': variant.args, 'peak_mb': None if on_gpu or peak is None else round(peak, 1)}
+    else:
+        read_log(folder)  # or it has not trained
+    peak = re.search(r'^done: .* peak memory ([\d,]+) MB', text, re.M)
+    result = {'error': ended, 'seed': seed, 'variant': variant.name,
+              'args': [arg.removeprefix(f'{variant.code}{os.sep}') for arg in variant.args],
+              'peak_mb': int(peak[1].replace(',', '')) if peak else None}
     path = os.path.join(folder, 'result.json')
     Path(path + '.tmp').write_text(json.dumps(result), encoding='utf-8')
     os.replace(path + '.tmp', path)
@@ -1275,8 +1319,8 @@ def train_variant(variant, seed, folder, watch):
 
 
 def read_run(folder, column='val_loss'):
-    """A finished run: {'error': None or its one line, 'rows' of the log, 'loss' and 'best': the last and the
-    lowest of that column, 'ms', 'peak_mb', 'iterations', 'seconds'}; None if it is not finished."""
+    """A finished run: {'error': None or its one line, 'rows' of the log, 'loss': the last of that column,
+    'ms', 'peak_mb', 'iterations', 'seconds'}; None if it is not finished."""
     path = os.path.join(folder, 'result.json')
     if not os.path.exists(path):
         return None
@@ -1285,7 +1329,6 @@ def read_run(folder, column='val_loss'):
     if not found['error']:
         rows = read_log(folder)
         found |= {'rows': rows, 'loss': float(rows[-1][column]), 'ms': step_ms(rows),
-                  'best': min(float(row[column]) for row in rows if row[column]),
                   'iterations': int(rows[-1]['iter']), 'seconds': float(rows[-1]['wall_s'])}
     return found
 
@@ -1358,10 +1401,10 @@ def match_variants(first, others, match, seed):
                   f"{found['iterations']:,} of {found['first_ms']:.1f} ms")
 
 
-def paired_difference(losses, first):
-    """Mean of the differences seed by seed, and the ends of its 95% confidence interval (Student's t); these
-    are None for a single seed."""
-    differences = [a - b for a, b in zip(losses, first, strict=True)]
+def paired_difference(own, first):
+    """Mean of the differences of losses, seed by seed, and the ends of its 95% confidence interval (Student's
+    t); these are None for a single seed."""
+    differences = [a - b for a, b in zip(own, first, strict=True)]
     n, mean = len(differences), statistics.fmean(differences)
     if n == 1:
         return mean, None, None
@@ -1376,9 +1419,9 @@ def judge(low, high):
     return 'better' if high < 0 else 'worse' if low > 0 else 'no difference seen'
 
 
-def summarise(variants, runs):
+def summarise(variants, runs, column):
     """Rows of the table, dicts, from runs[i][j], of variant i with the j-th seed: see read_run; a text is an
-    error that is not kept."""
+    error that is not kept. column: of the logs, the loss."""
     rows = []
     for variant, own in zip(variants, runs):
         row = {'variant': variant.name, 'params': variant.params, 'cache_bytes_per_token': variant.cache}
@@ -1387,10 +1430,11 @@ def summarise(variants, runs):
         if failed:
             row['error'] = f"{len(failed)} of {len(own)} runs failed: {failed[0]}"
         else:
-            losses, peaks = [run['loss'] for run in own], [run['peak_mb'] for run in own]
-            row |= {'iterations': own[0]['iterations'], 'losses': losses, 'loss': statistics.fmean(losses),
-                    'sd': statistics.stdev(losses) if len(losses) > 1 else None,
-                    'best': statistics.fmean(run['best'] for run in own),
+            last, peaks = [run['loss'] for run in own], [run['peak_mb'] for run in own]
+            row |= {'iterations': own[0]['iterations'], 'losses': last, 'loss': statistics.fmean(last),
+                    'sd': statistics.stdev(last) if len(last) > 1 else None,
+                    'best': float(curve([run['rows'] for run in own], 'iter', column)[1].min()),
+                    'seconds': statistics.fmean(run['seconds'] for run in own),
                     'ms': statistics.median(run['ms'] for run in own),
                     'peak_mb': None if None in peaks else statistics.median(peaks)}
         rows.append(row)
@@ -1439,7 +1483,9 @@ def train_all(variants, seeds, folders, column):
     for seed, turn in zip(seeds, zip(*folders)):
         todo |= {folder: (variant, seed) for variant, folder in zip(variants, turn) if not done[folder]}
     times = [run['seconds'] for run in done.values() if run and not run['error']]
-    print(f"{len(done)} runs, {len(done) - len(todo)} of them finished before")
+    before = len(done) - len(todo)
+    print(f"{len(done)} runs, {before} of them finished before"
+          f"{', whose ms/step are of then' if 0 < before < len(done) else ''}")
     for i, (folder, (variant, seed)) in enumerate(todo.items()):
         said = []
         if times and not i:
@@ -1455,7 +1501,7 @@ def train_all(variants, seeds, folders, column):
         except (ValueError, OSError) as error:
             run = str(error)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"{len(done) - len(todo) + i} of {len(done)} runs are finished; the same "
+            raise KeyboardInterrupt(f"{before + i} of {len(done)} runs are finished; the same "
                                     "command goes on") from None
         done[folder], left = run, len(todo) - i - 1
         error = run if isinstance(run, str) else run['error']
@@ -1479,7 +1525,8 @@ def compare(config, args, words):
     texts = named_variants(config['variants'] if config['variants'] is not None else chosen.get('variants'))
     seeds = range(config['seed'], config['seed'] + config['seeds'])
     match = config['match'] or chosen.get('match', 'none')
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in stop_signals():
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         copies = {}
         variants = [make_variant(name, text, base, place, copies) for name, text in texts.items()]
@@ -1492,10 +1539,13 @@ def compare(config, args, words):
                 raise ValueError(f"{variant.data} has no bytes_per_token, so its loss compares with no other")
         folders = [[run_folder(variant, seed) for seed in seeds] for variant in variants]
         runs = train_all(variants, seeds, folders, column)
-    rows = summarise(variants, runs)
+    rows = summarise(variants, runs, column)
     print_comparison(rows, 'val loss' if column == 'val_loss' else 'bits per byte')
     print(f"± is the spread over {len(seeds)} seeds, the difference is paired by seed" if len(seeds) > 1
           else 'one seed tells nothing of the spread between seeds, so there is no confidence: --seeds=3')
+    if match == 'time':
+        seconds = [f"{row['variant']} {row['seconds']:.1f}" for row in rows if 'error' not in row]
+        print(f"seconds a run: {', '.join(seconds)}")
     if len(variants) > 2 and len(seeds) > 1:
         print('each interval is at 95% by itself: of 20 variants equal to the first, one would seem not')
     if any(row['best'] < row['loss'] - 1e-3 for row in rows if 'error' not in row):
@@ -1504,12 +1554,9 @@ def compare(config, args, words):
     path, curves = None, {variant.name: [run['rows'] for run in own]
                           for variant, own, row in zip(variants, runs, rows) if 'error' not in row}
     if curves:
-        path = os.path.join(RUNS, f"{words[0] if words else 'compare'}.png")
         try:
-            draw(curves, config['by'], path, column)
-            print(f"curves: {path}")
+            path = draw(curves, config['by'], words[0] if words else 'compare', column)
         except ImportError as error:
-            path = None
             print(error)
     for row, own in zip(rows, folders):
         row['runs'] = own
@@ -1530,9 +1577,10 @@ def curve(logs, by, column='val_loss'):
     return x.mean(1), y.mean(1), y.std(1, ddof=1) if len(logs) > 1 else np.zeros(len(y))
 
 
-def draw(curves, by, path, column='val_loss'):
-    """Writes a PNG of validation losses. curves: name -> logs of runs that differ by seed, see read_log;
-    several are shown by their mean and spread. by: the horizontal axis, see AXES."""
+def draw(curves, by, what, column='val_loss'):
+    """Writes validation losses to a PNG in RUNS, named by `what` and what it shows, and returns its path.
+    curves: name -> logs of runs that differ by seed, see read_log, shown by their mean and spread. by: the
+    horizontal axis, see AXES. Raises ImportError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -1549,21 +1597,25 @@ def draw(curves, by, path, column='val_loss'):
     axes.set(xlabel=AXES[by][1], ylabel='validation loss' if column == 'val_loss' else 'bits per byte')
     axes.grid(alpha=0.3)
     axes.legend(loc='upper right', fontsize='small')
+    os.makedirs(RUNS, exist_ok=True)
+    digest = hashlib.sha256(json.dumps([curves, by, column]).encode()).hexdigest()
+    path = os.path.join(RUNS, f'{what}-{digest[:6]}.png')
     FigureCanvasAgg(figure).print_png(path)
+    print(f"curves: {path}")
+    return path
 
 
 def plot(config, model_args, words):
-    """Draws the validation loss of runs, given by their folders, to plot.png."""
+    """Draws the validation loss of runs, given by their folders, to a PNG."""
     if not words:
         raise ValueError("plot takes folders of runs: python bench.py plot out-a out-b --by=time")
     logs = {word: read_log(word) for word in words}
-    draw({name: [rows] for name, rows in logs.items()}, config['by'], 'plot.png')
+    path = draw({name: [rows] for name, rows in logs.items()}, config['by'], 'plot')
     last = {name: [float(row['val_loss']) for row in rows if row['val_loss']][-1]
             for name, rows in logs.items()}
     for name, loss in last.items():
         print(f"{name}: val loss {loss:.4f} after {int(logs[name][-1]['iter']):,} iterations")
-    print('curves: plot.png')
-    return {'plot': 'plot.png', 'by': config['by'], 'loss': last}
+    return {'plot': path, 'by': config['by'], 'loss': last}
 
 
 # checking ---------------------------------------------------------------------------------------------------

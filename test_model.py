@@ -7052,18 +7052,11 @@ def test_bench_cost(folder, capsys):
 
 # comparing --------------------------------------------------------------------------------------------------
 
-def compare_toy(capsys, *args):
-    """bench.py compare on data/toy as a user runs it: (what it prints, its JSON)."""
-    run('bench.py', 'compare', *TOY, *args)
-    out = capsys.readouterr().out
-    return out, json.loads(out.splitlines()[-1])
-
-
-def interrupt_second_run():
-    """Sends this process Ctrl-C as soon as the second run of a comparison has written a checkpoint."""
+def interrupt_run():
+    """Sends this process Ctrl-C as soon as a run of a comparison has written a checkpoint."""
     def poll():
         for _ in range(6000):
-            if len(glob.glob('out-compare/*/ckpt.pt')) == 2:
+            if glob.glob('out-compare/*/ckpt.pt'):
                 os.kill(os.getpid(), signal.SIGINT)
                 return
             time.sleep(0.01)
@@ -7071,51 +7064,147 @@ def interrupt_second_run():
 
 
 def test_compare_is_ordinary_runs_stopped_and_continued(folder, capsys, monkeypatch):
-    """Losses are those of train.py alone, to the last digit, also where Ctrl-C came in between."""
+    """The loss is that of train.py alone, to the last digit, also where Ctrl-C came in between."""
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
     torch.set_num_threads(1)
-    variants, losses = "--variants={'a': '', 'b': '--norm=layernorm'}", []
-    for flags in ([], ['--norm=layernorm']):
-        for seed in (1337, 1338):
-            run('train.py', *TOY, *flags, f'--seed={seed}', '--out_dir=out')
-            losses.append(float(log_rows('out')[-1]['val_loss']))
-    interrupt_second_run()
-    with pytest.raises(KeyboardInterrupt, match='1 of 4 runs are finished; the same command goes on'):
-        compare_toy(capsys, variants, '--seeds=2')
-    stopped, = (path for path in glob.glob('out-compare/*/') if not os.path.exists(path + 'result.json'))
-    assert os.path.exists(stopped + 'ckpt.pt')
-    first, numbers = compare_toy(capsys, variants, '--seeds=2')
-    assert '4 runs, 1 of them finished before' in first and os.path.exists(stopped + 'result.json')
-    a, b = numbers['rows']
-    assert [*a['losses'], *b['losses']] == losses
-    logs = [[log_rows(path) for path in row['runs']] for row in (a, b)]
-    assert (a['params'], b['params']) == (33728, 33728) and a['cache_bytes_per_token'] == 2 * 2 * 2 * 32
-    for row, own in zip((a, b), logs):
-        x = np.array(row['losses'])
-        assert row['loss'] == pytest.approx(x.mean()) and row['sd'] == pytest.approx(abs(x[0] - x[1]) / 2**.5)
-        # every iteration has a row: the first four have the warm-up in them
-        medians = [np.median([float(r['ms_per_iter']) for r in rows if int(r['iter']) > 4]) for rows in own]
-        assert row['ms'] == pytest.approx(np.mean(medians)) and row['iterations'] == 20
-        assert 50 < row['peak_mb'] < 5000
-    d = np.array(b['losses']) - np.array(a['losses'])
-    half = 12.7062 * d.std(ddof=1) / 2 ** 0.5  # t of one degree of freedom: tan(0.95 pi / 2)
-    assert [b[k] for k in ('difference', 'low', 'high')] == pytest.approx(
-        [d.mean(), d.mean() - half, d.mean() + half], abs=1e-6)
-    assert 'difference' not in a and ('b' in first and f"{d.mean():+.4f} [" in first)
+    run('train.py', *TOY, '--norm=layernorm', '--out_dir=out')
+    monkeypatch.setattr(flat_bench, 'stop_signals', lambda: [signal.SIGINT])  # for the others are pytest's
+    config = {**flat_bench.config, 'variants': {'b': '--norm=layernorm'}, 'seeds': 1}
+    interrupt_run()
+    with pytest.raises(KeyboardInterrupt, match='0 of 1 runs are finished; the same command goes on'):
+        flat_bench.compare(config, TOY, [])
+    stopped, = glob.glob('out-compare/*/')
+    assert os.path.exists(stopped + 'ckpt.pt') and not os.path.exists(stopped + 'result.json')
+    capsys.readouterr()
+    numbers = flat_bench.compare(config, TOY, [])
+    first = capsys.readouterr().out
+    row, = numbers['rows']
+    assert row['losses'] == [float(log_rows('out')[-1]['val_loss'])] and row['runs'] == [stopped[:-1]]
+    assert (row['params'], row['cache_bytes_per_token'], row['iterations']) == (33728, 2 * 2 * 2 * 32, 20)
+    rows = log_rows(stopped)
+    # every iteration has a row: the first four have the warm-up in them
+    assert row['ms'] == np.median([float(r['ms_per_iter']) for r in rows if int(r['iter']) > 4])
+    assert 50 < row['peak_mb'] < 5000 and row['seconds'] == float(rows[-1]['wall_s'])
+    again, second = flat_bench.compare(config, TOY, []), capsys.readouterr().out
+    assert '1 runs, 1 of them finished before\n' in second and 'one seed tells nothing' in second
+    assert again == numbers and second.partition('\nvariant')[2] == first.partition('\nvariant')[2]
+
+
+def test_compare_says_which_is_better(folder, capsys, monkeypatch):
+    """From runs whose losses are known: one is worse at each seed, one fails, one was evaluated once more."""
+    found = {'a': [2.0, 2.1, 2.3], 'b': [2.25, 2.25, 2.5], 'c': None, 'd': [2.0, 2.1, 2.3]}
+    trained = []
+
+    def train_variant(variant, seed, folder, watch):
+        trained.append((variant.name, seed))
+        losses, error = found[variant.name], None if found[variant.name] else 'the run diverged: x'
+        if losses:
+            at_ctrl_c = {15: 1.0} if (variant.name, seed) == ('d', 8) else {}
+            fake_log(Path(folder), {1: None, 10: 1.9 + seed / 10, **at_ctrl_c, 20: losses[seed - 7]}, 0.5)
+        os.makedirs(folder, exist_ok=True)
+        Path(folder, 'result.json').write_text(json.dumps({'error': error, 'peak_mb': 100}), encoding='utf-8')
+    monkeypatch.setattr(flat_bench, 'train_variant', train_variant)
+    monkeypatch.setattr(flat_bench, 'code_digest', lambda code: '')
+    monkeypatch.setattr(flat_bench, 'stop_signals', list)
+    variants = {'a': '', 'b': '--norm=layernorm', 'c': '--learning_rate=1e12', 'd': '--beta1=0.8'}
+    config = {**flat_bench.config, 'variants': variants, 'seed': 7}
+    numbers = flat_bench.compare(config, [*TOY, '--seed=7'], [])
+    out = capsys.readouterr().out
+    assert trained == [(name, seed) for seed in (7, 8, 9) for name in variants]
+    a, b, c, d = numbers['rows']
+    assert [a['losses'], b['losses']] == [found['a'], found['b']] and numbers['failed'] == ['c']
+    assert a['loss'] == pytest.approx(np.mean(found['a'])) and a['seconds'] == 10 and a['peak_mb'] == 100
+    assert a['sd'] == pytest.approx(np.std(found['a'], ddof=1)) and 'difference' not in a
+    low, high = 0.2 - 4.3027 * 0.05 / 3 ** 0.5, 0.2 + 4.3027 * 0.05 / 3 ** 0.5  # of 0.25, 0.15, 0.2
+    assert [b[k] for k in ('difference', 'low', 'high')] == pytest.approx([0.2, low, high], abs=5e-5)
+    assert (b['verdict'], d['verdict']) == ('worse', 'no difference seen')
+    assert re.search(r'^b .*\+0\.2000 \[\+0\.0758, \+0\.3242\] +worse', out, re.M)
+    assert re.search(r'^c +3 of 3 runs failed: the run diverged: x$', out, re.M)
+    assert a['best'] == d['best'] == pytest.approx(np.mean(found['a']))  # not what Ctrl-C has evaluated
     assert (numbers['plot'] is None) == (importlib.util.find_spec('matplotlib') is None)
     assert numbers['plot'] is None or Path(numbers['plot']).read_bytes().startswith(b'\x89PNG')
-    # the same table from what is there, then one variant more, that fails
-    times = {path: os.path.getmtime(path) for path in glob.glob('out-compare/*/log.csv')}
-    second, again = compare_toy(capsys, variants, '--seeds=2')
-    assert again == numbers and second.partition('\nvariant')[2] == first.partition('\nvariant')[2]
-    with pytest.raises(SystemExit) as done:
-        compare_toy(capsys, "--variants={'a': '', 'c': '--learning_rate=1e12'}", '--seeds=1')
-    out = capsys.readouterr().out
-    rows = json.loads(out.splitlines()[-1])['rows']
-    assert done.value.code == 1 and '2 runs, 1 of them finished before' in out
-    assert 'the run diverged' in rows[1]['error'] and rows[0]['losses'] == a['losses'][:1]
-    assert re.search(r'^c +1 of 1 runs failed: .*diverged', out, re.M) and 'one seed tells nothing' in out
-    assert times.items() <= {path: os.path.getmtime(path) for path in times}.items()
+    # with a seed less, of runs that are there, and with a variant more
+    variants['e'] = '--beta1=0.7'
+    found['e'] = [3.0, 3.1, 3.3]
+    trained.clear()
+    again = flat_bench.compare({**config, 'seeds': 2}, TOY, [])
+    assert trained == [('e', 7), ('e', 8)] and again['rows'][1]['losses'] == found['b'][:2]
+    assert '10 runs, 8 of them finished before, whose ms/step are of then' in capsys.readouterr().out
+    assert not again['plot'] or again['plot'] != numbers['plot']
+
+
+def fake_variant(folder, code):
+    """A variant whose train.py is these lines."""
+    os.makedirs(folder / 'code')
+    (folder / 'code' / 'train.py').write_text(code, encoding='utf-8')
+    return flat_bench.Variant('x', 'WORK', folder / 'code', [])
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, BrokenPipeError])
+def test_no_run_goes_on_alone(tmp_path, monkeypatch, error):
+    """Whatever ends a comparison, the run has saved its state first, also where nobody reads what is said."""
+    monkeypatch.chdir(tmp_path)
+    variant = fake_variant(tmp_path, """if True:
+        import pathlib, signal, sys, time
+        def save(number, frame):
+            pathlib.Path('saved').touch()
+            sys.exit(130)
+        signal.signal(signal.SIGINT, save)
+        pathlib.Path('ready').touch()
+        time.sleep(60)""")
+
+    def watch():
+        if os.path.exists('ready'):
+            raise error
+
+    def nobody_reads(*text, flush):
+        raise BrokenPipeError
+    monkeypatch.setattr(flat_bench, 'print', nobody_reads, raising=False)
+    handler = signal.getsignal(signal.SIGINT)
+    process = flat_bench.start(variant.command('run'), 'printed.txt')
+    with pytest.raises(error):
+        flat_bench.wait(process, watch)
+    assert process.returncode == 130 and os.path.exists('saved')
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.skipif(os.name != 'posix', reason='Windows has no such signal')
+def test_a_hang_up_stops_a_comparison_unless_it_is_to_be_ignored():
+    assert signal.SIGHUP in flat_bench.stop_signals()
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert signal.SIGHUP not in flat_bench.stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+
+
+LOGGED = "open(f'{folder}/log.csv', 'w').write('iter,ms_per_iter,val_loss,wall_s\\n9,5,2.5,3\\n')"
+
+
+@pytest.mark.parametrize('code, error, result', [
+    ('os.kill(os.getpid(), 9)', 'signal 9 ended it', None),
+    ("sys.exit('train.py: no memory')", 'no memory', None),
+    ("print('done: 3 iterations')", 'no log.csv there', None),
+    ("sys.exit('train.py: the run diverged: x')", None, {'error': 'the run diverged: x', 'peak_mb': None}),
+    (f"{LOGGED}\nprint('done: 9 iterations in 3 s, best val loss 2.5, peak memory 1,234 MB; next: x')", None,
+     {'error': None, 'peak_mb': 1234})])
+def test_compare_keeps_what_would_come_again(tmp_path, code, error, result):
+    variant = fake_variant(tmp_path, f"import os, sys\nfolder = sys.argv[1].partition('=')[2]\n{code}")
+    path = str(tmp_path / 'run')
+    try:
+        found = flat_bench.train_variant(variant, 1, path, None)
+    except OSError as caught:
+        found = str(caught)
+    assert found is None if error is None else re.search(error, found)
+    kept = flat_bench.read_run(path)
+    assert (kept is None) == (result is None) and (not kept or result.items() <= kept.items())
+
+
+def test_compare_times_steps(folder, monkeypatch):
+    monkeypatch.setattr(flat_bench, 'STRETCH', (5, 60.0))
+    ms, iterations = flat_bench.time_steps(flat_variant('--max_iters=1000000'), 1, 'out')
+    rows = [float(row['ms_per_iter']) for row in log_rows('out') if row['wall_s'] and int(row['iter']) > 4]
+    assert iterations == 1_000_000 and min(rows) <= ms <= max(rows) and len(rows) >= 5
 
 
 @pytest.mark.parametrize('args, message', [
@@ -7125,10 +7214,14 @@ def test_compare_is_ordinary_runs_stopped_and_continued(folder, capsys, monkeypa
     (["--variants=['', '--dataset=nowhere']"], "variant '--dataset=nowhere': data.nowhere is not prepared"),
     (["--variants=['', '--block_size=2000']"], "variant '--block_size=2000': .*needs block_size"),
     (["--variants=['', '--max_iters=x']"], "variant '--max_iters=x': .*max_iters must be int"),
-    (["--variants=['', '--out_dir=x']"], "variant '--out_dir=x': --out_dir: leave it out"),
+    (["--variants=['', '--out_dir=x']"], "variant '--out_dir=x': out_dir: leave it out"),
+    (["--variants=['', '--seed=3']"], "variant '--seed=3': seed: leave it out"),
+    (["--variants=['', '--time_limit=1']"], "variant '--time_limit=1': time_limit: leave it out"),
+    (['--max_iters=0', "--variants=['']"], "variant 'base': max_iters: leave it out"),
+    (["--variants=['--init_from=resume']"], "variant '--init_from=resume': init_from: leave it out"),
     (["--variants=['', 'no-such-branch:']"], "variant 'no-such-branch:': no-such-branch is no revision"),
     (["--variants=['', '']"], "'base' twice"), (["--variants=[3]"], 'must be texts'), ([], 'must be texts'),
-    (['no_list'], "no list 'no_list', but positions, "), (['norms', 'mlp'], 'one list'),
+    (['no_list'], "no list 'no_list', but positions, "), (['norms', 'mlp'], "cannot use 'mlp'"),
     (["--variants=['', '--n_embd=512']", '--match=params'], "--n_embd=512': no d_ff gives it the 33,728"),
     (['--seeds=0'], 'seeds=0 must be at least 1'), (['--match=loss'], "match='loss' is none of"),
     (['--by=steps'], "by='steps' is none of iter, tokens, time")])
@@ -7220,7 +7313,7 @@ def test_compare_matches_wall_clock(folder, monkeypatch, capsys):
     assert 'x: 667 iterations of 31.5 ms take as long as 500 of 42.0 ms' in capsys.readouterr().out
 
 
-def test_compare_runs_revisions(folder, monkeypatch):
+def test_compare_runs_revisions(folder, monkeypatch, capsys):
     """A revision runs with its own code and config files; runs are told apart by code, not by comments."""
     if not shutil.which('git'):
         pytest.skip('needs git')
@@ -7249,24 +7342,52 @@ def test_compare_runs_revisions(folder, monkeypatch):
     old = flat_bench.make_variant('HEAD~1:', 'HEAD~1:', TOY, folder / 'place', {})
     assert old.params == 33728 + 2 * 3 * 32 * (7 * 32 - 128) and old.data == os.path.join('data', 'toy')
 
-    def run_of(revision):
+    def run_of(revision, *args):
         code = flat_bench.copy_code(revision, folder / 'place')
-        variant = flat_bench.Variant('x', revision, code, ['config/default.py', *TOY], data='data/toy')
+        variant = flat_bench.Variant('x', revision, code, data='data/toy', args=flat_bench.place_configs(
+            ['config/default.py', *TOY, *args], code))
         assert variant.command('o')[1:3] == [str(code / 'train.py'), str(code / 'config' / 'default.py')]
         return flat_bench.run_folder(variant, 1)
     head = run_of('HEAD')
-    assert run_of('HEAD~1') == flat_bench.run_folder(dataclasses.replace(old, args=[
-        'config/default.py', *TOY]), 1) != head == run_of('WORK')
+    assert run_of('HEAD~1') == flat_bench.run_folder(old, 1) != head == run_of('WORK')
     edit('model.py', 'class MLP(nn.Module):\n    """', 'class MLP(nn.Module):  # a comment\n    """An MLP: ')
-    (repo / 'bench.py').write_text('print()', encoding='utf-8')
+    for name in ('bench.py', 'test_model.py', 'README.md', '.ci.toml'):
+        (repo / name).write_text('x', encoding='utf-8')
     assert run_of('WORK') == head
-    (repo / 'mixers.py').write_text('new = 1', encoding='utf-8')  # not committed
-    assert run_of('WORK') not in (head, run_of('HEAD'))
-    os.remove(repo / 'mixers.py')
+    for name in ('mixers.py', 'test_time_training.py', 'benchmark.py', 'table.json'):  # not committed
+        (repo / name).write_text('new = 1', encoding='utf-8')
+        assert run_of('WORK') not in (head, run_of('HEAD')), name
+        os.remove(repo / name)
     edit('config/default.py', 'n_embd = 192', 'n_embd = 128')
     assert run_of('WORK') != head
+    (repo / 'large.bin').write_bytes(bytes(2**20 + 1))
+    capsys.readouterr()
+    assert not (flat_bench.copy_code('WORK', folder / 'place') / 'large.bin').exists()
+    assert re.search('not copied .*large.bin', capsys.readouterr().out)
     with pytest.raises(ValueError, match="variant 'old': .*max_iters must be int"):
         flat_bench.make_variant('old', 'WORK: --max_iters=x', TOY, folder / 'place', {})
+
+
+def test_compare_depends_on_files_as_they_were(folder, monkeypatch):
+    """A config file is read once; a checkpoint counts that a config file names."""
+    monkeypatch.setattr(flat_bench, 'try_out', lambda variant: setattr(variant, 'data', 'data/toy'))
+    monkeypatch.setattr(flat_bench, 'code_digest', lambda code: '')
+    code = folder / 'code'
+    code.mkdir()
+    (folder / 'one.py').write_text("init_from = 'start.pt'\n", encoding='utf-8')
+    (folder / 'start.pt').write_bytes(b'a')
+
+    def variant():
+        return flat_bench.make_variant('x', 'one.py', TOY, folder, {'WORK': code})
+    first = variant()
+    path = flat_bench.run_folder(first, 1)
+    assert first.init_from == 'start.pt' and flat_bench.run_folder(variant(), 1) == path
+    (folder / 'start.pt').write_bytes(b'other')
+    assert flat_bench.run_folder(variant(), 1) != path
+    (folder / 'one.py').write_text('eval_only = True\n', encoding='utf-8')
+    assert first.args[:-1] == TOY and Path(first.args[-1]).read_text(encoding='utf-8').startswith('init')
+    with pytest.raises(ValueError, match="variant 'x': eval_only: leave it out"):
+        variant()
 
 
 @pytest.mark.parametrize('text, revision, args', [
@@ -7336,7 +7457,9 @@ def test_curves_of_runs(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert 'a: val loss 2.0000 after 20 iterations' in out and json.loads(out.splitlines()[-1])['loss'] == {
         'a': 2.0, 'b': 2.25}
-    assert Path('plot.png').read_bytes().startswith(b'\x89PNG')
+    assert Path(json.loads(out.splitlines()[-1])['plot']).read_bytes().startswith(b'\x89PNG')
+    run('bench.py', 'plot', 'b')
+    assert len(glob.glob('out-compare/plot-*.png')) == 2
 
 
 @pytest.mark.parametrize('args, message', [
