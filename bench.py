@@ -153,16 +153,20 @@ def our_step(model, forward, machine, config):
     """A function that does one update as train.py does it, on random tokens."""
     tokens = torch.randint(model.config.vocab_size, (2, config['batch_size'], model.config.block_size),
                            device=machine.device)
-    settings = {**train.config, 'optimizer': config['optimizer'], 'learning_rate': 1e-4}
-    optimizers, params = train.make_optimizers(model, settings), list(model.parameters())
+    settings = {**train.config, 'optimizer': config['optimizer'], 'grad_clip': config['grad_clip']}
+    optimizers = train.make_optimizers(model, {**settings, 'learning_rate': 1e-4})
     scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
+    return functools.partial(update, model, forward, (*tokens, None), optimizers, scaler, machine.autocast,
+                             settings)
 
-    def step():
-        _, expert_load, _ = train.gradients(forward, (*tokens, None), iter(()), 1, machine.autocast, scaler,
-                                            settings['balance_loss'], settings['z_loss'])
-        train.update(model, params, optimizers, scaler, config['grad_clip'], expert_load,
-                     settings['balance_rate'])
-    return step
+
+def update(model, forward, batch, optimizers, scaler, autocast, settings):
+    """An update of the weights as train.py does it; returns the loss before it."""
+    loss, expert_load, _ = train.gradients(forward, batch, iter(()), 1, autocast, scaler,
+                                           settings['balance_loss'], settings['z_loss'])
+    train.update(model, list(model.parameters()), optimizers, scaler, settings['grad_clip'], expert_load,
+                 settings['balance_rate'])
+    return loss
 
 
 def their_step(model, machine, config):
@@ -588,16 +592,13 @@ def evaluate_lengths(name, pairs, base, lengths, read):
 
 def print_by_length(found):
     """found: window length -> summary, as a table with a column for each length."""
-    def line(title, values):
-        print(f"{title:<16}" + ''.join(f"{value:>12}" for value in values))
-
-    line('window', [f"{length:,}" for length in found])
-    line('loss', [f"{each['loss']:.4f}" for each in found.values()])
-    line('perplexity', [f"{each['perplexity']:.3f}" for each in found.values()])
-    print('loss by how many tokens of the window a prediction sees:')
-    for bucket in dict.fromkeys(bucket for each in found.values() for bucket in each['by_tokens_seen']):
-        line(bucket, [f"{each['by_tokens_seen'][bucket]:.4f}" if bucket in each['by_tokens_seen'] else ''
-                      for each in found.values()])
+    buckets = dict.fromkeys(bucket for each in found.values() for bucket in each['by_tokens_seen'])
+    by_tokens = {bucket: [f"{each['by_tokens_seen'][bucket]:.4f}" if bucket in each['by_tokens_seen'] else ''
+                          for each in found.values()] for bucket in buckets}
+    print_table('by length of the window', [f"{length:,}" for length in found], {
+        'loss': [f"{each['loss']:.4f}" for each in found.values()],
+        'perplexity': [f"{each['perplexity']:.3f}" for each in found.values()],
+        'by tokens seen': [''] * len(found), **by_tokens})
 
 
 def is_multiple_choice(path):
@@ -939,13 +940,9 @@ def print_layer(model, numbers):
 
 def ranges(numbers):
     """[0, 1, 2, 5] -> '0-2, 5'"""
-    parts = []
-    for n in numbers:
-        if parts and parts[-1][1] == n - 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in parts)
+    grouped = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # alike in a stretch
+    runs = [[n for _, n in stretch] for _, stretch in grouped]
+    return ', '.join(f'{run[0]}-{run[-1]}' if run[1:] else str(run[0]) for run in runs)
 
 
 # comparing --------------------------------------------------------------------------------------------------
@@ -2033,7 +2030,6 @@ class TrainingRun:
         self.settings = {**train.config, 'optimizer': optimizer, 'learning_rate': 1e-2, 'weight_decay': 0.0,
                          **settings}
         self.model, self.folder = (model or GPT(config)).train(), folder
-        self.params = list(self.model.parameters())
         self.optimizers = train.make_optimizers(self.model, self.settings)
         self.scaler = torch.amp.GradScaler('cpu', enabled=False)
         self.progress = train.Progress()
@@ -2045,10 +2041,8 @@ class TrainingRun:
     def step(self, batch):
         """An update; returns the loss before it."""
         train.seed_dropout(0, self.progress.iter_num, 0, 'cpu')
-        loss, load, _ = train.gradients(self.model, batch, iter(()), 1, contextlib.nullcontext, self.scaler,
-                                        self.settings['balance_loss'], self.settings['z_loss'])
-        train.update(self.model, self.params, self.optimizers, self.scaler, self.settings['grad_clip'], load,
-                     self.settings['balance_rate'])
+        loss = update(self.model, self.model, batch, self.optimizers, self.scaler, contextlib.nullcontext,
+                      self.settings)
         self.progress.iter_num += 1
         return loss.item()
 
@@ -2133,17 +2127,14 @@ def check_learning(config, steps=60):
 
 @torch.no_grad()
 def check_dropout(config):
-    model, plain = shaken(config, dropout=0.5), None
-    idx = random_tokens(config, 2, config.block_size)
-    torch.manual_seed(0)
+    model, idx = shaken(config, dropout=0.5), random_tokens(config, 2, config.block_size)
     plain = GPT(dataclasses.replace(config, dropout=0.0)).eval()
     plain.load_state_dict(model.state_dict())
     require_equal(model(idx), model(idx), 'two evaluations of the same tokens', tolerance=0)
     require_equal(model(idx), plain(idx), 'an evaluation of a model with dropout and of one without')
     model.train()
-    for _ in range(2):
-        a, b = model(idx, idx)[0], model(idx, idx)[0]
-    require(a != b, 'two passes in training are equal: dropout=0.5 drops nothing')
+    require(model(idx, idx)[0] != model(idx, idx)[0],
+            'two passes in training are equal: dropout=0.5 drops nothing')
     with training_run(config, model=model) as run:
         losses = [train.evaluate(model, model, run.bins, 2, 4, 'cpu', contextlib.nullcontext)[0]
                   for _ in range(2)]
