@@ -6591,6 +6591,7 @@ def test_printed_commands_can_be_pasted(folder, capsys):
 
 @pytest.mark.parametrize('what', ['train', 'decode'])
 def test_bench_prints_a_table_and_json(folder, capsys, what):
+    torch.set_num_threads(1)
     length = '--max_new_tokens=6' if what == 'decode' else '--steps=2'
     run('bench.py', what, '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--vocab_size=50',
         length, '--rounds=2', '--device=cpu', '--compile=False')
@@ -6749,6 +6750,7 @@ def test_files_are_opened_with_their_encoding():
 def bench(capsys, *args):
     """Runs bench.py; returns what it prints above its last line, and that line, its numbers."""
     capsys.readouterr()
+    torch.set_num_threads(1)  # beside other processes the second would mostly wait
     run('bench.py', *args)
     *lines, last = capsys.readouterr().out.splitlines()
     return '\n'.join(lines), json.loads(last)
@@ -6805,6 +6807,7 @@ def save_model(path, tokenizer, **options):
 
 def naive_losses(model, ids, end):
     """In float64: the loss of each token of ids after the first, that many of the end."""
+    torch.set_num_threads(1)
     with torch.no_grad():
         logits = model(torch.tensor([ids[:-1]]))[0].double()
     chosen = logits.exp().sum(-1).log() - logits[torch.arange(len(ids) - 1), ids[1:]]
@@ -7487,6 +7490,7 @@ def test_bench_lets_config_files_have_what_others_read(tmp_path):
 @pytest.mark.parametrize('asked, how', [('blocks', 'blocks'), (True, True), (False, None)])
 def test_bench_compiles_as_it_is_told(asked, how, monkeypatch):
     found = []
+    torch.set_num_threads(1)
     monkeypatch.setattr(flat_train, 'compile_model', lambda model, device, how: found.append(how) or model)
     config = {**flat_bench.config, 'batch_size': 2, 'steps': 1, 'rounds': 1, 'compile': asked,
               'device': 'cpu'}
