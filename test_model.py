@@ -6602,6 +6602,7 @@ def test_bench_prints_a_table_and_json(folder, capsys, what):
 
 
 def test_bench_refuses_in_one_line_what_it_cannot_measure(folder):
+    torch.set_num_threads(1)
     train('--out_dir=out', '--max_iters=1')
     for flag, message in (
             ('--rounds=0', 'rounds=0 must be at least 1'), ('--prompt_len=0', 'prompt_len=0 must be'),
@@ -6904,6 +6905,7 @@ def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch):
 
 def test_bench_eval_is_what_training_has_logged(folder, capsys):
     """In windows that divide the text, as those of the toy do."""
+    torch.set_num_threads(1)
     train('--out_dir=out', '--max_iters=10', '--eval_iters=99')
     _, numbers = bench(capsys, 'eval', '--init_from=out', *EVAL)
     row = log_rows('out')[-1]
