@@ -4290,12 +4290,17 @@ def test_two_ranks_equal_one(folder, options):
 def test_without_memory_the_same_batch_in_smaller_parts_is_named(folder, monkeypatch, capsys):
     for accumulation, size, ranks in ((40, 12, 8), (1, 64, 4), (3, 4, 2), (1, 17, 1), (5, 1, 1)):
         micro, each = flat_train.share_batch(accumulation, size, ranks)
-        advice = flat_train.smaller_batches(micro, each, ranks)
+        plain = {'checkpoint_activations': False, 'shard': False, 'lora_rank': 0}
+        advice = flat_train.smaller_batches(micro, each, ranks, plain)
+        assert ('--shard' in advice) == (ranks > 1) and '--shard' not in flat_train.smaller_batches(
+            micro, each, ranks, {**plain, 'lora_rank': 8})
         pairs = re.findall(r'--batch_size=(\d+) --gradient_accumulation_steps=(\d+)', advice)
         assert bool(pairs) == (each not in (1, 17)) and '--checkpoint_activations=True' in advice
         for smaller, steps in pairs:
             more, part = flat_train.share_batch(int(steps), int(smaller), ranks)
             assert part == int(smaller) < each and more * part * ranks == accumulation * size
+    everything = {'checkpoint_activations': 2, 'shard': True, 'lora_rank': 0}
+    assert flat_train.smaller_batches(4, 1, 2, everything) == 'a smaller model is needed'
     hooks = []
 
     def forward(self, *args):
@@ -4336,6 +4341,24 @@ def test_activations_computed_twice_give_the_same_gradients_with_less_memory(opt
     assert smallest < between < size and smallest < size / 2
     with pytest.raises(ValueError, match='checkpoint_activations=3 names no block of 2: give True'):
         flat_train.checkpoint_blocks(tiny(n_layer=2), 3)
+
+
+def test_what_a_block_hands_on_is_not_lost_in_silence(monkeypatch):
+    @dataclasses.dataclass
+    class Context(flat.ForwardContext):
+        handed: torch.Tensor | None = None
+    monkeypatch.setattr(flat, 'ForwardContext', Context)
+    forward = flat.Block.forward
+
+    def hands_on(self, x, context):
+        context.handed = x
+        return forward(self, x, context)
+    monkeypatch.setattr(flat.Block, 'forward', hands_on)
+    model = tiny(n_layer=2).train()
+    model(torch.zeros(1, 4, dtype=torch.long))
+    flat_train.checkpoint_blocks(model, 2)
+    with pytest.raises(ValueError, match='checkpoint_activations would lose handed, which a block hands on'):
+        model(torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_what_a_machine_has_is_named(monkeypatch):
@@ -4389,7 +4412,7 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
                 for kind, options in SHARES.items() for shard in (False, True)]
     step = [*args, '--wiring=sandwich', '--dropout=0.1', '--optimizer=adamw', '--max_iters=1']
     one_step = {'ddp': [], 'shard': ['--shard=True'], 'again': ['--checkpoint_activations=True'],
-                'both': ['--shard=True', '--checkpoint_activations=2']}
+                'both': ['--shard=True', '--checkpoint_activations=2', '--compile=blocks']}
     steps = [[f'--out_dir={out}', *step, *more] for out, more in one_step.items()]
     two = on_ranks(2, *runs(False, 2), *steps)
     gradients = {out: [s['exp_avg'] for s in torch.load(f'{out}/ckpt.pt')['optimizer'][0]['state'].values()]
@@ -5104,6 +5127,9 @@ def test_skipped_updates_are_counted():
     moves = [torch.tensor(moved) for moved in (True, False, False, True, False)]
     assert flat_train.count_skipped(moves, 0) == (3, 1)
     assert flat_train.count_skipped(moves[1:3], 5) == (2, 7)
+    good, bad = torch.tensor(True), torch.tensor(False)  # ten in a row, however they are counted
+    assert flat_train.count_skipped([bad] * 5 + [good] * 5, flat_train.count_skipped(
+        [good] + [bad] * 9, 0)[1]) == (5, 10)
 
 
 def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, monkeypatch, capsys):
