@@ -4412,7 +4412,7 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
                 for kind, options in SHARES.items() for shard in (False, True)]
     step = [*args, '--wiring=sandwich', '--dropout=0.1', '--optimizer=adamw', '--max_iters=1']
     one_step = {'ddp': [], 'shard': ['--shard=True'], 'again': ['--checkpoint_activations=True'],
-                'both': ['--shard=True', '--checkpoint_activations=2', '--compile=blocks']}
+                'both': ['--shard=True', '--checkpoint_activations=2']}
     steps = [[f'--out_dir={out}', *step, *more] for out, more in one_step.items()]
     two = on_ranks(2, *runs(False, 2), *steps)
     gradients = {out: [s['exp_avg'] for s in torch.load(f'{out}/ckpt.pt')['optimizer'][0]['state'].values()]
@@ -4438,6 +4438,33 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
                 assert (mine['model'][name] - w).norm() <= 0.1 * w.norm(), name  # bfloat16 in Muon
             assert {name: type(value) for name, value in mine.items()} == {
                 name: type(value) for name, value in plain.items()}
+
+
+def test_sharded_blocks_are_compiled_between_their_hooks(tmp_path, monkeypatch):
+    """On one rank, whose shards are whole: the gradients of three micro-batches, some blocks recomputed."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda f, **_: compile(f, backend='aot_eager', dynamic=False))
+    plain = tiny(n_layer=3, residual_lambdas=True).train()
+    model = tiny(n_layer=3, residual_lambdas=True).train()
+    model.load_state_dict(plain.state_dict())
+    machine = types.SimpleNamespace(device_type='cpu', dtype=torch.float32)
+    scaler = torch.amp.GradScaler('cpu', enabled=False)
+    found = []
+    torch.distributed.init_process_group('gloo', rank=0, world_size=1, store=torch.distributed.FileStore(
+        str(tmp_path / 'store'), 1))
+    try:
+        flat_train.checkpoint_blocks(model, 2)
+        flat_train.shard_model(model, machine)
+        for m, forward in (plain, plain), (model, flat_train.compile_model(model, 'cpu', 'blocks')):
+            torch.manual_seed(0)
+            batches = iter([(tokens(m, 2, 8), tokens(m, 2, 8), None) for _ in range(3)])
+            loss, _, _ = flat_train.gradients(forward, next(batches), batches, 3, contextlib.nullcontext,
+                                              scaler, 0.0, 0.0)
+            found.append([loss, *(flat_train.whole(w.grad) for w in m.parameters())])
+    finally:
+        torch.distributed.destroy_process_group()
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
 def test_two_ranks_stop_together_skip_together_and_read_the_same_files(folder):
