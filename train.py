@@ -305,9 +305,9 @@ def orthogonalise_shared(matrices):
     mine = matrices[each * dist.get_rank():][:each]
     mine = mine + [torch.zeros_like(matrices[0])] * (each - len(mine))
     mine = orthogonalise(torch.stack(mine)).contiguous()
-    everyones = mine.new_empty(ranks * each, *mine.shape[1:])
-    dist.all_gather_into_tensor(everyones, mine)
-    return everyones[:len(matrices)]
+    everyones = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(everyones, mine)
+    return torch.cat(everyones)[:len(matrices)]
 
 
 def orthogonalise(x, steps=5, eps=1e-7):
