@@ -4467,6 +4467,20 @@ def test_sharded_blocks_are_compiled_between_their_hooks(tmp_path, monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
+def test_one_rank_of_each_node_downloads(tmp_path, monkeypatch):
+    fetched = []
+    monkeypatch.setattr(hub, 'fetch', fetched.append)
+    torch.distributed.init_process_group('gloo', rank=0, world_size=1, store=torch.distributed.FileStore(
+        str(tmp_path / 'store'), 1))
+    try:
+        for local_rank in '01':
+            monkeypatch.setenv('LOCAL_RANK', local_rank)
+            flat_train.fetch_once('an/id')
+    finally:
+        torch.distributed.destroy_process_group()
+    assert fetched == ['an/id']
+
+
 def test_two_ranks_stop_together_skip_together_and_read_the_same_files(folder):
     args = [*TOY, '--optimizer=muon', '--gradient_accumulation_steps=2']
     run('train.py', '--out_dir=out', *args, '--max_iters=1')
