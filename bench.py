@@ -298,8 +298,7 @@ def measure_training(config, model_args):
     """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
     model, machine, matmul, _ = model_and_machine(config, model_args)
     forward, config = model, {**config, 'batch_size': config['batch_size'] or 12}
-    if train.resolve_compile(config['compile'], machine.device, float('inf'), float('inf'),
-                             model.config):
+    if train.resolve_compile(config['compile'], machine.device, float('inf')):
         print('compiling: about half a minute')
         forward = train.compile_model(model, machine.device)
     sides = {'flatgpt': our_step(model, forward, machine, config)}

@@ -96,7 +96,7 @@ min_lr: float | None = None          # where it ends; None: a tenth of learning_
 backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA, else gloo
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = 'auto'         # torch.compile; blocks: each by itself; auto: what the run earns back
+compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
 shard = False                        # spread the weights over the ranks: for models larger than a GPU
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
@@ -914,8 +914,8 @@ def check_settings(config):
     for name, known in ('optimizer', OPTIMIZERS), ('lr_schedule', SCHEDULES):
         if config[name] not in known:
             raise ValueError(f"{name}={config[name]!r} is none of {', '.join(known)}")
-    if config['compile'] not in (True, False, 'blocks', 'auto'):
-        raise ValueError(f"compile={config['compile']!r} is none of True, False, blocks, auto")
+    if config['compile'] not in (True, False, 'auto'):
+        raise ValueError(f"compile={config['compile']!r} is none of True, False, auto")
     lowest = dict(eval_interval=1, eval_iters=1, log_interval=1, sample_tokens=0, max_iters=0, epochs=0,
                   tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
                   z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0,
@@ -1029,26 +1029,22 @@ def eager_seconds(steps, n_layer, flops):
     return steps * (n_layer * 1.5e-3 + flops / 1.2e11)
 
 
-def resolve_compile(compile, device, seconds, steps, config):
-    """compile='auto' -> False, True or, on a CPU, 'blocks', for a run of so many micro-batches that takes so
-    many seconds there uncompiled: block by block compiling takes some 15 s and saves a third of them. A whole
-    model of 4 layers takes 33 s more and saves 2.5 ms a step, which 15,000 steps earn back."""
+def resolve_compile(compile, device, seconds):
+    """compile='auto' -> bool, for a run that on a CPU takes so many seconds uncompiled: compiling takes some
+    40 there and saves a third of them."""
     if compile != 'auto':
         return compile
-    if not ('cuda' in device or device == 'cpu' and seconds / 3 > 15) or not can_compile(device):
-        return False
-    # experts are many operators in each block, and their loop in float32 a graph of its own each time
-    return 'blocks' if device == 'cpu' and steps < 15_000 and config.n_expert is None else True
+    return ('cuda' in device or device == 'cpu' and seconds > 120) and can_compile(device)
 
 
-def compile_model(model, device, compile=True):
-    """What computes model(idx, targets) compiled: as a whole, or with 'blocks' each block and the loss by
-    themselves, of which blocks that are alike are compiled once. The model itself stays uncompiled, and
-    'blocks' does what it does in training alone."""
+def compile_model(model, device, by_block=False):
+    """What computes model(idx, targets) compiled. by_block: each block and the loss by themselves, of which
+    blocks that are alike are compiled once, and which does in evaluation what it does in training; the steps
+    of two cores took a fifth longer so than those of a whole model. The model itself stays uncompiled."""
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
     compiled = functools.partial(torch.compile, dynamic=False, options=options)
-    if compile != 'blocks':
+    if not by_block:
         return compiled(model)
     blocks = [twin_of(block, forward=compiled(block.forward)) for block in model.h]
     modules = {**model._modules, 'h': torch.nn.ModuleList(blocks)}
@@ -1259,9 +1255,8 @@ if __name__ == '__main__':
     decay_end = max_iters if lr_decay_iters is None else lr_decay_iters
     floor = learning_rate / 10 if min_lr is None else min_lr
     flops_per_iter = model.flops_per_token() * tokens_per_iter
-    steps = max_iters * accumulation
-    eager = eager_seconds(steps, model.config.n_layer, flops_per_iter / (accumulation * ranks))
-    compile = resolve_compile(compile, device, eager, steps, model.config)
+    compile = resolve_compile(compile, device, eager_seconds(max_iters * accumulation, model.config.n_layer,
+                                                             flops_per_iter / (accumulation * ranks)))
     config['max_iters'] = max_iters
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
@@ -1286,10 +1281,9 @@ if __name__ == '__main__':
     del rest, source_tokenizer  # their memory
     forward = evaluated = model
     if compile and not eval_only and progress.iter_num < max_iters:
-        how = 'blocks' if shard else compile  # between sharded blocks weights are gathered
-        print0(f"compiling: the first iteration takes {15 if how == 'blocks' else 30} seconds or more")
-        forward = compile_model(model, device, how)
-        if 'cuda' in device and how != 'blocks':  # on a CPU compiling again costs more than it gives
+        print0('compiling: the first iteration takes half a minute or more')
+        forward = compile_model(model, device, by_block=shard)  # weights are gathered between sharded blocks
+        if 'cuda' in device and not shard:  # on a CPU compiling again costs more than it gives
             evaluated = forward
     if ranks > 1 and not shard:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
