@@ -288,10 +288,10 @@ def measure_training(config, model_args, words):
     """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
     model, machine, matmul, _ = model_and_machine(config, model_args)
     forward, config = model, {**config, 'batch_size': config['batch_size'] or 12}
-    compile = train.resolve_compile(config['compile'], machine.device, math.inf, math.inf, model.config)
+    compile = train.resolve_compile(config['compile'], machine.device, math.inf)
     if compile:
         print('compiling: about half a minute')
-        forward = train.compile_model(model, machine.device, compile)
+        forward = train.compile_model(model, machine.device)
     sides = {'flatgpt': our_step(model, forward, machine, config)}
     if config['vs']:
         nanogpt = load_nanogpt(config['vs'], model.config, machine.device)
@@ -331,8 +331,6 @@ def time_nanogpt(model, batch_size, prompt_len, max_new_tokens, device):
 
 def measure_decoding(config, model_args, words):
     """Seconds a token in turns with nanoGPT, and the share of the memory's bandwidth."""
-    if config['compile'] not in (True, False, 'auto'):
-        raise ValueError(f"compile={config['compile']!r} is none of True, False, auto")
     model, machine, _, bandwidth = model_and_machine(config, model_args)
     config = {**config, 'batch_size': config['batch_size'] or 1}
     batch_size, new, compile = config['batch_size'], config['max_new_tokens'], config['compile'] is True
@@ -876,16 +874,14 @@ def cost_in_a_step(size, machine, config):
     """Milliseconds of a training step of models that differ in one choice: name -> ms. Not compiled unless
     asked for, as that takes half a minute for each."""
     config = {**config, 'batch_size': config['batch_size'] or 12}
-    compile = False if config['compile'] == 'auto' else train.resolve_compile(
-        config['compile'], machine.device, math.inf, math.inf, None)
     sides, params = {}, {}
     for name, options in STEPS.items():
         model = random_model(size, machine, **options, block_size=256)
-        forward = train.compile_model(model, machine.device, compile) if compile else model
+        forward = train.compile_model(model, machine.device) if config['compile'] is True else model
         sides[name], params[name] = our_step(model, forward, machine, config), model.num_params()
     ms = milliseconds(sides, config['rounds'], machine.device)
     first = ms['rmsnorm, swiglu']
-    compiled = ', compiled' if compile else ''
+    compiled = ', compiled' if config['compile'] is True else ''
     print_table(f"a training step of {config['batch_size']} rows of 256 tokens{compiled}",
                 ['parameters', 'ms', 'of the first'], {
                     name: [f"{params[name]:,}", f"{value:.1f}", f"{value / first:.3f}"]
@@ -2367,6 +2363,8 @@ def check_settings(s):
     """Raises ValueError for the first setting that is no choice, or too low. s: this file's settings."""
     if s['optimizer'] not in train.OPTIMIZERS:
         raise ValueError(f"optimizer={s['optimizer']!r} is none of {', '.join(train.OPTIMIZERS)}")
+    if s['compile'] not in (True, False, 'auto'):
+        raise ValueError(f"compile={s['compile']!r} is none of True, False, auto")
     if s['match'] not in (None, 'none', 'params', 'active', 'time'):
         raise ValueError(f"match={s['match']!r} is none of none, params, active, time")
     if s['by'] not in AXES:

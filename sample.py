@@ -62,7 +62,7 @@ CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may 
     'skipped': int, 'wall_s': (int, float), 'config': dict, 'tokenizer': (dict, type(None)), 'runtime': dict,
     'lora': (dict, type(None)), 'masked': bool, 'wandb_id': (str, type(None)),
 }
-RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': (bool, str)}
+RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
 LOWEST = {'iter_num': 0, 'skipped': 0, "runtime's ranks": 1, "runtime's threads": 1}
 
 

@@ -20,7 +20,6 @@ import time
 START = time.time()  # before torch, whose import counts: wall_s is what a person waits
 
 import collections
-import copy
 import csv
 import dataclasses
 import datetime
@@ -97,7 +96,7 @@ min_lr: float | None = None          # where it ends; None: a tenth of learning_
 backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA, else gloo
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = 'auto'         # torch.compile; blocks: each by itself; auto: what the run earns back
+compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
 shard = False                        # spread the weights over the ranks: for models larger than a GPU
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
@@ -306,9 +305,9 @@ def orthogonalise_shared(matrices):
     mine = matrices[each * dist.get_rank():][:each]
     mine = mine + [torch.zeros_like(matrices[0])] * (each - len(mine))
     mine = orthogonalise(torch.stack(mine)).contiguous()
-    everyones = mine.new_empty(ranks * each, *mine.shape[1:])
-    dist.all_gather_into_tensor(everyones, mine)
-    return everyones[:len(matrices)]
+    everyones = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(everyones, mine)
+    return torch.cat(everyones)[:len(matrices)]
 
 
 def orthogonalise(x, steps=5, eps=1e-7):
@@ -447,10 +446,18 @@ def checkpoint_blocks(model, every):
 
 
 def forward_recomputed(block, x, context):
-    """A block's forward. One function for all blocks, so that compiling them by block compiles it once."""
+    """A block's forward. One function for all blocks, so that compiling them by block compiles it once.
+    Raises ValueError if it hands on something in the context other than routing."""
     def forward(x):
-        own = dataclasses.replace(context, routing=[])  # computed twice it would be told twice
-        return type(block).forward(block, x, own), own.routing
+        # computed twice it would be told twice
+        own = dataclasses.replace(context, routing=None if context.routing is None else [])
+        x = type(block).forward(block, x, own)
+        lost = [field.name for field in dataclasses.fields(own) if field.name != 'routing'
+                and getattr(own, field.name) is not getattr(context, field.name)]
+        if lost:
+            raise ValueError(f"checkpoint_activations would lose {', '.join(lost)}, which a block hands on: "
+                             "leave it out")
+        return x, own.routing or []
     x, routing = checkpoint(forward, x, use_reentrant=False)
     if context.routing is not None:
         context.routing.extend(routing)
@@ -512,12 +519,8 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
     on the device, and the first batch of the next iteration."""
     losses, expert_load = torch.zeros((), device=batch[0].device), None
     for step in range(accumulation):
-        if ranks > 1:  # gradients travel with the last micro-batch only
-            last = step == accumulation - 1
-            if isinstance(forward, DDP):
-                forward.require_backward_grad_sync = last
-            else:
-                forward.set_requires_gradient_sync(last)
+        if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
+            forward.require_backward_grad_sync = step == accumulation - 1
         inputs, targets, weight = batch
         with autocast():
             loss, aux = forward(inputs, targets)
@@ -567,10 +570,12 @@ def takes_found_inf(opt, w):
 
 def count_skipped(moves, in_a_row):
     """moves: whether each update since the last count moved the weights, 0-d tensors; in_a_row: how many
-    right before them did not. Returns how many did not, and how many of them right before now."""
+    right before them did not. Returns how many did not, and how many right before now, or MAX_SKIPPED if so
+    many in a row did not anywhere."""
     moves = torch.stack(moves).tolist()
     for moved in moves:
-        in_a_row = 0 if moved else in_a_row + 1
+        if in_a_row < MAX_SKIPPED:
+            in_a_row = 0 if moved else in_a_row + 1
     return moves.count(False), in_a_row
 
 
@@ -762,7 +767,7 @@ def save(path, state):
     broken = [name for name, w in state['model'].items() if not w.isfinite().all()]
     if broken:
         raise diverged(f"{broken[0]} is not finite", state['iter_num'], state['config']['learning_rate'],
-                       path)
+                       os.path.join(os.path.dirname(path), 'ckpt.pt'))
     try:
         torch.save(state, path + '.tmp')
         os.replace(path + '.tmp', path)
@@ -909,6 +914,8 @@ def check_settings(config):
     for name, known in ('optimizer', OPTIMIZERS), ('lr_schedule', SCHEDULES):
         if config[name] not in known:
             raise ValueError(f"{name}={config[name]!r} is none of {', '.join(known)}")
+    if config['compile'] not in (True, False, 'auto'):
+        raise ValueError(f"compile={config['compile']!r} is none of True, False, auto")
     lowest = dict(eval_interval=1, eval_iters=1, log_interval=1, sample_tokens=0, max_iters=0, epochs=0,
                   tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
                   z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0,
@@ -936,15 +943,17 @@ def check_settings(config):
         raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
 
 
-def smaller_batches(accumulation, micro_batch, ranks):
+def smaller_batches(accumulation, micro_batch, ranks, config):
     """What to do when memory runs out, for a line: settings that leave the batch as it is and make smaller
     micro-batches of it, or keep less of them. accumulation, micro_batch: as share_batch has split it."""
     windows = accumulation * micro_batch * ranks
     sizes = [micro_batch // n for n in range(2, 17) if micro_batch % n == 0][:3]
     advice = [f"--batch_size={size} --gradient_accumulation_steps={windows // size}" for size in sizes]
-    more = ['--checkpoint_activations=True', *(['--shard=True'] if ranks > 1 else [])]
-    same = f"the same batch in smaller parts: {' or '.join(advice)}; or " if advice else ''
-    return f"{same}{' or '.join(more)}"
+    same = [f"the same batch in smaller parts: {' or '.join(advice)}"] if advice else []
+    more = [] if config['checkpoint_activations'] else ['--checkpoint_activations=True']
+    if ranks > 1 and not config['shard'] and not config['lora_rank']:
+        more.append('--shard=True')
+    return '; or '.join([*same, *([' or '.join(more)] if more else [])]) or 'a smaller model is needed'
 
 
 def start_ranks(backend, device, ranks):
@@ -955,6 +964,8 @@ def start_ranks(backend, device, ranks):
                          "give --device=cpu")
     if backend == 'auto':
         backend = 'nccl' if kind == 'cuda' else 'gloo'
+    if backend == 'nccl' and kind != 'cuda':
+        raise ValueError(f"backend=nccl needs CUDA, and the device is {kind}: leave it out")
     if kind == 'cuda':
         torch.cuda.set_device(index)
     hour = datetime.timedelta(hours=1)  # of silence, that is: saving and downloading may take minutes
@@ -1011,42 +1022,40 @@ def dtype_notice(machine, was):
     return None
 
 
-def eager_seconds(iterations, n_layer, flops):
-    """About how long so many iterations of so many FLOPs take uncompiled on a CPU: forward and backward, a
+def eager_seconds(steps, n_layer, flops):
+    """About how long so many micro-batches of so many FLOPs take uncompiled on a CPU: forward and backward, a
     layer has some 300 operators of 5 us each, and two cores reached 1.2e11 FLOP/s, in the quick-start and the
     default shape alike."""
-    return iterations * (n_layer * 1.5e-3 + flops / 1.2e11)
+    return steps * (n_layer * 1.5e-3 + flops / 1.2e11)
 
 
-def resolve_compile(compile, device, seconds, iterations, config):
-    """compile='auto' -> False, True or, on a CPU, 'blocks', for a run of so many iterations that takes so
-    many seconds there uncompiled: block by block compiling takes some 15 s and saves a third of them. A whole
-    model of 4 layers takes 33 s more and saves 2.5 ms a step, which 15,000 iterations earn back."""
-    if compile not in (True, False, 'auto', 'blocks'):
-        raise ValueError(f"compile={compile!r} is none of True, False, blocks, auto")
-        raise ValueError(f"compile={compile!r} is none of True, False, auto")
+def resolve_compile(compile, device, seconds):
+    """compile='auto' -> bool, for a run that on a CPU takes so many seconds uncompiled: compiling takes some
+    40 there and saves a third of them."""
     if compile != 'auto':
         return compile
-    if not ('cuda' in device or device == 'cpu' and seconds / 3 > 15) or not can_compile(device):
-        return False
-    # experts are many operators in each block, and their loop in float32 a graph of its own each time
-    return 'blocks' if device == 'cpu' and iterations < 15_000 and config.n_expert is None else True
+    return ('cuda' in device or device == 'cpu' and seconds > 120) and can_compile(device)
 
 
-def compile_model(model, device, compile=True):
-    """What computes model(idx, targets) compiled: as a whole, or with 'blocks' each block and the loss by
-    themselves, of which blocks that are alike are compiled once. The model itself stays uncompiled, and
-    'blocks' does what it does in training alone."""
+def compile_model(model, device, by_block=False):
+    """What computes model(idx, targets) compiled. by_block: each block and the loss by themselves, of which
+    blocks that are alike are compiled once, and which does in evaluation what it does in training; the steps
+    of two cores took a fifth longer so than those of a whole model. The model itself stays uncompiled."""
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
     compiled = functools.partial(torch.compile, dynamic=False, options=options)
-    if compile != 'blocks':
+    if not by_block:
         return compiled(model)
-    twin, blocks = copy.copy(model), list(map(copy.copy, model.h))  # share parameters and hooks
-    for block, original in zip(blocks, model.h):
-        block.forward = compiled(original.forward)  # less the hooks, which gather what is sharded
-    twin._modules = {**model._modules, 'h': torch.nn.ModuleList(blocks)}
-    twin.loss = compiled(model.loss)
+    blocks = [twin_of(block, forward=compiled(block.forward)) for block in model.h]
+    modules = {**model._modules, 'h': torch.nn.ModuleList(blocks)}
+    return twin_of(model, _modules=modules, loss=compiled(model.loss))
+
+
+def twin_of(module, **attributes):
+    """Another module with the same parameters and hooks, which gather what is sharded, and these attributes.
+    copy.copy would ask a sharded one to make a new one."""
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module) | attributes)
     return twin
 
 
@@ -1198,7 +1207,7 @@ if __name__ == '__main__':
         globals().update(config)
     check_settings(config)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
-    advice = smaller_batches(accumulation, micro_batch, ranks)
+    advice = smaller_batches(accumulation, micro_batch, ranks, config)
     sys.excepthook = functools.partial(one_line_errors, settings=config, memory=advice)
     checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
 
@@ -1216,9 +1225,6 @@ if __name__ == '__main__':
         source = data_folder(trained_on) if isinstance(trained_on, str) else rest['path']
     machine, compile = resolve_runtime(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
     device = machine.device
-    if ranks > 1:
-        check_ranks_agree({'train tokens': train_bins.n_tokens, 'val tokens': val_bins.n_tokens, **{
-            name: rest.get(name) for name in ('iter_num', 'best_val_loss', 'wall_s')}})
     notice = dtype_notice(machine, resumed and rest.get('runtime'))
     if notice:
         print0(notice)
@@ -1229,6 +1235,10 @@ if __name__ == '__main__':
     if 'no_tokenizer' in rest:
         print0(f"the tokenizers of {folder} and {rest['path']} are not compared: {rest['no_tokenizer']}")
     tokenizer = dataset_tokenizer(folder, source_tokenizer, source, rest['path'] if resumed else None)
+    if ranks > 1:
+        check_ranks_agree({'train tokens': train_bins.n_tokens, 'val tokens': val_bins.n_tokens,
+                           'a tokenizer': tokenizer is not None, **{
+                               name: rest.get(name) for name in ('iter_num', 'best_val_loss', 'wall_s')}})
     if model is None:
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
     check_data(folder, meta, train_bins, val_bins, model.config, source)
@@ -1238,7 +1248,9 @@ if __name__ == '__main__':
         add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
-    shard = shard and ranks > 1  # one rank has nothing to share
+    if shard and ranks == 1:  # as when a run goes on here that began on several
+        print0('shard=True has no effect on one rank: start several with torchrun')
+        shard = False
     if shard:
         check_shard(lora, machine.dtype)
         shard_model(model, machine)
@@ -1259,10 +1271,8 @@ if __name__ == '__main__':
     decay_end = max_iters if lr_decay_iters is None else lr_decay_iters
     floor = learning_rate / 10 if min_lr is None else min_lr
     flops_per_iter = model.flops_per_token() * tokens_per_iter
-    eager = eager_seconds(max_iters, model.config.n_layer, flops_per_iter / ranks)
-    compile = resolve_compile(compile, device, eager, max_iters, model.config)
-    if shard and compile:  # between the blocks weights are gathered
-        compile = 'blocks'
+    compile = resolve_compile(compile, device, eager_seconds(max_iters * accumulation, model.config.n_layer,
+                                                             flops_per_iter / (accumulation * ranks)))
     config['max_iters'] = max_iters
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
@@ -1285,12 +1295,12 @@ if __name__ == '__main__':
     if resumed and progress.iter_num >= max_iters and not eval_only:
         print0(f"resume: nothing is left to do, max_iters={max_iters:,}; to train on, give more --max_iters")
     del rest, source_tokenizer  # their memory
-    forward = model
-    if compile:
-        print0(f"compiling: the first iteration takes {15 if compile == 'blocks' else 30} seconds or more")
-        forward = compile_model(model, device, compile)
-    # on a CPU compiling again costs more than it gives
-    evaluated = forward if 'cuda' in device and compile != 'blocks' else model
+    forward = evaluated = model
+    if compile and not eval_only and progress.iter_num < max_iters:
+        print0('compiling: the first iteration takes half a minute or more')
+        forward = compile_model(model, device, by_block=shard)  # weights are gathered between sharded blocks
+        if 'cuda' in device and not shard:  # on a CPU compiling again costs more than it gives
+            evaluated = forward
     if ranks > 1 and not shard:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
                       gradient_as_bucket_view=True)
@@ -1335,11 +1345,13 @@ if __name__ == '__main__':
                                       0 if lora else balance_rate)
             progress.iter_num += 1
             moves.append(moved)
-            if time_limit is not None and not stop and time.time() - START >= 60 * time_limit:
+            if rank == 0 and time_limit is not None and time.time() - START >= 60 * time_limit and not stop:
                 tell(f"time_limit={time_limit:g} minutes are over: stopping", stop)
                 stop.append(signal.SIGTERM)
 
             it, stopping = progress.iter_num, on_any_rank(bool(stop), ranks)
+            if stopping and not stop:  # all ranks end with the same status
+                stop.append(signal.SIGTERM)
             logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
             if logs or early or stopping or len(moves) == MAX_SKIPPED:
                 skipped, in_a_row = count_skipped(moves, in_a_row)
