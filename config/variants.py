@@ -2,8 +2,8 @@
 # come after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
 # cores that do nothing else, but for `classic`. The data: `python prepare.py --tokenizer=byte`; for `classic`
 # that of `python prepare.py shakespeare --tokenizer=char`.
-QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=400 '
-         '--warmup_iters=20 --eval_interval=100 --eval_iters=50 --compile=False')
+QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
+         '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 GPT2 = QUICK.replace('config/llama_small.py', 'config/llama_small.py config/gpt2.py --n_head=4 --n_kv_head=4')
 LLAMA = '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
 
