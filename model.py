@@ -1124,6 +1124,12 @@ class Cache:
         self.length, self.peak, self.starts = self.length[rows], self.peak[rows], self.starts[rows]
         self._recount()
 
+    def put(self, rows, other):
+        """Replaces rows, given by their numbers, by those of another cache, made for as many tokens."""
+        for old, new in zip(self.tensors(), other.tensors()):
+            old[rows] = new
+        self._recount()
+
     def _recount(self):
         if not self.static:
             shortest, self.longest = int(self.length.min()), int(self.length.max())

@@ -12,6 +12,7 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
 Noise is a function of (seed, sample, position): sample 3 is the same text alone or among a hundred others.
 """
 import codecs
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -19,6 +20,7 @@ import os
 import re
 import sys
 import time
+import typing
 
 from configurator import can_compile, configure, runtime
 
@@ -127,12 +129,13 @@ def uniforms(seed, sample, position, count):
 
 
 def sample_token(logits, u, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
-    """Draws a token for each row: logits (B, V), u (B,) uniform in [0, 1) -> (B,) int64, by inverting the
-    distribution function in vocabulary order. temperature 0 is the argmax, whatever the rest says. Then, in
-    this order: temperature, top_k (exactly k, ties or not), top_p (arXiv:1904.09751), min_p
-    (arXiv:2407.01082)."""
+    """Draws a token for each row: logits (..., V), u (...) uniform in [0, 1) -> (...) int64, by inverting the
+    distribution function in vocabulary order; -1 where logits hold NaN. temperature 0 is the argmax, whatever
+    the rest says. Then, in this order: temperature, top_k (exactly k, ties or not), top_p (arXiv:1904.09751),
+    min_p (arXiv:2407.01082)."""
     if temperature == 0:
-        return logits.argmax(dim=-1)
+        highest, token = logits.max(dim=-1)
+        return token.where(~highest.isnan(), -1)
     logits = logits.float() / temperature
     if top_k or top_p < 1:
         values, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
@@ -145,12 +148,34 @@ def sample_token(logits, u, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
     if min_p:
         probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     cdf = probs.double().cumsum(dim=-1)
-    return (cdf <= u[:, None].double() * cdf[:, -1:]).sum(dim=-1)
+    token = (cdf <= u[..., None].double() * cdf[..., -1:]).sum(dim=-1)
+    return token.where(~cdf[..., -1].isnan(), -1)
 
 
 def penalise(logits, seen, penalty):
-    """The repetition penalty of CTRL (arXiv:1909.05858): logits (B, V), seen (B, V) bool."""
+    """The repetition penalty of CTRL (arXiv:1909.05858): logits (..., V), seen (..., V) bool."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+class Sampling(typing.NamedTuple):
+    """How tokens are drawn from logits; see sample_token and penalise."""
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def draw(self, logits, tokens, u, seen):
+        """Draws what follows each of tokens (B, T): logits (B, T, V), u (B, T) -> (B, T). seen: (B, V) bool,
+        what the penalty counts up to the first of them; None: no penalty."""
+        if seen is not None:
+            seen = seen[:, None]
+            if logits.shape[1] > 1:  # the tokens that are fed come to it one by one
+                fed = torch.zeros_like(logits, dtype=torch.bool).scatter(
+                    2, tokens[..., None].to(logits.device), True)
+                seen = seen | (fed.cumsum(dim=1) > 0)
+            logits = penalise(logits, seen, self.repetition_penalty)
+        return sample_token(logits, u, *self[:4])
 
 
 # many tokens ------------------------------------------------------------------------------------------------
@@ -199,75 +224,284 @@ def resolve_compile(compile, device, max_new_tokens):
     return device.startswith('cuda') and max_new_tokens >= 500 and can_compile(device)
 
 
+@dataclasses.dataclass
+class Sample:
+    """A text that is being made, in a row of the cache."""
+    number: int         # among all samples; it keys the noise
+    context: list       # token ids that it attends to, so far as they have been read
+    noise: np.ndarray   # a number in [0, 1) for each token that may be drawn
+    held: int = 0       # tokens of the context that the cache holds
+    made: int = 0       # tokens drawn
+    read: int = 0       # tokens of these that have been read
+    ended: bool = False
+
+
+def step(model, tokens, cache, u, seen, sampling):
+    """Feeds tokens (B, T) to the cache and draws what follows each of them, (B, T)."""
+    return sampling.draw(model(tokens, cache=cache).to(u.device), tokens, u, seen)
+
+
+LAG = 4  # steps that a GPU may be ahead of what is read of it
+
+
+class Batch:
+    """Samples that are made at once: `rows`, each in its row of a cache. See generate for the arguments.
+
+    A token that is drawn is fed again unread. On a GPU it is read some steps later, which spares it the wait
+    for the host; what a sample draws after its stop token is dropped."""
+
+    def __init__(self, model, prompts, count, max_new_tokens, seed, sampling, stop_tokens, compile, cache,
+                 ahead):
+        self.model, self.prompts, self.waiting = model, prompts, collections.deque(range(len(prompts)))
+        self.max_new_tokens, self.seed, self.ahead = max_new_tokens, seed, ahead
+        self.sampling, self.stop_tokens = sampling, stop_tokens
+        self.own, self.compile, self.step, device = cache is None, compile, step, model.wte.weight.device
+        if cache is None:
+            size = min(model.config.block_size, max(map(len, prompts)) + max_new_tokens)
+            cache = new_cache(model, count, size, static=compile, max_rewind=ahead)
+        self.cache, self.size = cache, cache.max_len
+        if compile:
+            self.step = torch.compile(step, dynamic=False, mode=compile_mode(model, device))
+        # sampling on MPS has returned ids out of range, and CUDA has no deterministic cumsum
+        elsewhere = device.type == 'mps' or torch.are_deterministic_algorithms_enabled()
+        self.drawn_on = torch.device('cpu') if elsewhere else device
+        self.token = torch.zeros(count, dtype=torch.long, device=device)  # the last one of each row
+        self.seen = None  # tokens that the penalty is for
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(count, model.config.vocab_size, dtype=torch.bool, device=self.drawn_on)
+        self.rows, self.unread = [None] * count, collections.deque()
+        for i in range(count):
+            self.place_next(i)
+        if any(len(prompt) > self.size for prompt in prompts[:count]):  # it begins elsewhere
+            cache.reset()
+        for row, held in zip(self.rows, cache.length.tolist()):
+            row.held = held
+        self.fresh = list(range(count))  # rows that are to be fed more than the token drawn last
+
+    def place_next(self, i):
+        """Puts the next sample into row i."""
+        number = self.waiting.popleft()
+        prompt = self.prompts[number]
+        noise = uniforms(self.seed, number, len(prompt), self.max_new_tokens + self.ahead + LAG)
+        self.rows[i] = Sample(number, list(prompt[-self.size:]), noise.astype(np.float32))  # 24 bits fit
+        if self.seen is not None:
+            self.seen[i] = False
+            self.seen[i, prompt] = True
+
+    def noise(self, rows, n=1):
+        """What the next n tokens of these rows are drawn by, (rows, n)."""
+        u = np.stack([row.noise[row.made:row.made + n] for row in rows])
+        return torch.from_numpy(u).to(self.drawn_on, non_blocking=True)
+
+    def feed(self):
+        """Feeds the fresh rows what the cache does not hold of their contexts; draws a token for each."""
+        rows, cache = [self.rows[i] for i in self.fresh], self.cache
+        if len(rows) < len(self.rows):  # it holds nothing of them
+            cache = new_cache(self.model, len(rows), self.size, static=False, max_rewind=cache.max_rewind)
+        logits = prefill(self.model, [row.context[row.held:] for row in rows], cache)
+        if cache is not self.cache:
+            self.cache.put(self.fresh, cache)
+        for row in rows:
+            row.held = len(row.context)
+        seen = None if self.seen is None else self.seen[self.fresh]
+        drawn = self.sampling.draw(logits[:, None].to(self.drawn_on), None, self.noise(rows), seen)
+        self.take(self.fresh, drawn[:, 0])
+
+    def advance(self):
+        """Draws a token for each row."""
+        # a copy, for a CUDA graph writes over what it returned last
+        tokens = self.token[:, None].clamp(min=0)
+        drawn = self.step(self.model, tokens, self.cache, self.noise(self.rows), self.seen, self.sampling)
+        for row in self.rows:
+            row.held += 1
+        self.take(list(range(len(self.rows))), drawn[:, 0])
+
+    def take(self, numbers, drawn):
+        """Takes one token for each of some rows, drawn (rows,): to be fed, to be seen, to be read."""
+        self.token[numbers] = drawn.to(self.token.device)
+        if self.seen is not None:
+            self.seen[numbers, drawn.clamp(min=0)] = True
+        rows, on_host, copied = [self.rows[i] for i in numbers], drawn.to('cpu', non_blocking=True), None
+        if drawn.device.type == 'cuda':
+            copied = torch.cuda.Event()
+            copied.record()
+        for row in rows:
+            row.made += 1
+        self.unread.append((rows, on_host[:, None], copied))
+
+    def advance_by(self, proposals):
+        """Feeds each row its last token and what is proposed to follow it, and takes of what is drawn after
+        each all that agrees with the proposals, and one token more: the tokens that advance would draw."""
+        ahead = self.ahead if self.compile else max(map(len, proposals))
+        padded = torch.tensor([proposal + [0] * (ahead - len(proposal)) for proposal in proposals])
+        tokens = torch.cat((self.token[:, None], padded.to(self.token.device)), dim=1)
+        u = self.noise(self.rows, ahead + 1)
+        drawn = self.step(self.model, tokens, self.cache, u, self.seen, self.sampling).tolist()
+        drawn = [new[:len(os.path.commonprefix([new, proposal])) + 1]
+                 for new, proposal in zip(drawn, proposals)]
+        self.cache.rewind(torch.tensor([ahead + 1 - len(new) for new in drawn], device=self.token.device))
+        for i, (row, new) in enumerate(zip(self.rows, drawn)):
+            row.held, row.made, self.token[i] = row.held + len(new), row.made + len(new), max(0, new[-1])
+            if self.seen is not None:
+                self.seen[i, [max(0, token) for token in new]] = True
+        self.unread.append((self.rows, drawn, None))
+
+    def propose(self, proposer):
+        """A list of tokens for each row, empty where nothing is proposed or the context has no room."""
+        if proposer is None or any(row.held + 1 + self.ahead > self.size for row in self.rows):
+            return [[] for _ in self.rows]
+        return proposer.propose(self.rows, self.sampling)
+
+    def read(self, lag, enough):
+        """Yields (sample, token), (sample, None) at its end, of all steps but the last `lag`."""
+        while len(self.unread) > lag:
+            rows, drawn, copied = self.unread.popleft()
+            if copied:
+                copied.synchronize()
+            for row, tokens in zip(rows, drawn if isinstance(drawn, list) else drawn.tolist()):
+                for token in tokens:
+                    if row.ended:
+                        break
+                    if token < 0:
+                        raise ValueError(
+                            f"the logits of token {row.read + 1} of sample {row.number} are NaN: the weights "
+                            "are damaged, or too large for float16: --dtype=float32")
+                    row.ended = token in self.stop_tokens or row.number in enough
+                    if not row.ended:
+                        row.context.append(token)
+                        row.read += 1
+                        yield row.number, token
+                        row.ended = row.read == self.max_new_tokens or row.number in enough
+                    if row.ended:
+                        yield row.number, None
+
+    def is_full(self):
+        return any(row.held >= self.size for row in self.rows)
+
+    def refill(self):
+        """Gives rows of samples that have ended to the next, or drops them; where a context is full, its last
+        half goes on. All that was drawn must have been read where is_full."""
+        for i, row in enumerate(self.rows):
+            if (row.ended or row.made >= self.max_new_tokens) and self.waiting:
+                self.place_next(i)
+            elif row.held >= self.size:
+                row.context, row.held = row.context[-max(1, self.size // 2):], 0
+        going = [i for i, row in enumerate(self.rows)
+                 if not (row.ended or row.made >= self.max_new_tokens)]
+        if not going:
+            self.rows = []
+        elif len(going) < len(self.rows) and self.own and not self.compile:
+            self.cache.select(going)
+            self.rows, self.token = [self.rows[i] for i in going], self.token[going]
+            self.seen = None if self.seen is None else self.seen[going]
+        self.fresh = [i for i, row in enumerate(self.rows) if row.held == 0]
+        if self.rows and len(self.fresh) == len(self.rows):
+            self.cache.reset()
+
+
+def prompt_lookup(context, count, longest=3):
+    """Up to `count` tokens that stood after the context's last ones where these stood before: the latest
+    place of the longest run, of 3 tokens to 1 (arXiv:2304.04487). Empty if they never did."""
+    ids = np.array(context)
+    for n in range(min(longest, len(ids) - 1), 0, -1):
+        runs = np.lib.stride_tricks.sliding_window_view(ids[:-1], n)
+        found = np.flatnonzero((runs == ids[-n:]).all(axis=1))
+        if len(found):
+            return ids[found[-1] + n:][:count].tolist()
+    return []
+
+
+def check_rewinds(model):
+    """Raises ValueError if a layer of the model cannot take tokens back."""
+    for block in model.h:
+        if block.attn.states:
+            raise ValueError(f"speculation takes tokens back, and layer {block.attn.layer}, a "
+                             f"{type(block.attn).__name__}, keeps a state that cannot: leave out speculate")
+
+
+class Lookup:
+    """Proposes `count` tokens by prompt_lookup."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def propose(self, rows, sampling):
+        """rows: Samples -> a list of tokens for each."""
+        return [prompt_lookup(row.context, self.count) for row in rows]
+
+
+class Draft:
+    """Proposes the `count` tokens that a smaller model of the same vocabulary draws with the same noise. Its
+    block_size must not be smaller than the context."""
+
+    def __init__(self, model, count):
+        check_rewinds(model)
+        self.model, self.count, self.cache, self.held = model, count, None, []  # held: the tokens in it
+
+    def propose(self, rows, sampling):
+        """rows: Samples -> a list of tokens for each."""
+        device = self.model.wte.weight.device
+        if len(self.held) != len(rows):
+            self.cache = new_cache(self.model, len(rows), self.model.config.block_size, static=False,
+                                   max_rewind=self.count)
+            self.held = [[] for _ in rows]
+        same = [min(len(os.path.commonprefix([held, row.context])), len(row.context) - 1)
+                for held, row in zip(self.held, rows)]
+        # of another sample, or one that goes on from half its context, nothing is kept: windows forget
+        same = [n if len(held) - n <= self.count else 0 for held, n in zip(self.held, same)]
+        self.cache.rewind(torch.tensor([len(held) - n for held, n in zip(self.held, same)], device=device))
+        noise = torch.from_numpy(np.stack([row.noise[row.made:row.made + self.count] for row in rows]))
+        logits, drawn = prefill(self.model, [row.context[n:] for row, n in zip(rows, same)], self.cache), []
+        for u in noise.T:
+            if drawn:
+                logits = self.model(drawn[-1].to(device), cache=self.cache)[:, -1]
+            drawn.append(sampling.draw(logits[:, None].cpu(), None, u[:, None], None))
+        tokens = torch.cat(drawn, dim=1).clamp(min=0).tolist()
+        self.held = [row.context + new[:-1] for row, new in zip(rows, tokens)]
+        return tokens
+
+
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0,
-             repetition_penalty=1.0, seed=1337, stop_tokens=(), compile=False, cache=None):
-    """Yields, step by step, a list with the next token of each prompt, None once a prompt has ended.
+             repetition_penalty=1.0, seed=1337, stop_tokens=(), compile=False, cache=None, batch_size=None,
+             proposer=None, enough=()):
+    """Yields (sample, token) for each token drawn, and (sample, None) once a sample has ended.
 
-    prompts: lists of token ids, of any lengths; the row is the sample number that keys its noise. A prompt
-    ends at any of stop_tokens, which is not yielded. A prompt longer than block_size is cropped to its end; a
-    row whose context is full continues from its last half. compile: one compiled step over a static cache.
+    prompts: lists of token ids, of any lengths; their places are the samples' numbers, which key the noise. A
+    sample ends before any of stop_tokens, after max_new_tokens, or when its number is in `enough`, a set to
+    which the caller may add meanwhile. A prompt longer than block_size is cropped to its end; a sample whose
+    context is full continues from the last half of it. compile: one compiled step over a static cache.
     cache: one that holds the first tokens of each prompt already, so that only the others are fed; its
     max_len is then the context. Until that is full, it is left with all tokens but the last one drawn.
-    The model should be in eval mode. Raises ValueError for an empty prompt or an id not in the vocabulary."""
-    vocab_size, block_size, device = model.config.vocab_size, model.config.block_size, model.wte.weight.device
+    batch_size: how many samples are made at once, None: all; the next takes the place of one that has ended.
+    proposer: a Lookup or Draft. What it proposes is fed at once, and kept as far as it is what would have
+    been drawn (speculative decoding, arXiv:2211.17192, with noise in common), so the text does not depend on
+    it. The model should be in eval mode. Raises ValueError for an empty prompt, an id not in the vocabulary,
+    logits that are NaN, and for a proposer with layers from which no token can be taken back."""
+    vocab_size = model.config.vocab_size
     for prompt in prompts:
         if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
             raise ValueError("a prompt needs at least one token, all of them below "
                              f"vocab_size={vocab_size}; got {list(prompt)[:8]}")
     if not prompts or max_new_tokens < 1:
         return
-    # sampling on MPS has returned ids out of range, and CUDA has no deterministic cumsum
-    where = 'cpu' if device.type == 'mps' or torch.are_deterministic_algorithms_enabled() else device
-    noise = np.stack([uniforms(seed, row, len(p), max_new_tokens) for row, p in enumerate(prompts)], axis=1)
-    noise = torch.tensor(noise, dtype=torch.float32, device=where)  # (max_new_tokens, B); 24 bits fit exactly
-    seen = None
-    if repetition_penalty != 1:
-        seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=where)
-        for row, prompt in enumerate(prompts):
-            seen[row, prompt] = True
-        if compile:
-            mark_static(seen)
-
-    def draw(logits, u):
-        logits = logits.to(where)
-        if seen is not None:
-            logits = penalise(logits, seen, repetition_penalty)
-        token = sample_token(logits, u, temperature, top_k, top_p, min_p)
-        if seen is not None:
-            seen.scatter_(1, token[:, None], True)
-        return token
-
-    def step(token, cache, u):
-        return draw(model(token, cache=cache, keep=1)[:, -1], u)
-    if compile:
-        step = torch.compile(step, dynamic=False, mode=compile_mode(model, device))
-
-    longest = max(map(len, prompts))
-    if cache is None:
-        cache = new_cache(model, len(prompts), min(block_size, longest + max_new_tokens), static=compile)
-    size, token, ended = cache.max_len, None, [False] * len(prompts)
-    contexts = [list(prompt[-size:]) for prompt in prompts]  # what rows attend to, and grow by
-    if longest > size:  # a cropped prompt begins elsewhere
-        cache.reset()
-    for u in noise:
-        full = max(map(len, contexts)) > size
-        if full:
-            contexts = [c if len(c) <= size else c[-max(1, size // 2):] for c in contexts]
-            cache.reset()
-        if full or token is None:
-            new = [context[n:] for context, n in zip(contexts, cache.length.tolist())]
-            token = draw(prefill(model, new, cache), u)
+    if proposer:
+        check_rewinds(model)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    batch = Batch(model, prompts, min(batch_size or len(prompts), len(prompts)), max_new_tokens, seed,
+                  sampling, stop_tokens, compile, cache, proposer.count if proposer else 0)
+    lag = LAG if model.wte.weight.device.type == 'cuda' and proposer is None else 0
+    while batch.rows:
+        proposals = [] if batch.fresh else batch.propose(proposer)
+        if batch.fresh:
+            batch.feed()
+        elif any(proposals):
+            batch.advance_by(proposals)
         else:
-            # a copy, for a CUDA graph writes over what it returned last
-            token = step(token[:, None].to(device, copy=True), cache, u)
-        new = token.tolist()
-        for context, t in zip(contexts, new):  # rows that have ended run on unseen, to keep the batch's shape
-            context.append(t)
-        ended = [end or t in stop_tokens for end, t in zip(ended, new)]
-        if all(ended):
-            return
-        yield [None if end else t for end, t in zip(ended, new)]
+            batch.advance()
+        yield from batch.read(0 if batch.is_full() else lag, enough)
+        batch.refill()
+    yield from batch.read(0, enough)
 
 
 class TextStream:
@@ -301,27 +535,45 @@ class TextStream:
         return text
 
 
-def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
-    """Continues prompts, token ids each; sampling as in generate. Returns (texts, tokens made). A text ends
-    before one of the tokenizer's stop_tokens or a stop text. on_text(row, text) is called with each piece as
-    soon as it is certain."""
-    streams, texts, count = [TextStream(tokenizer, stop) for _ in prompts], [''] * len(prompts), 0
+def completions(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
+    """Continues prompts, token ids each; sampling as in generate. Yields (row, text, number of tokens) as the
+    texts end: before one of the tokenizer's stop_tokens or a stop text, or after max_new_tokens.
+    on_text(row, text) is called with each piece as soon as it is certain."""
+    streams, texts, counts, enough = {}, {}, {}, set()
 
     def add(row, text):
         texts[row] += text
         if on_text and text:
             on_text(row, text)
 
-    for column in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens, **sampling):
-        for row, (token, stream) in enumerate(zip(column, streams)):
-            if token is not None and not stream.ended:
-                count += 1
-                add(row, stream.feed(token))
-        if all(stream.ended or token is None for token, stream in zip(column, streams)):
-            break
-    for row, stream in enumerate(streams):
-        add(row, stream.finish())
-    return texts, count
+    for row, token in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens,
+                               enough=enough, **sampling):
+        if row not in streams:
+            streams[row], texts[row], counts[row] = TextStream(tokenizer, stop), '', 0
+        if token is None:
+            add(row, streams.pop(row).finish())
+            yield row, texts.pop(row), counts.pop(row)
+            continue
+        counts[row] += 1
+        add(row, streams[row].feed(token))
+        if streams[row].ended:
+            enough.add(row)
+
+
+def in_order(results):
+    """Yields results, tuples that begin with 0, 1, 2... in any order, in that order."""
+    early, following = {}, 0
+    for result in results:
+        early[result[0]] = result
+        while following in early:
+            yield early.pop(following)
+            following += 1
+
+
+def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
+    """What completions yields, all of it: (texts, tokens made)."""
+    found = list(in_order(completions(model, tokenizer, prompts, max_new_tokens, stop, on_text, **sampling)))
+    return [text for _, text, _ in found], sum(count for _, _, count in found)
 
 
 # conversations ----------------------------------------------------------------------------------------------
@@ -396,9 +648,11 @@ class Chat:
 
         add(begin)
         stream, made = TextStream(self.tokenizer, stop_texts(s['stop'])), []
-        for token, in generate(self.model, [ids], room, stop_tokens=self.tokenizer.stop_tokens,
-                               cache=self.cache, compile=s['compile'],
-                               **{name: s[name] for name in SAMPLING}):
+        for _, token in generate(self.model, [ids], room, stop_tokens=self.tokenizer.stop_tokens,
+                                 cache=self.cache, compile=s['compile'],
+                                 **{name: s[name] for name in SAMPLING}):
+            if token is None:
+                break
             made.append(token)
             add(stream.feed(token))
             if stream.ended:
