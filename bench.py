@@ -309,8 +309,9 @@ def measure_training(config, model_args, words):
 def time_generation(model, prompts, max_new_tokens, compile):
     """Seconds that each token takes: (max_new_tokens,), the first of them with the prompt."""
     stamps = [time.perf_counter()]
-    for _ in generate(model, prompts, max_new_tokens, top_k=200, compile=compile):
-        stamps.append(time.perf_counter())
+    for sample, token in generate(model, prompts, max_new_tokens, top_k=200, compile=compile):
+        if sample == 0 and token is not None:
+            stamps.append(time.perf_counter())
     return np.diff(stamps)
 
 
@@ -777,7 +778,7 @@ def cost_without_cache(size, machine, most, rounds):
     model = random_model(size, machine, block_size=most + 1).to(machine.dtype).eval()
 
     def with_cache(count):
-        yield from generate(model, [[0]], count, temperature=0)
+        yield from itertools.islice(generate(model, [[0]], count, temperature=0), count)
 
     def without(count):
         idx = torch.zeros(1, 1, dtype=torch.long, device=machine.device)

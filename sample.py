@@ -8,6 +8,9 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
     python sample.py --out_dir=out-chat --chat              # a conversation; /help lists its commands
     python sample.py --out_dir=out-chat --chat --start=LINES:questions.txt  # each question alone
+    python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl  # or goes on
+    python sample.py --start=FILE:article.txt --score       # log-probabilities of this text, token by token
+    python sample.py --speculate=8                          # sooner where text repeats itself; the same text
 
 Noise is a function of (seed, sample, position): sample 3 is the same text alone or among a hundred others.
 """
@@ -16,6 +19,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import json
+import math
 import os
 import re
 import sys
@@ -33,6 +38,9 @@ rope_scaling: dict | None = None  # for a larger one: {'rope_type': 'linear', 'f
 start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a line), - (standard input)
 num_samples = 10            # for each prompt, drawn as one batch; chat gives one answer
 max_new_tokens = 500        # tokens in each sample
+batch_size = 64             # samples made at once; the next takes the place of one that has ended
+output = ''                 # JSON lines are written here, in order; an interrupted file is gone on with
+score = False               # log-probabilities of the tokens of start, instead of a text that follows
 stop: str | tuple | list = ()  # end a sample at this text, or any of these
 # conversation
 chat = False                # answer by the model's chat template: questions typed in, or those of start
@@ -45,6 +53,9 @@ top_p = 1.0                 # only the likeliest tokens that together have this 
 min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
 repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
 seed = 1337                 # of sampling only
+# speed; the text does not depend on it
+speculate: int | None = None  # tokens guessed at a time, from where the text repeats itself, or by draft
+draft = ''                  # a smaller model of the same tokenizer, as init_from, guesses; speculate None: 4
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
@@ -250,11 +261,11 @@ class Batch:
     A token that is drawn is fed again unread. On a GPU it is read some steps later, which spares it the wait
     for the host; what a sample draws after its stop token is dropped."""
 
-    def __init__(self, model, prompts, count, max_new_tokens, seed, sampling, stop_tokens, compile, cache,
-                 ahead):
+    def __init__(self, model, prompts, count, max_new_tokens, sampling, seed, first, stop_tokens, compile,
+                 cache, ahead):
         self.model, self.prompts, self.waiting = model, prompts, collections.deque(range(len(prompts)))
-        self.max_new_tokens, self.seed, self.ahead = max_new_tokens, seed, ahead
-        self.sampling, self.stop_tokens = sampling, stop_tokens
+        self.max_new_tokens, self.stop_tokens, self.ahead = max_new_tokens, stop_tokens, ahead
+        self.sampling, self.seed, self.first = sampling, seed, first
         self.own, self.compile, self.step, device = cache is None, compile, step, model.wte.weight.device
         if cache is None:
             size = min(model.config.block_size, max(map(len, prompts)) + max_new_tokens)
@@ -282,7 +293,8 @@ class Batch:
         """Puts the next sample into row i."""
         number = self.waiting.popleft()
         prompt = self.prompts[number]
-        noise = uniforms(self.seed, number, len(prompt), self.max_new_tokens + self.ahead + LAG)
+        count = self.max_new_tokens + self.ahead + LAG
+        noise = uniforms(self.seed, self.first + number, len(prompt), count)
         self.rows[i] = Sample(number, list(prompt[-self.size:]), noise.astype(np.float32))  # 24 bits fit
         if self.seen is not None:
             self.seen[i] = False
@@ -329,7 +341,7 @@ class Batch:
             row.made += 1
         self.unread.append((rows, on_host[:, None], copied))
 
-    def advance_by(self, proposals):
+    def advance_by(self, proposals, proposer):
         """Feeds each row its last token and what is proposed to follow it, and takes of what is drawn after
         each all that agrees with the proposals, and one token more: the tokens that advance would draw."""
         ahead = self.ahead if self.compile else max(map(len, proposals))
@@ -339,6 +351,8 @@ class Batch:
         drawn = self.step(self.model, tokens, self.cache, u, self.seen, self.sampling).tolist()
         drawn = [new[:len(os.path.commonprefix([new, proposal])) + 1]
                  for new, proposal in zip(drawn, proposals)]
+        proposer.fed += sum(map(len, proposals))
+        proposer.kept += sum(len(new) - 1 for new in drawn)
         self.cache.rewind(torch.tensor([ahead + 1 - len(new) for new in drawn], device=self.token.device))
         for i, (row, new) in enumerate(zip(self.rows, drawn)):
             row.held, row.made, self.token[i] = row.held + len(new), row.made + len(new), max(0, new[-1])
@@ -420,10 +434,10 @@ def check_rewinds(model):
 
 
 class Lookup:
-    """Proposes `count` tokens by prompt_lookup."""
+    """Proposes `count` tokens by prompt_lookup. Of all that it proposed `fed` were looked at, `kept` kept."""
 
     def __init__(self, count):
-        self.count = count
+        self.count, self.fed, self.kept = count, 0, 0
 
     def propose(self, rows, sampling):
         """rows: Samples -> a list of tokens for each."""
@@ -432,11 +446,12 @@ class Lookup:
 
 class Draft:
     """Proposes the `count` tokens that a smaller model of the same vocabulary draws with the same noise. Its
-    block_size must not be smaller than the context."""
+    block_size must not be smaller than the context. `fed` and `kept` as in Lookup."""
 
     def __init__(self, model, count):
         check_rewinds(model)
-        self.model, self.count, self.cache, self.held = model, count, None, []  # held: the tokens in it
+        self.model, self.count, self.fed, self.kept = model, count, 0, 0
+        self.cache, self.held = None, []  # held: the tokens in it, by row
 
     def propose(self, rows, sampling):
         """rows: Samples -> a list of tokens for each."""
@@ -464,20 +479,20 @@ class Draft:
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0,
              repetition_penalty=1.0, seed=1337, stop_tokens=(), compile=False, cache=None, batch_size=None,
-             proposer=None, enough=()):
+             proposer=None, enough=(), first=0):
     """Yields (sample, token) for each token drawn, and (sample, None) once a sample has ended.
 
-    prompts: lists of token ids, of any lengths; their places are the samples' numbers, which key the noise. A
-    sample ends before any of stop_tokens, after max_new_tokens, or when its number is in `enough`, a set to
-    which the caller may add meanwhile. A prompt longer than block_size is cropped to its end; a sample whose
-    context is full continues from the last half of it. compile: one compiled step over a static cache.
-    cache: one that holds the first tokens of each prompt already, so that only the others are fed; its
-    max_len is then the context. Until that is full, it is left with all tokens but the last one drawn.
-    batch_size: how many samples are made at once, None: all; the next takes the place of one that has ended.
-    proposer: a Lookup or Draft. What it proposes is fed at once, and kept as far as it is what would have
-    been drawn (speculative decoding, arXiv:2211.17192, with noise in common), so the text does not depend on
-    it. The model should be in eval mode. Raises ValueError for an empty prompt, an id not in the vocabulary,
-    logits that are NaN, and for a proposer with layers from which no token can be taken back."""
+    prompts: lists of token ids, of any lengths; the samples' numbers are their places. Their noise is that of
+    numbers from `first` on. A sample ends before any of stop_tokens, after max_new_tokens, or when its number
+    is in `enough`, a set to which the caller may add meanwhile. A prompt longer than block_size is cropped to
+    its end; a sample whose context is full continues from the last half of it. compile: one compiled step
+    over a static cache. cache: one that holds the first tokens of each prompt already, so that only the
+    others are fed; its max_len is then the context. Until that is full, it is left with all tokens but the
+    last one drawn. batch_size: how many samples are made at once, None: all; the next takes the place of one
+    that has ended. proposer: a Lookup or Draft. What it proposes is fed at once, and kept as far as it is
+    what would have been drawn, so that the text is the same without (speculative decoding, arXiv:2211.17192,
+    with noise in common). The model should be in eval mode. Raises ValueError for an empty prompt, an id not
+    in the vocabulary, logits that are NaN, and for a proposer with layers that cannot take tokens back."""
     vocab_size = model.config.vocab_size
     for prompt in prompts:
         if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
@@ -488,15 +503,16 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
     if proposer:
         check_rewinds(model)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    batch = Batch(model, prompts, min(batch_size or len(prompts), len(prompts)), max_new_tokens, seed,
-                  sampling, stop_tokens, compile, cache, proposer.count if proposer else 0)
+    count, ahead = min(batch_size or len(prompts), len(prompts)), proposer.count if proposer else 0
+    batch = Batch(model, prompts, count, max_new_tokens, sampling, seed, first, stop_tokens, compile, cache,
+                  ahead)
     lag = LAG if model.wte.weight.device.type == 'cuda' and proposer is None else 0
     while batch.rows:
         proposals = [] if batch.fresh else batch.propose(proposer)
         if batch.fresh:
             batch.feed()
         elif any(proposals):
-            batch.advance_by(proposals)
+            batch.advance_by(proposals, proposer)
         else:
             batch.advance()
         yield from batch.read(0 if batch.is_full() else lag, enough)
@@ -560,6 +576,20 @@ def completions(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None
             enough.add(row)
 
 
+@torch.no_grad()
+def score_tokens(model, ids):
+    """The log-probability of each token but the first, after those before it: ids -> (len(ids) - 1,) float64.
+    In a text longer than the context these are at least half a context, or all."""
+    size, found, start = model.config.block_size, [], 0
+    while len(found) < len(ids) - 1:
+        window = torch.tensor([ids[start:start + size]], device=model.wte.weight.device)
+        logits = model(window)[0, :-1].double().log_softmax(dim=-1)
+        each = logits.gather(1, window[0, 1:, None])[:, 0]
+        found += each[len(found) - start:].tolist()
+        start += max(1, size // 2)
+    return np.array(found)
+
+
 def in_order(results):
     """Yields results, tuples that begin with 0, 1, 2... in any order, in that order."""
     early, following = {}, 0
@@ -621,8 +651,8 @@ class Chat:
     settings: this file's, {name: value}; they may change between turns. `cached`: the ids that the cache
     holds; none while an answer is being made, so that it may be interrupted anywhere."""
 
-    def __init__(self, model, tokenizer, settings):
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+    def __init__(self, model, tokenizer, settings, proposer=None):
+        self.model, self.tokenizer, self.settings, self.proposer = model, tokenizer, settings, proposer
         self.cache, self.cached = None, []
         self.reset()
 
@@ -649,7 +679,7 @@ class Chat:
         add(begin)
         stream, made = TextStream(self.tokenizer, stop_texts(s['stop'])), []
         for _, token in generate(self.model, [ids], room, stop_tokens=self.tokenizer.stop_tokens,
-                                 cache=self.cache, compile=s['compile'],
+                                 cache=self.cache, compile=s['compile'], proposer=self.proposer,
                                  **{name: s[name] for name in SAMPLING}):
             if token is None:
                 break
@@ -690,8 +720,9 @@ class Chat:
         sampled need not be those of their text."""
         if self.cache is None or len(ids) + room > self.cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + room)))
+            guesses = self.proposer.count if self.proposer else 0
             self.cache = new_cache(self.model, 1, max_len, static=self.settings['compile'],
-                                   max_rewind=self.settings['max_new_tokens'])
+                                   max_rewind=self.settings['max_new_tokens'] + guesses)
             self.cached = []
         same, most = 0, min(len(self.cached), len(ids) - 1)  # at least one is fed, for its logits
         while same < most and ids[same] == self.cached[same]:
@@ -764,6 +795,11 @@ def check_settings(s):
             ('num_samples', 1 <= s['num_samples'] <= 10_000,
              'between 1 and 10,000; for more, use --start=LINES:FILE'),
             ('max_new_tokens', s['max_new_tokens'] >= 1, 'at least 1'),
+            ('batch_size', s['batch_size'] >= 1, 'at least 1'),
+            ('speculate', s['speculate'] is None or 0 <= s['speculate'] <= 64, 'between 0 and 64, or None'),
+            ('speculate', s['speculate'] != 0 or not s['draft'], 'at least 1, or None, with a draft'),
+            ('score', not (s['score'] and s['chat']), 'False in a chat'),
+            ('output', not (s['output'] and s['chat'] and s['start'] == '\n'), "'' for typed questions"),
             ('seed', 0 <= s['seed'] < 2**63, 'at least 0 and below 2**63'),
             ('compile', s['compile'] in (True, False, 'auto'), 'True, False or auto'),
             ('thinking', s['thinking'] in ('show', 'hide', 'on', 'off'), 'show, hide, on or off'),
@@ -775,6 +811,59 @@ def check_settings(s):
 def stop_texts(stop):
     """The setting `stop`, one text or several, as a tuple."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def make_proposer(s, model, tokenizer, machine):
+    """What the settings speculate and draft name, None for neither. Raises ValueError for a draft that cannot
+    guess for this model."""
+    if not s['draft']:
+        return Lookup(s['speculate']) if s['speculate'] else None
+    draft, other, _ = load(s['draft'], device=machine.device, dtype=machine.dtype)
+    if draft.config.vocab_size != model.config.vocab_size or other is None or any(
+            other.encode(text) != tokenizer.encode(text) for text in ('The sum of 1 and 2', 'naïve\n\t')):
+        raise ValueError(f"draft={s['draft']!r} has another tokenizer than the model: name a smaller one of "
+                         "the same family, or leave it out")
+    if draft.config.block_size < model.config.block_size:
+        raise ValueError(f"draft={s['draft']!r} has a context of {draft.config.block_size}, the model has "
+                         f"{model.config.block_size}: give --block_size={draft.config.block_size}")
+    return Draft(draft.eval(), s['speculate'] or 4)
+
+
+def answered(path, rows):
+    """How many of the rows (prompt, place among its samples) have a line in a file of answers; one that was
+    cut short is removed. Raises ValueError if the file holds others."""
+    if not os.path.exists(path):
+        return 0
+    with open(path, 'rb+') as f:
+        content = f.read()
+        whole = content[:content.rfind(b'\n') + 1]
+        f.truncate(len(whole))
+    for i, line in enumerate(whole.splitlines()):
+        try:
+            record = json.loads(line)
+            mine = i < len(rows) and (record['prompt'], record['sample']) == rows[i]
+        except (ValueError, KeyError, TypeError):
+            mine = False
+        if not mine:
+            raise ValueError(f"{path} line {i + 1} is no answer to these prompts, in this order: name "
+                             "another --output, or remove the file")
+    return whole.count(b'\n')
+
+
+def score_prompts(model, tokenizer, prompts, ids, output):
+    """Prints the tokens of each prompt and their log-probabilities, or writes them as JSON lines."""
+    with open(output, 'w', encoding='utf-8') if output else contextlib.nullcontext() as f:
+        for prompt, tokens in zip(prompts, ids):
+            each = score_tokens(model, tokens)
+            if f:
+                record = {'prompt': prompt, 'ids': tokens, 'logprobs': [None, *each]}
+                print(json.dumps(record, ensure_ascii=False), file=f, flush=True)
+                continue
+            for token, logprob in zip(tokens[1:], each):
+                print(f"{logprob:10.4f}  {tokenizer.decode([token])!r}")
+            mean = each.mean() if len(each) else math.nan
+            print(f"{len(each):,} tokens, log-probability {each.sum():,.4f}, "
+                  f"perplexity {math.exp(-mean):,.3f}")
 
 
 def read_prompts(start):
@@ -815,43 +904,61 @@ if __name__ == '__main__':
     if 'iter_num' in rest and 'best_val_loss' in rest:
         trained = f", iteration {rest['iter_num']:,}, val loss {float(rest['best_val_loss']):.4f} at best"
     print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
+    proposer = make_proposer(config, model, tokenizer, machine)
     if chat and start == '\n':
-        converse(Chat(model, tokenizer, config))
+        converse(Chat(model, tokenizer, config, proposer))
         sys.exit()
 
     prompts = read_prompts(start)
     if chat:  # each question begins a conversation of its own; begin: how its answer does
-        new_chat = Chat(model, tokenizer, config)
+        new_chat = Chat(model, tokenizer, config, proposer)
         shown, num_samples = [f"> {prompt}\n" for prompt in prompts], 1
         ids, begin = zip(*(new_chat.prompt(prompt.strip())[1:] for prompt in prompts))
     else:
         shown, ids, begin = prompts, [tokenizer.encode(prompt) for prompt in prompts], [''] * len(prompts)
+    hide, sampling = chat and thinking == 'hide', {name: config[name] for name in SAMPLING}
+    if score:
+        score_prompts(model, tokenizer, prompts, ids, output)
+        sys.exit()
     longest = max(map(len, ids))
     if longest > model.config.block_size:
         print(f"a prompt of {longest} tokens is cropped to its last {model.config.block_size}")
-    rows = [row for row in zip(shown, ids, begin) for _ in range(num_samples)]
-    live = sys.stdout.isatty()  # a person sees the first sample grow, the others follow when all are done
-    hide = chat and thinking == 'hide'
+    rows = [(prompt, place) for prompt in prompts for place in range(num_samples)]
+    first = answered(output, rows) if output else 0
+    if first:
+        print(f"{output}: {first:,} of {len(rows):,} answers are there")
+    begin = [text for text in begin for _ in range(num_samples)]
+    shown = [text for text in shown for _ in range(num_samples)]
     display = Display(hide)
+    live = sys.stdout.isatty() and not output  # a person sees the first sample grow, the others when done
 
     def show(row, text):
         if live and row == 0:
             display(text)
 
-    print('---------------')
+    if not output:
+        print('---------------')
     if live:
         print(shown[0], end='', flush=True)
-    show(0, begin[0])
-    started = time.perf_counter()
-    texts, count = complete(model, tokenizer, [i for _, i, _ in rows], max_new_tokens, stop_texts(stop), show,
-                            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-                            repetition_penalty=repetition_penalty, compile=compile)
+        show(0, begin[0])
+    started, total = time.perf_counter(), 0
+    ids = [one for one in ids for _ in range(num_samples)][first:]
+    made = completions(model, tokenizer, ids, max_new_tokens, stop_texts(stop), show, compile=compile,
+                       batch_size=batch_size, first=first, proposer=proposer, **sampling)
+    with open(output, 'a', encoding='utf-8') if output else contextlib.nullcontext() as f:
+        for row, text, count in in_order(made):
+            row, total = first + row, total + count
+            text = without_thinking(begin[row] + text) if hide else begin[row] + text
+            if f:
+                prompt, place = rows[row]
+                record = {'prompt': prompt, 'sample': place, 'text': text, 'tokens': count}
+                print(json.dumps(record, ensure_ascii=False), file=f, flush=True)
+                continue
+            if live and row == 0:
+                display('', complete=True)
+            else:
+                print(f"{shown[row]}{text}")
+            print('---------------', flush=True)
     seconds = time.perf_counter() - started
-    for row, ((prompt, _, first), text) in enumerate(zip(rows, texts)):
-        text = without_thinking(first + text) if hide else first + text
-        if live and row == 0:
-            display('', complete=True)
-        else:
-            print(f"{prompt}{text}")
-        print('---------------')
-    print(f"{count:,} tokens in {seconds:.2f} s, {count / seconds:,.1f} tok/s", file=sys.stderr)
+    guessed = f", {proposer.kept:,} of {proposer.fed:,} guesses right" if proposer else ''
+    print(f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s{guessed}", file=sys.stderr)

@@ -5778,6 +5778,30 @@ def test_compiled_generation_equals_eager(options):
     assert made(model, prompts, 30, seed=3, top_k=10, compile=True) == eager
 
 
+@pytest.mark.parametrize('options', [dict(n_kv_head=2), dict(window=4, window_pattern='SL', **MLA)])
+def test_compiled_speculation_equals_eager(options):
+    model, prompts = repeats_itself(n_layer=2, **options), [[5], [1, 2, 1, 2], [7]]
+    eager = made(model, prompts, 30, seed=3, temperature=0.5)
+    assert made(model, prompts, 30, seed=3, temperature=0.5, compile=True, batch_size=2,
+                proposer=flat_sample.Lookup(3)) == eager
+
+
+@pytest.mark.parametrize('variant', [{}, dict(window=4, window_pattern='SL'), MLA, dict(document_token=3)])
+def test_scores_are_log_probabilities(variant):
+    model = tiny(**variant).double()
+    size = model.config.block_size
+    ids = np.random.default_rng(0).integers(61, size=3 * size + 5).tolist()
+    found = flat_sample.score_tokens(model, ids)
+    assert len(found) == len(ids) - 1 and flat_sample.score_tokens(model, [4]).shape == (0,)
+    with torch.no_grad():
+        for i in (1, 2, size - 1, size, size + 1, 2 * size, len(ids) - 1):
+            fits = [start for start in range(0, len(ids), size // 2) if start <= i < start + size]
+            start = fits[0] if len(fits) == 1 else min(fits)  # the longest of the contexts that end there
+            p = model(torch.tensor([ids[start:i]]))[0, -1].softmax(-1)[ids[i]]
+            assert math.isclose(found[i - 1], math.log(p), abs_tol=1e-5)
+            assert i - start >= min(i, size // 2)
+
+
 def test_bad_prompts_are_refused():
     model = tiny()
     for prompt in ([], [61], [-1]):
@@ -6654,6 +6678,55 @@ def test_readme_lines_generate_from_python(folder):
     with contextlib.redirect_stdout(out):
         exec(code, {})
     assert out.getvalue().strip() and set(out.getvalue().strip()) <= set('abcdefghijklmnopqrstuvw')
+
+
+def test_answers_are_written_in_order_and_gone_on_with(folder, capsys):
+    train('--out_dir=out', '--max_iters=10')
+    prompts = ['ab', 'c', 'abcdefg', 'u']
+    (folder / 'l.txt').write_text('\n'.join(prompts), encoding='utf-8')
+    common = ['--out_dir=out', '--device=cpu', '--dtype=float32', '--max_new_tokens=8', '--start=LINES:l.txt',
+              '--num_samples=2', '--stop=e']
+    run('sample.py', *common, '--output=one.jsonl', '--batch_size=3')
+    whole = (folder / 'one.jsonl').read_text(encoding='utf-8')
+    records = [json.loads(line) for line in whole.splitlines()]
+    assert [(r['prompt'], r['sample']) for r in records] == [(p, i) for p in prompts for i in range(2)]
+    model, tokenizer, _ = flat_sample.load('resume', 'out')
+    ids = [tokenizer.encode(p) for p in prompts for _ in range(2)]
+    texts, _ = flat_sample.complete(model.eval(), tokenizer, ids, 8, ('e',), top_k=200)
+    assert [r['text'] for r in records] == texts and any(r['tokens'] < 8 for r in records)
+    for kept in (len(whole) // 2, 3, len(whole)):  # in the middle of a line, of the first, and at the end
+        (folder / 'two.jsonl').write_text(whole[:kept], encoding='utf-8')
+        run('sample.py', *common, '--output=two.jsonl', '--batch_size=1')
+        assert (folder / 'two.jsonl').read_text(encoding='utf-8') == whole
+    capsys.readouterr()
+    with pytest.raises(ValueError, match='one.jsonl line 3 is no answer to these prompts'):
+        run('sample.py', *common[:-3], '--start=LINES:l.txt', '--num_samples=3', '--output=one.jsonl')
+    assert (folder / 'one.jsonl').read_text(encoding='utf-8') == whole
+    # speculation, by the text so far and by the model itself, changes nothing
+    for flags in (['--speculate=3'], ['--draft=out'], ['--draft=out', '--speculate=2']):
+        run('sample.py', *common, *flags, '--output=three.jsonl')
+        assert (folder / 'three.jsonl').read_text(encoding='utf-8') == whole
+        assert re.search(r'tok/s, \d+ of \d+ guesses right$', capsys.readouterr().err.strip())
+        os.remove('three.jsonl')
+
+
+def test_scores_of_the_script(folder, capsys):
+    train('--out_dir=out', '--max_iters=10')
+    capsys.readouterr()
+    common = ['--out_dir=out', '--device=cpu', '--dtype=float32', '--start=abcab', '--score']
+    run('sample.py', *common)
+    printed = re.findall(r"^ +(-[\d.]+)  '(.)'$", capsys.readouterr().out, re.M)
+    run('sample.py', *common, '--output=scores.jsonl')
+    record = json.loads((folder / 'scores.jsonl').read_text(encoding='utf-8'))
+    assert ''.join(text for _, text in printed) == 'bcab' and record['prompt'] == 'abcab'
+    model, rest = GPT.from_checkpoint('out/ckpt.pt')
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([record['ids']]))[0].double()
+    expected = [-F.cross_entropy(logits[i], torch.tensor(token)).item()
+                for i, token in enumerate(record['ids'][1:])]
+    assert record['logprobs'][0] is None
+    np.testing.assert_allclose(record['logprobs'][1:], expected, atol=1e-9)
+    np.testing.assert_allclose([float(value) for value, _ in printed], expected, atol=6e-5)
 
 
 def test_sample_script(folder, capsys):
