@@ -5899,6 +5899,21 @@ def test_a_conversation_with_its_cache_is_each_turn_from_nothing(template, varia
         assert (ids[0] == 256) == ('document_token' in variant)
 
 
+@pytest.mark.parametrize('variant', [{}, dict(window=9, window_pattern='SL'), MLA])
+def test_a_conversation_with_guesses_is_the_same(variant):
+    model = chat_model(**variant)
+    model.wte.weight.data *= 3  # it runs in circles
+    plain, guessing = new_chat(model, stop='x'), new_chat(model, stop='x')
+    guessing.proposer = flat_sample.Lookup(4)
+    for question in (*QUESTIONS, 'tell it to the end', 'again'):
+        for chat in (plain, guessing):
+            chat.answer(question, lambda text: None)
+        assert guessing.messages == plain.messages
+        assert guessing.cached[:len(plain.cached)] == plain.cached
+        assert len(guessing.cached) == guessing.cache.length
+    assert guessing.proposer.kept > 0
+
+
 @pytest.mark.parametrize('variant', [
     {}, dict(window=4, window_pattern='SL'), MLA, dict(pos='alibi', document_token=3), DELTA])
 def test_generate_goes_on_from_a_cache_that_holds_the_beginning(variant):
@@ -6714,9 +6729,11 @@ def test_scores_of_the_script(folder, capsys):
     train('--out_dir=out', '--max_iters=10')
     capsys.readouterr()
     common = ['--out_dir=out', '--device=cpu', '--dtype=float32', '--start=abcab', '--score']
-    run('sample.py', *common)
+    with pytest.raises(SystemExit, check=lambda e: e.code is None):
+        run('sample.py', *common)
     printed = re.findall(r"^ +(-[\d.]+)  '(.)'$", capsys.readouterr().out, re.M)
-    run('sample.py', *common, '--output=scores.jsonl')
+    with pytest.raises(SystemExit, check=lambda e: e.code is None):
+        run('sample.py', *common, '--output=scores.jsonl')
     record = json.loads((folder / 'scores.jsonl').read_text(encoding='utf-8'))
     assert ''.join(text for _, text in printed) == 'bcab' and record['prompt'] == 'abcab'
     model, rest = GPT.from_checkpoint('out/ckpt.pt')
