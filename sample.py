@@ -326,14 +326,15 @@ class Batch:
         drawn = self.step(self.model, tokens, self.cache, self.noise(self.rows), self.seen, self.sampling)
         for row in self.rows:
             row.held += 1
-        self.take(list(range(len(self.rows))), drawn[:, 0])
+        self.take(slice(None), drawn[:, 0])
 
     def take(self, numbers, drawn):
         """Takes one token for each of some rows, drawn (rows,): to be fed, to be seen, to be read."""
         self.token[numbers] = drawn.to(self.token.device)
         if self.seen is not None:
-            self.seen[numbers, drawn.clamp(min=0)] = True
-        rows, on_host, copied = [self.rows[i] for i in numbers], drawn.to('cpu', non_blocking=True), None
+            self.seen[torch.arange(len(self.rows))[numbers], drawn.clamp(min=0)] = True
+        rows = [self.rows[i] for i in numbers] if isinstance(numbers, list) else list(self.rows)
+        on_host, copied = drawn.to('cpu', non_blocking=True), None
         if drawn.device.type == 'cuda':
             copied = torch.cuda.Event()
             copied.record()
