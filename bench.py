@@ -218,19 +218,35 @@ def report(times, units, unit, numbers):
     return numbers
 
 
-def known_vocabulary(config):
-    """The vocabulary of config['dataset'], as model_args; {} where it is not prepared."""
+def print_table(title, heads, rows):
+    """rows: name -> texts, one below each of heads. Columns are as wide as what stands in them."""
+    first = max(len(name) for name in (title, *rows))
+    widths = [max(map(len, column)) for column in zip(heads, *rows.values())]
+    print()
+    for name, cells in ((title, heads), *rows.items()):
+        print(f"{name:<{first}}" + ''.join(f"  {cell:>{width}}" for cell, width in zip(cells, widths)))
+
+
+def fields_asked(config, model_args, **others):
+    """Fields of GPTConfig: those that are given; else the vocabulary of config['dataset'], if that is
+    prepared, and `others`."""
     folder = train.data_folder(config['dataset'])
-    if not config['dataset'] or not os.path.isdir(folder):
-        return {}
-    return {'vocab_size': read_meta(folder)['vocab_size']}
+    if config['dataset'] and os.path.isdir(folder):
+        others['vocab_size'] = read_meta(folder)['vocab_size']
+    return {**others, **model_args}
 
 
 def fill_zeros(model):
-    """Gives matrices of zeros random values: such projections would make some kernels' work too easy."""
+    """Gives matrices of zeros, with which branches start, random values, as if they had begun to learn: zeros
+    make some kernels' work too easy, and hide what is wrong in a branch."""
     for w in model.parameters():
         if w.ndim > 1 and not w.any():
-            torch.nn.init.normal_(w, std=0.02)
+            torch.nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
+
+
+def cache_per_token(model):
+    """Elements that each token adds to a row of the cache, besides states of fixed size."""
+    return model.cache_elements(1) - model.cache_elements(0)
 
 
 def model_and_machine(config, model_args):
@@ -238,7 +254,7 @@ def model_and_machine(config, model_args):
     configurator.runtime has it, FLOP/s of a large matmul, bytes/s read)."""
     machine = runtime(config['device'], config['dtype'], config['seed'])
     if config['init_from'] == 'scratch':
-        model = GPT(GPTConfig(**{**known_vocabulary(config), **model_args}))
+        model = GPT(GPTConfig(**fields_asked(config, model_args)))
     else:
         model, _, _ = train.load_to_train(config['init_from'], 'out', model_args)
     model.to(machine.device)
@@ -259,32 +275,29 @@ def measure_params(config, model_args, words):
     if config['dtype'] not in dtypes:
         raise ValueError(f"dtype={config['dtype']!r} is none of {', '.join(dtypes)}")
     dtype = dtypes[config['dtype']]
-    # where nothing names a vocabulary, GPT-2's: GPTConfig's is that and the rows that pad it
-    model_args = {'vocab_size': 50257, **known_vocabulary(config), **model_args}
     with torch.device('meta'):
-        model = GPT(GPTConfig(**model_args))
-    parts = model.account()
-    total = [sum(row[i] for row in parts.values()) for i in range(3)]
-    print(f"{'':<16}{'parameters':>19}{'':8}{'active':>17}{'':8}{'training FLOPs a token':>24}")
-    for part, row in (*parts.items(), ('total', total)):
-        columns = [f"{n:>{width},}{n / whole if whole else 0:>8.1%}"
-                   for n, whole, width in zip(row, total, (19, 17, 24))]
-        print(f"{part:<16}{''.join(columns)}")
+        # where nothing names a vocabulary, GPT-2's: GPTConfig's is that and the rows that pad it
+        model = GPT(GPTConfig(**fields_asked(config, model_args, vocab_size=50257)))
+    parts = model.account()  # name -> (parameters, active ones, FLOPs)
+    total = [sum(counts) for counts in zip(*parts.values())]
+    rows = {part: [cell for n, whole in zip(counts, total)
+                   for cell in (f"{n:,}", f"{n / whole if whole else 0:.1%}")]
+            for part, counts in {**parts, 'total': total}.items()}
+    print_table('', ['parameters', '', 'active', '', 'training FLOPs a token', ''], rows)
     layers = [print_layer(model, numbers) for numbers in kinds_of_layers(model)]
-    size, state = dtype.itemsize, model.cache_elements(0)
-    block_size = model.config.block_size
-    cache, full = model.cache_elements(1) - state, model.cache_elements(block_size) - state
+    size, block_size, cache = dtype.itemsize, model.config.block_size, cache_per_token(model)
     states = sum(math.prod(shape) * (own or dtype).itemsize
                  for block in model.h for shape, own in block.attn.states)
-    print(f"weights: {total[0] * size / 1e9:,.2f} GB; cache: {cache:,} elements or {cache * size:,} bytes a "
-          f"token{f', {states:,} bytes a row' if states else ''}, {(full * size + states) / 1e9:,.2f} GB at "
+    cache_bytes = (model.cache_elements(block_size) - model.cache_elements(0)) * size + states
+    print(f"\nweights: {total[0] * size / 1e9:,.2f} GB; cache: {cache:,} elements or {cache * size:,} bytes "
+          f"a token{f', {states:,} bytes a row' if states else ''}, {cache_bytes / 1e9:,.2f} GB at "
           f"{block_size:,} tokens; in {train.dtype_name(dtype)}")
     return {'params': total[0], 'active_params': total[1], 'flops_per_token': total[2],
-            'cache_bytes_per_token': cache * size, 'cache_bytes': full * size + states,
+            'cache_bytes_per_token': cache * size, 'cache_bytes': cache_bytes,
             'dtype': train.dtype_name(dtype), 'layers': layers}
 
 
-def measure_training(config, model_args, words):
+def measure_train(config, model_args, words):
     """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
     model, machine, matmul, _ = model_and_machine(config, model_args)
     forward, config = model, {**config, 'batch_size': config['batch_size'] or 12}
@@ -329,7 +342,7 @@ def time_nanogpt(model, batch_size, prompt_len, max_new_tokens, device):
     return (time.perf_counter() - begun) / count
 
 
-def measure_decoding(config, model_args, words):
+def measure_decode(config, model_args, words):
     """Seconds a token in turns with nanoGPT, and the share of the memory's bandwidth."""
     model, machine, _, bandwidth = model_and_machine(config, model_args)
     config = {**config, 'batch_size': config['batch_size'] or 1}
@@ -456,12 +469,16 @@ def inputs_and_targets(streams):
 
 
 @torch.no_grad()
-def losses(model, rows, machine, batch_size):
+def row_losses(model, rows, machine, batch_size):
     """Yields (i, the loss of each target of rows[i], in nats, 0 where the target is -1), longest rows first:
     rows (inputs, targets) of arrays of one length, (T,) each -> (T,) float64. batch_size None: 256 MB of
-    logits at a time. Says how long it will take, if that is long."""
+    logits at a time. Says how long it will take, if that is long, and how to do with less memory, if a row
+    takes much."""
     done, total, begun, said = 0, sum(len(inputs) for inputs, _ in rows), time.perf_counter(), False
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # alike in length, little padding
+    logits_gb = 4e-9 * len(rows[order[0]][0]) * model.config.vocab_size
+    if logits_gb > 4:
+        print(f"a window has {logits_gb:.0f} GB of logits: --block_size=1024 takes less memory, sees less")
     while order:
         longest = len(rows[order[0]][0])
         n = batch_size or max(1, 2**26 // (model.config.vocab_size * longest))
@@ -495,14 +512,13 @@ def by_position(rows, read):
     return sums, counts
 
 
-def buckets(length):
-    """Numbers of tokens that a prediction can see, by powers of two: [(1, 1), (2, 2), (3, 4), (5, 8), ...] up
-    to length."""
+def doubling(length):
+    """Ranges of 1 to length, each to the next power of two: [(1, 1), (2, 2), (3, 4), (5, 8), ...]."""
     ends = [2**i for i in range((length - 1).bit_length())] + [length]
     return list(zip([1, *(end + 1 for end in ends)], ends))
 
 
-def summary(sums, counts, last=None):
+def mean_losses(sums, counts, last=None):
     """What by_position gives -> 'targets', 'loss' and 'perplexity' of the last so many positions, None: of
     all; and 'by_tokens_seen', the loss of all positions by how many tokens are seen there."""
     def mean(part):
@@ -510,13 +526,13 @@ def summary(sums, counts, last=None):
 
     chosen = slice(-last if last else None, None)
     loss, by = mean(chosen), {}
-    for first, end in buckets(len(sums)):
+    for first, end in doubling(len(sums)):
         by[f"{first}-{end}" if first < end else str(end)] = round(mean(slice(first - 1, end)), 6)
     return {'targets': int(counts[chosen].sum()), 'loss': loss,
             'perplexity': math.exp(min(loss, 99)), 'by_tokens_seen': by}
 
 
-def evaluate(config, model_args, words):
+def measure_eval(config, model_args, words):
     """How well a model predicts: what a text file holds, if words has one, HellaSwag's questions, if these
     are in it, else prepared data's val. A text whose name ends in .py is taken for a config file."""
     if words and config['dataset']:
@@ -536,11 +552,8 @@ def evaluate(config, model_args, words):
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
     print(f"{path}: {model.num_params():,} parameters, context {base:,}")
-    logits_gb = 4e-9 * model.config.block_size * model.config.vocab_size
-    if logits_gb > 4:
-        print(f"a window has {logits_gb:.0f} GB of logits: --block_size=1024 takes less memory, sees less")
     name = words[0] if words else train.data_folder(dataset)
-    read = functools.partial(losses, model, machine=machine, batch_size=config['batch_size'])
+    read = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])
     if choices:
         found = evaluate_choices(name, tokenizer, model.config.block_size, read)
     else:
@@ -559,12 +572,12 @@ def evaluate_text(name, pairs, n_bytes, length, read):
     nothing but the rounding inside the model. pairs: inputs and targets; read: losses of rows."""
     rows = [(inputs[i:i + length], targets[i:i + length])
             for inputs, targets in pairs for i in range(0, len(inputs), length)]
-    found = summary(*by_position(rows, read))
+    found = mean_losses(*by_position(rows, read))
     bits = found['loss'] * found['targets'] / math.log(2) / n_bytes if n_bytes else None
     told = f"{n_bytes:,} bytes in " if n_bytes else ''
     print(f"{name}: {told}{found['targets']:,} targets, {len(rows):,} windows of {length:,}\n"
           f"loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}"
-          f"{f', {bits:.4f} bits per byte' if bits else ''}\n")
+          f"{f', {bits:.4f} bits per byte' if bits else ''}")
     print_by_length({length: found})
     return {'bytes': n_bytes, 'bits_per_byte': bits, **found}
 
@@ -580,23 +593,24 @@ def evaluate_lengths(name, pairs, base, lengths, read):
         if not rows:
             raise ValueError(f"lengths={lengths}: {name} is shorter than a window of {longest:,} tokens: "
                              "give a longer text, or shorter lengths")
-        found[length] = summary(*by_position(rows, read), base)
+        found[length] = mean_losses(*by_position(rows, read), base)
     targets = found[length]['targets']
     print(f"{name}: {targets:,} targets, in {len(rows):,} stretches of {base:,}, each of which ends a window "
-          "of every length\n")
+          "of every length")
     print_by_length(found)
     return {'lengths': found}
 
 
 def print_by_length(found):
-    """found: window length -> summary, as a table with a column for each length."""
-    buckets = dict.fromkeys(bucket for each in found.values() for bucket in each['by_tokens_seen'])
-    by_tokens = {bucket: [f"{each['by_tokens_seen'][bucket]:.4f}" if bucket in each['by_tokens_seen'] else ''
-                          for each in found.values()] for bucket in buckets}
-    print_table('by length of the window', [f"{length:,}" for length in found], {
-        'loss': [f"{each['loss']:.4f}" for each in found.values()],
-        'perplexity': [f"{each['perplexity']:.3f}" for each in found.values()],
-        'by tokens seen': [''] * len(found), **by_tokens})
+    """found: window length -> what mean_losses gives; a column for each length."""
+    names = dict.fromkeys(name for each in found.values() for name in each['by_tokens_seen'])
+    rows = {'loss': [f"{each['loss']:.4f}" for each in found.values()],
+            'perplexity': [f"{each['perplexity']:.3f}" for each in found.values()],
+            'by tokens seen': [''] * len(found)}
+    for name in names:
+        each_loss = [each['by_tokens_seen'].get(name) for each in found.values()]
+        rows[name] = ['' if loss is None else f"{loss:.4f}" for loss in each_loss]
+    print_table('by length of the window', [f"{length:,}" for length in found], rows)
 
 
 def is_multiple_choice(path):
@@ -660,7 +674,7 @@ COST_OWN = ('n_kv_head', 'kv_lora_rank', 'mixer_pattern', 'norm', 'mlp', 'block_
             'attn_softcap', 'attn_sink')  # that it varies, or that its ways to attend do not have
 
 
-def measure_costs(config, model_args, words):
+def measure_cost(config, model_args, words):
     """What the parts of a decoder cost on this device, alternating: attention against length, a cache against
     none, what kinds of attention cache and how fast they decode, norms and MLPs alone and in a step. Nothing
     is trained, weights are random."""
@@ -670,7 +684,7 @@ def measure_costs(config, model_args, words):
                              "out")
     machine = runtime(config['device'], config['dtype'], config['seed'])
     lengths = config['lengths'] or [256, 512, 1024, 2048, 4096]
-    size = {**COST_SIZE, **known_vocabulary(config), **model_args}
+    size = fields_asked(config, model_args, **COST_SIZE)
     shape = GPTConfig(**size)
     rows, rounds = config['batch_size'] or 8, config['rounds']
     print(f"{shape.n_layer} layers, {shape.n_embd} wide, {shape.n_head} heads of {shape.head_dim}; medians "
@@ -679,7 +693,7 @@ def measure_costs(config, model_args, words):
             'attention': cost_of_attention(shape, lengths, machine, rounds),
             'cache': cost_without_cache(size, machine, config['max_new_tokens'], rounds),
             'decode': cost_of_decoding(size, max(lengths), machine, rows, rounds),
-            'norms': cost_of_norms(size, machine, rounds), 'steps': cost_in_a_step(size, machine, config)}
+            'norms': cost_of_norms(size, machine, rounds), 'steps': cost_of_steps(size, machine, config)}
 
 
 def milliseconds(sides, rounds, device):
@@ -757,12 +771,6 @@ def with_gradients(f, inputs, weights=()):
     torch.autograd.grad(f(*inputs).sum(), (*inputs, *weights))
 
 
-def print_table(title, heads, rows):
-    print(f"\n{title}\n{'':<16}" + ''.join(f"{head:>14}" for head in heads))
-    for name, values in rows.items():
-        print(f"{name:<16}" + ''.join(f"{value:>14}" for value in values))
-
-
 def random_model(size, machine, **options):
     """A model whose every weight is random, see model_and_machine."""
     model = GPT(GPTConfig(**{**size, **options})).to(machine.device)
@@ -830,7 +838,7 @@ def cost_of_decoding(size, length, machine, batch_size, rounds):
         cache.advance(length)  # of random content, as good as any to be read
         sides[name] = functools.partial(decode_one, model, cache)
         found[name] = {'params': model.num_params(),
-                       'cache_bytes_per_token': model.cache_elements(1) * machine.dtype.itemsize}
+                       'cache_bytes_per_token': cache_per_token(model) * machine.dtype.itemsize}
     most = found['MHA']['cache_bytes_per_token']
     for name, ms in milliseconds(sides, 4 * rounds, machine.device).items():
         found[name].update(ms=ms, tok_per_s=round(batch_size * 1e3 / ms, 2),
@@ -844,24 +852,33 @@ def cost_of_decoding(size, length, machine, batch_size, rounds):
 
 
 def decode_one(model, cache):
+    """One more token for each row, and back."""
     token = torch.zeros(len(cache.length), 1, dtype=torch.long, device=cache.length.device)
     model(token, cache=cache, keep=1)
     cache.rewind(1)
 
 
+def cost_of_choices(title, sides, rounds, device):
+    """Name -> (function, parameters in it) -> name -> milliseconds and parameters."""
+    ms = milliseconds({name: f for name, (f, _) in sides.items()}, rounds, device)
+    found = {name: {'ms': ms[name], 'params': params} for name, (_, params) in sides.items()}
+    first = next(iter(ms.values()))
+    print_table(title, ['parameters', 'ms', 'of the first'], {
+        name: [f"{each['params']:,}", f"{each['ms']:.3f}", f"{each['ms'] / first:.3f}"]
+        for name, each in found.items()})
+    return found
+
+
 def cost_of_norms(size, machine, rounds):
-    """Milliseconds of a norm alone, forward and backward, over 4,096 tokens: name -> ms."""
+    """Of a norm alone, forward and backward."""
     config, sides = GPTConfig(**size), {}
     x = torch.randn(4096, config.n_embd, device=machine.device, dtype=machine.dtype).requires_grad_()
-
     for name in ('rmsnorm', 'layernorm'):
         norm = Norm(config.n_embd, dataclasses.replace(config, norm=name)).to(machine.device)
         torch.nn.init.ones_(norm.weight)
-        sides[name] = functools.partial(with_gradients, norm, [x], [norm.weight])
-    ms = milliseconds(sides, 4 * rounds, machine.device)
-    print_table('a norm over 4,096 tokens, forward and backward', ['ms', 'of rmsnorm'], {
-        name: [f"{value:.3f}", f"{value / ms['rmsnorm']:.2f}"] for name, value in ms.items()})
-    return ms
+        sides[name] = functools.partial(with_gradients, norm, [x], [norm.weight]), norm.weight.numel()
+    return cost_of_choices('a norm over 4,096 tokens, forward and backward', sides, 4 * rounds,
+                           machine.device)
 
 
 STEPS = {  # of training: name -> options; the MLPs have about the same parameters
@@ -870,23 +887,17 @@ STEPS = {  # of training: name -> options; the MLPs have about the same paramete
 }
 
 
-def cost_in_a_step(size, machine, config):
-    """Milliseconds of a training step of models that differ in one choice: name -> ms. Not compiled unless
-    asked for, as that takes half a minute for each."""
-    config = {**config, 'batch_size': config['batch_size'] or 12}
-    sides, params = {}, {}
+def cost_of_steps(size, machine, config):
+    """Of a training step, of models that differ in one choice. Not compiled unless asked for, as that takes
+    half a minute for each."""
+    config, sides = {**config, 'batch_size': config['batch_size'] or 12}, {}
     for name, options in STEPS.items():
         model = random_model(size, machine, **options, block_size=256)
         forward = train.compile_model(model, machine.device) if config['compile'] is True else model
-        sides[name], params[name] = our_step(model, forward, machine, config), model.num_params()
-    ms = milliseconds(sides, config['rounds'], machine.device)
-    first = ms['rmsnorm, swiglu']
+        sides[name] = our_step(model, forward, machine, config), model.num_params()
     compiled = ', compiled' if config['compile'] is True else ''
-    print_table(f"a training step of {config['batch_size']} rows of 256 tokens{compiled}",
-                ['parameters', 'ms', 'of the first'], {
-                    name: [f"{params[name]:,}", f"{value:.1f}", f"{value / first:.3f}"]
-                    for name, value in ms.items()})
-    return {name: {'ms': value, 'params': params[name]} for name, value in ms.items()}
+    return cost_of_choices(f"a training step of {config['batch_size']} rows of 256 tokens{compiled}", sides,
+                           config['rounds'], machine.device)
 
 
 PROJECTIONS = {  # the end of a weight's name: what its module fuses, in order; others go by number
@@ -928,17 +939,21 @@ def print_layer(model, numbers):
     sums = {part: sum(n for label, n in counts.items() if label.startswith(f'{part}.'))
             for part in ('attn', 'mlp')}
     total = sum(counts.values())
-    print(f"\n{f'one layer of {len(numbers)}: {ranges(numbers)}':<36}{'shape':>19}{'parameters':>19}")
-    for label, n in {**counts, **sums, 'layer': total}.items():
-        print(f"{label:<36}{' x '.join(map(str, shapes.get(label, ()))):>19}{n:>19,}")
+    print_table(f"one layer of {len(numbers)}: {ranges(numbers)}", ['shape', 'parameters'], {
+        label: [' x '.join(map(str, shapes.get(label, ()))), f"{n:,}"]
+        for label, n in {**counts, **sums, 'layer': total}.items()})
     return {'layers': ranges(numbers), 'count': len(numbers), 'params': total, **sums, 'projections': counts}
 
 
 def ranges(numbers):
     """[0, 1, 2, 5] -> '0-2, 5'"""
-    grouped = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # alike in a stretch
-    runs = [[n for _, n in stretch] for _, stretch in grouped]
-    return ', '.join(f'{run[0]}-{run[-1]}' if run[1:] else str(run[0]) for run in runs)
+    found = []  # [first, last] of each
+    for n in numbers:
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in found)
 
 
 # comparing --------------------------------------------------------------------------------------------------
@@ -966,6 +981,15 @@ class Variant:
 
     def command(self, folder, *more):
         return [sys.executable, str(self.code / 'train.py'), *self.args, f'--out_dir={folder}', *more]
+
+
+def is_config(arg):
+    return arg.endswith('.py') and not arg.startswith('-')
+
+
+def flag_name(arg):
+    """'--norm=layernorm' -> 'norm'"""
+    return arg.removeprefix('--').partition('=')[0]
 
 
 def parse_variant(text):
@@ -1032,10 +1056,6 @@ def copy_code(revision, place):
     return folder
 
 
-def is_config(arg):
-    return arg.endswith('.py') and not arg.startswith('-')
-
-
 def place_configs(args, code):
     """Command-line arguments with config files as paths in a copy of the code, where those that are not of it
     are copied too: a file may be edited while its runs go on."""
@@ -1083,20 +1103,20 @@ def code_digest(code):
     return digest.hexdigest()
 
 
-def stamps(path):
-    """Size and time of a file, or of those in a folder."""
+def file_stamps(path):
+    """Name, size and time of a file, or of those in a folder."""
     paths = [path] if os.path.isfile(path) else [entry.path for entry in os.scandir(path) if entry.is_file()]
     return [(os.path.basename(p), os.path.getsize(p), os.stat(p).st_mtime_ns) for p in sorted(paths)]
 
 
 def run_folder(variant, seed, what='run'):
-    """The folder in RUNS of a variant's run: by a hash of code, settings, data and machine."""
+    """The folder in RUNS of a variant's run, named by a hash of code, settings, data and machine."""
     args = [bare_code(read_text(arg)) if is_config(arg) else arg for arg in variant.args]
     values = [variant.init_from, *(arg.partition('=')[2] for arg in args)]  # checkpoints, folders of data
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.node()
     identity = [what, code_digest(variant.code), args, seed,
-                [stamps(value) for value in values if os.path.exists(value)],
-                read_meta(variant.data).get('checksum') or stamps(variant.data),
+                [file_stamps(value) for value in values if os.path.exists(value)],
+                read_meta(variant.data).get('checksum') or file_stamps(variant.data),
                 torch.__version__, torch.get_num_threads(), machine]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return os.path.join(RUNS, digest[:12])
@@ -1152,7 +1172,7 @@ def make_variant(name, text, base, place, copies):
         if revision == 'WORK' and variant.init_from == 'scratch':
             model, variant.data = settle(variant.args)
             variant.params = model.num_params()
-            variant.cache = 2 * (model.cache_elements(1) - model.cache_elements(0))
+            variant.cache = 2 * cache_per_token(model)
         else:
             try_out(variant)
     except (ValueError, OSError) as error:
@@ -1163,7 +1183,7 @@ def make_variant(name, text, base, place, copies):
 def check_run(variant):
     """The settings of a variant, as far as the working tree's train.py knows them. Raises ValueError for what
     makes no run of its own length."""
-    given = {arg.removeprefix('--').partition('=')[0] for arg in variant.args if arg.startswith('-')}
+    given = {flag_name(arg) for arg in variant.args if arg.startswith('-')}
     try:
         settings, _ = settings_of(variant.args)
     except ValueError:
@@ -1180,6 +1200,12 @@ def check_run(variant):
     return settings
 
 
+def printed_number(pattern, text):
+    """The whole number that a line of what train.py prints has there; None: there is no such line."""
+    found = re.search(pattern, text, re.M)
+    return int(found[1].replace(',', '')) if found else None
+
+
 def try_out(variant):
     """Evaluates a batch with a variant's own code, for this process can only judge by the working tree's.
     Fills in what it says of model and data. Raises ValueError with the error it ends with."""
@@ -1187,11 +1213,11 @@ def try_out(variant):
                           capture_output=True, encoding='utf-8', errors='replace')
     if done.returncode:
         raise ValueError(last_line(done.stderr))
-    params = re.search(r'^model: ([\d,]+) parameters', done.stdout, re.M)
+    params = printed_number(r'^model: ([\d,]+) parameters', done.stdout)
     data = re.search(r'^data: (.*), [\d,]+ tokens to train', done.stdout, re.M)
     if not params or not data:
         raise ValueError("its train.py does not say what it trains in lines that begin with model: and data:")
-    variant.params, variant.data = int(params[1].replace(',', '')), data[1]
+    variant.params, variant.data = params, data[1]
 
 
 def match_size(variant, target, active):
@@ -1251,18 +1277,16 @@ def stop_signals():
     return [number for number in known if number and signal.getsignal(number) != signal.SIG_IGN]
 
 
-def start(command, printed):
+def start_run(command, folder):
     """A process that does not get the terminal's Ctrl-C, but ours; what it prints goes to a file."""
-    with open(printed, 'w', encoding='utf-8') as f:
+    with open(os.path.join(folder, 'printed.txt'), 'w', encoding='utf-8') as f:
         return subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                                 start_new_session=True)
 
 
 def read_text(path):
-    if not os.path.exists(path):
-        return ''
-    with open(path, encoding='utf-8', errors='replace') as f:
-        return f.read()
+    """'' where there is no such file."""
+    return Path(path).read_text(encoding='utf-8', errors='replace') if os.path.exists(path) else ''
 
 
 def read_log(folder):
@@ -1283,6 +1307,19 @@ def step_ms(rows):
     return statistics.median(times or [float(row['ms_per_iter']) for row in rows])
 
 
+def write_result(folder, result):
+    """result.json of a finished run: it is there as a whole or not at all."""
+    path = os.path.join(folder, 'result.json')
+    Path(path + '.tmp').write_text(json.dumps(result), encoding='utf-8')
+    os.replace(path + '.tmp', path)
+
+
+def read_result(folder):
+    """What write_result has written, or None."""
+    text = read_text(os.path.join(folder, 'result.json'))
+    return json.loads(text) if text else None
+
+
 def train_variant(variant, seed, folder, watch):
     """Runs a variant with a seed, or goes on with a run of it that was stopped. Its folder has a result.json
     afterwards, unless it has failed in a way that may not come again; then the error is returned. Raises
@@ -1290,42 +1327,34 @@ def train_variant(variant, seed, folder, watch):
     os.makedirs(folder, exist_ok=True)
     command = variant.command(folder, f'--seed={seed}')
     if os.path.exists(os.path.join(folder, 'ckpt.pt')):  # the checkpoint holds all settings
-        command = [*variant.command(folder)[:2], f'--out_dir={folder}', '--init_from=resume']
-    printed = os.path.join(folder, 'printed.txt')
-    process = start(command, printed)
+        command = [*command[:2], f'--out_dir={folder}', '--init_from=resume']
+    process = start_run(command, folder)
     wait(process, watch)
-    text, ended = read_text(printed), None
+    text, ended = read_text(os.path.join(folder, 'printed.txt')), None
     if process.returncode:
         ended = f"signal {-process.returncode} ended it" if process.returncode < 0 else last_line(text)
         if 'the run diverged' not in ended:
             return ended
     else:
         read_log(folder)  # or it has not trained
-    peak = re.search(r'^done: .* peak memory ([\d,]+) MB', text, re.M)
-    result = {'error': ended, 'seed': seed, 'variant': variant.name,
-              'args': [arg.removeprefix(f'{variant.code}{os.sep}') for arg in variant.args],
-              'peak_mb': int(peak[1].replace(',', '')) if peak else None}
-    path = os.path.join(folder, 'result.json')
-    Path(path + '.tmp').write_text(json.dumps(result), encoding='utf-8')
-    os.replace(path + '.tmp', path)
+    write_result(folder, {'error': ended, 'seed': seed, 'variant': variant.name,
+                          'args': [arg.removeprefix(f'{variant.code}{os.sep}') for arg in variant.args],
+                          'peak_mb': printed_number(r'^done: .* peak memory ([\d,]+) MB', text)})
     return None
 
 
 def read_run(folder, column='val_loss'):
     """A finished run: {'error': None or its one line, 'rows' of the log, 'loss': the last of that column,
     'ms', 'peak_mb', 'iterations', 'seconds'}; None if it is not finished."""
-    path = os.path.join(folder, 'result.json')
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding='utf-8') as f:
-        found = json.load(f)
-    if not found['error']:
+    found = read_result(folder)
+    if found and not found['error']:
         rows = read_log(folder)
         found |= {'rows': rows, 'loss': float(rows[-1][column]), 'ms': step_ms(rows),
                   'iterations': int(rows[-1]['iter']), 'seconds': float(rows[-1]['wall_s'])}
     return found
 
 
+PRINTED_LENGTH = r'^run: ([\d,]+) iterations'
 STRETCH = 20, 6.0  # match=time: steps, or seconds after the warm-up, that a variant is timed for
 
 
@@ -1333,8 +1362,7 @@ def time_steps(variant, seed, folder):
     """(milliseconds a step, iterations that the run would have) of a variant, from its first steps in a new
     folder."""
     os.makedirs(folder)
-    process = start(variant.command(folder, f'--seed={seed}', '--log_interval=1'),
-                    os.path.join(folder, 'printed.txt'))
+    process = start_run(variant.command(folder, f'--seed={seed}', '--log_interval=1'), folder)
     log, rows, begun = os.path.join(folder, 'log.csv'), [], None
     try:
         while process.poll() is None:
@@ -1348,26 +1376,24 @@ def time_steps(variant, seed, folder):
         process.kill()
         process.wait()
     text = read_text(os.path.join(folder, 'printed.txt'))
-    iterations = re.search(r'^run: ([\d,]+) iterations', text, re.M)
+    iterations = printed_number(PRINTED_LENGTH, text)
     if not rows or not iterations:
         raise ValueError(f"variant {variant.name!r}: {last_line(text)}")
-    return step_ms(rows), int(iterations[1].replace(',', ''))
+    return step_ms(rows), iterations
 
 
 def match_time(first, variant, seed):
     """Gives a variant as many iterations as take the time of the first's, its schedule decaying within them.
     Both are timed by turns, twice, and the result kept. Returns the numbers."""
     folder = run_folder(variant, [seed, run_folder(first, seed)], 'match=time')
-    path = os.path.join(folder, 'result.json')
-    if not os.path.exists(path):
+    found = read_result(folder)
+    if not found:
         shutil.rmtree(folder, ignore_errors=True)
         times = [time_steps(each, seed, os.path.join(folder, str(i)))
                  for i, each in enumerate((first, variant) * 2)]
-        os.makedirs(folder, exist_ok=True)
-        ms = [statistics.fmean(ms for ms, _ in times[i::2]) for i in (0, 1)]
-        Path(path).write_text(json.dumps({'first_ms': ms[0], 'ms': ms[1], 'iterations': times[0][1]}),
-                              encoding='utf-8')
-    found = json.loads(Path(path).read_text(encoding='utf-8'))
+        first_ms, ms = (statistics.fmean(ms for ms, _ in times[i::2]) for i in (0, 1))
+        found = {'first_ms': first_ms, 'ms': ms, 'iterations': times[0][1]}
+        write_result(folder, found)
     found['chosen'] = max(1, round(found['iterations'] * found['first_ms'] / found['ms']))
     variant.args += [f"--max_iters={found['chosen']}", '--epochs=None', '--tokens_per_param=None',
                      '--lr_decay_iters=None']
@@ -1407,14 +1433,15 @@ def paired_difference(own, first):
 
 
 def judge(low, high):
+    """What an interval says of losses that are compared with the first's."""
     if low is None:
         return 'one seed'
     return 'better' if high < 0 else 'worse' if low > 0 else 'no difference seen'
 
 
-def summarise(variants, runs, column):
-    """Rows of the table, dicts, from runs[i][j], of variant i with the j-th seed: see read_run; a text is an
-    error that is not kept. column: of the logs, the loss."""
+def comparison(variants, runs, column):
+    """Rows of the table, dicts, from runs[i][j], of variant i with the j-th seed: what read_run returns, or
+    the text of an error that is not kept. column: which one of the logs is the loss."""
     rows = []
     for variant, own in zip(variants, runs):
         row = {'variant': variant.name, 'params': variant.params, 'cache_bytes_per_token': variant.cache}
@@ -1438,34 +1465,54 @@ def summarise(variants, runs, column):
     return rows
 
 
-def print_comparison(rows, unit):
+def print_comparison(rows, column, n_seeds, match):
+    """rows: see comparison. What is said below the table tells how it is to be read."""
     def cell(value, form):
         return '-' if value is None else format(value, form)
-    wide = max(len('variant'), *(len(row['variant']) for row in rows))
-    print(f"\n{'variant':<{wide}}  {unit:>17}  {'to the first, 95% confidence':<30}{'verdict':<19}"
-          f"{'ms/step':>8}{'peak MB':>9}{'parameters':>14}{'cache B/token':>15}")
-    for row in rows:
-        if 'error' in row:
-            print(f"{row['variant']:<{wide}}  {row['error']}")
-            continue
-        loss = f"{row['loss']:.4f}" + (f" ± {row['sd']:.4f}" if row['sd'] is not None else '')
-        difference = cell(row.get('difference'), '+.4f')
+
+    good, table = [row for row in rows if 'error' not in row], {}
+    for row in good:
+        loss, difference = f"{row['loss']:.4f}", cell(row.get('difference'), '+.4f')
+        if row['sd'] is not None:
+            loss += f" ± {row['sd']:.4f}"
         if row.get('low') is not None:
             difference += f" [{row['low']:+.4f}, {row['high']:+.4f}]"
-        print(f"{row['variant']:<{wide}}  {loss:>17}  {difference:<30}{row.get('verdict', ''):<19}"
-              f"{row['ms']:>8.1f}{cell(row['peak_mb'], '.0f'):>9}{row['params']:>14,}"
-              f"{cell(row['cache_bytes_per_token'], ','):>15}")
+        table[row['variant']] = [loss, difference, row.get('verdict', ''), f"{row['ms']:.1f}",
+                                 cell(row['peak_mb'], '.0f'), f"{row['params']:,}",
+                                 cell(row['cache_bytes_per_token'], ',')]
+    print_table('variant', ['val loss' if column == 'val_loss' else 'bits per byte',
+                            'to the first, 95% confidence', 'verdict', 'ms/step', 'peak MB', 'parameters',
+                            'cache B/token'], table)
+    for row in rows:
+        if 'error' in row:
+            print(f"{row['variant']}   {row['error']}")
+    print(f"± is the spread over {n_seeds} seeds, the difference is paired by seed" if n_seeds > 1
+          else 'one seed tells nothing of the spread between seeds, so there is no confidence: --seeds=3')
+    if match == 'time':
+        seconds = [f"{row['variant']} {row['seconds']:.1f}" for row in good]
+        print(f"seconds a run: {', '.join(seconds)}")
+    if len(rows) > 2 and n_seeds > 1:
+        print('each interval is at 95% by itself: of 20 variants equal to the first, one would seem not')
+    if any(row['best'] < row['loss'] - 1e-3 for row in good):
+        best = [f"{row['variant']} {row['best']:.4f}" for row in good]
+        print(f"the lowest on the way: {', '.join(best)}")
 
 
-def forecast(printed, runs):
-    """How long so many runs will take, judged by what the first has printed so far; None: too early."""
-    text = read_text(printed)
-    length = re.search(r'^run: ([\d,]+) iterations', text, re.M)
-    early = re.search(rf'^iter {max(train.EARLY)}: .* ([\d.]+) ms', text, re.M)
-    if not length or not early:
-        return None
-    each = int(length[1].replace(',', '')) * float(early[1]) / 1e3
-    return f"{train.duration(each)} a run, {train.duration(each * runs)} for {runs}, besides evaluations"
+def foretell(folder, runs):
+    """A function that says once, when it can, how long so many runs will take, judged by what the one in
+    this folder has printed so far."""
+    said = []
+
+    def watch():
+        text = '' if said else read_text(os.path.join(folder, 'printed.txt'))
+        iterations = printed_number(PRINTED_LENGTH, text)
+        ms = re.search(rf'^iter {max(train.EARLY)}: .* ([\d.]+) ms', text, re.M)
+        if iterations and ms:
+            each = iterations * float(ms[1]) / 1e3
+            said.append(f"{train.duration(each)} a run, {train.duration(each * runs)} for {runs}, besides "
+                        "evaluations")
+            print(*said, flush=True)
+    return watch
 
 
 def train_all(variants, seeds, folders, column):
@@ -1479,24 +1526,19 @@ def train_all(variants, seeds, folders, column):
     before = len(done) - len(todo)
     print(f"{len(done)} runs, {before} of them finished before"
           f"{', whose ms/step are of then' if 0 < before < len(done) else ''}")
+    if times and todo:
+        print(f"about {train.duration(statistics.fmean(times) * len(todo))} to go", flush=True)
     for i, (folder, (variant, seed)) in enumerate(todo.items()):
-        said = []
-        if times and not i:
-            print(f"about {train.duration(statistics.fmean(times) * len(todo))} to go", flush=True)
-
-        def watch(folder=folder, said=said):
-            estimate = None if times or said else forecast(os.path.join(folder, 'printed.txt'), len(todo))
-            if estimate:
-                print(estimate, flush=True)
-                said.append(estimate)
+        left = len(todo) - i - 1
         try:
-            run = train_variant(variant, seed, folder, watch) or read_run(folder, column)
+            run = train_variant(variant, seed, folder, None if times else foretell(folder, left + 1))
+            run = run or read_run(folder, column)
         except (ValueError, OSError) as error:
             run = str(error)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{before + i} of {len(done)} runs are finished; the same "
                                     "command goes on") from None
-        done[folder], left = run, len(todo) - i - 1
+        done[folder] = run
         error = run if isinstance(run, str) else run['error']
         if error:
             print(f"{variant.name}, seed {seed}: failed: {error}", flush=True)
@@ -1512,8 +1554,8 @@ def compare(config, args, words):
     """Trains variants of one run with the same seeds and data, and says which is better, by how much and how
     sure that is. args: train.py's, and flags of OWN."""
     chosen = read_list(words[0]) if words else {}
-    base = [arg for arg in args if arg.removeprefix('--').partition('=')[0] not in OWN]
-    if chosen and not any(arg.endswith('.py') and not arg.startswith('-') for arg in base):
+    base = [arg for arg in args if flag_name(arg) not in OWN]
+    if chosen and not any(map(is_config, base)):
         base = [*shlex.split(chosen['base']), *base]
     texts = named_variants(config['variants'] if config['variants'] is not None else chosen.get('variants'))
     seeds = range(config['seed'], config['seed'] + config['seeds'])
@@ -1532,18 +1574,8 @@ def compare(config, args, words):
                 raise ValueError(f"{variant.data} has no bytes_per_token, so its loss compares with no other")
         folders = [[run_folder(variant, seed) for seed in seeds] for variant in variants]
         runs = train_all(variants, seeds, folders, column)
-    rows = summarise(variants, runs, column)
-    print_comparison(rows, 'val loss' if column == 'val_loss' else 'bits per byte')
-    print(f"± is the spread over {len(seeds)} seeds, the difference is paired by seed" if len(seeds) > 1
-          else 'one seed tells nothing of the spread between seeds, so there is no confidence: --seeds=3')
-    if match == 'time':
-        seconds = [f"{row['variant']} {row['seconds']:.1f}" for row in rows if 'error' not in row]
-        print(f"seconds a run: {', '.join(seconds)}")
-    if len(variants) > 2 and len(seeds) > 1:
-        print('each interval is at 95% by itself: of 20 variants equal to the first, one would seem not')
-    if any(row['best'] < row['loss'] - 1e-3 for row in rows if 'error' not in row):
-        best = [f"{row['variant']} {row['best']:.4f}" for row in rows if 'error' not in row]
-        print(f"the lowest on the way: {', '.join(best)}")
+    rows = comparison(variants, runs, column)
+    print_comparison(rows, column, len(seeds), match)
     path, curves = None, {variant.name: [run['rows'] for run in own]
                           for variant, own, row in zip(variants, runs, rows) if 'error' not in row}
     if curves:
@@ -2078,12 +2110,8 @@ def check_training(config):
 
 
 def check_sizes(config):
-    model = GPT(config)
-    with torch.no_grad():
-        for w in model.parameters():
-            if w.ndim > 1 and not w.any():  # a branch that starts at zero, as if it had begun to learn
-                torch.nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
-    seen = {}  # what a module gave
+    model, seen = GPT(config), {}  # name -> what a module gave
+    fill_zeros(model)
 
     def keep(name, module, inputs, output):
         output.retain_grad()
@@ -2301,7 +2329,7 @@ def check(config, model_args, words):
         raise ValueError(f"device={config['device']}: check compares code paths of the CPU; leave it out")
     began, model, init_from = time.perf_counter(), None, words[0] if words else config['init_from']
     if init_from == 'scratch':
-        whole = GPTConfig(**{**known_vocabulary(config), **model_args})
+        whole = GPTConfig(**fields_asked(config, model_args))
     else:
         model, _, rest = train.load_to_train(init_from, 'out', model_args)
         whole = model.config
@@ -2326,12 +2354,12 @@ STEP = 'GPTConfig dataset batch_size optimizer grad_clip rounds device dtype com
 INSTRUMENTS = {
     # first word of the command line: (function of this file's settings, of GPTConfig's, or, for compare, the
     # arguments that are train.py's, and of the words that follow; how many these may be; what it reads)
-    'train': (measure_training, 0, f'{STEP} init_from vs steps'),
-    'decode': (measure_decoding, 0, 'GPTConfig init_from vs dataset batch_size prompt_len max_new_tokens '
+    'train': (measure_train, 0, f'{STEP} init_from vs steps'),
+    'decode': (measure_decode, 0, 'GPTConfig init_from vs dataset batch_size prompt_len max_new_tokens '
                                     'rounds device dtype compile seed'),
     'params': (measure_params, 0, 'GPTConfig dataset dtype'),
-    'eval': (evaluate, 1, 'GPTConfig init_from dataset batch_size lengths device dtype'),
-    'cost': (measure_costs, 0, f'{STEP} lengths max_new_tokens'),
+    'eval': (measure_eval, 1, 'GPTConfig init_from dataset batch_size lengths device dtype'),
+    'cost': (measure_cost, 0, f'{STEP} lengths max_new_tokens'),
     'compare': (compare, 1, 'train.py GPTConfig variants seeds seed match by'),
     'plot': (plot, math.inf, 'by'),
     'check': (check, 1, 'GPTConfig init_from dataset device'),

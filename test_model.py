@@ -6817,7 +6817,8 @@ def test_bench_params_of_one_layer_by_projection(capsys, monkeypatch):
     counts = layer['projections']
     assert [counts[f'attn.{name}'] for name in ('c_attn q', 'c_attn k', 'c_attn v', 'c_proj')] == [
         4096 * 32 * 128, 4096 * 8 * 128, 4096 * 8 * 128, 32 * 128 * 4096]
-    assert sum(counts.values()) == 192_946_432 == (8_190_735_360 - 2 * 151936 * 4096 - 4096) // 36
+    assert sum(counts.values()) == layer['params']
+    assert numbers['params'] == 8_190_735_360 == 36 * layer['params'] + 2 * 151936 * 4096 + 4096
     assert re.search(r'^attn.c_attn k +1024 x 4096 +4,194,304$', out, re.M)
 
 
@@ -6844,7 +6845,8 @@ def test_bench_params_of_latent_attention(capsys):
     _, numbers = bench(capsys, 'params', *(f'--{name}={value}' for name, value in shape.items()))
     assert numbers['params'] == 463_533_056
     assert numbers['cache_bytes_per_token'] == 2 * 13_824 == 2 * 24 * (512 + 64)
-    assert 24 * 16 * (128 + 64 + 128) == 122_880  # the keys and values of its heads
+    heads = 2 * 24 * 16 * (128 + 64 + 128)  # bytes of their keys and values
+    assert round(heads / numbers['cache_bytes_per_token'], 1) == 8.9
 
 
 def save_model(path, tokenizer, **options):
@@ -6939,7 +6941,7 @@ def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch):
     model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     machine = runtime('cpu', 'float32')
     found = {size: flat_bench.by_position(streams, functools.partial(
-        flat_bench.losses, model, machine=machine, batch_size=size)) for size in (1, 2, 7)}
+        flat_bench.row_losses, model, machine=machine, batch_size=size)) for size in (1, 2, 7)}
     assert shapes == [(1, 16)] * 5 + [(1, 5), (1, 3)] + [(2, 16), (2, 16), (2, 16), (1, 3)] + [(7, 16)]
     by_hand = np.zeros(16)
     for inputs, targets in streams:
@@ -6949,7 +6951,7 @@ def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch):
         assert counts.tolist() == [7] * 3 + [6] * 2 + [5] * 11
     shapes.clear()
     monkeypatch.setattr(model.config, 'vocab_size', 2**26 // 40)  # of rows of 16 two fit, of 3 many
-    [*flat_bench.losses(model, streams, machine, None)]
+    [*flat_bench.row_losses(model, streams, machine, None)]
     assert shapes == [(2, 16), (2, 16), (2, 16), (1, 3)]
 
 
@@ -7053,8 +7055,8 @@ def test_bench_eval_of_hellaswag(folder, capsys):
 
 def test_bench_cost_paths_are_attention():
     """The ways whose costs are compared compute the same, but for the linear one; all have gradients."""
-    module, q, k, v = runpy.run_path(str(ROOT / 'bench.py')), *torch.randn(3, 1, 2, 300, 8)
-    paths = module['attention_paths'](300, 2, 8, 'cpu', torch.float32)
+    q, k, v = torch.randn(3, 1, 2, 300, 8)
+    paths = flat_bench.attention_paths(300, 2, 8, 'cpu', torch.float32)
     for name, window in (('naive', None), ('eager', None), ('SDPA', None), ('window 256', 256)):
         score = q.double() @ k.double().mT * 8 ** -0.5
         age = torch.arange(300)[:, None] - torch.arange(300)
@@ -7065,17 +7067,15 @@ def test_bench_cost_paths_are_attention():
 
 def test_bench_cost_counts_memory():
     """What is held at a time, not the sum: two of the three tensors, then two."""
-    module = runpy.run_path(str(ROOT / 'bench.py'))
-
     def call():
         a = torch.ones(2**20)
         b = a + 1
         del a
         return b * 2
-    assert module['peak_bytes'](call, 'cpu') == pytest.approx(2 * 4 * 2**20, rel=1e-3)
+    assert flat_bench.peak_bytes(call, 'cpu') == pytest.approx(2 * 4 * 2**20, rel=1e-3)
     q, k, v = torch.randn(3, 1, 2, 512, 8).requires_grad_()
-    paths = module['attention_paths'](512, 2, 8, 'cpu', torch.float32)
-    peak = {name: module['peak_bytes'](functools.partial(path, q, k, v), 'cpu')
+    paths = flat_bench.attention_paths(512, 2, 8, 'cpu', torch.float32)
+    peak = {name: flat_bench.peak_bytes(functools.partial(path, q, k, v), 'cpu')
             for name, path in paths.items()}
     scores = 2 * 512 * 512 * 4  # naive holds the scores and the weights, for all pairs
     assert peak['naive'] > 2 * scores and peak['SDPA'] < scores / 4
@@ -7216,7 +7216,7 @@ def test_no_run_goes_on_alone(tmp_path, monkeypatch, error):
         raise BrokenPipeError
     monkeypatch.setattr(flat_bench, 'print', nobody_reads, raising=False)
     handler = signal.getsignal(signal.SIGINT)
-    process = flat_bench.start(variant.command('run'), 'printed.txt')
+    process = flat_bench.start_run(variant.command('run'), '.')
     with pytest.raises(error):
         flat_bench.wait(process, watch)
     assert process.returncode == 130 and os.path.exists('saved')
@@ -7704,10 +7704,9 @@ def test_check_catches_a_planted_mistake(changes, options, name, message, change
     dict(n_kv_head=None, head_dim=None, rope_scaling=YARN, n_dense_layer=1, **MLA, **BIASED),
     dict(HYBRID, attn_gate=True, document_token=3, window=5, window_pattern='LS')], ids=str)
 def test_check_passes_what_is_sound(options):
-    import bench
-    for name in bench.CHECKS:
+    for name in flat_bench.CHECKS:
         if not name.startswith('compiles'):  # takes seconds; see test_bench_check
-            holds, remark = check_one(bench, name, options)
+            holds, remark = check_one(flat_bench, name, options)
             assert holds, f"{name}: {remark}"
 
 
@@ -7721,38 +7720,37 @@ def test_check_passes_what_is_sound(options):
     ('hybrid_small', dict(n_layer=3, mixer_pattern='DDA', linear_n_key_head=2, linear_n_value_head=4,
                           partial_rotary_factor=0.25, head_dim=8))])
 def test_a_small_model_of_the_same_kind(name, expected, monkeypatch):
-    import bench
     monkeypatch.chdir(ROOT)
     _, args = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=[f'config/{name}.py'])
-    small = bench.shrunk(GPTConfig(**args))
+    small = flat_bench.shrunk(GPTConfig(**args))
     assert {key: getattr(small, key) for key in expected} == expected
     assert GPT(small).num_params() < 100_000
 
 
 def test_bench_check(folder, capsys, monkeypatch):
-    import bench
     run('bench.py', 'check', str(ROOT / 'config' / 'qwen3_8b.py'))
     *lines, last = capsys.readouterr().out.splitlines()
     found, numbers = [line for line in lines if line.startswith(('ok ', 'FAIL'))], json.loads(last)
     assert all(line.startswith('ok   ') for line in found)
-    assert len(found) == numbers['passed'] == len(bench.CHECKS)
+    assert len(found) == numbers['passed'] == len(flat_bench.CHECKS)
     assert numbers['failed'] == [] and numbers['family'] == 'qwen3'
     for args, message in ((['nowhere.pt'], 'no checkpoint at nowhere.pt'),
                           (['--device=cuda'], 'leave it out'), (['out', '--init_from=out'], 'give one')):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             run('bench.py', 'check', *args)
-    assert bench.check_family(GPTConfig(**SMALL, residual_lambdas=True)).startswith('no published family')
+    family = flat_bench.check_family(GPTConfig(**SMALL, residual_lambdas=True))
+    assert family.startswith('no published family')
 
     train('--out_dir=out', '--max_iters=1')
     some = ['causal at every position', 'targets are the next tokens']
-    monkeypatch.setattr(bench, 'CHECKS', {name: bench.CHECKS[name] for name in some})
-    bench.check(bench.config, {}, ['out'])
+    monkeypatch.setattr(flat_bench, 'CHECKS', {name: flat_bench.CHECKS[name] for name in some})
+    flat_bench.check(flat_bench.config, {}, ['out'])
     name = f"weights of {os.path.join('out', 'ckpt.pt')}"
     assert f"ok   {name}: finite, and its cache equals no cache in 16 tokens" in capsys.readouterr().out
     saved = torch.load('out/ckpt.pt', weights_only=True)
     saved['model']['h.1.mlp.c_fc.weight'][0, 0] = math.nan
     torch.save(saved, 'out/ckpt.pt')
-    numbers = bench.check(bench.config, {}, ['out'])
+    numbers = flat_bench.check(flat_bench.config, {}, ['out'])
     *_, line, _ = capsys.readouterr().out.splitlines()
     assert numbers['failed'] == [name] and numbers['passed'] == 2
     assert line.startswith(f"FAIL {name}: h.1.mlp.c_fc.weight is not finite; look at ")
