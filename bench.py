@@ -1167,7 +1167,7 @@ def make_variant(name, text, base, place, copies):
         if revision not in copies:
             copies[revision] = copy_code(revision, place)
         variant = Variant(name, revision, copies[revision], place_configs(args, copies[revision]))
-        settings = check_run(variant)
+        settings = check_run(variant, base)
         variant.init_from = settings['init_from']
         if revision == 'WORK' and variant.init_from == 'scratch':
             model, variant.data = settle(variant.args)
@@ -1180,17 +1180,18 @@ def make_variant(name, text, base, place, copies):
     return variant
 
 
-def check_run(variant):
+def check_run(variant, base):
     """The settings of a variant, as far as the working tree's train.py knows them. Raises ValueError for what
-    makes no run of its own length."""
+    makes no run of its own length, and for a seed that is not that of `base`, what all variants share."""
     given = {flag_name(arg) for arg in variant.args if arg.startswith('-')}
     try:
-        settings, _ = settings_of(variant.args)
+        settings, shared = settings_of(variant.args)[0], settings_of(base)[0]
     except ValueError:
         if variant.revision == 'WORK':
             raise
-        settings = {'init_from': 'scratch'}  # a revision may have others: see try_out
+        settings = shared = {'init_from': 'scratch'}  # a revision may have others: see try_out
     wrong = [name for name in ('out_dir', 'seed') if name in given]
+    wrong += ['seed'] if settings.get('seed') != shared.get('seed') else []
     wrong += [name for name in ('eval_only', 'time_limit') if settings.get(name)]
     wrong += [name for name in sorted(train.LENGTH) if settings.get(name) == 0]
     wrong += ['init_from'] if settings['init_from'] == 'resume' else []

@@ -7443,6 +7443,11 @@ def test_compare_depends_on_files_as_they_were(folder, monkeypatch):
     assert first.args[:-1] == TOY and Path(first.args[-1]).read_text(encoding='utf-8').startswith('init')
     with pytest.raises(ValueError, match="variant 'x': eval_only: leave it out"):
         variant()
+    (folder / 'one.py').write_text('seed = 3\n', encoding='utf-8')
+    with pytest.raises(ValueError, match="variant 'x': seed: leave it out"):
+        variant()
+    # but it may be in a file that all share: compare has it from there
+    assert flat_bench.make_variant('x', '--n_head=4', [*TOY, 'one.py'], folder, {'WORK': code}).args
 
 
 @pytest.mark.parametrize('text, revision, args', [
