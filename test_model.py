@@ -6930,7 +6930,7 @@ def test_bench_eval_of_a_text_counts_its_bytes(folder, capsys):
     assert (numbers['bytes'], numbers['targets']) == (len(text.encode()) - 1, len(text) - 1)
 
 
-def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch):
+def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch, capsys):
     """A batch is as wide as its longest row, whatever shard comes first, and as full as memory allows."""
     model = tiny(block_size=16, vocab_size=23).eval()
     rng, streams = np.random.default_rng(0), []
@@ -6951,8 +6951,13 @@ def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch):
         assert counts.tolist() == [7] * 3 + [6] * 2 + [5] * 11
     shapes.clear()
     monkeypatch.setattr(model.config, 'vocab_size', 2**26 // 40)  # of rows of 16 two fit, of 3 many
+    capsys.readouterr()
     [*flat_bench.row_losses(model, streams, machine, None)]
-    assert shapes == [(2, 16), (2, 16), (2, 16), (1, 3)]
+    assert shapes == [(2, 16), (2, 16), (2, 16), (1, 3)] and not capsys.readouterr().out
+    monkeypatch.setattr(model.config, 'vocab_size', 5 * 10**9 // 4 // 16)  # of floats, in a row of 16
+    [*flat_bench.row_losses(model, streams, machine, None)]
+    assert capsys.readouterr().out == ('a window has 5 GB of logits: --block_size=1024 takes less memory, '
+                                       'sees less\n')
 
 
 def test_bench_eval_is_what_training_has_logged(folder, capsys):
@@ -6965,6 +6970,24 @@ def test_bench_eval_is_what_training_has_logged(folder, capsys):
     # the toy's meta.json says 2 bytes a token, its tokens are of one
     assert numbers['bits_per_byte'] == pytest.approx(2 * float(row['val_bpb']), abs=4e-6)
     assert numbers['targets'] == numbers['bytes'] == 800 and numbers['data'] == os.path.join('data', 'toy')
+
+
+def test_bench_eval_keeps_conversations_apart(folder, capsys):
+    """As train.py does, also for a model that was trained on text; see test_packed_conversations_..."""
+    torch.set_num_threads(1)
+    train('--out_dir=base', '--max_iters=1')
+    saved = torch.load('base/ckpt.pt', weights_only=True)
+    for w in saved['model'].values():
+        w += 0.1 * torch.randn_like(w)  # so that it attends to something
+    torch.save(saved, 'base/ckpt.pt')
+    write_packed()
+    capsys.readouterr()
+    train('--out_dir=out', '--init_from=base', '--eval_only=True', '--eval_iters=99')
+    expected = float(re.search(r'val loss ([\d.]+)', capsys.readouterr().out)[1])
+    _, numbers = bench(capsys, 'eval', '--init_from=base', '--dataset=toy', *EVAL)
+    assert numbers['loss'] == pytest.approx(expected, abs=1e-4)
+    _, together = bench(capsys, 'eval', '--init_from=base', '--dataset=toy', '--document_token=None', *EVAL)
+    assert abs(together['loss'] - expected) > 1e-3  # or this could not fail
 
 
 @pytest.mark.parametrize('scaling', [None, {'rope_type': 'yarn', 'factor': 4.0}])
@@ -7223,6 +7246,20 @@ def test_no_run_goes_on_alone(tmp_path, monkeypatch, error):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.parametrize('system, sent', [('posix', [signal.SIGINT]), ('nt', [])])
+def test_ctrl_c_reaches_a_run_once(monkeypatch, system, sent):
+    """On Windows the terminal has sent it; elsewhere a run is in a session of its own."""
+    asked = []
+    process = types.SimpleNamespace(poll=lambda: None, send_signal=asked.append, wait=lambda: 130)
+
+    def watch():
+        raise KeyboardInterrupt
+    monkeypatch.setattr(flat_bench, 'os', types.SimpleNamespace(name=system))
+    with pytest.raises(KeyboardInterrupt):
+        flat_bench.wait(process, watch)
+    assert asked == sent
+
+
 @pytest.mark.skipif(os.name != 'posix', reason='Windows has no such signal')
 def test_a_hang_up_stops_a_comparison_unless_it_is_to_be_ignored():
     assert signal.SIGHUP in flat_bench.stop_signals()
@@ -7458,6 +7495,11 @@ def test_compare_depends_on_files_as_they_were(folder, monkeypatch):
     ('c:/a.py --n=1', 'WORK', ['c:/a.py', '--n=1'])])
 def test_compare_reads_variants(text, revision, args):
     assert flat_bench.parse_variant(text) == (revision, args)
+
+
+def test_compare_reads_paths_of_windows(monkeypatch):
+    monkeypatch.setattr(flat_bench, 'os', types.SimpleNamespace(name='nt'))
+    assert flat_bench.parse_variant(r"c:\a.py --start='a b'") == ('WORK', [r'c:\a.py', '--start=a b'])
 
 
 def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
