@@ -28,7 +28,6 @@ ours in the same process. The last line is JSON. Speeds are medians after a warm
 sum, in the same run.
 """
 import ast
-import collections
 import contextlib
 import csv
 import dataclasses
@@ -297,6 +296,62 @@ def measure_params(config, model_args, words):
             'dtype': train.dtype_name(dtype), 'layers': layers}
 
 
+PROJECTIONS = {  # the end of a weight's name: what its module fuses, in order; others go by number
+    'Attention': 'q k v gate', 'LatentAttention': 'q latent rope', 'GatedDeltaNet': 'q k v gate beta decay',
+    'MLP': 'gate up', 'Experts': 'gate up',
+}
+
+
+def kinds_of_layers(model):
+    """The numbers of the layers whose parameters have the same names and shapes, a list for each kind."""
+    kinds = {}
+    for number, block in enumerate(model.h):
+        shapes = tuple((name, tuple(w.shape)) for name, w in block.named_parameters())
+        kinds.setdefault(shapes, []).append(number)
+    return list(kinds.values())
+
+
+def projections(model, number):
+    """Label -> shape of each tensor of a layer; those of fused projections apart, as they are marked."""
+    shapes = {}
+    for name, w in model.h[number].named_parameters():
+        rows = model.marks[f'h.{number}.{name}'].rows
+        if rows is None or len(rows) == 1:
+            shapes[name.removesuffix('.weight')] = tuple(w.shape)
+            continue
+        parent, _, linear = name.removesuffix('.weight').rpartition('.')
+        known = PROJECTIONS.get(type(model.h[number].get_submodule(parent)).__name__, '').split()
+        for i, n in enumerate(rows):
+            label = known[i] if i < len(known) else str(i + 1)
+            shapes[f'{parent}.{linear} {label}'] = (*w.shape[:-2], n, w.shape[-1])
+    return shapes
+
+
+def print_layer(model, numbers):
+    """Prints one layer of those with these numbers, by projection, with the sums of its mixer and of its MLP;
+    returns it as a dict."""
+    shapes = projections(model, numbers[0])
+    counts = {label: math.prod(shape) for label, shape in shapes.items()}
+    sums = {part: sum(n for label, n in counts.items() if label.startswith(f'{part}.'))
+            for part in ('attn', 'mlp')}
+    total = sum(counts.values())
+    print_table(f"one layer of {len(numbers)}: {ranges(numbers)}", ['shape', 'parameters'], {
+        label: [' x '.join(map(str, shapes.get(label, ()))), f"{n:,}"]
+        for label, n in {**counts, **sums, 'layer': total}.items()})
+    return {'layers': ranges(numbers), 'count': len(numbers), 'params': total, **sums, 'projections': counts}
+
+
+def ranges(numbers):
+    """[0, 1, 2, 5] -> '0-2, 5'"""
+    found = []  # [first, last] of each
+    for n in numbers:
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in found)
+
+
 def measure_train(config, model_args, words):
     """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
     model, machine, matmul, _ = model_and_machine(config, model_args)
@@ -319,10 +374,12 @@ def measure_train(config, model_args, words):
                                             'peak_mb': train.peak_mb(machine.device)})
 
 
-def time_generation(model, prompts, max_new_tokens, compile):
-    """Seconds that each token takes: (max_new_tokens,), the first of them with the prompt."""
+def token_seconds(tokens, device):
+    """Seconds that each token of a generator takes, (tokens,): the first of them with the prompt."""
+    synchronize(device)
     stamps = [time.perf_counter()]
-    for _ in generate(model, prompts, max_new_tokens, top_k=200, compile=compile):
+    for _ in tokens:
+        synchronize(device)
         stamps.append(time.perf_counter())
     return np.diff(stamps)
 
@@ -350,10 +407,13 @@ def measure_decode(config, model_args, words):
     nanogpt = load_nanogpt(config['vs'], model.config, machine.device).eval() if config['vs'] else None
     model.to(machine.dtype).eval()
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
-    time_generation(model, prompts, new, compile)  # to warm up
+
+    def generation():
+        return token_seconds(generate(model, prompts, new, top_k=200, compile=compile), machine.device)
+    generation()  # to warm up
     ours, theirs = [], []
     for _ in range(config['rounds']):
-        ours.append(time_generation(model, prompts, new, compile))
+        ours.append(generation())
         if nanogpt:
             theirs.append(time_nanogpt(nanogpt, batch_size, config['prompt_len'], new, machine.device))
     ours = np.array(ours)  # (rounds, max_new_tokens)
@@ -410,8 +470,9 @@ def complete_scaling(config, scaling):
 
 
 def prepared_tokens(folder, model, tokenizer, path):
-    """All of folder's val: [(tokens, learnt or None)], one for each file, and the bytes of the text that its
-    targets are, None where no tokenizer can tell. Raises ValueError if they are not the model's tokens."""
+    """All of folder's val: [(inputs, targets)], one for each file, -1 for a target that is not learnt; and
+    the bytes of the text that the targets are, None where no tokenizer can tell. Raises ValueError if they
+    are not the model's tokens."""
     bins, meta = Bins(folder, 'val'), read_meta(folder)
     if meta['block_size'] not in (None, model.config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model reads "
@@ -427,21 +488,22 @@ def prepared_tokens(folder, model, tokenizer, path):
     if own and tokenizer and own.tokens != tokenizer.tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
                          f"stand for different text: prepare it with --tokenizer={path}")
-    streams, n_bytes = [], 0
+    pairs, n_bytes = [], 0
     for shard, mask in zip(bins.shards, bins.masks or [None] * len(bins.shards)):
         ids = np.fromfile(shard.path, shard.dtype, shard.n_tokens, offset=shard.offset)
-        learnt = None if mask is None else np.fromfile(mask.path, bool)
-        streams.append((ids, learnt))
-        if own:
-            targets = ids[1:] if learnt is None else ids[1:][learnt[1:]]
-            counts = np.bincount(targets, minlength=own.n_vocab)[:own.n_vocab]  # none beyond, in a padded one
+        targets = ids[1:]
+        if mask is not None:
+            targets = np.where(np.fromfile(mask.path, bool)[1:], targets.astype(np.int64), -1)
+        pairs.append((ids[:-1], targets))
+        if own:  # a padded vocabulary has more ids than that
+            counts = np.bincount(targets[targets != -1], minlength=own.n_vocab)[:own.n_vocab]
             n_bytes += int(counts @ own.sizes)
-    return streams, n_bytes if own else None
+    return pairs, n_bytes if own else None
 
 
 def text_tokens(path, tokenizer):
-    """A text file's documents as prepared_tokens gives them, but for their marks: end of text stands before
-    each, so that the first token is a target too. Its bytes are those of the text in UTF-8."""
+    """What prepared_tokens gives, of a text file's documents: end of text stands before each, so that its
+    first token is a target too. Its bytes are those of the text in UTF-8."""
     found, parts, n_bytes = find_source(path), [], 0
     if found.chats:
         raise ValueError(f"{path} holds conversations: prepare them, then give --dataset")
@@ -459,13 +521,7 @@ def text_tokens(path, tokenizer):
         raise ValueError(f"{path} has {len(ids)} tokens: there is nothing to predict")
     if tokenizer.eot is None:
         n_bytes -= int(tokenizer.sizes[ids[0]])  # nothing stands before it
-    return [(ids, None)], n_bytes
-
-
-def inputs_and_targets(streams):
-    """[(tokens, learnt or None)] -> [(inputs, targets)], -1 for a target that is not learnt."""
-    return [(ids[:-1], ids[1:] if learnt is None else np.where(learnt[1:], ids[1:].astype(np.int64), -1))
-            for ids, learnt in streams]
+    return [(ids[:-1], ids[1:])], n_bytes
 
 
 @torch.no_grad()
@@ -557,9 +613,8 @@ def measure_eval(config, model_args, words):
     if choices:
         found = evaluate_choices(name, tokenizer, model.config.block_size, read)
     else:
-        streams, n_bytes = (text_tokens(name, tokenizer) if words
-                            else prepared_tokens(name, model, tokenizer, path))
-        pairs = inputs_and_targets(streams)
+        pairs, n_bytes = (text_tokens(name, tokenizer) if words
+                          else prepared_tokens(name, model, tokenizer, path))
         found = (evaluate_lengths(name, pairs, base, config['lengths'], read) if config['lengths']
                  else evaluate_text(name, pairs, n_bytes, base, read))
     return {'path': path, 'params': model.num_params(), 'data': name, 'device': machine.device,
@@ -667,6 +722,8 @@ def evaluate_choices(path, tokenizer, block_size, read):
         print(f"{name:<9} {share:.4f} \u00b1 {math.sqrt(share * (1 - share) / n):.4f}, {count:,} right")
     return {'questions': n, **{name: count / n for name, count in right.items()}}
 
+
+# what parts cost --------------------------------------------------------------------------------------------
 
 COST_SIZE = dict(n_layer=6, n_head=6, n_embd=384, vocab_size=4096)  # what the flags do not say
 COST_WINDOW = 256
@@ -792,17 +849,13 @@ def cost_without_cache(size, machine, most, rounds):
         for _ in range(count):
             idx = torch.cat((idx, model(idx, keep=1).argmax(-1)), dim=1)
             yield
-    sides, times, found = {'cache': with_cache, 'none': without}, {'cache': [], 'none': []}, {}
-    for side in sides.values():  # to warm up
-        collections.deque(side(min(10, most)), maxlen=0)
+    sides, times = {'cache': with_cache, 'none': without}, {'cache': [], 'none': []}
+    for side in sides.values():
+        token_seconds(side(min(10, most)), machine.device)  # to warm up
     for _ in range(rounds):
         for name, side in sides.items():
-            synchronize(machine.device)
-            stamps = [time.perf_counter()]
-            for _ in side(most):
-                synchronize(machine.device)
-                stamps.append(time.perf_counter())
-            times[name].append(np.array(stamps[1:]) - stamps[0])
+            times[name].append(token_seconds(side(most), machine.device).cumsum())
+    found = {}
     for n in (most // 2, most):
         cache, none = (round(float(np.median([each[n - 1] for each in times[name]])), 5) for name in sides)
         found[n] = {'cache_s': cache, 'none_s': none, 'cache_tokens': n, 'none_tokens': n * (n + 1) // 2}
@@ -898,62 +951,6 @@ def cost_of_steps(size, machine, config):
     compiled = ', compiled' if config['compile'] is True else ''
     return cost_of_choices(f"a training step of {config['batch_size']} rows of 256 tokens{compiled}", sides,
                            config['rounds'], machine.device)
-
-
-PROJECTIONS = {  # the end of a weight's name: what its module fuses, in order; others go by number
-    'Attention': 'q k v gate', 'LatentAttention': 'q latent rope', 'GatedDeltaNet': 'q k v gate beta decay',
-    'MLP': 'gate up', 'Experts': 'gate up',
-}
-
-
-def kinds_of_layers(model):
-    """The numbers of the layers whose parameters have the same names and shapes, a list for each kind."""
-    kinds = {}
-    for number, block in enumerate(model.h):
-        shapes = tuple((name, tuple(w.shape)) for name, w in block.named_parameters())
-        kinds.setdefault(shapes, []).append(number)
-    return list(kinds.values())
-
-
-def projections(model, number):
-    """Label -> shape of each tensor of a layer; those of fused projections apart, as they are marked."""
-    shapes = {}
-    for name, w in model.h[number].named_parameters():
-        rows = model.marks[f'h.{number}.{name}'].rows
-        if rows is None or len(rows) == 1:
-            shapes[name.removesuffix('.weight')] = tuple(w.shape)
-            continue
-        parent, _, linear = name.removesuffix('.weight').rpartition('.')
-        known = PROJECTIONS.get(type(model.h[number].get_submodule(parent)).__name__, '').split()
-        for i, n in enumerate(rows):
-            label = known[i] if i < len(known) else str(i + 1)
-            shapes[f'{parent}.{linear} {label}'] = (*w.shape[:-2], n, w.shape[-1])
-    return shapes
-
-
-def print_layer(model, numbers):
-    """Prints one layer of those with these numbers, by projection, with the sums of its mixer and of its MLP;
-    returns it as a dict."""
-    shapes = projections(model, numbers[0])
-    counts = {label: math.prod(shape) for label, shape in shapes.items()}
-    sums = {part: sum(n for label, n in counts.items() if label.startswith(f'{part}.'))
-            for part in ('attn', 'mlp')}
-    total = sum(counts.values())
-    print_table(f"one layer of {len(numbers)}: {ranges(numbers)}", ['shape', 'parameters'], {
-        label: [' x '.join(map(str, shapes.get(label, ()))), f"{n:,}"]
-        for label, n in {**counts, **sums, 'layer': total}.items()})
-    return {'layers': ranges(numbers), 'count': len(numbers), 'params': total, **sums, 'projections': counts}
-
-
-def ranges(numbers):
-    """[0, 1, 2, 5] -> '0-2, 5'"""
-    found = []  # [first, last] of each
-    for n in numbers:
-        if found and n == found[-1][1] + 1:
-            found[-1][1] = n
-        else:
-            found.append([n, n])
-    return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in found)
 
 
 # comparing --------------------------------------------------------------------------------------------------
@@ -1982,8 +1979,6 @@ def check_cache(config):
 
     cache, odd = model.make_cache(3, T), [1, T // 4, 1, T // 3, 1]
     feed(cache, [*odd, T - sum(odd)], 'in odd chunks')
-    cache.reset()
-    feed(cache, [T - 1, 1], 'after reset')
     feed(model.make_cache(3, T, static=True), [T - 3, 1, 2], 'in a static cache')
     cache, at = model.make_cache(3, T), [T // 2, T // 3, 2]
     last = model(idx[:, :T // 2], cache=cache, keep=1, lengths=torch.tensor(at))
@@ -2185,10 +2180,9 @@ def check_head(config):
     return 'tied' if tied else 'not tied'
 
 
-@torch.no_grad()
 def check_saving(config):
     # a rate at which what follows the load moves far enough to matter
-    with training_run(config, balance_rate=0.3) as run, torch.enable_grad():
+    with training_run(config, balance_rate=0.3) as run:
         run.steps(3)
         loaded, _ = GPT.from_checkpoint(run.save())
     idx = random_tokens(config, 3, config.block_size)
@@ -2371,21 +2365,26 @@ def check_command(what, words, args):
     """Raises ValueError or OSError for words and flags that an instrument does not read. Config files serve
     several scripts and instruments, so what they set is not looked at."""
     if what not in INSTRUMENTS:
-        raise ValueError(f"bench.py measures {', '.join(INSTRUMENTS)}, not {what!r}: "
+        raise ValueError(f"{what!r} is none of {', '.join(INSTRUMENTS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
     _, most, reads = INSTRUMENTS[what]
     if len(words) > most:
-        raise ValueError(f"bench.py {what} cannot use {words[most]!r}: settings are --key=value, config "
+        raise ValueError(f"{what} cannot use {words[most]!r}: settings are --key=value, config "
                          "files end in .py")
     known = set(reads.split())
-    for group, names in ('GPTConfig', GPTConfig.__dataclass_fields__), ('train.py', train.config):
-        known |= names.keys() if group in known else set()
-    flags = {arg.removeprefix('--').partition('=')[0]: arg for arg in args if arg.startswith('-')}
+    if 'GPTConfig' in known:
+        known |= GPTConfig.__dataclass_fields__.keys()
+    if 'train.py' in known:
+        known |= train.config.keys()
+    flags = {flag_name(arg): arg for arg in args if arg.startswith('-')}
     for name, arg in flags.items():
         if name not in known:
-            raise ValueError(f"{arg}: bench.py {what} has no use for it; it reads {reads}")
+            raise ValueError(f"{arg}: {what} has no use for it; it reads {reads}")
+    if 'dataset' in flags and what in ('train', 'decode', 'check') and ('init_from' in flags or words):
+        raise ValueError(f"{flags['dataset']}: the vocabulary is that of the model that is loaded; leave it "
+                         "out")
     if 'dataset' in flags and what != 'eval':
-        Bins(train.data_folder(flags['dataset'].partition('=')[2]), 'train')
+        Bins(train.data_folder(flags['dataset'].partition('=')[2]), 'train')  # or say that it is missing
 
 
 def check_settings(s):

@@ -7565,16 +7565,18 @@ def test_curves_of_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['params', '--max_iters=3'], '--max_iters=3: bench.py params has no use for it; it reads GPTConfig'),
-    (['params', '--init_from=out'], '--init_from=out: bench.py params has no use'),
-    (['train', '--prompt_len=3'], '--prompt_len=3: bench.py train has no use'),
-    (['decode', '--optimizer=muon'], '--optimizer=muon: bench.py decode'),
-    (['eval', '--seed=3'], '--seed=3: bench.py eval'), (['cost', '--init_from=x'], 'bench.py cost has'),
-    (['compare', '--vs=x'], '--vs=x: bench.py compare'), (['plot', '--n_layer=3'], 'bench.py plot has no'),
-    (['check', '--steps=3'], '--steps=3: bench.py check'), (['decode', 'out'], "decode cannot use 'out'"),
+    (['params', '--max_iters=3'], '--max_iters=3: params has no use for it; it reads GPTConfig'),
+    (['params', '--init_from=out'], '--init_from=out: params has no use'),
+    (['train', '--prompt_len=3'], '--prompt_len=3: train has no use'),
+    (['decode', '--optimizer=muon'], '--optimizer=muon: decode'),
+    (['eval', '--seed=3'], '--seed=3: eval has'), (['cost', '--init_from=x'], ': cost has'),
+    (['compare', '--vs=x'], '--vs=x: compare has'), (['plot', '--n_layer=3'], ': plot has no'),
+    (['check', '--steps=3'], '--steps=3: check has'), (['decode', 'out'], "decode cannot use 'out'"),
     (['eval', 'a.txt', 'b.txt'], "eval cannot use 'b.txt'"), (['check', 'out', 'o'], "check cannot use 'o'"),
     (['params', '--dataset=typo'], 'typo is not prepared'),
-    (['tain'], "measures train, .*, not 'tain'")])
+    (['check', 'out', '--dataset=typo'], 'vocabulary is that of the model that is loaded'),
+    (['train', '--init_from=out', '--dataset=typo'], '--dataset=typo: the vocabulary is that of the model'),
+    (['tain'], "'tain' is none of train, .*: say first what to do"), ([], "'' is none of train")])
 def test_bench_refuses_what_an_instrument_does_not_read(args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
