@@ -148,15 +148,15 @@ def load_nanogpt(folder, config, device):
                                        vocab_size=config.vocab_size, dropout=config.dropout)).to(device)
 
 
-def our_step(model, forward, machine, config):
+def our_step(model, forward, machine, batch_size, config):
     """A function that does one update as train.py does it, on random tokens."""
-    tokens = torch.randint(model.config.vocab_size, (2, config['batch_size'], model.config.block_size),
+    tokens = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                            device=machine.device)
-    settings = {**train.config, 'optimizer': config['optimizer'], 'grad_clip': config['grad_clip']}
-    optimizers = train.make_optimizers(model, {**settings, 'learning_rate': 1e-4})
+    settings = {**train.config, 'optimizer': config['optimizer'], 'grad_clip': config['grad_clip'],
+                'learning_rate': 1e-4}
     scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
-    return functools.partial(update, model, forward, (*tokens, None), optimizers, scaler, machine.autocast,
-                             settings)
+    return functools.partial(update, model, forward, (*tokens, None), train.make_optimizers(model, settings),
+                             scaler, machine.autocast, settings)
 
 
 def update(model, forward, batch, optimizers, scaler, autocast, settings):
@@ -168,11 +168,11 @@ def update(model, forward, batch, optimizers, scaler, autocast, settings):
     return loss
 
 
-def their_step(model, machine, config):
+def their_step(model, machine, batch_size, grad_clip):
     """The same for nanoGPT's model, as its train.py runs it: on CPUs without autocast, at the default
     precision, uncompiled."""
     cpu, precision = machine.device == 'cpu', torch.get_float32_matmul_precision()
-    x, y = torch.randint(model.config.vocab_size, (2, config['batch_size'], model.config.block_size),
+    x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                          device=machine.device)
     optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
     params, forward = list(model.parameters()), model if cpu else torch.compile(model)
@@ -183,28 +183,26 @@ def their_step(model, machine, config):
         with autocast():
             _, loss = forward(x, y)
         loss.backward()
-        if config['grad_clip']:
-            torch.nn.utils.clip_grad_norm_(params, config['grad_clip'])
+        if grad_clip:
+            torch.nn.utils.clip_grad_norm_(params, grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         torch.set_float32_matmul_precision(precision)
     return step
 
 
-def describe(model, machine, config):
-    return {'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
-            'params': model.num_params(), 'batch_size': config['batch_size']}
-
-
-def report(times, units, unit, numbers):
+def report(model, machine, batch_size, times, unit, tokens, **numbers):
     """Prints speeds and `numbers`, and returns both. times: from take_turns, of 'flatgpt' and maybe of
-    'nanoGPT'. units: tokens that a timed call makes."""
+    'nanoGPT'. unit: what a timed call is; tokens: that it makes."""
+    rows = {}
     for name, t in times.items():
         low, mid, high = np.percentile(t, [10, 50, 90]) * 1e3
-        print(f"{name:<10} {mid:10.2f} ms {unit:<9} {low:9.2f} to {high:.2f}   "
-              f"{units / mid * 1e3:12,.1f} tok/s")
+        rows[name] = [f"{mid:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens / mid * 1e3:,.1f}"]
+    print_table(unit, ['ms', '10th to 90th percentile', 'tok/s'], rows)
     ours = np.median(times['flatgpt'])
-    numbers = {'tok_per_s': round(units / ours, 2), 'ms': round(ours * 1e3, 4), **numbers}
+    numbers = {'tok_per_s': round(tokens / ours, 2), 'ms': round(ours * 1e3, 4), 'device': machine.device,
+               'dtype': train.dtype_name(machine.dtype), 'params': model.num_params(),
+               'batch_size': batch_size, **numbers, 'peak_mb': train.peak_mb(machine.device)}
     if 'nanoGPT' in times:
         ratios = np.median(times['nanoGPT'], axis=1) / np.median(times['flatgpt'], axis=1)
         numbers['times_faster'] = round(float(np.median(ratios)), 3)
@@ -355,23 +353,21 @@ def ranges(numbers):
 def measure_train(config, model_args, words):
     """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
     model, machine, matmul, _ = model_and_machine(config, model_args)
-    forward, config = model, {**config, 'batch_size': config['batch_size'] or 12}
+    forward, batch_size = model, config['batch_size'] or 12
     compile = train.resolve_compile(config['compile'], machine.device, math.inf)
     if compile:
         print('compiling: about half a minute')
         forward = train.compile_model(model, machine.device)
-    sides = {'flatgpt': our_step(model, forward, machine, config)}
+    sides = {'flatgpt': our_step(model, forward, machine, batch_size, config)}
     if config['vs']:
         nanogpt = load_nanogpt(config['vs'], model.config, machine.device)
-        sides['nanoGPT'] = their_step(nanogpt, machine, config)
+        sides['nanoGPT'] = their_step(nanogpt, machine, batch_size, config['grad_clip'])
     times = take_turns(sides, config['rounds'], config['steps'], machine.device)
-    tokens = config['batch_size'] * model.config.block_size
+    tokens = batch_size * model.config.block_size
     flops = model.flops_per_token() * tokens / np.median(times['flatgpt'])
     peak = train.peak_flops(machine.device, machine.dtype)
-    return report(times, tokens, 'a step', {**describe(model, machine, config), 'compile': compile,
-                                            'mfu': round(flops / peak, 4) if peak else None,
-                                            'matmul_share': round(flops / matmul, 4),
-                                            'peak_mb': train.peak_mb(machine.device)})
+    return report(model, machine, batch_size, times, 'a step', tokens, compile=compile,
+                  mfu=round(flops / peak, 4) if peak else None, matmul_share=round(flops / matmul, 4))
 
 
 def token_seconds(tokens, device):
@@ -402,8 +398,7 @@ def time_nanogpt(model, batch_size, prompt_len, max_new_tokens, device):
 def measure_decode(config, model_args, words):
     """Seconds a token in turns with nanoGPT, and the share of the memory's bandwidth."""
     model, machine, _, bandwidth = model_and_machine(config, model_args)
-    config = {**config, 'batch_size': config['batch_size'] or 1}
-    batch_size, new, compile = config['batch_size'], config['max_new_tokens'], config['compile'] is True
+    batch_size, new, compile = config['batch_size'] or 1, config['max_new_tokens'], config['compile'] is True
     nanogpt = load_nanogpt(config['vs'], model.config, machine.device).eval() if config['vs'] else None
     model.to(machine.dtype).eval()
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
@@ -425,10 +420,8 @@ def measure_decode(config, model_args, words):
     prefill_ms = round(float(np.median(ours[:, 0])) * 1e3, 3)
     print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
     share = read / np.median(ours[:, 1:]) / bandwidth
-    return report(times, batch_size, 'a token', {**describe(model, machine, config),
-                                                 'prefill_ms': prefill_ms, 'compile': compile,
-                                                 'bandwidth_share': round(share, 4),
-                                                 'peak_mb': train.peak_mb(machine.device)})
+    return report(model, machine, batch_size, times, 'a token', batch_size, prefill_ms=prefill_ms,
+                  compile=compile, bandwidth_share=round(share, 4))
 
 
 # evaluating -------------------------------------------------------------------------------------------------
@@ -943,13 +936,13 @@ STEPS = {  # of training: name -> options; the MLPs have about the same paramete
 def cost_of_steps(size, machine, config):
     """Of a training step, of models that differ in one choice. Not compiled unless asked for, as that takes
     half a minute for each."""
-    config, sides = {**config, 'batch_size': config['batch_size'] or 12}, {}
+    batch_size, sides = config['batch_size'] or 12, {}
     for name, options in STEPS.items():
         model = random_model(size, machine, **options, block_size=256)
         forward = train.compile_model(model, machine.device) if config['compile'] is True else model
-        sides[name] = our_step(model, forward, machine, config), model.num_params()
+        sides[name] = our_step(model, forward, machine, batch_size, config), model.num_params()
     compiled = ', compiled' if config['compile'] is True else ''
-    return cost_of_choices(f"a training step of {config['batch_size']} rows of 256 tokens{compiled}", sides,
+    return cost_of_choices(f"a training step of {batch_size} rows of 256 tokens{compiled}", sides,
                            config['rounds'], machine.device)
 
 
