@@ -59,7 +59,7 @@ from configurator import configure, runtime, show
 # what
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # folder of a nanoGPT clone to take turns with
-batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode, eval: 256 MB of logits
+batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits, cost 8 or 12
 dataset = ''                      # train: its vocabulary is used; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts in times the trained one; cost: tokens, None: 256 to 4096
 prompt_len = 32                   # decode: tokens before
@@ -510,10 +510,8 @@ def text_tokens(path, tokenizer):
             parts.append(tokenizer.encode_array(text))
             n_bytes += len(text.encode())
     ids = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
-    if len(ids) < 2:
-        raise ValueError(f"{path} has {len(ids)} tokens: there is nothing to predict")
     if tokenizer.eot is None:
-        n_bytes -= int(tokenizer.sizes[ids[0]])  # nothing stands before it
+        n_bytes -= int(tokenizer.sizes[ids[:1]].sum())  # nothing stands before it
     return [(ids[:-1], ids[1:])], n_bytes
 
 
@@ -608,6 +606,8 @@ def measure_eval(config, model_args, words):
     else:
         pairs, n_bytes = (text_tokens(name, tokenizer) if words
                           else prepared_tokens(name, model, tokenizer, path))
+        if not any((targets != -1).any() for _, targets in pairs):
+            raise ValueError(f"{name}: there is no token in it to predict from one before it")
         found = (evaluate_lengths(name, pairs, base, config['lengths'], read) if config['lengths']
                  else evaluate_text(name, pairs, n_bytes, base, read))
     return {'path': path, 'params': model.num_params(), 'data': name, 'device': machine.device,
@@ -694,21 +694,22 @@ def evaluate_choices(path, tokenizer, block_size, read):
     ending, in tokens. lm-evaluation-harness has acc 0.2892, acc_norm 0.3114 there: it puts activity_label in
     front, removes what is in brackets, and divides by bytes; so these are other numbers."""
     records = [read_choice(place, record, tokenizer) for place, record in json_records(path, 'strict')]
-    rows, places = [], []  # a row for each ending; its question and choice
-    for question, (context, endings, _) in enumerate(records):
-        for choice, ids in enumerate(endings):
+    rows = []  # one for each ending
+    for context, endings, _ in records:
+        for ids in endings:
             inputs, targets = (context + ids)[:-1], [-1] * (len(context) - 1) + ids
             # of what is too long, the end
             rows.append((np.array(inputs[-block_size:]), np.array(targets[-block_size:])))
-            places.append((question, choice))
-    sums = [[0.0] * len(endings) for _, endings, _ in records]
-    means = [[0.0] * len(endings) for _, endings, _ in records]
+    sums = np.zeros(len(rows))
     for i, each in read(rows):
-        question, choice = places[i]
-        sums[question][choice], means[question][choice] = each.sum(), each.sum() / (rows[i][1] != -1).sum()
-    labels, n = [label for *_, label in records], len(records)
-    right = {name: sum(int(np.argmin(loss)) == label for loss, label in zip(table, labels))
-             for name, table in (('acc', sums), ('acc_norm', means))}
+        sums[i] = each.sum()
+    means = sums / [(targets != -1).sum() for _, targets in rows]
+    right, n, at = {'acc': 0, 'acc_norm': 0}, len(records), 0
+    for _, endings, label in records:
+        own = slice(at, at + len(endings))
+        right['acc'] += int(sums[own].argmin() == label)
+        right['acc_norm'] += int(means[own].argmin() == label)
+        at += len(endings)
     print(f"{path}: {n:,} questions")
     for name, count in right.items():
         share = count / n
@@ -905,7 +906,7 @@ def decode_one(model, cache):
 
 
 def cost_of_choices(title, sides, rounds, device):
-    """Name -> (function, parameters in it) -> name -> milliseconds and parameters."""
+    """sides: name -> (function, how many parameters it has). Prints and returns their milliseconds."""
     ms = milliseconds({name: f for name, (f, _) in sides.items()}, rounds, device)
     found = {name: {'ms': ms[name], 'params': params} for name, (_, params) in sides.items()}
     first = next(iter(ms.values()))
@@ -916,13 +917,15 @@ def cost_of_choices(title, sides, rounds, device):
 
 
 def cost_of_norms(size, machine, rounds):
-    """Of a norm alone, forward and backward."""
+    """What cost_of_choices gives of a norm alone, forward and backward."""
     config, sides = GPTConfig(**size), {}
     x = torch.randn(4096, config.n_embd, device=machine.device, dtype=machine.dtype).requires_grad_()
     for name in ('rmsnorm', 'layernorm'):
         norm = Norm(config.n_embd, dataclasses.replace(config, norm=name)).to(machine.device)
-        torch.nn.init.ones_(norm.weight)
-        sides[name] = functools.partial(with_gradients, norm, [x], [norm.weight]), norm.weight.numel()
+        weights = list(norm.parameters())
+        for w in weights:
+            torch.nn.init.ones_(w)
+        sides[name] = functools.partial(with_gradients, norm, [x], weights), sum(w.numel() for w in weights)
     return cost_of_choices('a norm over 4,096 tokens, forward and backward', sides, 4 * rounds,
                            machine.device)
 
@@ -934,8 +937,8 @@ STEPS = {  # of training: name -> options; the MLPs have about the same paramete
 
 
 def cost_of_steps(size, machine, config):
-    """Of a training step, of models that differ in one choice. Not compiled unless asked for, as that takes
-    half a minute for each."""
+    """What cost_of_choices gives of training steps of models that differ in one choice. They are not compiled
+    unless that is asked for, as it takes half a minute for each."""
     batch_size, sides = config['batch_size'] or 12, {}
     for name, options in STEPS.items():
         model = random_model(size, machine, **options, block_size=256)
@@ -1079,8 +1082,8 @@ def bare_code(source):
 
 @functools.cache
 def code_digest(code):
-    """Of what runs depend on in a copy of the code, whatever its kind: not on this file, tests, texts or what
-    is hidden; and config files are settings."""
+    """A hash of all files in a copy of the code but those that runs do not depend on: this file, tests, texts
+    and what is hidden; nor config files, which count as settings."""
     digest = hashlib.sha256()
     for path in sorted(path for path in code.glob('**/*') if path.is_file()):
         name = path.relative_to(code).as_posix()
@@ -1237,8 +1240,9 @@ def match_size(variant, target, active):
 
 
 def wait(process, watch=None):
-    """Waits for a process, calling watch() meanwhile. What ends this, Ctrl-C or an error, is Ctrl-C to the
-    process, whose end is awaited; a second one is handed on, but the two at once that `timeout` sends."""
+    """Waits for a process, calling watch() meanwhile. Whatever ends the waiting, Ctrl-C or an error, is
+    Ctrl-C to the process, whose end is awaited. A second Ctrl-C is passed on too, unless it comes within a
+    second: `timeout` sends two at once."""
     try:
         while process.poll() is None:
             if watch:
@@ -1710,7 +1714,7 @@ def shrunk_scaling(config, changes):
 
 
 def layers_of_every_kind(config):
-    """The fewest layers, but two, among which is each kind of layer that the config has."""
+    """How many layers, at least two, it takes for each kind of layer that the config has to be there."""
     few = dataclasses.replace(config, n_dense_layer=min(1, config.n_dense_layer))
     kinds = [(few.mixer_of(i), few.window_of(i), few.has_experts(i),
               few.pos_pattern[i % len(few.pos_pattern)]) for i in range(config.n_layer)]
@@ -1718,8 +1722,8 @@ def layers_of_every_kind(config):
 
 
 def shaken(config, dropout=0.0):
-    """A model in evaluation mode whose every weight matters: nothing is left at zero or one, as much starts,
-    for a branch that ends in zeros hides all that is wrong in it."""
+    """A model in evaluation mode whose every weight matters: nothing is left at zero or one, where much of it
+    starts, for a branch that ends in zeros hides whatever is wrong in it."""
     model = GPT(dataclasses.replace(config, dropout=dropout))
     with torch.no_grad():
         for w in model.parameters():
@@ -2297,7 +2301,7 @@ CHECKS = {  # what holds: (function of a small config -> a remark or None; raise
 
 
 def run_check(function, look_at, *args):
-    """(whether it holds, a remark on it or None). What a check cannot compute for an error does not hold."""
+    """(whether it holds, a remark on it or None). A check that ends with an error does not hold."""
     torch.manual_seed(0)
     try:
         return True, function(*args)

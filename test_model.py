@@ -7034,6 +7034,12 @@ def test_bench_eval_refuses_in_one_line(folder, capsys):
         assert '\n' not in str(error.value)
     with pytest.raises(FileNotFoundError, match='no.txt is not there: name a text file'):
         run('bench.py', 'eval', 'no.txt', '--init_from=out', *EVAL)
+    (folder / 'empty.txt').touch()
+    save_model('out-toy', prepare.CharTokenizer([chr(97 + i) for i in range(23)]))
+    np.zeros(801, np.uint8).tofile('data/toy/val.mask.bin')
+    for args in (['empty.txt', '--init_from=out-rope'], ['--init_from=out-toy', '--dataset=toy']):
+        with pytest.raises(ValueError, match='there is no token in it to predict'):
+            run('bench.py', 'eval', *EVAL, *args)
 
 
 def test_bench_eval_of_hellaswag(folder, capsys):
