@@ -530,10 +530,10 @@ def row_losses(model, rows, machine, batch_size):
         longest = len(rows[order[0]][0])
         n = batch_size or max(1, 2**26 // (model.config.vocab_size * longest))
         batch, order = order[:n], order[n:]
-        x, y = np.zeros((len(batch), longest), np.int64), np.full((len(batch), longest), -1)
+        x, y = np.zeros((2, len(batch), longest), np.int64)  # padding follows: nobody sees it
         for row, i in enumerate(batch):
             inputs, targets = rows[i]
-            x[row, :len(inputs)], y[row, :len(targets)] = inputs, targets  # padding follows: nobody sees it
+            x[row, :len(inputs)], y[row, :len(targets)] = inputs, targets
             done += len(inputs)
         x, y = train.to_device((x, y), machine.device)
         with machine.autocast():

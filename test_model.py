@@ -6639,13 +6639,23 @@ def test_printed_commands_can_be_pasted(folder, capsys):
     assert "python sample.py --out_dir='sp ace'" in capsys.readouterr().out
 
 
+def bench(capsys, *args):
+    """Runs bench.py; returns what it prints above its last line, and that line, its numbers."""
+    capsys.readouterr()
+    torch.set_num_threads(1)  # beside other processes the second would mostly wait
+    run('bench.py', *args)
+    *lines, last = capsys.readouterr().out.splitlines()
+    return '\n'.join(lines), json.loads(last)
+
+
 @pytest.mark.parametrize('what', ['train', 'decode'])
 def test_bench_prints_a_table_and_json(folder, capsys, what):
-    torch.set_num_threads(1)
     length = '--max_new_tokens=6' if what == 'decode' else '--steps=2'
-    run('bench.py', what, '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--vocab_size=50',
-        length, '--rounds=2', '--device=cpu', '--compile=False')
-    numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, numbers = bench(capsys, what, '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64',
+                         '--vocab_size=50', length, '--rounds=2', '--device=cpu', '--compile=False')
+    ms, speed = re.search(r'^flatgpt +([\d.,]+) +[\d.,]+ to [\d.,]+ +([\d.,]+)$', out, re.M).groups()
+    assert float(ms.replace(',', '')) == pytest.approx(numbers['ms'], abs=0.01)
+    assert float(speed.replace(',', '')) == pytest.approx(numbers['tok_per_s'], abs=0.1)
     assert numbers['tok_per_s'] > 0 and numbers['ms'] > 0 and numbers['peak_mb'] > 0
     tokens_each = 1 if what == 'decode' else 12 * 64
     assert numbers['tok_per_s'] == pytest.approx(tokens_each * 1e3 / numbers['ms'], rel=0.01)
@@ -6671,9 +6681,8 @@ def test_bench_refuses_in_one_line_what_it_cannot_measure(folder):
 def test_bench_params_counts_what_is_there(capsys, options):
     size = dict(n_layer=3, n_head=4, n_embd=32, block_size=24, vocab_size=61)
     model = GPT(GPTConfig(**size, **options))
-    run('bench.py', 'params', *(f'--{k}={v}' for k, v in (size | options).items()))
-    *table, _, last = capsys.readouterr().out.splitlines()
-    numbers, rows = json.loads(last), [line for line in table if '%' in line]
+    out, numbers = bench(capsys, 'params', *(f'--{k}={v}' for k, v in (size | options).items()))
+    rows = [line for line in out.splitlines() if '%' in line]
     assert numbers['params'] == model.num_params() == sum(w.numel() for w in model.state_dict().values())
     assert rows[-1].startswith('total') and all(f'{numbers[k]:,}' in rows[-1] for k in (
         'params', 'active_params', 'flops_per_token'))
@@ -6798,15 +6807,6 @@ def test_files_are_opened_with_their_encoding():
 
 # evaluating -------------------------------------------------------------------------------------------------
 
-def bench(capsys, *args):
-    """Runs bench.py; returns what it prints above its last line, and that line, its numbers."""
-    capsys.readouterr()
-    torch.set_num_threads(1)  # beside other processes the second would mostly wait
-    run('bench.py', *args)
-    *lines, last = capsys.readouterr().out.splitlines()
-    return '\n'.join(lines), json.loads(last)
-
-
 def test_bench_params_of_one_layer_by_projection(capsys, monkeypatch):
     """The numbers of one of Qwen3-8B's layers that guides print, from its published config."""
     monkeypatch.chdir(ROOT)
@@ -6902,9 +6902,9 @@ def test_bench_eval_scores_each_target_once(folder, capsys, masked):
         assert numbers['perplexity'] == pytest.approx(math.exp(total / n), rel=1e-5)
         assert numbers['bits_per_byte'] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-6)
     assert found == pytest.approx([found[0]] * 3, rel=1e-7)  # 1e-8 was seen
-    by, ranges = numbers['by_tokens_seen'], {'1': [1], '2': [2], '3-4': [3, 4], '9-16': range(9, 17)}
+    by, seen_at = numbers['by_tokens_seen'], {'1': [1], '2': [2], '3-4': [3, 4], '9-16': range(9, 17)}
     assert list(by) == ['1', '2', '3-4', '5-8', '9-16']
-    for name, positions in ranges.items():
+    for name, positions in seen_at.items():
         each = [loss for i in positions for loss in seen[i]]
         assert by[name] == pytest.approx(sum(each) / len(each), abs=1e-5)
     assert f'{n_bytes:,} bytes in {n:,} targets, 7 windows of 16' in out
@@ -7298,6 +7298,17 @@ def test_compare_keeps_what_would_come_again(tmp_path, code, error, result):
     assert (kept is None) == (result is None) and (not kept or result.items() <= kept.items())
 
 
+def test_compare_says_early_how_long_it_takes(tmp_path, capsys):
+    """Once, by what train.py itself prints."""
+    watch, printed = flat_bench.foretell(tmp_path, 6), tmp_path / 'printed.txt'
+    row = dict.fromkeys(flat_train.LOG_FIELDS, 0.5) | {'iter': 4, 'ms_per_iter': 90.0}
+    for text in ('', 'run: 2,000 iterations of 64 tokens\n', flat_train.describe(row, 9), '\nmore\n'):
+        with open(printed, 'a', encoding='utf-8') as f:
+            f.write(text)
+        watch()
+    assert capsys.readouterr().out == '3:00 a run, 18:00 for 6, besides evaluations\n'  # 2,000 of 0.09 s
+
+
 def test_compare_times_steps(folder, monkeypatch):
     monkeypatch.setattr(flat_bench, 'STRETCH', (5, 60.0))
     ms, iterations = flat_bench.time_steps(flat_variant('--max_iters=1000000'), 1, 'out')
@@ -7313,7 +7324,7 @@ def test_compare_times_steps(folder, monkeypatch):
     (["--variants=['', '--block_size=2000']"], "variant '--block_size=2000': .*needs block_size"),
     (["--variants=['', '--max_iters=x']"], "variant '--max_iters=x': .*max_iters must be int"),
     (["--variants=['', '--out_dir=x']"], "variant '--out_dir=x': out_dir: leave it out"),
-    (["--variants=['', '--seed=3']"], "variant '--seed=3': seed: leave it out"),
+    (["--variants=['', '--seed=1337']"], "variant '--seed=1337': seed: leave it out"),
     (["--variants=['', '--time_limit=1']"], "variant '--time_limit=1': time_limit: leave it out"),
     (['--max_iters=0', "--variants=['']"], "variant 'base': max_iters: leave it out"),
     (["--variants=['--init_from=resume']"], "variant '--init_from=resume': init_from: leave it out"),
@@ -7361,19 +7372,20 @@ def flat_variant(*args, name='x'):
     return flat_bench.Variant(name, 'WORK', ROOT, [*TOY, *args], data='data/toy', cache=0)
 
 
-@pytest.mark.parametrize('match, options', [
-    ('params', dict(mlp='gelu')), ('active', dict(norm='layernorm', bias=True, d_ff=40)),
-    ('params', dict(n_expert=4)), ('active', dict(n_expert=4)), ('params', dict(n_kv_head=1)),
-    ('active', dict(MLA, n_expert=4, n_shared_expert=1, n_dense_layer=1)),
-    ('params', dict(wiring='sandwich', mixer_pattern='DA'))])
-def test_compare_matches_parameters(folder, capsys, options, match):
-    first = flat_variant('--n_embd=48', '--n_head=2', name='first')
+@pytest.mark.parametrize('match, given, options', [
+    ('params', {}, dict(mlp='gelu')), ('active', {}, dict(norm='layernorm', bias=True, d_ff=40)),
+    ('params', {}, dict(n_expert=4)), ('active', {}, dict(n_expert=4)), ('params', {}, dict(n_kv_head=1)),
+    ('active', dict(n_expert=4), dict(mlp='gelu')), ('params', {}, dict(n_expert=4, d_expert=64)),
+    ('active', {}, dict(MLA, n_expert=4, n_shared_expert=1, n_dense_layer=1)),
+    ('params', {}, dict(wiring='sandwich', mixer_pattern='DA'))])
+def test_compare_matches_parameters(folder, capsys, match, given, options):
+    first = flat_variant('--n_embd=48', '--n_head=2', *(f'--{k}={v}' for k, v in given.items()), name='first')
     other = flat_variant('--n_embd=48', *(f'--{k}={v}' for k, v in options.items()))
     flat_bench.match_variants(first, [other], match, 1337)
     counts = []
     for variant in (first, other):
-        given = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=variant.args)[1]
-        model = GPT(GPTConfig(**{'vocab_size': 23, **given}))
+        args = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=variant.args)[1]
+        model = GPT(GPTConfig(**{'vocab_size': 23, **args}))
         experts = [w for name, w in model.named_parameters() if 'experts.' in name]
         idle = sum(w.numel() for w in experts) // 2 if match == 'active' else 0  # 2 of 4
         counts.append(sum(w.numel() for w in model.state_dict().values()) - idle)
