@@ -1816,7 +1816,6 @@ def check_targets(config):
         loss, expected = model(inputs, y)[0].item(), by_hand[y != -1].mean().item()
         require(abs(loss - expected) < 1e-4 * expected,
                 f"the loss is {loss:.5f}, the mean -log p(targets[t]) of the logits at t {expected:.5f}")
-    return None
 
 
 def changed_tokens(config):
@@ -1841,7 +1840,6 @@ def check_causal(config):
                           f"position {at} by {moved[t, at]:.2g}")
         for t in (~(moved.diagonal() > 0)).nonzero().flatten().tolist():
             raise Unsound(f"changing token {t} does not change its own logits")
-    return None
 
 
 def check_windows(config):
@@ -2012,7 +2010,6 @@ def check_prompts(config):
         model(first, first)
     changed = [name for name, w in model.state_dict().items() if not torch.equal(w, before[name])]
     require(not changed, f"a forward pass changes {', '.join(changed)}")
-    return None
 
 
 def objective(model, idx):
@@ -2157,7 +2154,6 @@ def check_dropout(config):
                   for _ in range(2)]
         require(losses[0] == losses[1], f"train.evaluate gives {losses[0]} and then {losses[1]}")
         require(model.training, 'train.evaluate leaves the model in evaluation mode')
-    return None
 
 
 def check_head(config):
@@ -2187,7 +2183,6 @@ def check_saving(config):
     names = {name for name, _ in (*run.model.named_parameters(), *run.model.named_buffers())}
     lost = names - run.model.state_dict().keys()
     require(not lost, f"{', '.join(sorted(lost))} is in no checkpoint")
-    return None
 
 
 def check_resuming(config):
@@ -2344,8 +2339,9 @@ def check(config, model_args, words):
 
 STEP = 'GPTConfig dataset batch_size optimizer grad_clip rounds device dtype compile seed'  # for a timed one
 INSTRUMENTS = {
-    # first word of the command line: (function of this file's settings, of GPTConfig's, or, for compare, the
-    # arguments that are train.py's, and of the words that follow; how many these may be; what it reads)
+    # first word of the command line: (function; how many words may follow; the settings it reads, GPTConfig
+    # and train.py for all of theirs). The function takes this file's settings, the fields of GPTConfig that
+    # are given (compare: the command line) and those words, and returns numbers for the last line
     'train': (measure_train, 0, f'{STEP} init_from vs steps'),
     'decode': (measure_decode, 0, 'GPTConfig init_from vs dataset batch_size prompt_len max_new_tokens '
                                     'rounds device dtype compile seed'),
