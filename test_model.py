@@ -7461,7 +7461,7 @@ def test_compare_runs_revisions(folder, monkeypatch, capsys):
     head = run_of('HEAD')
     assert run_of('HEAD~1') == flat_bench.run_folder(old, 1) != head == run_of('WORK')
     edit('model.py', 'class MLP(nn.Module):\n    """', 'class MLP(nn.Module):  # a comment\n    """An MLP: ')
-    for name in ('bench.py', 'test_model.py', 'README.md', '.ci.toml'):
+    for name in ('bench.py', 'test_model.py', 'README.md', '.ci.toml', 'config/other.py'):
         (repo / name).write_text('x', encoding='utf-8')
     assert run_of('WORK') == head
     for name in ('mixers.py', 'test_time_training.py', 'benchmark.py', 'table.json'):  # not committed
