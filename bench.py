@@ -1240,9 +1240,9 @@ def match_size(variant, target, active):
 
 
 def wait(process, watch=None):
-    """Waits for a process, calling watch() meanwhile. Whatever ends the waiting, Ctrl-C or an error, is
-    Ctrl-C to the process, whose end is awaited. A second Ctrl-C is passed on too, unless it comes within a
-    second: `timeout` sends two at once."""
+    """Waits for a process, calling watch() meanwhile. Whatever ends the waiting, Ctrl-C or an error, asks the
+    process to stop, whose end is awaited. A second Ctrl-C is passed on too, unless it comes within a second:
+    `timeout` sends two at once."""
     try:
         while process.poll() is None:
             if watch:
@@ -1254,9 +1254,10 @@ def wait(process, watch=None):
             asked_at = time.time()
 
             def ask(number=None, frame=None):
-                # on Windows the terminal's Ctrl-C has reached it
+                # not SIGINT, which a job in the background ignores until train.py has begun; on Windows
+                # the terminal's Ctrl-C has reached it
                 if os.name == 'posix' and (number is None or time.time() - asked_at > 1):
-                    process.send_signal(signal.SIGINT)
+                    process.terminate()
             before = {number: signal.signal(number, ask) for number in stop_signals()}
             ask()
             with contextlib.suppress(BrokenPipeError):  # of `| tee`, which Ctrl-C has ended, or `| head`

@@ -7233,7 +7233,7 @@ def test_no_run_goes_on_alone(tmp_path, monkeypatch, error):
         def save(number, frame):
             pathlib.Path('saved').touch()
             sys.exit(130)
-        signal.signal(signal.SIGINT, save)
+        signal.signal(signal.SIGTERM, save)
         pathlib.Path('ready').touch()
         time.sleep(60)""")
 
@@ -7252,11 +7252,12 @@ def test_no_run_goes_on_alone(tmp_path, monkeypatch, error):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-@pytest.mark.parametrize('system, sent', [('posix', [signal.SIGINT]), ('nt', [])])
+@pytest.mark.parametrize('system, sent', [('posix', ['terminate']), ('nt', [])])
 def test_ctrl_c_reaches_a_run_once(monkeypatch, system, sent):
     """On Windows the terminal has sent it; elsewhere a run is in a session of its own."""
     asked = []
-    process = types.SimpleNamespace(poll=lambda: None, send_signal=asked.append, wait=lambda: 130)
+    process = types.SimpleNamespace(poll=lambda: None, wait=lambda: 130,
+                                    terminate=lambda: asked.append('terminate'))
 
     def watch():
         raise KeyboardInterrupt
