@@ -28,7 +28,6 @@ ours in the same process. The last line is JSON. Speeds are medians after a warm
 sum, in the same run.
 """
 import ast
-import collections
 import contextlib
 import csv
 import dataclasses
@@ -60,7 +59,7 @@ from configurator import configure, runtime, show
 # what
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # folder of a nanoGPT clone to take turns with
-batch_size: int | None = None     # sequences; None: 12 to train, 1 to decode, eval: 256 MB of logits
+batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits, cost 8 or 12
 dataset = ''                      # train: its vocabulary is used; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts in times the trained one; cost: tokens, None: 256 to 4096
 prompt_len = 32                   # decode: tokens before
@@ -149,15 +148,15 @@ def load_nanogpt(folder, config, device):
                                        vocab_size=config.vocab_size, dropout=config.dropout)).to(device)
 
 
-def our_step(model, forward, machine, config):
+def our_step(model, forward, machine, batch_size, config):
     """A function that does one update as train.py does it, on random tokens."""
-    tokens = torch.randint(model.config.vocab_size, (2, config['batch_size'], model.config.block_size),
+    tokens = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                            device=machine.device)
-    settings = {**train.config, 'optimizer': config['optimizer'], 'grad_clip': config['grad_clip']}
-    optimizers = train.make_optimizers(model, {**settings, 'learning_rate': 1e-4})
+    settings = {**train.config, 'optimizer': config['optimizer'], 'grad_clip': config['grad_clip'],
+                'learning_rate': 1e-4}
     scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
-    return functools.partial(update, model, forward, (*tokens, None), optimizers, scaler, machine.autocast,
-                             settings)
+    return functools.partial(update, model, forward, (*tokens, None), train.make_optimizers(model, settings),
+                             scaler, machine.autocast, settings)
 
 
 def update(model, forward, batch, optimizers, scaler, autocast, settings):
@@ -169,11 +168,11 @@ def update(model, forward, batch, optimizers, scaler, autocast, settings):
     return loss
 
 
-def their_step(model, machine, config):
+def their_step(model, machine, batch_size, grad_clip):
     """The same for nanoGPT's model, as its train.py runs it: on CPUs without autocast, at the default
     precision, uncompiled."""
     cpu, precision = machine.device == 'cpu', torch.get_float32_matmul_precision()
-    x, y = torch.randint(model.config.vocab_size, (2, config['batch_size'], model.config.block_size),
+    x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                          device=machine.device)
     optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
     params, forward = list(model.parameters()), model if cpu else torch.compile(model)
@@ -184,28 +183,26 @@ def their_step(model, machine, config):
         with autocast():
             _, loss = forward(x, y)
         loss.backward()
-        if config['grad_clip']:
-            torch.nn.utils.clip_grad_norm_(params, config['grad_clip'])
+        if grad_clip:
+            torch.nn.utils.clip_grad_norm_(params, grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         torch.set_float32_matmul_precision(precision)
     return step
 
 
-def describe(model, machine, config):
-    return {'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
-            'params': model.num_params(), 'batch_size': config['batch_size']}
-
-
-def report(times, units, unit, numbers):
+def report(model, machine, batch_size, times, unit, tokens, **numbers):
     """Prints speeds and `numbers`, and returns both. times: from take_turns, of 'flatgpt' and maybe of
-    'nanoGPT'. units: tokens that a timed call makes."""
+    'nanoGPT'. unit: what a timed call is; tokens: that it makes."""
+    rows = {}
     for name, t in times.items():
         low, mid, high = np.percentile(t, [10, 50, 90]) * 1e3
-        print(f"{name:<10} {mid:10.2f} ms {unit:<9} {low:9.2f} to {high:.2f}   "
-              f"{units / mid * 1e3:12,.1f} tok/s")
+        rows[name] = [f"{mid:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens / mid * 1e3:,.1f}"]
+    print_table(unit, ['ms', '10th to 90th percentile', 'tok/s'], rows)
     ours = np.median(times['flatgpt'])
-    numbers = {'tok_per_s': round(units / ours, 2), 'ms': round(ours * 1e3, 4), **numbers}
+    numbers = {'tok_per_s': round(tokens / ours, 2), 'ms': round(ours * 1e3, 4), 'device': machine.device,
+               'dtype': train.dtype_name(machine.dtype), 'params': model.num_params(),
+               'batch_size': batch_size, **numbers, 'peak_mb': train.peak_mb(machine.device)}
     if 'nanoGPT' in times:
         ratios = np.median(times['nanoGPT'], axis=1) / np.median(times['flatgpt'], axis=1)
         numbers['times_faster'] = round(float(np.median(ratios)), 3)
@@ -218,19 +215,35 @@ def report(times, units, unit, numbers):
     return numbers
 
 
-def known_vocabulary(config):
-    """The vocabulary of config['dataset'], as model_args; {} where it is not prepared."""
+def print_table(title, heads, rows):
+    """rows: name -> texts, one below each of heads. Columns are as wide as what stands in them."""
+    first = max(len(name) for name in (title, *rows))
+    widths = [max(map(len, column)) for column in zip(heads, *rows.values())]
+    print()
+    for name, cells in ((title, heads), *rows.items()):
+        print(f"{name:<{first}}" + ''.join(f"  {cell:>{width}}" for cell, width in zip(cells, widths)))
+
+
+def fields_asked(config, model_args, **others):
+    """Fields of GPTConfig: those that are given; else the vocabulary of config['dataset'], if that is
+    prepared, and `others`."""
     folder = train.data_folder(config['dataset'])
-    if not config['dataset'] or not os.path.isdir(folder):
-        return {}
-    return {'vocab_size': read_meta(folder)['vocab_size']}
+    if config['dataset'] and os.path.isdir(folder):
+        others['vocab_size'] = read_meta(folder)['vocab_size']
+    return {**others, **model_args}
 
 
 def fill_zeros(model):
-    """Gives matrices of zeros random values: such projections would make some kernels' work too easy."""
+    """Gives matrices of zeros, with which branches start, random values, as if they had begun to learn: zeros
+    make some kernels' work too easy, and hide what is wrong in a branch."""
     for w in model.parameters():
         if w.ndim > 1 and not w.any():
-            torch.nn.init.normal_(w, std=0.02)
+            torch.nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
+
+
+def cache_per_token(model):
+    """Elements that each token adds to a row of the cache, besides states of fixed size."""
+    return model.cache_elements(1) - model.cache_elements(0)
 
 
 def model_and_machine(config, model_args):
@@ -238,7 +251,7 @@ def model_and_machine(config, model_args):
     configurator.runtime has it, FLOP/s of a large matmul, bytes/s read)."""
     machine = runtime(config['device'], config['dtype'], config['seed'])
     if config['init_from'] == 'scratch':
-        model = GPT(GPTConfig(**{**known_vocabulary(config), **model_args}))
+        model = GPT(GPTConfig(**fields_asked(config, model_args)))
     else:
         model, _, _ = train.load_to_train(config['init_from'], 'out', model_args)
     model.to(machine.device)
@@ -259,59 +272,114 @@ def measure_params(config, model_args, words):
     if config['dtype'] not in dtypes:
         raise ValueError(f"dtype={config['dtype']!r} is none of {', '.join(dtypes)}")
     dtype = dtypes[config['dtype']]
-    # where nothing names a vocabulary, GPT-2's: GPTConfig's is that and the rows that pad it
-    model_args = {'vocab_size': 50257, **known_vocabulary(config), **model_args}
     with torch.device('meta'):
-        model = GPT(GPTConfig(**model_args))
-    parts = model.account()
-    total = [sum(row[i] for row in parts.values()) for i in range(3)]
-    print(f"{'':<16}{'parameters':>19}{'':8}{'active':>17}{'':8}{'training FLOPs a token':>24}")
-    for part, row in (*parts.items(), ('total', total)):
-        columns = [f"{n:>{width},}{n / whole if whole else 0:>8.1%}"
-                   for n, whole, width in zip(row, total, (19, 17, 24))]
-        print(f"{part:<16}{''.join(columns)}")
+        # where nothing names a vocabulary, GPT-2's: GPTConfig's is that and the rows that pad it
+        model = GPT(GPTConfig(**fields_asked(config, model_args, vocab_size=50257)))
+    parts = model.account()  # name -> (parameters, active ones, FLOPs)
+    total = [sum(counts) for counts in zip(*parts.values())]
+    rows = {part: [cell for n, whole in zip(counts, total)
+                   for cell in (f"{n:,}", f"{n / whole if whole else 0:.1%}")]
+            for part, counts in {**parts, 'total': total}.items()}
+    print_table('', ['parameters', '', 'active', '', 'training FLOPs a token', ''], rows)
     layers = [print_layer(model, numbers) for numbers in kinds_of_layers(model)]
-    size, state = dtype.itemsize, model.cache_elements(0)
-    block_size = model.config.block_size
-    cache, full = model.cache_elements(1) - state, model.cache_elements(block_size) - state
+    size, block_size, cache = dtype.itemsize, model.config.block_size, cache_per_token(model)
     states = sum(math.prod(shape) * (own or dtype).itemsize
                  for block in model.h for shape, own in block.attn.states)
-    print(f"weights: {total[0] * size / 1e9:,.2f} GB; cache: {cache:,} elements or {cache * size:,} bytes a "
-          f"token{f', {states:,} bytes a row' if states else ''}, {(full * size + states) / 1e9:,.2f} GB at "
+    cache_bytes = (model.cache_elements(block_size) - model.cache_elements(0)) * size + states
+    print(f"\nweights: {total[0] * size / 1e9:,.2f} GB; cache: {cache:,} elements or {cache * size:,} bytes "
+          f"a token{f', {states:,} bytes a row' if states else ''}, {cache_bytes / 1e9:,.2f} GB at "
           f"{block_size:,} tokens; in {train.dtype_name(dtype)}")
     return {'params': total[0], 'active_params': total[1], 'flops_per_token': total[2],
-            'cache_bytes_per_token': cache * size, 'cache_bytes': full * size + states,
+            'cache_bytes_per_token': cache * size, 'cache_bytes': cache_bytes,
             'dtype': train.dtype_name(dtype), 'layers': layers}
 
 
-def measure_training(config, model_args, words):
+PROJECTIONS = {  # the end of a weight's name: what its module fuses, in order; others go by number
+    'Attention': 'q k v gate', 'LatentAttention': 'q latent rope', 'GatedDeltaNet': 'q k v gate beta decay',
+    'MLP': 'gate up', 'Experts': 'gate up',
+}
+
+
+def kinds_of_layers(model):
+    """The numbers of the layers whose parameters have the same names and shapes, a list for each kind."""
+    kinds = {}
+    for number, block in enumerate(model.h):
+        shapes = tuple((name, tuple(w.shape)) for name, w in block.named_parameters())
+        kinds.setdefault(shapes, []).append(number)
+    return list(kinds.values())
+
+
+def projections(model, number):
+    """Label -> shape of each tensor of a layer; those of fused projections apart, as they are marked."""
+    shapes = {}
+    for name, w in model.h[number].named_parameters():
+        rows = model.marks[f'h.{number}.{name}'].rows
+        if rows is None or len(rows) == 1:
+            shapes[name.removesuffix('.weight')] = tuple(w.shape)
+            continue
+        parent, _, linear = name.removesuffix('.weight').rpartition('.')
+        known = PROJECTIONS.get(type(model.h[number].get_submodule(parent)).__name__, '').split()
+        for i, n in enumerate(rows):
+            label = known[i] if i < len(known) else str(i + 1)
+            shapes[f'{parent}.{linear} {label}'] = (*w.shape[:-2], n, w.shape[-1])
+    return shapes
+
+
+def print_layer(model, numbers):
+    """Prints one layer of those with these numbers, by projection, with the sums of its mixer and of its MLP;
+    returns it as a dict."""
+    shapes = projections(model, numbers[0])
+    counts = {label: math.prod(shape) for label, shape in shapes.items()}
+    sums = {part: sum(n for label, n in counts.items() if label.startswith(f'{part}.'))
+            for part in ('attn', 'mlp')}
+    total = sum(counts.values())
+    print_table(f"one layer of {len(numbers)}: {ranges(numbers)}", ['shape', 'parameters'], {
+        label: [' x '.join(map(str, shapes.get(label, ()))), f"{n:,}"]
+        for label, n in {**counts, **sums, 'layer': total}.items()})
+    return {'layers': ranges(numbers), 'count': len(numbers), 'params': total, **sums, 'projections': counts}
+
+
+def ranges(numbers):
+    """[0, 1, 2, 5] -> '0-2, 5'"""
+    found = []  # [first, last] of each
+    for n in numbers:
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ', '.join(str(first) if first == last else f'{first}-{last}' for first, last in found)
+
+
+def measure_train(config, model_args, words):
     """Seconds a step in turns with nanoGPT, and what a step reaches of the machine."""
     model, machine, matmul, _ = model_and_machine(config, model_args)
-    forward, config = model, {**config, 'batch_size': config['batch_size'] or 12}
+    forward, batch_size = model, config['batch_size'] or 12
     compile = train.resolve_compile(config['compile'], machine.device, math.inf)
     if compile:
         print('compiling: about half a minute')
         forward = train.compile_model(model, machine.device)
-    sides = {'flatgpt': our_step(model, forward, machine, config)}
+    sides = {'flatgpt': our_step(model, forward, machine, batch_size, config)}
     if config['vs']:
         nanogpt = load_nanogpt(config['vs'], model.config, machine.device)
-        sides['nanoGPT'] = their_step(nanogpt, machine, config)
+        sides['nanoGPT'] = their_step(nanogpt, machine, batch_size, config['grad_clip'])
     times = take_turns(sides, config['rounds'], config['steps'], machine.device)
-    tokens = config['batch_size'] * model.config.block_size
+    tokens = batch_size * model.config.block_size
     flops = model.flops_per_token() * tokens / np.median(times['flatgpt'])
     peak = train.peak_flops(machine.device, machine.dtype)
-    return report(times, tokens, 'a step', {**describe(model, machine, config), 'compile': compile,
-                                            'mfu': round(flops / peak, 4) if peak else None,
-                                            'matmul_share': round(flops / matmul, 4),
-                                            'peak_mb': train.peak_mb(machine.device)})
+    return report(model, machine, batch_size, times, 'a step', tokens, compile=compile,
+                  mfu=round(flops / peak, 4) if peak else None, matmul_share=round(flops / matmul, 4))
 
 
-def time_generation(model, prompts, max_new_tokens, compile):
-    """Seconds that each token takes: (max_new_tokens,), the first of them with the prompt."""
+def first_sample(events):
+    """The tokens of the first sample, of what generate yields."""
+    return (token for sample, token in events if sample == 0 and token is not None)
+
+
+def token_seconds(tokens):
+    """Seconds that each token of a generator takes, (tokens,): the first of them with the prompt."""
     stamps = [time.perf_counter()]
-    for sample, token in generate(model, prompts, max_new_tokens, top_k=200, compile=compile):
-        if sample == 0 and token is not None:
-            stamps.append(time.perf_counter())
+    for _ in tokens:
+        stamps.append(time.perf_counter())
     return np.diff(stamps)
 
 
@@ -330,18 +398,20 @@ def time_nanogpt(model, batch_size, prompt_len, max_new_tokens, device):
     return (time.perf_counter() - begun) / count
 
 
-def measure_decoding(config, model_args, words):
+def measure_decode(config, model_args, words):
     """Seconds a token in turns with nanoGPT, and the share of the memory's bandwidth."""
     model, machine, _, bandwidth = model_and_machine(config, model_args)
-    config = {**config, 'batch_size': config['batch_size'] or 1}
-    batch_size, new, compile = config['batch_size'], config['max_new_tokens'], config['compile'] is True
+    batch_size, new, compile = config['batch_size'] or 1, config['max_new_tokens'], config['compile'] is True
     nanogpt = load_nanogpt(config['vs'], model.config, machine.device).eval() if config['vs'] else None
     model.to(machine.dtype).eval()
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
-    time_generation(model, prompts, new, compile)  # to warm up
+
+    def generation():
+        return token_seconds(first_sample(generate(model, prompts, new, top_k=200, compile=compile)))
+    generation()  # to warm up
     ours, theirs = [], []
     for _ in range(config['rounds']):
-        ours.append(time_generation(model, prompts, new, compile))
+        ours.append(generation())
         if nanogpt:
             theirs.append(time_nanogpt(nanogpt, batch_size, config['prompt_len'], new, machine.device))
     ours = np.array(ours)  # (rounds, max_new_tokens)
@@ -353,10 +423,8 @@ def measure_decoding(config, model_args, words):
     prefill_ms = round(float(np.median(ours[:, 0])) * 1e3, 3)
     print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
     share = read / np.median(ours[:, 1:]) / bandwidth
-    return report(times, batch_size, 'a token', {**describe(model, machine, config),
-                                                 'prefill_ms': prefill_ms, 'compile': compile,
-                                                 'bandwidth_share': round(share, 4),
-                                                 'peak_mb': train.peak_mb(machine.device)})
+    return report(model, machine, batch_size, times, 'a token', batch_size, prefill_ms=prefill_ms,
+                  compile=compile, bandwidth_share=round(share, 4))
 
 
 # evaluating -------------------------------------------------------------------------------------------------
@@ -398,8 +466,9 @@ def complete_scaling(config, scaling):
 
 
 def prepared_tokens(folder, model, tokenizer, path):
-    """All of folder's val: [(tokens, learnt or None)], one for each file, and the bytes of the text that its
-    targets are, None where no tokenizer can tell. Raises ValueError if they are not the model's tokens."""
+    """All of folder's val: [(inputs, targets)], one for each file, -1 for a target that is not learnt; and
+    the bytes of the text that the targets are, None where no tokenizer can tell. Raises ValueError if they
+    are not the model's tokens."""
     bins, meta = Bins(folder, 'val'), read_meta(folder)
     if meta['block_size'] not in (None, model.config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model reads "
@@ -415,21 +484,22 @@ def prepared_tokens(folder, model, tokenizer, path):
     if own and tokenizer and own.tokens != tokenizer.tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
                          f"stand for different text: prepare it with --tokenizer={path}")
-    streams, n_bytes = [], 0
+    pairs, n_bytes = [], 0
     for shard, mask in zip(bins.shards, bins.masks or [None] * len(bins.shards)):
         ids = np.fromfile(shard.path, shard.dtype, shard.n_tokens, offset=shard.offset)
-        learnt = None if mask is None else np.fromfile(mask.path, bool)
-        streams.append((ids, learnt))
-        if own:
-            targets = ids[1:] if learnt is None else ids[1:][learnt[1:]]
-            counts = np.bincount(targets, minlength=own.n_vocab)[:own.n_vocab]  # none beyond, in a padded one
+        targets = ids[1:]
+        if mask is not None:
+            targets = np.where(np.fromfile(mask.path, bool)[1:], targets.astype(np.int64), -1)
+        pairs.append((ids[:-1], targets))
+        if own:  # a padded vocabulary has more ids than that
+            counts = np.bincount(targets[targets != -1], minlength=own.n_vocab)[:own.n_vocab]
             n_bytes += int(counts @ own.sizes)
-    return streams, n_bytes if own else None
+    return pairs, n_bytes if own else None
 
 
 def text_tokens(path, tokenizer):
-    """A text file's documents as prepared_tokens gives them, but for their marks: end of text stands before
-    each, so that the first token is a target too. Its bytes are those of the text in UTF-8."""
+    """What prepared_tokens gives, of a text file's documents: end of text stands before each, so that its
+    first token is a target too. Its bytes are those of the text in UTF-8."""
     found, parts, n_bytes = find_source(path), [], 0
     if found.chats:
         raise ValueError(f"{path} holds conversations: prepare them, then give --dataset")
@@ -443,34 +513,30 @@ def text_tokens(path, tokenizer):
             parts.append(tokenizer.encode_array(text))
             n_bytes += len(text.encode())
     ids = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
-    if len(ids) < 2:
-        raise ValueError(f"{path} has {len(ids)} tokens: there is nothing to predict")
     if tokenizer.eot is None:
-        n_bytes -= int(tokenizer.sizes[ids[0]])  # nothing stands before it
-    return [(ids, None)], n_bytes
-
-
-def inputs_and_targets(streams):
-    """[(tokens, learnt or None)] -> [(inputs, targets)], -1 for a target that is not learnt."""
-    return [(ids[:-1], ids[1:] if learnt is None else np.where(learnt[1:], ids[1:].astype(np.int64), -1))
-            for ids, learnt in streams]
+        n_bytes -= int(tokenizer.sizes[ids[:1]].sum())  # nothing stands before it
+    return [(ids[:-1], ids[1:])], n_bytes
 
 
 @torch.no_grad()
-def losses(model, rows, machine, batch_size):
+def row_losses(model, rows, machine, batch_size):
     """Yields (i, the loss of each target of rows[i], in nats, 0 where the target is -1), longest rows first:
     rows (inputs, targets) of arrays of one length, (T,) each -> (T,) float64. batch_size None: 256 MB of
-    logits at a time. Says how long it will take, if that is long."""
+    logits at a time. Says how long it will take, if that is long, and how to do with less memory, if a row
+    takes much."""
     done, total, begun, said = 0, sum(len(inputs) for inputs, _ in rows), time.perf_counter(), False
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # alike in length, little padding
+    logits_gb = 4e-9 * len(rows[order[0]][0]) * model.config.vocab_size
+    if logits_gb > 4:
+        print(f"a window has {logits_gb:.0f} GB of logits: --block_size=1024 takes less memory, sees less")
     while order:
         longest = len(rows[order[0]][0])
         n = batch_size or max(1, 2**26 // (model.config.vocab_size * longest))
         batch, order = order[:n], order[n:]
-        x, y = np.zeros((len(batch), longest), np.int64), np.full((len(batch), longest), -1)
+        x, y = np.zeros((2, len(batch), longest), np.int64)  # padding follows: nobody sees it
         for row, i in enumerate(batch):
             inputs, targets = rows[i]
-            x[row, :len(inputs)], y[row, :len(targets)] = inputs, targets  # padding follows: nobody sees it
+            x[row, :len(inputs)], y[row, :len(targets)] = inputs, targets
             done += len(inputs)
         x, y = train.to_device((x, y), machine.device)
         with machine.autocast():
@@ -496,14 +562,13 @@ def by_position(rows, read):
     return sums, counts
 
 
-def buckets(length):
-    """Numbers of tokens that a prediction can see, by powers of two: [(1, 1), (2, 2), (3, 4), (5, 8), ...] up
-    to length."""
+def doubling(length):
+    """Ranges of 1 to length, each to the next power of two: [(1, 1), (2, 2), (3, 4), (5, 8), ...]."""
     ends = [2**i for i in range((length - 1).bit_length())] + [length]
     return list(zip([1, *(end + 1 for end in ends)], ends))
 
 
-def summary(sums, counts, last=None):
+def mean_losses(sums, counts, last=None):
     """What by_position gives -> 'targets', 'loss' and 'perplexity' of the last so many positions, None: of
     all; and 'by_tokens_seen', the loss of all positions by how many tokens are seen there."""
     def mean(part):
@@ -511,13 +576,13 @@ def summary(sums, counts, last=None):
 
     chosen = slice(-last if last else None, None)
     loss, by = mean(chosen), {}
-    for first, end in buckets(len(sums)):
+    for first, end in doubling(len(sums)):
         by[f"{first}-{end}" if first < end else str(end)] = round(mean(slice(first - 1, end)), 6)
     return {'targets': int(counts[chosen].sum()), 'loss': loss,
             'perplexity': math.exp(min(loss, 99)), 'by_tokens_seen': by}
 
 
-def evaluate(config, model_args, words):
+def measure_eval(config, model_args, words):
     """How well a model predicts: what a text file holds, if words has one, HellaSwag's questions, if these
     are in it, else prepared data's val. A text whose name ends in .py is taken for a config file."""
     if words and config['dataset']:
@@ -537,17 +602,15 @@ def evaluate(config, model_args, words):
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
     print(f"{path}: {model.num_params():,} parameters, context {base:,}")
-    logits_gb = 4e-9 * model.config.block_size * model.config.vocab_size
-    if logits_gb > 4:
-        print(f"a window has {logits_gb:.0f} GB of logits: --block_size=1024 takes less memory, sees less")
     name = words[0] if words else train.data_folder(dataset)
-    read = functools.partial(losses, model, machine=machine, batch_size=config['batch_size'])
+    read = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])
     if choices:
         found = evaluate_choices(name, tokenizer, model.config.block_size, read)
     else:
-        streams, n_bytes = (text_tokens(name, tokenizer) if words
-                            else prepared_tokens(name, model, tokenizer, path))
-        pairs = inputs_and_targets(streams)
+        pairs, n_bytes = (text_tokens(name, tokenizer) if words
+                          else prepared_tokens(name, model, tokenizer, path))
+        if not any((targets != -1).any() for _, targets in pairs):
+            raise ValueError(f"{name}: there is no token in it to predict from one before it")
         found = (evaluate_lengths(name, pairs, base, config['lengths'], read) if config['lengths']
                  else evaluate_text(name, pairs, n_bytes, base, read))
     return {'path': path, 'params': model.num_params(), 'data': name, 'device': machine.device,
@@ -560,12 +623,12 @@ def evaluate_text(name, pairs, n_bytes, length, read):
     nothing but the rounding inside the model. pairs: inputs and targets; read: losses of rows."""
     rows = [(inputs[i:i + length], targets[i:i + length])
             for inputs, targets in pairs for i in range(0, len(inputs), length)]
-    found = summary(*by_position(rows, read))
+    found = mean_losses(*by_position(rows, read))
     bits = found['loss'] * found['targets'] / math.log(2) / n_bytes if n_bytes else None
     told = f"{n_bytes:,} bytes in " if n_bytes else ''
     print(f"{name}: {told}{found['targets']:,} targets, {len(rows):,} windows of {length:,}\n"
           f"loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}"
-          f"{f', {bits:.4f} bits per byte' if bits else ''}\n")
+          f"{f', {bits:.4f} bits per byte' if bits else ''}")
     print_by_length({length: found})
     return {'bytes': n_bytes, 'bits_per_byte': bits, **found}
 
@@ -581,23 +644,24 @@ def evaluate_lengths(name, pairs, base, lengths, read):
         if not rows:
             raise ValueError(f"lengths={lengths}: {name} is shorter than a window of {longest:,} tokens: "
                              "give a longer text, or shorter lengths")
-        found[length] = summary(*by_position(rows, read), base)
+        found[length] = mean_losses(*by_position(rows, read), base)
     targets = found[length]['targets']
     print(f"{name}: {targets:,} targets, in {len(rows):,} stretches of {base:,}, each of which ends a window "
-          "of every length\n")
+          "of every length")
     print_by_length(found)
     return {'lengths': found}
 
 
 def print_by_length(found):
-    """found: window length -> summary, as a table with a column for each length."""
-    buckets = dict.fromkeys(bucket for each in found.values() for bucket in each['by_tokens_seen'])
-    by_tokens = {bucket: [f"{each['by_tokens_seen'][bucket]:.4f}" if bucket in each['by_tokens_seen'] else ''
-                          for each in found.values()] for bucket in buckets}
-    print_table('by length of the window', [f"{length:,}" for length in found], {
-        'loss': [f"{each['loss']:.4f}" for each in found.values()],
-        'perplexity': [f"{each['perplexity']:.3f}" for each in found.values()],
-        'by tokens seen': [''] * len(found), **by_tokens})
+    """found: window length -> what mean_losses gives; a column for each length."""
+    names = dict.fromkeys(name for each in found.values() for name in each['by_tokens_seen'])
+    rows = {'loss': [f"{each['loss']:.4f}" for each in found.values()],
+            'perplexity': [f"{each['perplexity']:.3f}" for each in found.values()],
+            'by tokens seen': [''] * len(found)}
+    for name in names:
+        each_loss = [each['by_tokens_seen'].get(name) for each in found.values()]
+        rows[name] = ['' if loss is None else f"{loss:.4f}" for loss in each_loss]
+    print_table('by length of the window', [f"{length:,}" for length in found], rows)
 
 
 def is_multiple_choice(path):
@@ -633,21 +697,22 @@ def evaluate_choices(path, tokenizer, block_size, read):
     ending, in tokens. lm-evaluation-harness has acc 0.2892, acc_norm 0.3114 there: it puts activity_label in
     front, removes what is in brackets, and divides by bytes; so these are other numbers."""
     records = [read_choice(place, record, tokenizer) for place, record in json_records(path, 'strict')]
-    rows, places = [], []  # a row for each ending; its question and choice
-    for question, (context, endings, _) in enumerate(records):
-        for choice, ids in enumerate(endings):
+    rows = []  # one for each ending
+    for context, endings, _ in records:
+        for ids in endings:
             inputs, targets = (context + ids)[:-1], [-1] * (len(context) - 1) + ids
             # of what is too long, the end
             rows.append((np.array(inputs[-block_size:]), np.array(targets[-block_size:])))
-            places.append((question, choice))
-    sums = [[0.0] * len(endings) for _, endings, _ in records]
-    means = [[0.0] * len(endings) for _, endings, _ in records]
+    sums = np.zeros(len(rows))
     for i, each in read(rows):
-        question, choice = places[i]
-        sums[question][choice], means[question][choice] = each.sum(), each.sum() / (rows[i][1] != -1).sum()
-    labels, n = [label for *_, label in records], len(records)
-    right = {name: sum(int(np.argmin(loss)) == label for loss, label in zip(table, labels))
-             for name, table in (('acc', sums), ('acc_norm', means))}
+        sums[i] = each.sum()
+    means = sums / [(targets != -1).sum() for _, targets in rows]
+    right, n, at = {'acc': 0, 'acc_norm': 0}, len(records), 0
+    for _, endings, label in records:
+        own = slice(at, at + len(endings))
+        right['acc'] += int(sums[own].argmin() == label)
+        right['acc_norm'] += int(means[own].argmin() == label)
+        at += len(endings)
     print(f"{path}: {n:,} questions")
     for name, count in right.items():
         share = count / n
@@ -655,13 +720,15 @@ def evaluate_choices(path, tokenizer, block_size, read):
     return {'questions': n, **{name: count / n for name, count in right.items()}}
 
 
+# what parts cost --------------------------------------------------------------------------------------------
+
 COST_SIZE = dict(n_layer=6, n_head=6, n_embd=384, vocab_size=4096)  # what the flags do not say
 COST_WINDOW = 256
 COST_OWN = ('n_kv_head', 'kv_lora_rank', 'mixer_pattern', 'norm', 'mlp', 'block_size', 'window', 'pos',
             'attn_softcap', 'attn_sink')  # that it varies, or that its ways to attend do not have
 
 
-def measure_costs(config, model_args, words):
+def measure_cost(config, model_args, words):
     """What the parts of a decoder cost on this device, alternating: attention against length, a cache against
     none, what kinds of attention cache and how fast they decode, norms and MLPs alone and in a step. Nothing
     is trained, weights are random."""
@@ -671,7 +738,7 @@ def measure_costs(config, model_args, words):
                              "out")
     machine = runtime(config['device'], config['dtype'], config['seed'])
     lengths = config['lengths'] or [256, 512, 1024, 2048, 4096]
-    size = {**COST_SIZE, **known_vocabulary(config), **model_args}
+    size = fields_asked(config, model_args, **COST_SIZE)
     shape = GPTConfig(**size)
     rows, rounds = config['batch_size'] or 8, config['rounds']
     print(f"{shape.n_layer} layers, {shape.n_embd} wide, {shape.n_head} heads of {shape.head_dim}; medians "
@@ -680,7 +747,7 @@ def measure_costs(config, model_args, words):
             'attention': cost_of_attention(shape, lengths, machine, rounds),
             'cache': cost_without_cache(size, machine, config['max_new_tokens'], rounds),
             'decode': cost_of_decoding(size, max(lengths), machine, rows, rounds),
-            'norms': cost_of_norms(size, machine, rounds), 'steps': cost_in_a_step(size, machine, config)}
+            'norms': cost_of_norms(size, machine, rounds), 'steps': cost_of_steps(size, machine, config)}
 
 
 def milliseconds(sides, rounds, device):
@@ -758,12 +825,6 @@ def with_gradients(f, inputs, weights=()):
     torch.autograd.grad(f(*inputs).sum(), (*inputs, *weights))
 
 
-def print_table(title, heads, rows):
-    print(f"\n{title}\n{'':<16}" + ''.join(f"{head:>14}" for head in heads))
-    for name, values in rows.items():
-        print(f"{name:<16}" + ''.join(f"{value:>14}" for value in values))
-
-
 def random_model(size, machine, **options):
     """A model whose every weight is random, see model_and_machine."""
     model = GPT(GPTConfig(**{**size, **options})).to(machine.device)
@@ -778,24 +839,20 @@ def cost_without_cache(size, machine, most, rounds):
     model = random_model(size, machine, block_size=most + 1).to(machine.dtype).eval()
 
     def with_cache(count):
-        yield from itertools.islice(generate(model, [[0]], count, temperature=0), count)
+        return first_sample(generate(model, [[0]], count, temperature=0))
 
     def without(count):
         idx = torch.zeros(1, 1, dtype=torch.long, device=machine.device)
         for _ in range(count):
             idx = torch.cat((idx, model(idx, keep=1).argmax(-1)), dim=1)
-            yield
-    sides, times, found = {'cache': with_cache, 'none': without}, {'cache': [], 'none': []}, {}
-    for side in sides.values():  # to warm up
-        collections.deque(side(min(10, most)), maxlen=0)
+            yield int(idx[0, -1])
+    sides, times = {'cache': with_cache, 'none': without}, {'cache': [], 'none': []}
+    for side in sides.values():
+        token_seconds(side(min(10, most)))  # to warm up
     for _ in range(rounds):
         for name, side in sides.items():
-            synchronize(machine.device)
-            stamps = [time.perf_counter()]
-            for _ in side(most):
-                synchronize(machine.device)
-                stamps.append(time.perf_counter())
-            times[name].append(np.array(stamps[1:]) - stamps[0])
+            times[name].append(token_seconds(side(most)).cumsum())
+    found = {}
     for n in (most // 2, most):
         cache, none = (round(float(np.median([each[n - 1] for each in times[name]])), 5) for name in sides)
         found[n] = {'cache_s': cache, 'none_s': none, 'cache_tokens': n, 'none_tokens': n * (n + 1) // 2}
@@ -831,7 +888,7 @@ def cost_of_decoding(size, length, machine, batch_size, rounds):
         cache.advance(length)  # of random content, as good as any to be read
         sides[name] = functools.partial(decode_one, model, cache)
         found[name] = {'params': model.num_params(),
-                       'cache_bytes_per_token': model.cache_elements(1) * machine.dtype.itemsize}
+                       'cache_bytes_per_token': cache_per_token(model) * machine.dtype.itemsize}
     most = found['MHA']['cache_bytes_per_token']
     for name, ms in milliseconds(sides, 4 * rounds, machine.device).items():
         found[name].update(ms=ms, tok_per_s=round(batch_size * 1e3 / ms, 2),
@@ -845,24 +902,35 @@ def cost_of_decoding(size, length, machine, batch_size, rounds):
 
 
 def decode_one(model, cache):
+    """One more token for each row, and back."""
     token = torch.zeros(len(cache.length), 1, dtype=torch.long, device=cache.length.device)
     model(token, cache=cache, keep=1)
     cache.rewind(1)
 
 
+def cost_of_choices(title, sides, rounds, device):
+    """sides: name -> (function, how many parameters it has). Prints and returns their milliseconds."""
+    ms = milliseconds({name: f for name, (f, _) in sides.items()}, rounds, device)
+    found = {name: {'ms': ms[name], 'params': params} for name, (_, params) in sides.items()}
+    first = next(iter(ms.values()))
+    print_table(title, ['parameters', 'ms', 'of the first'], {
+        name: [f"{each['params']:,}", f"{each['ms']:.3f}", f"{each['ms'] / first:.3f}"]
+        for name, each in found.items()})
+    return found
+
+
 def cost_of_norms(size, machine, rounds):
-    """Milliseconds of a norm alone, forward and backward, over 4,096 tokens: name -> ms."""
+    """What cost_of_choices gives of a norm alone, forward and backward."""
     config, sides = GPTConfig(**size), {}
     x = torch.randn(4096, config.n_embd, device=machine.device, dtype=machine.dtype).requires_grad_()
-
     for name in ('rmsnorm', 'layernorm'):
         norm = Norm(config.n_embd, dataclasses.replace(config, norm=name)).to(machine.device)
-        torch.nn.init.ones_(norm.weight)
-        sides[name] = functools.partial(with_gradients, norm, [x], [norm.weight])
-    ms = milliseconds(sides, 4 * rounds, machine.device)
-    print_table('a norm over 4,096 tokens, forward and backward', ['ms', 'of rmsnorm'], {
-        name: [f"{value:.3f}", f"{value / ms['rmsnorm']:.2f}"] for name, value in ms.items()})
-    return ms
+        weights = list(norm.parameters())
+        for w in weights:
+            torch.nn.init.ones_(w)
+        sides[name] = functools.partial(with_gradients, norm, [x], weights), sum(w.numel() for w in weights)
+    return cost_of_choices('a norm over 4,096 tokens, forward and backward', sides, 4 * rounds,
+                           machine.device)
 
 
 STEPS = {  # of training: name -> options; the MLPs have about the same parameters
@@ -871,75 +939,17 @@ STEPS = {  # of training: name -> options; the MLPs have about the same paramete
 }
 
 
-def cost_in_a_step(size, machine, config):
-    """Milliseconds of a training step of models that differ in one choice: name -> ms. Not compiled unless
-    asked for, as that takes half a minute for each."""
-    config = {**config, 'batch_size': config['batch_size'] or 12}
-    sides, params = {}, {}
+def cost_of_steps(size, machine, config):
+    """What cost_of_choices gives of training steps of models that differ in one choice. They are not compiled
+    unless that is asked for, as it takes half a minute for each."""
+    batch_size, sides = config['batch_size'] or 12, {}
     for name, options in STEPS.items():
         model = random_model(size, machine, **options, block_size=256)
         forward = train.compile_model(model, machine.device) if config['compile'] is True else model
-        sides[name], params[name] = our_step(model, forward, machine, config), model.num_params()
-    ms = milliseconds(sides, config['rounds'], machine.device)
-    first = ms['rmsnorm, swiglu']
+        sides[name] = our_step(model, forward, machine, batch_size, config), model.num_params()
     compiled = ', compiled' if config['compile'] is True else ''
-    print_table(f"a training step of {config['batch_size']} rows of 256 tokens{compiled}",
-                ['parameters', 'ms', 'of the first'], {
-                    name: [f"{params[name]:,}", f"{value:.1f}", f"{value / first:.3f}"]
-                    for name, value in ms.items()})
-    return {name: {'ms': value, 'params': params[name]} for name, value in ms.items()}
-
-
-PROJECTIONS = {  # the end of a weight's name: what its module fuses, in order; others go by number
-    'Attention': 'q k v gate', 'LatentAttention': 'q latent rope', 'GatedDeltaNet': 'q k v gate beta decay',
-    'MLP': 'gate up', 'Experts': 'gate up',
-}
-
-
-def kinds_of_layers(model):
-    """The numbers of the layers whose parameters have the same names and shapes, a list for each kind."""
-    kinds = {}
-    for number, block in enumerate(model.h):
-        shapes = tuple((name, tuple(w.shape)) for name, w in block.named_parameters())
-        kinds.setdefault(shapes, []).append(number)
-    return list(kinds.values())
-
-
-def projections(model, number):
-    """Label -> shape of each tensor of a layer; those of fused projections apart, as they are marked."""
-    shapes = {}
-    for name, w in model.h[number].named_parameters():
-        rows = model.marks[f'h.{number}.{name}'].rows
-        if rows is None or len(rows) == 1:
-            shapes[name.removesuffix('.weight')] = tuple(w.shape)
-            continue
-        parent, _, linear = name.removesuffix('.weight').rpartition('.')
-        known = PROJECTIONS.get(type(model.h[number].get_submodule(parent)).__name__, '').split()
-        for i, n in enumerate(rows):
-            label = known[i] if i < len(known) else str(i + 1)
-            shapes[f'{parent}.{linear} {label}'] = (*w.shape[:-2], n, w.shape[-1])
-    return shapes
-
-
-def print_layer(model, numbers):
-    """Prints one layer of those with these numbers, by projection, with the sums of its mixer and of its MLP;
-    returns it as a dict."""
-    shapes = projections(model, numbers[0])
-    counts = {label: math.prod(shape) for label, shape in shapes.items()}
-    sums = {part: sum(n for label, n in counts.items() if label.startswith(f'{part}.'))
-            for part in ('attn', 'mlp')}
-    total = sum(counts.values())
-    print(f"\n{f'one layer of {len(numbers)}: {ranges(numbers)}':<36}{'shape':>19}{'parameters':>19}")
-    for label, n in {**counts, **sums, 'layer': total}.items():
-        print(f"{label:<36}{' x '.join(map(str, shapes.get(label, ()))):>19}{n:>19,}")
-    return {'layers': ranges(numbers), 'count': len(numbers), 'params': total, **sums, 'projections': counts}
-
-
-def ranges(numbers):
-    """[0, 1, 2, 5] -> '0-2, 5'"""
-    grouped = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # alike in a stretch
-    runs = [[n for _, n in stretch] for _, stretch in grouped]
-    return ', '.join(f'{run[0]}-{run[-1]}' if run[1:] else str(run[0]) for run in runs)
+    return cost_of_choices(f"a training step of {batch_size} rows of 256 tokens{compiled}", sides,
+                           config['rounds'], machine.device)
 
 
 # comparing --------------------------------------------------------------------------------------------------
@@ -967,6 +977,15 @@ class Variant:
 
     def command(self, folder, *more):
         return [sys.executable, str(self.code / 'train.py'), *self.args, f'--out_dir={folder}', *more]
+
+
+def is_config(arg):
+    return arg.endswith('.py') and not arg.startswith('-')
+
+
+def flag_name(arg):
+    """'--norm=layernorm' -> 'norm'"""
+    return arg.removeprefix('--').partition('=')[0]
 
 
 def parse_variant(text):
@@ -1033,10 +1052,6 @@ def copy_code(revision, place):
     return folder
 
 
-def is_config(arg):
-    return arg.endswith('.py') and not arg.startswith('-')
-
-
 def place_configs(args, code):
     """Command-line arguments with config files as paths in a copy of the code, where those that are not of it
     are copied too: a file may be edited while its runs go on."""
@@ -1070,8 +1085,8 @@ def bare_code(source):
 
 @functools.cache
 def code_digest(code):
-    """Of what runs depend on in a copy of the code, whatever its kind: not on this file, tests, texts or what
-    is hidden; and config files are settings."""
+    """A hash of all files in a copy of the code but those that runs do not depend on: this file, tests, texts
+    and what is hidden; nor config files, which count as settings."""
     digest = hashlib.sha256()
     for path in sorted(path for path in code.glob('**/*') if path.is_file()):
         name = path.relative_to(code).as_posix()
@@ -1084,20 +1099,20 @@ def code_digest(code):
     return digest.hexdigest()
 
 
-def stamps(path):
-    """Size and time of a file, or of those in a folder."""
+def file_stamps(path):
+    """Name, size and time of a file, or of those in a folder."""
     paths = [path] if os.path.isfile(path) else [entry.path for entry in os.scandir(path) if entry.is_file()]
     return [(os.path.basename(p), os.path.getsize(p), os.stat(p).st_mtime_ns) for p in sorted(paths)]
 
 
 def run_folder(variant, seed, what='run'):
-    """The folder in RUNS of a variant's run: by a hash of code, settings, data and machine."""
+    """The folder in RUNS of a variant's run, named by a hash of code, settings, data and machine."""
     args = [bare_code(read_text(arg)) if is_config(arg) else arg for arg in variant.args]
     values = [variant.init_from, *(arg.partition('=')[2] for arg in args)]  # checkpoints, folders of data
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.node()
     identity = [what, code_digest(variant.code), args, seed,
-                [stamps(value) for value in values if os.path.exists(value)],
-                read_meta(variant.data).get('checksum') or stamps(variant.data),
+                [file_stamps(value) for value in values if os.path.exists(value)],
+                read_meta(variant.data).get('checksum') or file_stamps(variant.data),
                 torch.__version__, torch.get_num_threads(), machine]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return os.path.join(RUNS, digest[:12])
@@ -1148,12 +1163,12 @@ def make_variant(name, text, base, place, copies):
         if revision not in copies:
             copies[revision] = copy_code(revision, place)
         variant = Variant(name, revision, copies[revision], place_configs(args, copies[revision]))
-        settings = check_run(variant)
+        settings = check_run(variant, base)
         variant.init_from = settings['init_from']
         if revision == 'WORK' and variant.init_from == 'scratch':
             model, variant.data = settle(variant.args)
             variant.params = model.num_params()
-            variant.cache = 2 * (model.cache_elements(1) - model.cache_elements(0))
+            variant.cache = 2 * cache_per_token(model)
         else:
             try_out(variant)
     except (ValueError, OSError) as error:
@@ -1161,17 +1176,18 @@ def make_variant(name, text, base, place, copies):
     return variant
 
 
-def check_run(variant):
+def check_run(variant, base):
     """The settings of a variant, as far as the working tree's train.py knows them. Raises ValueError for what
-    makes no run of its own length."""
-    given = {arg.removeprefix('--').partition('=')[0] for arg in variant.args if arg.startswith('-')}
+    makes no run of its own length, and for a seed that is not that of `base`, what all variants share."""
+    given = {flag_name(arg) for arg in variant.args if arg.startswith('-')}
     try:
-        settings, _ = settings_of(variant.args)
+        settings, shared = settings_of(variant.args)[0], settings_of(base)[0]
     except ValueError:
         if variant.revision == 'WORK':
             raise
-        settings = {'init_from': 'scratch'}  # a revision may have others: see try_out
+        settings = shared = {'init_from': 'scratch'}  # a revision may have others: see try_out
     wrong = [name for name in ('out_dir', 'seed') if name in given]
+    wrong += ['seed'] if settings.get('seed') != shared.get('seed') else []
     wrong += [name for name in ('eval_only', 'time_limit') if settings.get(name)]
     wrong += [name for name in sorted(train.LENGTH) if settings.get(name) == 0]
     wrong += ['init_from'] if settings['init_from'] == 'resume' else []
@@ -1181,6 +1197,12 @@ def check_run(variant):
     return settings
 
 
+def printed_number(pattern, text):
+    """The whole number that a line of what train.py prints has there; None: there is no such line."""
+    found = re.search(pattern, text, re.M)
+    return int(found[1].replace(',', '')) if found else None
+
+
 def try_out(variant):
     """Evaluates a batch with a variant's own code, for this process can only judge by the working tree's.
     Fills in what it says of model and data. Raises ValueError with the error it ends with."""
@@ -1188,11 +1210,11 @@ def try_out(variant):
                           capture_output=True, encoding='utf-8', errors='replace')
     if done.returncode:
         raise ValueError(last_line(done.stderr))
-    params = re.search(r'^model: ([\d,]+) parameters', done.stdout, re.M)
+    params = printed_number(r'^model: ([\d,]+) parameters', done.stdout)
     data = re.search(r'^data: (.*), [\d,]+ tokens to train', done.stdout, re.M)
     if not params or not data:
         raise ValueError("its train.py does not say what it trains in lines that begin with model: and data:")
-    variant.params, variant.data = int(params[1].replace(',', '')), data[1]
+    variant.params, variant.data = params, data[1]
 
 
 def match_size(variant, target, active):
@@ -1221,8 +1243,9 @@ def match_size(variant, target, active):
 
 
 def wait(process, watch=None):
-    """Waits for a process, calling watch() meanwhile. What ends this, Ctrl-C or an error, is Ctrl-C to the
-    process, whose end is awaited; a second one is handed on, but the two at once that `timeout` sends."""
+    """Waits for a process, calling watch() meanwhile. Whatever ends the waiting, Ctrl-C or an error, asks the
+    process to stop, whose end is awaited. A second Ctrl-C is passed on too, unless it comes within a second:
+    `timeout` sends two at once."""
     try:
         while process.poll() is None:
             if watch:
@@ -1234,9 +1257,10 @@ def wait(process, watch=None):
             asked_at = time.time()
 
             def ask(number=None, frame=None):
-                # on Windows the terminal's Ctrl-C has reached it
+                # not SIGINT, which a job in the background ignores until train.py has begun; on Windows
+                # the terminal's Ctrl-C has reached it
                 if os.name == 'posix' and (number is None or time.time() - asked_at > 1):
-                    process.send_signal(signal.SIGINT)
+                    process.terminate()
             before = {number: signal.signal(number, ask) for number in stop_signals()}
             ask()
             with contextlib.suppress(BrokenPipeError):  # of `| tee`, which Ctrl-C has ended, or `| head`
@@ -1252,18 +1276,16 @@ def stop_signals():
     return [number for number in known if number and signal.getsignal(number) != signal.SIG_IGN]
 
 
-def start(command, printed):
+def start_run(command, folder):
     """A process that does not get the terminal's Ctrl-C, but ours; what it prints goes to a file."""
-    with open(printed, 'w', encoding='utf-8') as f:
+    with open(os.path.join(folder, 'printed.txt'), 'w', encoding='utf-8') as f:
         return subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                                 start_new_session=True)
 
 
 def read_text(path):
-    if not os.path.exists(path):
-        return ''
-    with open(path, encoding='utf-8', errors='replace') as f:
-        return f.read()
+    """'' where there is no such file."""
+    return Path(path).read_text(encoding='utf-8', errors='replace') if os.path.exists(path) else ''
 
 
 def read_log(folder):
@@ -1284,6 +1306,19 @@ def step_ms(rows):
     return statistics.median(times or [float(row['ms_per_iter']) for row in rows])
 
 
+def write_result(folder, result):
+    """result.json of a finished run: it is there as a whole or not at all."""
+    path = os.path.join(folder, 'result.json')
+    Path(path + '.tmp').write_text(json.dumps(result), encoding='utf-8')
+    os.replace(path + '.tmp', path)
+
+
+def read_result(folder):
+    """What write_result has written, or None."""
+    text = read_text(os.path.join(folder, 'result.json'))
+    return json.loads(text) if text else None
+
+
 def train_variant(variant, seed, folder, watch):
     """Runs a variant with a seed, or goes on with a run of it that was stopped. Its folder has a result.json
     afterwards, unless it has failed in a way that may not come again; then the error is returned. Raises
@@ -1291,42 +1326,34 @@ def train_variant(variant, seed, folder, watch):
     os.makedirs(folder, exist_ok=True)
     command = variant.command(folder, f'--seed={seed}')
     if os.path.exists(os.path.join(folder, 'ckpt.pt')):  # the checkpoint holds all settings
-        command = [*variant.command(folder)[:2], f'--out_dir={folder}', '--init_from=resume']
-    printed = os.path.join(folder, 'printed.txt')
-    process = start(command, printed)
+        command = [*command[:2], f'--out_dir={folder}', '--init_from=resume']
+    process = start_run(command, folder)
     wait(process, watch)
-    text, ended = read_text(printed), None
+    text, ended = read_text(os.path.join(folder, 'printed.txt')), None
     if process.returncode:
         ended = f"signal {-process.returncode} ended it" if process.returncode < 0 else last_line(text)
         if 'the run diverged' not in ended:
             return ended
     else:
         read_log(folder)  # or it has not trained
-    peak = re.search(r'^done: .* peak memory ([\d,]+) MB', text, re.M)
-    result = {'error': ended, 'seed': seed, 'variant': variant.name,
-              'args': [arg.removeprefix(f'{variant.code}{os.sep}') for arg in variant.args],
-              'peak_mb': int(peak[1].replace(',', '')) if peak else None}
-    path = os.path.join(folder, 'result.json')
-    Path(path + '.tmp').write_text(json.dumps(result), encoding='utf-8')
-    os.replace(path + '.tmp', path)
+    write_result(folder, {'error': ended, 'seed': seed, 'variant': variant.name,
+                          'args': [arg.removeprefix(f'{variant.code}{os.sep}') for arg in variant.args],
+                          'peak_mb': printed_number(r'^done: .* peak memory ([\d,]+) MB', text)})
     return None
 
 
 def read_run(folder, column='val_loss'):
     """A finished run: {'error': None or its one line, 'rows' of the log, 'loss': the last of that column,
     'ms', 'peak_mb', 'iterations', 'seconds'}; None if it is not finished."""
-    path = os.path.join(folder, 'result.json')
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding='utf-8') as f:
-        found = json.load(f)
-    if not found['error']:
+    found = read_result(folder)
+    if found and not found['error']:
         rows = read_log(folder)
         found |= {'rows': rows, 'loss': float(rows[-1][column]), 'ms': step_ms(rows),
                   'iterations': int(rows[-1]['iter']), 'seconds': float(rows[-1]['wall_s'])}
     return found
 
 
+PRINTED_LENGTH = r'^run: ([\d,]+) iterations'
 STRETCH = 20, 6.0  # match=time: steps, or seconds after the warm-up, that a variant is timed for
 
 
@@ -1334,8 +1361,7 @@ def time_steps(variant, seed, folder):
     """(milliseconds a step, iterations that the run would have) of a variant, from its first steps in a new
     folder."""
     os.makedirs(folder)
-    process = start(variant.command(folder, f'--seed={seed}', '--log_interval=1'),
-                    os.path.join(folder, 'printed.txt'))
+    process = start_run(variant.command(folder, f'--seed={seed}', '--log_interval=1'), folder)
     log, rows, begun = os.path.join(folder, 'log.csv'), [], None
     try:
         while process.poll() is None:
@@ -1349,26 +1375,24 @@ def time_steps(variant, seed, folder):
         process.kill()
         process.wait()
     text = read_text(os.path.join(folder, 'printed.txt'))
-    iterations = re.search(r'^run: ([\d,]+) iterations', text, re.M)
+    iterations = printed_number(PRINTED_LENGTH, text)
     if not rows or not iterations:
         raise ValueError(f"variant {variant.name!r}: {last_line(text)}")
-    return step_ms(rows), int(iterations[1].replace(',', ''))
+    return step_ms(rows), iterations
 
 
 def match_time(first, variant, seed):
     """Gives a variant as many iterations as take the time of the first's, its schedule decaying within them.
     Both are timed by turns, twice, and the result kept. Returns the numbers."""
     folder = run_folder(variant, [seed, run_folder(first, seed)], 'match=time')
-    path = os.path.join(folder, 'result.json')
-    if not os.path.exists(path):
+    found = read_result(folder)
+    if not found:
         shutil.rmtree(folder, ignore_errors=True)
         times = [time_steps(each, seed, os.path.join(folder, str(i)))
                  for i, each in enumerate((first, variant) * 2)]
-        os.makedirs(folder, exist_ok=True)
-        ms = [statistics.fmean(ms for ms, _ in times[i::2]) for i in (0, 1)]
-        Path(path).write_text(json.dumps({'first_ms': ms[0], 'ms': ms[1], 'iterations': times[0][1]}),
-                              encoding='utf-8')
-    found = json.loads(Path(path).read_text(encoding='utf-8'))
+        first_ms, ms = (statistics.fmean(ms for ms, _ in times[i::2]) for i in (0, 1))
+        found = {'first_ms': first_ms, 'ms': ms, 'iterations': times[0][1]}
+        write_result(folder, found)
     found['chosen'] = max(1, round(found['iterations'] * found['first_ms'] / found['ms']))
     variant.args += [f"--max_iters={found['chosen']}", '--epochs=None', '--tokens_per_param=None',
                      '--lr_decay_iters=None']
@@ -1408,14 +1432,15 @@ def paired_difference(own, first):
 
 
 def judge(low, high):
+    """What an interval says of losses that are compared with the first's."""
     if low is None:
         return 'one seed'
     return 'better' if high < 0 else 'worse' if low > 0 else 'no difference seen'
 
 
-def summarise(variants, runs, column):
-    """Rows of the table, dicts, from runs[i][j], of variant i with the j-th seed: see read_run; a text is an
-    error that is not kept. column: of the logs, the loss."""
+def comparison(variants, runs, column):
+    """Rows of the table, dicts, from runs[i][j], of variant i with the j-th seed: what read_run returns, or
+    the text of an error that is not kept. column: which one of the logs is the loss."""
     rows = []
     for variant, own in zip(variants, runs):
         row = {'variant': variant.name, 'params': variant.params, 'cache_bytes_per_token': variant.cache}
@@ -1439,34 +1464,54 @@ def summarise(variants, runs, column):
     return rows
 
 
-def print_comparison(rows, unit):
+def print_comparison(rows, column, n_seeds, match):
+    """rows: see comparison. What is said below the table tells how it is to be read."""
     def cell(value, form):
         return '-' if value is None else format(value, form)
-    wide = max(len('variant'), *(len(row['variant']) for row in rows))
-    print(f"\n{'variant':<{wide}}  {unit:>17}  {'to the first, 95% confidence':<30}{'verdict':<19}"
-          f"{'ms/step':>8}{'peak MB':>9}{'parameters':>14}{'cache B/token':>15}")
-    for row in rows:
-        if 'error' in row:
-            print(f"{row['variant']:<{wide}}  {row['error']}")
-            continue
-        loss = f"{row['loss']:.4f}" + (f" ± {row['sd']:.4f}" if row['sd'] is not None else '')
-        difference = cell(row.get('difference'), '+.4f')
+
+    good, table = [row for row in rows if 'error' not in row], {}
+    for row in good:
+        loss, difference = f"{row['loss']:.4f}", cell(row.get('difference'), '+.4f')
+        if row['sd'] is not None:
+            loss += f" ± {row['sd']:.4f}"
         if row.get('low') is not None:
             difference += f" [{row['low']:+.4f}, {row['high']:+.4f}]"
-        print(f"{row['variant']:<{wide}}  {loss:>17}  {difference:<30}{row.get('verdict', ''):<19}"
-              f"{row['ms']:>8.1f}{cell(row['peak_mb'], '.0f'):>9}{row['params']:>14,}"
-              f"{cell(row['cache_bytes_per_token'], ','):>15}")
+        table[row['variant']] = [loss, difference, row.get('verdict', ''), f"{row['ms']:.1f}",
+                                 cell(row['peak_mb'], '.0f'), f"{row['params']:,}",
+                                 cell(row['cache_bytes_per_token'], ',')]
+    print_table('variant', ['val loss' if column == 'val_loss' else 'bits per byte',
+                            'to the first, 95% confidence', 'verdict', 'ms/step', 'peak MB', 'parameters',
+                            'cache B/token'], table)
+    for row in rows:
+        if 'error' in row:
+            print(f"{row['variant']}   {row['error']}")
+    print(f"± is the spread over {n_seeds} seeds, the difference is paired by seed" if n_seeds > 1
+          else 'one seed tells nothing of the spread between seeds, so there is no confidence: --seeds=3')
+    if match == 'time':
+        seconds = [f"{row['variant']} {row['seconds']:.1f}" for row in good]
+        print(f"seconds a run: {', '.join(seconds)}")
+    if len(rows) > 2 and n_seeds > 1:
+        print('each interval is at 95% by itself: of 20 variants equal to the first, one would seem not')
+    if any(row['best'] < row['loss'] - 1e-3 for row in good):
+        best = [f"{row['variant']} {row['best']:.4f}" for row in good]
+        print(f"the lowest on the way: {', '.join(best)}")
 
 
-def forecast(printed, runs):
-    """How long so many runs will take, judged by what the first has printed so far; None: too early."""
-    text = read_text(printed)
-    length = re.search(r'^run: ([\d,]+) iterations', text, re.M)
-    early = re.search(rf'^iter {max(train.EARLY)}: .* ([\d.]+) ms', text, re.M)
-    if not length or not early:
-        return None
-    each = int(length[1].replace(',', '')) * float(early[1]) / 1e3
-    return f"{train.duration(each)} a run, {train.duration(each * runs)} for {runs}, besides evaluations"
+def foretell(folder, runs):
+    """A function that says once, when it can, how long so many runs will take, judged by what the one in
+    this folder has printed so far."""
+    said = []
+
+    def watch():
+        text = '' if said else read_text(os.path.join(folder, 'printed.txt'))
+        iterations = printed_number(PRINTED_LENGTH, text)
+        ms = re.search(rf'^iter {max(train.EARLY)}: .* ([\d.]+) ms', text, re.M)
+        if iterations and ms:
+            each = iterations * float(ms[1]) / 1e3
+            said.append(f"{train.duration(each)} a run, {train.duration(each * runs)} for {runs}, besides "
+                        "evaluations")
+            print(*said, flush=True)
+    return watch
 
 
 def train_all(variants, seeds, folders, column):
@@ -1480,24 +1525,19 @@ def train_all(variants, seeds, folders, column):
     before = len(done) - len(todo)
     print(f"{len(done)} runs, {before} of them finished before"
           f"{', whose ms/step are of then' if 0 < before < len(done) else ''}")
+    if times and todo:
+        print(f"about {train.duration(statistics.fmean(times) * len(todo))} to go", flush=True)
     for i, (folder, (variant, seed)) in enumerate(todo.items()):
-        said = []
-        if times and not i:
-            print(f"about {train.duration(statistics.fmean(times) * len(todo))} to go", flush=True)
-
-        def watch(folder=folder, said=said):
-            estimate = None if times or said else forecast(os.path.join(folder, 'printed.txt'), len(todo))
-            if estimate:
-                print(estimate, flush=True)
-                said.append(estimate)
+        left = len(todo) - i - 1
         try:
-            run = train_variant(variant, seed, folder, watch) or read_run(folder, column)
+            run = train_variant(variant, seed, folder, None if times else foretell(folder, left + 1))
+            run = run or read_run(folder, column)
         except (ValueError, OSError) as error:
             run = str(error)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{before + i} of {len(done)} runs are finished; the same "
                                     "command goes on") from None
-        done[folder], left = run, len(todo) - i - 1
+        done[folder] = run
         error = run if isinstance(run, str) else run['error']
         if error:
             print(f"{variant.name}, seed {seed}: failed: {error}", flush=True)
@@ -1513,8 +1553,8 @@ def compare(config, args, words):
     """Trains variants of one run with the same seeds and data, and says which is better, by how much and how
     sure that is. args: train.py's, and flags of OWN."""
     chosen = read_list(words[0]) if words else {}
-    base = [arg for arg in args if arg.removeprefix('--').partition('=')[0] not in OWN]
-    if chosen and not any(arg.endswith('.py') and not arg.startswith('-') for arg in base):
+    base = [arg for arg in args if flag_name(arg) not in OWN]
+    if chosen and not any(map(is_config, base)):
         base = [*shlex.split(chosen['base']), *base]
     texts = named_variants(config['variants'] if config['variants'] is not None else chosen.get('variants'))
     seeds = range(config['seed'], config['seed'] + config['seeds'])
@@ -1533,18 +1573,8 @@ def compare(config, args, words):
                 raise ValueError(f"{variant.data} has no bytes_per_token, so its loss compares with no other")
         folders = [[run_folder(variant, seed) for seed in seeds] for variant in variants]
         runs = train_all(variants, seeds, folders, column)
-    rows = summarise(variants, runs, column)
-    print_comparison(rows, 'val loss' if column == 'val_loss' else 'bits per byte')
-    print(f"± is the spread over {len(seeds)} seeds, the difference is paired by seed" if len(seeds) > 1
-          else 'one seed tells nothing of the spread between seeds, so there is no confidence: --seeds=3')
-    if match == 'time':
-        seconds = [f"{row['variant']} {row['seconds']:.1f}" for row in rows if 'error' not in row]
-        print(f"seconds a run: {', '.join(seconds)}")
-    if len(variants) > 2 and len(seeds) > 1:
-        print('each interval is at 95% by itself: of 20 variants equal to the first, one would seem not')
-    if any(row['best'] < row['loss'] - 1e-3 for row in rows if 'error' not in row):
-        best = [f"{row['variant']} {row['best']:.4f}" for row in rows if 'error' not in row]
-        print(f"the lowest on the way: {', '.join(best)}")
+    rows = comparison(variants, runs, column)
+    print_comparison(rows, column, len(seeds), match)
     path, curves = None, {variant.name: [run['rows'] for run in own]
                           for variant, own, row in zip(variants, runs, rows) if 'error' not in row}
     if curves:
@@ -1688,7 +1718,7 @@ def shrunk_scaling(config, changes):
 
 
 def layers_of_every_kind(config):
-    """The fewest layers, but two, among which is each kind of layer that the config has."""
+    """How many layers, at least two, it takes for each kind of layer that the config has to be there."""
     few = dataclasses.replace(config, n_dense_layer=min(1, config.n_dense_layer))
     kinds = [(few.mixer_of(i), few.window_of(i), few.has_experts(i),
               few.pos_pattern[i % len(few.pos_pattern)]) for i in range(config.n_layer)]
@@ -1696,8 +1726,8 @@ def layers_of_every_kind(config):
 
 
 def shaken(config, dropout=0.0):
-    """A model in evaluation mode whose every weight matters: nothing is left at zero or one, as much starts,
-    for a branch that ends in zeros hides all that is wrong in it."""
+    """A model in evaluation mode whose every weight matters: nothing is left at zero or one, where much of it
+    starts, for a branch that ends in zeros hides whatever is wrong in it."""
     model = GPT(dataclasses.replace(config, dropout=dropout))
     with torch.no_grad():
         for w in model.parameters():
@@ -1790,7 +1820,6 @@ def check_targets(config):
         loss, expected = model(inputs, y)[0].item(), by_hand[y != -1].mean().item()
         require(abs(loss - expected) < 1e-4 * expected,
                 f"the loss is {loss:.5f}, the mean -log p(targets[t]) of the logits at t {expected:.5f}")
-    return None
 
 
 def changed_tokens(config):
@@ -1815,7 +1844,6 @@ def check_causal(config):
                           f"position {at} by {moved[t, at]:.2g}")
         for t in (~(moved.diagonal() > 0)).nonzero().flatten().tolist():
             raise Unsound(f"changing token {t} does not change its own logits")
-    return None
 
 
 def check_windows(config):
@@ -1950,8 +1978,6 @@ def check_cache(config):
 
     cache, odd = model.make_cache(3, T), [1, T // 4, 1, T // 3, 1]
     feed(cache, [*odd, T - sum(odd)], 'in odd chunks')
-    cache.reset()
-    feed(cache, [T - 1, 1], 'after reset')
     feed(model.make_cache(3, T, static=True), [T - 3, 1, 2], 'in a static cache')
     cache, at = model.make_cache(3, T), [T // 2, T // 3, 2]
     last = model(idx[:, :T // 2], cache=cache, keep=1, lengths=torch.tensor(at))
@@ -1988,7 +2014,6 @@ def check_prompts(config):
         model(first, first)
     changed = [name for name, w in model.state_dict().items() if not torch.equal(w, before[name])]
     require(not changed, f"a forward pass changes {', '.join(changed)}")
-    return None
 
 
 def objective(model, idx):
@@ -2079,12 +2104,8 @@ def check_training(config):
 
 
 def check_sizes(config):
-    model = GPT(config)
-    with torch.no_grad():
-        for w in model.parameters():
-            if w.ndim > 1 and not w.any():  # a branch that starts at zero, as if it had begun to learn
-                torch.nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
-    seen = {}  # what a module gave
+    model, seen = GPT(config), {}  # name -> what a module gave
+    fill_zeros(model)
 
     def keep(name, module, inputs, output):
         output.retain_grad()
@@ -2137,7 +2158,6 @@ def check_dropout(config):
                   for _ in range(2)]
         require(losses[0] == losses[1], f"train.evaluate gives {losses[0]} and then {losses[1]}")
         require(model.training, 'train.evaluate leaves the model in evaluation mode')
-    return None
 
 
 def check_head(config):
@@ -2157,10 +2177,9 @@ def check_head(config):
     return 'tied' if tied else 'not tied'
 
 
-@torch.no_grad()
 def check_saving(config):
     # a rate at which what follows the load moves far enough to matter
-    with training_run(config, balance_rate=0.3) as run, torch.enable_grad():
+    with training_run(config, balance_rate=0.3) as run:
         run.steps(3)
         loaded, _ = GPT.from_checkpoint(run.save())
     idx = random_tokens(config, 3, config.block_size)
@@ -2168,7 +2187,6 @@ def check_saving(config):
     names = {name for name, _ in (*run.model.named_parameters(), *run.model.named_buffers())}
     lost = names - run.model.state_dict().keys()
     require(not lost, f"{', '.join(sorted(lost))} is in no checkpoint")
-    return None
 
 
 def check_resuming(config):
@@ -2282,7 +2300,7 @@ CHECKS = {  # what holds: (function of a small config -> a remark or None; raise
 
 
 def run_check(function, look_at, *args):
-    """(whether it holds, a remark on it or None). What a check cannot compute for an error does not hold."""
+    """(whether it holds, a remark on it or None). A check that ends with an error does not hold."""
     torch.manual_seed(0)
     try:
         return True, function(*args)
@@ -2302,7 +2320,7 @@ def check(config, model_args, words):
         raise ValueError(f"device={config['device']}: check compares code paths of the CPU; leave it out")
     began, model, init_from = time.perf_counter(), None, words[0] if words else config['init_from']
     if init_from == 'scratch':
-        whole = GPTConfig(**{**known_vocabulary(config), **model_args})
+        whole = GPTConfig(**fields_asked(config, model_args))
     else:
         model, _, rest = train.load_to_train(init_from, 'out', model_args)
         whole = model.config
@@ -2325,14 +2343,15 @@ def check(config, model_args, words):
 
 STEP = 'GPTConfig dataset batch_size optimizer grad_clip rounds device dtype compile seed'  # for a timed one
 INSTRUMENTS = {
-    # first word of the command line: (function of this file's settings, of GPTConfig's, or, for compare, the
-    # arguments that are train.py's, and of the words that follow; how many these may be; what it reads)
-    'train': (measure_training, 0, f'{STEP} init_from vs steps'),
-    'decode': (measure_decoding, 0, 'GPTConfig init_from vs dataset batch_size prompt_len max_new_tokens '
+    # first word of the command line: (function; how many words may follow; the settings it reads, GPTConfig
+    # and train.py for all of theirs). The function takes this file's settings, the fields of GPTConfig that
+    # are given (compare: the command line) and those words, and returns numbers for the last line
+    'train': (measure_train, 0, f'{STEP} init_from vs steps'),
+    'decode': (measure_decode, 0, 'GPTConfig init_from vs dataset batch_size prompt_len max_new_tokens '
                                     'rounds device dtype compile seed'),
     'params': (measure_params, 0, 'GPTConfig dataset dtype'),
-    'eval': (evaluate, 1, 'GPTConfig init_from dataset batch_size lengths device dtype'),
-    'cost': (measure_costs, 0, f'{STEP} lengths max_new_tokens'),
+    'eval': (measure_eval, 1, 'GPTConfig init_from dataset batch_size lengths device dtype'),
+    'cost': (measure_cost, 0, f'{STEP} lengths max_new_tokens'),
     'compare': (compare, 1, 'train.py GPTConfig variants seeds seed match by'),
     'plot': (plot, math.inf, 'by'),
     'check': (check, 1, 'GPTConfig init_from dataset device'),
@@ -2343,21 +2362,26 @@ def check_command(what, words, args):
     """Raises ValueError or OSError for words and flags that an instrument does not read. Config files serve
     several scripts and instruments, so what they set is not looked at."""
     if what not in INSTRUMENTS:
-        raise ValueError(f"bench.py measures {', '.join(INSTRUMENTS)}, not {what!r}: "
+        raise ValueError(f"{what!r} is none of {', '.join(INSTRUMENTS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
     _, most, reads = INSTRUMENTS[what]
     if len(words) > most:
-        raise ValueError(f"bench.py {what} cannot use {words[most]!r}: settings are --key=value, config "
+        raise ValueError(f"{what} cannot use {words[most]!r}: settings are --key=value, config "
                          "files end in .py")
     known = set(reads.split())
-    for group, names in ('GPTConfig', GPTConfig.__dataclass_fields__), ('train.py', train.config):
-        known |= names.keys() if group in known else set()
-    flags = {arg.removeprefix('--').partition('=')[0]: arg for arg in args if arg.startswith('-')}
+    if 'GPTConfig' in known:
+        known |= GPTConfig.__dataclass_fields__.keys()
+    if 'train.py' in known:
+        known |= train.config.keys()
+    flags = {flag_name(arg): arg for arg in args if arg.startswith('-')}
     for name, arg in flags.items():
         if name not in known:
-            raise ValueError(f"{arg}: bench.py {what} has no use for it; it reads {reads}")
+            raise ValueError(f"{arg}: {what} has no use for it; it reads {reads}")
+    if 'dataset' in flags and what in ('train', 'decode', 'check') and ('init_from' in flags or words):
+        raise ValueError(f"{flags['dataset']}: the vocabulary is that of the model that is loaded; leave it "
+                         "out")
     if 'dataset' in flags and what != 'eval':
-        Bins(train.data_folder(flags['dataset'].partition('=')[2]), 'train')
+        Bins(train.data_folder(flags['dataset'].partition('=')[2]), 'train')  # or say that it is missing
 
 
 def check_settings(s):

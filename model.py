@@ -426,6 +426,10 @@ class Embedding(nn.Embedding):
         super().__init__(rows, width)
         mark(self.weight, init, 'embedding')
 
+    def logits(self, x):
+        """x (..., width) -> (..., rows), as the head of a model with tied weights."""
+        return F.linear(x, self.weight)
+
     def reset_parameters(self):
         if not self.weight.is_meta:  # where torch's normal_ would import the compiler, in a second or two
             super().reset_parameters()
@@ -1720,9 +1724,8 @@ class GPT(nn.Module):
 
     def compute_dtype(self):
         """The dtype that matmuls run in: autocast's where it is on, else the weights'."""
-        device = self.wte.weight.device.type
-        return (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device)
-                else self.wte.weight.dtype)
+        device, kept = self.wte.weight.device.type, getattr(self.wte, 'scale', self.wte.weight)  # see Int8
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else kept.dtype
 
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
@@ -1785,7 +1788,7 @@ class GPT(nn.Module):
         """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32. is_padded: for a loss,
         all columns, -inf where they pad the vocabulary; GPUs are slow with rows that are not aligned."""
         config, x = self.config, self.ln_f(x)
-        x = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
+        x = self.wte.logits(x) if self.lm_head is None else self.lm_head(x)
         logits = (x if is_padded else x[..., :config.vocab_size]).float()
         if config.logit_softcap:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
@@ -2095,6 +2098,111 @@ def from_adapters(path, rest, read_base, changes):
     model.load_state_dict(state, strict=False)
     rest['model_args'] = dataclasses.asdict(model.config)
     return model, rest
+
+
+# eight bits -------------------------------------------------------------------------------------------------
+
+def quantize_rows(w, dtype):
+    """w (..., n_in) -> int8 of the same shape and a scale for each row, (...) of dtype, whose product is w to
+    within half a scale: the largest value of a row becomes 127 ("vector-wise" in arXiv:2208.07339)."""
+    w = w.float()
+    scale = (w.abs().amax(dim=-1) / 127).to(dtype)
+    steps = w / scale.float().masked_fill(scale == 0, 1.0)[..., None]
+    return steps.round().clamp(-127, 127).to(torch.int8), scale
+
+
+class Int8(nn.Module):
+    """What replaces a module with one large weight: `weight` in 8 bits, and `scale`, one number for each of
+    its rows. It cannot be trained."""
+
+    def __init__(self, module, dtype):
+        super().__init__()
+        weight = module.weight.detach()
+        if weight.is_meta:  # to be filled later, see fill_rows
+            weight, scale = weight.to(torch.int8), weight[..., 0].to(dtype)
+        else:
+            weight, scale = quantize_rows(weight, dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer('scale', scale, persistent=False)
+        self.bias, self.widths = getattr(module, 'bias', None), getattr(module, 'widths', None)
+
+
+class Int8Linear(Int8):
+    """A Linear or FusedLinear."""
+
+    def forward(self, x):
+        y = int8_linear(x, self.weight, self.scale)
+        if self.bias is not None:
+            y = y + self.bias.type_as(y)
+        return y if self.widths is None else y.split(self.widths, dim=-1)
+
+
+class Int8Experts(Int8):
+    """A GroupedLinear. Only experts that have rows are read."""
+
+    def __init__(self, module, dtype):
+        super().__init__(module, dtype)
+        self.loop = torch.compiler.disable(self.one_by_one)  # as in GroupedLinear
+
+    def one_by_one(self, x, offsets):
+        y, begin = x.new_empty(len(x), sum(self.widths)), 0
+        for expert, end in enumerate(offsets.tolist()):
+            if end > begin:
+                y[begin:end] = int8_linear(x[begin:end], self.weight[expert], self.scale[expert])
+                if self.bias is not None:
+                    y[begin:end] += self.bias[expert].type_as(y)
+            begin = end
+        return y
+
+    def has_kernel(self, dtype, device):
+        return False
+
+    def forward(self, x, offsets):
+        return self.loop(x, offsets).split(self.widths, dim=-1)
+
+
+class Int8Embedding(Int8):
+    """An Embedding, which may be the head too."""
+
+    def forward(self, idx):
+        return F.embedding(idx, self.weight).to(self.scale.dtype) * self.scale[idx][..., None]
+
+    def logits(self, x):
+        return int8_linear(x, self.weight, self.scale)
+
+
+def int8_linear(x, w, scale):
+    """x (..., n_in), w (n_out, n_in) int8, scale (n_out,) -> x @ (w scale)^T, (..., n_out)."""
+    rows = x.numel() // x.shape[-1]
+    if x.device.type == 'cpu' and x.dtype is torch.bfloat16 and rows <= INT8_ROWS:
+        y = torch._weight_int8pack_mm(x.reshape(rows, -1), w, scale.to(x.dtype))
+        return y.view(*x.shape[:-1], -1)
+    return F.linear(x, w.to(x.dtype)) * scale.to(x.dtype)
+
+
+INT8_ROWS = 16  # more are multiplied faster by the weight as bfloat16
+INT8 = ((Linear, Int8Linear), (GroupedLinear, Int8Experts), (Embedding, Int8Embedding))
+
+
+@torch.no_grad()
+def quantize_weights(model, dtype):
+    """Replaces the large weights of a model by 8 bits, with scales of dtype; norms, biases, learned positions
+    and routers stay, and so does what a mixer multiplies by itself. On the meta device nothing is read, and
+    fill_rows fills it."""
+    for path, module in list(model.named_modules()):
+        owner, _, name = path.rpartition('.')
+        kind = next((int8 for plain, int8 in INT8 if isinstance(module, plain)), None)
+        if kind and name not in ('c_kv', 'wpe', 'router'):
+            setattr(model.get_submodule(owner), name, kind(module, dtype))
+
+
+def fill_rows(model, name, index, values):
+    """Copies values into the rows at `index` of a weight, given by its name, in whatever form it is kept."""
+    owner, _, last = name.rpartition('.')
+    module = model.get_submodule(owner)
+    if isinstance(module, Int8) and last == 'weight':
+        values, module.scale[index] = quantize_rows(values.to(module.weight.device), module.scale.dtype)
+    getattr(module, last)[index] = values
 
 
 # checkpoints ------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ top_p = 1.0                 # only the likeliest tokens that together have this 
 min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
 repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
 seed = 1337                 # of sampling only
-# speed; the text does not depend on it
+# speed; the text depends on quantize alone
+quantize = ''               # int8: large weights in 8 bits, a scale for each row; half the memory of bfloat16
 speculate: int | None = None  # tokens guessed at a time, from where the text repeats itself, or by draft
 draft = ''                  # a smaller model of the same tokenizer, as init_from, guesses; speculate None: 4
 # system
@@ -65,7 +66,7 @@ config, _ = configure(globals())
 import numpy as np
 import torch
 
-from model import GPT, GroupedLinear, checkpoint_path, merge_lora
+from model import GPT, GroupedLinear, checkpoint_path, merge_lora, quantize_weights
 from prepare import find_tokenizer, json_tokenizer
 
 # loading ----------------------------------------------------------------------------------------------------
@@ -100,20 +101,21 @@ def is_published(name):
     return bool(hub_id) and not name.endswith('.pt')
 
 
-def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, **changes):
+def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
     """Reads a model, its tokenizer, and what else its checkpoint holds: (model, tokenizer, rest).
 
     init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
     model: a folder with config.json, an id on the hub, nanoGPT's gpt2 names. dtype: None is the one stored.
     best: of a run's folder best.pt, if it is there, rather than ckpt.pt. merge: of a LoRA run whether the
-    adapters are added to the weights, else they stand beside them. changes: fields of GPTConfig to set
-    otherwise. The tokenizer is None where there is none, and rest['no_tokenizer'] says why; rest['path'] is
-    what was read. Raises FileNotFoundError, or ValueError for what is no checkpoint."""
+    adapters are added to the weights, else they stand beside them. int8: whether large weights are quantized,
+    a published model's as they are read. changes: fields of GPTConfig to set otherwise. The tokenizer is None
+    where there is none, and rest['no_tokenizer'] says why; rest['path'] is what was read. Raises
+    FileNotFoundError, or ValueError for what is no checkpoint."""
     published = init_from != 'resume' and is_published(init_from)
     if published:
         import hub
         path = hub.fetch(init_from)
-        model = hub.from_pretrained(path, dtype=dtype, device=device, **changes)
+        model = hub.from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes)
         rest = {'model_args': dataclasses.asdict(model.config)}
     else:
         path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
@@ -122,6 +124,8 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
         check_rest(rest, path)
         if merge and rest.get('lora'):
             merge_lora(model)
+        if int8:
+            quantize_weights(model, dtype or torch.float32)
         model.to(device, dtype)
     rest['path'] = path
     try:
@@ -803,6 +807,7 @@ def check_settings(s):
             ('batch_size', s['batch_size'] >= 1, 'at least 1'),
             ('speculate', s['speculate'] is None or 0 <= s['speculate'] <= 64, 'between 0 and 64, or None'),
             ('speculate', s['speculate'] != 0 or not s['draft'], 'at least 1, or None, with a draft'),
+            ('quantize', s['quantize'] in ('', 'int8'), "int8 or ''"),
             ('score', not (s['score'] and s['chat']), 'False in a chat'),
             ('output', not (s['output'] and s['chat'] and s['start'] == '\n'), "'' for typed questions"),
             ('seed', 0 <= s['seed'] < 2**63, 'at least 0 and below 2**63'),
@@ -895,7 +900,8 @@ if __name__ == '__main__':
     machine = runtime(device, dtype, seed)
     compile = config['compile'] = resolve_compile(compile, machine.device, max_new_tokens)
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
-    model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype, **changes)
+    model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype,
+                                  int8=quantize == 'int8', **changes)
     if tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
     if chat and not tokenizer.chat_template:

@@ -5802,6 +5802,66 @@ def test_scores_are_log_probabilities(variant):
             assert i - start >= min(i, size // 2)
 
 
+def dequantized(model):
+    """The same model with the weights that an int8 one stands for, in float32."""
+    plain = GPT(model.config)
+    weights = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if hasattr(module, 'scale') and f'{name}.weight' in weights:
+            rows = weights[f'{name}.weight']  # without those that pad the vocabulary
+            weights[f'{name}.weight'] = rows * module.scale[:len(rows)].float()[..., None]
+    plain.load_state_dict(weights)
+    return plain.eval()
+
+
+@pytest.mark.parametrize('variant', [
+    {}, dict(tie_word_embeddings=False, bias=True, norm='layernorm', pos='learned', mlp='gelu'), MLA,
+    dict(n_expert=4, n_shared_expert=1), dict(mixer_pattern='DA'), dict(embed_scale=2.0, attn_gate=True)])
+def test_int8_is_the_model_of_its_dequantized_weights(variant):
+    model = tiny(**variant)
+    flat_bench.fill_zeros(model)
+    before = model.state_dict()
+    idx = torch.randint(61, (2, 20))
+    exact = model(idx).detach()
+    n = model.num_params()
+    flat.quantize_weights(model, torch.float32)
+    assert model.num_params() == n and sum(w.dtype is torch.int8 for w in model.parameters()) >= 9
+    plain = dequantized(model)
+    with torch.no_grad():
+        near(model(idx), plain(idx), 1e-5)
+        assert 1e-4 < (model(idx) - exact).abs().max() / exact.abs().max() < 0.2
+    for name, w in plain.state_dict().items():  # within half of a 127th of the row's largest
+        step = before[name].abs().amax(-1, keepdim=True) / 127 if w.ndim > 1 else torch.zeros(())
+        assert ((w - before[name]).abs() <= step * 0.5001).all()
+    prompts = [[5], [1, 2, 3, 1, 2, 3, 1], [9, 8, 7]]
+    for options in (dict(temperature=0), dict(temperature=0.9, batch_size=2)):
+        assert made(model, prompts, 20, **options) == made(plain, prompts, 20, **options)
+
+
+def test_rows_in_eight_bits():
+    w = torch.randn(5, 8, 33)
+    w[2, 3] = 0
+    w[1, 1] *= 1e-30
+    for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        q, scale = flat.quantize_rows(w, dtype)
+        assert q.dtype is torch.int8 and scale.dtype is dtype and scale.shape == (5, 8)
+        expected = np.abs(w.numpy()).max(-1) / 127
+        np.testing.assert_allclose(scale.float(), expected, rtol=error)
+        step = scale.float()[..., None]
+        assert ((q * step - w).abs() <= (0.5 + 127 * error) * step).all()
+        assert not q[2, 3].any()
+
+
+@pytest.mark.parametrize('rows', [1, 3, 40])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, dtype):
+    x, (q, scale) = torch.randn(rows, 2, 64).to(dtype), flat.quantize_rows(torch.randn(48, 64), dtype)
+    expected = x.double() @ (q.double() * scale.double()[:, None]).T
+    found = flat.int8_linear(x, q, scale)
+    assert found.dtype is dtype and found.shape == (rows, 2, 48)
+    near(found.double(), expected, 1e-5 if dtype is torch.float32 else 0.2)
+
+
 def test_bad_prompts_are_refused():
     model = tiny()
     for prompt in ([], [61], [-1]):
@@ -6829,13 +6889,23 @@ def test_printed_commands_can_be_pasted(folder, capsys):
     assert "python sample.py --out_dir='sp ace'" in capsys.readouterr().out
 
 
+def bench(capsys, *args):
+    """Runs bench.py; returns what it prints above its last line, and that line, its numbers."""
+    capsys.readouterr()
+    torch.set_num_threads(1)  # beside other processes the second would mostly wait
+    run('bench.py', *args)
+    *lines, last = capsys.readouterr().out.splitlines()
+    return '\n'.join(lines), json.loads(last)
+
+
 @pytest.mark.parametrize('what', ['train', 'decode'])
 def test_bench_prints_a_table_and_json(folder, capsys, what):
-    torch.set_num_threads(1)
     length = '--max_new_tokens=6' if what == 'decode' else '--steps=2'
-    run('bench.py', what, '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--vocab_size=50',
-        length, '--rounds=2', '--device=cpu', '--compile=False')
-    numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, numbers = bench(capsys, what, '--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64',
+                         '--vocab_size=50', length, '--rounds=2', '--device=cpu', '--compile=False')
+    ms, speed = re.search(r'^flatgpt +([\d.,]+) +[\d.,]+ to [\d.,]+ +([\d.,]+)$', out, re.M).groups()
+    assert float(ms.replace(',', '')) == pytest.approx(numbers['ms'], abs=0.01)
+    assert float(speed.replace(',', '')) == pytest.approx(numbers['tok_per_s'], abs=0.1)
     assert numbers['tok_per_s'] > 0 and numbers['ms'] > 0 and numbers['peak_mb'] > 0
     tokens_each = 1 if what == 'decode' else 12 * 64
     assert numbers['tok_per_s'] == pytest.approx(tokens_each * 1e3 / numbers['ms'], rel=0.01)
@@ -6861,9 +6931,8 @@ def test_bench_refuses_in_one_line_what_it_cannot_measure(folder):
 def test_bench_params_counts_what_is_there(capsys, options):
     size = dict(n_layer=3, n_head=4, n_embd=32, block_size=24, vocab_size=61)
     model = GPT(GPTConfig(**size, **options))
-    run('bench.py', 'params', *(f'--{k}={v}' for k, v in (size | options).items()))
-    *table, _, last = capsys.readouterr().out.splitlines()
-    numbers, rows = json.loads(last), [line for line in table if '%' in line]
+    out, numbers = bench(capsys, 'params', *(f'--{k}={v}' for k, v in (size | options).items()))
+    rows = [line for line in out.splitlines() if '%' in line]
     assert numbers['params'] == model.num_params() == sum(w.numel() for w in model.state_dict().values())
     assert rows[-1].startswith('total') and all(f'{numbers[k]:,}' in rows[-1] for k in (
         'params', 'active_params', 'flops_per_token'))
@@ -6988,15 +7057,6 @@ def test_files_are_opened_with_their_encoding():
 
 # evaluating -------------------------------------------------------------------------------------------------
 
-def bench(capsys, *args):
-    """Runs bench.py; returns what it prints above its last line, and that line, its numbers."""
-    capsys.readouterr()
-    torch.set_num_threads(1)  # beside other processes the second would mostly wait
-    run('bench.py', *args)
-    *lines, last = capsys.readouterr().out.splitlines()
-    return '\n'.join(lines), json.loads(last)
-
-
 def test_bench_params_of_one_layer_by_projection(capsys, monkeypatch):
     """The numbers of one of Qwen3-8B's layers that guides print, from its published config."""
     monkeypatch.chdir(ROOT)
@@ -7007,7 +7067,8 @@ def test_bench_params_of_one_layer_by_projection(capsys, monkeypatch):
     counts = layer['projections']
     assert [counts[f'attn.{name}'] for name in ('c_attn q', 'c_attn k', 'c_attn v', 'c_proj')] == [
         4096 * 32 * 128, 4096 * 8 * 128, 4096 * 8 * 128, 32 * 128 * 4096]
-    assert sum(counts.values()) == 192_946_432 == (8_190_735_360 - 2 * 151936 * 4096 - 4096) // 36
+    assert sum(counts.values()) == layer['params']
+    assert numbers['params'] == 8_190_735_360 == 36 * layer['params'] + 2 * 151936 * 4096 + 4096
     assert re.search(r'^attn.c_attn k +1024 x 4096 +4,194,304$', out, re.M)
 
 
@@ -7034,7 +7095,8 @@ def test_bench_params_of_latent_attention(capsys):
     _, numbers = bench(capsys, 'params', *(f'--{name}={value}' for name, value in shape.items()))
     assert numbers['params'] == 463_533_056
     assert numbers['cache_bytes_per_token'] == 2 * 13_824 == 2 * 24 * (512 + 64)
-    assert 24 * 16 * (128 + 64 + 128) == 122_880  # the keys and values of its heads
+    heads = 2 * 24 * 16 * (128 + 64 + 128)  # bytes of their keys and values
+    assert round(heads / numbers['cache_bytes_per_token'], 1) == 8.9
 
 
 def save_model(path, tokenizer, **options):
@@ -7090,9 +7152,9 @@ def test_bench_eval_scores_each_target_once(folder, capsys, masked):
         assert numbers['perplexity'] == pytest.approx(math.exp(total / n), rel=1e-5)
         assert numbers['bits_per_byte'] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-6)
     assert found == pytest.approx([found[0]] * 3, rel=1e-7)  # 1e-8 was seen
-    by, ranges = numbers['by_tokens_seen'], {'1': [1], '2': [2], '3-4': [3, 4], '9-16': range(9, 17)}
+    by, seen_at = numbers['by_tokens_seen'], {'1': [1], '2': [2], '3-4': [3, 4], '9-16': range(9, 17)}
     assert list(by) == ['1', '2', '3-4', '5-8', '9-16']
-    for name, positions in ranges.items():
+    for name, positions in seen_at.items():
         each = [loss for i in positions for loss in seen[i]]
         assert by[name] == pytest.approx(sum(each) / len(each), abs=1e-5)
     assert f'{n_bytes:,} bytes in {n:,} targets, 7 windows of 16' in out
@@ -7118,7 +7180,7 @@ def test_bench_eval_of_a_text_counts_its_bytes(folder, capsys):
     assert (numbers['bytes'], numbers['targets']) == (len(text.encode()) - 1, len(text) - 1)
 
 
-def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch):
+def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch, capsys):
     """A batch is as wide as its longest row, whatever shard comes first, and as full as memory allows."""
     model = tiny(block_size=16, vocab_size=23).eval()
     rng, streams = np.random.default_rng(0), []
@@ -7129,7 +7191,7 @@ def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch):
     model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     machine = runtime('cpu', 'float32')
     found = {size: flat_bench.by_position(streams, functools.partial(
-        flat_bench.losses, model, machine=machine, batch_size=size)) for size in (1, 2, 7)}
+        flat_bench.row_losses, model, machine=machine, batch_size=size)) for size in (1, 2, 7)}
     assert shapes == [(1, 16)] * 5 + [(1, 5), (1, 3)] + [(2, 16), (2, 16), (2, 16), (1, 3)] + [(7, 16)]
     by_hand = np.zeros(16)
     for inputs, targets in streams:
@@ -7139,8 +7201,13 @@ def test_bench_eval_takes_shards_of_any_length(folder, monkeypatch):
         assert counts.tolist() == [7] * 3 + [6] * 2 + [5] * 11
     shapes.clear()
     monkeypatch.setattr(model.config, 'vocab_size', 2**26 // 40)  # of rows of 16 two fit, of 3 many
-    [*flat_bench.losses(model, streams, machine, None)]
-    assert shapes == [(2, 16), (2, 16), (2, 16), (1, 3)]
+    capsys.readouterr()
+    [*flat_bench.row_losses(model, streams, machine, None)]
+    assert shapes == [(2, 16), (2, 16), (2, 16), (1, 3)] and not capsys.readouterr().out
+    monkeypatch.setattr(model.config, 'vocab_size', 5 * 10**9 // 4 // 16)  # of floats, in a row of 16
+    [*flat_bench.row_losses(model, streams, machine, None)]
+    assert capsys.readouterr().out == ('a window has 5 GB of logits: --block_size=1024 takes less memory, '
+                                       'sees less\n')
 
 
 def test_bench_eval_is_what_training_has_logged(folder, capsys):
@@ -7153,6 +7220,24 @@ def test_bench_eval_is_what_training_has_logged(folder, capsys):
     # the toy's meta.json says 2 bytes a token, its tokens are of one
     assert numbers['bits_per_byte'] == pytest.approx(2 * float(row['val_bpb']), abs=4e-6)
     assert numbers['targets'] == numbers['bytes'] == 800 and numbers['data'] == os.path.join('data', 'toy')
+
+
+def test_bench_eval_keeps_conversations_apart(folder, capsys):
+    """As train.py does, also for a model that was trained on text; see test_packed_conversations_..."""
+    torch.set_num_threads(1)
+    train('--out_dir=base', '--max_iters=1')
+    saved = torch.load('base/ckpt.pt', weights_only=True)
+    for w in saved['model'].values():
+        w += 0.1 * torch.randn_like(w)  # so that it attends to something
+    torch.save(saved, 'base/ckpt.pt')
+    write_packed()
+    capsys.readouterr()
+    train('--out_dir=out', '--init_from=base', '--eval_only=True', '--eval_iters=99')
+    expected = float(re.search(r'val loss ([\d.]+)', capsys.readouterr().out)[1])
+    _, numbers = bench(capsys, 'eval', '--init_from=base', '--dataset=toy', *EVAL)
+    assert numbers['loss'] == pytest.approx(expected, abs=1e-4)
+    _, together = bench(capsys, 'eval', '--init_from=base', '--dataset=toy', '--document_token=None', *EVAL)
+    assert abs(together['loss'] - expected) > 1e-3  # or this could not fail
 
 
 @pytest.mark.parametrize('scaling', [None, {'rope_type': 'yarn', 'factor': 4.0}])
@@ -7199,6 +7284,12 @@ def test_bench_eval_refuses_in_one_line(folder, capsys):
         assert '\n' not in str(error.value)
     with pytest.raises(FileNotFoundError, match='no.txt is not there: name a text file'):
         run('bench.py', 'eval', 'no.txt', '--init_from=out', *EVAL)
+    (folder / 'empty.txt').touch()
+    save_model('out-toy', prepare.CharTokenizer([chr(97 + i) for i in range(23)]))
+    np.zeros(801, np.uint8).tofile('data/toy/val.mask.bin')
+    for args in (['empty.txt', '--init_from=out-rope'], ['--init_from=out-toy', '--dataset=toy']):
+        with pytest.raises(ValueError, match='there is no token in it to predict'):
+            run('bench.py', 'eval', *EVAL, *args)
 
 
 def test_bench_eval_of_hellaswag(folder, capsys):
@@ -7243,8 +7334,8 @@ def test_bench_eval_of_hellaswag(folder, capsys):
 
 def test_bench_cost_paths_are_attention():
     """The ways whose costs are compared compute the same, but for the linear one; all have gradients."""
-    module, q, k, v = runpy.run_path(str(ROOT / 'bench.py')), *torch.randn(3, 1, 2, 300, 8)
-    paths = module['attention_paths'](300, 2, 8, 'cpu', torch.float32)
+    q, k, v = torch.randn(3, 1, 2, 300, 8)
+    paths = flat_bench.attention_paths(300, 2, 8, 'cpu', torch.float32)
     for name, window in (('naive', None), ('eager', None), ('SDPA', None), ('window 256', 256)):
         score = q.double() @ k.double().mT * 8 ** -0.5
         age = torch.arange(300)[:, None] - torch.arange(300)
@@ -7255,17 +7346,15 @@ def test_bench_cost_paths_are_attention():
 
 def test_bench_cost_counts_memory():
     """What is held at a time, not the sum: two of the three tensors, then two."""
-    module = runpy.run_path(str(ROOT / 'bench.py'))
-
     def call():
         a = torch.ones(2**20)
         b = a + 1
         del a
         return b * 2
-    assert module['peak_bytes'](call, 'cpu') == pytest.approx(2 * 4 * 2**20, rel=1e-3)
+    assert flat_bench.peak_bytes(call, 'cpu') == pytest.approx(2 * 4 * 2**20, rel=1e-3)
     q, k, v = torch.randn(3, 1, 2, 512, 8).requires_grad_()
-    paths = module['attention_paths'](512, 2, 8, 'cpu', torch.float32)
-    peak = {name: module['peak_bytes'](functools.partial(path, q, k, v), 'cpu')
+    paths = flat_bench.attention_paths(512, 2, 8, 'cpu', torch.float32)
+    peak = {name: flat_bench.peak_bytes(functools.partial(path, q, k, v), 'cpu')
             for name, path in paths.items()}
     scores = 2 * 512 * 512 * 4  # naive holds the scores and the weights, for all pairs
     assert peak['naive'] > 2 * scores and peak['SDPA'] < scores / 4
@@ -7394,7 +7483,7 @@ def test_no_run_goes_on_alone(tmp_path, monkeypatch, error):
         def save(number, frame):
             pathlib.Path('saved').touch()
             sys.exit(130)
-        signal.signal(signal.SIGINT, save)
+        signal.signal(signal.SIGTERM, save)
         pathlib.Path('ready').touch()
         time.sleep(60)""")
 
@@ -7406,11 +7495,26 @@ def test_no_run_goes_on_alone(tmp_path, monkeypatch, error):
         raise BrokenPipeError
     monkeypatch.setattr(flat_bench, 'print', nobody_reads, raising=False)
     handler = signal.getsignal(signal.SIGINT)
-    process = flat_bench.start(variant.command('run'), 'printed.txt')
+    process = flat_bench.start_run(variant.command('run'), '.')
     with pytest.raises(error):
         flat_bench.wait(process, watch)
     assert process.returncode == 130 and os.path.exists('saved')
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize('system, sent', [('posix', ['terminate']), ('nt', [])])
+def test_ctrl_c_reaches_a_run_once(monkeypatch, system, sent):
+    """On Windows the terminal has sent it; elsewhere a run is in a session of its own."""
+    asked = []
+    process = types.SimpleNamespace(poll=lambda: None, wait=lambda: 130,
+                                    terminate=lambda: asked.append('terminate'))
+
+    def watch():
+        raise KeyboardInterrupt
+    monkeypatch.setattr(flat_bench, 'os', types.SimpleNamespace(name=system))
+    with pytest.raises(KeyboardInterrupt):
+        flat_bench.wait(process, watch)
+    assert asked == sent
 
 
 @pytest.mark.skipif(os.name != 'posix', reason='Windows has no such signal')
@@ -7445,6 +7549,17 @@ def test_compare_keeps_what_would_come_again(tmp_path, code, error, result):
     assert (kept is None) == (result is None) and (not kept or result.items() <= kept.items())
 
 
+def test_compare_says_early_how_long_it_takes(tmp_path, capsys):
+    """Once, by what train.py itself prints."""
+    watch, printed = flat_bench.foretell(tmp_path, 6), tmp_path / 'printed.txt'
+    row = dict.fromkeys(flat_train.LOG_FIELDS, 0.5) | {'iter': 4, 'ms_per_iter': 90.0}
+    for text in ('', 'run: 2,000 iterations of 64 tokens\n', flat_train.describe(row, 9), '\nmore\n'):
+        with open(printed, 'a', encoding='utf-8') as f:
+            f.write(text)
+        watch()
+    assert capsys.readouterr().out == '3:00 a run, 18:00 for 6, besides evaluations\n'  # 2,000 of 0.09 s
+
+
 def test_compare_times_steps(folder, monkeypatch):
     monkeypatch.setattr(flat_bench, 'STRETCH', (5, 60.0))
     ms, iterations = flat_bench.time_steps(flat_variant('--max_iters=1000000'), 1, 'out')
@@ -7460,7 +7575,7 @@ def test_compare_times_steps(folder, monkeypatch):
     (["--variants=['', '--block_size=2000']"], "variant '--block_size=2000': .*needs block_size"),
     (["--variants=['', '--max_iters=x']"], "variant '--max_iters=x': .*max_iters must be int"),
     (["--variants=['', '--out_dir=x']"], "variant '--out_dir=x': out_dir: leave it out"),
-    (["--variants=['', '--seed=3']"], "variant '--seed=3': seed: leave it out"),
+    (["--variants=['', '--seed=1337']"], "variant '--seed=1337': seed: leave it out"),
     (["--variants=['', '--time_limit=1']"], "variant '--time_limit=1': time_limit: leave it out"),
     (['--max_iters=0', "--variants=['']"], "variant 'base': max_iters: leave it out"),
     (["--variants=['--init_from=resume']"], "variant '--init_from=resume': init_from: leave it out"),
@@ -7508,19 +7623,20 @@ def flat_variant(*args, name='x'):
     return flat_bench.Variant(name, 'WORK', ROOT, [*TOY, *args], data='data/toy', cache=0)
 
 
-@pytest.mark.parametrize('match, options', [
-    ('params', dict(mlp='gelu')), ('active', dict(norm='layernorm', bias=True, d_ff=40)),
-    ('params', dict(n_expert=4)), ('active', dict(n_expert=4)), ('params', dict(n_kv_head=1)),
-    ('active', dict(MLA, n_expert=4, n_shared_expert=1, n_dense_layer=1)),
-    ('params', dict(wiring='sandwich', mixer_pattern='DA'))])
-def test_compare_matches_parameters(folder, capsys, options, match):
-    first = flat_variant('--n_embd=48', '--n_head=2', name='first')
+@pytest.mark.parametrize('match, given, options', [
+    ('params', {}, dict(mlp='gelu')), ('active', {}, dict(norm='layernorm', bias=True, d_ff=40)),
+    ('params', {}, dict(n_expert=4)), ('active', {}, dict(n_expert=4)), ('params', {}, dict(n_kv_head=1)),
+    ('active', dict(n_expert=4), dict(mlp='gelu')), ('params', {}, dict(n_expert=4, d_expert=64)),
+    ('active', {}, dict(MLA, n_expert=4, n_shared_expert=1, n_dense_layer=1)),
+    ('params', {}, dict(wiring='sandwich', mixer_pattern='DA'))])
+def test_compare_matches_parameters(folder, capsys, match, given, options):
+    first = flat_variant('--n_embd=48', '--n_head=2', *(f'--{k}={v}' for k, v in given.items()), name='first')
     other = flat_variant('--n_embd=48', *(f'--{k}={v}' for k, v in options.items()))
     flat_bench.match_variants(first, [other], match, 1337)
     counts = []
     for variant in (first, other):
-        given = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=variant.args)[1]
-        model = GPT(GPTConfig(**{'vocab_size': 23, **given}))
+        args = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=variant.args)[1]
+        model = GPT(GPTConfig(**{'vocab_size': 23, **args}))
         experts = [w for name, w in model.named_parameters() if 'experts.' in name]
         idle = sum(w.numel() for w in experts) // 2 if match == 'active' else 0  # 2 of 4
         counts.append(sum(w.numel() for w in model.state_dict().values()) - idle)
@@ -7596,7 +7712,7 @@ def test_compare_runs_revisions(folder, monkeypatch, capsys):
     head = run_of('HEAD')
     assert run_of('HEAD~1') == flat_bench.run_folder(old, 1) != head == run_of('WORK')
     edit('model.py', 'class MLP(nn.Module):\n    """', 'class MLP(nn.Module):  # a comment\n    """An MLP: ')
-    for name in ('bench.py', 'test_model.py', 'README.md', '.ci.toml'):
+    for name in ('bench.py', 'test_model.py', 'README.md', '.ci.toml', 'config/other.py'):
         (repo / name).write_text('x', encoding='utf-8')
     assert run_of('WORK') == head
     for name in ('mixers.py', 'test_time_training.py', 'benchmark.py', 'table.json'):  # not committed
@@ -7633,6 +7749,11 @@ def test_compare_depends_on_files_as_they_were(folder, monkeypatch):
     assert first.args[:-1] == TOY and Path(first.args[-1]).read_text(encoding='utf-8').startswith('init')
     with pytest.raises(ValueError, match="variant 'x': eval_only: leave it out"):
         variant()
+    (folder / 'one.py').write_text('seed = 3\n', encoding='utf-8')
+    with pytest.raises(ValueError, match="variant 'x': seed: leave it out"):
+        variant()
+    # but it may be in a file that all share: compare has it from there
+    assert flat_bench.make_variant('x', '--n_head=4', [*TOY, 'one.py'], folder, {'WORK': code}).args
 
 
 @pytest.mark.parametrize('text, revision, args', [
@@ -7643,6 +7764,11 @@ def test_compare_depends_on_files_as_they_were(folder, monkeypatch):
     ('c:/a.py --n=1', 'WORK', ['c:/a.py', '--n=1'])])
 def test_compare_reads_variants(text, revision, args):
     assert flat_bench.parse_variant(text) == (revision, args)
+
+
+def test_compare_reads_paths_of_windows(monkeypatch):
+    monkeypatch.setattr(flat_bench, 'os', types.SimpleNamespace(name='nt'))
+    assert flat_bench.parse_variant(r"c:\a.py --start='a b'") == ('WORK', [r'c:\a.py', '--start=a b'])
 
 
 def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
@@ -7708,16 +7834,18 @@ def test_curves_of_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['params', '--max_iters=3'], '--max_iters=3: bench.py params has no use for it; it reads GPTConfig'),
-    (['params', '--init_from=out'], '--init_from=out: bench.py params has no use'),
-    (['train', '--prompt_len=3'], '--prompt_len=3: bench.py train has no use'),
-    (['decode', '--optimizer=muon'], '--optimizer=muon: bench.py decode'),
-    (['eval', '--seed=3'], '--seed=3: bench.py eval'), (['cost', '--init_from=x'], 'bench.py cost has'),
-    (['compare', '--vs=x'], '--vs=x: bench.py compare'), (['plot', '--n_layer=3'], 'bench.py plot has no'),
-    (['check', '--steps=3'], '--steps=3: bench.py check'), (['decode', 'out'], "decode cannot use 'out'"),
+    (['params', '--max_iters=3'], '--max_iters=3: params has no use for it; it reads GPTConfig'),
+    (['params', '--init_from=out'], '--init_from=out: params has no use'),
+    (['train', '--prompt_len=3'], '--prompt_len=3: train has no use'),
+    (['decode', '--optimizer=muon'], '--optimizer=muon: decode'),
+    (['eval', '--seed=3'], '--seed=3: eval has'), (['cost', '--init_from=x'], ': cost has'),
+    (['compare', '--vs=x'], '--vs=x: compare has'), (['plot', '--n_layer=3'], ': plot has no'),
+    (['check', '--steps=3'], '--steps=3: check has'), (['decode', 'out'], "decode cannot use 'out'"),
     (['eval', 'a.txt', 'b.txt'], "eval cannot use 'b.txt'"), (['check', 'out', 'o'], "check cannot use 'o'"),
     (['params', '--dataset=typo'], 'typo is not prepared'),
-    (['tain'], "measures train, .*, not 'tain'")])
+    (['check', 'out', '--dataset=typo'], 'vocabulary is that of the model that is loaded'),
+    (['train', '--init_from=out', '--dataset=typo'], '--dataset=typo: the vocabulary is that of the model'),
+    (['tain'], "'tain' is none of train, .*: say first what to do"), ([], "'' is none of train")])
 def test_bench_refuses_what_an_instrument_does_not_read(args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -7894,10 +8022,9 @@ def test_check_catches_a_planted_mistake(changes, options, name, message, change
     dict(n_kv_head=None, head_dim=None, rope_scaling=YARN, n_dense_layer=1, **MLA, **BIASED),
     dict(HYBRID, attn_gate=True, document_token=3, window=5, window_pattern='LS')], ids=str)
 def test_check_passes_what_is_sound(options):
-    import bench
-    for name in bench.CHECKS:
+    for name in flat_bench.CHECKS:
         if not name.startswith('compiles'):  # takes seconds; see test_bench_check
-            holds, remark = check_one(bench, name, options)
+            holds, remark = check_one(flat_bench, name, options)
             assert holds, f"{name}: {remark}"
 
 
@@ -7911,38 +8038,37 @@ def test_check_passes_what_is_sound(options):
     ('hybrid_small', dict(n_layer=3, mixer_pattern='DDA', linear_n_key_head=2, linear_n_value_head=4,
                           partial_rotary_factor=0.25, head_dim=8))])
 def test_a_small_model_of_the_same_kind(name, expected, monkeypatch):
-    import bench
     monkeypatch.chdir(ROOT)
     _, args = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=[f'config/{name}.py'])
-    small = bench.shrunk(GPTConfig(**args))
+    small = flat_bench.shrunk(GPTConfig(**args))
     assert {key: getattr(small, key) for key in expected} == expected
     assert GPT(small).num_params() < 100_000
 
 
 def test_bench_check(folder, capsys, monkeypatch):
-    import bench
     run('bench.py', 'check', str(ROOT / 'config' / 'qwen3_8b.py'))
     *lines, last = capsys.readouterr().out.splitlines()
     found, numbers = [line for line in lines if line.startswith(('ok ', 'FAIL'))], json.loads(last)
     assert all(line.startswith('ok   ') for line in found)
-    assert len(found) == numbers['passed'] == len(bench.CHECKS)
+    assert len(found) == numbers['passed'] == len(flat_bench.CHECKS)
     assert numbers['failed'] == [] and numbers['family'] == 'qwen3'
     for args, message in ((['nowhere.pt'], 'no checkpoint at nowhere.pt'),
                           (['--device=cuda'], 'leave it out'), (['out', '--init_from=out'], 'give one')):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             run('bench.py', 'check', *args)
-    assert bench.check_family(GPTConfig(**SMALL, residual_lambdas=True)).startswith('no published family')
+    family = flat_bench.check_family(GPTConfig(**SMALL, residual_lambdas=True))
+    assert family.startswith('no published family')
 
     train('--out_dir=out', '--max_iters=1')
     some = ['causal at every position', 'targets are the next tokens']
-    monkeypatch.setattr(bench, 'CHECKS', {name: bench.CHECKS[name] for name in some})
-    bench.check(bench.config, {}, ['out'])
+    monkeypatch.setattr(flat_bench, 'CHECKS', {name: flat_bench.CHECKS[name] for name in some})
+    flat_bench.check(flat_bench.config, {}, ['out'])
     name = f"weights of {os.path.join('out', 'ckpt.pt')}"
     assert f"ok   {name}: finite, and its cache equals no cache in 16 tokens" in capsys.readouterr().out
     saved = torch.load('out/ckpt.pt', weights_only=True)
     saved['model']['h.1.mlp.c_fc.weight'][0, 0] = math.nan
     torch.save(saved, 'out/ckpt.pt')
-    numbers = bench.check(bench.config, {}, ['out'])
+    numbers = flat_bench.check(flat_bench.config, {}, ['out'])
     *_, line, _ = capsys.readouterr().out.splitlines()
     assert numbers['failed'] == [name] and numbers['passed'] == 2
     assert line.startswith(f"FAIL {name}: h.1.mlp.c_fc.weight is not finite; look at ")
