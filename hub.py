@@ -942,7 +942,7 @@ def copy(parts, stored, model):
             source = source.float() + 1
         if source.ndim > w.ndim:
             source = source.flatten(1)  # a convolution's
-        fill_rows(model, part.ours, part.index, source)
+        fill_rows(model, part.ours, w, part.index, source)
     for head in (model.wte, model.lm_head):
         if head is not None:  # rows that pad the vocabulary
             head.weight[model.config.vocab_size:] = 0

@@ -2187,8 +2187,8 @@ INT8 = ((Linear, Int8Linear), (GroupedLinear, Int8Experts), (Embedding, Int8Embe
 @torch.no_grad()
 def quantize_weights(model, dtype):
     """Replaces the large weights of a model by 8 bits, with scales of dtype; norms, biases, learned positions
-    and routers stay, and so does what a mixer multiplies by itself. On the meta device nothing is read, and
-    fill_rows fills it."""
+    and routers stay, and so does what a mixer multiplies by itself. On the meta device it prepares for
+    fill_rows."""
     for path, module in list(model.named_modules()):
         owner, _, name = path.rpartition('.')
         kind = next((int8 for plain, int8 in INT8 if isinstance(module, plain)), None)
@@ -2196,13 +2196,14 @@ def quantize_weights(model, dtype):
             setattr(model.get_submodule(owner), name, kind(module, dtype))
 
 
-def fill_rows(model, name, index, values):
-    """Copies values into the rows at `index` of a weight, given by its name, in whatever form it is kept."""
-    owner, _, last = name.rpartition('.')
-    module = model.get_submodule(owner)
-    if isinstance(module, Int8) and last == 'weight':
-        values, module.scale[index] = quantize_rows(values.to(module.weight.device), module.scale.dtype)
-    getattr(module, last)[index] = values
+def fill_rows(model, name, w, index, values):
+    """Copies values to w[index] in whatever form they are kept there; w is the tensor that state_dict() has
+    by this name."""
+    module = model.get_submodule(name.rpartition('.')[0])
+    if w.dtype is torch.int8:
+        values, scale = quantize_rows(values.to(w.device), module.scale.dtype)
+        module.scale[:len(w)][index] = scale  # a vocabulary is padded in the model only
+    w[index] = values.to(w.device, w.dtype)
 
 
 # checkpoints ------------------------------------------------------------------------------------------------

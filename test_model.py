@@ -6270,6 +6270,8 @@ def test_hf_checkpoints_in_and_out(kind, options, tmp_path):
     near(hf_opened(tmp_path / 'out')(idx).logits, logits)
     again = hub.from_pretrained(tmp_path / 'out')
     assert torch.equal(again(idx), ours(idx))
+    flat.quantize_weights(again, torch.float32)  # as a whole, and tensor by tensor as it is read
+    assert torch.equal(hub.from_pretrained(tmp_path / 'in', int8=True)(idx), again(idx))
 
 
 @torch.no_grad()
