@@ -946,6 +946,8 @@ def copy(parts, stored, model):
     for head in (model.wte, model.lm_head):
         if head is not None:  # rows that pad the vocabulary
             head.weight[model.config.vocab_size:] = 0
+            if hasattr(head, 'scale'):
+                head.scale[model.config.vocab_size:] = 0
             if getattr(head, 'bias', None) is not None:
                 head.bias[model.config.vocab_size:] = 0
 
@@ -1005,6 +1007,8 @@ def their_tensors(model, family, dtype):
     """name -> tensor, in the family's layout: views of ours where layout and dtype agree. Buffers (the biases
     of experts) keep their own dtype, as in the model."""
     state, tensors, buffers = model.state_dict(), {}, dict(model.named_buffers())
+    if torch.int8 in {w.dtype for w in state.values()}:
+        raise ValueError("the model's weights are in 8 bits: export the one that it was made from")
     for part in plan(model, family):
         w = state[part.ours][part.index]
         if part.plus_one:

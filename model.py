@@ -1129,9 +1129,15 @@ class Cache:
         self._recount()
 
     def put(self, rows, other):
-        """Replaces rows, given by their numbers, by those of another cache, made for as many tokens."""
-        for old, new in zip(self.tensors(), other.tensors()):
+        """Replaces rows, given by their numbers, by those of another cache, which is not static and was made
+        for as many tokens."""
+        for old, new in zip(self.tensors()[:3] + self._state_tensors(),
+                            other.tensors()[:3] + other._state_tensors()):
             old[rows] = new
+        for mine, others in zip(self.slots, other.slots):
+            used = min(other.longest, mine.count)
+            for old, new in zip(mine.tensors, others.tensors):
+                old[rows, :, :used] = new[:, :, :used]
         self._recount()
 
     def _recount(self):
@@ -2105,10 +2111,14 @@ def from_adapters(path, rest, read_base, changes):
 def quantize_rows(w, dtype):
     """w (..., n_in) -> int8 of the same shape and a scale for each row, (...) of dtype, whose product is w to
     within half a scale: the largest value of a row becomes 127 ("vector-wise" in arXiv:2208.07339)."""
-    w = w.float()
-    scale = (w.abs().amax(dim=-1) / 127).to(dtype)
-    steps = w / scale.float().masked_fill(scale == 0, 1.0)[..., None]
-    return steps.round().clamp(-127, 127).to(torch.int8), scale
+    rows, scale = w.flatten(0, -2), w.new_empty(w.shape[:-1], dtype=dtype)
+    quantized = torch.empty_like(rows, dtype=torch.int8)
+    for one, into, scales in zip(*(each.split(4096) for each in (rows, quantized, scale.view(-1)))):
+        one = one.float()
+        scales.copy_(one.abs().amax(dim=-1) / 127)
+        steps = one / scales.float().masked_fill(scales == 0, 1.0)[:, None]
+        into.copy_(steps.round().clamp(-127, 127))
+    return quantized.view(w.shape), scale
 
 
 class Int8(nn.Module):
@@ -2142,23 +2152,24 @@ class Int8Experts(Int8):
 
     def __init__(self, module, dtype):
         super().__init__(module, dtype)
-        self.loop = torch.compiler.disable(self.one_by_one)  # as in GroupedLinear
-
-    def one_by_one(self, x, offsets):
-        y, begin = x.new_empty(len(x), sum(self.widths)), 0
-        for expert, end in enumerate(offsets.tolist()):
-            if end > begin:
-                y[begin:end] = int8_linear(x[begin:end], self.weight[expert], self.scale[expert])
-                if self.bias is not None:
-                    y[begin:end] += self.bias[expert].type_as(y)
-            begin = end
-        return y
+        self.loop = torch.compiler.disable(loop_over_int8_experts)  # as in GroupedLinear
 
     def has_kernel(self, dtype, device):
         return False
 
     def forward(self, x, offsets):
-        return self.loop(x, offsets).split(self.widths, dim=-1)
+        return self.loop(x, self.weight, self.scale, self.bias, offsets).split(self.widths, dim=-1)
+
+
+def loop_over_int8_experts(x, w, scale, bias, offsets):
+    y, begin = x.new_empty(len(x), w.shape[1]), 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > begin:
+            y[begin:end] = int8_linear(x[begin:end], w[expert], scale[expert])
+            if bias is not None:
+                y[begin:end] += bias[expert].type_as(y)
+        begin = end
+    return y
 
 
 class Int8Embedding(Int8):
@@ -2173,15 +2184,18 @@ class Int8Embedding(Int8):
 
 def int8_linear(x, w, scale):
     """x (..., n_in), w (n_out, n_in) int8, scale (n_out,) -> x @ (w scale)^T, (..., n_out)."""
-    rows = x.numel() // x.shape[-1]
-    if x.device.type == 'cpu' and x.dtype is torch.bfloat16 and rows <= INT8_ROWS:
-        y = torch._weight_int8pack_mm(x.reshape(rows, -1), w, scale.to(x.dtype))
+    rows, scale = x.numel() // x.shape[-1], scale.to(x.dtype)
+    # torch's kernel for few rows reads 16 columns at a time, and looks for no end of them
+    if x.device.type == 'cpu' and x.dtype is torch.bfloat16 and rows <= INT8_ROWS and x.shape[-1] % 16 == 0:
+        y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale)
         return y.view(*x.shape[:-1], -1)
-    return F.linear(x, w.to(x.dtype)) * scale.to(x.dtype)
+    if x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
+        return F.linear(x, w.to(x.dtype) * scale[:, None])
+    return F.linear(x, w.to(x.dtype)) * scale
 
 
 INT8_ROWS = 16  # more are multiplied faster by the weight as bfloat16
-INT8 = ((Linear, Int8Linear), (GroupedLinear, Int8Experts), (Embedding, Int8Embedding))
+INT8 = {Linear: Int8Linear, FusedLinear: Int8Linear, GroupedLinear: Int8Experts, Embedding: Int8Embedding}
 
 
 @torch.no_grad()
@@ -2191,7 +2205,7 @@ def quantize_weights(model, dtype):
     fill_rows."""
     for path, module in list(model.named_modules()):
         owner, _, name = path.rpartition('.')
-        kind = next((int8 for plain, int8 in INT8 if isinstance(module, plain)), None)
+        kind = INT8.get(type(module))
         if kind and name not in ('c_kv', 'wpe', 'router'):
             setattr(model.get_submodule(owner), name, kind(module, dtype))
 

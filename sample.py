@@ -10,7 +10,7 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py --out_dir=out-chat --chat --start=LINES:questions.txt  # each question alone
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl  # or goes on
     python sample.py --start=FILE:article.txt --score       # log-probabilities of this text, token by token
-    python sample.py --speculate=8                          # sooner where text repeats itself; the same text
+    python sample.py --speculate=8                          # sooner where text repeats itself
 
 Noise is a function of (seed, sample, position): sample 3 is the same text alone or among a hundred others.
 """
@@ -19,6 +19,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -38,7 +39,7 @@ rope_scaling: dict | None = None  # for a larger one: {'rope_type': 'linear', 'f
 start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a line), - (standard input)
 num_samples = 10            # for each prompt, drawn as one batch; chat gives one answer
 max_new_tokens = 500        # tokens in each sample
-batch_size = 64             # samples made at once; the next takes the place of one that has ended
+batch_size = 64             # samples made at once; where one has ended, the next takes its place
 output = ''                 # JSON lines are written here, in order; an interrupted file is gone on with
 score = False               # log-probabilities of the tokens of start, instead of a text that follows
 stop: str | tuple | list = ()  # end a sample at this text, or any of these
@@ -53,7 +54,7 @@ top_p = 1.0                 # only the likeliest tokens that together have this 
 min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
 repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
 seed = 1337                 # of sampling only
-# speed; the text depends on quantize alone
+# speed; in float32 the text does not depend on speculate and draft
 quantize = ''               # int8: large weights in 8 bits, a scale for each row; half the memory of bfloat16
 speculate: int | None = None  # tokens guessed at a time, from where the text repeats itself, or by draft
 draft = ''                  # a smaller model of the same tokenizer, as init_from, guesses; speculate None: 4
@@ -66,7 +67,7 @@ config, _ = configure(globals())
 import numpy as np
 import torch
 
-from model import GPT, GroupedLinear, checkpoint_path, merge_lora, quantize_weights
+from model import GPT, GroupedLinear, Int8Experts, checkpoint_path, merge_lora, quantize_weights
 from prepare import find_tokenizer, json_tokenizer
 
 # loading ----------------------------------------------------------------------------------------------------
@@ -151,20 +152,23 @@ def sample_token(logits, u, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
     if temperature == 0:
         highest, token = logits.max(dim=-1)
         return token.where(~highest.isnan(), -1)
-    logits = logits.float() / temperature
+    logits, ids = logits.float() / temperature, None
     if top_k or top_p < 1:
-        values, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
-        probs = values.softmax(dim=-1)
-        if top_p < 1:  # a token stays if those before it have not reached top_p: one always does
-            probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
-        probs = torch.zeros_like(logits).scatter(-1, ids, probs)
-    else:
-        probs = logits.softmax(dim=-1)
+        logits, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
+    probs = logits.softmax(dim=-1)
+    if top_p < 1:  # a token stays if those before it have not reached top_p: one always does
+        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
     if min_p:
         probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    if ids is not None:
+        ids, order = ids.sort(dim=-1)
+        probs = probs.gather(-1, order)
     cdf = probs.double().cumsum(dim=-1)
     token = (cdf <= u[..., None].double() * cdf[..., -1:]).sum(dim=-1)
-    return token.where(~cdf[..., -1].isnan(), -1)
+    is_nan = cdf[..., -1].isnan()
+    if ids is not None:
+        token = ids.gather(-1, token[..., None].clamp(max=ids.shape[-1] - 1))[..., 0]
+    return token.where(~is_nan, -1)
 
 
 def penalise(logits, seen, penalty):
@@ -188,7 +192,7 @@ class Sampling(typing.NamedTuple):
             if logits.shape[1] > 1:  # the tokens that are fed come to it one by one
                 fed = torch.zeros_like(logits, dtype=torch.bool).scatter(
                     2, tokens[..., None].to(logits.device), True)
-                seen = seen | (fed.cumsum(dim=1) > 0)
+                seen = seen | (fed.cumsum(dim=1, dtype=torch.uint8) > 0)
             logits = penalise(logits, seen, self.repetition_penalty)
         return sample_token(logits, u, *self[:4])
 
@@ -226,7 +230,7 @@ def compile_mode(model, device):
     one matmul in hardware, on Hopper: elsewhere each waits for the number of its tokens, and no graph can."""
     if device.type != 'cuda':
         return None
-    experts = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    experts = [module for module in model.modules() if isinstance(module, (GroupedLinear, Int8Experts))]
     native = torch.cuda.get_device_capability(device) == (9, 0)
     captured = all(native and module.has_kernel(model.compute_dtype(), 'cuda') for module in experts)
     return 'reduce-overhead' if captured else None
@@ -244,11 +248,19 @@ class Sample:
     """A text that is being made, in a row of the cache."""
     number: int         # among all samples; it keys the noise
     context: list       # token ids that it attends to, so far as they have been read
-    noise: np.ndarray   # a number in [0, 1) for each token that may be drawn
+    noise: np.ndarray   # (max_new_tokens,) float32 in [0, 1): what each token is drawn by
     held: int = 0       # tokens of the context that the cache holds
     made: int = 0       # tokens drawn
     read: int = 0       # tokens of these that have been read
-    ended: bool = False
+    ended: bool = False  # by a stop token, or since the caller has enough
+
+    def is_done(self):
+        return self.ended or self.made >= len(self.noise)
+
+    def next_noise(self, n):
+        """What the next n tokens are drawn by, (n,); zeros after the last one, which nobody reads."""
+        u = self.noise[self.made:self.made + n]
+        return np.pad(u, (0, n - len(u)))
 
 
 def step(model, tokens, cache, u, seen, sampling):
@@ -257,6 +269,7 @@ def step(model, tokens, cache, u, seen, sampling):
 
 
 LAG = 4  # steps that a GPU may be ahead of what is read of it
+PREFILL = 8192  # tokens, padding among them, that are fed at once; a longer prompt is fed alone
 
 
 class Batch:
@@ -265,15 +278,15 @@ class Batch:
     A token that is drawn is fed again unread. On a GPU it is read some steps later, which spares it the wait
     for the host; what a sample draws after its stop token is dropped."""
 
-    def __init__(self, model, prompts, count, max_new_tokens, sampling, seed, first, stop_tokens, compile,
-                 cache, ahead):
-        self.model, self.prompts, self.waiting = model, prompts, collections.deque(range(len(prompts)))
-        self.max_new_tokens, self.stop_tokens, self.ahead = max_new_tokens, stop_tokens, ahead
-        self.sampling, self.seed, self.first = sampling, seed, first
+    def __init__(self, model, prompts, first, count, max_new_tokens, sampling, seed, stop_tokens, compile,
+                 cache, guesses):
+        self.model, self.prompts, self.waiting = model, prompts, iter(range(first, len(prompts)))
+        self.max_new_tokens, self.stop_tokens = max_new_tokens, stop_tokens
+        self.sampling, self.seed, self.guesses = sampling, seed, guesses
         self.own, self.compile, self.step, device = cache is None, compile, step, model.wte.weight.device
         if cache is None:
             size = min(model.config.block_size, max(map(len, prompts)) + max_new_tokens)
-            cache = new_cache(model, count, size, static=compile, max_rewind=ahead)
+            cache = new_cache(model, count, size, static=compile, max_rewind=guesses)
         self.cache, self.size = cache, cache.max_len
         if compile:
             self.step = torch.compile(step, dynamic=False, mode=compile_mode(model, device))
@@ -286,42 +299,54 @@ class Batch:
             self.seen = torch.zeros(count, model.config.vocab_size, dtype=torch.bool, device=self.drawn_on)
         self.rows, self.unread = [None] * count, collections.deque()
         for i in range(count):
-            self.place_next(i)
-        if any(len(prompt) > self.size for prompt in prompts[:count]):  # it begins elsewhere
+            self.place(i, next(self.waiting))
+        if any(len(prompts[row.number]) > self.size for row in self.rows):  # it begins elsewhere
             cache.reset()
         for row, held in zip(self.rows, cache.length.tolist()):
             row.held = held
         self.fresh = list(range(count))  # rows that are to be fed more than the token drawn last
 
-    def place_next(self, i):
-        """Puts the next sample into row i."""
-        number = self.waiting.popleft()
-        prompt = self.prompts[number]
-        count = self.max_new_tokens + self.ahead + LAG
-        noise = uniforms(self.seed, self.first + number, len(prompt), count)
-        self.rows[i] = Sample(number, list(prompt[-self.size:]), noise.astype(np.float32))  # 24 bits fit
+    def place(self, i, number):
+        """Puts a sample into row i."""
+        prompt = list(self.prompts[number])
+        noise = uniforms(self.seed, number, len(prompt), self.max_new_tokens)
+        self.rows[i] = Sample(number, prompt[-self.size:], noise.astype(np.float32))  # 24 bits fit
         if self.seen is not None:
             self.seen[i] = False
             self.seen[i, prompt] = True
 
     def noise(self, rows, n=1):
-        """What the next n tokens of these rows are drawn by, (rows, n); rows that have ended run on."""
-        u = np.stack([row.noise[min(row.made, len(row.noise) - n):][:n] for row in rows])
+        """What the next n tokens of these rows are drawn by, (rows, n)."""
+        u = np.stack([row.next_noise(n) for row in rows])
         return torch.from_numpy(u).to(self.drawn_on, non_blocking=True)
 
     def feed(self):
-        """Feeds the fresh rows what the cache does not hold of their contexts; draws a token for each."""
-        rows, cache = [self.rows[i] for i in self.fresh], self.cache
-        if len(rows) < len(self.rows):  # it holds nothing of them
-            cache = new_cache(self.model, len(rows), self.size, static=False, max_rewind=cache.max_rewind)
-        logits = prefill(self.model, [row.context[row.held:] for row in rows], cache)
-        if cache is not self.cache:
-            self.cache.put(self.fresh, cache)
-        for row in rows:
-            row.held = len(row.context)
-        seen = None if self.seen is None else self.seen[self.fresh]
-        drawn = self.sampling.draw(logits[:, None].to(self.drawn_on), None, self.noise(rows), seen)
-        self.take(self.fresh, drawn[:, 0])
+        """Feeds the fresh rows what the cache does not hold of their contexts, so many at once that padding
+        remains small, and draws a token for each."""
+        by_length = sorted(self.fresh, key=lambda i: self.rows[i].held - len(self.rows[i].context))
+        direct = len(self.fresh) == len(self.rows) and (any(row.held for row in self.rows) or not self.compile
+                                                        and self.padded(by_length) <= PREFILL)
+        while by_length:
+            count = len(by_length)
+            while not direct and count > 1 and self.padded(by_length[:count]) > PREFILL:
+                count = (count + 1) // 2
+            numbers, by_length = sorted(by_length[:count]), by_length[count:]
+            rows, cache = [self.rows[i] for i in numbers], self.cache
+            if not direct:  # the cache holds nothing of them
+                cache = new_cache(self.model, count, self.size, static=False, max_rewind=cache.max_rewind)
+            logits = prefill(self.model, [row.context[row.held:] for row in rows], cache)
+            if not direct:
+                self.cache.put(numbers, cache)
+            for row in rows:
+                row.held = len(row.context)
+            seen = None if self.seen is None else self.seen[numbers]
+            drawn = self.sampling.draw(logits[:, None].to(self.drawn_on), None, self.noise(rows), seen)
+            self.take(numbers, drawn[:, 0])
+
+    def padded(self, numbers):
+        """Tokens to be fed to these rows at once, of which the first has most."""
+        row = self.rows[numbers[0]]
+        return len(numbers) * (len(row.context) - row.held)
 
     def advance(self):
         """Draws a token for each row."""
@@ -340,36 +365,36 @@ class Batch:
         rows = [self.rows[i] for i in numbers] if isinstance(numbers, list) else list(self.rows)
         on_host, copied = drawn.to('cpu', non_blocking=True), None
         if drawn.device.type == 'cuda':
-            copied = torch.cuda.Event()
-            copied.record()
+            copied = torch.cuda.current_stream(drawn.device).record_event()
         for row in rows:
             row.made += 1
         self.unread.append((rows, on_host[:, None], copied))
 
-    def advance_by(self, proposals, proposer):
+    def advance_by(self, proposals):
         """Feeds each row its last token and what is proposed to follow it, and takes of what is drawn after
-        each all that agrees with the proposals, and one token more: the tokens that advance would draw."""
-        ahead = self.ahead if self.compile else max(map(len, proposals))
-        padded = torch.tensor([proposal + [0] * (ahead - len(proposal)) for proposal in proposals])
+        each all that agrees with the proposals, and one token more: the tokens that advance would draw.
+        Returns how many proposals were right."""
+        longest = self.guesses if self.compile else max(map(len, proposals))
+        padded = torch.tensor([proposal + [0] * (longest - len(proposal)) for proposal in proposals])
         tokens = torch.cat((self.token[:, None], padded.to(self.token.device)), dim=1)
-        u = self.noise(self.rows, ahead + 1)
+        u = self.noise(self.rows, longest + 1)
         drawn = self.step(self.model, tokens, self.cache, u, self.seen, self.sampling).tolist()
-        drawn = [new[:len(os.path.commonprefix([new, proposal])) + 1]
-                 for new, proposal in zip(drawn, proposals)]
-        proposer.fed += sum(map(len, proposals))
-        proposer.kept += sum(len(new) - 1 for new in drawn)
-        self.cache.rewind(torch.tensor([ahead + 1 - len(new) for new in drawn], device=self.token.device))
+        drawn = [new[:alike(new, proposal) + 1] for new, proposal in zip(drawn, proposals)]
+        self.cache.rewind(torch.tensor([longest + 1 - len(new) for new in drawn], device=self.token.device))
         for i, (row, new) in enumerate(zip(self.rows, drawn)):
-            row.held, row.made, self.token[i] = row.held + len(new), row.made + len(new), max(0, new[-1])
+            row.held, row.made = row.held + len(new), row.made + len(new)
             if self.seen is not None:
                 self.seen[i, [max(0, token) for token in new]] = True
-        self.unread.append((self.rows, drawn, None))
+        self.token.copy_(torch.tensor([max(0, new[-1]) for new in drawn]))
+        self.unread.append((list(self.rows), drawn, None))
+        return sum(map(len, drawn)) - len(drawn)
 
-    def propose(self, proposer):
-        """A list of tokens for each row, empty where nothing is proposed or the context has no room."""
-        if proposer is None or any(row.held + 1 + self.ahead > self.size for row in self.rows):
-            return [[] for _ in self.rows]
-        return proposer.propose(self.rows, self.sampling)
+    def has_room(self):
+        """Whether each row can be fed its last token and all guesses."""
+        return all(row.held + 1 + self.guesses <= self.size for row in self.rows)
+
+    def is_full(self):
+        return any(row.held >= self.size for row in self.rows)
 
     def read(self, lag, enough):
         """Yields (sample, token), (sample, None) at its end, of all steps but the last `lag`."""
@@ -379,7 +404,7 @@ class Batch:
                 copied.synchronize()
             for row, tokens in zip(rows, drawn if isinstance(drawn, list) else drawn.tolist()):
                 for token in tokens:
-                    if row.ended:
+                    if row.ended or row.read == len(row.noise):
                         break
                     if token < 0:
                         raise ValueError(
@@ -390,23 +415,20 @@ class Batch:
                         row.context.append(token)
                         row.read += 1
                         yield row.number, token
-                        row.ended = row.read == self.max_new_tokens or row.number in enough
-                    if row.ended:
+                        row.ended = row.number in enough
+                    if row.ended or row.read == len(row.noise):
                         yield row.number, None
 
-    def is_full(self):
-        return any(row.held >= self.size for row in self.rows)
-
     def refill(self):
-        """Gives rows of samples that have ended to the next, or drops them; where a context is full, its last
-        half goes on. All that was drawn must have been read where is_full."""
+        """Gives rows of samples that are done to the next ones, or drops them; where a context is full, its
+        last half goes on, for which all that was drawn must have been read."""
         for i, row in enumerate(self.rows):
-            if (row.ended or row.made >= self.max_new_tokens) and self.waiting:
-                self.place_next(i)
+            number = next(self.waiting, None) if row.is_done() else None
+            if number is not None:
+                self.place(i, number)
             elif row.held >= self.size:
                 row.context, row.held = row.context[-max(1, self.size // 2):], 0
-        going = [i for i, row in enumerate(self.rows)
-                 if not (row.ended or row.made >= self.max_new_tokens)]
+        going = [i for i, row in enumerate(self.rows) if not row.is_done()]
         if not going:
             self.rows = []
         elif len(going) < len(self.rows) and self.own and not self.compile:
@@ -418,68 +440,102 @@ class Batch:
             self.cache.reset()
 
 
-def prompt_lookup(context, count, longest=3):
-    """Up to `count` tokens that stood after the context's last ones where these stood before: the latest
-    place of the longest run, of 3 tokens to 1 (arXiv:2304.04487). Empty if they never did."""
-    ids = np.array(context)
-    for n in range(min(longest, len(ids) - 1), 0, -1):
-        runs = np.lib.stride_tricks.sliding_window_view(ids[:-1], n)
-        found = np.flatnonzero((runs == ids[-n:]).all(axis=1))
-        if len(found):
-            return ids[found[-1] + n:][:count].tolist()
-    return []
+def alike(a, b):
+    """How many elements two lists have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def check_rewinds(model):
+def check_rewinds(model, what):
     """Raises ValueError if a layer of the model cannot take tokens back."""
     for block in model.h:
         if block.attn.states:
-            raise ValueError(f"speculation takes tokens back, and layer {block.attn.layer}, a "
-                             f"{type(block.attn).__name__}, keeps a state that cannot: leave out speculate")
+            raise ValueError(f"speculation takes tokens back, but layer {block.attn.layer} of the {what}, a "
+                             f"{type(block.attn).__name__}, keeps a state that cannot: leave out --speculate "
+                             "and --draft")
 
 
 class Lookup:
-    """Proposes `count` tokens by prompt_lookup. Of all that it proposed `fed` were looked at, `kept` kept."""
+    """Proposes what followed a text's last tokens where these stood before: at the latest such place, of the
+    longest such run, of 3 tokens to 1 (prompt lookup, arXiv:2304.04487). What comes to the text's end so goes
+    on from that place again.
+
+    Of `count` tokens at most at a time `fed` were proposed in all, and `kept` of these were right."""
 
     def __init__(self, count):
         self.count, self.fed, self.kept = count, 0, 0
+        self.known = {}  # sample -> its context, run of tokens -> where it last ended, tokens looked at
 
-    def propose(self, rows, sampling):
-        """rows: Samples -> a list of tokens for each."""
-        return [prompt_lookup(row.context, self.count) for row in rows]
+    def propose(self, rows, size, sampling):
+        """rows: Samples, size: most tokens of a context -> a list of tokens for each."""
+        numbers = {row.number for row in rows}
+        self.known = {number: known for number, known in self.known.items() if number in numbers}
+        return [[] if row.is_done() else self.look_up(row) for row in rows]
+
+    def look_up(self, row):
+        context, ends, looked_at = self.known.get(row.number, (None, {}, 0))
+        if context is not row.context:  # it is new, or goes on from its last half
+            context, ends, looked_at = row.context, {}, 0
+        for end in range(looked_at + 1, len(context)):
+            for n in range(1, min(3, end) + 1):
+                ends[tuple(context[end - n:end])] = end
+        self.known[row.number] = context, ends, max(0, len(context) - 1)
+        for n in range(min(3, len(context)), 0, -1):
+            end = ends.get(tuple(context[-n:]))
+            if end is not None:
+                return [context[end + i % (len(context) - end)] for i in range(self.count)]
+        return []
 
 
 class Draft:
-    """Proposes the `count` tokens that a smaller model of the same vocabulary draws with the same noise. Its
-    block_size must not be smaller than the context. `fed` and `kept` as in Lookup."""
+    """Proposes the `count` tokens that a smaller model of the same vocabulary draws with the same noise; fed
+    and kept as in Lookup."""
 
     def __init__(self, model, count):
-        check_rewinds(model)
+        check_rewinds(model, 'draft')
         self.model, self.count, self.fed, self.kept = model, count, 0, 0
-        self.cache, self.held = None, []  # held: the tokens in it, by row
+        self.cache, self.numbers, self.held = None, [], []  # of each of its rows the sample and tokens
 
-    def propose(self, rows, sampling):
-        """rows: Samples -> a list of tokens for each."""
-        device = self.model.wte.weight.device
-        if len(self.held) != len(rows):
-            self.cache = new_cache(self.model, len(rows), self.model.config.block_size, static=False,
-                                   max_rewind=self.count)
-            self.held = [[] for _ in rows]
-        same = [min(len(os.path.commonprefix([held, row.context])), len(row.context) - 1)
-                for held, row in zip(self.held, rows)]
+    def propose(self, rows, size, sampling):
+        """rows: Samples, size: most tokens of a context -> a list of tokens for each."""
+        held = self.held_of(rows, size)
+        self.numbers = []  # what is interrupted begins anew
+        same = [min(alike(old, row.context), len(row.context) - 1) for old, row in zip(held, rows)]
         # of another sample, or one that goes on from half its context, nothing is kept: windows forget
-        same = [n if len(held) - n <= self.count else 0 for held, n in zip(self.held, same)]
-        self.cache.rewind(torch.tensor([len(held) - n for held, n in zip(self.held, same)], device=device))
-        noise = torch.from_numpy(np.stack([row.noise[min(row.made, len(row.noise) - self.count):]
-                                           [:self.count] for row in rows]))
+        same = [n if len(old) - n <= self.count else 0 for old, n in zip(held, same)]
+        device = self.cache.length.device
+        self.cache.rewind(torch.tensor([len(old) - n for old, n in zip(held, same)], device=device))
+        u = torch.from_numpy(np.stack([row.next_noise(self.count) for row in rows]))
+        u = u.to('cpu' if device.type == 'mps' else device)  # as in Batch
         logits, drawn = prefill(self.model, [row.context[n:] for row, n in zip(rows, same)], self.cache), []
-        for u in noise.T:
+        for i in range(self.count):
             if drawn:
                 logits = self.model(drawn[-1].to(device), cache=self.cache)[:, -1]
-            drawn.append(sampling.draw(logits[:, None].cpu(), None, u[:, None], None))
-        tokens = torch.cat(drawn, dim=1).clamp(min=0).tolist()
+            drawn.append(sampling.draw(logits[:, None].to(u.device), None, u[:, i:i + 1], None).clamp(min=0))
+        tokens = torch.cat(drawn, dim=1).tolist()
         self.held = [row.context + new[:-1] for row, new in zip(rows, tokens)]
-        return tokens
+        self.numbers = [row.number for row in rows]
+        return [[] if row.is_done() else new for row, new in zip(rows, tokens)]
+
+    def held_of(self, rows, size):
+        """The tokens that the cache holds of these rows, having been made, or put into their order."""
+        numbers, size = [row.number for row in rows], min(self.model.config.block_size, size + self.count)
+        if len(self.numbers) < len(rows) or self.cache.max_len < size:
+            self.cache = new_cache(self.model, len(rows), size, static=False, max_rewind=self.count)
+            return [[] for _ in rows]
+        if numbers == self.numbers:
+            return self.held
+        others = iter([i for i, number in enumerate(self.numbers) if number not in numbers])
+        order = [self.numbers.index(number) if number in self.numbers else next(others) for number in numbers]
+        self.cache.select(order)
+        return [self.held[i] for i in order]
+
+
+def check_prompts(prompts, vocab_size):
+    """Raises ValueError for one that is empty, or has an id that is not in the vocabulary."""
+    for prompt in prompts:
+        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError("a prompt needs at least one token, all of them below "
+                             f"vocab_size={vocab_size}; got {list(prompt[:8])}")
 
 
 @torch.no_grad()
@@ -488,37 +544,38 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
              proposer=None, enough=(), first=0):
     """Yields (sample, token) for each token drawn, and (sample, None) once a sample has ended.
 
-    prompts: lists of token ids, of any lengths; the samples' numbers are their places. Their noise is that of
-    numbers from `first` on. A sample ends before any of stop_tokens, after max_new_tokens, or when its number
-    is in `enough`, a set to which the caller may add meanwhile. A prompt longer than block_size is cropped to
-    its end; a sample whose context is full continues from the last half of it. compile: one compiled step
-    over a static cache. cache: one that holds the first tokens of each prompt already, so that only the
-    others are fed; its max_len is then the context. Until that is full, it is left with all tokens but the
-    last one drawn. batch_size: how many samples are made at once, None: all; the next takes the place of one
-    that has ended. proposer: a Lookup or Draft. What it proposes is fed at once, and kept as far as it is
-    what would have been drawn, so that the text is the same without (speculative decoding, arXiv:2211.17192,
-    with noise in common). The model should be in eval mode. Raises ValueError for an empty prompt, an id not
-    in the vocabulary, logits that are NaN, and for a proposer with layers that cannot take tokens back."""
-    vocab_size = model.config.vocab_size
-    for prompt in prompts:
-        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ValueError("a prompt needs at least one token, all of them below "
-                             f"vocab_size={vocab_size}; got {list(prompt)[:8]}")
-    if not prompts or max_new_tokens < 1:
+    prompts: lists of token ids, of any lengths; a sample's number is its place among them, and keys its
+    noise. first: the samples before it are left out. A sample ends before any of stop_tokens, after
+    max_new_tokens, or when its number is in `enough`, a set to which the caller may add meanwhile. A prompt
+    longer than block_size is cropped to its end; a sample whose context is full continues from the last half
+    of it. compile: one compiled step over a static cache. cache: one that holds the first tokens of each
+    prompt already, so that only the others are fed; its max_len is then the context. Until that is full, it
+    is left with all tokens but the last one drawn, and with guesses that were right. batch_size: how many
+    samples are made at once, None: all; the next takes the place of one that has ended. proposer: a Lookup or
+    Draft. What it proposes is fed at once, and kept as far as it is what would have been drawn, so that the
+    text is the same without (speculative decoding, arXiv:2211.17192, with noise in common). The model should
+    be in eval mode. Raises ValueError for an empty prompt, an id not in the vocabulary, logits that are NaN,
+    and for a proposer with layers that cannot take tokens back."""
+    check_prompts(prompts, model.config.vocab_size)
+    if len(prompts) <= first or max_new_tokens < 1:
         return
     if proposer:
-        check_rewinds(model)
+        check_rewinds(model, 'model')
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    count, ahead = min(batch_size or len(prompts), len(prompts)), proposer.count if proposer else 0
-    batch = Batch(model, prompts, count, max_new_tokens, sampling, seed, first, stop_tokens, compile, cache,
-                  ahead)
-    lag = LAG if model.wte.weight.device.type == 'cuda' and proposer is None else 0
+    count, guesses = len(prompts) - first, proposer.count if proposer else 0
+    batch = Batch(model, prompts, first, min(batch_size or count, count), max_new_tokens, sampling, seed,
+                  stop_tokens, compile, cache, guesses)
+    on_gpu = model.wte.weight.device.type == 'cuda'
+    lag = LAG if on_gpu and proposer is None and cache is None else 0  # a cache of the caller is not ahead
     while batch.rows:
-        proposals = [] if batch.fresh else batch.propose(proposer)
+        proposals = []
+        if proposer and not batch.fresh and batch.has_room():
+            proposals = proposer.propose(batch.rows, batch.size, sampling)
         if batch.fresh:
             batch.feed()
         elif any(proposals):
-            batch.advance_by(proposals, proposer)
+            proposer.fed += sum(map(len, proposals))
+            proposer.kept += batch.advance_by(proposals)
         else:
             batch.advance()
         yield from batch.read(0 if batch.is_full() else lag, enough)
@@ -583,22 +640,29 @@ def completions(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None
 
 
 @torch.no_grad()
-def score_tokens(model, ids):
+def score_tokens(model, ids, piece=256):
     """The log-probability of each token but the first, after those before it: ids -> (len(ids) - 1,) float64.
-    In a text longer than the context these are at least half a context, or all."""
+    In a text longer than the context these are at least half a context, or all. Raises ValueError for an id
+    that is not in the vocabulary, and logits that are NaN."""
+    check_prompts([ids], model.config.vocab_size)
     size, found, start = model.config.block_size, [], 0
     while len(found) < len(ids) - 1:
-        window = torch.tensor([ids[start:start + size]], device=model.wte.weight.device)
-        logits = model(window)[0, :-1].double().log_softmax(dim=-1)
-        each = logits.gather(1, window[0, 1:, None])[:, 0]
-        found += each[len(found) - start:].tolist()
-        start += max(1, size // 2)
+        window, new = torch.tensor(ids[start:start + size + 1], device=model.wte.weight.device), []
+        cache = model.make_cache(1, min(size, len(window)))
+        for tokens, targets in zip(window[:-1].split(piece), window[1:].split(piece)):  # logits are large
+            logits = model(tokens[None], cache=cache)[0].double()
+            new += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=-1)).tolist()
+        found += new[len(found) - start:]
+        start += (size + 1) // 2
+    if np.isnan(found).any():
+        raise ValueError(f"the logits after token {int(np.isnan(found).argmax()) + 1} are NaN: the weights "
+                         "are damaged, or too large for float16: --dtype=float32")
     return np.array(found)
 
 
-def in_order(results):
-    """Yields results, tuples that begin with 0, 1, 2... in any order, in that order."""
-    early, following = {}, 0
+def in_order(results, following=0):
+    """Yields results, tuples that begin with numbers from `following` on in any order, in that order."""
+    early = {}
     for result in results:
         early[result[0]] = result
         while following in early:
@@ -616,7 +680,7 @@ def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, *
 
 COMMANDS = """/reset forgets the conversation; /set temperature 0.5 changes a setting, /set lists them
 /exit or Ctrl-D leaves; Ctrl-C stops an answer; /help prints this"""
-SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'seed')
+SAMPLING = (*Sampling._fields, 'seed')
 CHAT_SETTINGS = (*SAMPLING, 'max_new_tokens', 'thinking')  # what /set takes
 
 
@@ -809,6 +873,8 @@ def check_settings(s):
             ('speculate', s['speculate'] != 0 or not s['draft'], 'at least 1, or None, with a draft'),
             ('quantize', s['quantize'] in ('', 'int8'), "int8 or ''"),
             ('score', not (s['score'] and s['chat']), 'False in a chat'),
+            ('score', not (s['score'] and (s['speculate'] or s['draft'])), 'False: guesses are of new text'),
+            ('start', not s['score'] or s['start'] != '\n', 'the text to score'),
             ('output', not (s['output'] and s['chat'] and s['start'] == '\n'), "'' for typed questions"),
             ('seed', 0 <= s['seed'] < 2**63, 'at least 0 and below 2**63'),
             ('compile', s['compile'] in (True, False, 'auto'), 'True, False or auto'),
@@ -824,56 +890,74 @@ def stop_texts(stop):
 
 
 def make_proposer(s, model, tokenizer, machine):
-    """What the settings speculate and draft name, None for neither. Raises ValueError for a draft that cannot
-    guess for this model."""
+    """What the settings speculate and draft name, None for neither. Raises ValueError for a model from which
+    no token can be taken back, and for a draft that cannot guess for it."""
+    if not (s['draft'] or s['speculate']):
+        return None
+    check_rewinds(model, 'model')
     if not s['draft']:
-        return Lookup(s['speculate']) if s['speculate'] else None
-    draft, other, _ = load(s['draft'], device=machine.device, dtype=machine.dtype)
-    if (draft.config.vocab_size != model.config.vocab_size or other is None
-            or other.tokens != tokenizer.tokens):
-        raise ValueError(f"draft={s['draft']!r} has another tokenizer than the model: name a smaller one of "
-                         "the same family, or leave it out")
+        return Lookup(s['speculate'])
+    draft, other, _ = load(s['draft'], s['out_dir'], machine.device, machine.dtype)
+    same = other is not None and other.tokens == tokenizer.tokens
+    if not same or draft.config.vocab_size != model.config.vocab_size:
+        what = f"{draft.config.vocab_size:,} tokens" if same else 'another tokenizer'
+        raise ValueError(f"draft={s['draft']!r} has {what}, the model its own {model.config.vocab_size:,}: "
+                         "name a smaller model of the same family, or leave it out")
     if draft.config.block_size < model.config.block_size:
-        raise ValueError(f"draft={s['draft']!r} has a context of {draft.config.block_size}, the model has "
-                         f"{model.config.block_size}: give --block_size={draft.config.block_size}")
+        raise ValueError(f"draft={s['draft']!r} has a context of {draft.config.block_size:,}, the model has "
+                         f"{model.config.block_size:,}: give --block_size={draft.config.block_size}")
     return Draft(draft.eval(), s['speculate'] or 4)
 
 
-def answered(path, rows):
-    """How many of the rows (prompt, place among its samples) have a line in a file of answers; one that was
-    cut short is removed. Raises ValueError if the file holds others."""
+SHAPES_TEXT = (*SAMPLING, 'max_new_tokens', 'stop', 'chat', 'system', 'thinking', 'block_size',
+               'rope_scaling', 'quantize')  # settings on which answers depend, besides the model
+
+
+def answers_in(path, rows, settings):
+    """How many of the rows, (prompt, which of its samples), have a line in the file at path, where answers
+    with these settings (a short hash) stand; a line that was cut short is removed. Raises ValueError if the
+    file holds anything else, which stays as it is."""
     if not os.path.exists(path):
         return 0
-    with open(path, 'rb+') as f:
+    with open(path, 'rb') as f:
         content = f.read()
-        whole = content[:content.rfind(b'\n') + 1]
-        f.truncate(len(whole))
-    for i, line in enumerate(whole.splitlines()):
+    *lines, rest = content.split(b'\n')
+    for i, line in enumerate(lines):
         try:
             record = json.loads(line)
-            mine = i < len(rows) and (record['prompt'], record['sample']) == rows[i]
+            found = (record['prompt'], record['sample']), record['settings']
         except (ValueError, KeyError, TypeError):
-            mine = False
-        if not mine:
-            raise ValueError(f"{path} line {i + 1} is no answer to these prompts, in this order: name "
-                             "another --output, or remove the file")
-    return whole.count(b'\n')
+            found = None, None
+        if i >= len(rows) or found != (rows[i], settings):
+            what = ('an answer made with other settings, or by another model' if found[0] in rows[i:i + 1]
+                    else 'no answer to these prompts, in this order')
+            raise ValueError(f"{path} line {i + 1} is {what}: name another --output, or remove the file")
+    if rest and not (lines or rest.startswith(ANSWER[:len(rest)])):
+        raise ValueError(f"{path} holds no answers: name another --output, or remove the file")
+    os.truncate(path, len(content) - len(rest))
+    return len(lines)
+
+
+ANSWER = b'{"prompt": '  # what each line begins with
 
 
 def score_prompts(model, tokenizer, prompts, ids, output):
-    """Prints the tokens of each prompt and their log-probabilities, or writes them as JSON lines."""
-    with open(output, 'w', encoding='utf-8') if output else contextlib.nullcontext() as f:
-        for prompt, tokens in zip(prompts, ids):
-            each = score_tokens(model, tokens)
-            if f:
-                record = {'prompt': prompt, 'ids': tokens, 'logprobs': [None, *each]}
+    """Prints the tokens of each prompt and their log-probabilities, or writes them as JSON lines. Raises
+    ValueError if the file exists."""
+    if output and os.path.exists(output):
+        raise ValueError(f"{output} exists: name another --output, or remove it")
+    scores = ((prompt, tokens, score_tokens(model, tokens)) for prompt, tokens in zip(prompts, ids))
+    if output:
+        with open(output, 'w', encoding='utf-8') as f:
+            for prompt, tokens, each in scores:
+                record = {'prompt': prompt, 'ids': list(tokens), 'logprobs': [None, *each]}
                 print(json.dumps(record, ensure_ascii=False), file=f, flush=True)
-                continue
-            for token, logprob in zip(tokens[1:], each):
-                print(f"{logprob:10.4f}  {tokenizer.decode([token])!r}")
-            mean = each.mean() if len(each) else math.nan
-            print(f"{len(each):,} tokens, log-probability {each.sum():,.4f}, "
-                  f"perplexity {math.exp(-mean):,.3f}")
+        return
+    for _, tokens, each in scores:
+        for token, logprob in zip(tokens[1:], each):
+            print(f"{logprob:10.4f}  {tokenizer.decode([token])!r}")
+        perplexity = np.exp(-each.mean()) if len(each) else math.nan
+        print(f"{len(each):,} tokens, log-probability {each.sum():,.4f}, perplexity {perplexity:,.3f}")
 
 
 def read_prompts(start):
@@ -935,11 +1019,12 @@ if __name__ == '__main__':
     if longest > model.config.block_size:
         print(f"a prompt of {longest} tokens is cropped to its last {model.config.block_size}")
     rows = [(prompt, place) for prompt in prompts for place in range(num_samples)]
-    first = answered(output, rows) if output else 0
+    made_by = [rest['path'], str(machine.dtype), *(config[name] for name in SHAPES_TEXT)]
+    settings = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
+    first = answers_in(output, rows, settings) if output else 0
     if first:
         print(f"{output}: {first:,} of {len(rows):,} answers are there")
-    begin = [text for text in begin for _ in range(num_samples)]
-    shown = [text for text in shown for _ in range(num_samples)]
+    ids, shown, begin = ([one for one in each for _ in range(num_samples)] for each in (ids, shown, begin))
     display = Display(hide)
     live = sys.stdout.isatty() and not output  # a person sees the first sample grow, the others when done
 
@@ -953,16 +1038,16 @@ if __name__ == '__main__':
         print(shown[0], end='', flush=True)
         show(0, begin[0])
     started, total = time.perf_counter(), 0
-    ids = [one for one in ids for _ in range(num_samples)][first:]
     made = completions(model, tokenizer, ids, max_new_tokens, stop_texts(stop), show, compile=compile,
                        batch_size=batch_size, first=first, proposer=proposer, **sampling)
     with open(output, 'a', encoding='utf-8') if output else contextlib.nullcontext() as f:
-        for row, text, count in in_order(made):
-            row, total = first + row, total + count
+        for row, text, count in in_order(made, first):
+            total += count
             text = without_thinking(begin[row] + text) if hide else begin[row] + text
             if f:
                 prompt, place = rows[row]
-                record = {'prompt': prompt, 'sample': place, 'text': text, 'tokens': count}
+                record = {'prompt': prompt, 'sample': place, 'text': text, 'tokens': count,
+                          'settings': settings}
                 print(json.dumps(record, ensure_ascii=False), file=f, flush=True)
                 continue
             if live and row == 0:
