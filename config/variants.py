@@ -23,6 +23,8 @@ LISTS = {
         'multi-head': '', 'grouped, 2 of 4': '--n_kv_head=2', 'multi-query': '--n_kv_head=1',
         'latent, 32': '--n_kv_head=None --kv_lora_rank=32 --qk_nope_head_dim=24 --qk_rope_head_dim=8 '
                       '--v_head_dim=32',
+        'latent, 64': '--n_kv_head=None --kv_lora_rank=64 --qk_nope_head_dim=24 --qk_rope_head_dim=8 '
+                      '--v_head_dim=32',
         'window 32, SSSL': '--window=32 --window_pattern=SSSL', 'gate': '--attn_gate=True',
         'sink': '--attn_sink=True'}),
     'placement': dict(base=QUICK, variants={
@@ -41,7 +43,9 @@ LISTS = {
     'optimizer': dict(base=QUICK, variants={
         'muon 4e-3': '', 'muon 2e-3': '--learning_rate=2e-3', 'muon 8e-3': '--learning_rate=8e-3',
         'adamw 4e-3': '--optimizer=adamw', 'adamw 2e-3': '--optimizer=adamw --learning_rate=2e-3',
-        'adamw 8e-3': '--optimizer=adamw --learning_rate=8e-3'}),
+        'adamw 8e-3': '--optimizer=adamw --learning_rate=8e-3',
+        'adamw 1e-3': '--optimizer=adamw --learning_rate=1e-3', 'muon, 200 steps': '--max_iters=200',
+        'muon, 150 steps': '--max_iters=150'}),
     'schedule': dict(base=QUICK, variants={
         'wsd, last 40%': '', 'wsd, last 80%': '--cooldown=0.8', 'wsd, last 20%': '--cooldown=0.2',
         'cosine': '--lr_schedule=cosine', 'cosine to a tenth': '--lr_schedule=cosine --min_lr=None',
