@@ -17,8 +17,8 @@ LISTS = {
         'layernorm, bias': '--norm=layernorm --norm_bias=True', 'qk_norm': '--qk_norm=True',
         'embed_norm': '--embed_norm=True'}),
     'mlp': dict(base=QUICK, match='params', variants={
-        'swiglu': '', 'geglu': '--mlp=geglu', 'reglu': '--mlp=reglu', 'glu': '--mlp=glu',
-        'gelu': '--mlp=gelu', 'silu': '--mlp=silu', 'relu': '--mlp=relu', 'relu2': '--mlp=relu2'}),
+        'swiglu': '', 'geglu': '--mlp=geglu', 'reglu': '--mlp=reglu', 'gelu': '--mlp=gelu',
+        'relu': '--mlp=relu', 'relu2': '--mlp=relu2'}),
     'attention': dict(base=f'{QUICK} --n_kv_head=4', match='params', variants={
         'multi-head': '', 'grouped, 2 of 4': '--n_kv_head=2', 'multi-query': '--n_kv_head=1',
         'latent, 32': '--n_kv_head=None --kv_lora_rank=32 --qk_nope_head_dim=24 --qk_rope_head_dim=8 '
