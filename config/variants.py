@@ -30,7 +30,7 @@ LISTS = {
     'placement': dict(base=QUICK, variants={
         'pre': '', 'post': '--wiring=post', 'output': '--wiring=output', 'sandwich': '--wiring=sandwich',
         'parallel': '--wiring=parallel', 'parallel, 2 norms': '--wiring=parallel_2'}),
-    'warmup': dict(base=f'{QUICK} --n_layer=16 --n_embd=96 --max_iters=200 --optimizer=adamw '
+    'warmup': dict(base=f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw '
                    '--learning_rate=1e-3', variants={
         'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--wiring=post',
         'post, no warm-up': '--wiring=post --warmup_iters=0'}),
