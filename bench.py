@@ -19,8 +19,9 @@ Measures: how fast, how big, how much memory, how good, which choice is better; 
 
 compare trains variants of one run, each with the same seeds and data, by train.py, whose settings it takes
 too. A variant is what is added to the command line, a git revision and a colon in front of it, or both; WORK
-is the working tree as it stands. A run that is finished is used again, so a comparison can be stopped, and go
-on with more seeds or variants. The difference to the first variant is paired by seed.
+is the working tree as it stands, with new files if they are Python. A run that is finished is used again, so
+a comparison can be stopped, and go on with more seeds or variants. The difference to the first variant is
+paired by seed.
 
 --vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with
 ours in the same process. The last line is JSON. Speeds are medians after a warm-up; the spread is between the
@@ -1026,8 +1027,11 @@ def copy_code(revision, place):
         return subprocess.run(['git', *args], cwd=ROOT, capture_output=True)
     folder, has_git = Path(tempfile.mkdtemp(dir=place)), shutil.which('git')
     if revision == 'WORK':
-        found = git('ls-files', '-z', '--cached', '--others', '--exclude-standard') if has_git else None
-        names = os.fsdecode(found.stdout).split('\0') if found else []
+        def listed(*which):
+            return os.fsdecode(git('ls-files', '-z', *which).stdout).split('\0') if has_git else []
+        # what is new is code if it is Python; a file that this very output goes to is not
+        new = listed('--others', '--exclude-standard')
+        names = listed('--cached') + [name for name in new if name.endswith('.py')]
         if 'train.py' not in names:  # no clone of its own
             names = [path.relative_to(ROOT) for path in (*ROOT.glob('*.py'), *ROOT.glob('config/*.py'))]
         paths = [path for path in (ROOT / name for name in names) if path.is_file()]

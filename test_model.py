@@ -7786,13 +7786,19 @@ def test_compare_runs_revisions(folder, monkeypatch, capsys):
     for name in ('bench.py', 'test_model.py', 'README.md', '.ci.toml', 'config/other.py'):
         (repo / name).write_text('x', encoding='utf-8')
     assert run_of('WORK') == head
+    (repo / 'printed.log').write_text('what this comparison prints is no part of it', encoding='utf-8')
+    assert run_of('WORK') == head
     for name in ('mixers.py', 'test_time_training.py', 'benchmark.py', 'table.json'):  # not committed
         (repo / name).write_text('new = 1', encoding='utf-8')
+        if not name.endswith('.py'):
+            git('add', name)
         assert run_of('WORK') not in (head, run_of('HEAD')), name
         os.remove(repo / name)
+    git('reset', '-q')
     edit('config/default.py', 'n_embd = 192', 'n_embd = 128')
     assert run_of('WORK') != head
     (repo / 'large.bin').write_bytes(bytes(2**20 + 1))
+    git('add', 'large.bin')
     capsys.readouterr()
     assert not (flat_bench.copy_code('WORK', folder / 'place') / 'large.bin').exists()
     assert re.search('not copied .*large.bin', capsys.readouterr().out)

@@ -17,18 +17,20 @@ LISTS = {
         'layernorm, bias': '--norm=layernorm --norm_bias=True', 'qk_norm': '--qk_norm=True',
         'embed_norm': '--embed_norm=True'}),
     'mlp': dict(base=QUICK, match='params', variants={
-        'swiglu': '', 'geglu': '--mlp=geglu', 'reglu': '--mlp=reglu', 'glu': '--mlp=glu',
-        'gelu': '--mlp=gelu', 'silu': '--mlp=silu', 'relu': '--mlp=relu', 'relu2': '--mlp=relu2'}),
+        'swiglu': '', 'geglu': '--mlp=geglu', 'reglu': '--mlp=reglu', 'gelu': '--mlp=gelu',
+        'relu': '--mlp=relu', 'relu2': '--mlp=relu2'}),
     'attention': dict(base=f'{QUICK} --n_kv_head=4', match='params', variants={
         'multi-head': '', 'grouped, 2 of 4': '--n_kv_head=2', 'multi-query': '--n_kv_head=1',
         'latent, 32': '--n_kv_head=None --kv_lora_rank=32 --qk_nope_head_dim=24 --qk_rope_head_dim=8 '
+                      '--v_head_dim=32',
+        'latent, 64': '--n_kv_head=None --kv_lora_rank=64 --qk_nope_head_dim=24 --qk_rope_head_dim=8 '
                       '--v_head_dim=32',
         'window 32, SSSL': '--window=32 --window_pattern=SSSL', 'gate': '--attn_gate=True',
         'sink': '--attn_sink=True'}),
     'placement': dict(base=QUICK, variants={
         'pre': '', 'post': '--wiring=post', 'output': '--wiring=output', 'sandwich': '--wiring=sandwich',
         'parallel': '--wiring=parallel', 'parallel, 2 norms': '--wiring=parallel_2'}),
-    'warmup': dict(base=f'{QUICK} --n_layer=16 --n_embd=96 --max_iters=200 --optimizer=adamw '
+    'warmup': dict(base=f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw '
                    '--learning_rate=1e-3', variants={
         'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--wiring=post',
         'post, no warm-up': '--wiring=post --warmup_iters=0'}),
@@ -41,7 +43,9 @@ LISTS = {
     'optimizer': dict(base=QUICK, variants={
         'muon 4e-3': '', 'muon 2e-3': '--learning_rate=2e-3', 'muon 8e-3': '--learning_rate=8e-3',
         'adamw 4e-3': '--optimizer=adamw', 'adamw 2e-3': '--optimizer=adamw --learning_rate=2e-3',
-        'adamw 8e-3': '--optimizer=adamw --learning_rate=8e-3'}),
+        'adamw 8e-3': '--optimizer=adamw --learning_rate=8e-3',
+        'adamw 1e-3': '--optimizer=adamw --learning_rate=1e-3', 'muon, 200 steps': '--max_iters=200',
+        'muon, 150 steps': '--max_iters=150'}),
     'schedule': dict(base=QUICK, variants={
         'wsd, last 40%': '', 'wsd, last 80%': '--cooldown=0.8', 'wsd, last 20%': '--cooldown=0.2',
         'cosine': '--lr_schedule=cosine', 'cosine to a tenth': '--lr_schedule=cosine --min_lr=None',
@@ -55,7 +59,7 @@ LISTS = {
         'SwiGLU': '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu', 'GQA, as Llama': LLAMA,
         'QK-norm, as Qwen3': f'{LLAMA} --qk_norm=True'}),
     'classic': dict(match='params', base='config/gpt2.py --dataset=shakespeare_char --n_layer=6 --n_head=6 '
-                    '--n_embd=384 --block_size=128 --batch_size=8 --gradient_accumulation_steps=1 '
+                    '--n_embd=384 --block_size=128 --batch_size=4 --gradient_accumulation_steps=1 '
                     '--max_iters=5000 --learning_rate=1e-3 --warmup_iters=100 --beta2=0.99 '
                     '--eval_interval=500 --eval_iters=100 --log_interval=50', variants={
         'GPT-2 style': '', 'Llama style': LLAMA}),
