@@ -746,6 +746,8 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
         from torch.nn.attention.flex_attention import flex_attention
         block_mask, score_mod = mask.flex
         return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
+    if H // K * T <= FEW_QUERIES and not p and q.device.type == 'cpu' and torch.compiler.is_compiling():
+        return attend_few(q, k, v, bias, scale)
     is_causal = mask.is_causal and T > 1
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
                                    is_causal and torch.is_grad_enabled())
@@ -762,6 +764,22 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
                                            is_causal=is_causal and bias is None,
                                            enable_gqa=q.shape[1] > k.shape[1])
     return y.view(B, H, T, -1)
+
+
+FEW_QUERIES = 16  # of a head of keys, as in decoding
+
+
+def attend_few(q, k, v, bias, scale):
+    """attend, for few queries in a compiled step on a CPU: products that the compiler makes two loops of,
+    which read keys and values once. SDPA's kernel, made for long sequences, takes ten times as long."""
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    q = (q.float() * scale).reshape(B, K, H // K * T, 1, D)
+    score = (q * k.float()[:, :, None]).sum(dim=-1)                                  # (B, K, H / K T, S)
+    if bias is not None:
+        score = (score.view(B, H, T, S) + bias.float()).view(B, K, -1, S)
+    weight = score.softmax(dim=-1)
+    y = (weight[..., None] * v.float()[:, :, None]).sum(dim=-2)
+    return y.type_as(v).view(B, H, T, -1)
 
 
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

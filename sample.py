@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -61,7 +62,7 @@ draft = ''                  # a smaller model of the same tokenizer, as init_fro
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = False  # torch.compile the step, half a minute; auto: on CUDA, from 500 tokens on
+compile: bool | str = 'auto'  # torch.compile the step, one to two minutes at first; auto: from 4,000 steps on
 config, _ = configure(globals())
 
 import numpy as np
@@ -212,17 +213,12 @@ def prefill(model, prompts, cache):
 def new_cache(model, batch_size, max_len, static, max_rewind=0):
     """An empty cache; static: for a compiled step."""
     cache = model.make_cache(batch_size, max_len, static=static, max_rewind=max_rewind)
-    if static:
-        mark_static(*cache.tensors())
+    if static and cache.length.device.type not in FROZEN:
+        # CUDA graphs replay on fixed addresses, and are left out for a step that changes anything else. No
+        # guard: other tensors are recorded anew, where a guard would compile anew.
+        for tensor in cache.tensors():
+            torch._dynamo.mark_static_address(tensor, guard=False)
     return cache
-
-
-def mark_static(*tensors):
-    """Says of tensors that a compiled step changes that they stay where they are: CUDA graphs replay on fixed
-    addresses, and are left out for a step that changes anything else. No guard: other tensors are recorded
-    anew, where a guard would compile anew."""
-    for tensor in tensors:
-        torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def compile_mode(model, device):
@@ -236,11 +232,14 @@ def compile_mode(model, device):
     return 'reduce-overhead' if captured else None
 
 
-def resolve_compile(compile, device, max_new_tokens):
-    """compile='auto' -> bool: shorter samples, and those of a CPU, do not earn back the time to compile."""
+def resolve_compile(compile, device, steps):
+    """compile='auto' -> bool: fewer steps than EARNS_COMPILING do not earn back the time to compile."""
     if compile != 'auto':
         return compile
-    return device.startswith('cuda') and max_new_tokens >= 500 and can_compile(device)
+    return steps >= EARNS_COMPILING and not device.startswith('mps') and can_compile(device)
+
+
+EARNS_COMPILING = 4000  # steps; with more layers both sides grow alike
 
 
 @dataclasses.dataclass
@@ -268,6 +267,48 @@ def step(model, tokens, cache, u, seen, sampling):
     return sampling.draw(model(tokens, cache=cache).to(u.device), tokens, u, seen)
 
 
+def compile_step(model, device):
+    """`step`, compiled for a static cache. On a CPU with the weights as constants ("freezing"), which torch
+    lays out a second time in memory, as its kernels read them, and with the kernels that are fastest here.
+    What is made is kept on disk for the next run."""
+    if device.type not in FROZEN:
+        return torch.compile(step, dynamic=False, mode=compile_mode(model, device))
+    from torch._inductor import config as inductor  # which takes a second
+    compiled, shapes = torch.compile(frozen_step, dynamic=False), set()
+    weights = [*model.parameters(), *model.buffers()]
+    version, size = sum(w._version for w in weights), sum(w.nbytes for w in weights)
+
+    def run(model, tokens, *args):
+        if tokens.shape in shapes:
+            return compiled(version, model, tokens, *args)
+        shapes.add(tokens.shape)
+        # the cache does not tell constants apart (seen in torch 2.13), and none of oneDNN's can be kept there
+        with (contextlib.redirect_stderr(io.StringIO()),  # else torch prints what it tried
+              inductor.patch({**FREEZING, 'fx_graph_cache': size <= CACHED_BYTES}),
+              torch.backends.mkldnn.flags(enabled=False),
+              torch.compiler.config.patch(cache_key_tag=fingerprint(model, version))):
+            return compiled(version, model, tokens, *args)
+    return run
+
+
+def frozen_step(version, *args):
+    """step, as of a version of the weights: after a change to them it is compiled anew."""
+    assert version >= 0  # torch.compile looks only at arguments that are used
+    return step(*args)
+
+
+@functools.lru_cache(maxsize=1)
+def fingerprint(model, version):
+    """A text that tells a model with these weights from all others."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for w in [*model.parameters(), *model.buffers()]:
+        digest.update(w.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+FROZEN = ('cpu',)  # types of devices on which a compiled step holds the weights
+FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN'}  # torch's names
+CACHED_BYTES = 2**30  # of weights; a compiled step of more is not kept on disk, where it would hold them all
 LAG = 4  # steps that a GPU may be ahead of what is read of it
 PREFILL = 8192  # tokens, padding among them, that are fed at once; a longer prompt is fed alone
 
@@ -289,7 +330,7 @@ class Batch:
             cache = new_cache(model, count, size, static=compile, max_rewind=guesses)
         self.cache, self.size = cache, cache.max_len
         if compile:
-            self.step = torch.compile(step, dynamic=False, mode=compile_mode(model, device))
+            self.step = compile_step(model, device)
         # sampling on MPS has returned ids out of range, and CUDA has no deterministic cumsum
         elsewhere = device.type == 'mps' or torch.are_deterministic_algorithms_enabled()
         self.drawn_on = torch.device('cpu') if elsewhere else device
@@ -982,7 +1023,6 @@ def read_prompts(start):
 if __name__ == '__main__':
     check_settings(config)
     machine = runtime(device, dtype, seed)
-    compile = config['compile'] = resolve_compile(compile, machine.device, max_new_tokens)
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
     model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype,
                                   int8=quantize == 'int8', **changes)
@@ -1000,11 +1040,13 @@ if __name__ == '__main__':
         trained = f", iteration {rest['iter_num']:,}, val loss {float(rest['best_val_loss']):.4f} at best"
     print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
     proposer = make_proposer(config, model, tokenizer, machine)
-    if chat and start == '\n':
+    prompts = [] if chat and start == '\n' else read_prompts(start)
+    rounds = math.ceil(len(prompts) * (1 if chat else num_samples) / batch_size)
+    config['compile'] = resolve_compile(compile, machine.device, max(1, rounds) * max_new_tokens)
+    if not prompts:
         converse(Chat(model, tokenizer, config, proposer))
         sys.exit()
 
-    prompts = read_prompts(start)
     if chat:  # each question begins a conversation of its own; begin: how its answer does
         new_chat = Chat(model, tokenizer, config, proposer)
         shown, num_samples = [f"> {prompt}\n" for prompt in prompts], 1
@@ -1038,8 +1080,8 @@ if __name__ == '__main__':
         print(shown[0], end='', flush=True)
         show(0, begin[0])
     started, total = time.perf_counter(), 0
-    made = completions(model, tokenizer, ids, max_new_tokens, stop_texts(stop), show, compile=compile,
-                       batch_size=batch_size, first=first, proposer=proposer, **sampling)
+    made = completions(model, tokenizer, ids, max_new_tokens, stop_texts(stop), show, batch_size=batch_size,
+                       first=first, compile=config['compile'], proposer=proposer, **sampling)
     with open(output, 'a', encoding='utf-8') if output else contextlib.nullcontext() as f:
         for row, text, count in in_order(made, first):
             total += count

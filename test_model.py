@@ -5787,6 +5787,7 @@ def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
             return output
         return replay
     monkeypatch.setattr(torch, 'compile', compiled)
+    monkeypatch.setattr(flat_sample, 'FROZEN', ())
     assert made(model, prompts, 30, compile=True, **options) == eager
     assert set(replays) == {7}
 
@@ -5803,10 +5804,10 @@ def test_experts_that_wait_for_the_host_are_in_no_cuda_graph(options, device, ca
     assert flat_sample.compile_mode(tiny(**options).to(dtype), torch.device(device)) == mode
 
 
-def test_long_samples_are_compiled_on_cuda(monkeypatch):
+def test_many_steps_are_compiled(monkeypatch):
     monkeypatch.setattr(flat_sample, 'can_compile', lambda device: device != 'cuda:1')
-    for settings, expected in [(('auto', 'cuda:0', 500), True), (('auto', 'cuda:0', 400), False),
-                               (('auto', 'cuda:1', 500), False), (('auto', 'cpu', 5000), False),
+    for settings, expected in [(('auto', 'cuda:0', 4000), True), (('auto', 'cuda:0', 3999), False),
+                               (('auto', 'cuda:1', 4000), False), (('auto', 'cpu', 4000), True),
                                (('auto', 'mps', 5000), False), ((True, 'cpu', 1), True),
                                ((False, 'cuda:0', 5000), False)]:
         assert flat_sample.resolve_compile(*settings) is expected
