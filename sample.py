@@ -1041,8 +1041,10 @@ if __name__ == '__main__':
     print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
     proposer = make_proposer(config, model, tokenizer, machine)
     prompts = [] if chat and start == '\n' else read_prompts(start)
-    rounds = math.ceil(len(prompts) * (1 if chat else num_samples) / batch_size)
-    config['compile'] = resolve_compile(compile, machine.device, max(1, rounds) * max_new_tokens)
+    steps = max_new_tokens * max(1, math.ceil(len(prompts) * (1 if chat else num_samples) / batch_size))
+    config['compile'] = not score and resolve_compile(compile, machine.device, steps)
+    if config['compile']:
+        print("compiling the step: a minute or two, at first")
     if not prompts:
         converse(Chat(model, tokenizer, config, proposer))
         sys.exit()

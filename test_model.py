@@ -5768,9 +5768,9 @@ def test_rows_end_at_stop_tokens_without_disturbing_others():
 @pytest.mark.parametrize('penalty', [1.0, 1.3])
 def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
     """A stand-in for one: what it returned is overwritten by its next run, before that reads its inputs; and
-    whatever it changes must be marked as static."""
-    model, prompts = tiny(mixer_pattern='DA', document_token=3), [[5], [1, 2, 3, 4]]
-    options = dict(seed=3, top_k=10, repetition_penalty=penalty)
+    whatever it changes must be marked as static. Rows are replaced."""
+    model, prompts = tiny(mixer_pattern='DA', document_token=3), [[5], [1, 2, 3, 4], [7] * 20, [9, 8]]
+    options = dict(seed=3, top_k=10, repetition_penalty=penalty, batch_size=2)
     eager, replays = made(model, prompts, 30, **options), []
 
     def compiled(step, **settings):
@@ -5801,7 +5801,10 @@ def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
 def test_experts_that_wait_for_the_host_are_in_no_cuda_graph(options, device, capability, dtype, mode,
                                                              monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
-    assert flat_sample.compile_mode(tiny(**options).to(dtype), torch.device(device)) == mode
+    model = tiny(**options).to(dtype)
+    assert flat_sample.compile_mode(model, torch.device(device)) == mode
+    flat.quantize_weights(model, dtype)
+    assert flat_sample.compile_mode(model, torch.device(device)) == (None if options else mode)
 
 
 def test_many_steps_are_compiled(monkeypatch):
@@ -5813,20 +5816,66 @@ def test_many_steps_are_compiled(monkeypatch):
         assert flat_sample.resolve_compile(*settings) is expected
 
 
-@pytest.mark.parametrize('options', [dict(n_kv_head=2), dict(
-    window=5, window_pattern='S', n_expert=4, document_token=3, **MLA)])
-def test_compiled_generation_equals_eager(options):
-    model, prompts = tiny(n_layer=1, **options), [[5], [1, 2, 3, 4]]
-    eager = made(model, prompts, 30, seed=3, top_k=10)
-    assert made(model, prompts, 30, seed=3, top_k=10, compile=True) == eager
+QUICKLY = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP'}  # tries no others
+
+
+@pytest.mark.parametrize('options, penalty, int8', [
+    (dict(n_kv_head=2), 1.1, False), (dict(n_kv_head=2), 1.0, True), (dict(mixer_pattern='D'), 1.0, False),
+    (dict(window=5, window_pattern='S', n_expert=4, document_token=3, **MLA), 1.0, False)])
+def test_compiled_generation_equals_eager(options, penalty, int8, monkeypatch):
+    """With rows that are replaced."""
+    model, prompts = tiny(n_layer=1, **options), [[5], [1, 2, 3, 4], [7, 7], list(range(20)), [9]]
+    if int8:
+        flat.quantize_weights(model, torch.float32)
+    common = dict(seed=3, top_k=10, repetition_penalty=penalty)
+    eager = made(model, prompts, 30, **common)
+    monkeypatch.setattr(flat_sample, 'FREEZING', QUICKLY)
+    assert made(model, prompts, 30, compile=True, batch_size=2, **common) == eager
+    assert not int8 or made(dequantized(model), prompts, 30, **common) == eager
 
 
 @pytest.mark.parametrize('options', [dict(n_kv_head=2), dict(window=4, window_pattern='SL', **MLA)])
-def test_compiled_speculation_equals_eager(options):
+def test_compiled_speculation_equals_eager(options, monkeypatch):
     model, prompts = repeats_itself(n_layer=2, **options), [[5], [1, 2, 1, 2], [7]]
     eager = made(model, prompts, 30, seed=3, temperature=0.5)
+    monkeypatch.setattr(flat_sample, 'FREEZING', QUICKLY)
     assert made(model, prompts, 30, seed=3, temperature=0.5, compile=True, batch_size=2,
                 proposer=flat_sample.Lookup(3)) == eager
+
+
+class Logits:
+    """In the place of a Sampling: a step then gives the logits."""
+
+    def draw(self, logits, tokens, u, seen):
+        return logits
+
+
+@pytest.mark.parametrize('dtype, int8, tolerance', [
+    (torch.float32, False, 1e-5), (torch.bfloat16, False, 0.03), (torch.bfloat16, True, 0.03)])
+def test_a_compiled_step_has_the_weights_of_its_model(dtype, int8, tolerance, tmp_path, monkeypatch):
+    """They are its constants: of another model of the same shape, after a change to the weights, and again,
+    when what was compiled is read from disk."""
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
+    models = [tiny(n_layer=1, tie_word_embeddings=False).to(dtype) for _ in range(2)]
+    tokens, u = torch.tensor([[3]]), torch.zeros(1, 1)
+    for model in models:
+        for w in model.parameters():
+            w.data += 0.1 * torch.randn_like(w)
+        if int8:
+            flat.quantize_weights(model, dtype)
+    found = []
+    for i, model in enumerate([models[0], models[1], models[0], models[1]]):
+        torch.compiler.reset()  # as in another process
+        with torch.no_grad():
+            if i == 2:
+                model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+            cache = flat_sample.new_cache(model, 1, 20, static=True)
+            step = flat_sample.compile_step(model, torch.device('cpu'))
+            found.append(step(model, tokens, cache, u, None, Logits()))
+            near(found[-1], model(tokens), tolerance)
+            torch.testing.assert_close(step(model, tokens, cache, u, None, Logits()),
+                                       model(torch.tensor([[3, 3]]))[:, 1:], atol=tolerance, rtol=0)
+    assert len({float(logits[0, 0, 0]) for logits in found}) == 3
 
 
 @pytest.mark.parametrize('variant', [{}, dict(window=4, window_pattern='SL'), MLA, dict(document_token=3)])
