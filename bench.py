@@ -398,7 +398,7 @@ def time_nanogpt(model, prompts, new):
     device, precision = model.transformer.wte.weight.device, torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest' if device.type == 'cpu' else 'high')
     count = max(8, new // 10) if device.type == 'cpu' else new
-    prompt = torch.tensor(prompts, device=device).repeat(1, 1 + new // len(prompts[0]))
+    prompt = torch.tensor(prompts, device=device).repeat(1, 2 + new // len(prompts[0]))
     begun = time.perf_counter()
     model.generate(prompt[:, :len(prompts[0]) + (new - count) // 2], count, top_k=200)
     synchronize(str(device))
@@ -460,7 +460,8 @@ def measure_decode(config, model_args, words):
         return seconds[1:].mean(keepdims=True) if greedy else seconds[1:]  # guesses come several at once
     sides = {'flatgpt': functools.partial(ours, prompts, proposer), **sides}
     if batch_size > 1:
-        sides['one row'] = functools.partial(ours, prompts[:1], proposer)
+        guesses = Lookup(config['speculate']) if greedy else None
+        sides['one row'] = functools.partial(ours, prompts[:1], guesses)
     if greedy:
         sides['no guesses'] = functools.partial(ours, prompts)
     begun = time.perf_counter()
@@ -469,6 +470,8 @@ def measure_decode(config, model_args, words):
         if name == 'flatgpt' and compile:
             print(f"compiled, and a first sample made, in {time.perf_counter() - begun:.0f} s")
     times = {name: [] for name in sides}
+    if greedy:
+        proposer.kept = proposer.fed = 0
     for _ in range(config['rounds']):
         for name, side in sides.items():
             times[name].append(side())
@@ -497,8 +500,11 @@ def print_operators(generation, steps, device_type):
     gpu = device_type == 'cuda'
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]) as found:
         generation()
+    events = found.key_averages()
+    if gpu:  # kernels, and not the operators that call them, under which they are counted too
+        events = [event for event in events if event.device_type is torch.autograd.DeviceType.CUDA]
     spent = {event.key: (event.self_device_time_total if gpu else event.self_cpu_time_total, event.count)
-             for event in found.key_averages()}
+             for event in events}
     total = sum(time for time, _ in spent.values())
     most = sorted(spent, key=lambda name: -spent[name][0])[:15]
     print_table('operator', ['ms a step', 'share', 'calls a step'], {
@@ -680,8 +686,8 @@ def measure_eval(config, model_args, words):
         raise ValueError(f"{path} does not say what it was trained on: give --dataset=NAME, or a text file")
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
-    if config['quantize']:
-        quantize_weights(model, machine.dtype)
+    if config['quantize']:  # under autocast, which leaves the residual stream of float16 in float32
+        quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{path}: {model.num_params():,} parameters, context {base:,}")
     name = words[0] if words else train.data_folder(dataset)
     read = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])

@@ -746,9 +746,10 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
         from torch.nn.attention.flex_attention import flex_attention
         block_mask, score_mod = mask.flex
         return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
-    if H // K * T <= FEW_QUERIES and not p and q.device.type == 'cpu' and torch.compiler.is_compiling():
-        return attend_few(q, k, v, bias, scale)
     is_causal = mask.is_causal and T > 1
+    if (H // K * T <= FEW_QUERIES and not p and (bias is not None or not is_causal)
+            and q.device.type == 'cpu' and torch.compiler.is_compiling()):
+        return attend_few(q, k, v, bias, scale)
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
                                    is_causal and torch.is_grad_enabled())
     if H > K and sharing == 'rows':
@@ -1696,6 +1697,8 @@ class GPT(nn.Module):
                 raise ValueError(f"document_token={config.document_token}: {type(block.attn).__name__} does "
                                  "not keep documents apart; leave document_token out")
         self.marks = collect_marks(self)
+        kind = (config.rope_scaling or {}).get('rope_type')
+        self.scales_by_length = config.pos == 'rope' and bool(kind and ROPE_SCALINGS[kind][1])
         self.rope = None
         self._make_rope()
         self.register_state_dict_post_hook(_trim_rows)
@@ -1705,9 +1708,8 @@ class GPT(nn.Module):
     def _make_rope(self):
         """The rotary table of all positions, unless the scaling depends on the length of the context."""
         config, device = self.config, self.wte.weight.device
-        kind = (config.rope_scaling or {}).get('rope_type')
-        by_length = kind and ROPE_SCALINGS[kind][1]
-        if config.pos == 'rope' and not by_length and device.type != 'meta':  # there it could not be seen
+        has_table = config.pos == 'rope' and not self.scales_by_length
+        if has_table and device.type != 'meta':  # there it could not be seen
             self.rope = rope_table(config, torch.arange(config.block_size, device=device), config.block_size)
 
     def _apply(self, fn, recurse=True):
@@ -2204,7 +2206,7 @@ def int8_linear(x, w, scale):
     """x (..., n_in), w (n_out, n_in) int8, scale (n_out,) -> x @ (w scale)^T, (..., n_out)."""
     rows, scale = x.numel() // x.shape[-1], scale.to(x.dtype)
     # torch's kernel for few rows reads 16 columns at a time, and looks for no end of them
-    if x.device.type == 'cpu' and x.dtype is torch.bfloat16 and rows <= INT8_ROWS and x.shape[-1] % 16 == 0:
+    if x.device.type == 'cpu' and rows <= INT8_ROWS and x.shape[-1] % 16 == 0 and x.dtype != torch.float64:
         y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale)
         return y.view(*x.shape[:-1], -1)
     if x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
@@ -2212,7 +2214,7 @@ def int8_linear(x, w, scale):
     return F.linear(x, w.to(x.dtype)) * scale
 
 
-INT8_ROWS = 16  # more are multiplied faster by the weight as bfloat16
+INT8_ROWS = 16  # more are multiplied faster by the weight in their own dtype
 INT8 = {Linear: Int8Linear, FusedLinear: Int8Linear, GroupedLinear: Int8Experts, Embedding: Int8Embedding}
 
 

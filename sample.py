@@ -68,7 +68,15 @@ config, _ = configure(globals())
 import numpy as np
 import torch
 
-from model import GPT, GroupedLinear, Int8Experts, checkpoint_path, merge_lora, quantize_weights
+from model import (
+    GPT,
+    GroupedLinear,
+    Int8Experts,
+    checkpoint_path,
+    merge_lora,
+    quantize_weights,
+    round_up,
+)
 from prepare import find_tokenizer, json_tokenizer
 
 # loading ----------------------------------------------------------------------------------------------------
@@ -177,6 +185,13 @@ def penalise(logits, seen, penalty):
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
+def drawing_device(device):
+    """Where tokens are drawn: sampling on MPS has returned ids out of range, and CUDA has no deterministic
+    cumsum."""
+    elsewhere = device.type == 'mps' or torch.are_deterministic_algorithms_enabled()
+    return torch.device('cpu') if elsewhere else device
+
+
 class Sampling(typing.NamedTuple):
     """How tokens are drawn from logits; see sample_token and penalise."""
     temperature: float = 0.8
@@ -221,15 +236,12 @@ def new_cache(model, batch_size, max_len, static, max_rewind=0):
     return cache
 
 
-def compile_mode(model, device):
-    """torch.compile's mode for a step: on CUDA that of CUDA graphs. Not with experts, unless all of them are
-    one matmul in hardware, on Hopper: elsewhere each waits for the number of its tokens, and no graph can."""
-    if device.type != 'cuda':
-        return None
+def is_one_graph(model, device):
+    """Whether a step can be compiled as a whole: with experts only if all of them are one matmul, for which
+    GPUs before Hopper have no hardware. Elsewhere each expert waits for the number of its tokens."""
     experts = [module for module in model.modules() if isinstance(module, (GroupedLinear, Int8Experts))]
-    native = torch.cuda.get_device_capability(device) == (9, 0)
-    captured = all(native and module.has_kernel(model.compute_dtype(), 'cuda') for module in experts)
-    return 'reduce-overhead' if captured else None
+    native = device.type != 'cuda' or torch.cuda.get_device_capability(device) == (9, 0)
+    return all(native and module.has_kernel(model.compute_dtype(), device.type) for module in experts)
 
 
 def resolve_compile(compile, device, steps):
@@ -247,19 +259,20 @@ class Sample:
     """A text that is being made, in a row of the cache."""
     number: int         # among all samples; it keys the noise
     context: list       # token ids that it attends to, so far as they have been read
-    noise: np.ndarray   # (max_new_tokens,) float32 in [0, 1): what each token is drawn by
+    noise: np.ndarray   # float32 in [0, 1): what each token is drawn by, and more, for guesses
+    most: int           # tokens to be drawn
     held: int = 0       # tokens of the context that the cache holds
     made: int = 0       # tokens drawn
     read: int = 0       # tokens of these that have been read
     ended: bool = False  # by a stop token, or since the caller has enough
 
     def is_done(self):
-        return self.ended or self.made >= len(self.noise)
+        return self.ended or self.made >= self.most
 
     def next_noise(self, n):
-        """What the next n tokens are drawn by, (n,); zeros after the last one, which nobody reads."""
-        u = self.noise[self.made:self.made + n]
-        return np.pad(u, (0, n - len(u)))
+        """What the next n tokens are drawn by, (n,)."""
+        start = min(self.made, self.most)  # compiled, a row goes on after its end
+        return self.noise[start:start + n]
 
 
 def step(model, tokens, cache, u, seen, sampling):
@@ -268,38 +281,41 @@ def step(model, tokens, cache, u, seen, sampling):
 
 
 def compile_step(model, device):
-    """`step`, compiled for a static cache. On a CPU with the weights as constants ("freezing"), which torch
-    lays out a second time in memory, as its kernels read them, and with the kernels that are fastest here.
-    What is made is kept on disk for the next run."""
-    if device.type not in FROZEN:
-        return torch.compile(step, dynamic=False, mode=compile_mode(model, device))
+    """`step`, compiled for a static cache: on CUDA as a CUDA graph; on a CPU with the weights as constants
+    ("freezing"), which torch lays out once more in memory, as its kernels read them, and with the kernels
+    that are fastest here. What is made for one token is kept on disk for the next run."""
+    whole = is_one_graph(model, device)
+    if device.type not in FROZEN or not whole:
+        graph = device.type == 'cuda' and whole
+        return torch.compile(step, dynamic=False, mode='reduce-overhead' if graph else None)
     from torch._inductor import config as inductor  # which takes a second
     compiled, shapes = torch.compile(frozen_step, dynamic=False), set()
     weights = [*model.parameters(), *model.buffers()]
-    version, size = sum(w._version for w in weights), sum(w.nbytes for w in weights)
+    version = hash((repr(model.config), *((w.data_ptr(), w._version) for w in weights)))
 
     def run(model, tokens, *args):
         if tokens.shape in shapes:
             return compiled(version, model, tokens, *args)
         shapes.add(tokens.shape)
-        # the cache does not tell constants apart (seen in torch 2.13), and none of oneDNN's can be kept there
+        # oneDNN's kernels are faster for several tokens, not for one, and nothing of theirs can be kept
+        kept = tokens.numel() == 1 and sum(w.nbytes for w in weights) <= KEPT_BYTES
         with (contextlib.redirect_stderr(io.StringIO()),  # else torch prints what it tried
-              inductor.patch({**FREEZING, 'fx_graph_cache': size <= CACHED_BYTES}),
-              torch.backends.mkldnn.flags(enabled=False),
-              torch.compiler.config.patch(cache_key_tag=fingerprint(model, version))):
+              inductor.patch({**FREEZING, 'fx_graph_cache': kept}),
+              torch.compiler.config.patch(cache_key_tag=fingerprint(model) if kept else ''),
+              torch.backends.mkldnn.flags(enabled=tokens.numel() > 1)):
             return compiled(version, model, tokens, *args)
     return run
 
 
 def frozen_step(version, *args):
-    """step, as of a version of the weights: after a change to them it is compiled anew."""
-    assert version >= 0  # torch.compile looks only at arguments that are used
+    """step, as of a version of the weights: with others it is compiled anew, unless they were written through
+    `.data`, of which nobody hears."""
+    assert abs(version) >= 0  # torch.compile looks only at arguments that are used
     return step(*args)
 
 
-@functools.lru_cache(maxsize=1)
-def fingerprint(model, version):
-    """A text that tells a model with these weights from all others."""
+def fingerprint(model):
+    """A text that tells a model with these weights from others; torch's cache does not (seen in 2.13)."""
     digest = hashlib.sha256(repr(model.config).encode())
     for w in [*model.parameters(), *model.buffers()]:
         digest.update(w.detach().contiguous().view(-1).view(torch.uint8).numpy())
@@ -308,7 +324,7 @@ def fingerprint(model, version):
 
 FROZEN = ('cpu',)  # types of devices on which a compiled step holds the weights
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN'}  # torch's names
-CACHED_BYTES = 2**30  # of weights; a compiled step of more is not kept on disk, where it would hold them all
+KEPT_BYTES = 2**30  # of weights; a compiled step of more is not kept on disk, where it would hold them all
 LAG = 4  # steps that a GPU may be ahead of what is read of it
 PREFILL = 8192  # tokens, padding among them, that are fed at once; a longer prompt is fed alone
 
@@ -326,14 +342,16 @@ class Batch:
         self.sampling, self.seed, self.guesses = sampling, seed, guesses
         self.own, self.compile, self.step, device = cache is None, compile, step, model.wte.weight.device
         if cache is None:
-            size = min(model.config.block_size, max(map(len, prompts)) + max_new_tokens)
+            size = max(map(len, prompts)) + max_new_tokens
+            if not model.scales_by_length:  # a scaling would be another in a larger cache
+                size += guesses
+                size = round_up(size, 128) if compile else size  # so that what is compiled serves others too
+            size = min(model.config.block_size, size)
             cache = new_cache(model, count, size, static=compile, max_rewind=guesses)
         self.cache, self.size = cache, cache.max_len
         if compile:
             self.step = compile_step(model, device)
-        # sampling on MPS has returned ids out of range, and CUDA has no deterministic cumsum
-        elsewhere = device.type == 'mps' or torch.are_deterministic_algorithms_enabled()
-        self.drawn_on = torch.device('cpu') if elsewhere else device
+        self.drawn_on = drawing_device(device)
         self.token = torch.zeros(count, dtype=torch.long, device=device)  # the last one of each row
         self.seen = None  # tokens that the penalty is for
         if sampling.repetition_penalty != 1:
@@ -350,8 +368,9 @@ class Batch:
     def place(self, i, number):
         """Puts a sample into row i."""
         prompt = list(self.prompts[number])
-        noise = uniforms(self.seed, number, len(prompt), self.max_new_tokens)
-        self.rows[i] = Sample(number, prompt[-self.size:], noise.astype(np.float32))  # 24 bits fit
+        noise = uniforms(self.seed, number, len(prompt), self.max_new_tokens + self.guesses + 1)
+        self.rows[i] = Sample(number, prompt[-self.size:], noise.astype(np.float32),  # 24 bits fit
+                              self.max_new_tokens)
         if self.seen is not None:
             self.seen[i] = False
             self.seen[i, prompt] = True
@@ -445,7 +464,7 @@ class Batch:
                 copied.synchronize()
             for row, tokens in zip(rows, drawn if isinstance(drawn, list) else drawn.tolist()):
                 for token in tokens:
-                    if row.ended or row.read == len(row.noise):
+                    if row.ended or row.read == row.most:
                         break
                     if token < 0:
                         raise ValueError(
@@ -457,7 +476,7 @@ class Batch:
                         row.read += 1
                         yield row.number, token
                         row.ended = row.number in enough
-                    if row.ended or row.read == len(row.noise):
+                    if row.ended or row.read == row.most:
                         yield row.number, None
 
     def refill(self):
@@ -531,9 +550,11 @@ class Draft:
     """Proposes the `count` tokens that a smaller model of the same vocabulary draws with the same noise; fed
     and kept as in Lookup."""
 
-    def __init__(self, model, count):
+    def __init__(self, model, count, vocab_size=None):
+        """vocab_size: of the model that it guesses for, None: the same; what differs are ids of no token."""
         check_rewinds(model, 'draft')
         self.model, self.count, self.fed, self.kept = model, count, 0, 0
+        self.most = min(model.config.vocab_size, vocab_size or model.config.vocab_size) - 1
         self.cache, self.numbers, self.held = None, [], []  # of each of its rows the sample and tokens
 
     def propose(self, rows, size, sampling):
@@ -546,12 +567,14 @@ class Draft:
         device = self.cache.length.device
         self.cache.rewind(torch.tensor([len(old) - n for old, n in zip(held, same)], device=device))
         u = torch.from_numpy(np.stack([row.next_noise(self.count) for row in rows]))
-        u = u.to('cpu' if device.type == 'mps' else device)  # as in Batch
-        logits, drawn = prefill(self.model, [row.context[n:] for row, n in zip(rows, same)], self.cache), []
+        u = u.to(drawing_device(device))
+        new = [[min(token, self.most) for token in row.context[n:]] for row, n in zip(rows, same)]
+        logits, drawn = prefill(self.model, new, self.cache), []
         for i in range(self.count):
             if drawn:
                 logits = self.model(drawn[-1].to(device), cache=self.cache)[:, -1]
-            drawn.append(sampling.draw(logits[:, None].to(u.device), None, u[:, i:i + 1], None).clamp(min=0))
+            drawn.append(sampling.draw(logits[:, None].to(u.device), None, u[:, i:i + 1], None)
+                         .clamp(0, self.most))
         tokens = torch.cat(drawn, dim=1).tolist()
         self.held = [row.context + new[:-1] for row, new in zip(rows, tokens)]
         self.numbers = [row.number for row in rows]
@@ -688,10 +711,10 @@ def score_tokens(model, ids, piece=256):
     check_prompts([ids], model.config.vocab_size)
     size, found, start = model.config.block_size, [], 0
     while len(found) < len(ids) - 1:
-        window, new = torch.tensor(ids[start:start + size + 1], device=model.wte.weight.device), []
+        window, new = torch.tensor(ids[start:start + size + 1]), []
         cache = model.make_cache(1, min(size, len(window)))
         for tokens, targets in zip(window[:-1].split(piece), window[1:].split(piece)):  # logits are large
-            logits = model(tokens[None], cache=cache)[0].double()
+            logits = model(tokens[None].to(cache.length.device), cache=cache)[0].cpu().double()
             new += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=-1)).tolist()
         found += new[len(found) - start:]
         start += (size + 1) // 2
@@ -930,6 +953,11 @@ def stop_texts(stop):
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
+def right_guesses(proposer):
+    """What to print of them; '' where nothing guesses."""
+    return f"{proposer.kept:,} of {proposer.fed:,} guesses right" if proposer else ''
+
+
 def make_proposer(s, model, tokenizer, machine):
     """What the settings speculate and draft name, None for neither. Raises ValueError for a model from which
     no token can be taken back, and for a draft that cannot guess for it."""
@@ -939,15 +967,13 @@ def make_proposer(s, model, tokenizer, machine):
     if not s['draft']:
         return Lookup(s['speculate'])
     draft, other, _ = load(s['draft'], s['out_dir'], machine.device, machine.dtype)
-    same = other is not None and other.tokens == tokenizer.tokens
-    if not same or draft.config.vocab_size != model.config.vocab_size:
-        what = f"{draft.config.vocab_size:,} tokens" if same else 'another tokenizer'
-        raise ValueError(f"draft={s['draft']!r} has {what}, the model its own {model.config.vocab_size:,}: "
-                         "name a smaller model of the same family, or leave it out")
+    if other is None or other.tokens != tokenizer.tokens:
+        raise ValueError(f"draft={s['draft']!r} has another tokenizer: name a smaller model of the same "
+                         "family, or leave it out")
     if draft.config.block_size < model.config.block_size:
         raise ValueError(f"draft={s['draft']!r} has a context of {draft.config.block_size:,}, the model has "
                          f"{model.config.block_size:,}: give --block_size={draft.config.block_size}")
-    return Draft(draft.eval(), s['speculate'] or 4)
+    return Draft(draft.eval(), s['speculate'] or 4, model.config.vocab_size)
 
 
 SHAPES_TEXT = (*SAMPLING, 'max_new_tokens', 'stop', 'chat', 'system', 'thinking', 'block_size',
@@ -973,13 +999,17 @@ def answers_in(path, rows, settings):
             what = ('an answer made with other settings, or by another model' if found[0] in rows[i:i + 1]
                     else 'no answer to these prompts, in this order')
             raise ValueError(f"{path} line {i + 1} is {what}: name another --output, or remove the file")
-    if rest and not (lines or rest.startswith(ANSWER[:len(rest)])):
-        raise ValueError(f"{path} holds no answers: name another --output, or remove the file")
+    begin = b''
+    if len(lines) < len(rows):
+        prompt, place = rows[len(lines)]
+        begin = json.dumps({'prompt': prompt, 'sample': place}, ensure_ascii=False)[:-1].encode(**AS_UTF8)
+    if rest[:len(begin)] != begin[:len(rest)]:
+        raise ValueError(f"{path} ends in what is no answer: name another --output, or remove the file")
     os.truncate(path, len(content) - len(rest))
     return len(lines)
 
 
-ANSWER = b'{"prompt": '  # what each line begins with
+AS_UTF8 = {'encoding': 'utf-8', 'errors': 'backslashreplace'}  # a byte of a prompt that was none: \\udcff
 
 
 def score_prompts(model, tokenizer, prompts, ids, output):
@@ -989,10 +1019,11 @@ def score_prompts(model, tokenizer, prompts, ids, output):
         raise ValueError(f"{output} exists: name another --output, or remove it")
     scores = ((prompt, tokens, score_tokens(model, tokens)) for prompt, tokens in zip(prompts, ids))
     if output:
-        with open(output, 'w', encoding='utf-8') as f:
+        with open(f"{output}.tmp", 'w', **AS_UTF8) as f:
             for prompt, tokens, each in scores:
                 record = {'prompt': prompt, 'ids': list(tokens), 'logprobs': [None, *each]}
-                print(json.dumps(record, ensure_ascii=False), file=f, flush=True)
+                print(json.dumps(record, ensure_ascii=False), file=f)
+        os.replace(f"{output}.tmp", output)
         return
     for _, tokens, each in scores:
         for token, logprob in zip(tokens[1:], each):
@@ -1047,6 +1078,8 @@ if __name__ == '__main__':
         print("compiling the step: a minute or two, at first")
     if not prompts:
         converse(Chat(model, tokenizer, config, proposer))
+        if proposer:
+            print(right_guesses(proposer), file=sys.stderr)
         sys.exit()
 
     if chat:  # each question begins a conversation of its own; begin: how its answer does
@@ -1063,7 +1096,8 @@ if __name__ == '__main__':
     if longest > model.config.block_size:
         print(f"a prompt of {longest} tokens is cropped to its last {model.config.block_size}")
     rows = [(prompt, place) for prompt in prompts for place in range(num_samples)]
-    made_by = [rest['path'], str(machine.dtype), *(config[name] for name in SHAPES_TEXT)]
+    made_by = [rest['path'], rest.get('iter_num'), str(rest.get('best_val_loss')), str(machine.dtype),
+               *(config[name] for name in SHAPES_TEXT)]
     settings = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
     first = answers_in(output, rows, settings) if output else 0
     if first:
@@ -1084,7 +1118,7 @@ if __name__ == '__main__':
     started, total = time.perf_counter(), 0
     made = completions(model, tokenizer, ids, max_new_tokens, stop_texts(stop), show, batch_size=batch_size,
                        first=first, compile=config['compile'], proposer=proposer, **sampling)
-    with open(output, 'a', encoding='utf-8') if output else contextlib.nullcontext() as f:
+    with open(output, 'a', **AS_UTF8) if output else contextlib.nullcontext() as f:
         for row, text, count in in_order(made, first):
             total += count
             text = without_thinking(begin[row] + text) if hide else begin[row] + text
@@ -1100,5 +1134,5 @@ if __name__ == '__main__':
                 print(f"{shown[row]}{text}")
             print('---------------', flush=True)
     seconds = time.perf_counter() - started
-    guessed = f", {proposer.kept:,} of {proposer.fed:,} guesses right" if proposer else ''
-    print(f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s{guessed}", file=sys.stderr)
+    speed = f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s"
+    print(', '.join(filter(None, (speed, right_guesses(proposer)))), file=sys.stderr)
