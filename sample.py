@@ -215,14 +215,19 @@ class Sampling(typing.NamedTuple):
 
 # many tokens ------------------------------------------------------------------------------------------------
 
-def prefill(model, prompts, cache):
-    """Feeds prompts, lists of token ids of any lengths, to a cache. Returns the logits after the last token
-    of each, (B, V)."""
-    lengths, device = [len(prompt) for prompt in prompts], cache.length.device
-    longest = max(lengths)
-    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
-    own = torch.tensor(lengths, device=device) if min(lengths) < longest else None
-    return model(padded, cache=cache, keep=1, lengths=own)[:, -1]
+def prefill(model, prompts, cache, width=None):
+    """Feeds prompts, lists of token ids of any lengths, to a cache, `width` tokens of each at once; None:
+    all. Returns the logits after the last token of each, (B, V)."""
+    lengths, device, found = torch.tensor(list(map(len, prompts))), cache.length.device, None
+    for start in range(0, int(lengths.max()), width or int(lengths.max())):
+        pieces = [prompt[start:][:width] for prompt in prompts]
+        own = torch.tensor(list(map(len, pieces)))
+        padded = [piece + [0] * (int(own.max()) - len(piece)) for piece in pieces]
+        logits = model(torch.tensor(padded, device=device), cache=cache, keep=1,
+                       lengths=own.to(device) if own.min() < own.max() else None)[:, -1]
+        ended = (lengths <= start).to(device)
+        found = logits if start == 0 else torch.where(ended[:, None], found, logits)
+    return found
 
 
 def new_cache(model, batch_size, max_len, static, max_rewind=0):
@@ -569,7 +574,7 @@ class Draft:
         u = torch.from_numpy(np.stack([row.next_noise(self.count) for row in rows]))
         u = u.to(drawing_device(device))
         new = [[min(token, self.most) for token in row.context[n:]] for row, n in zip(rows, same)]
-        logits, drawn = prefill(self.model, new, self.cache), []
+        logits, drawn = prefill(self.model, new, self.cache, max(1, PREFILL // len(rows))), []
         for i in range(self.count):
             if drawn:
                 logits = self.model(drawn[-1].to(device), cache=self.cache)[:, -1]
@@ -623,6 +628,8 @@ def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=
     check_prompts(prompts, model.config.vocab_size)
     if len(prompts) <= first or max_new_tokens < 1:
         return
+    if compile not in (True, False):
+        raise ValueError(f"compile={compile!r} must be True or False: resolve_compile turns auto into that")
     if proposer:
         check_rewinds(model, 'model')
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)

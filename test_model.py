@@ -5752,6 +5752,10 @@ def test_long_prompts_are_fed_a_few_at_a_time(variant, monkeypatch):
     model.register_forward_pre_hook(lambda module, args: fed.append(args[0].shape))
     assert made(model, prompts, 20, seed=2) == plain
     assert max(B * T for B, T in fed if T > 1) <= 24 and len({B for B, T in fed if T > 1}) > 1
+    if 'mixer_pattern' not in variant:
+        guessing = flat_sample.Draft(copy.deepcopy(model), 2)
+        assert made(model, prompts, 20, seed=2, batch_size=3, proposer=guessing) == plain
+        assert max(B * T for B, T in fed if T > 1) <= 24 and guessing.kept == guessing.fed > 0
 
 
 def test_rows_end_at_stop_tokens_without_disturbing_others():
@@ -6014,7 +6018,8 @@ def chat_model(**options):
 
 
 def new_chat(model, template='chatml', **settings):
-    return flat_sample.Chat(model, byte_chat_tokenizer(template), {**CHAT_SETTINGS, **settings})
+    return flat_sample.Chat(model, byte_chat_tokenizer(template),
+                            {**CHAT_SETTINGS, 'compile': False, **settings})
 
 
 def count_fed(model):
@@ -6113,7 +6118,7 @@ def test_a_compiled_conversation_is_compiled_once(monkeypatch):
     def watched(graph, inputs):
         graphs.append(graph)
         return graph
-    monkeypatch.setattr(torch, 'compile', lambda f, dynamic, mode: compile(f, backend=watched))
+    monkeypatch.setattr(torch, 'compile', lambda f, dynamic: compile(f, backend=watched))
     torch._dynamo.reset()
     chat = new_chat(chat_model(n_layer=1, window=9, window_pattern='S'), compile=True)
     for question in QUESTIONS:
@@ -6891,7 +6896,8 @@ def test_answers_are_written_in_order_and_gone_on_with(folder, capsys):
             ('one.jsonl', whole, ['--num_samples=3'], 'line 3 is no answer to these prompts'),
             ('one.jsonl', whole, ['--seed=3'], 'line 1 is an answer made with other settings'),
             ('one.jsonl', whole[:60], ['--seed=3'], None),  # nothing whole is there
-            ('a.json', '{"a": 1}', [], 'holds no answers'), ('a.txt', 'ab\ncd', [], 'line 1 is no answer')]:
+            ('a.json', '{"a": 1}', [], 'a.json ends in what is no answer'),
+            ('a.json', '{"prompt": "ab"}', [], 'ends in'), ('a.txt', 'ab\ncd', [], 'line 1 is no answer')]:
         (folder / name).write_text(text, encoding='utf-8')
         if message:
             with pytest.raises(ValueError, match=message):
