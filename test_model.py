@@ -6002,7 +6002,8 @@ def test_streamed_text_is_the_whole_text():
 
 QUESTIONS = ['Hi, who are you?', 'And <them>?\n', 'é🙂']
 DELTA = dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4)
-CHAT_SETTINGS = {**flat_sample.config, 'system': 'Be short.', 'max_new_tokens': 8, 'temperature': 0.0}
+CHAT_SETTINGS = {**flat_sample.config, 'system': 'Be short.', 'max_new_tokens': 8, 'temperature': 0.0,
+                 'compile': False}
 
 
 @functools.cache
@@ -6018,8 +6019,7 @@ def chat_model(**options):
 
 
 def new_chat(model, template='chatml', **settings):
-    return flat_sample.Chat(model, byte_chat_tokenizer(template),
-                            {**CHAT_SETTINGS, 'compile': False, **settings})
+    return flat_sample.Chat(model, byte_chat_tokenizer(template), {**CHAT_SETTINGS, **settings})
 
 
 def count_fed(model):
