@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -28,6 +29,7 @@ import re
 import sys
 import time
 import typing
+import weakref
 
 from configurator import can_compile, configure, runtime
 
@@ -288,34 +290,39 @@ def step(model, tokens, cache, u, seen, sampling):
 def compile_step(model, device):
     """`step`, compiled for a static cache: on CUDA as a CUDA graph; on a CPU with the weights as constants
     ("freezing"), which torch lays out once more in memory, as its kernels read them, and with the kernels
-    that are fastest here. What is made for one token is kept on disk for the next run."""
-    whole = is_one_graph(model, device)
-    if device.type not in FROZEN or not whole:
-        graph = device.type == 'cuda' and whole
-        return torch.compile(step, dynamic=False, mode='reduce-overhead' if graph else None)
+    that are fastest here. What is made for one token is kept on disk for the next run.
+
+    Weights that were changed are compiled anew, unless through `.data`, of which nobody hears."""
+    whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
+    frozen = whole and device.type in FROZEN
+    version = hash((NUMBERS.setdefault(model, next(COUNT)), repr(model.config), model.training,
+                    *((w.data_ptr(), w._version if frozen else 0) for w in weights)))
+    # torch would look at each module and weight before each step, for longer than a layer takes
+    compiled = functools.partial(torch.compile(versioned_step, dynamic=False, options={
+        'guard_filter_fn': lambda guards: ["L['args'][0]" not in guard.name for guard in guards],
+        'triton.cudagraphs': whole and device.type == 'cuda'}), version)
+    if not frozen:
+        return compiled
     from torch._inductor import config as inductor  # which takes a second
-    compiled, shapes = torch.compile(frozen_step, dynamic=False), set()
-    weights = [*model.parameters(), *model.buffers()]
-    version = hash((repr(model.config), *((w.data_ptr(), w._version) for w in weights)))
+    size, shapes = sum(w.nbytes for w in weights), set()
 
     def run(model, tokens, *args):
         if tokens.shape in shapes:
-            return compiled(version, model, tokens, *args)
+            return compiled(model, tokens, *args)
         shapes.add(tokens.shape)
         # oneDNN's kernels are faster for several tokens, not for one, and nothing of theirs can be kept
-        kept = tokens.numel() == 1 and sum(w.nbytes for w in weights) <= KEPT_BYTES
+        kept = tokens.numel() == 1 and size <= KEPT_BYTES
         with (contextlib.redirect_stderr(io.StringIO()),  # else torch prints what it tried
               inductor.patch({**FREEZING, 'fx_graph_cache': kept}),
               torch.compiler.config.patch(cache_key_tag=fingerprint(model) if kept else ''),
               torch.backends.mkldnn.flags(enabled=tokens.numel() > 1)):
-            return compiled(version, model, tokens, *args)
+            return compiled(model, tokens, *args)
     return run
 
 
-def frozen_step(version, *args):
-    """step, as of a version of the weights: with others it is compiled anew, unless they were written through
-    `.data`, of which nobody hears."""
-    assert abs(version) >= 0  # torch.compile looks only at arguments that are used
+def versioned_step(version, *args):
+    """step; the version stands for what is not looked at of the model, args[0]."""
+    assert abs(version) >= 0  # torch.compile looks at arguments that are used
     return step(*args)
 
 
@@ -327,6 +334,7 @@ def fingerprint(model):
     return digest.hexdigest()
 
 
+NUMBERS, COUNT = weakref.WeakKeyDictionary(), itertools.count()  # of models: addresses are used again
 FROZEN = ('cpu',)  # types of devices on which a compiled step holds the weights
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN'}  # torch's names
 KEPT_BYTES = 2**30  # of weights; a compiled step of more is not kept on disk, where it would hold them all
