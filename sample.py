@@ -1017,14 +1017,14 @@ def answers_in(path, rows, settings):
     begin = b''
     if len(lines) < len(rows):
         prompt, place = rows[len(lines)]
-        begin = json.dumps({'prompt': prompt, 'sample': place}, ensure_ascii=False)[:-1].encode(**AS_UTF8)
-    if rest[:len(begin)] != begin[:len(rest)]:
+        begin = json.dumps({'prompt': prompt, 'sample': place}, ensure_ascii=False)[:-1].encode(errors=ESCAPE)
+    if rest and not (begin and rest[:len(begin)] == begin[:len(rest)]):
         raise ValueError(f"{path} ends in what is no answer: name another --output, or remove the file")
     os.truncate(path, len(content) - len(rest))
     return len(lines)
 
 
-AS_UTF8 = {'encoding': 'utf-8', 'errors': 'backslashreplace'}  # a byte of a prompt that was none: \\udcff
+ESCAPE = 'backslashreplace'  # bytes of a prompt that are no UTF-8 become \udcff, which JSON knows
 
 
 def score_prompts(model, tokenizer, prompts, ids, output):
@@ -1034,7 +1034,7 @@ def score_prompts(model, tokenizer, prompts, ids, output):
         raise ValueError(f"{output} exists: name another --output, or remove it")
     scores = ((prompt, tokens, score_tokens(model, tokens)) for prompt, tokens in zip(prompts, ids))
     if output:
-        with open(f"{output}.tmp", 'w', **AS_UTF8) as f:
+        with open(f"{output}.tmp", 'w', encoding='utf-8', errors=ESCAPE) as f:
             for prompt, tokens, each in scores:
                 record = {'prompt': prompt, 'ids': list(tokens), 'logprobs': [None, *each]}
                 print(json.dumps(record, ensure_ascii=False), file=f)
@@ -1133,7 +1133,7 @@ if __name__ == '__main__':
     started, total = time.perf_counter(), 0
     made = completions(model, tokenizer, ids, max_new_tokens, stop_texts(stop), show, batch_size=batch_size,
                        first=first, compile=config['compile'], proposer=proposer, **sampling)
-    with open(output, 'a', **AS_UTF8) if output else contextlib.nullcontext() as f:
+    with open(output, 'a', encoding='utf-8', errors=ESCAPE) if output else contextlib.nullcontext() as f:
         for row, text, count in in_order(made, first):
             total += count
             text = without_thinking(begin[row] + text) if hide else begin[row] + text

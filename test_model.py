@@ -4948,8 +4948,8 @@ def test_load_reads_whatever_init_from_names(folder, monkeypatch):
             Hub.asked.append(name)
             return 'fetched'
 
-        def from_pretrained(name, dtype, device, **changes):
-            assert (name, dtype, device) == ('fetched', None, 'cpu')
+        def from_pretrained(name, dtype, device, int8, **changes):
+            assert (name, dtype, device, int8) == ('fetched', None, 'cpu', False)
             return tiny(**changes)
     monkeypatch.setitem(sys.modules, 'hub', Hub)
     monkeypatch.setattr(flat_sample, 'json_tokenizer', lambda path: f'tokenizer of {path}')
@@ -5838,7 +5838,7 @@ def test_a_compiled_forward_is_causal():
 
 
 @pytest.mark.parametrize('options, penalty, int8', [
-    (dict(n_kv_head=2), 1.1, False), (dict(n_kv_head=2), 1.0, True), (dict(mixer_pattern='D'), 1.0, False),
+    (dict(n_kv_head=2), 1.1, True), (dict(mixer_pattern='D'), 1.0, False),
     (dict(window=5, window_pattern='S', n_expert=4, document_token=3, **MLA), 1.0, False)])
 def test_compiled_generation_equals_eager(options, penalty, int8, monkeypatch):
     """With rows that are replaced."""
@@ -6898,7 +6898,7 @@ def test_answers_are_written_in_order_and_gone_on_with(folder, capsys):
             ('one.jsonl', whole, ['--seed=3'], 'line 1 is an answer made with other settings'),
             ('one.jsonl', whole[:60], ['--seed=3'], None),  # nothing whole is there
             ('a.json', '{"a": 1}', [], 'a.json ends in what is no answer'),
-            ('a.json', '{"prompt": "ab"}', [], 'ends in'), ('a.txt', 'ab\ncd', [], 'line 1 is no answer')]:
+            ('a.json', '{"prompt": "ab"}', [], 'ends in'), ('a.json', whole + 'x', [], 'ends in'), ('a.txt', 'ab\ncd', [], 'line 1 is no answer')]:
         (folder / name).write_text(text, encoding='utf-8')
         if message:
             with pytest.raises(ValueError, match=message):
