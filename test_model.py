@@ -6898,7 +6898,8 @@ def test_answers_are_written_in_order_and_gone_on_with(folder, capsys):
             ('one.jsonl', whole, ['--seed=3'], 'line 1 is an answer made with other settings'),
             ('one.jsonl', whole[:60], ['--seed=3'], None),  # nothing whole is there
             ('a.json', '{"a": 1}', [], 'a.json ends in what is no answer'),
-            ('a.json', '{"prompt": "ab"}', [], 'ends in'), ('a.json', whole + 'x', [], 'ends in'), ('a.txt', 'ab\ncd', [], 'line 1 is no answer')]:
+            ('a.json', '{"prompt": "ab"}', [], 'ends in'), ('a.json', whole + 'x', [], 'ends in'),
+            ('a.txt', 'ab\ncd', [], 'line 1 is no answer')]:
         (folder / name).write_text(text, encoding='utf-8')
         if message:
             with pytest.raises(ValueError, match=message):
