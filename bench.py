@@ -435,7 +435,7 @@ def in_transformers(model):
 def measure_decode(config, model_args, words):
     """Seconds a step, in turns with another implementation, with one row alone if there are several, and with
     no guesses if there are some; and the share of the memory's bandwidth."""
-    model, machine, _, bandwidth = model_and_machine(config, model_args)
+    model, machine, *_ = model_and_machine(config, model_args)
     model.to(machine.dtype).eval()
     if config['operators']:
         from torch._inductor import config as inductor
@@ -469,12 +469,13 @@ def measure_decode(config, model_args, words):
         side()  # to warm up
         if name == 'flatgpt' and compile:
             print(f"compiled, and a first sample made, in {time.perf_counter() - begun:.0f} s")
-    times = {name: [] for name in sides}
+    times, bandwidths = {name: [] for name in sides}, []
     if greedy:
         proposer.kept = proposer.fed = 0
     for _ in range(config['rounds']):
         for name, side in sides.items():
             times[name].append(side())
+        bandwidths.append(machine_peaks(machine.device, machine.dtype)[1])  # a machine is not always as fast
     times = {name: np.array(t) for name, t in times.items()}  # (rounds, steps)
     cache = model.make_cache(batch_size, min(model.config.block_size, config['prompt_len'] + new // 2))
     read = sum(w.nbytes for w in (*model.parameters(), *model.buffers())) + cache.nbytes  # bytes a step
@@ -486,7 +487,8 @@ def measure_decode(config, model_args, words):
         numbers['guesses_right'] = round(proposer.kept / max(1, proposer.fed), 4)
         print(f"{proposer.kept:,} of {proposer.fed:,} guesses right")
     else:
-        numbers['bandwidth_share'] = round(float(read / np.median(times['flatgpt']) / bandwidth), 4)
+        shares = read / np.median(times['flatgpt'], axis=1) / bandwidths
+        numbers['bandwidth_share'] = round(float(np.median(shares)), 4)
     if config['operators']:
         print_operators(functools.partial(ours, prompts, proposer), new, machine.device_type)
     return report(model, machine, batch_size, times, 'a step', tokens, compile=compile,

@@ -358,7 +358,7 @@ class Batch:
             size = max(map(len, prompts)) + max_new_tokens
             if not model.scales_by_length:  # a scaling would be another in a larger cache
                 size += guesses
-                size = round_up(size, 128) if compile else size  # so that what is compiled serves others too
+                size = round_up(size) if compile else size  # so that what is compiled serves others too
             size = min(model.config.block_size, size)
             cache = new_cache(model, count, size, static=compile, max_rewind=guesses)
         self.cache, self.size = cache, cache.max_len
