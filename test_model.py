@@ -5847,7 +5847,8 @@ def test_compiled_generation_equals_eager(options, penalty, int8, monkeypatch):
         flat.quantize_weights(model, torch.float32)
     common = dict(seed=3, top_k=10, repetition_penalty=penalty)
     eager = made(model, prompts, 30, **common)
-    monkeypatch.setattr(flat_sample, 'FREEZING', QUICKLY)
+    templates = 'mixer_pattern' not in options  # in torch 2.11 there are none for products of a state
+    monkeypatch.setattr(flat_sample, 'FREEZING', QUICKLY if templates else {'freezing': True})
     assert made(model, prompts, 30, compile=True, batch_size=2, **common) == eager
     assert not int8 or made(dequantized(model), prompts, 30, **common) == eager
 
