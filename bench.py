@@ -4,7 +4,8 @@ Measures: how fast, how big, how much memory, how good, which choice is better; 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
-    python bench.py decode --init_from=out/ckpt.pt --dtype=bfloat16 --compile=True
+    python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
+    python bench.py decode config/gpt2.py --batch_size=8     # beside one row alone; or --speculate=8
     python bench.py check config/llama_small.py              # is the model.py that stands here still sound?
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
     python bench.py cost                                     # what attention, cache, norm and MLP cost; 3 min
@@ -24,9 +25,9 @@ a comparison can be stopped, and go on with more seeds or variants. The differen
 paired by seed.
 
 --vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with
-ours in the same process. The last line is JSON. Speeds are medians after a warm-up; the spread is between the
-10th and 90th percentile. Shares compare with what this machine reaches on one large matmul, and on one large
-sum, in the same run.
+ours in the same process; to decode, --vs=transformers its generate with the same weights. The last line is
+JSON. Speeds are medians after a warm-up; the spread is between the 10th and 90th percentile. Shares compare
+with what this machine reaches on one large matmul, and on one large sum, in the same run.
 """
 import ast
 import contextlib
@@ -59,12 +60,15 @@ from configurator import configure, runtime, show
 
 # what
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-vs = ''                           # folder of a nanoGPT clone to take turns with
+vs = ''                           # folder of a nanoGPT clone to take turns with; decode: or transformers
 batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits, cost 8 or 12
 dataset = ''                      # train: its vocabulary is used; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts in times the trained one; cost: tokens, None: 256 to 4096
 prompt_len = 32                   # decode: tokens before
 max_new_tokens = 200              # decode: tokens made; cost: these and half of them
+quantize = ''                     # decode, eval: int8, as in sample.py
+speculate: int | None = None      # decode: tokens guessed at a time, of greedy text, as in sample.py
+operators = False                 # decode: also which operators a step spends its time in
 steps = 10                        # train: steps a turn; decode makes max_new_tokens a turn; cost: 1
 rounds = 5                        # turns
 variants: list | dict | None = None  # compare: what is added to the command line, or {name: that}
@@ -83,6 +87,7 @@ config, model_args, words, _ = configure(globals(), 'GPTConfig', words=math.inf,
 import numpy as np
 import torch
 
+import hub
 import train
 from model import (
     GPT,
@@ -94,10 +99,11 @@ from model import (
     attend,
     eager_attention,
     gated_delta_rule,
+    quantize_weights,
     visible,
 )
 from prepare import Bins, ending, find_source, json_records, load_tokenizer, pieces, read_meta
-from sample import generate
+from sample import Lookup, generate
 
 
 def synchronize(device):
@@ -193,21 +199,23 @@ def their_step(model, machine, batch_size, grad_clip):
 
 
 def report(model, machine, batch_size, times, unit, tokens, **numbers):
-    """Prints speeds and `numbers`, and returns both. times: from take_turns, of 'flatgpt' and maybe of
-    'nanoGPT'. unit: what a timed call is; tokens: that it makes."""
-    rows = {}
+    """Prints speeds and `numbers`, and returns both. times: from take_turns, of 'flatgpt' and maybe others.
+    unit: what a timed call is; tokens: that it makes, {name: number} or the same for all."""
+    rows, tokens = {}, tokens if isinstance(tokens, dict) else dict.fromkeys(times, tokens)
     for name, t in times.items():
         low, mid, high = np.percentile(t, [10, 50, 90]) * 1e3
-        rows[name] = [f"{mid:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens / mid * 1e3:,.1f}"]
+        rows[name] = [f"{mid:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens[name] / mid * 1e3:,.1f}"]
     print_table(unit, ['ms', '10th to 90th percentile', 'tok/s'], rows)
     ours = np.median(times['flatgpt'])
-    numbers = {'tok_per_s': round(tokens / ours, 2), 'ms': round(ours * 1e3, 4), 'device': machine.device,
-               'dtype': train.dtype_name(machine.dtype), 'params': model.num_params(),
-               'batch_size': batch_size, **numbers, 'peak_mb': train.peak_mb(machine.device)}
-    if 'nanoGPT' in times:
-        ratios = np.median(times['nanoGPT'], axis=1) / np.median(times['flatgpt'], axis=1)
-        numbers['times_faster'] = round(float(np.median(ratios)), 3)
-        print(f"{numbers['times_faster']:.2f} times nanoGPT's speed (median of {len(ratios)} turns, "
+    numbers = {'tok_per_s': round(tokens['flatgpt'] / ours, 2), 'ms': round(ours * 1e3, 4),
+               'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
+               'params': model.num_params(), 'batch_size': batch_size, **numbers, 'times_faster': {},
+               'peak_mb': train.peak_mb(machine.device)}
+    for name in list(times)[1:]:
+        ratios = (np.median(times[name], axis=1) / np.median(times['flatgpt'], axis=1)
+                  * tokens['flatgpt'] / tokens[name])
+        numbers['times_faster'][name] = round(float(np.median(ratios)), 3)
+        print(f"{np.median(ratios):.2f} times the speed of {name} (median of {len(ratios)} turns, "
               f"{ratios.min():.2f} to {ratios.max():.2f})")
     for name, value in numbers.items():
         if name.endswith('_share') and value is not None:
@@ -371,58 +379,139 @@ def measure_train(config, model_args, words):
                   mfu=round(flops / peak, 4) if peak else None, matmul_share=round(flops / matmul, 4))
 
 
-def token_seconds(tokens, device):
+def first_sample(events):
+    """The tokens of the first sample, of what generate yields."""
+    return (token for sample, token in events if sample == 0 and token is not None)
+
+
+def token_seconds(tokens):
     """Seconds that each token of a generator takes, (tokens,): the first of them with the prompt."""
-    synchronize(device)
     stamps = [time.perf_counter()]
     for _ in tokens:
-        synchronize(device)
         stamps.append(time.perf_counter())
     return np.diff(stamps)
 
 
 @torch.no_grad()
-def time_nanogpt(model, batch_size, prompt_len, max_new_tokens, device):
-    """Seconds a token of nanoGPT, which has no cache: on CPUs a middle stretch stands for the whole."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')
-    count = max(8, max_new_tokens // 10) if device == 'cpu' else max_new_tokens
-    before = prompt_len + (max_new_tokens - count) // 2
-    prompt = torch.randint(model.config.vocab_size, (batch_size, before), device=device)
+def time_nanogpt(model, prompts, new):
+    """Seconds a token of nanoGPT, which has no cache, (1,): on CPUs a middle stretch stands for the whole."""
+    device, precision = model.transformer.wte.weight.device, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('highest' if device.type == 'cpu' else 'high')
+    count = max(8, new // 10) if device.type == 'cpu' else new
+    prompt = torch.tensor(prompts, device=device).repeat(1, 2 + new // len(prompts[0]))
     begun = time.perf_counter()
-    model.generate(prompt, count, top_k=200)
-    synchronize(device)
+    model.generate(prompt[:, :len(prompts[0]) + (new - count) // 2], count, top_k=200)
+    synchronize(str(device))
     torch.set_float32_matmul_precision(precision)
-    return (time.perf_counter() - begun) / count
+    return np.array([(time.perf_counter() - begun) / count])
+
+
+def time_transformers(model, prompts, new, greedy):
+    """Seconds of each step of transformers' generate but the first, (new - 1,)."""
+    idx, stamps = torch.tensor(prompts, device=model.device), []
+
+    def clock(ids, scores, **options):
+        synchronize(str(model.device))
+        stamps.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    choice = {'do_sample': False} if greedy else {'do_sample': True, 'temperature': 0.8, 'top_k': 200}
+    model.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=new, min_new_tokens=new,
+                   pad_token_id=0, stopping_criteria=[clock], **choice)
+    return np.diff(stamps)
+
+
+def in_transformers(model):
+    """The same weights as transformers has them."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise ImportError('vs=transformers: it is not installed: pip install "transformers>=5,<6"') from None
+    with tempfile.TemporaryDirectory() as folder:
+        hub.save_pretrained(model, None, folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=model.wte.weight.dtype).to(
+            model.wte.weight.device)
 
 
 def measure_decode(config, model_args, words):
-    """Seconds a token in turns with nanoGPT, and the share of the memory's bandwidth."""
-    model, machine, _, bandwidth = model_and_machine(config, model_args)
-    batch_size, new, compile = config['batch_size'] or 1, config['max_new_tokens'], config['compile'] is True
-    nanogpt = load_nanogpt(config['vs'], model.config, machine.device).eval() if config['vs'] else None
+    """Seconds a step, in turns with another implementation, with one row alone if there are several, and with
+    no guesses if there are some; and the share of the memory's bandwidth."""
+    model, machine, *_ = model_and_machine(config, model_args)
     model.to(machine.dtype).eval()
+    if config['operators']:
+        from torch._inductor import config as inductor
+        inductor.cpp.enable_kernel_profile = True  # names the kernels
+    batch_size, new, compile = config['batch_size'] or 1, config['max_new_tokens'], config['compile'] is True
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
+    greedy, sides, tokens = bool(config['speculate']), {}, {'flatgpt': batch_size}
+    if config['vs'] == 'transformers':
+        other = in_transformers(model)
+        sides['transformers'] = functools.partial(time_transformers, other, prompts, new, greedy)
+    elif config['vs']:
+        other = load_nanogpt(config['vs'], model.config, machine.device).eval()
+        sides['nanoGPT'] = functools.partial(time_nanogpt, other, prompts, new)
+    if config['quantize']:
+        quantize_weights(model, machine.dtype)
+    proposer = Lookup(config['speculate']) if greedy else None
 
-    def generation():
-        return token_seconds(generate(model, prompts, new, top_k=200, compile=compile), machine.device)
-    generation()  # to warm up
-    ours, theirs = [], []
+    def ours(prompts, proposer=None):
+        seconds = token_seconds(first_sample(generate(
+            model, prompts, new, temperature=0.0 if greedy else 0.8, top_k=200, seed=config['seed'],
+            compile=compile, proposer=proposer)))
+        return seconds[1:].mean(keepdims=True) if greedy else seconds[1:]  # guesses come several at once
+    sides = {'flatgpt': functools.partial(ours, prompts, proposer), **sides}
+    if batch_size > 1:
+        guesses = Lookup(config['speculate']) if greedy else None
+        sides['one row'] = functools.partial(ours, prompts[:1], guesses)
+    if greedy:
+        sides['no guesses'] = functools.partial(ours, prompts)
+    begun = time.perf_counter()
+    for name, side in sides.items():
+        side()  # to warm up
+        if name == 'flatgpt' and compile:
+            print(f"compiled, and a first sample made, in {time.perf_counter() - begun:.0f} s")
+    times, bandwidths = {name: [] for name in sides}, []
+    if greedy:
+        proposer.kept = proposer.fed = 0
     for _ in range(config['rounds']):
-        ours.append(generation())
-        if nanogpt:
-            theirs.append(time_nanogpt(nanogpt, batch_size, config['prompt_len'], new, machine.device))
-    ours = np.array(ours)  # (rounds, max_new_tokens)
-    times = {'flatgpt': ours[:, 1:]}
-    if nanogpt:
-        times['nanoGPT'] = np.array(theirs)[:, None]
+        for name, side in sides.items():
+            times[name].append(side())
+        bandwidths.append(machine_peaks(machine.device, machine.dtype)[1])  # a machine is not always as fast
+    times = {name: np.array(t) for name, t in times.items()}  # (rounds, steps)
     cache = model.make_cache(batch_size, min(model.config.block_size, config['prompt_len'] + new // 2))
-    read = sum(w.nbytes for w in model.parameters()) + cache.nbytes  # bytes a token
-    prefill_ms = round(float(np.median(ours[:, 0])) * 1e3, 3)
-    print(f"prompt of {config['prompt_len']} tokens: {prefill_ms:.2f} ms")
-    share = read / np.median(ours[:, 1:]) / bandwidth
-    return report(model, machine, batch_size, times, 'a token', batch_size, prefill_ms=prefill_ms,
-                  compile=compile, bandwidth_share=round(share, 4))
+    read = sum(w.nbytes for w in (*model.parameters(), *model.buffers())) + cache.nbytes  # bytes a step
+    tokens.update({name: 1 if name == 'one row' else batch_size for name in sides})
+    prefill = take_turns({'': lambda: list(generate(model, prompts, 1))}, 1, 5, machine.device)['']
+    numbers = {'prefill_ms': round(float(np.median(prefill)) * 1e3, 3)}
+    print(f"{config['prompt_len']} tokens of prompt: {numbers['prefill_ms']:.2f} ms")
+    if greedy:
+        numbers['guesses_right'] = round(proposer.kept / max(1, proposer.fed), 4)
+        print(f"{proposer.kept:,} of {proposer.fed:,} guesses right")
+    else:
+        shares = read / np.median(times['flatgpt'], axis=1) / bandwidths
+        numbers['bandwidth_share'] = round(float(np.median(shares)), 4)
+    if config['operators']:
+        print_operators(functools.partial(ours, prompts, proposer), new, machine.device_type)
+    return report(model, machine, batch_size, times, 'a step', tokens, compile=compile,
+                  quantize=config['quantize'], **numbers)
+
+
+def print_operators(generation, steps, device_type):
+    """Prints what takes most of a step, of a generation of so many: operators, or kernels if it is compiled;
+    on CUDA by the GPU's time."""
+    from torch.profiler import ProfilerActivity, profile
+    gpu = device_type == 'cuda'
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]) as found:
+        generation()
+    events = found.key_averages()
+    if gpu:  # kernels, and not the operators that call them, under which they are counted too
+        events = [event for event in events if event.device_type is torch.autograd.DeviceType.CUDA]
+    spent = {event.key: (event.self_device_time_total if gpu else event.self_cpu_time_total, event.count)
+             for event in events}
+    total = sum(time for time, _ in spent.values())
+    most = sorted(spent, key=lambda name: -spent[name][0])[:15]
+    print_table('operator', ['ms a step', 'share', 'calls a step'], {
+        name[:60]: [f"{spent[name][0] / steps / 1e3:.3f}", f"{spent[name][0] / total:.1%}",
+                    f"{spent[name][1] / steps:.1f}"] for name in most})
 
 
 # evaluating -------------------------------------------------------------------------------------------------
@@ -599,6 +688,8 @@ def measure_eval(config, model_args, words):
         raise ValueError(f"{path} does not say what it was trained on: give --dataset=NAME, or a text file")
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
+    if config['quantize']:  # under autocast, which leaves the residual stream of float16 in float32
+        quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{path}: {model.num_params():,} parameters, context {base:,}")
     name = words[0] if words else train.data_folder(dataset)
     read = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])
@@ -837,19 +928,19 @@ def cost_without_cache(size, machine, most, rounds):
     model = random_model(size, machine, block_size=most + 1).to(machine.dtype).eval()
 
     def with_cache(count):
-        yield from generate(model, [[0]], count, temperature=0)
+        return first_sample(generate(model, [[0]], count, temperature=0))
 
     def without(count):
         idx = torch.zeros(1, 1, dtype=torch.long, device=machine.device)
         for _ in range(count):
             idx = torch.cat((idx, model(idx, keep=1).argmax(-1)), dim=1)
-            yield
+            yield int(idx[0, -1])
     sides, times = {'cache': with_cache, 'none': without}, {'cache': [], 'none': []}
     for side in sides.values():
-        token_seconds(side(min(10, most)), machine.device)  # to warm up
+        token_seconds(side(min(10, most)))  # to warm up
     for _ in range(rounds):
         for name, side in sides.items():
-            times[name].append(token_seconds(side(most), machine.device).cumsum())
+            times[name].append(token_seconds(side(most)).cumsum())
     found = {}
     for n in (most // 2, most):
         cache, none = (round(float(np.median([each[n - 1] for each in times[name]])), 5) for name in sides)
@@ -2349,9 +2440,9 @@ INSTRUMENTS = {
     # are given (compare: the command line) and those words, and returns numbers for the last line
     'train': (measure_train, 0, f'{STEP} init_from vs steps'),
     'decode': (measure_decode, 0, 'GPTConfig init_from vs dataset batch_size prompt_len max_new_tokens '
-                                    'rounds device dtype compile seed'),
+                                    'quantize speculate operators rounds device dtype compile seed'),
     'params': (measure_params, 0, 'GPTConfig dataset dtype'),
-    'eval': (measure_eval, 1, 'GPTConfig init_from dataset batch_size lengths device dtype'),
+    'eval': (measure_eval, 1, 'GPTConfig init_from dataset batch_size lengths quantize device dtype'),
     'cost': (measure_cost, 0, f'{STEP} lengths max_new_tokens'),
     'compare': (compare, 1, 'train.py GPTConfig variants seeds seed match by'),
     'plot': (plot, math.inf, 'by'),
@@ -2393,10 +2484,12 @@ def check_settings(s):
         raise ValueError(f"compile={s['compile']!r} is none of True, False, auto")
     if s['match'] not in (None, 'none', 'params', 'active', 'time'):
         raise ValueError(f"match={s['match']!r} is none of none, params, active, time")
+    if s['quantize'] not in ('', 'int8'):
+        raise ValueError(f"quantize={s['quantize']!r} must be int8 or ''")
     if s['by'] not in AXES:
         raise ValueError(f"by={s['by']!r} is none of {', '.join(AXES)}")
-    lowest = dict(batch_size=1, prompt_len=1, max_new_tokens=2, steps=1, rounds=1, grad_clip=0, seed=0,
-                  seeds=1)
+    lowest = dict(batch_size=1, prompt_len=1, max_new_tokens=2, speculate=1, steps=1, rounds=1, grad_clip=0,
+                  seed=0, seeds=1)
     for name, low in lowest.items():
         if s[name] is not None and not s[name] >= low:  # nan is not
             raise ValueError(f"{name}={s[name]} must be at least {low}")

@@ -31,7 +31,7 @@ USER_ERRORS = (ValueError, OSError, ImportError, KeyboardInterrupt)  # one line;
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
 OUT_OF_MEMORY = {  # a setting that the script has: what lowers its use of memory
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
-    'num_samples': 'lower --num_samples or --max_new_tokens',
+    'num_samples': 'lower --batch_size or --max_new_tokens',
     'procs': 'lower --procs',
     'batch_size': 'lower --batch_size',
 }

@@ -28,7 +28,7 @@ config, _, words = configure(globals(), words=3)
 
 import torch
 
-from model import ATTENTION_ONLY, GPT, GPTConfig, checkpoint_path, letter
+from model import ATTENTION_ONLY, GPT, GPTConfig, checkpoint_path, fill_rows, letter, quantize_weights
 from prepare import json_tokenizer
 
 INSTALL = 'pip install safetensors tokenizers huggingface_hub'
@@ -942,19 +942,22 @@ def copy(parts, stored, model):
             source = source.float() + 1
         if source.ndim > w.ndim:
             source = source.flatten(1)  # a convolution's
-        w[part.index] = source.to(w.device, w.dtype)
+        fill_rows(model, part.ours, w, part.index, source)
     for head in (model.wte, model.lm_head):
         if head is not None:  # rows that pad the vocabulary
             head.weight[model.config.vocab_size:] = 0
+            if hasattr(head, 'scale'):
+                head.scale[model.config.vocab_size:] = 0
             if getattr(head, 'bias', None) is not None:
                 head.bias[model.config.vocab_size:] = 0
 
 
-def from_pretrained(folder_or_id, dtype=None, device='cpu', **changes):
+def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
     """A folder with config.json and safetensors, as transformers writes them, or an id on the hub -> the
-    model, in eval mode. dtype: of the weights; None: as they are stored. changes: config fields to set
-    otherwise. Raises OSError if something cannot be fetched or is missing, or ValueError that names what is
-    unsupported or does not fit."""
+    model, in eval mode. dtype: of the weights; None: as they are stored. int8: the large ones are quantized
+    as they are read, so that they are never there as a whole. changes: config fields to set otherwise. Raises
+    OSError if something cannot be fetched or is missing, or ValueError that names what is unsupported or does
+    not fit."""
     folder = fetch(folder_or_id)
     c = read_json(os.path.join(folder, 'config.json'))
     config = dataclasses.replace(checked_config(c, folder), **changes)
@@ -969,6 +972,8 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', **changes):
     exact = {part.ours for part in parts if part.plus_one}  # 1 + w is exact in float32 only
     for name, w in model.named_parameters():
         w.data = w.data.to(torch.float32 if name in exact else dtype)
+    if int8:
+        quantize_weights(model, dtype)
     model = model.to_empty(device=device)
     copy(parts, stored, model)
     return model.eval()
@@ -1002,6 +1007,8 @@ def their_tensors(model, family, dtype):
     """name -> tensor, in the family's layout: views of ours where layout and dtype agree. Buffers (the biases
     of experts) keep their own dtype, as in the model."""
     state, tensors, buffers = model.state_dict(), {}, dict(model.named_buffers())
+    if torch.int8 in {w.dtype for w in state.values()}:
+        raise ValueError("the model's weights are in 8 bits: export the one that it was made from")
     for part in plan(model, family):
         w = state[part.ours][part.index]
         if part.plus_one:

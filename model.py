@@ -426,6 +426,10 @@ class Embedding(nn.Embedding):
         super().__init__(rows, width)
         mark(self.weight, init, 'embedding')
 
+    def logits(self, x):
+        """x (..., width) -> (..., rows), as the head of a model with tied weights."""
+        return F.linear(x, self.weight)
+
     def reset_parameters(self):
         if not self.weight.is_meta:  # where torch's normal_ would import the compiler, in a second or two
             super().reset_parameters()
@@ -743,6 +747,9 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
         block_mask, score_mod = mask.flex
         return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
     is_causal = mask.is_causal and T > 1
+    if (H // K * T <= FEW_QUERIES and not p and (bias is not None or not is_causal)
+            and q.device.type == 'cpu' and torch.compiler.is_compiling()):
+        return attend_few(q, k, v, bias, scale)
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
                                    is_causal and torch.is_grad_enabled())
     if H > K and sharing == 'rows':
@@ -758,6 +765,22 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
                                            is_causal=is_causal and bias is None,
                                            enable_gqa=q.shape[1] > k.shape[1])
     return y.view(B, H, T, -1)
+
+
+FEW_QUERIES = 16  # of a head of keys, as in decoding
+
+
+def attend_few(q, k, v, bias, scale):
+    """attend, for few queries in a compiled step on a CPU: products that the compiler makes two loops of,
+    which read keys and values once. SDPA's kernel, made for long sequences, takes ten times as long."""
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    q = (q.float() * scale).reshape(B, K, H // K * T, 1, D)
+    score = (q * k.float()[:, :, None]).sum(dim=-1)                                  # (B, K, H / K T, S)
+    if bias is not None:
+        score = (score.view(B, H, T, S) + bias.float()).view(B, K, -1, S)
+    weight = score.softmax(dim=-1)
+    y = (weight[..., None] * v.float()[:, :, None]).sum(dim=-2)
+    return y.type_as(v).view(B, H, T, -1)
 
 
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -1122,6 +1145,18 @@ class Cache:
             slots.tensors = [old[rows] for old in slots.tensors]
         self.states = [[state[rows] for state in layer] for layer in self.states]
         self.length, self.peak, self.starts = self.length[rows], self.peak[rows], self.starts[rows]
+        self._recount()
+
+    def put(self, rows, other):
+        """Replaces rows, given by their numbers, by those of another cache, which is not static and was made
+        for as many tokens."""
+        for old, new in zip(self.tensors()[:3] + self._state_tensors(),
+                            other.tensors()[:3] + other._state_tensors()):
+            old[rows] = new
+        for mine, others in zip(self.slots, other.slots):
+            used = min(other.longest, mine.count)
+            for old, new in zip(mine.tensors, others.tensors):
+                old[rows, :, :used] = new[:, :, :used]
         self._recount()
 
     def _recount(self):
@@ -1662,6 +1697,8 @@ class GPT(nn.Module):
                 raise ValueError(f"document_token={config.document_token}: {type(block.attn).__name__} does "
                                  "not keep documents apart; leave document_token out")
         self.marks = collect_marks(self)
+        kind = (config.rope_scaling or {}).get('rope_type')
+        self.scales_by_length = config.pos == 'rope' and bool(kind and ROPE_SCALINGS[kind][1])
         self.rope = None
         self._make_rope()
         self.register_state_dict_post_hook(_trim_rows)
@@ -1671,9 +1708,8 @@ class GPT(nn.Module):
     def _make_rope(self):
         """The rotary table of all positions, unless the scaling depends on the length of the context."""
         config, device = self.config, self.wte.weight.device
-        kind = (config.rope_scaling or {}).get('rope_type')
-        by_length = kind and ROPE_SCALINGS[kind][1]
-        if config.pos == 'rope' and not by_length and device.type != 'meta':  # there it could not be seen
+        has_table = config.pos == 'rope' and not self.scales_by_length
+        if has_table and device.type != 'meta':  # there it could not be seen
             self.rope = rope_table(config, torch.arange(config.block_size, device=device), config.block_size)
 
     def _apply(self, fn, recurse=True):
@@ -1714,9 +1750,8 @@ class GPT(nn.Module):
 
     def compute_dtype(self):
         """The dtype that matmuls run in: autocast's where it is on, else the weights'."""
-        device = self.wte.weight.device.type
-        return (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device)
-                else self.wte.weight.dtype)
+        device, kept = self.wte.weight.device.type, getattr(self.wte, 'scale', self.wte.weight)  # see Int8
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else kept.dtype
 
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
@@ -1779,7 +1814,7 @@ class GPT(nn.Module):
         """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32. is_padded: for a loss,
         all columns, -inf where they pad the vocabulary; GPUs are slow with rows that are not aligned."""
         config, x = self.config, self.ln_f(x)
-        x = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
+        x = self.wte.logits(x) if self.lm_head is None else self.lm_head(x)
         logits = (x if is_padded else x[..., :config.vocab_size]).float()
         if config.logit_softcap:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
@@ -2089,6 +2124,120 @@ def from_adapters(path, rest, read_base, changes):
     model.load_state_dict(state, strict=False)
     rest['model_args'] = dataclasses.asdict(model.config)
     return model, rest
+
+
+# eight bits -------------------------------------------------------------------------------------------------
+
+def quantize_rows(w, dtype):
+    """w (..., n_in) -> int8 of the same shape and a scale for each row, (...) of dtype, whose product is w to
+    within half a scale: the largest value of a row becomes 127 ("vector-wise" in arXiv:2208.07339)."""
+    rows, scale = w.flatten(0, -2), w.new_empty(w.shape[:-1], dtype=dtype)
+    quantized = torch.empty_like(rows, dtype=torch.int8)
+    for one, into, scales in zip(*(each.split(4096) for each in (rows, quantized, scale.view(-1)))):
+        one = one.float()
+        scales.copy_(one.abs().amax(dim=-1) / 127)
+        steps = one / scales.float().masked_fill(scales == 0, 1.0)[:, None]
+        into.copy_(steps.round().clamp(-127, 127))
+    return quantized.view(w.shape), scale
+
+
+class Int8(nn.Module):
+    """What replaces a module with one large weight: `weight` in 8 bits, and `scale`, one number for each of
+    its rows. It cannot be trained."""
+
+    def __init__(self, module, dtype):
+        super().__init__()
+        weight = module.weight.detach()
+        if weight.is_meta:  # to be filled later, see fill_rows
+            weight, scale = weight.to(torch.int8), weight[..., 0].to(dtype)
+        else:
+            weight, scale = quantize_rows(weight, dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer('scale', scale, persistent=False)
+        self.bias, self.widths = getattr(module, 'bias', None), getattr(module, 'widths', None)
+
+
+class Int8Linear(Int8):
+    """A Linear or FusedLinear."""
+
+    def forward(self, x):
+        y = int8_linear(x, self.weight, self.scale)
+        if self.bias is not None:
+            y = y + self.bias.type_as(y)
+        return y if self.widths is None else y.split(self.widths, dim=-1)
+
+
+class Int8Experts(Int8):
+    """A GroupedLinear. Only experts that have rows are read."""
+
+    def __init__(self, module, dtype):
+        super().__init__(module, dtype)
+        self.loop = torch.compiler.disable(loop_over_int8_experts)  # as in GroupedLinear
+
+    def has_kernel(self, dtype, device):
+        return False
+
+    def forward(self, x, offsets):
+        return self.loop(x, self.weight, self.scale, self.bias, offsets).split(self.widths, dim=-1)
+
+
+def loop_over_int8_experts(x, w, scale, bias, offsets):
+    y, begin = x.new_empty(len(x), w.shape[1]), 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > begin:
+            y[begin:end] = int8_linear(x[begin:end], w[expert], scale[expert])
+            if bias is not None:
+                y[begin:end] += bias[expert].type_as(y)
+        begin = end
+    return y
+
+
+class Int8Embedding(Int8):
+    """An Embedding, which may be the head too."""
+
+    def forward(self, idx):
+        return F.embedding(idx, self.weight).to(self.scale.dtype) * self.scale[idx][..., None]
+
+    def logits(self, x):
+        return int8_linear(x, self.weight, self.scale)
+
+
+def int8_linear(x, w, scale):
+    """x (..., n_in), w (n_out, n_in) int8, scale (n_out,) -> x @ (w scale)^T, (..., n_out)."""
+    rows, scale = x.numel() // x.shape[-1], scale.to(x.dtype)
+    # torch's kernel for few rows reads 16 columns at a time, and looks for no end of them
+    if x.device.type == 'cpu' and rows <= INT8_ROWS and x.shape[-1] % 16 == 0 and x.dtype != torch.float64:
+        y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale)
+        return y.view(*x.shape[:-1], -1)
+    if x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
+        return F.linear(x, w.to(x.dtype) * scale[:, None])
+    return F.linear(x, w.to(x.dtype)) * scale
+
+
+INT8_ROWS = 16  # more are multiplied faster by the weight in their own dtype
+INT8 = {Linear: Int8Linear, FusedLinear: Int8Linear, GroupedLinear: Int8Experts, Embedding: Int8Embedding}
+
+
+@torch.no_grad()
+def quantize_weights(model, dtype):
+    """Replaces the large weights of a model by 8 bits, with scales of dtype; norms, biases, learned positions
+    and routers stay, and so does what a mixer multiplies by itself. On the meta device it prepares for
+    fill_rows."""
+    for path, module in list(model.named_modules()):
+        owner, _, name = path.rpartition('.')
+        kind = INT8.get(type(module))
+        if kind and name not in ('c_kv', 'wpe', 'router'):
+            setattr(model.get_submodule(owner), name, kind(module, dtype))
+
+
+def fill_rows(model, name, w, index, values):
+    """Copies values to w[index] in whatever form they are kept there; w is the tensor that state_dict() has
+    by this name."""
+    module = model.get_submodule(name.rpartition('.')[0])
+    if w.dtype is torch.int8:
+        values, scale = quantize_rows(values.to(w.device), module.scale.dtype)
+        module.scale[:len(w)][index] = scale  # a vocabulary is padded in the model only
+    w[index] = values.to(w.device, w.dtype)
 
 
 # checkpoints ------------------------------------------------------------------------------------------------

@@ -8,17 +8,28 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
     python sample.py --out_dir=out-chat --chat              # a conversation; /help lists its commands
     python sample.py --out_dir=out-chat --chat --start=LINES:questions.txt  # each question alone
+    python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl  # or goes on
+    python sample.py --start=FILE:article.txt --score       # log-probabilities of this text, token by token
+    python sample.py --speculate=8                          # sooner where text repeats itself
 
 Noise is a function of (seed, sample, position): sample 3 is the same text alone or among a hundred others.
 """
 import codecs
+import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import io
+import itertools
+import json
+import math
 import os
 import re
 import sys
 import time
+import typing
+import weakref
 
 from configurator import can_compile, configure, runtime
 
@@ -31,6 +42,9 @@ rope_scaling: dict | None = None  # for a larger one: {'rope_type': 'linear', 'f
 start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a line), - (standard input)
 num_samples = 10            # for each prompt, drawn as one batch; chat gives one answer
 max_new_tokens = 500        # tokens in each sample
+batch_size = 64             # samples made at once; where one has ended, the next takes its place
+output = ''                 # JSON lines are written here, in order; an interrupted file is gone on with
+score = False               # log-probabilities of the tokens of start, instead of a text that follows
 stop: str | tuple | list = ()  # end a sample at this text, or any of these
 # conversation
 chat = False                # answer by the model's chat template: questions typed in, or those of start
@@ -43,16 +57,28 @@ top_p = 1.0                 # only the likeliest tokens that together have this 
 min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
 repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
 seed = 1337                 # of sampling only
+# speed; in float32 the text does not depend on speculate and draft
+quantize = ''               # int8: large weights in 8 bits, a scale for each row; half the memory of bfloat16
+speculate: int | None = None  # tokens guessed at a time, from where the text repeats itself, or by draft
+draft = ''                  # a smaller model of the same tokenizer, as init_from, guesses; speculate None: 4
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = False  # torch.compile the step, half a minute; auto: on CUDA, from 500 tokens on
+compile: bool | str = 'auto'  # torch.compile the step, one to two minutes at first; auto: from 4,000 steps on
 config, _ = configure(globals())
 
 import numpy as np
 import torch
 
-from model import GPT, GroupedLinear, checkpoint_path, merge_lora
+from model import (
+    GPT,
+    GroupedLinear,
+    Int8Experts,
+    checkpoint_path,
+    merge_lora,
+    quantize_weights,
+    round_up,
+)
 from prepare import find_tokenizer, json_tokenizer
 
 # loading ----------------------------------------------------------------------------------------------------
@@ -87,20 +113,21 @@ def is_published(name):
     return bool(hub_id) and not name.endswith('.pt')
 
 
-def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, **changes):
+def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
     """Reads a model, its tokenizer, and what else its checkpoint holds: (model, tokenizer, rest).
 
     init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
     model: a folder with config.json, an id on the hub, nanoGPT's gpt2 names. dtype: None is the one stored.
     best: of a run's folder best.pt, if it is there, rather than ckpt.pt. merge: of a LoRA run whether the
-    adapters are added to the weights, else they stand beside them. changes: fields of GPTConfig to set
-    otherwise. The tokenizer is None where there is none, and rest['no_tokenizer'] says why; rest['path'] is
-    what was read. Raises FileNotFoundError, or ValueError for what is no checkpoint."""
+    adapters are added to the weights, else they stand beside them. int8: whether large weights are quantized,
+    a published model's as they are read. changes: fields of GPTConfig to set otherwise. The tokenizer is None
+    where there is none, and rest['no_tokenizer'] says why; rest['path'] is what was read. Raises
+    FileNotFoundError, or ValueError for what is no checkpoint."""
     published = init_from != 'resume' and is_published(init_from)
     if published:
         import hub
         path = hub.fetch(init_from)
-        model = hub.from_pretrained(path, dtype=dtype, device=device, **changes)
+        model = hub.from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes)
         rest = {'model_args': dataclasses.asdict(model.config)}
     else:
         path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
@@ -109,6 +136,8 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
         check_rest(rest, path)
         if merge and rest.get('lora'):
             merge_lora(model)
+        if int8:
+            quantize_weights(model, dtype or torch.float32)
         model.to(device, dtype)
     rest['path'] = path
     try:
@@ -127,147 +156,510 @@ def uniforms(seed, sample, position, count):
 
 
 def sample_token(logits, u, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
-    """Draws a token for each row: logits (B, V), u (B,) uniform in [0, 1) -> (B,) int64, by inverting the
-    distribution function in vocabulary order. temperature 0 is the argmax, whatever the rest says. Then, in
-    this order: temperature, top_k (exactly k, ties or not), top_p (arXiv:1904.09751), min_p
-    (arXiv:2407.01082)."""
+    """Draws a token for each row: logits (..., V), u (...) uniform in [0, 1) -> (...) int64, by inverting the
+    distribution function in vocabulary order; -1 where logits hold NaN. temperature 0 is the argmax, whatever
+    the rest says. Then, in this order: temperature, top_k (exactly k, ties or not), top_p (arXiv:1904.09751),
+    min_p (arXiv:2407.01082)."""
     if temperature == 0:
-        return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
+        highest, token = logits.max(dim=-1)
+        return token.where(~highest.isnan(), -1)
+    logits, ids = logits.float() / temperature, None
     if top_k or top_p < 1:
-        values, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
-        probs = values.softmax(dim=-1)
-        if top_p < 1:  # a token stays if those before it have not reached top_p: one always does
-            probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
-        probs = torch.zeros_like(logits).scatter(-1, ids, probs)
-    else:
-        probs = logits.softmax(dim=-1)
+        logits, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
+    probs = logits.softmax(dim=-1)
+    if top_p < 1:  # a token stays if those before it have not reached top_p: one always does
+        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
     if min_p:
         probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    if ids is not None:
+        ids, order = ids.sort(dim=-1)
+        probs = probs.gather(-1, order)
     cdf = probs.double().cumsum(dim=-1)
-    return (cdf <= u[:, None].double() * cdf[:, -1:]).sum(dim=-1)
+    token = (cdf <= u[..., None].double() * cdf[..., -1:]).sum(dim=-1)
+    is_nan = cdf[..., -1].isnan()
+    if ids is not None:
+        token = ids.gather(-1, token[..., None].clamp(max=ids.shape[-1] - 1))[..., 0]
+    return token.where(~is_nan, -1)
 
 
 def penalise(logits, seen, penalty):
-    """The repetition penalty of CTRL (arXiv:1909.05858): logits (B, V), seen (B, V) bool."""
+    """The repetition penalty of CTRL (arXiv:1909.05858): logits (..., V), seen (..., V) bool."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def drawing_device(device):
+    """Where tokens are drawn: sampling on MPS has returned ids out of range, and CUDA has no deterministic
+    cumsum."""
+    elsewhere = device.type == 'mps' or torch.are_deterministic_algorithms_enabled()
+    return torch.device('cpu') if elsewhere else device
+
+
+class Sampling(typing.NamedTuple):
+    """How tokens are drawn from logits; see sample_token and penalise."""
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def draw(self, logits, tokens, u, seen):
+        """Draws what follows each of tokens (B, T): logits (B, T, V), u (B, T) -> (B, T). seen: (B, V) bool,
+        what the penalty counts up to the first of them; None: no penalty."""
+        if seen is not None:
+            seen = seen[:, None]
+            if logits.shape[1] > 1:  # the tokens that are fed come to it one by one
+                fed = torch.zeros_like(logits, dtype=torch.bool).scatter(
+                    2, tokens[..., None].to(logits.device), True)
+                seen = seen | (fed.cumsum(dim=1, dtype=torch.uint8) > 0)
+            logits = penalise(logits, seen, self.repetition_penalty)
+        return sample_token(logits, u, *self[:4])
 
 
 # many tokens ------------------------------------------------------------------------------------------------
 
-def prefill(model, prompts, cache):
-    """Feeds prompts, lists of token ids of any lengths, to a cache. Returns the logits after the last token
-    of each, (B, V)."""
-    lengths, device = [len(prompt) for prompt in prompts], cache.length.device
-    longest = max(lengths)
-    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
-    own = torch.tensor(lengths, device=device) if min(lengths) < longest else None
-    return model(padded, cache=cache, keep=1, lengths=own)[:, -1]
+def prefill(model, prompts, cache, width=None):
+    """Feeds prompts, lists of token ids of any lengths, to a cache, `width` tokens of each at once; None:
+    all. Returns the logits after the last token of each, (B, V)."""
+    lengths, device, found = torch.tensor(list(map(len, prompts))), cache.length.device, None
+    for start in range(0, int(lengths.max()), width or int(lengths.max())):
+        pieces = [prompt[start:][:width] for prompt in prompts]
+        own = torch.tensor(list(map(len, pieces)))
+        padded = [piece + [0] * (int(own.max()) - len(piece)) for piece in pieces]
+        logits = model(torch.tensor(padded, device=device), cache=cache, keep=1,
+                       lengths=own.to(device) if own.min() < own.max() else None)[:, -1]
+        ended = (lengths <= start).to(device)
+        found = logits if start == 0 else torch.where(ended[:, None], found, logits)
+    return found
 
 
 def new_cache(model, batch_size, max_len, static, max_rewind=0):
     """An empty cache; static: for a compiled step."""
     cache = model.make_cache(batch_size, max_len, static=static, max_rewind=max_rewind)
-    if static:
-        mark_static(*cache.tensors())
+    if static and cache.length.device.type not in FROZEN:
+        # CUDA graphs replay on fixed addresses, and are left out for a step that changes anything else. No
+        # guard: other tensors are recorded anew, where a guard would compile anew.
+        for tensor in cache.tensors():
+            torch._dynamo.mark_static_address(tensor, guard=False)
     return cache
 
 
-def mark_static(*tensors):
-    """Says of tensors that a compiled step changes that they stay where they are: CUDA graphs replay on fixed
-    addresses, and are left out for a step that changes anything else. No guard: other tensors are recorded
-    anew, where a guard would compile anew."""
-    for tensor in tensors:
-        torch._dynamo.mark_static_address(tensor, guard=False)
+def is_one_graph(model, device):
+    """Whether a step can be compiled as a whole: with experts only if all of them are one matmul, for which
+    GPUs before Hopper have no hardware. Elsewhere each expert waits for the number of its tokens."""
+    experts = [module for module in model.modules() if isinstance(module, (GroupedLinear, Int8Experts))]
+    native = device.type != 'cuda' or torch.cuda.get_device_capability(device) == (9, 0)
+    return all(native and module.has_kernel(model.compute_dtype(), device.type) for module in experts)
 
 
-def compile_mode(model, device):
-    """torch.compile's mode for a step: on CUDA that of CUDA graphs. Not with experts, unless all of them are
-    one matmul in hardware, on Hopper: elsewhere each waits for the number of its tokens, and no graph can."""
-    if device.type != 'cuda':
-        return None
-    experts = [module for module in model.modules() if isinstance(module, GroupedLinear)]
-    native = torch.cuda.get_device_capability(device) == (9, 0)
-    captured = all(native and module.has_kernel(model.compute_dtype(), 'cuda') for module in experts)
-    return 'reduce-overhead' if captured else None
-
-
-def resolve_compile(compile, device, max_new_tokens):
-    """compile='auto' -> bool: shorter samples, and those of a CPU, do not earn back the time to compile."""
+def resolve_compile(compile, device, steps):
+    """compile='auto' -> bool: fewer steps than EARNS_COMPILING do not earn back the time to compile."""
     if compile != 'auto':
         return compile
-    return device.startswith('cuda') and max_new_tokens >= 500 and can_compile(device)
+    return steps >= EARNS_COMPILING and not device.startswith('mps') and can_compile(device)
+
+
+EARNS_COMPILING = 4000  # steps; with more layers both sides grow alike
+
+
+@dataclasses.dataclass
+class Sample:
+    """A text that is being made, in a row of the cache."""
+    number: int         # among all samples; it keys the noise
+    context: list       # token ids that it attends to, so far as they have been read
+    noise: np.ndarray   # float32 in [0, 1): what each token is drawn by, and more, for guesses
+    most: int           # tokens to be drawn
+    held: int = 0       # tokens of the context that the cache holds
+    made: int = 0       # tokens drawn
+    read: int = 0       # tokens of these that have been read
+    ended: bool = False  # by a stop token, or since the caller has enough
+
+    def is_done(self):
+        return self.ended or self.made >= self.most
+
+    def next_noise(self, n):
+        """What the next n tokens are drawn by, (n,)."""
+        start = min(self.made, self.most)  # compiled, a row goes on after its end
+        return self.noise[start:start + n]
+
+
+def step(model, tokens, cache, u, seen, sampling):
+    """Feeds tokens (B, T) to the cache and draws what follows each of them, (B, T)."""
+    return sampling.draw(model(tokens, cache=cache).to(u.device), tokens, u, seen)
+
+
+def compile_step(model, device):
+    """`step`, compiled for a static cache: on CUDA as a CUDA graph; on a CPU with the weights as constants
+    ("freezing"), which torch lays out once more in memory, as its kernels read them, and with the kernels
+    that are fastest here. What is made for one token is kept on disk for the next run.
+
+    Weights that were changed are compiled anew, unless through `.data`, of which nobody hears."""
+    whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
+    frozen = whole and device.type in FROZEN
+    version = hash((NUMBERS.setdefault(model, next(COUNT)), repr(model.config), model.training,
+                    *((w.data_ptr(), w._version if frozen else 0) for w in weights)))
+    # torch would look at each module and weight before each step, for longer than a layer takes
+    compiled = functools.partial(torch.compile(versioned_step, dynamic=False, options={
+        'guard_filter_fn': lambda guards: ["L['args'][0]" not in guard.name for guard in guards],
+        'triton.cudagraphs': whole and device.type == 'cuda'}), version)
+    if not frozen:
+        return compiled
+    from torch._inductor import config as inductor  # which takes a second
+    size, shapes = sum(w.nbytes for w in weights), set()
+
+    def run(model, tokens, *args):
+        if tokens.shape in shapes:
+            return compiled(model, tokens, *args)
+        shapes.add(tokens.shape)
+        # oneDNN's kernels are faster for several tokens, not for one, and nothing of theirs can be kept
+        kept = tokens.numel() == 1 and size <= KEPT_BYTES
+        with (contextlib.redirect_stderr(io.StringIO()),  # else torch prints what it tried
+              inductor.patch({**FREEZING, 'fx_graph_cache': kept}),
+              torch.compiler.config.patch(cache_key_tag=fingerprint(model) if kept else ''),
+              torch.backends.mkldnn.flags(enabled=tokens.numel() > 1)):
+            return compiled(model, tokens, *args)
+    return run
+
+
+def versioned_step(version, *args):
+    """step; the version stands for what is not looked at of the model, args[0]."""
+    assert abs(version) >= 0  # torch.compile looks at arguments that are used
+    return step(*args)
+
+
+def fingerprint(model):
+    """A text that tells a model with these weights from others; torch's cache does not (seen in 2.13)."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for w in [*model.parameters(), *model.buffers()]:
+        digest.update(w.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+NUMBERS, COUNT = weakref.WeakKeyDictionary(), itertools.count()  # of models: addresses are used again
+FROZEN = ('cpu',)  # types of devices on which a compiled step holds the weights
+FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN'}  # torch's names
+KEPT_BYTES = 2**30  # of weights; a compiled step of more is not kept on disk, where it would hold them all
+LAG = 4  # steps that a GPU may be ahead of what is read of it
+PREFILL = 8192  # tokens, padding among them, that are fed at once; a longer prompt is fed alone
+
+
+class Batch:
+    """Samples that are made at once: `rows`, each in its row of a cache. See generate for the arguments.
+
+    A token that is drawn is fed again unread. On a GPU it is read some steps later, which spares it the wait
+    for the host; what a sample draws after its stop token is dropped."""
+
+    def __init__(self, model, prompts, first, count, max_new_tokens, sampling, seed, stop_tokens, compile,
+                 cache, guesses):
+        self.model, self.prompts, self.waiting = model, prompts, iter(range(first, len(prompts)))
+        self.max_new_tokens, self.stop_tokens = max_new_tokens, stop_tokens
+        self.sampling, self.seed, self.guesses = sampling, seed, guesses
+        self.own, self.compile, self.step, device = cache is None, compile, step, model.wte.weight.device
+        if cache is None:
+            size = max(map(len, prompts)) + max_new_tokens
+            if not model.scales_by_length:  # a scaling would be another in a larger cache
+                size += guesses
+                size = round_up(size) if compile else size  # so that what is compiled serves others too
+            size = min(model.config.block_size, size)
+            cache = new_cache(model, count, size, static=compile, max_rewind=guesses)
+        self.cache, self.size = cache, cache.max_len
+        if compile:
+            self.step = compile_step(model, device)
+        self.drawn_on = drawing_device(device)
+        self.token = torch.zeros(count, dtype=torch.long, device=device)  # the last one of each row
+        self.seen = None  # tokens that the penalty is for
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(count, model.config.vocab_size, dtype=torch.bool, device=self.drawn_on)
+        self.rows, self.unread = [None] * count, collections.deque()
+        for i in range(count):
+            self.place(i, next(self.waiting))
+        if any(len(prompts[row.number]) > self.size for row in self.rows):  # it begins elsewhere
+            cache.reset()
+        for row, held in zip(self.rows, cache.length.tolist()):
+            row.held = held
+        self.fresh = list(range(count))  # rows that are to be fed more than the token drawn last
+
+    def place(self, i, number):
+        """Puts a sample into row i."""
+        prompt = list(self.prompts[number])
+        noise = uniforms(self.seed, number, len(prompt), self.max_new_tokens + self.guesses + 1)
+        self.rows[i] = Sample(number, prompt[-self.size:], noise.astype(np.float32),  # 24 bits fit
+                              self.max_new_tokens)
+        if self.seen is not None:
+            self.seen[i] = False
+            self.seen[i, prompt] = True
+
+    def noise(self, rows, n=1):
+        """What the next n tokens of these rows are drawn by, (rows, n)."""
+        u = np.stack([row.next_noise(n) for row in rows])
+        return torch.from_numpy(u).to(self.drawn_on, non_blocking=True)
+
+    def feed(self):
+        """Feeds the fresh rows what the cache does not hold of their contexts, so many at once that padding
+        remains small, and draws a token for each."""
+        by_length = sorted(self.fresh, key=lambda i: self.rows[i].held - len(self.rows[i].context))
+        direct = len(self.fresh) == len(self.rows) and (any(row.held for row in self.rows) or not self.compile
+                                                        and self.padded(by_length) <= PREFILL)
+        while by_length:
+            count = len(by_length)
+            while not direct and count > 1 and self.padded(by_length[:count]) > PREFILL:
+                count = (count + 1) // 2
+            numbers, by_length = sorted(by_length[:count]), by_length[count:]
+            rows, cache = [self.rows[i] for i in numbers], self.cache
+            if not direct:  # the cache holds nothing of them
+                cache = new_cache(self.model, count, self.size, static=False, max_rewind=cache.max_rewind)
+            logits = prefill(self.model, [row.context[row.held:] for row in rows], cache)
+            if not direct:
+                self.cache.put(numbers, cache)
+            for row in rows:
+                row.held = len(row.context)
+            seen = None if self.seen is None else self.seen[numbers]
+            drawn = self.sampling.draw(logits[:, None].to(self.drawn_on), None, self.noise(rows), seen)
+            self.take(numbers, drawn[:, 0])
+
+    def padded(self, numbers):
+        """Tokens to be fed to these rows at once, of which the first has most."""
+        row = self.rows[numbers[0]]
+        return len(numbers) * (len(row.context) - row.held)
+
+    def advance(self):
+        """Draws a token for each row."""
+        # a copy, for a CUDA graph writes over what it returned last
+        tokens = self.token[:, None].clamp(min=0)
+        drawn = self.step(self.model, tokens, self.cache, self.noise(self.rows), self.seen, self.sampling)
+        for row in self.rows:
+            row.held += 1
+        self.take(slice(None), drawn[:, 0])
+
+    def take(self, numbers, drawn):
+        """Takes one token for each of some rows, drawn (rows,): to be fed, to be seen, to be read."""
+        self.token[numbers] = drawn.to(self.token.device)
+        if self.seen is not None:
+            self.seen[torch.arange(len(self.rows))[numbers], drawn.clamp(min=0)] = True
+        rows = [self.rows[i] for i in numbers] if isinstance(numbers, list) else list(self.rows)
+        on_host, copied = drawn.to('cpu', non_blocking=True), None
+        if drawn.device.type == 'cuda':
+            copied = torch.cuda.current_stream(drawn.device).record_event()
+        for row in rows:
+            row.made += 1
+        self.unread.append((rows, on_host[:, None], copied))
+
+    def advance_by(self, proposals):
+        """Feeds each row its last token and what is proposed to follow it, and takes of what is drawn after
+        each all that agrees with the proposals, and one token more: the tokens that advance would draw.
+        Returns how many proposals were right."""
+        longest = self.guesses if self.compile else max(map(len, proposals))
+        padded = torch.tensor([proposal + [0] * (longest - len(proposal)) for proposal in proposals])
+        tokens = torch.cat((self.token[:, None], padded.to(self.token.device)), dim=1)
+        u = self.noise(self.rows, longest + 1)
+        drawn = self.step(self.model, tokens, self.cache, u, self.seen, self.sampling).tolist()
+        drawn = [new[:alike(new, proposal) + 1] for new, proposal in zip(drawn, proposals)]
+        self.cache.rewind(torch.tensor([longest + 1 - len(new) for new in drawn], device=self.token.device))
+        for i, (row, new) in enumerate(zip(self.rows, drawn)):
+            row.held, row.made = row.held + len(new), row.made + len(new)
+            if self.seen is not None:
+                self.seen[i, [max(0, token) for token in new]] = True
+        self.token.copy_(torch.tensor([max(0, new[-1]) for new in drawn]))
+        self.unread.append((list(self.rows), drawn, None))
+        return sum(map(len, drawn)) - len(drawn)
+
+    def has_room(self):
+        """Whether each row can be fed its last token and all guesses."""
+        return all(row.held + 1 + self.guesses <= self.size for row in self.rows)
+
+    def is_full(self):
+        return any(row.held >= self.size for row in self.rows)
+
+    def read(self, lag, enough):
+        """Yields (sample, token), (sample, None) at its end, of all steps but the last `lag`."""
+        while len(self.unread) > lag:
+            rows, drawn, copied = self.unread.popleft()
+            if copied:
+                copied.synchronize()
+            for row, tokens in zip(rows, drawn if isinstance(drawn, list) else drawn.tolist()):
+                for token in tokens:
+                    if row.ended or row.read == row.most:
+                        break
+                    if token < 0:
+                        raise ValueError(
+                            f"the logits of token {row.read + 1} of sample {row.number} are NaN: the weights "
+                            "are damaged, or too large for float16: --dtype=float32")
+                    row.ended = token in self.stop_tokens or row.number in enough
+                    if not row.ended:
+                        row.context.append(token)
+                        row.read += 1
+                        yield row.number, token
+                        row.ended = row.number in enough
+                    if row.ended or row.read == row.most:
+                        yield row.number, None
+
+    def refill(self):
+        """Gives rows of samples that are done to the next ones, or drops them; where a context is full, its
+        last half goes on, for which all that was drawn must have been read."""
+        for i, row in enumerate(self.rows):
+            number = next(self.waiting, None) if row.is_done() else None
+            if number is not None:
+                self.place(i, number)
+            elif row.held >= self.size:
+                row.context, row.held = row.context[-max(1, self.size // 2):], 0
+        going = [i for i, row in enumerate(self.rows) if not row.is_done()]
+        if not going:
+            self.rows = []
+        elif len(going) < len(self.rows) and self.own and not self.compile:
+            self.cache.select(going)
+            self.rows, self.token = [self.rows[i] for i in going], self.token[going]
+            self.seen = None if self.seen is None else self.seen[going]
+        self.fresh = [i for i, row in enumerate(self.rows) if row.held == 0]
+        if self.rows and len(self.fresh) == len(self.rows):
+            self.cache.reset()
+
+
+def alike(a, b):
+    """How many elements two lists have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def check_rewinds(model, what):
+    """Raises ValueError if a layer of the model cannot take tokens back."""
+    for block in model.h:
+        if block.attn.states:
+            raise ValueError(f"speculation takes tokens back, but layer {block.attn.layer} of the {what}, a "
+                             f"{type(block.attn).__name__}, keeps a state that cannot: leave out --speculate "
+                             "and --draft")
+
+
+class Lookup:
+    """Proposes what followed a text's last tokens where these stood before: at the latest such place, of the
+    longest such run, of 3 tokens to 1 (prompt lookup, arXiv:2304.04487). What comes to the text's end so goes
+    on from that place again.
+
+    Of `count` tokens at most at a time `fed` were proposed in all, and `kept` of these were right."""
+
+    def __init__(self, count):
+        self.count, self.fed, self.kept = count, 0, 0
+        self.known = {}  # sample -> its context, run of tokens -> where it last ended, tokens looked at
+
+    def propose(self, rows, size, sampling):
+        """rows: Samples, size: most tokens of a context -> a list of tokens for each."""
+        numbers = {row.number for row in rows}
+        self.known = {number: known for number, known in self.known.items() if number in numbers}
+        return [[] if row.is_done() else self.look_up(row) for row in rows]
+
+    def look_up(self, row):
+        context, ends, looked_at = self.known.get(row.number, (None, {}, 0))
+        if context is not row.context:  # it is new, or goes on from its last half
+            context, ends, looked_at = row.context, {}, 0
+        for end in range(looked_at + 1, len(context)):
+            for n in range(1, min(3, end) + 1):
+                ends[tuple(context[end - n:end])] = end
+        self.known[row.number] = context, ends, max(0, len(context) - 1)
+        for n in range(min(3, len(context)), 0, -1):
+            end = ends.get(tuple(context[-n:]))
+            if end is not None:
+                return [context[end + i % (len(context) - end)] for i in range(self.count)]
+        return []
+
+
+class Draft:
+    """Proposes the `count` tokens that a smaller model of the same vocabulary draws with the same noise; fed
+    and kept as in Lookup."""
+
+    def __init__(self, model, count, vocab_size=None):
+        """vocab_size: of the model that it guesses for, None: the same; what differs are ids of no token."""
+        check_rewinds(model, 'draft')
+        self.model, self.count, self.fed, self.kept = model, count, 0, 0
+        self.most = min(model.config.vocab_size, vocab_size or model.config.vocab_size) - 1
+        self.cache, self.numbers, self.held = None, [], []  # of each of its rows the sample and tokens
+
+    def propose(self, rows, size, sampling):
+        """rows: Samples, size: most tokens of a context -> a list of tokens for each."""
+        held = self.held_of(rows, size)
+        self.numbers = []  # what is interrupted begins anew
+        same = [min(alike(old, row.context), len(row.context) - 1) for old, row in zip(held, rows)]
+        # of another sample, or one that goes on from half its context, nothing is kept: windows forget
+        same = [n if len(old) - n <= self.count else 0 for old, n in zip(held, same)]
+        device = self.cache.length.device
+        self.cache.rewind(torch.tensor([len(old) - n for old, n in zip(held, same)], device=device))
+        u = torch.from_numpy(np.stack([row.next_noise(self.count) for row in rows]))
+        u = u.to(drawing_device(device))
+        new = [[min(token, self.most) for token in row.context[n:]] for row, n in zip(rows, same)]
+        logits, drawn = prefill(self.model, new, self.cache, max(1, PREFILL // len(rows))), []
+        for i in range(self.count):
+            if drawn:
+                logits = self.model(drawn[-1].to(device), cache=self.cache)[:, -1]
+            drawn.append(sampling.draw(logits[:, None].to(u.device), None, u[:, i:i + 1], None)
+                         .clamp(0, self.most))
+        tokens = torch.cat(drawn, dim=1).tolist()
+        self.held = [row.context + new[:-1] for row, new in zip(rows, tokens)]
+        self.numbers = [row.number for row in rows]
+        return [[] if row.is_done() else new for row, new in zip(rows, tokens)]
+
+    def held_of(self, rows, size):
+        """The tokens that the cache holds of these rows, having been made, or put into their order."""
+        numbers, size = [row.number for row in rows], min(self.model.config.block_size, size + self.count)
+        if len(self.numbers) < len(rows) or self.cache.max_len < size:
+            self.cache = new_cache(self.model, len(rows), size, static=False, max_rewind=self.count)
+            return [[] for _ in rows]
+        if numbers == self.numbers:
+            return self.held
+        others = iter([i for i, number in enumerate(self.numbers) if number not in numbers])
+        order = [self.numbers.index(number) if number in self.numbers else next(others) for number in numbers]
+        self.cache.select(order)
+        return [self.held[i] for i in order]
+
+
+def check_prompts(prompts, vocab_size):
+    """Raises ValueError for one that is empty, or has an id that is not in the vocabulary."""
+    for prompt in prompts:
+        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError("a prompt needs at least one token, all of them below "
+                             f"vocab_size={vocab_size}; got {list(prompt[:8])}")
 
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0,
-             repetition_penalty=1.0, seed=1337, stop_tokens=(), compile=False, cache=None):
-    """Yields, step by step, a list with the next token of each prompt, None once a prompt has ended.
+             repetition_penalty=1.0, seed=1337, stop_tokens=(), compile=False, cache=None, batch_size=None,
+             proposer=None, enough=(), first=0):
+    """Yields (sample, token) for each token drawn, and (sample, None) once a sample has ended.
 
-    prompts: lists of token ids, of any lengths; the row is the sample number that keys its noise. A prompt
-    ends at any of stop_tokens, which is not yielded. A prompt longer than block_size is cropped to its end; a
-    row whose context is full continues from its last half. compile: one compiled step over a static cache.
-    cache: one that holds the first tokens of each prompt already, so that only the others are fed; its
-    max_len is then the context. Until that is full, it is left with all tokens but the last one drawn.
-    The model should be in eval mode. Raises ValueError for an empty prompt or an id not in the vocabulary."""
-    vocab_size, block_size, device = model.config.vocab_size, model.config.block_size, model.wte.weight.device
-    for prompt in prompts:
-        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ValueError("a prompt needs at least one token, all of them below "
-                             f"vocab_size={vocab_size}; got {list(prompt)[:8]}")
-    if not prompts or max_new_tokens < 1:
+    prompts: lists of token ids, of any lengths; a sample's number is its place among them, and keys its
+    noise. first: the samples before it are left out. A sample ends before any of stop_tokens, after
+    max_new_tokens, or when its number is in `enough`, a set to which the caller may add meanwhile. A prompt
+    longer than block_size is cropped to its end; a sample whose context is full continues from the last half
+    of it. compile: one compiled step over a static cache. cache: one that holds the first tokens of each
+    prompt already, so that only the others are fed; its max_len is then the context. Until that is full, it
+    is left with all tokens but the last one drawn, and with guesses that were right. batch_size: how many
+    samples are made at once, None: all; the next takes the place of one that has ended. proposer: a Lookup or
+    Draft. What it proposes is fed at once, and kept as far as it is what would have been drawn, so that the
+    text is the same without (speculative decoding, arXiv:2211.17192, with noise in common). The model should
+    be in eval mode. Raises ValueError for an empty prompt, an id not in the vocabulary, logits that are NaN,
+    and for a proposer with layers that cannot take tokens back."""
+    check_prompts(prompts, model.config.vocab_size)
+    if len(prompts) <= first or max_new_tokens < 1:
         return
-    # sampling on MPS has returned ids out of range, and CUDA has no deterministic cumsum
-    where = 'cpu' if device.type == 'mps' or torch.are_deterministic_algorithms_enabled() else device
-    noise = np.stack([uniforms(seed, row, len(p), max_new_tokens) for row, p in enumerate(prompts)], axis=1)
-    noise = torch.tensor(noise, dtype=torch.float32, device=where)  # (max_new_tokens, B); 24 bits fit exactly
-    seen = None
-    if repetition_penalty != 1:
-        seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=where)
-        for row, prompt in enumerate(prompts):
-            seen[row, prompt] = True
-        if compile:
-            mark_static(seen)
-
-    def draw(logits, u):
-        logits = logits.to(where)
-        if seen is not None:
-            logits = penalise(logits, seen, repetition_penalty)
-        token = sample_token(logits, u, temperature, top_k, top_p, min_p)
-        if seen is not None:
-            seen.scatter_(1, token[:, None], True)
-        return token
-
-    def step(token, cache, u):
-        return draw(model(token, cache=cache, keep=1)[:, -1], u)
-    if compile:
-        step = torch.compile(step, dynamic=False, mode=compile_mode(model, device))
-
-    longest = max(map(len, prompts))
-    if cache is None:
-        cache = new_cache(model, len(prompts), min(block_size, longest + max_new_tokens), static=compile)
-    size, token, ended = cache.max_len, None, [False] * len(prompts)
-    contexts = [list(prompt[-size:]) for prompt in prompts]  # what rows attend to, and grow by
-    if longest > size:  # a cropped prompt begins elsewhere
-        cache.reset()
-    for u in noise:
-        full = max(map(len, contexts)) > size
-        if full:
-            contexts = [c if len(c) <= size else c[-max(1, size // 2):] for c in contexts]
-            cache.reset()
-        if full or token is None:
-            new = [context[n:] for context, n in zip(contexts, cache.length.tolist())]
-            token = draw(prefill(model, new, cache), u)
+    if compile not in (True, False):
+        raise ValueError(f"compile={compile!r} must be True or False: resolve_compile turns auto into that")
+    if proposer:
+        check_rewinds(model, 'model')
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    count, guesses = len(prompts) - first, proposer.count if proposer else 0
+    batch = Batch(model, prompts, first, min(batch_size or count, count), max_new_tokens, sampling, seed,
+                  stop_tokens, compile, cache, guesses)
+    on_gpu = model.wte.weight.device.type == 'cuda'
+    lag = LAG if on_gpu and proposer is None and cache is None else 0  # a cache of the caller is not ahead
+    while batch.rows:
+        proposals = []
+        if proposer and not batch.fresh and batch.has_room():
+            proposals = proposer.propose(batch.rows, batch.size, sampling)
+        if batch.fresh:
+            batch.feed()
+        elif any(proposals):
+            proposer.fed += sum(map(len, proposals))
+            proposer.kept += batch.advance_by(proposals)
         else:
-            # a copy, for a CUDA graph writes over what it returned last
-            token = step(token[:, None].to(device, copy=True), cache, u)
-        new = token.tolist()
-        for context, t in zip(contexts, new):  # rows that have ended run on unseen, to keep the batch's shape
-            context.append(t)
-        ended = [end or t in stop_tokens for end, t in zip(ended, new)]
-        if all(ended):
-            return
-        yield [None if end else t for end, t in zip(ended, new)]
+            batch.advance()
+        yield from batch.read(0 if batch.is_full() else lag, enough)
+        batch.refill()
+    yield from batch.read(0, enough)
 
 
 class TextStream:
@@ -301,34 +693,73 @@ class TextStream:
         return text
 
 
-def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
-    """Continues prompts, token ids each; sampling as in generate. Returns (texts, tokens made). A text ends
-    before one of the tokenizer's stop_tokens or a stop text. on_text(row, text) is called with each piece as
-    soon as it is certain."""
-    streams, texts, count = [TextStream(tokenizer, stop) for _ in prompts], [''] * len(prompts), 0
+def completions(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
+    """Continues prompts, token ids each; sampling as in generate. Yields (row, text, number of tokens) as the
+    texts end: before one of the tokenizer's stop_tokens or a stop text, or after max_new_tokens.
+    on_text(row, text) is called with each piece as soon as it is certain."""
+    streams, texts, counts, enough = {}, {}, {}, set()
 
     def add(row, text):
         texts[row] += text
         if on_text and text:
             on_text(row, text)
 
-    for column in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens, **sampling):
-        for row, (token, stream) in enumerate(zip(column, streams)):
-            if token is not None and not stream.ended:
-                count += 1
-                add(row, stream.feed(token))
-        if all(stream.ended or token is None for token, stream in zip(column, streams)):
-            break
-    for row, stream in enumerate(streams):
-        add(row, stream.finish())
-    return texts, count
+    for row, token in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens,
+                               enough=enough, **sampling):
+        if row not in streams:
+            streams[row], texts[row], counts[row] = TextStream(tokenizer, stop), '', 0
+        if token is None:
+            add(row, streams.pop(row).finish())
+            yield row, texts.pop(row), counts.pop(row)
+            continue
+        counts[row] += 1
+        add(row, streams[row].feed(token))
+        if streams[row].ended:
+            enough.add(row)
+
+
+@torch.no_grad()
+def score_tokens(model, ids, piece=256):
+    """The log-probability of each token but the first, after those before it: ids -> (len(ids) - 1,) float64.
+    In a text longer than the context these are at least half a context, or all. Raises ValueError for an id
+    that is not in the vocabulary, and logits that are NaN."""
+    check_prompts([ids], model.config.vocab_size)
+    size, found, start = model.config.block_size, [], 0
+    while len(found) < len(ids) - 1:
+        window, new = torch.tensor(ids[start:start + size + 1]), []
+        cache = model.make_cache(1, min(size, len(window)))
+        for tokens, targets in zip(window[:-1].split(piece), window[1:].split(piece)):  # logits are large
+            logits = model(tokens[None].to(cache.length.device), cache=cache)[0].cpu().double()
+            new += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=-1)).tolist()
+        found += new[len(found) - start:]
+        start += (size + 1) // 2
+    if np.isnan(found).any():
+        raise ValueError(f"the logits after token {int(np.isnan(found).argmax()) + 1} are NaN: the weights "
+                         "are damaged, or too large for float16: --dtype=float32")
+    return np.array(found)
+
+
+def in_order(results, following=0):
+    """Yields results, tuples that begin with numbers from `following` on in any order, in that order."""
+    early = {}
+    for result in results:
+        early[result[0]] = result
+        while following in early:
+            yield early.pop(following)
+            following += 1
+
+
+def complete(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, **sampling):
+    """What completions yields, all of it: (texts, tokens made)."""
+    found = list(in_order(completions(model, tokenizer, prompts, max_new_tokens, stop, on_text, **sampling)))
+    return [text for _, text, _ in found], sum(count for _, _, count in found)
 
 
 # conversations ----------------------------------------------------------------------------------------------
 
 COMMANDS = """/reset forgets the conversation; /set temperature 0.5 changes a setting, /set lists them
 /exit or Ctrl-D leaves; Ctrl-C stops an answer; /help prints this"""
-SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'seed')
+SAMPLING = (*Sampling._fields, 'seed')
 CHAT_SETTINGS = (*SAMPLING, 'max_new_tokens', 'thinking')  # what /set takes
 
 
@@ -369,8 +800,8 @@ class Chat:
     settings: this file's, {name: value}; they may change between turns. `cached`: the ids that the cache
     holds; none while an answer is being made, so that it may be interrupted anywhere."""
 
-    def __init__(self, model, tokenizer, settings):
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+    def __init__(self, model, tokenizer, settings, proposer=None):
+        self.model, self.tokenizer, self.settings, self.proposer = model, tokenizer, settings, proposer
         self.cache, self.cached = None, []
         self.reset()
 
@@ -396,15 +827,20 @@ class Chat:
 
         add(begin)
         stream, made = TextStream(self.tokenizer, stop_texts(s['stop'])), []
-        for token, in generate(self.model, [ids], room, stop_tokens=self.tokenizer.stop_tokens,
-                               cache=self.cache, compile=s['compile'],
-                               **{name: s[name] for name in SAMPLING}):
+        for _, token in generate(self.model, [ids], room, stop_tokens=self.tokenizer.stop_tokens,
+                                 cache=self.cache, compile=s['compile'], proposer=self.proposer,
+                                 **{name: s[name] for name in SAMPLING}):
+            if token is None:
+                break
             made.append(token)
             add(stream.feed(token))
             if stream.ended:
                 break
         add(stream.finish())
-        self.cached = (ids + made)[:int(self.cache.length)]
+        held = int(self.cache.length)
+        if held > len(ids) + len(made):  # guesses that were right, but come after the end
+            self.cache.rewind(held - len(ids) - len(made))
+        self.cached = (ids + made)[:held]
         if stream.ended or len(made) < room:
             return None
         if room < s['max_new_tokens']:
@@ -436,8 +872,9 @@ class Chat:
         sampled need not be those of their text."""
         if self.cache is None or len(ids) + room > self.cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + room)))
+            guesses = self.proposer.count if self.proposer else 0
             self.cache = new_cache(self.model, 1, max_len, static=self.settings['compile'],
-                                   max_rewind=self.settings['max_new_tokens'])
+                                   max_rewind=self.settings['max_new_tokens'] + guesses)
             self.cached = []
         same, most = 0, min(len(self.cached), len(ids) - 1)  # at least one is fed, for its logits
         while same < most and ids[same] == self.cached[same]:
@@ -510,6 +947,14 @@ def check_settings(s):
             ('num_samples', 1 <= s['num_samples'] <= 10_000,
              'between 1 and 10,000; for more, use --start=LINES:FILE'),
             ('max_new_tokens', s['max_new_tokens'] >= 1, 'at least 1'),
+            ('batch_size', s['batch_size'] >= 1, 'at least 1'),
+            ('speculate', s['speculate'] is None or 0 <= s['speculate'] <= 64, 'between 0 and 64, or None'),
+            ('speculate', s['speculate'] != 0 or not s['draft'], 'at least 1, or None, with a draft'),
+            ('quantize', s['quantize'] in ('', 'int8'), "int8 or ''"),
+            ('score', not (s['score'] and s['chat']), 'False in a chat'),
+            ('score', not (s['score'] and (s['speculate'] or s['draft'])), 'False: guesses are of new text'),
+            ('start', not s['score'] or s['start'] != '\n', 'the text to score'),
+            ('output', not (s['output'] and s['chat'] and s['start'] == '\n'), "'' for typed questions"),
             ('seed', 0 <= s['seed'] < 2**63, 'at least 0 and below 2**63'),
             ('compile', s['compile'] in (True, False, 'auto'), 'True, False or auto'),
             ('thinking', s['thinking'] in ('show', 'hide', 'on', 'off'), 'show, hide, on or off'),
@@ -521,6 +966,85 @@ def check_settings(s):
 def stop_texts(stop):
     """The setting `stop`, one text or several, as a tuple."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def right_guesses(proposer):
+    """What to print of them; '' where nothing guesses."""
+    return f"{proposer.kept:,} of {proposer.fed:,} guesses right" if proposer else ''
+
+
+def make_proposer(s, model, tokenizer, machine):
+    """What the settings speculate and draft name, None for neither. Raises ValueError for a model from which
+    no token can be taken back, and for a draft that cannot guess for it."""
+    if not (s['draft'] or s['speculate']):
+        return None
+    check_rewinds(model, 'model')
+    if not s['draft']:
+        return Lookup(s['speculate'])
+    draft, other, _ = load(s['draft'], s['out_dir'], machine.device, machine.dtype)
+    if other is None or other.tokens != tokenizer.tokens:
+        raise ValueError(f"draft={s['draft']!r} has another tokenizer: name a smaller model of the same "
+                         "family, or leave it out")
+    if draft.config.block_size < model.config.block_size:
+        raise ValueError(f"draft={s['draft']!r} has a context of {draft.config.block_size:,}, the model has "
+                         f"{model.config.block_size:,}: give --block_size={draft.config.block_size}")
+    return Draft(draft.eval(), s['speculate'] or 4, model.config.vocab_size)
+
+
+SHAPES_TEXT = (*SAMPLING, 'max_new_tokens', 'stop', 'chat', 'system', 'thinking', 'block_size',
+               'rope_scaling', 'quantize')  # settings on which answers depend, besides the model
+
+
+def answers_in(path, rows, settings):
+    """How many of the rows, (prompt, which of its samples), have a line in the file at path, where answers
+    with these settings (a short hash) stand; a line that was cut short is removed. Raises ValueError if the
+    file holds anything else, which stays as it is."""
+    if not os.path.exists(path):
+        return 0
+    with open(path, 'rb') as f:
+        content = f.read()
+    *lines, rest = content.split(b'\n')
+    for i, line in enumerate(lines):
+        try:
+            record = json.loads(line)
+            found = (record['prompt'], record['sample']), record['settings']
+        except (ValueError, KeyError, TypeError):
+            found = None, None
+        if i >= len(rows) or found != (rows[i], settings):
+            what = ('an answer made with other settings, or by another model' if found[0] in rows[i:i + 1]
+                    else 'no answer to these prompts, in this order')
+            raise ValueError(f"{path} line {i + 1} is {what}: name another --output, or remove the file")
+    begin = b''
+    if len(lines) < len(rows):
+        prompt, place = rows[len(lines)]
+        begin = json.dumps({'prompt': prompt, 'sample': place}, ensure_ascii=False)[:-1].encode(errors=ESCAPE)
+    if rest and not (begin and rest[:len(begin)] == begin[:len(rest)]):
+        raise ValueError(f"{path} ends in what is no answer: name another --output, or remove the file")
+    os.truncate(path, len(content) - len(rest))
+    return len(lines)
+
+
+ESCAPE = 'backslashreplace'  # bytes of a prompt that are no UTF-8 become \udcff, which JSON knows
+
+
+def score_prompts(model, tokenizer, prompts, ids, output):
+    """Prints the tokens of each prompt and their log-probabilities, or writes them as JSON lines. Raises
+    ValueError if the file exists."""
+    if output and os.path.exists(output):
+        raise ValueError(f"{output} exists: name another --output, or remove it")
+    scores = ((prompt, tokens, score_tokens(model, tokens)) for prompt, tokens in zip(prompts, ids))
+    if output:
+        with open(f"{output}.tmp", 'w', encoding='utf-8', errors=ESCAPE) as f:
+            for prompt, tokens, each in scores:
+                record = {'prompt': prompt, 'ids': list(tokens), 'logprobs': [None, *each]}
+                print(json.dumps(record, ensure_ascii=False), file=f)
+        os.replace(f"{output}.tmp", output)
+        return
+    for _, tokens, each in scores:
+        for token, logprob in zip(tokens[1:], each):
+            print(f"{logprob:10.4f}  {tokenizer.decode([token])!r}")
+        perplexity = np.exp(-each.mean()) if len(each) else math.nan
+        print(f"{len(each):,} tokens, log-probability {each.sum():,.4f}, perplexity {perplexity:,.3f}")
 
 
 def read_prompts(start):
@@ -545,9 +1069,9 @@ def read_prompts(start):
 if __name__ == '__main__':
     check_settings(config)
     machine = runtime(device, dtype, seed)
-    compile = config['compile'] = resolve_compile(compile, machine.device, max_new_tokens)
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
-    model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype, **changes)
+    model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype,
+                                  int8=quantize == 'int8', **changes)
     if tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
     if chat and not tokenizer.chat_template:
@@ -561,43 +1085,69 @@ if __name__ == '__main__':
     if 'iter_num' in rest and 'best_val_loss' in rest:
         trained = f", iteration {rest['iter_num']:,}, val loss {float(rest['best_val_loss']):.4f} at best"
     print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
-    if chat and start == '\n':
-        converse(Chat(model, tokenizer, config))
+    proposer = make_proposer(config, model, tokenizer, machine)
+    prompts = [] if chat and start == '\n' else read_prompts(start)
+    steps = max_new_tokens * max(1, math.ceil(len(prompts) * (1 if chat else num_samples) / batch_size))
+    config['compile'] = not score and resolve_compile(compile, machine.device, steps)
+    if config['compile']:
+        print("compiling the step: a minute or two, at first")
+    if not prompts:
+        converse(Chat(model, tokenizer, config, proposer))
+        if proposer:
+            print(right_guesses(proposer), file=sys.stderr)
         sys.exit()
 
-    prompts = read_prompts(start)
     if chat:  # each question begins a conversation of its own; begin: how its answer does
-        new_chat = Chat(model, tokenizer, config)
+        new_chat = Chat(model, tokenizer, config, proposer)
         shown, num_samples = [f"> {prompt}\n" for prompt in prompts], 1
         ids, begin = zip(*(new_chat.prompt(prompt.strip())[1:] for prompt in prompts))
     else:
         shown, ids, begin = prompts, [tokenizer.encode(prompt) for prompt in prompts], [''] * len(prompts)
+    hide, sampling = chat and thinking == 'hide', {name: config[name] for name in SAMPLING}
+    if score:
+        score_prompts(model, tokenizer, prompts, ids, output)
+        sys.exit()
     longest = max(map(len, ids))
     if longest > model.config.block_size:
         print(f"a prompt of {longest} tokens is cropped to its last {model.config.block_size}")
-    rows = [row for row in zip(shown, ids, begin) for _ in range(num_samples)]
-    live = sys.stdout.isatty()  # a person sees the first sample grow, the others follow when all are done
-    hide = chat and thinking == 'hide'
+    rows = [(prompt, place) for prompt in prompts for place in range(num_samples)]
+    made_by = [rest['path'], rest.get('iter_num'), str(rest.get('best_val_loss')), str(machine.dtype),
+               *(config[name] for name in SHAPES_TEXT)]
+    settings = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
+    first = answers_in(output, rows, settings) if output else 0
+    if first:
+        print(f"{output}: {first:,} of {len(rows):,} answers are there")
+    ids, shown, begin = ([one for one in each for _ in range(num_samples)] for each in (ids, shown, begin))
     display = Display(hide)
+    live = sys.stdout.isatty() and not output  # a person sees the first sample grow, the others when done
 
     def show(row, text):
         if live and row == 0:
             display(text)
 
-    print('---------------')
+    if not output:
+        print('---------------')
     if live:
         print(shown[0], end='', flush=True)
-    show(0, begin[0])
-    started = time.perf_counter()
-    texts, count = complete(model, tokenizer, [i for _, i, _ in rows], max_new_tokens, stop_texts(stop), show,
-                            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-                            repetition_penalty=repetition_penalty, compile=compile)
+        show(0, begin[0])
+    started, total = time.perf_counter(), 0
+    made = completions(model, tokenizer, ids, max_new_tokens, stop_texts(stop), show, batch_size=batch_size,
+                       first=first, compile=config['compile'], proposer=proposer, **sampling)
+    with open(output, 'a', encoding='utf-8', errors=ESCAPE) if output else contextlib.nullcontext() as f:
+        for row, text, count in in_order(made, first):
+            total += count
+            text = without_thinking(begin[row] + text) if hide else begin[row] + text
+            if f:
+                prompt, place = rows[row]
+                record = {'prompt': prompt, 'sample': place, 'text': text, 'tokens': count,
+                          'settings': settings}
+                print(json.dumps(record, ensure_ascii=False), file=f, flush=True)
+                continue
+            if live and row == 0:
+                display('', complete=True)
+            else:
+                print(f"{shown[row]}{text}")
+            print('---------------', flush=True)
     seconds = time.perf_counter() - started
-    for row, ((prompt, _, first), text) in enumerate(zip(rows, texts)):
-        text = without_thinking(first + text) if hide else first + text
-        if live and row == 0:
-            display('', complete=True)
-        else:
-            print(f"{prompt}{text}")
-        print('---------------')
-    print(f"{count:,} tokens in {seconds:.2f} s, {count / seconds:,.1f} tok/s", file=sys.stderr)
+    speed = f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s"
+    print(', '.join(filter(None, (speed, right_guesses(proposer)))), file=sys.stderr)
