@@ -136,9 +136,14 @@ def machine_peaks(device, dtype):
     """(FLOP/s of a large matmul in dtype, bytes/s of reading a large tensor), the best of several tries."""
     n = 8192 if 'cuda' in device else 2048
     a, b = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
+    times = take_turns({'matmul': functools.partial(torch.mm, a, b)}, 1, 8, device)
+    return 2 * n**3 / times['matmul'].min(), reading_speed(device)
+
+
+def reading_speed(device):
+    """Bytes/s of reading a large tensor, the best of several tries."""
     big = torch.ones(2**26, device=device)  # 256 MB
-    times = take_turns({'matmul': functools.partial(torch.mm, a, b), 'sum': big.sum}, 1, 8, device)
-    return 2 * n**3 / times['matmul'].min(), big.nbytes / times['sum'].min()
+    return big.nbytes / take_turns({'sum': big.sum}, 1, 8, device)['sum'].min()
 
 
 def load_nanogpt(folder, config, device):
@@ -475,7 +480,7 @@ def measure_decode(config, model_args, words):
     for _ in range(config['rounds']):
         for name, side in sides.items():
             times[name].append(side())
-        bandwidths.append(machine_peaks(machine.device, machine.dtype)[1])  # a machine is not always as fast
+        bandwidths.append(reading_speed(machine.device))  # a machine is not always as fast
     times = {name: np.array(t) for name, t in times.items()}  # (rounds, steps)
     cache = model.make_cache(batch_size, min(model.config.block_size, config['prompt_len'] + new // 2))
     read = sum(w.nbytes for w in (*model.parameters(), *model.buffers())) + cache.nbytes  # bytes a step

@@ -8,7 +8,7 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
     python sample.py --out_dir=out-chat --chat              # a conversation; /help lists its commands
     python sample.py --out_dir=out-chat --chat --start=LINES:questions.txt  # each question alone
-    python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl  # or goes on
+    python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl  # run it again to go on
     python sample.py --start=FILE:article.txt --score       # log-probabilities of this text, token by token
     python sample.py --speculate=8                          # sooner where text repeats itself
 
@@ -40,10 +40,10 @@ block_size: int | None = None  # another context than the model's; a larger one 
 rope_scaling: dict | None = None  # for a larger one: {'rope_type': 'linear', 'factor': 4.0}; README has all
 # text
 start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a line), - (standard input)
-num_samples = 10            # for each prompt, drawn as one batch; chat gives one answer
+num_samples = 10            # for each prompt; chat gives one answer
 max_new_tokens = 500        # tokens in each sample
 batch_size = 64             # samples made at once; where one has ended, the next takes its place
-output = ''                 # JSON lines are written here, in order; an interrupted file is gone on with
+output = ''                 # JSON lines are written here, in order; what was interrupted goes on
 score = False               # log-probabilities of the tokens of start, instead of a text that follows
 stop: str | tuple | list = ()  # end a sample at this text, or any of these
 # conversation
@@ -57,14 +57,14 @@ top_p = 1.0                 # only the likeliest tokens that together have this 
 min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
 repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
 seed = 1337                 # of sampling only
-# speed; in float32 the text does not depend on speculate and draft
+# speed; in float32 on a CPU the text does not depend on speculate, draft and compile
 quantize = ''               # int8: large weights in 8 bits, a scale for each row; half the memory of bfloat16
 speculate: int | None = None  # tokens guessed at a time, from where the text repeats itself, or by draft
 draft = ''                  # a smaller model of the same tokenizer, as init_from, guesses; speculate None: 4
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = 'auto'  # torch.compile the step, one to two minutes at first; auto: from 4,000 steps on
+compile: bool | str = 'auto'  # torch.compile the step: one to two minutes; auto: from 4,000 steps on
 config, _ = configure(globals())
 
 import numpy as np
@@ -292,7 +292,9 @@ def compile_step(model, device):
     ("freezing"), which torch lays out once more in memory, as its kernels read them, and with the kernels
     that are fastest here. What is made for one token is kept on disk for the next run.
 
-    Weights that were changed are compiled anew, unless through `.data`, of which nobody hears."""
+    Weights that were changed are compiled anew, unless through `.data`, of which nobody hears; what was
+    compiled for the earlier ones stays in memory."""
+    torch._dynamo.config.recompile_limit = 64  # after which torch runs eagerly and says nothing; it has 8
     whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
     frozen = whole and device.type in FROZEN
     version = hash((NUMBERS.setdefault(model, next(COUNT)), repr(model.config), model.training,
@@ -1090,7 +1092,7 @@ if __name__ == '__main__':
     steps = max_new_tokens * max(1, math.ceil(len(prompts) * (1 if chat else num_samples) / batch_size))
     config['compile'] = not score and resolve_compile(compile, machine.device, steps)
     if config['compile']:
-        print("compiling the step: a minute or two, at first")
+        print("compiling the step: a minute or two, unless it is kept from an earlier run")
     if not prompts:
         converse(Chat(model, tokenizer, config, proposer))
         if proposer:
