@@ -747,8 +747,8 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
         block_mask, score_mod = mask.flex
         return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
     is_causal = mask.is_causal and T > 1
-    if (H // K * T <= FEW_QUERIES and not p and (bias is not None or not is_causal)
-            and q.device.type == 'cpu' and torch.compiler.is_compiling()):
+    if (H // K * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
+            and (bias is not None or q.device.type == 'cpu' and not is_causal)):
         return attend_few(q, k, v, bias, scale)
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
                                    is_causal and torch.is_grad_enabled())
@@ -764,15 +764,16 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale,
                                            is_causal=is_causal and bias is None,
                                            enable_gqa=q.shape[1] > k.shape[1])
-    return y.view(B, H, T, -1)
+    return y.reshape(B, H, T, -1)  # some kernels return the heads innermost but one
 
 
 FEW_QUERIES = 16  # of a head of keys, as in decoding
 
 
 def attend_few(q, k, v, bias, scale):
-    """attend, for few queries in a compiled step on a CPU: products that the compiler makes two loops of,
-    which read keys and values once. SDPA's kernel, made for long sequences, takes ten times as long."""
+    """attend, for few queries in a compiled step: products that the compiler makes two loops of, which read
+    keys and values once. SDPA's kernels are made for long sequences: on a CPU they take ten times as long, on
+    CUDA those that take a bias give all keys of a head to one multiprocessor."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     q = (q.float() * scale).reshape(B, K, H // K * T, 1, D)
     score = (q * k.float()[:, :, None]).sum(dim=-1)                                  # (B, K, H / K T, S)
@@ -1818,7 +1819,7 @@ class GPT(nn.Module):
         logits = (x if is_padded else x[..., :config.vocab_size]).float()
         if config.logit_softcap:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
-        if is_padded:
+        if is_padded and logits.shape[-1] > config.vocab_size:
             column = torch.arange(logits.shape[-1], device=x.device)
             logits = logits + torch.where(column < config.vocab_size, 0.0, -math.inf)
         return logits
@@ -2204,14 +2205,19 @@ class Int8Embedding(Int8):
 
 def int8_linear(x, w, scale):
     """x (..., n_in), w (n_out, n_in) int8, scale (n_out,) -> x @ (w scale)^T, (..., n_out)."""
-    rows, scale = x.numel() // x.shape[-1], scale.to(x.dtype)
-    # torch's kernel for few rows reads 16 columns at a time, and looks for no end of them
-    if x.device.type == 'cpu' and rows <= INT8_ROWS and x.shape[-1] % 16 == 0 and x.dtype != torch.float64:
-        y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale)
-        return y.view(*x.shape[:-1], -1)
+    rows, scale, is_cpu = x.numel() // x.shape[-1], scale.to(x.dtype), x.device.type == 'cpu'
+    if is_cpu and rows <= INT8_ROWS:
+        # torch's kernel reads 16 columns at a time, looks for no end of them, and is fast in bfloat16 alone
+        if x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:
+            y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale)
+            return y.view(*x.shape[:-1], -1)
+        if torch.compiler.is_compiling():  # one loop; a cast of its own would be a constant, kept in 32 bits
+            return (x[..., None, :] * w).sum(dim=-1) * scale
     if x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
         return F.linear(x, w.to(x.dtype) * scale[:, None])
-    return F.linear(x, w.to(x.dtype)) * scale
+    # in parts that stay in a CPU's cache
+    parts = w.split(max(1, 2**18 // x.shape[-1])) if is_cpu else [w]
+    return torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1) * scale
 
 
 INT8_ROWS = 16  # more are multiplied faster by the weight in their own dtype
@@ -2258,7 +2264,8 @@ def checkpoint_path(name, best=True):
 def read_checkpoint(path):
     """The dict in a file of torch.save, with tensors 'model' and options 'model_args'; runs no code of it."""
     try:
-        found = torch.load(path, map_location='cpu', weights_only=True)
+        # mapped: a rank of a sharded model reads its part; Windows could not replace a file that is mapped
+        found = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
     except FileNotFoundError:
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, "
                                 "or set --out_dir or --init_from") from None

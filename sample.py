@@ -73,6 +73,7 @@ import torch
 from model import (
     GPT,
     GroupedLinear,
+    Int8,
     Int8Experts,
     checkpoint_path,
     merge_lora,
@@ -245,20 +246,21 @@ def new_cache(model, batch_size, max_len, static, max_rewind=0):
 
 def is_one_graph(model, device):
     """Whether a step can be compiled as a whole: with experts only if all of them are one matmul, for which
-    GPUs before Hopper have no hardware. Elsewhere each expert waits for the number of its tokens."""
+    torch has a kernel on Hopper's and Blackwell's data center GPUs. Elsewhere each expert waits for the number
+    of its tokens."""
     experts = [module for module in model.modules() if isinstance(module, (GroupedLinear, Int8Experts))]
-    native = device.type != 'cuda' or torch.cuda.get_device_capability(device) == (9, 0)
+    native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     return all(native and module.has_kernel(model.compute_dtype(), device.type) for module in experts)
 
 
 def resolve_compile(compile, device, steps):
-    """compile='auto' -> bool: fewer steps than EARNS_COMPILING do not earn back the time to compile."""
+    """compile='auto' -> bool: fewer steps than EARNS_COMPILING says do not earn back the time to compile."""
     if compile != 'auto':
         return compile
-    return steps >= EARNS_COMPILING and not device.startswith('mps') and can_compile(device)
+    return steps >= EARNS_COMPILING.get(device.partition(':')[0], math.inf) and can_compile(device)
 
 
-EARNS_COMPILING = 4000  # steps; with more layers both sides grow alike
+EARNS_COMPILING = {'cpu': 4000, 'cuda': 10_000}  # steps; with more layers both sides grow alike
 
 
 @dataclasses.dataclass
@@ -302,7 +304,9 @@ def compile_step(model, device):
     # torch would look at each module and weight before each step, for longer than a layer takes
     compiled = functools.partial(torch.compile(versioned_step, dynamic=False, options={
         'guard_filter_fn': lambda guards: ["L['args'][0]" not in guard.name for guard in guards],
-        'triton.cudagraphs': whole and device.type == 'cuda'}), version)
+        'triton.cudagraphs': whole and device.type == 'cuda',
+        # so that for one row the cast of eight bits becomes a part of the product
+        'coordinate_descent_tuning': any(isinstance(m, Int8) for m in model.modules())}), version)
     if not frozen:
         return compiled
     from torch._inductor import config as inductor  # which takes a second
@@ -436,7 +440,8 @@ class Batch:
         """Takes one token for each of some rows, drawn (rows,): to be fed, to be seen, to be read."""
         self.token[numbers] = drawn.to(self.token.device)
         if self.seen is not None:
-            self.seen[torch.arange(len(self.rows))[numbers], drawn.clamp(min=0)] = True
+            row = torch.arange(len(self.rows), device=drawn.device)[numbers]
+            self.seen[row, drawn.clamp(min=0)] = True
         rows = [self.rows[i] for i in numbers] if isinstance(numbers, list) else list(self.rows)
         on_host, copied = drawn.to('cpu', non_blocking=True), None
         if drawn.device.type == 'cuda':

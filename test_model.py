@@ -504,13 +504,14 @@ def test_cfg_runtime_without_cuda(monkeypatch, capsys):
     assert torch.equal(torch.rand(3), first)
 
 
-@pytest.mark.parametrize('amx, bf16, avx, dtype, precision', [
-    (False, False, 'AVX2', 'float32', 'medium'), (False, True, 'AVX512', 'bfloat16', 'medium'),
-    (True, True, 'AVX512', 'bfloat16', 'highest'), (False, False, 'SVE256', 'float32', 'highest')])
-def test_cfg_runtime_cpu_dtype(amx, bf16, avx, dtype, precision, monkeypatch):
+@pytest.mark.parametrize('amx, bf16, vendor, dtype, precision', [
+    (False, False, 'AuthenticAMD', 'float32', 'medium'), (False, True, 'AuthenticAMD', 'bfloat16', 'medium'),
+    (False, False, 'GenuineIntel', 'float32', 'highest'), (True, True, 'GenuineIntel', 'bfloat16', 'highest'),
+    (False, False, '', 'float32', 'highest')])
+def test_cfg_runtime_cpu_dtype(amx, bf16, vendor, dtype, precision, monkeypatch):
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: bf16)
-    monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: avx)
+    monkeypatch.setattr(configurator, 'cpu_vendor', lambda: f'processor: 0\nvendor_id: {vendor}\n')
     assert runtime('cpu').dtype == getattr(torch, dtype) and torch.get_float32_matmul_precision() == precision
 
 
@@ -2744,9 +2745,14 @@ def feed(model, idx, chunks, cache):
     return torch.cat(out, dim=1)
 
 
+def memory_efficient_layout(*args, kernel=F.scaled_dot_product_attention, **kwargs):
+    """SDPA, its result laid out as CUDA's memory-efficient kernel has it: (B, queries, heads, D)."""
+    return kernel(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+
 @pytest.mark.parametrize('row', GRID, ids=grid_name)
 @torch.no_grad()
-def test_cached_equals_uncached(row):
+def test_cached_equals_uncached(row, monkeypatch):
     torch.set_num_threads(1)  # small tensors: a second one only waits
     model = tiny(**combined(row))
     idx = tokens(model, 3, 24)
@@ -2758,6 +2764,8 @@ def test_cached_equals_uncached(row):
         return torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     for static, splits in ((False, ([24], [1] * 24, [3, 5, 4, 12])),
                            (True, ([23, 1], [4, 1, 1, 6, 9, 2, 1]))):
+        if static:  # each kind of attention, by the kernel that a static cache gets on CUDA
+            monkeypatch.setattr(F, 'scaled_dot_product_attention', memory_efficient_layout)
         for chunks in splits:
             close(feed(model, idx, chunks, model.make_cache(3, 24, static)), full)
         close(model(idx[:, :5], cache=model.make_cache(3, 8, static), keep=2), full[:, 3:5])
@@ -4567,6 +4575,15 @@ def test_evaluation_is_the_mean_over_windows_and_disturbs_nothing(folder):
     assert float(row['val_bpb']) == pytest.approx(float(row['val_loss']) / math.log(2) / 2.0, rel=1e-4)
 
 
+def test_batches_for_a_gpu_are_pinned_whole(folder, monkeypatch):
+    pinned, bins = [], prepare.Bins('data/toy', 'train')
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, 'to', lambda self, *args, **kwargs: self)
+    batch = flat_train.to_device(bins.batch(range(4), 16), 'cuda')
+    assert len(pinned) == 2 and all(tensor.is_contiguous() for tensor in pinned)
+    assert all(np.array_equal(a, b) for a, b in zip(batch, bins.batch(range(4), 16)))
+
+
 def write_masks(path='data/toy', seed=0):
     """Uneven masks for a prepared folder: some windows are all targets, some have none. Returns train's."""
     masks = {}
@@ -5799,6 +5816,8 @@ def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
 @pytest.mark.parametrize('options, device, capability, dtype, whole', [
     ({}, 'cpu', (0, 0), torch.float32, True), ({}, 'cuda', (8, 0), torch.float32, True),
     (dict(n_expert=4, d_expert=24), 'cuda', (9, 0), torch.bfloat16, True),
+    (dict(n_expert=4, d_expert=24), 'cuda', (10, 0), torch.bfloat16, True),
+    (dict(n_expert=4, d_expert=24), 'cuda', (12, 0), torch.bfloat16, False),  # no kernel for these yet
     (dict(n_expert=4, d_expert=24), 'cuda', (8, 0), torch.bfloat16, False),
     (dict(n_expert=4, d_expert=24), 'cuda', (9, 0), torch.float32, False),
     (dict(n_expert=4, d_expert=24), 'cpu', (0, 0), torch.float32, False),
@@ -5809,17 +5828,19 @@ def test_experts_that_wait_for_the_host_are_in_no_cuda_graph(options, device, ca
     model, graphs = tiny(**options).to(dtype), []
     assert flat_sample.is_one_graph(model, torch.device(device)) == whole
     monkeypatch.setattr(torch, 'compile', lambda step, dynamic, options: graphs.append(
-        options['triton.cudagraphs']) or step)
+        (options['triton.cudagraphs'], options['coordinate_descent_tuning'])) or step)
     flat_sample.compile_step(model, torch.device(device))
-    assert graphs == [whole and device == 'cuda']
     flat.quantize_weights(model, dtype)
+    flat_sample.compile_step(model, torch.device(device))
+    assert graphs[0] == (whole and device == 'cuda', False) and graphs[1][1]
     assert flat_sample.is_one_graph(model, torch.device(device)) == (not options)
 
 
 def test_many_steps_are_compiled(monkeypatch):
     monkeypatch.setattr(flat_sample, 'can_compile', lambda device: device != 'cuda:1')
-    for settings, expected in [(('auto', 'cuda:0', 4000), True), (('auto', 'cuda:0', 3999), False),
-                               (('auto', 'cuda:1', 4000), False), (('auto', 'cpu', 4000), True),
+    for settings, expected in [(('auto', 'cuda:0', 10_000), True), (('auto', 'cuda:0', 9999), False),
+                               (('auto', 'cuda:1', 10_000), False), (('auto', 'cpu', 4000), True),
+                               (('auto', 'cpu', 3999), False),
                                (('auto', 'mps', 5000), False), ((True, 'cpu', 1), True),
                                ((False, 'cuda:0', 5000), False)]:
         assert flat_sample.resolve_compile(*settings) is expected

@@ -173,8 +173,8 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
 def to_device(batch, device):
     """Inputs and targets, (B, T) int64 arrays, as tensors on the device."""
     batch = [torch.from_numpy(array) for array in batch]
-    if 'cuda' in device:
-        batch = [tensor.pin_memory().to(device, non_blocking=True) for tensor in batch]
+    if 'cuda' in device:  # a strided view would be copied through memory that is not pinned
+        batch = [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
     return [tensor.to(device) for tensor in batch]
 
 
