@@ -357,10 +357,8 @@ class Batch:
         self.sampling, self.seed, self.guesses = sampling, seed, guesses
         self.own, self.compile, self.step, device = cache is None, compile, step, model.wte.weight.device
         if cache is None:
-            size = max(map(len, prompts)) + max_new_tokens
-            if not model.scales_by_length:  # a scaling would be another in a larger cache
-                size += guesses
-                size = round_up(size) if compile else size  # so that what is compiled serves others too
+            size = max(map(len, prompts)) + max_new_tokens + guesses
+            size = round_up(size) if compile else size  # so that what is compiled serves others too
             size = min(model.config.block_size, size)
             cache = new_cache(model, count, size, static=compile, max_rewind=guesses)
         self.cache, self.size = cache, cache.max_len
