@@ -257,7 +257,7 @@ NEEDS = {  # field: those that have no effect without it
 }
 
 
-ATTENTION_ONLY = (  # fields without effect in a model of Gated DeltaNet alone
+ATTENTION_ONLY = (  # fields without effect in a model without attention
     'n_kv_head', 'head_dim', 'qk_norm', 'attn_scale', 'attn_softcap', 'attn_sink', 'alibi_scale',
     'pos_pattern', 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'qkv_bias', 'proj_bias')
 
@@ -309,11 +309,11 @@ def wrong_combinations(config, given, defaults):
           'attn_gate mixer_pattern', 'no layer has an attention with a gate')
     for field in dataclasses.fields(config):
         if getattr(given, field.name) not in (field.default, defaults.get(field.name)):
-            check(not field.name.startswith('linear_') or 'D' in mixers, f'{field.name} mixer_pattern',
-                  'only D layers have this')
-            check(field.name not in ATTENTION_ONLY or set(mixers) != {'D'}, f'{field.name} mixer_pattern',
-                  'D layers have nothing of the kind')
-    check(config.pos != 'alibi' or set(mixers) != {'D'}, 'pos mixer_pattern', 'no layer has attention')
+            kinds = [kind for kind, mixer in MIXERS.items() if field.name in mixer.defaults(config)
+                     or field.name in ATTENTION_ONLY and issubclass(mixer, BaseAttention)]
+            check(not kinds or set(kinds) & set(mixers), f'{field.name} mixer_pattern',
+                  f"only {' and '.join(kinds)} layers have this")
+    check(config.pos != 'alibi' or config.has_attention, 'pos mixer_pattern', 'no layer has attention')
     check(config.window is None or config.window_pattern is None
           or any(config.window_of(layer) for layer in range(config.n_layer)), 'window window_pattern',
           'no layer has a window')
@@ -351,6 +351,7 @@ def wrong_combinations(config, given, defaults):
     if config.n_expert is not None:
         check(any(config.has_experts(layer) for layer in range(config.n_layer)),
               'n_expert n_dense_layer expert_pattern n_layer', 'no layer has experts')
+        check(config.n_expert > 1, 'n_expert', 'one expert is an MLP, and its router has nothing to choose')
         check(config.n_expert_active > 1 or not config.norm_topk_prob, 'n_expert_active norm_topk_prob',
               'the weight of one expert is always 1, so that its router learns nothing: norm_topk_prob=False')
         check(config.n_expert_active <= config.n_expert, 'n_expert_active n_expert',
@@ -406,8 +407,9 @@ def collect_marks(model):
                              "mark(...) on it, with its initial value and its optimizer group")
         if found.group not in ('matrix', 'embedding', 'vector'):
             raise ValueError(f"{name} is marked group={found.group!r}: use matrix, embedding or vector")
-        if found.group == 'matrix' and (w.ndim < 2 or w.shape[-1] == 1):  # Muon would only normalise it
-            raise ValueError(f"{name} {tuple(w.shape)} is marked as a matrix: use group='vector'")
+        if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
+            raise ValueError(f"{name} {tuple(w.shape)} is marked as a matrix: use group='vector', or "
+                             "'embedding' for one that is decayed")
         if found.rows is not None and sum(found.rows) != w.shape[-2]:
             raise ValueError(f"{name} {tuple(w.shape)} is marked rows={found.rows}, which are not its rows")
         marks[name] = found
@@ -1940,15 +1942,17 @@ class GPT(nn.Module):
     def account(self, block_size=None):
         """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once,
         padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it
-        is frozen: all that are marked as matrices, and the head; 'mixing' is what mixers do besides, at a
-        length of block_size."""
+        is frozen: all that are marked as matrices or belong to a linear layer; an embedding is looked up.
+        'mixing' is what mixers do besides, at a length of block_size."""
         config, table = self.config, {}
         used = (config.n_expert_active or 0) / (config.n_expert or 1)
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
             n = (w[:config.vocab_size] if name in PADDED else w).numel()
             active = round(n * used) if part == 'experts' else n
-            matmul = self.marks[name].group != 'vector' and part != 'embedding'
+            group, owner = self.marks[name].group, self.get_submodule(name.rpartition('.')[0])
+            matmul = (group == 'matrix' and not isinstance(owner, nn.Embedding) or group == 'embedding'
+                      and isinstance(owner, (nn.Linear, LoRALinear, Int8Linear)))
             table.setdefault(part, []).append((n, active, (6 if w.requires_grad else 4) * active * matmul))
         if self.lm_head is None:
             each = 6 if self.wte.weight.requires_grad else 4

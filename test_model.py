@@ -3676,6 +3676,30 @@ def test_a_fork_computes_what_its_paper_says(monkeypatch):
     torch.testing.assert_close(mixer(x, model.context(idx)), mixer.c_proj(after * y), atol=1e-5, rtol=1e-5)
 
 
+def test_only_products_are_counted_as_such(monkeypatch):
+    monkeypatch.setitem(flat.MIXERS, 'V', ValueEmbedding)
+    plain, looked_up = tiny(), tiny(mixer_pattern='V')
+    assert looked_up.num_params() == plain.num_params() + 2 * 61 * 32
+    assert looked_up.flops_per_token() == plain.flops_per_token()
+    routed = dict(n_expert=4, n_shared_expert=1)
+    assert (tiny(**routed, shared_gate=True).flops_per_token() - tiny(**routed).flops_per_token()
+            == 6 * 2 * 32)
+
+
+def test_options_that_no_layer_has_are_refused_by_any_letter(monkeypatch):
+    monkeypatch.setattr(flat, 'MIXERS', {'X': LeakyAverage, 'G': flat.GatedDeltaNet, 'B': WindowBase})
+    for options, message in ((dict(mixer_pattern='X', linear_conv_kernel_dim=3), 'only G layers have this'),
+                             (dict(mixer_pattern='B', linear_n_key_head=2), 'only G layers have this'),
+                             (dict(mixer_pattern='X', attn_sink=True), 'only B layers have this'),
+                             (dict(mixer_pattern='XG', rope_base=5.0), 'only B layers have this'),
+                             (dict(mixer_pattern='X', pos='alibi'), 'no layer has attention')):
+        with pytest.raises(ValueError, match=message):
+            GPTConfig(**options)
+    monkeypatch.setattr(LeakyAverage, 'defaults', lambda config: dict(rope_base=1.0, linear_n_key_head=1))
+    GPTConfig(mixer_pattern='X', rope_base=5.0, linear_n_key_head=3)  # its own now
+    GPTConfig(mixer_pattern='GB', attn_sink=True, linear_conv_kernel_dim=3)
+
+
 def test_what_a_fork_forgets_fails_loudly(monkeypatch):
     class Forgetful(LeakyAverage):
         def __init__(self, config, layer):
@@ -3691,6 +3715,8 @@ def test_what_a_fork_forgets_fails_loudly(monkeypatch):
                 self.scale = flat.parameter(3, init=torch.ones_like, group='vector')
             if forgets == 'column':
                 self.scale = flat.parameter(3, 1, init=torch.nn.init.ones_, group='matrix')
+            if forgets == 'row':
+                self.scale = flat.Linear(config.n_embd, 1)
             if forgets == 'rows':
                 self.scale = flat.parameter(3, 4, init=torch.nn.init.ones_, group='matrix', rows=(1, 1))
     monkeypatch.setitem(flat.MIXERS, 'X', Forgetful)
@@ -3698,7 +3724,8 @@ def test_what_a_fork_forgets_fails_loudly(monkeypatch):
             ('mark', r'h\.0\.attn\.scale \(3, 4\) has no mark: make it with parameter'),
             ('group', r'h\.0\.attn\.scale \(3,\) is marked as a matrix'), ('name', "group='vectors'"),
             ('rows', r'rows=\(1, 1\)'), ('init', 'scale holds NaN after its init'),
-            ('column', r'scale \(3, 1\) is marked as a matrix')):
+            ('column', r'scale \(3, 1\) is marked as a matrix'),
+            ('row', r"scale\.weight \(1, 32\) is marked as a matrix: use group='vector', or 'embedding'")):
         with pytest.raises(ValueError, match=message):
             tiny(mixer_pattern='X')
     forgets = 'slots and states'
@@ -3986,12 +4013,14 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     (dict(linear_n_key_head=3, linear_n_value_head=4, mixer_pattern='DA'), ['key heads must divide']),
     (dict(linear_conv_kernel_dim=3), ['linear_conv_kernel_dim=3', 'only D layers']),
     (dict(mixer_pattern='D', attn_sink=True, n_kv_head=2, pos='alibi', qkv_bias=True),
-     ["attn_sink=True, mixer_pattern='D'", 'n_kv_head=2', "pos='alibi'", 'qkv_bias=True']),
+     ["attn_sink=True, mixer_pattern='D': only A and M layers have this", 'n_kv_head=2', "pos='alibi'",
+      'qkv_bias=True']),
     (dict(attn_gate=True, mixer_pattern='D'), ['no layer has an attention with a gate']),
     (dict(window=4, window_pattern='SL', mixer_pattern='DA'), ['no layer has a window']),
     (dict(mixer_pattern='DDDA', n_layer=3), ['fewer layers than letters']),
     (dict(shared_gate=True, n_expert=4), ['shared_gate=True needs n_shared_expert']),
     (dict(n_expert=4, n_dense_layer=12), ['no layer has experts']),
+    (dict(n_expert=1, norm_topk_prob=False), ['n_expert=1: one expert is an MLP']),
     (dict(n_expert=4, expert_pattern='D'), ['no layer has experts']),
     (dict(n_expert=4, n_expert_active=1), ['norm_topk_prob=False']),
     (dict(window=4, window_pattern='L'), ['no layer has a window']),
