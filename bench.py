@@ -91,9 +91,11 @@ import hub
 import train
 from model import (
     GPT,
+    ROPE_SCALINGS,
     BaseAttention,
     GPTConfig,
     GroupedLinear,
+    LatentAttention,
     Mask,
     Norm,
     attend,
@@ -1767,7 +1769,7 @@ def shrunk(config):
         changes.update(n_head=min(4, config.n_head), kv_lora_rank=16, qk_nope_head_dim=8, v_head_dim=12,
                        qk_rope_head_dim=min(4, config.qk_rope_head_dim),
                        q_lora_rank=fewer(config.q_lora_rank, 20))
-    elif set(config.mixer_pattern) == {'D'}:
+    elif not config.has_attention:
         changes.update(n_head=4, n_kv_head=None, head_dim=None)
     else:
         # the smallest width of a head in which a whole number of pairs is rotated
@@ -1778,7 +1780,7 @@ def shrunk(config):
                        head_dim=head_dim)
         if config.attn_scale is not None:
             changes.update(attn_scale=config.attn_scale * (config.head_dim / head_dim) ** 0.5)
-    if 'D' in config.mixer_pattern:
+    if config.linear_n_key_head is not None:
         keys = min(2, config.linear_n_key_head)
         values = keys * min(2, config.linear_n_value_head // config.linear_n_key_head)
         changes.update(linear_n_key_head=keys, linear_n_value_head=values, linear_key_head_dim=6,
@@ -1854,9 +1856,10 @@ class KeepsFloat64(torch.overrides.TorchFunctionMode):
 
 
 def to_float64(model):
-    """The model in float64, to be used under KeepsFloat64; its mixers' states too."""
+    """The model in float64, to be used under KeepsFloat64; its mixers' states too, if they hold floats."""
     for block in model.h:
-        block.attn.states = [(shape, None) for shape, _ in block.attn.states]
+        block.attn.states = [(shape, None if dtype is None or dtype.is_floating_point else dtype)
+                             for shape, dtype in block.attn.states]
     return model.double()
 
 
@@ -1950,14 +1953,15 @@ def check_windows(config):
     age = torch.arange(T) - torch.arange(T)[:, None]  # of the changed token in a row, at a position
     for grad in (True, False):
         with torch.set_grad_enabled(grad), KeepsFloat64():
-            context = model.context(random_tokens(config, len(x), T))
+            context = model.context(random_tokens(config, 1, T).repeat(len(x), 1))
             results = [block.attn(x, context) for block in model.h]
         for layer, (block, y) in enumerate(zip(model.h, results)):
             seen = (y[:-1] - y[-1:]).detach().abs().amax(-1) > 1e-9
             window, name = block.attn.window or T, type(block.attn).__name__
-            expected = (age >= 0) & (age < window)
-            # what has slots for its tokens sees all of them; a state may forget, but not the token itself
-            wrong = (seen != expected) if block.attn.slots else (seen & ~expected) | (~seen & (age == 0))
+            # what has slots for its tokens sees all of them; a state may forget, and hand on what is older
+            must = (age >= 0) & (age < window) if block.attn.slots else age == 0
+            may = age >= 0 if block.attn.states else must
+            wrong = seen & ~may | must & ~seen
             for s, t in wrong.nonzero().tolist():
                 raise Unsound(f"layer {layer}, {name} with window {block.attn.window}: position {t} "
                               f"{'sees' if seen[s, t] else 'does not see'} position {s}")
@@ -1981,39 +1985,73 @@ def recorded(model):
         del mixer.attend
 
 
+def check_documents(config):
+    starts, T = ((4, 5, 13), (10,)), config.block_size  # of a row's second document, its third...
+    plain = GPT(dataclasses.replace(config, document_token=None)).eval()
+    for block in plain.h:
+        if not block.attn.documents:
+            return f"{type(block.attn).__name__} does not keep them apart, and says so"
+    packed = shaken(dataclasses.replace(config, document_token=3))
+    plain.load_state_dict(packed.state_dict())
+    idx = random_tokens(packed.config, len(starts), T)
+    for row, later in zip(idx, starts):
+        row[list(later)] = 3
+    documents = [one for row, later in zip(idx, starts) for one in row.tensor_split(later)]
+    padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            alone = torch.cat([y[:len(one)] for y, one in zip(plain(padded), documents)])
+            require_equal(packed(idx), alone.unflatten(0, idx.shape),
+                          f"{'in' if grad else 'without'} training, with documents that start at "
+                          f"{' and at '.join(map(str, starts))}")
+    return None
+
+
 def check_rotation(config):
-    if config.pos != 'rope' or set(config.mixer_pattern) == {'D'}:
-        return f"there are none, pos={config.pos}"
-    model, T, width = to_float64(shaken(config)), config.block_size, config.rope_dim
-    pairs, idx = width // 2, random_tokens(config, 2, T)
+    model, T, remarks = to_float64(shaken(config)), config.block_size, []
+    idx = random_tokens(config, 2, T)
     with KeepsFloat64(), torch.no_grad():
         context = model.context(idx)
-        cos, sin = (part.double()[0, 0] for part in context.rope)  # (T, pairs)
-        factor, angle = cos[0], torch.atan2(sin[1], cos[1])  # at position 0; of one position
-        require(sin[0].abs().max() < 1e-6, f"position 0 is turned by {float(sin[0].abs().max()):.2g}")
-        expected = config.rope_base ** (-torch.arange(0, width, 2).double() / width)
-        require(config.rope_scaling or torch.allclose(angle, expected, rtol=1e-5),
-                f"a position turns pairs by {[round(a, 4) for a in angle.tolist()]}, not by "
-                f"rope_base^(-2i/d) = {[round(a, 4) for a in expected.tolist()]}")
-        turned = torch.arange(T)[:, None] * angle
-        require_equal(torch.cat((cos, sin))[None], (factor * torch.cat((turned.cos(), turned.sin())))[None],
-                      'angles that do not grow by the same at each position')
-        contexts = [dataclasses.replace(context, rope=None), context]
+        ropes = {kind: [part.double() for part in rope] for kind, rope in context.ropes.items() if rope}
+        for kind, (cos, sin) in ropes.items():
+            numbers = (config.rope_base, config.rope_dim, config.rope_scaling or ())
+            base, width, scaling = numbers if kind == config.rope_kind else kind
+            expected, factor = base ** (-torch.arange(0, width, 2).double() / width), 1.0
+            if scaling:
+                options = dict(scaling)
+                expected, factor = ROPE_SCALINGS[options.pop('rope_type')](expected, base, T, **options)
+            cos, sin = cos[0, 0], sin[0, 0]  # (T, pairs)
+            angle = torch.atan2(sin[1], cos[1])  # of one position
+            require(angle.shape == expected.shape and torch.allclose(angle, expected, rtol=1e-5),
+                    f"a position turns pairs by {[round(a, 4) for a in angle.tolist()]}, not by "
+                    f"{base}^(-2i/{width}){' scaled' if scaling else ''} = "
+                    f"{[round(a, 4) for a in expected.tolist()]}")
+            turned = torch.arange(T)[:, None] * expected
+            require_equal(torch.stack((cos, sin)), factor * torch.stack((turned.cos(), turned.sin())),
+                          'cosines (row 0) and sines (row 1) of the positions')
+            remarks.append(f"{width} dimensions, base {base:,.0f}")
+        contexts = [dataclasses.replace(context, ropes=dict.fromkeys(context.ropes)), context]
         for block in model.h:  # each on an input of its own, for what comes before it would differ too
             x = torch.randn(2, T, config.n_embd).double()
             with recorded(model) as calls:
                 for each in contexts:
                     block.attn(x, each)
-            for name, i in (('queries', 1), ('keys', 2)) if calls else ():
-                (mixer, *_), (plain, found) = calls[0], [call[i] for call in calls]
-                start = plain.shape[-1] - width if config.mixer_of(mixer.layer) == 'M' else 0
-                a, b = plain[..., start:start + pairs], plain[..., start + pairs:start + width]
-                expected = plain.clone()
-                if mixer.pos:
-                    expected[..., start:start + width] = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-                require_equal(found.transpose(1, 2), expected.transpose(1, 2),
-                              f"layer {mixer.layer}: {name} are not turned by their positions")
-    return None
+            for (mixer, *plain, _), (_, *found, _) in zip(calls, calls[len(calls) // 2:]):
+                for name, a, b in zip(('queries', 'keys'), plain, found):
+                    expected = a.clone()
+                    if mixer.rope_kind is not None:
+                        (cos, sin), width = ropes[mixer.rope_kind], mixer.rope_kind[1]
+                        start = a.shape[-1] - width if isinstance(mixer, LatentAttention) else 0
+                        expected[..., start:start + width] = rotated(a[..., start:start + width], cos, sin)
+                    require_equal(b.transpose(1, 2), expected.transpose(1, 2),
+                                  f"layer {mixer.layer}: {name} are not turned by their positions")
+    return '; '.join(remarks) or 'no layer has a rotation'
+
+
+def rotated(x, cos, sin):
+    """x (..., pairs of a half-split layout), turned."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def alibi_by_the_paper(heads):
@@ -2372,7 +2410,10 @@ CHECKS = {  # what holds: (function of a small config -> a remark or None; raise
     'layers see their window, all of it': (
         check_windows, 'GPT.mask, visible, eager_attention; config.window_of, mask_kind of the mixer'),
     'queries and keys turn with their positions': (
-        check_rotation, 'rope_table, rotate, GPT.context, the calls of rotate in forward of the mixer'),
+        check_rotation, 'rope_table, rotate, GPT.context, rope_kind of the mixer, the calls of rotate in its '
+        'forward'),
+    'packed documents equal the same alone': (
+        check_documents, 'document_starts in forward of the mixer, GPT.document_starts, GPT.mask'),
     'attention equals float64': (
         check_attention, 'attend, eager_attention, GPT.mask, alibi_slopes; expected, if this is your change'),
     'cache equals no cache': (

@@ -140,8 +140,8 @@ class GPTConfig:
             defaults |= dict(n_kv_head=self.n_head, head_dim=self.n_embd // self.n_head)
         else:
             defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-        for kind in dict.fromkeys(self.mixer_pattern):
-            defaults |= MIXERS[kind].defaults(self)
+        for mixer in self.mixers:
+            defaults |= mixer.defaults(self)
         if self.n_expert is not None:
             defaults |= dict(n_expert_active=min(2, self.n_expert), d_expert=self.d_ff or defaults['d_ff'])
         for name, value in defaults.items():
@@ -153,6 +153,14 @@ class GPTConfig:
     def rope_dim(self):
         """Dimensions of a head that are rotated."""
         return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def rope_kind(self):
+        """The kind of the config's own rotations, see Mixer: (base, dimensions, items of the scaling); None:
+        there are none."""
+        scaling = tuple((name, tuple(value) if isinstance(value, list) else value)
+                        for name, value in (self.rope_scaling or {}).items())
+        return (self.rope_base, self.rope_dim, scaling) if self.pos == 'rope' else None
 
     @property
     def scale(self):
@@ -169,6 +177,15 @@ class GPTConfig:
     def mixer_of(self, layer):
         """The letter in MIXERS of a layer."""
         return letter(self.mixer_pattern, layer)
+
+    @property
+    def mixers(self):
+        """The classes of its layers' mixers, each once."""
+        return [MIXERS[kind] for kind in dict.fromkeys(self.mixer_pattern)]
+
+    @property
+    def has_attention(self):
+        return any(issubclass(mixer, BaseAttention) for mixer in self.mixers)
 
     def window_of(self, layer):
         """The window of a layer; None: it sees all."""
@@ -240,7 +257,7 @@ NEEDS = {  # field: those that have no effect without it
 }
 
 
-ATTENTION_ONLY = (  # fields without effect in a model of Gated DeltaNet alone
+ATTENTION_ONLY = (  # fields without effect in a model without attention
     'n_kv_head', 'head_dim', 'qk_norm', 'attn_scale', 'attn_softcap', 'attn_sink', 'alibi_scale',
     'pos_pattern', 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'qkv_bias', 'proj_bias')
 
@@ -284,20 +301,19 @@ def wrong_combinations(config, given, defaults):
     # mixers
     check(set(mixers) <= {config.mixer_of(layer) for layer in range(config.n_layer)},
           'mixer_pattern n_layer', 'there are fewer layers than letters')
-    used = [MIXERS[kind] for kind in dict.fromkeys(mixers)]
-    for mixer in used:
+    for mixer in config.mixers:
         mixer.check(config, given, check)
-    check(not latent or any(issubclass(mixer, LatentAttention) for mixer in used),
+    check(not latent or any(issubclass(mixer, LatentAttention) for mixer in config.mixers),
           'kv_lora_rank mixer_pattern', 'no layer has latent attention')
-    check(not config.attn_gate or any(issubclass(mixer, Attention) for mixer in used),
+    check(not config.attn_gate or any(issubclass(mixer, Attention) for mixer in config.mixers),
           'attn_gate mixer_pattern', 'no layer has an attention with a gate')
     for field in dataclasses.fields(config):
         if getattr(given, field.name) not in (field.default, defaults.get(field.name)):
-            check(not field.name.startswith('linear_') or 'D' in mixers, f'{field.name} mixer_pattern',
-                  'only D layers have this')
-            check(field.name not in ATTENTION_ONLY or set(mixers) != {'D'}, f'{field.name} mixer_pattern',
-                  'D layers have nothing of the kind')
-    check(config.pos != 'alibi' or set(mixers) != {'D'}, 'pos mixer_pattern', 'no layer has attention')
+            kinds = [kind for kind, mixer in MIXERS.items() if field.name in mixer.defaults(config)
+                     or field.name in ATTENTION_ONLY and issubclass(mixer, BaseAttention)]
+            check(not kinds or set(kinds) & set(mixers), f'{field.name} mixer_pattern',
+                  f"only {' and '.join(kinds)} layers have this")
+    check(config.pos != 'alibi' or config.has_attention, 'pos mixer_pattern', 'no layer has attention')
     check(config.window is None or config.window_pattern is None
           or any(config.window_of(layer) for layer in range(config.n_layer)), 'window window_pattern',
           'no layer has a window')
@@ -335,6 +351,7 @@ def wrong_combinations(config, given, defaults):
     if config.n_expert is not None:
         check(any(config.has_experts(layer) for layer in range(config.n_layer)),
               'n_expert n_dense_layer expert_pattern n_layer', 'no layer has experts')
+        check(config.n_expert > 1, 'n_expert', 'one expert is an MLP, and its router has nothing to choose')
         check(config.n_expert_active > 1 or not config.norm_topk_prob, 'n_expert_active norm_topk_prob',
               'the weight of one expert is always 1, so that its router learns nothing: norm_topk_prob=False')
         check(config.n_expert_active <= config.n_expert, 'n_expert_active n_expert',
@@ -351,7 +368,7 @@ def wrong_combinations(config, given, defaults):
 
     if rope and config.rope_scaling and config.rope_dim >= 2:
         try:
-            rope_table(config, torch.arange(2), config.block_size)
+            rope_table(config.rope_kind, torch.arange(2), config.block_size)
         except ValueError as error:
             problems.append(str(error))
     return problems
@@ -390,8 +407,9 @@ def collect_marks(model):
                              "mark(...) on it, with its initial value and its optimizer group")
         if found.group not in ('matrix', 'embedding', 'vector'):
             raise ValueError(f"{name} is marked group={found.group!r}: use matrix, embedding or vector")
-        if found.group == 'matrix' and (w.ndim < 2 or w.shape[-1] == 1):  # Muon would only normalise it
-            raise ValueError(f"{name} {tuple(w.shape)} is marked as a matrix: use group='vector'")
+        if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
+            raise ValueError(f"{name} {tuple(w.shape)} is marked as a matrix: use group='vector', or "
+                             "'embedding' for one that is decayed")
         if found.rows is not None and sum(found.rows) != w.shape[-2]:
             raise ValueError(f"{name} {tuple(w.shape)} is marked rows={found.rows}, which are not its rows")
         marks[name] = found
@@ -551,7 +569,7 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
-    ramp = (torch.arange(pairs, device=freq.device) - low) / (high - low or 0.001)
+    ramp = (torch.arange(pairs, device=freq.device, dtype=freq.dtype) - low) / (high - low or 0.001)
     if attention_factor is None:
         each = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
         attention_factor = yarn_mscale(factor, each[0]) / yarn_mscale(factor, each[1])
@@ -579,32 +597,34 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
 
 
 ROPE_SCALINGS = {
-    # name: (function of frequencies, base, context length and its options -> frequencies, factor on the
-    #        rotation; whether it depends on the length)
-    'linear': (linear, False),
-    'ntk': (ntk, False),
-    'dynamic': (dynamic, True),
-    'yarn': (yarn, False),
-    'llama3': (llama3, False),
-    'longrope': (longrope, True),
+    # name: function of frequencies, base, length and its options -> frequencies, factor on the rotation. The
+    #       length is block_size, whatever is in the context, so that a token turns alike in each cache,
+    #       batch and document
+    'linear': linear,
+    'ntk': ntk,
+    'dynamic': dynamic,
+    'yarn': yarn,
+    'llama3': llama3,
+    'longrope': longrope,
 }
 
 
-def rope_table(config, position_ids, length):
-    """cos and sin of the rotation angles at position_ids (...), each (..., rope_dim / 2) float32: position p
-    turns pair i by p * rope_base^(-2i / rope_dim). RoFormer, arXiv:2104.09864, equation 15. length: of the
-    context, for scalings that depend on it. Raises ValueError if rope_scaling cannot be computed."""
-    pair = torch.arange(0, config.rope_dim, 2, device=position_ids.device, dtype=torch.float32)
-    freq, factor = 1.0 / config.rope_base ** (pair / config.rope_dim), 1.0
-    if config.rope_scaling:
-        options = dict(config.rope_scaling)
-        kind = str(options.pop('rope_type', None))
-        if kind not in ROPE_SCALINGS:
-            raise ValueError(f"rope_scaling's rope_type={kind!r} is none of {', '.join(ROPE_SCALINGS)}")
+def rope_table(kind, position_ids, length):
+    """cos and sin of the rotation angles at position_ids (...), each (..., dimensions / 2) float32, for a
+    kind of rotation (base, dimensions, items of a scaling): position p turns pair i by
+    p * base^(-2i / dimensions). RoFormer, arXiv:2104.09864, equation 15. length: of the context, for scalings
+    that depend on it. Raises ValueError if the scaling cannot be computed."""
+    (base, width, scaling), device = kind, position_ids.device
+    freq, factor = 1.0 / base ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width), 1.0
+    if scaling:
+        options = dict(scaling)
+        name = str(options.pop('rope_type', None))
+        if name not in ROPE_SCALINGS:
+            raise ValueError(f"rope_scaling's rope_type={name!r} is none of {', '.join(ROPE_SCALINGS)}")
         try:
-            freq, factor = ROPE_SCALINGS[kind][0](freq, config.rope_base, length, **options)
+            freq, factor = ROPE_SCALINGS[name](freq, base, length, **options)
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(f"rope_scaling={config.rope_scaling}: {error}") from None
+            raise ValueError(f"rope_scaling={dict(scaling)}: {error}") from None
     angle = position_ids[..., None] * freq
     return angle.cos() * factor, angle.sin() * factor
 
@@ -651,10 +671,11 @@ class ForwardContext:
     """What all layers of one forward pass have in common, made once by GPT.context. What a layer hands on to
     later ones is a further field, with a default: it is about the new tokens only, so use it before
     cache.append."""
+    idx: torch.Tensor             # (B, T), the new tokens' ids; of padding any
     positions: torch.Tensor       # (1 or B, T), each new token's in its row: what masks and the cache go by
     position_ids: torch.Tensor    # the same, counted from the start of its document: what rotations go by
     document_starts: torch.Tensor | None  # (B, T): positions where the tokens' documents start; None: one
-    rope: tuple | None            # (cos, sin) at position_ids, each (1 or B, 1, T, pairs)
+    ropes: dict                   # a mixer's rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
     masks: dict                   # a mixer's mask_kind -> Mask
     cache: 'Cache | None'
     lengths: torch.Tensor | None  # (B,): new tokens of each row, which padding follows; None: all T
@@ -684,14 +705,18 @@ class Mixer(nn.Module, abc.ABC):
 
     forward(x, context): x (B, T, C), normed or not as the block's norm placement has it -> (B, T, C). Tokens
     must not see later ones. `context` is the ForwardContext; from it a mixer takes
-    - context.rope, for rotate(); context.position_ids for any other positions;
+    - context.ropes[self.rope_kind], for rotate(), made before the first layer; rope_kind is (base, dimensions
+      that turn, items of a scaling), or None, for which there is None. config.rope_kind is what the config
+      asks for; another base is (500.0, *config.rope_kind[1:]). context.position_ids is for other positions;
     - context.masks[self.mask_kind], made before the first layer, if mask_kind is not None. It is (window,
       whether ALiBi's bias is in it);
+    - context.idx, (B, T), the token ids, as for embeddings of its own;
     - context.cache, None in training. A mixer says in __init__ what it keeps there:
       `slots`, (heads, width) of each tensor that has a slot for each token: append new ones, get all to
       attend to by cache.append(self.layer, context, k, v), tensors (B, heads, T, width);
       `states`, (shape, dtype or None for the compute dtype) of each tensor of fixed size that a row keeps:
-      read cache.states[self.layer], a list of (B, *shape), zero for a new row, and write with .copy_();
+      read cache.states[self.layer], a list of (B, *shape), zero for a new row, and write with .copy_(); or,
+      for a convolution and whatever else looks a few tokens back, use self.after_last(x, context);
     - context.lengths, (B,), where rows have other numbers of new tokens and padding follows them: slots take
       care of themselves, a state must not be changed by padding;
     - context.document_starts: tokens of a document must not see those of another. A mixer that keeps them
@@ -699,16 +724,17 @@ class Mixer(nn.Module, abc.ABC):
     - context.weights: a list if attention weights are asked for; attention appends (B, H, T, S).
 
     flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
-    the parameters marked as matrices, which GPT.account counts. Parameters are made by parameter(...) or
-    marked; c_proj is the projection that ends the branch. `window` is how many tokens the slots are for, None
-    for all; a class that can have one sets `can_slide` and asks config.window_of(layer). The class methods
-    defaults and check are for fields of GPTConfig that are its own. Norm follows config.norm.
+    linear layers and parameters marked as matrices, which GPT.account counts. Parameters are made by
+    parameter(...) or marked; c_proj is the projection that ends the branch. `window` is how many tokens the
+    slots are for, None for all; a class that can have one sets `can_slide` and asks config.window_of(layer).
+    The class methods defaults and check are for fields of GPTConfig that are its own: those that defaults
+    names may not be given to a model without such a layer. Norm follows config.norm.
 
     For another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context),
     and head_widths if its products are wider."""
 
     slots = states = ()
-    mask_kind = window = None
+    mask_kind = rope_kind = window = None
     documents = can_slide = False
 
     @classmethod
@@ -724,6 +750,21 @@ class Mixer(nn.Module, abc.ABC):
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
+
+    def after_last(self, x, context, state=0):
+        """x (B, T, ...) -> (B, n + T, ...): behind each row's n tokens before, zeros where there were none. A
+        state of shape (n, ...), given by its number, keeps them, and then the last n of these; padding is
+        none of them."""
+        cache, n = context.cache, self.states[state][0][0]
+        before = (x.new_zeros(len(x), n, *x.shape[2:]) if cache is None
+                  else cache.states[self.layer][state])
+        x = torch.cat((before, x), dim=1)
+        if cache is not None and context.lengths is None:
+            before.copy_(x[:, x.shape[1] - n:])
+        elif cache is not None:
+            row = torch.arange(len(x), device=x.device)[:, None]
+            before.copy_(x[row, context.lengths[:, None] + torch.arange(n, device=x.device)])
+        return x
 
     @abc.abstractmethod
     def forward(self, x, context):
@@ -871,6 +912,7 @@ class BaseAttention(Mixer):
         super().__init__(config, layer)
         self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
         self.mask_kind = (self.window, config.pos == 'alibi' and self.pos)
+        self.rope_kind = config.rope_kind if self.pos else None
         self.p, self.scale, self.softcap = config.dropout, config.scale, config.attn_softcap
         self.n_head, self.sink = config.n_head, None
         if config.attn_sink:
@@ -907,19 +949,17 @@ class Attention(BaseAttention):
                                     for _, width in self.normed)
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
         # what NormRotate knows
-        self.joint = self.pos and config.qk_norm is True and config.norm == 'rmsnorm' and not config.norm_bias
+        self.joint = config.qk_norm is True and config.norm == 'rmsnorm' and not config.norm_bias
 
     def forward(self, x, context):
-        q, k, v, *gate = self.c_attn(x)
-        if self.joint and context.rope is not None and counts_operators(x):
-            q, k = NormRotate.apply(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps,
-                                    *context.rope)
+        (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
+        if self.joint and rope is not None and counts_operators(x):
+            q, k = NormRotate.apply(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *rope)
         else:
             q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
             k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
             q, k = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k)]
-            if self.pos:
-                q, k = rotate(q, context.rope), rotate(k, context.rope)
+            q, k = rotate(q, rope), rotate(k, rope)
         v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # as q and k (B, heads, T, D)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, context, k, v)
@@ -957,7 +997,7 @@ class LatentAttention(BaseAttention):
         q, latent, k_rope = self.c_attn(x)
         if self.c_q is not None:
             q = self.c_q(self.q_norm(q))
-        q, rope = q.unflatten(-1, (self.n_head, -1)).transpose(1, 2), context.rope if self.pos else None
+        q, rope = q.unflatten(-1, (self.n_head, -1)).transpose(1, 2), context.ropes[self.rope_kind]
         q, q_rope = q.split((self.nope, self.rope), dim=-1)
         q_rope = rotate(q_rope, rope)
         kept = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], rope)), dim=-1)
@@ -1180,15 +1220,15 @@ class Cache:
 
 # Gated DeltaNet ---------------------------------------------------------------------------------------------
 
-def short_convolution(x, weight, before, position_ids=None):
-    """Causal and depthwise: y_t = sum of weight[:, -1 - j] x_{t - j}, j tokens back. x (B, T, channels),
-    weight (channels, kernel), before (B, kernel - 1, channels): inputs of the tokens before. With
-    position_ids (1 or B, T) no token sees past the start of its document."""
-    T, kernel = x.shape[1], weight.shape[1]
-    x, y = torch.cat((before, x), dim=1), 0.0
+def short_convolution(x, weight, context):
+    """Causal and depthwise: y_t = sum of weight[:, -1 - j] x_{t - j}, j tokens back, none of them before the
+    start of the token's document. x (B, kernel - 1 + T, channels), the inputs of T tokens and of those before
+    them, see Mixer.after_last; weight (channels, kernel) -> (B, T, channels)."""
+    kernel, y = weight.shape[1], 0.0
+    T = x.shape[1] - (kernel - 1)
     for j in range(kernel):
         tap = x[:, kernel - 1 - j:kernel - 1 - j + T] * weight[:, -1 - j]
-        y = y + (tap if position_ids is None else tap * (position_ids >= j)[..., None])
+        y = y + (tap if context.document_starts is None else tap * (context.position_ids >= j)[..., None])
     return y
 
 
@@ -1274,16 +1314,13 @@ class GatedDeltaNet(Mixer):
         return 6 * (3 * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
 
     def forward(self, x, context):
-        cache, (B, T) = context.cache, x.shape[:2]
+        cache, is_token = context.cache, context.is_token()
         q, k, v, gate, beta, decay = self.c_attn(x)
         qkv = torch.cat((q, k, v), dim=-1)
-        if cache is None:
-            before, state = (x.new_zeros(B, *shape, dtype=dtype or qkv.dtype) for shape, dtype in self.states)
-        else:
-            before, state = cache.states[self.layer]
-        starts, is_token = context.document_starts, context.is_token()
-        mixed = F.silu(short_convolution(qkv, self.conv.type_as(qkv), before,
-                                         None if starts is None else context.position_ids))
+        shape, dtype = self.states[1]
+        state = (x.new_zeros(len(x), *shape, dtype=dtype or qkv.dtype) if cache is None
+                 else cache.states[self.layer][1])
+        mixed = F.silu(short_convolution(self.after_last(qkv, context), self.conv.type_as(qkv), context))
         q, k, v = mixed.split((q.shape[-1], k.shape[-1], v.shape[-1]), dim=-1)
         q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2).float()  # (B, heads, T, width)
                    for y, heads in ((q, self.n_key), (k, self.n_key), (v, self.n_value)))
@@ -1295,14 +1332,9 @@ class GatedDeltaNet(Mixer):
             beta, decay = beta * is_token[..., None], decay * is_token[..., None]
         with torch.autocast(x.device.type, enabled=False):
             y, after = gated_delta_rule(q * self.key_dim ** -0.5, k, v, decay.transpose(1, 2),
-                                        beta.transpose(1, 2), state, starts, context.positions[:, :1])
+                                        beta.transpose(1, 2), state, context.document_starts,
+                                        context.positions[:, :1])
         if cache is not None:
-            inputs = torch.cat((before, qkv), dim=1)
-            if is_token is None:
-                before.copy_(inputs[:, T:])
-            else:  # each row's last ones
-                column = context.lengths[:, None] + torch.arange(before.shape[1], device=x.device)
-                before.copy_(inputs.gather(1, column[..., None].expand_as(before)))
             state.copy_(after)
         y = F.rms_norm(y.transpose(1, 2), (self.value_dim,), self.o_norm.float(), self.eps)
         y = y * F.silu(gate.unflatten(-1, (self.n_value, -1)).float())
@@ -1698,32 +1730,29 @@ class GPT(nn.Module):
                 raise ValueError(f"document_token={config.document_token}: {type(block.attn).__name__} does "
                                  "not keep documents apart; leave document_token out")
         self.marks = collect_marks(self)
-        kind = (config.rope_scaling or {}).get('rope_type')
-        self.scales_by_length = config.pos == 'rope' and bool(kind and ROPE_SCALINGS[kind][1])
-        self.rope = None
-        self._make_rope()
+        self._make_ropes()
         self.register_state_dict_post_hook(_trim_rows)
         self.register_load_state_dict_pre_hook(_pad_rows)
         self.init_weights()
 
-    def _make_rope(self):
-        """The rotary table of all positions, unless the scaling depends on the length of the context."""
-        config, device = self.config, self.wte.weight.device
-        has_table = config.pos == 'rope' and not self.scales_by_length
-        if has_table and device.type != 'meta':  # there it could not be seen
-            self.rope = rope_table(config, torch.arange(config.block_size, device=device), config.block_size)
+    def _make_ropes(self):
+        """The rotary table of all positions for each kind that a mixer has: kind -> (cos, sin)."""
+        length = self.config.block_size
+        positions = torch.arange(length, device=self.wte.weight.device)
+        self.ropes = {kind: None if kind is None else rope_table(kind, positions, length)
+                      for kind in dict.fromkeys(block.attn.rope_kind for block in self.h)}
 
     def _apply(self, fn, recurse=True):
-        """What .to() and .cuda() call. It must not round the angles of the rotary table, nor expert biases,
-        when the model is cast to 16 bits: so the table is no buffer and is made anew on a new device, and the
-        biases are put back as they were."""
+        """What .to() and .cuda() call. It must not round the angles of rotary tables, nor expert biases,
+        when the model is cast to 16 bits: so the tables are no buffers and are made anew on a new device, and
+        the biases are put back as they were."""
         exact = [(m, m.expert_bias) for m in self.modules() if hasattr(m, 'expert_bias')]
         super()._apply(fn, recurse)
         for m, bias in exact:
             if not bias.is_meta:
                 m.expert_bias = bias.to(m.expert_bias.device)
-        if self.rope is None or self.rope[0].device != self.wte.weight.device:
-            self._make_rope()
+        if any(table and table[0].device != self.wte.weight.device for table in self.ropes.values()):
+            self._make_ropes()
         return self
 
     @torch.no_grad()
@@ -1839,18 +1868,15 @@ class GPT(nn.Module):
         # backward takes 1.5 to 2 times as long there, 3 times with dropout).
         eager = bool(weights is not None or config.attn_softcap or config.attn_sink
                      or device.type == 'cpu' and torch.is_grad_enabled())
-        context = ForwardContext(positions, positions, None, None, {}, cache, lengths, eager,
+        context = ForwardContext(idx, positions, positions, None, {}, {}, cache, lengths, eager,
                                  self.compute_dtype(), weights, routing)
         if config.document_token is not None:
             context.document_starts = self.document_starts(idx, context)
             context.position_ids = positions - context.document_starts
         if lengths is not None:  # padding may stand beyond the last position that has a rotation
             context.position_ids = context.position_ids.clamp(max=config.block_size - 1)
-        if self.rope is not None:
-            context.rope = tuple(table[context.position_ids][:, None] for table in self.rope)
-        elif config.pos == 'rope':  # a scaling that depends on the length
-            context.rope = rope_table(config, context.position_ids[:, None],
-                                      T if cache is None else cache.max_len)
+        for kind, tables in self.ropes.items():
+            context.ropes[kind] = tables and tuple(table[context.position_ids][:, None] for table in tables)
         for kind in dict.fromkeys(block.attn.mask_kind for block in self.h):
             if kind is not None:
                 context.masks[kind] = self.mask(context, *kind)
@@ -1917,15 +1943,17 @@ class GPT(nn.Module):
     def account(self, block_size=None):
         """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once,
         padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it
-        is frozen: all that are marked as matrices, and the head; 'mixing' is what mixers do besides, at a
-        length of block_size."""
+        is frozen: all that are marked as matrices or belong to a linear layer; an embedding is looked up.
+        'mixing' is what mixers do besides, at a length of block_size."""
         config, table = self.config, {}
         used = (config.n_expert_active or 0) / (config.n_expert or 1)
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
             n = (w[:config.vocab_size] if name in PADDED else w).numel()
             active = round(n * used) if part == 'experts' else n
-            matmul = self.marks[name].group != 'vector' and part != 'embedding'
+            group, owner = self.marks[name].group, self.get_submodule(name.rpartition('.')[0])
+            matmul = (group == 'matrix' and not isinstance(owner, nn.Embedding) or group == 'embedding'
+                      and isinstance(owner, (nn.Linear, LoRALinear, Int8Linear)))
             table.setdefault(part, []).append((n, active, (6 if w.requires_grad else 4) * active * matmul))
         if self.lm_head is None:
             each = 6 if self.wte.weight.requires_grad else 4

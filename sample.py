@@ -246,8 +246,8 @@ def new_cache(model, batch_size, max_len, static, max_rewind=0):
 
 def is_one_graph(model, device):
     """Whether a step can be compiled as a whole: with experts only if all of them are one matmul, for which
-    torch has a kernel on Hopper's and Blackwell's data center GPUs. Elsewhere each expert waits for the number
-    of its tokens."""
+    torch has a kernel on the data center GPUs of Hopper and Blackwell. Elsewhere each expert waits for the
+    number of its tokens."""
     experts = [module for module in model.modules() if isinstance(module, (GroupedLinear, Int8Experts))]
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     return all(native and module.has_kernel(model.compute_dtype(), device.type) for module in experts)
@@ -361,10 +361,8 @@ class Batch:
         self.sampling, self.seed, self.guesses = sampling, seed, guesses
         self.own, self.compile, self.step, device = cache is None, compile, step, model.wte.weight.device
         if cache is None:
-            size = max(map(len, prompts)) + max_new_tokens
-            if not model.scales_by_length:  # a scaling would be another in a larger cache
-                size += guesses
-                size = round_up(size) if compile else size  # so that what is compiled serves others too
+            size = max(map(len, prompts)) + max_new_tokens + guesses
+            size = round_up(size) if compile else size  # so that what is compiled serves others too
             size = min(model.config.block_size, size)
             cache = new_cache(model, count, size, static=compile, max_rewind=guesses)
         self.cache, self.size = cache, cache.max_len

@@ -2533,12 +2533,12 @@ def pairwise(axes):
     return rows
 
 
-def grid_name(row):
-    return ' '.join(','.join(f'{k}={v}' for k, v in CHOICES[name][i].items() if k != 'rope_scaling') or '-'
-                    for name, i in row.items() if CHOICES[name][i])[:150] or 'default'
+def grid_name(options):
+    return ' '.join(f'{k}={v}' for k, v in options.items() if k != 'rope_scaling')[:150] or 'default'
 
 
-GRID = pairwise(CHOICES)
+DYNAMIC = dict(rope_scaling={'rope_type': 'dynamic', 'factor': 4.0, 'original_max_position_embeddings': 12})
+GRID = [*(combined(row) for row in pairwise(CHOICES)), DYNAMIC]
 
 
 def tiny(**options):
@@ -2558,7 +2558,7 @@ def tiny(**options):
 
 def bare_context(eager=True, routing=None):
     """For a module that needs no positions."""
-    return flat.ForwardContext(None, None, None, None, {}, None, None, eager, torch.float32, None, routing)
+    return flat.ForwardContext(*[None] * 4, {}, {}, None, None, eager, torch.float32, None, routing)
 
 
 def tokens(model, *shape):
@@ -2750,11 +2750,11 @@ def memory_efficient_layout(*args, kernel=F.scaled_dot_product_attention, **kwar
     return kernel(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.parametrize('row', GRID, ids=grid_name)
+@pytest.mark.parametrize('options', GRID, ids=grid_name)
 @torch.no_grad()
-def test_cached_equals_uncached(row, monkeypatch):
+def test_cached_equals_uncached(options, monkeypatch):
     torch.set_num_threads(1)  # small tensors: a second one only waits
-    model = tiny(**combined(row))
+    model = tiny(**options)
     idx = tokens(model, 3, 24)
     full = model(idx)
     assert full.std() > 0.1  # else equality would say little
@@ -2774,7 +2774,7 @@ def test_cached_equals_uncached(row, monkeypatch):
             if not has_rewound:
                 last = model(idx[:, :14], cache=cache, keep=2, lengths=torch.tensor(at))
                 close(last, torch.stack([full[row, a - 2:a] for row, a in enumerate(at)]))
-            elif 'D' in model.config.mixer_pattern:
+            elif any(cache.states):
                 continue  # refused, see test_a_state_is_reset_and_never_rewound
             else:
                 model(idx[:, :14], cache=cache, keep=0)
@@ -2807,10 +2807,10 @@ def test_cached_equals_uncached(row, monkeypatch):
         close(last, torch.stack((full[0, 22:24], full[1, 21:23])))
 
 
-@pytest.mark.parametrize('row', GRID, ids=grid_name)
-def test_every_parameter_learns(row):
+@pytest.mark.parametrize('options', GRID, ids=grid_name)
+def test_every_parameter_learns(options):
     torch.set_num_threads(1)
-    model = tiny(**combined(row)).train()
+    model = tiny(**options).train()
     idx = tokens(model, 3, 24)
     loss, aux = model(idx[:, :-1], idx[:, 1:])
     loss.backward()
@@ -2820,16 +2820,24 @@ def test_every_parameter_learns(row):
     assert not [name for name in without if not name.endswith('k_norm.bias')]
 
 
-@pytest.mark.parametrize('row', GRID, ids=grid_name)
-def test_no_token_sees_the_future_or_past_its_window(row):
-    options = combined(row)
+@pytest.mark.parametrize('options', GRID, ids=grid_name)
+def test_documents_are_as_if_alone_and_rotations_as_configured(options):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = GPTConfig(**{**TINY, **options})
+    flat_bench.check_documents(config)
+    flat_bench.check_rotation(config)
+
+
+@pytest.mark.parametrize('options', GRID, ids=grid_name)
+def test_no_token_sees_the_future_or_past_its_window(options):
     model = tiny(**options)
     idx = tokens(model, 1, 24)
     idx[idx == 3] = 4
     changed = idx.clone()
     changed[0, 7] = 5 if idx[0, 7] != 5 else 6
     # a window of 5 in 2 layers reaches 8 tokens back
-    windowed = options.get('window_pattern') == 'S' and 'D' not in model.config.mixer_pattern
+    windowed = all(block.attn.window and not block.attn.states for block in model.h)
     end = 7 + 9 if windowed else 24
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
@@ -2914,7 +2922,7 @@ def test_absorbed_latent_attention_equals_expanded(options):
     kv = norm(latent, w['kv_norm.weight']) @ w['c_kv.weight'].T
     scale = (8 + 4) ** -0.5 * ((0.1 * 0.9 * math.log(4) + 1) ** 2 if 'rope_scaling' in options else 1)
     def turn(v):
-        return flat.rotate(v[:, None], tuple(r.double() for r in context.rope))
+        return flat.rotate(v[:, None], tuple(r.double() for r in context.ropes[attn.rope_kind]))
     heads = []
     for h in range(4):
         q_h = torch.cat((q[..., 12 * h:12 * h + 8][:, None], turn(q[..., 12 * h + 8:12 * h + 12])), -1)
@@ -3222,7 +3230,7 @@ def test_the_balance_bias_moves_choices_not_weights_and_follows_the_load():
 
 def turns(config):
     """Angle of each pair at position 1 from the table, and the factor on the rotation."""
-    cos, sin = flat.rope_table(config, torch.tensor([0, 1]), config.block_size)
+    cos, sin = flat.rope_table(config.rope_kind, torch.tensor([0, 1]), config.block_size)
     return torch.atan2(sin[1], cos[1]).tolist(), cos[0, 0].item()
 
 
@@ -3291,7 +3299,7 @@ def test_rotary_scalings_equal_transformers(kind, factor, partial):
     pos = torch.arange(256)
     config = GPTConfig(head_dim=32, block_size=256, rope_base=5000.0, rope_scaling=scaling,
                        partial_rotary_factor=partial)
-    cos, sin = flat.rope_table(config, pos, 256)
+    cos, sin = flat.rope_table(config.rope_kind, pos, 256)
     angle = pos[:, None] * freq
     torch.testing.assert_close(cos, angle.cos() * attention, atol=2e-5, rtol=0)
     torch.testing.assert_close(sin, angle.sin() * attention, atol=2e-5, rtol=0)
@@ -3332,7 +3340,7 @@ def test_written_backward_of_norms_and_rotations_is_autograds(heads, pairs, dtyp
     position_ids = torch.randint(0, 50, (rows, T))
     config = GPTConfig(n_layer=1, n_head=1, n_embd=2 * pairs, rope_scaling=dict(
         rope_type='yarn', factor=4.0, original_max_position_embeddings=16))  # whose cos^2 + sin^2 is not 1
-    rope = flat.rope_table(config, position_ids[:, None], 64)
+    rope = flat.rope_table(config.rope_kind, position_ids[:, None], 64)
     inputs = [torch.randn(B, T, H * D).to(dtype), torch.randn(B, T, K * D).to(dtype),
               torch.rand(D) + 0.5, torch.rand(D) + 0.5]
     exact = [x.double().requires_grad_() for x in inputs]
@@ -3373,7 +3381,7 @@ def test_written_backwards_refuse_what_they_cannot():
 
 def test_rotation_depends_on_distance_alone():
     config = GPTConfig(head_dim=8, block_size=64, rope_base=100.0)
-    cos, sin = flat.rope_table(config, torch.arange(64), 64)
+    cos, sin = flat.rope_table(config.rope_kind, torch.arange(64), 64)
     for p, i in itertools.product((0, 1, 63), range(4)):  # equation 15 of arXiv:2104.09864
         assert cos[p, i].item() == pytest.approx(math.cos(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
         assert sin[p, i].item() == pytest.approx(math.sin(p * 100.0 ** (-2 * i / 8)), abs=1e-5)
@@ -3421,15 +3429,11 @@ def test_positions_without_rotation_follow_their_papers():
 @pytest.mark.parametrize('options', [{}, dict(pos='learned'), dict(pos='alibi', n_kv_head=1), MLA,
                                      dict(window=4, window_pattern='S'), dict(mixer_pattern='DA')])
 @torch.no_grad()
-def test_masked_documents_are_as_if_alone(options):
-    model, plain = tiny(document_token=3, **options), tiny(**options)
+def test_documents_begin_again_where_a_cache_goes_on(options):
+    model = tiny(document_token=3, **options)
     idx = torch.randint(4, 61, (2, 20), generator=torch.Generator().manual_seed(2))
     idx[0, [6, 7, 15]] = idx[1, 11] = 3
     logits = model(idx)
-    for row, ends in ((0, [0, 6, 7, 15, 20]), (1, [0, 11, 20])):
-        for a, b in zip(ends, ends[1:]):
-            torch.testing.assert_close(logits[row, a:b], plain(idx[row:row + 1, a:b])[0],
-                                       atol=1e-4, rtol=1e-4)
     cache = model.make_cache(2, 24, max_rewind=9)
     if 'mixer_pattern' in options:
         model(idx[:, :11], cache=cache, lengths=torch.tensor([7, 11]))
@@ -3555,7 +3559,7 @@ def test_a_new_choice_is_one_entry(monkeypatch):
         x = x + attn(ln_1(x))
         return ln_3(x + mlp(ln_2(x)))
     monkeypatch.setitem(flat.ACTIVATIONS, 'xielu', (XIELU, False))
-    monkeypatch.setitem(flat.ROPE_SCALINGS, 'halved', (halved, False))
+    monkeypatch.setitem(flat.ROPE_SCALINGS, 'halved', halved)
     monkeypatch.setitem(flat.NORM_PLACEMENTS, 'triple', (triple, 3))
     monkeypatch.setitem(flat.MIXERS, 'X', LeakyAverage)
     model = tiny(mlp='xielu', rope_scaling={'rope_type': 'halved', 'factor': 2.0}, wiring='triple',
@@ -3577,6 +3581,133 @@ def test_a_new_choice_is_one_entry(monkeypatch):
         GPTConfig(rope_scaling={'rope_type': 'halved', 'speed': 3})
 
 
+class WindowBase(flat.Attention):
+    """A rotary base of its own in windowed layers, as in Gemma 3."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        if self.window:
+            self.rope_kind = (50.0, *self.rope_kind[1:])
+
+
+class ValueEmbedding(flat.Attention):
+    """Attention whose values have an embedding of the tokens added (modded-nanogpt)."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.table = flat.Embedding(config.vocab_size, config.n_kv_head * config.head_dim,
+                                    torch.nn.init.zeros_)
+
+    def forward(self, x, context):
+        q, k, v = self.c_attn(x)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                   for y in (q, k, v + self.table(context.idx)))
+        q, k = (flat.rotate(norm(y), context.ropes[self.rope_kind])
+                for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, context, k, v)
+        return self.c_proj(self.attend(q, k, v, context).transpose(1, 2).flatten(2))
+
+
+class ShortConvolution(flat.Mixer):
+    """LFM2's, arXiv:2511.23404: a gate before a short convolution and one after it."""
+
+    documents = True
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        C = config.n_embd
+        self.c_fc, self.c_proj = flat.FusedLinear(C, (C, C, C)), flat.Linear(C, C)
+        self.conv = flat.parameter(C, 3, init=torch.nn.init.ones_, group='vector')
+        self.states = [((2, C), None)]
+
+    def flops(self, length):
+        return 6 * self.conv.numel()
+
+    def forward(self, x, context):
+        before, after, x = self.c_fc(x)
+        inputs = self.after_last(before * x, context)
+        return self.c_proj(after * flat.short_convolution(inputs, self.conv, context))
+
+
+class NgramEmbedding(LeakyAverage):
+    """An embedding of each token and the one before it: a state that holds ids."""
+
+    documents = True
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        del self.leak
+        self.table, self.states = flat.Embedding(97, 16, torch.nn.init.zeros_), [((1,), torch.long)]
+
+    def forward(self, x, context):
+        ids = self.after_last(context.idx, context)
+        pair = torch.where(context.position_ids > 0, ids[:, :-1] * 61, 0) + ids[:, 1:]
+        return self.c_proj(self.c_fc(x) + self.table(pair % 97))
+
+
+FORKS = dict(W=WindowBase, V=ValueEmbedding, C=ShortConvolution, N=NgramEmbedding)
+
+
+@pytest.mark.parametrize('options', [
+    dict(mixer_pattern='W', window=5, window_pattern='SL', n_kv_head=2),
+    dict(mixer_pattern='CV', n_kv_head=1), dict(mixer_pattern='NW', document_token=3)], ids=str)
+def test_what_a_fork_adds_is_held_by_the_grid_and_the_checks(options, monkeypatch):
+    for kind, mixer in FORKS.items():
+        monkeypatch.setitem(flat.MIXERS, kind, mixer)
+    for held in (test_cached_equals_uncached, test_every_parameter_learns,
+                 test_no_token_sees_the_future_or_past_its_window,
+                 test_documents_are_as_if_alone_and_rotations_as_configured):
+        held(options)
+    small = flat_bench.shrunk(GPTConfig(**{**TINY, **options}))
+    for check in (flat_bench.check_windows, flat_bench.check_rotation, flat_bench.check_attention):
+        check(small)
+
+
+@torch.no_grad()
+def test_a_fork_computes_what_its_paper_says(monkeypatch):
+    for kind, mixer in FORKS.items():
+        monkeypatch.setitem(flat.MIXERS, kind, mixer)
+    model = tiny(mixer_pattern='W', window=24, window_pattern='SL')
+    idx, ropes = tokens(model, 2, 9), model.context(tokens(model, 2, 9)).ropes
+    for kind, base in zip(ropes, (50.0, 10000.0)):
+        angle = torch.arange(9.0)[:, None] * base ** (-torch.arange(0, 8, 2) / 8)
+        torch.testing.assert_close(ropes[kind][0][0, 0], angle.cos(), atol=1e-5, rtol=1e-5)
+    other = tiny(mixer_pattern='A', rope_base=50.0)
+    other.load_state_dict(model.state_dict())
+    x, context = torch.randn(2, 9, 32), model.context(idx)
+    torch.testing.assert_close(model.h[0].attn(x, context), other.h[0].attn(x, other.context(idx)))
+    assert not torch.allclose(model.h[1].attn(x, context), other.h[1].attn(x, other.context(idx)), atol=1e-3)
+    model = tiny(mixer_pattern='C')
+    mixer, (before, after, y) = model.h[0].attn, model.h[0].attn.c_fc(x)
+    y = F.conv1d(F.pad((before * y).mT, (2, 0)), mixer.conv[:, None], groups=32).mT
+    torch.testing.assert_close(mixer(x, model.context(idx)), mixer.c_proj(after * y), atol=1e-5, rtol=1e-5)
+
+
+def test_only_products_are_counted_as_such(monkeypatch):
+    monkeypatch.setitem(flat.MIXERS, 'V', ValueEmbedding)
+    plain, looked_up = tiny(), tiny(mixer_pattern='V')
+    assert looked_up.num_params() == plain.num_params() + 2 * 61 * 32
+    assert looked_up.flops_per_token() == plain.flops_per_token()
+    routed = dict(n_expert=4, n_shared_expert=1)
+    assert (tiny(**routed, shared_gate=True).flops_per_token() - tiny(**routed).flops_per_token()
+            == 6 * 2 * 32)
+
+
+def test_options_that_no_layer_has_are_refused_by_any_letter(monkeypatch):
+    monkeypatch.setattr(flat, 'MIXERS', {'X': LeakyAverage, 'G': flat.GatedDeltaNet, 'B': WindowBase})
+    for options, message in ((dict(mixer_pattern='X', linear_conv_kernel_dim=3), 'only G layers have this'),
+                             (dict(mixer_pattern='B', linear_n_key_head=2), 'only G layers have this'),
+                             (dict(mixer_pattern='X', attn_sink=True), 'only B layers have this'),
+                             (dict(mixer_pattern='XG', rope_base=5.0), 'only B layers have this'),
+                             (dict(mixer_pattern='X', pos='alibi'), 'no layer has attention')):
+        with pytest.raises(ValueError, match=message):
+            GPTConfig(**options)
+    monkeypatch.setattr(LeakyAverage, 'defaults', lambda config: dict(rope_base=1.0, linear_n_key_head=1))
+    GPTConfig(mixer_pattern='X', rope_base=5.0, linear_n_key_head=3)  # its own now
+    GPTConfig(mixer_pattern='GB', attn_sink=True, linear_conv_kernel_dim=3)
+
+
 def test_what_a_fork_forgets_fails_loudly(monkeypatch):
     class Forgetful(LeakyAverage):
         def __init__(self, config, layer):
@@ -3592,6 +3723,8 @@ def test_what_a_fork_forgets_fails_loudly(monkeypatch):
                 self.scale = flat.parameter(3, init=torch.ones_like, group='vector')
             if forgets == 'column':
                 self.scale = flat.parameter(3, 1, init=torch.nn.init.ones_, group='matrix')
+            if forgets == 'row':
+                self.scale = flat.Linear(config.n_embd, 1)
             if forgets == 'rows':
                 self.scale = flat.parameter(3, 4, init=torch.nn.init.ones_, group='matrix', rows=(1, 1))
     monkeypatch.setitem(flat.MIXERS, 'X', Forgetful)
@@ -3599,7 +3732,8 @@ def test_what_a_fork_forgets_fails_loudly(monkeypatch):
             ('mark', r'h\.0\.attn\.scale \(3, 4\) has no mark: make it with parameter'),
             ('group', r'h\.0\.attn\.scale \(3,\) is marked as a matrix'), ('name', "group='vectors'"),
             ('rows', r'rows=\(1, 1\)'), ('init', 'scale holds NaN after its init'),
-            ('column', r'scale \(3, 1\) is marked as a matrix')):
+            ('column', r'scale \(3, 1\) is marked as a matrix'),
+            ('row', r"scale\.weight \(1, 32\) is marked as a matrix: use group='vector', or 'embedding'")):
         with pytest.raises(ValueError, match=message):
             tiny(mixer_pattern='X')
     forgets = 'slots and states'
@@ -3624,7 +3758,7 @@ def test_bfloat16_is_near_float32():
     cast = model.to(torch.bfloat16)(idx).log_softmax(-1)
     assert auto.dtype == cast.dtype == torch.float32
     assert (auto - full).abs().mean() < 0.05 * full.std() and (cast - full).abs().mean() < 0.05 * full.std()
-    assert model.rope[0].dtype == torch.float32  # angles are never rounded
+    assert model.ropes[model.config.rope_kind][0].dtype == torch.float32  # angles are never rounded
 
 
 def as_transformers(model, config, names):
@@ -3887,12 +4021,14 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     (dict(linear_n_key_head=3, linear_n_value_head=4, mixer_pattern='DA'), ['key heads must divide']),
     (dict(linear_conv_kernel_dim=3), ['linear_conv_kernel_dim=3', 'only D layers']),
     (dict(mixer_pattern='D', attn_sink=True, n_kv_head=2, pos='alibi', qkv_bias=True),
-     ["attn_sink=True, mixer_pattern='D'", 'n_kv_head=2', "pos='alibi'", 'qkv_bias=True']),
+     ["attn_sink=True, mixer_pattern='D': only A and M layers have this", 'n_kv_head=2', "pos='alibi'",
+      'qkv_bias=True']),
     (dict(attn_gate=True, mixer_pattern='D'), ['no layer has an attention with a gate']),
     (dict(window=4, window_pattern='SL', mixer_pattern='DA'), ['no layer has a window']),
     (dict(mixer_pattern='DDDA', n_layer=3), ['fewer layers than letters']),
     (dict(shared_gate=True, n_expert=4), ['shared_gate=True needs n_shared_expert']),
     (dict(n_expert=4, n_dense_layer=12), ['no layer has experts']),
+    (dict(n_expert=1, norm_topk_prob=False), ['n_expert=1: one expert is an MLP']),
     (dict(n_expert=4, expert_pattern='D'), ['no layer has experts']),
     (dict(n_expert=4, n_expert_active=1), ['norm_topk_prob=False']),
     (dict(window=4, window_pattern='L'), ['no layer has a window']),
@@ -6427,7 +6563,8 @@ def test_hf_old_configs_shards_dtypes_and_names_without_prefix(tmp_path):
     (tmp_path / 'config.json').write_text(json.dumps(c))
     near(hub.from_pretrained(tmp_path)(idx), logits)
     half = hub.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert half.wte.weight.dtype == torch.bfloat16 and half.rope[0].dtype == torch.float32
+    assert half.wte.weight.dtype == torch.bfloat16
+    assert half.ropes[half.config.rope_kind][0].dtype == torch.float32
     for dtype in (torch.float16, torch.bfloat16):
         theirs.to(dtype).save_pretrained(tmp_path / str(dtype))
         ours = hub.from_pretrained(tmp_path / str(dtype))
@@ -8079,12 +8216,18 @@ PLANTED = {
          'tuple(table[context.position_ids - int(T == 1 and bool(cache and cache.longest))]'}, {},
         'cache equals no cache', 'in odd chunks, 1 after 7 tokens: first differs at row 0, position 0'),
     'rotary off by one for keys': (
-        {'rotate(k, context.rope)\n':
-         'rotate(k, context.rope and [part.roll(1, 2) for part in context.rope])\n'}, dict(qk_norm=False),
-        'queries and keys turn with their positions', 'layer 0: keys are not turned by their positions'),
+        {'rotate(k, rope)\n': 'rotate(k, rope and [part.roll(1, 2) for part in rope])\n'},
+        dict(qk_norm=False), 'queries and keys turn with their positions',
+        'layer 0: keys are not turned by their positions'),
     'rotary off by one pair': (
-        {'torch.arange(0, config.rope_dim, 2,': 'torch.arange(2, config.rope_dim + 2, 2,'}, {},
+        {'torch.arange(0, width, 2, device=device': 'torch.arange(2, width + 2, 2, device=device'}, {},
         'queries and keys turn with their positions', r'turns pairs by \[0.1, .*not by'),
+    'a rotary base that is not the one asked for': (
+        {'1.0 / base ** (': '1.0 / 500.0 ** ('}, dict(rope_scaling=YARN),
+        'queries and keys turn with their positions', r'not by 10000.0\^\(-2i/8\) scaled = \[1.0, '),
+    'a state that goes on into the next document': (
+        {'state, context.document_starts,': 'state, None,'}, HYBRID,
+        'packed documents equal the same alone', r'documents that start at .*: first differs at row 0, pos'),
     'a cache written with the wrong heads': (
         {'= add[:, :, T - kept:]\n': '= add[:, :, T - kept:].flip(1)\n'}, {},
         'cache equals no cache', 'in odd chunks, 1 after 0 tokens: first differs at row 0, position 0'),
