@@ -3655,8 +3655,8 @@ FORKS = dict(W=WindowBase, V=ValueEmbedding, C=ShortConvolution, N=NgramEmbeddin
 def test_what_a_fork_adds_is_held_by_the_grid_and_the_checks(options, monkeypatch):
     for kind, mixer in FORKS.items():
         monkeypatch.setitem(flat.MIXERS, kind, mixer)
-    for held in (test_cached_equals_uncached, test_every_parameter_learns,
-                 test_no_token_sees_the_future_or_past_its_window,
+    test_cached_equals_uncached(options, monkeypatch)
+    for held in (test_every_parameter_learns, test_no_token_sees_the_future_or_past_its_window,
                  test_documents_are_as_if_alone_and_rotations_as_configured):
         held(options)
     small = flat_bench.shrunk(GPTConfig(**{**TINY, **options}))
