@@ -327,6 +327,16 @@ def write_neox(config, c):
     c['use_parallel_residual'] = config.wiring == 'parallel_2'
 
 
+def read_minimind(c, args):
+    """Of version 3 on, a Qwen3; before, with n_routed_experts in its config.json, a Llama."""
+    args['qk_norm'] = 'n_routed_experts' not in c
+    if not c.get('use_moe'):
+        for name in QWEN_EXPERTS:  # theirs are written all the same
+            args.pop(name, None)
+    elif not args['qk_norm']:
+        raise ValueError("minimind with use_moe=True and n_routed_experts is unsupported")
+
+
 def write_gpt_oss(config, c):
     c['sliding_window'] = config.window or config.block_size
 
@@ -525,9 +535,9 @@ FAMILIES = {  # model_type: what is tried in this order when ours is written
         rows={'mlp.experts.c_fc': rows_gate_up}, transposed=('mlp.experts.c_fc', 'mlp.experts.c_proj'),
         write=write_gpt_oss),
     'minimind': like(
-        LLAMA, arch='MiniMindForCausalLM', ours=dict(tie_word_embeddings=True), theirs=dict(use_moe=False),
-        known=('n_routed_experts', 'n_shared_experts', 'norm_topk_prob', 'num_experts_per_tok',
-               'scoring_func', 'num_experts', 'seq_aux')),
+        LLAMA, arch='MiniMindForCausalLM', fields=QWEN_EXPERTS, read=read_minimind,
+        ours=dict(tie_word_embeddings=True),
+        known=('use_moe', 'n_routed_experts', 'n_shared_experts', 'scoring_func', 'seq_aux')),
     'qwen2_moe': like(
         QWEN2, arch='Qwen2MoeForCausalLM', windows='', first_full=None,
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),

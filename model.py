@@ -335,8 +335,6 @@ def wrong_combinations(config, given, defaults):
     if config.n_expert is not None:
         check(any(config.has_experts(layer) for layer in range(config.n_layer)),
               'n_expert n_dense_layer expert_pattern n_layer', 'no layer has experts')
-        check(config.n_expert_active > 1 or not config.norm_topk_prob, 'n_expert_active norm_topk_prob',
-              'the weight of one expert is always 1, so that its router learns nothing: norm_topk_prob=False')
         check(config.n_expert_active <= config.n_expert, 'n_expert_active n_expert',
               'a token cannot use more experts than there are')
     if config.n_expert is not None and config.n_group is not None and config.topk_group is not None:

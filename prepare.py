@@ -182,7 +182,8 @@ def fetch_rest(url, part, size):
         if r.status_code in (408, 429) or r.status_code >= 500:
             raise requests.ConnectionError(f'it answers {r.status_code} {r.reason}')
         if r.status_code not in (200, 206):
-            raise OSError(f'cannot download {url}: {r.status_code} {r.reason}: check the address')
+            error = FileNotFoundError if r.status_code == 404 else OSError
+            raise error(f'cannot download {url}: {r.status_code} {r.reason}: check the address')
         have = have if r.status_code == 206 else 0  # 200: the server ignores Range and sends all of it
         length = None if r.headers.get('Content-Encoding') else r.headers.get('Content-Length')
         total = have + int(length) if length else None
@@ -372,6 +373,14 @@ def check_messages(messages, place):
                          'turns, after a system message at most')
 
 
+def from_json(value):
+    """What JSON inside of JSON stands for, as which MiniMind has tools and tool_calls; any other value as it
+    is."""
+    with contextlib.suppress(TypeError, ValueError):
+        return json.loads(value)
+    return value
+
+
 def conversations(paths, field='text', errors='strict'):
     """The Conversations of files of JSON lines. ValueError names file and line."""
     for path in paths:
@@ -383,7 +392,10 @@ def conversations(paths, field='text', errors='strict'):
                 raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
                                  f'needs {" or ".join(MESSAGES)}, or a pair like prompt and response')
             check_messages(messages, place)
-            tools = record.get('tools') or None
+            for message in messages:
+                if 'tool_calls' in message:
+                    message['tool_calls'] = from_json(message['tool_calls'])
+            tools = from_json(record.get('tools') or messages[0].get('tools')) or None
             if tools and not isinstance(tools, list):
                 raise ValueError(f'{place}: tools must be a list of JSON schemas, not {tools!r:.60}')
             yield Conversation(place, messages, tools)
@@ -423,11 +435,20 @@ FIRST_RUN = os.path.join('data', 'pystdlib_bpe4096')  # what `python prepare.py`
 HUB = 'https://huggingface.co/datasets'
 
 
-def download(name, url, size=None, sha256=None, chats=False):
-    """The Source of one file, text or JSON lines, that is downloaded to data/<name>."""
-    def documents():
-        path = fetch(url, os.path.join('data', name, url.rpartition('/')[2]), size, sha256,
+def download(name, url, size=None, sha256=None, chats=False, older=None):
+    """The Source of one file, text or JSON lines, that is downloaded to data/<name>. older: the address of
+    another, where there is none at url."""
+    def get(url):
+        return fetch(url, os.path.join('data', name, url.rpartition('/')[2]), size, sha256,
                      instead=', or use a text file that you have: python prepare.py my.txt')
+
+    def documents():
+        try:
+            path = get(url)
+        except FileNotFoundError:
+            if older is None:
+                raise
+            path = get(older)
         return (conversations if chats else file_documents)([path])
     return chat_source(name, name, documents) if chats else Source(name, name, documents)
 
@@ -469,8 +490,10 @@ SOURCES = {
     'tinystories': lambda: download('tinystories', TINYSTORIES),
     'fineweb': lambda: fineweb('fineweb', 'fineweb', 103),
     'fineweb_edu': lambda: fineweb('fineweb_edu', 'finewebedu', 99),
-    'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_hq.jsonl'),
-    'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_mini_512.jsonl', chats=True),
+    'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl',
+                                 older=f'{MINIMIND}/pretrain_hq.jsonl'),
+    'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl', chats=True,
+                                     older=f'{MINIMIND}/sft_mini_512.jsonl'),
     'pydoc_chat': lambda: chat_source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats),
 }
 

@@ -1845,7 +1845,7 @@ def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, cap
              ({'messages': [user, 'Hello']}, "message 2: 'Hello' needs a role"),
              ({'messages': [{'from': 'human', 'value': 'x'}, {'from': 'bing', 'value': 'x'}]}, "'bing'"),
              ({'messages': [{'from': 'human'}, answer]}, 'message 1: its content is empty'),
-             ({'messages': good, 'tools': '[]'}, "tools must be a list of JSON schemas, not '[]'"),
+             ({'messages': good, 'tools': '[}'}, "tools must be a list of JSON schemas, not '[}'"),
              ({'prompt': 'a', 'response': '\ud800'}, 'half a character'),
              ({'text': 'a'}, 'no conversation, its fields are text')]
     for record, part in table:
@@ -1863,6 +1863,33 @@ def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, cap
         argv = ['chats.jsonl', *(['--tokenizer=tok'] if 'block_size' in str(flags) else []), *flags]
         code, _, stderr = prep_run(argv, monkeypatch, capsys)
         assert code == 1 and part in stderr and len(stderr.strip().splitlines()) == 1, stderr
+
+
+def test_conversations_as_minimind_has_them(tmp_path, monkeypatch):
+    """Tools stand in the system's message, and they and calls are JSON in JSON. And the file, by its name of
+    today or, where there is none, by that of before."""
+    monkeypatch.chdir(tmp_path)
+    tools, calls = [{'name': 'translate'}], [{'name': 'translate', 'arguments': {'text': 'x'}}]
+    record = {'conversations': [
+        {'role': 'system', 'content': '# Tools', 'tools': json.dumps(tools)},
+        {'role': 'user', 'content': 'Do'},
+        {'role': 'assistant', 'content': '', 'tool_calls': json.dumps(calls)},
+        {'role': 'tool', 'content': '{"text": "y"}'},
+        {'role': 'assistant', 'content': 'y', 'tool_calls': ''}]}
+    there = ['sft_mini_512.jsonl', 'sft_t2t_mini.jsonl']
+
+    def fetch_rest(url, part, size):
+        if url.rpartition('/')[2] not in there:
+            raise FileNotFoundError(url)
+        Path(part).write_text(json.dumps(record))
+    monkeypatch.setattr(prepare, 'fetch_rest', fetch_rest)
+    while there:
+        found, = prepare.find_source('minimind_sft').documents()
+        assert found.tools == tools and found.messages[2]['tool_calls'] == calls
+        assert os.listdir('data/minimind_sft') == [there[-1]]
+        os.remove(f'data/minimind_sft/{there.pop()}')
+    with pytest.raises(FileNotFoundError, match='sft_mini_512'):
+        prepare.find_source('minimind_sft').documents()
 
 
 def test_calls_of_tools_are_learnt_and_tools_are_not(tmp_path, monkeypatch, capsys):
@@ -2438,7 +2465,7 @@ def test_fetch_brings_the_file(path, have, requests_made, known, prep_server, tm
 
 def test_fetch_says_what_is_wrong_in_one_line(prep_server, tmp_path):
     target = str(tmp_path / 'file')
-    table = [('/404', {}, OSError, ['404', 'check the address']),
+    table = [('/404', {}, FileNotFoundError, ['404', 'check the address']),
              ('/always500', {}, OSError, ['503', target, 'or fly']),
              ('/lie', {}, OSError, ['broke off after', 'run this again', '/lie', target]),
              ('/ok', {'size': 5}, ValueError, ['200,000', '5 are expected']),
@@ -3886,7 +3913,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     (dict(shared_gate=True, n_expert=4), ['shared_gate=True needs n_shared_expert']),
     (dict(n_expert=4, n_dense_layer=12), ['no layer has experts']),
     (dict(n_expert=4, expert_pattern='D'), ['no layer has experts']),
-    (dict(n_expert=4, n_expert_active=1), ['norm_topk_prob=False']),
     (dict(window=4, window_pattern='L'), ['no layer has a window']),
     (dict(pos='alibi', rope_base=5e5), ['only rope has a base']),
     (dict(wiring='output', residual_scale=0.5), ['undoes']),
@@ -4532,6 +4558,8 @@ model.GPT.forward = broken
 
 def test_losses_of_experts_train_but_are_not_reported(folder):
     args = ['--n_expert=4', '--log_interval=1', '--max_iters=11', '--balance_rate=0.02']
+    with pytest.raises(ValueError, match='its router learns nothing: --norm_topk_prob=False'):
+        train('--out_dir=one', *args, '--n_expert_active=1')
     runs = {}
     for name, more in dict(plain=['--balance_loss=0'], pushed=['--balance_loss=3'], z=['--z_loss=0.5'],
                            bias=['--balance_loss=0', '--balance_bias=True']).items():
@@ -6420,6 +6448,32 @@ def test_hf_old_configs_shards_dtypes_and_names_without_prefix(tmp_path):
     state |= {f'h.{i}.attn.bias': torch.ones(1, 1, 64, 64) for i in range(3)}
     safetensors.save_file(state, path)
     near(hub.from_pretrained(tmp_path / 'gpt2')(idx), theirs(idx).logits)
+
+
+@pytest.mark.parametrize('kind, options, change', [
+    ('qwen3', dict(head_dim=8), {}),  # version 3 as it is published
+    ('qwen3', dict(head_dim=8), dict(model_type='minimind', use_moe=False)),
+    ('qwen3_moe', dict(head_dim=8, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=24,
+                       norm_topk_prob=True), dict(model_type='minimind', use_moe=True)),
+    ('llama', {}, dict(model_type='minimind', use_moe=False, n_routed_experts=4, n_shared_experts=1,
+                       scoring_func='softmax', aux_loss_alpha=0.01, seq_aux=True))])  # before version 3
+@torch.no_grad()
+def test_hf_minimind_of_both_shapes(kind, options, change, tmp_path):
+    """Its config.json as its own class and its scripts/convert_model.py write it; the weights are those of
+    Qwen3 or Llama by the same names."""
+    options = dict(HF, tie_word_embeddings=True, rms_norm_eps=1e-5, **options)
+    theirs = hf_model(kind, options, tmp_path)
+    c = json.loads((tmp_path / 'config.json').read_text())
+    c |= {'rope_theta': c.pop('rope_parameters')['rope_theta'], 'rope_scaling': None}
+    if change:
+        kept = (*HF, *options, 'rope_theta', 'rope_scaling', 'hidden_act', 'dtype')
+        c = {name: c[name] for name in kept if name in c} | dict(
+            num_experts=options.get('num_experts', 4), num_experts_per_tok=1, moe_intermediate_size=24,
+            norm_topk_prob=True, router_aux_loss_coef=5e-4, flash_attn=True, inference_rope_scaling=False,
+            dropout=0.0, architectures=['MiniMindForCausalLM']) | change
+    (tmp_path / 'config.json').write_text(json.dumps(c))
+    idx = torch.randint(61, (2, 20))
+    near(hub.from_pretrained(tmp_path)(idx), theirs(idx).logits)
 
 
 @torch.no_grad()
