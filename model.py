@@ -22,6 +22,7 @@ import os
 import pickle
 import types
 import typing
+import zipfile
 import zlib
 
 import torch
@@ -2257,13 +2258,17 @@ def read_checkpoint(path):
     """The dict in a file of torch.save, with tensors 'model' and options 'model_args'; runs no code of it."""
     try:
         found = torch.load(path, map_location='cpu', weights_only=True)
+        with zipfile.ZipFile(path) if zipfile.is_zipfile(path) else contextlib.nullcontext() as file:
+            damaged = file and file.testzip()  # torch.load does not look at the checksums
     except FileNotFoundError:
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, "
                                 "or set --out_dir or --init_from") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError, AttributeError,
-            IndexError, TypeError) as error:  # what torch.load raises for damaged and foreign files
+            IndexError, TypeError, zipfile.BadZipFile) as error:  # raised for damaged and foreign files
         raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged or another "
                          "kind of file; use another one") from error
+    if damaged:
+        raise ValueError(f"{path} is damaged, {damaged} in it is not as it was written: use another one")
     if not isinstance(found, dict) or not {'model', 'model_args'} <= found.keys():
         keys = ', '.join(map(str, list(found)[:5])) if isinstance(found, dict) else type(found).__name__
         raise ValueError(f"{path} is not a checkpoint of train.py: it holds {keys}, not model and model_args")

@@ -1615,7 +1615,10 @@ def load_tokenizer(folder):
         return make_tokenizer('gpt2')
     if state.get('kind') in TABLES:
         key, name = TABLES[state['kind']]
-        state = {**state, key: read_utf8(os.path.join(folder, name))}
+        text, path = read_utf8(os.path.join(folder, name)), os.path.join(folder, name)
+        if meta.get('tokenizer_checksum') not in (None, checksum_of(text)):
+            raise ValueError(f'{path} is not what the data was prepared with: restore it, or prepare again')
+        state = {**state, key: text}
     try:
         return tokenizer_from_state(state)
     except ValueError as e:
@@ -1847,12 +1850,16 @@ def new_files(folder):
             os.rmdir(folder)
 
 
+def checksum_of(*texts):
+    return hashlib.sha256(''.join(texts).encode()).hexdigest()
+
+
 def write_meta(folder, tok, label, counts, eot):
     """Write meta.json and the tokenizer's table; return what meta.json says."""
     state = tok.state()
     texts = {name: state.pop(key, None) for key, name in TABLES.values()}
     meta = {'source': label, 'vocab_size': tok.n_vocab, 'dtype': dtype_of(tok.n_vocab).name, 'eot': eot,
-            **counts, 'tokenizer': state}
+            **counts, 'tokenizer': state, 'tokenizer_checksum': checksum_of(*filter(None, texts.values()))}
     for name, text in {**texts, 'meta.json': json.dumps(meta, indent=1)}.items():
         if text is not None:
             with open(os.path.join(folder, name), 'w', encoding='utf-8', newline='') as f:
@@ -2025,6 +2032,9 @@ class Bins:
         self.shards = [read_shard(path, dtype) for path in found]
         self.masks = read_masks(self.shards, masks)
         self.n_tokens = self.n_targets = sum(shard.n_tokens for shard in self.shards)
+        if self.n_tokens < meta.get(f'{split}_tokens', 0):
+            raise ValueError(f'{self.name} has {self.n_tokens:,} tokens of the {meta[f"{split}_tokens"]:,} '
+                             'that were prepared: prepare it again')
         if self.masks:
             self.n_targets = sum(np.count_nonzero(part) for mask in self.masks for _, part in parts_of(mask))
 

@@ -4902,6 +4902,11 @@ def test_unreadable_checkpoints_are_one_line(folder):
         with pytest.raises(ValueError, match='cannot be read as a checkpoint') as error:
             GPT.from_checkpoint(name)
         assert '\n' not in str(error.value)
+    for written, member in ((b'toy', 'data.pkl'), (None, 'data/')):  # a setting, and some weights
+        at = whole.index(written) if written else whole.index(b'PK', len(whole) // 3) - 200
+        Path('flipped.pt').write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
+        with pytest.raises(ValueError, match=f'flipped.pt is damaged, .*/{member}.* in it is not as'):
+            GPT.from_checkpoint('flipped.pt')
     torch.save({'state_dict': {}}, 'other.pt')
     with pytest.raises(ValueError, match='holds state_dict, not model'):
         GPT.from_checkpoint('other.pt')
