@@ -6690,10 +6690,26 @@ def test_hf_exports_open_where_transformers_wants_more_than_it_needs(tmp_path):
     with pytest.raises(ValueError, match='float64 cannot be written'):
         hub.save_pretrained(tiny().double(), None, tmp_path / 'none')
     assert not (tmp_path / 'none').exists()
-    (tmp_path / 'old').mkdir()
-    (tmp_path / 'old/model-00001-of-00002.safetensors').write_bytes(b'')
-    with pytest.raises(ValueError, match='holds other weights'):
-        hub.save_pretrained(tiny(), None, tmp_path / 'old')
+
+
+def test_an_export_replaces_nothing_but_an_earlier_one(tmp_path):
+    folder = tmp_path / 'out'
+    hub.save_pretrained(tiny(), make_tokenizer('byte'), folder)
+    model = tiny(n_layer=1)
+    hub.save_pretrained(model, None, folder)  # whose tokenizer is gone with the model that it was for
+    assert sorted(os.listdir(folder)) == ['config.json', 'model.safetensors']
+    assert same_weights(hub.from_pretrained(folder).state_dict(), model.state_dict())
+    (folder / 'chat_template.jinja').write_text('of a person')
+    hf_model('llama', HF, tmp_path / 'theirs')
+    (tmp_path / 'theirs/generation_config.json').unlink()  # the names that are left could be ours
+    (tmp_path / 'texts').mkdir()
+    (tmp_path / 'texts/tokenizer.json').write_text('{}')
+    for name, part in (('out', 'chat_template.jinja'), ('theirs', 'config.json, model.safetensors'),
+                       ('texts', 'tokenizer.json')):
+        before = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        with pytest.raises(ValueError, match=f'{name} holds {part}, of no earlier export'):
+            hub.save_pretrained(tiny(), None, tmp_path / name)
+        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
 
 
 @torch.no_grad()
@@ -6888,8 +6904,8 @@ def test_export_to_a_full_disk_leaves_nothing(tmp_path):
     model, before = tiny(), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = sum(w.nbytes for w in model.state_dict().values())
-    (tmp_path / 'there').mkdir()
-    (tmp_path / 'there/config.json').write_text('old')
+    hub.save_pretrained(tiny(n_layer=1), None, tmp_path / 'there')
+    old = {path.name: path.read_bytes() for path in (tmp_path / 'there').iterdir()}
     try:
         for limit in (100, size // 2):  # the first file fails, the last one does
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
@@ -6900,8 +6916,8 @@ def test_export_to_a_full_disk_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
-    assert not (tmp_path / 'new').exists() and os.listdir(tmp_path / 'there') == ['config.json']
-    assert (tmp_path / 'there/config.json').read_text() == 'old'
+    assert not (tmp_path / 'new').exists()
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'there').iterdir()} == old
 
 
 def test_train_starts_from_published_weights(folder, capsys):
