@@ -62,6 +62,7 @@ errors = 'strict'          # text that is not UTF-8: strict refuses it, replace 
 tokenizer: str | None = None
 pattern: str | None = None  # of bpe:4096: the regular expression that cuts text to words; None: GPT-4's
 out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
+overwrite = False          # whether data of another source may be replaced in out
 val_fraction = 0.1         # the share of the text that is kept for validation
 block_size = 256           # conversations: the windows they are packed into, those of the training to come
 shards = 10                # fineweb, fineweb_edu: how many files of 100M tokens are downloaded to train on
@@ -1830,6 +1831,17 @@ FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')]
          *[name for _, name in TABLES.values()], 'meta.json']  # of a prepared folder
 
 
+def refuse_others(folder, label):
+    """ValueError: there is data of another source in the folder."""
+    if any(os.path.exists(os.path.join(folder, name)) for name in FILES):
+        source = 'unknown source'
+        with contextlib.suppress(OSError, ValueError):
+            source = read_json_meta(os.path.join(folder, 'meta.json')).get('source', source)
+        if source != label:
+            raise ValueError(f'{folder} holds data of {source}, not of {label}: choose another --out, or '
+                             'replace it by --overwrite=True')
+
+
 @contextlib.contextmanager
 def new_files(folder):
     """A temporary folder, whose files of these names take the place of those in `folder` if all goes well,
@@ -2175,6 +2187,8 @@ if __name__ == '__main__':
     found = find_source(words[0] if words else source, field, errors)
     tokenizer = tokenizer or found.tokenizer
     folder = output_folder(out, found, tokenizer)
+    if out and not overwrite:
+        refuse_others(folder, found.label)
 
     if found.shards:
         if tokenizer != 'gpt2':

@@ -1000,9 +1000,12 @@ def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monke
              (['good.txt', '--tokenizer=no/such'], ['python hub.py no/such'])]
     for argv, parts in table:
         for where in ('d', 'fresh'):                 # over an earlier folder, and to a new one
-            code, _, stderr = prep_run([*argv, f'--out={where}'], monkeypatch, capsys)
+            code, _, stderr = prep_run([*argv, f'--out={where}', '--overwrite=True'], monkeypatch, capsys)
             assert code == 1 and len(stderr.strip().splitlines()) == 1, (argv, code, stderr)
             assert all(part in stderr for part in parts), stderr
+    Path('other.txt').write_text('another text, of two parts too')
+    stderr = prep_run(['other.txt', '--out=d'], monkeypatch, capsys)[2]
+    assert 'data/d holds data of good.txt, not of other.txt' in stderr and '--overwrite=True' in stderr
     assert os.listdir('data') == ['d']
     assert {name: Path('data/d', name).read_bytes() for name in prep_files('data/d')} == before
 
