@@ -565,9 +565,8 @@ def prepared_tokens(folder, model, tokenizer, path):
     if meta['block_size'] not in (None, model.config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model reads "
                          f"{model.config.block_size}: give --block_size={meta['block_size']}, no --lengths")
-    if meta['vocab_size'] > model.config.vocab_size:
-        bins.check_vocabulary(model.config.vocab_size, "prepare it with the model's own tokenizer: "
-                              f"--tokenizer={path}")
+    bins.check_vocabulary(model.config.vocab_size, "prepare it with the model's own tokenizer: "
+                          f"--tokenizer={path}")
     try:
         own = load_tokenizer(folder)
     except (OSError, ImportError, ValueError) as error:

@@ -203,10 +203,13 @@ def fetch_rest(url, part, size):
 # files as documents -----------------------------------------------------------------------------------------
 # A document is an iterable of blocks of text, so that one of many gigabytes is never in memory as a whole.
 
+KEPT = {}  # what messages call standard input: the file that it is kept in
+
+
 @contextlib.contextmanager
 def open_bytes(path):
     """A file's bytes, of a .gz what is compressed in it. ValueError: that is damaged."""
-    with (gzip.open if path.lower().endswith('.gz') else open)(path, 'rb') as f:
+    with (gzip.open if path.lower().endswith('.gz') else open)(KEPT.get(path, path), 'rb') as f:
         try:
             yield f
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
@@ -542,7 +545,8 @@ def file_source(paths, name, label, field, errors):
 
 
 def keep_standard_input():
-    """Standard input as a file, for it is read twice: JSON lines if it begins with an object, else text."""
+    """Keep standard input in a file, for it is read twice -> its name in KEPT, which ends in .jsonl if it
+    begins with a JSON object, else it is text."""
     if sys.stdin is None:
         raise ValueError('standard input is closed: pipe a text into it, or name a file')
     folder = tempfile.mkdtemp(prefix='flatgpt-')
@@ -556,7 +560,9 @@ def keep_standard_input():
     with named_when_full(path, ', or set TMPDIR to a folder elsewhere'), open(path, 'wb') as f:
         f.write(first)
         shutil.copyfileobj(sys.stdin.buffer, f)
-    return path
+    name = 'standard input' + '.jsonl' * is_json
+    KEPT[name] = path
+    return name
 
 
 def plain_name(text):

@@ -838,6 +838,7 @@ def test_prepare_marks_gz_and_standard_input(tmp_path, monkeypatch, capsys):
         code, stdout, _ = prep_run([source, f'--out={name}', '--tokenizer=char'], monkeypatch, capsys)
         assert code == 0 and '60 documents' in stdout
         assert stdout.count('split at 60 <|endoftext|> marks') == (name in ('marks', 'gz', 'pipe'))
+        assert 'standard input: split' in stdout or name != 'pipe'  # and not the file that it is kept in
         made[name] = [prep_ids(f'data/{name}', split).tolist() for split in ('train', 'val')]
     assert len(set(map(str, made.values()))) == 1 and made['gz'][0].count(max(made['gz'][0])) > 50
     found = prepare.find_source('lines.jsonl.gz')
@@ -7531,6 +7532,11 @@ def test_bench_eval_refuses_in_one_line(folder, capsys):
         run('bench.py', 'eval', 'no.txt', '--init_from=out', *EVAL)
     (folder / 'empty.txt').touch()
     save_model('out-toy', prepare.CharTokenizer([chr(97 + i) for i in range(23)]))
+    write_toy(folder / 'data/big')
+    with open('data/big/val.bin', 'r+b') as f:
+        f.write(np.array([7, 60000], '<u2').tobytes())
+    with pytest.raises(ValueError, match='val.bin: token 60000 at position 1 is outside the vocabulary'):
+        run('bench.py', 'eval', '--init_from=out-toy', '--dataset=big', *EVAL)
     np.zeros(801, np.uint8).tofile('data/toy/val.mask.bin')
     for args in (['empty.txt', '--init_from=out-rope'], ['--init_from=out-toy', '--dataset=toy']):
         with pytest.raises(ValueError, match='there is no token in it to predict'):
