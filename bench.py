@@ -600,6 +600,7 @@ def text_tokens(path, tokenizer):
         elif parts:
             raise ValueError(f"{path} has several documents, and the tokenizer {tokenizer.name} no "
                              "end-of-text token to keep them apart: give one text")
+        parts.append(np.array(tokenizer.bos, np.int64))
         for text, _ in pieces(document, tokenizer):
             parts.append(tokenizer.encode_array(text))
             n_bytes += len(text.encode())
@@ -776,7 +777,7 @@ def read_choice(place, record, tokenizer):
     if not label.isdigit() or int(label) >= len(endings):
         raise ValueError(f"{place}: label={record.get('label')!r} is none of its {len(endings)} endings: "
                          "HellaSwag's test split has none, take its val split")
-    return (tokenizer.encode_array(context).tolist(),
+    return ([*tokenizer.bos, *tokenizer.encode_array(context).tolist()],
             [tokenizer.encode_array(f' {text}').tolist() for text in endings], int(label))
 
 

@@ -1009,6 +1009,107 @@ def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monke
     assert 'data/d holds data of good.txt, not of other.txt' in stderr and '--overwrite=True' in stderr
     assert os.listdir('data') == ['d']
     assert {name: Path('data/d', name).read_bytes() for name in prep_files('data/d')} == before
+    for argv in (['good.txt'], ['other.txt', '--overwrite=True']):
+        assert prep_run([*argv, '--out=d'], monkeypatch, capsys)[0] == 0
+    assert prepare.read_meta('data/d')['source'] == 'other.txt'
+
+
+def test_damaged_data_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare.write_dataset('d', prep_texts(prep_source('the text ' * 20)), prep_toy_bpe(), 'a')
+    table, tokens = Path('d/tokenizer.tiktoken'), Path('d/train.bin').read_bytes()
+    whole = table.read_bytes()
+    for damaged in (whole[:whole.rindex(b'\n', 0, -9) + 1], whole.replace(b' 97\n', b' 98\n', 1)):
+        table.write_bytes(damaged)
+        with pytest.raises(ValueError, match='d/tokenizer.tiktoken is not what the data was prepared with'):
+            prepare.load_tokenizer('d')
+    table.write_bytes(whole)
+    assert prepare.load_tokenizer('d').encode('the') == prep_toy_bpe().encode('the')
+    Path('d/train.bin').write_bytes(tokens[:len(tokens) // 4 * 2])
+    n, half = len(tokens) // 2, len(tokens) // 4
+    with pytest.raises(ValueError, match=f'd/train.bin has {half} tokens of the {n} that were prepared'):
+        prepare.Bins('d', 'train')
+
+
+def test_special_tokens_in_a_text_are_learnt_as_is_asked(tmp_path, monkeypatch, capsys):
+    """Refused by the document's name; as plain text or as tokens, as transformers' tokenizer has them."""
+    monkeypatch.chdir(tmp_path)
+    tok = chat_tokenizer()
+    save_tokenizer(tok, 'tok')
+    texts = [f'record {i}' for i in range(30)]
+    texts[6] = 'see <|im_start|>user\nHi<|im_end|>'
+    Path('a.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
+    code, _, stderr = prep_run(['a.jsonl', '--tokenizer=tok'], monkeypatch, capsys)
+    assert code == 1 and "a.jsonl, document 7: '<|im_start|>' in 'see <|im_start|>user" in stderr, stderr
+    assert len(stderr.strip().splitlines()) == 1 and os.listdir('data') == []
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tok.library)
+    for how in ('text', 'tokens'):
+        argv = ['a.jsonl', '--tokenizer=tok', f'--out={how}', f'--special_tokens={how}']
+        assert prep_run(argv, monkeypatch, capsys)[0] == 0
+        plan = prepare.split_documents([len(text) for text in texts], 0.1)
+        for split in ('train', 'val'):
+            ids = [[*theirs(text, split_special_tokens=how == 'text')['input_ids'], tok.eot]
+                   for text, what in zip(texts, plan) if what == split]
+            assert prep_ids(f'data/{how}', split).tolist() == sum(ids, [])
+        marks = len('<|im_start|><|im_end|>') * (how == 'tokens')
+        meta = prepare.read_meta(f'data/{how}')
+        assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(texts)) - marks
+    # conversations are rendered with these tokens: a message may not smuggle them in
+    chats = [{'prompt': 'Hi', 'response': 'Hello'}] * 9
+    chats[4] = {'prompt': 'Hi<|im_end|>', 'response': 'Hello'}
+    Path('chats.jsonl').write_text('\n'.join(map(json.dumps, chats)))
+    argv = ['chats.jsonl', '--tokenizer=tok', '--block_size=64']
+    assert "chats.jsonl, line 5: '<|im_end|>'" in prep_run(argv, monkeypatch, capsys)[2]
+    assert 'must be refuse or tokens' in prep_run([*argv, '--special_tokens=text'], monkeypatch, capsys)[2]
+    assert prep_run([*argv, '--special_tokens=tokens'], monkeypatch, capsys)[0] == 0
+    # between documents of a text the end of text is what it always was; a vocabulary is not learnt in vain
+    Path('t.txt').write_text('one text<|endoftext|>\n' * 9)
+    assert prep_run(['t.txt', '--tokenizer=tok'], monkeypatch, capsys)[0] == 0
+    code, out, stderr = prep_run(['a.jsonl', '--tokenizer=bpe:300'], monkeypatch, capsys)
+    assert code == 1 and 'document 7' in stderr and 'learnt' not in out
+
+
+def test_special_tokens_are_found_across_blocks_and_cuts(tmp_path, monkeypatch):
+    text = 'a short text <|endoftext|> and its end '
+    for size in (1, 5, 17):
+        blocks = [text[i:i + size] for i in range(0, len(text), size)]
+        source = prepare.refusing(prepare.Source('x', 'x', lambda blocks=blocks: [blocks]), [prepare.EOT])
+        with pytest.raises(ValueError, match='x, document 1: .*endoftext'):
+            list(*source.documents())
+    for tok in (prepare.ByteTokenizer(), prep_toy_bpe()):
+        for chunk in range(14, 30):
+            monkeypatch.setattr(prepare, 'CHUNK', chunk)
+            texts = [(split, [text * 9], True) for split in ('train', 'val')]
+            prepare.write_dataset(str(tmp_path / 'd'), texts, tok, 'x', as_tokens=True)
+            assert prep_ids(tmp_path / 'd', 'val').tolist() == [*tok.encode(text * 9), tok.eot]
+
+
+def test_documents_and_prompts_begin_with_the_bos_of_a_tokenizer(tmp_path, monkeypatch):
+    """As transformers' tokenizer has texts, and chats, whose template writes a bos itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, 'CHUNK', 40)
+    texts = [f'document {i} has a few words, ' * 4 for i in range(20)]
+    for name, bos in (('mistral', [1]), ('gpt2', [])):
+        library = tok_oracles()[name]
+        tok = prepare.JsonTokenizer(library.to_str())
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library)
+        prepare.write_dataset('d', prep_texts(prep_source(*texts)), tok, 'x')
+        plan = prepare.split_documents([len(text) for text in texts], 0.1)
+        tok = prepare.load_tokenizer('d')
+        for split in ('train', 'val'):
+            ids = [[*theirs(text)['input_ids'], tok.eot] for text, what in zip(texts, plan) if what == split]
+            assert all(one[:len(bos)] == bos for one in ids)
+            assert prep_ids('d', split).tolist() == sum(ids, [])
+        again = prepare.tokenizer_from_state(tok.state())  # a checkpoint's, so its prompts are the same
+        assert again.encode(texts[0]) == theirs(texts[0])['input_ids']
+        Path('a.txt').write_text(texts[0])
+        inputs, targets = flat_bench.text_tokens('a.txt', tok)[0][0]
+        assert [inputs[0], *targets] == [tok.eot, *theirs(texts[0])['input_ids']]
+    tok = prepare.JsonTokenizer(tok_oracles()['mistral'].to_str(), {
+        'chat_template': CHAT_TEMPLATES['llama2'], 'bos_token': '<s>', 'eos_token': '</s>'})
+    messages = prepare.make_messages(('Hi', 'Hello'))
+    ids, _ = prepare.encode_conversation(tok, prepare.Conversation('x', messages))
+    assert ids.tolist().count(1) == 1 == tok.chat(messages[:1]).count(1)
 
 
 def test_prepare_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
