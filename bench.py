@@ -567,9 +567,8 @@ def prepared_tokens(folder, model, tokenizer, path):
     if meta['block_size'] not in (None, model.config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model reads "
                          f"{model.config.block_size}: give --block_size={meta['block_size']}, no --lengths")
-    if meta['vocab_size'] > model.config.vocab_size:
-        bins.check_vocabulary(model.config.vocab_size, "prepare it with the model's own tokenizer: "
-                              f"--tokenizer={path}")
+    bins.check_vocabulary(model.config.vocab_size, "prepare it with the model's own tokenizer: "
+                          f"--tokenizer={path}")
     try:
         own = load_tokenizer(folder)
     except (OSError, ImportError, ValueError) as error:
@@ -603,6 +602,7 @@ def text_tokens(path, tokenizer):
         elif parts:
             raise ValueError(f"{path} has several documents, and the tokenizer {tokenizer.name} no "
                              "end-of-text token to keep them apart: give one text")
+        parts.append(np.array(tokenizer.bos, np.int64))
         for text, _ in pieces(document, tokenizer):
             parts.append(tokenizer.encode_array(text))
             n_bytes += len(text.encode())
@@ -779,7 +779,7 @@ def read_choice(place, record, tokenizer):
     if not label.isdigit() or int(label) >= len(endings):
         raise ValueError(f"{place}: label={record.get('label')!r} is none of its {len(endings)} endings: "
                          "HellaSwag's test split has none, take its val split")
-    return (tokenizer.encode_array(context).tolist(),
+    return ([*tokenizer.bos, *tokenizer.encode_array(context).tolist()],
             [tokenizer.encode_array(f' {text}').tolist() for text in endings], int(label))
 
 

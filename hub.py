@@ -327,6 +327,16 @@ def write_neox(config, c):
     c['use_parallel_residual'] = config.wiring == 'parallel_2'
 
 
+def read_minimind(c, args):
+    """Of version 3 on, a Qwen3; before, with n_routed_experts in its config.json, a Llama."""
+    args['qk_norm'] = 'n_routed_experts' not in c
+    if not c.get('use_moe'):
+        for name in QWEN_EXPERTS:  # theirs are written all the same
+            args.pop(name, None)
+    elif not args['qk_norm']:
+        raise ValueError("minimind with use_moe=True and n_routed_experts is unsupported")
+
+
 def write_gpt_oss(config, c):
     c['sliding_window'] = config.window or config.block_size
 
@@ -525,9 +535,9 @@ FAMILIES = {  # model_type: what is tried in this order when ours is written
         rows={'mlp.experts.c_fc': rows_gate_up}, transposed=('mlp.experts.c_fc', 'mlp.experts.c_proj'),
         write=write_gpt_oss),
     'minimind': like(
-        LLAMA, arch='MiniMindForCausalLM', ours=dict(tie_word_embeddings=True), theirs=dict(use_moe=False),
-        known=('n_routed_experts', 'n_shared_experts', 'norm_topk_prob', 'num_experts_per_tok',
-               'scoring_func', 'num_experts', 'seq_aux')),
+        LLAMA, arch='MiniMindForCausalLM', fields=QWEN_EXPERTS, read=read_minimind,
+        ours=dict(tie_word_embeddings=True),
+        known=('use_moe', 'n_routed_experts', 'n_shared_experts', 'scoring_func', 'seq_aux')),
     'qwen2_moe': like(
         QWEN2, arch='Qwen2MoeForCausalLM', windows='', first_full=None,
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
@@ -1032,12 +1042,25 @@ def tokenizer_files(tokenizer, model):
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
+EXPORTED = ('model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'config.json')
+EXPORTED_BY = {'exported_by': 'flatgpt'}  # in the header of the weights
+
+
+def not_exported(folder):
+    """The names in a folder that no earlier export has left there."""
+    there, ours = os.listdir(folder) if os.path.isdir(folder) else [], False
+    if EXPORTED[0] in there:
+        with contextlib.suppress(ValueError), open_safetensors(os.path.join(folder, EXPORTED[0])) as file:
+            ours = EXPORTED_BY.items() <= (file.metadata() or {}).items()
+    return sorted(name for name in there if not (ours and name in EXPORTED))
+
+
 def save_pretrained(model, tokenizer, folder, dtype=None):
     """Writes what AutoModelForCausalLM and AutoTokenizer open: config.json, model.safetensors, and with a
     tokenizer (None: without) tokenizer.json and tokenizer_config.json. dtype: of the weights; None: the
     model's. Files are renamed when all are complete, config.json last. Raises ValueError if no family
-    computes what this model does or the folder holds other weights, and OSError, leaving nothing behind, if
-    they cannot be written."""
+    computes what this model does or the folder holds something that was not written here, and OSError,
+    leaving nothing behind, if they cannot be written."""
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -1047,10 +1070,8 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
     if dtype not in DTYPES.values():
         raise ValueError(f"weights in {plain(dtype)} cannot be written: use float32, bfloat16 or float16")
     c = {**config_to_hf(model.config), 'dtype': plain(dtype)}
-    other = [name for name in (os.listdir(folder) if os.path.isdir(folder) else ())
-             if '.safetensors' in name and name != 'model.safetensors']
-    if other:
-        raise ValueError(f"{folder} holds other weights ({other[0]}): give an empty folder")
+    if other := not_exported(folder):
+        raise ValueError(f"{folder} holds {', '.join(other):.60}, of no earlier export: give an empty folder")
     texts = {}
     if tokenizer is not None:
         stops = list(tokenizer.stop_tokens)  # of a chat, the end of an answer too
@@ -1066,10 +1087,13 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
             with open(temporary[name], 'w', encoding='utf-8', newline='') as f:
                 f.write(text)
         tensors = their_tensors(model, FAMILIES[c['model_type']], dtype)
-        save_file(tensors, temporary['model.safetensors'], metadata={'format': 'pt'})
+        save_file(tensors, temporary['model.safetensors'], metadata={'format': 'pt', **EXPORTED_BY})
         shutil.copymode(temporary['config.json'], temporary['model.safetensors'])  # else its owner's alone
         for name in names:
             os.replace(temporary[name], os.path.join(folder, name))
+        for name in set(EXPORTED) - set(names):  # the tokenizer of an earlier export
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(folder, name))
         made = False
     except (SafetensorError, OSError) as error:
         raise OSError(f"{folder} cannot be written: {error}") from None

@@ -22,6 +22,7 @@ import os
 import pickle
 import types
 import typing
+import zipfile
 import zlib
 
 import torch
@@ -352,8 +353,6 @@ def wrong_combinations(config, given, defaults):
         check(any(config.has_experts(layer) for layer in range(config.n_layer)),
               'n_expert n_dense_layer expert_pattern n_layer', 'no layer has experts')
         check(config.n_expert > 1, 'n_expert', 'one expert is an MLP, and its router has nothing to choose')
-        check(config.n_expert_active > 1 or not config.norm_topk_prob, 'n_expert_active norm_topk_prob',
-              'the weight of one expert is always 1, so that its router learns nothing: norm_topk_prob=False')
         check(config.n_expert_active <= config.n_expert, 'n_expert_active n_expert',
               'a token cannot use more experts than there are')
     if config.n_expert is not None and config.n_group is not None and config.topk_group is not None:
@@ -2292,15 +2291,19 @@ def checkpoint_path(name, best=True):
 def read_checkpoint(path):
     """The dict in a file of torch.save, with tensors 'model' and options 'model_args'; runs no code of it."""
     try:
-        # mapped: a rank of a sharded model reads its part; Windows could not replace a file that is mapped
+        # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
         found = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
+        with zipfile.ZipFile(path) if zipfile.is_zipfile(path) else contextlib.nullcontext() as file:
+            damaged = file and file.testzip()  # torch.load does not look at the checksums
     except FileNotFoundError:
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, "
                                 "or set --out_dir or --init_from") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError, AttributeError,
-            IndexError, TypeError) as error:  # what torch.load raises for damaged and foreign files
+            IndexError, TypeError, zipfile.BadZipFile) as error:  # raised for damaged and foreign files
         raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged or another "
                          "kind of file; use another one") from error
+    if damaged:
+        raise ValueError(f"{path} is damaged, {damaged} in it is not as it was written: use another one")
     if not isinstance(found, dict) or not {'model', 'model_args'} <= found.keys():
         keys = ', '.join(map(str, list(found)[:5])) if isinstance(found, dict) else type(found).__name__
         raise ValueError(f"{path} is not a checkpoint of train.py: it holds {keys}, not model and model_args")

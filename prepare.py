@@ -60,8 +60,10 @@ errors = 'strict'          # text that is not UTF-8: strict refuses it, replace 
 # byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, or
 # another dataset's folder; None: byte, for pystdlib bpe:4096, for conversations that of pystdlib's folder
 tokenizer: str | None = None
+special_tokens = 'refuse'  # their texts in a document: refuse, or learn them as plain text or as the tokens
 pattern: str | None = None  # of bpe:4096: the regular expression that cuts text to words; None: GPT-4's
 out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
+overwrite = False          # whether data of another source may be replaced in out
 val_fraction = 0.1         # the share of the text that is kept for validation
 block_size = 256           # conversations: the windows they are packed into, those of the training to come
 shards = 10                # fineweb, fineweb_edu: how many files of 100M tokens are downloaded to train on
@@ -182,7 +184,8 @@ def fetch_rest(url, part, size):
         if r.status_code in (408, 429) or r.status_code >= 500:
             raise requests.ConnectionError(f'it answers {r.status_code} {r.reason}')
         if r.status_code not in (200, 206):
-            raise OSError(f'cannot download {url}: {r.status_code} {r.reason}: check the address')
+            error = FileNotFoundError if r.status_code == 404 else OSError
+            raise error(f'cannot download {url}: {r.status_code} {r.reason}: check the address')
         have = have if r.status_code == 206 else 0  # 200: the server ignores Range and sends all of it
         length = None if r.headers.get('Content-Encoding') else r.headers.get('Content-Length')
         total = have + int(length) if length else None
@@ -201,10 +204,13 @@ def fetch_rest(url, part, size):
 # files as documents -----------------------------------------------------------------------------------------
 # A document is an iterable of blocks of text, so that one of many gigabytes is never in memory as a whole.
 
+KEPT = {}  # what messages call standard input: the file that it is kept in
+
+
 @contextlib.contextmanager
 def open_bytes(path):
     """A file's bytes, of a .gz what is compressed in it. ValueError: that is damaged."""
-    with (gzip.open if path.lower().endswith('.gz') else open)(path, 'rb') as f:
+    with (gzip.open if path.lower().endswith('.gz') else open)(KEPT.get(path, path), 'rb') as f:
         try:
             yield f
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
@@ -372,6 +378,14 @@ def check_messages(messages, place):
                          'turns, after a system message at most')
 
 
+def from_json(value):
+    """What JSON inside of JSON stands for, as which MiniMind has tools and tool_calls; any other value as it
+    is."""
+    with contextlib.suppress(TypeError, ValueError):
+        return json.loads(value)
+    return value
+
+
 def conversations(paths, field='text', errors='strict'):
     """The Conversations of files of JSON lines. ValueError names file and line."""
     for path in paths:
@@ -383,7 +397,10 @@ def conversations(paths, field='text', errors='strict'):
                 raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
                                  f'needs {" or ".join(MESSAGES)}, or a pair like prompt and response')
             check_messages(messages, place)
-            tools = record.get('tools') or None
+            for message in messages:
+                if 'tool_calls' in message:
+                    message['tool_calls'] = from_json(message['tool_calls'])
+            tools = from_json(record.get('tools') or messages[0].get('tools')) or None
             if tools and not isinstance(tools, list):
                 raise ValueError(f'{place}: tools must be a list of JSON schemas, not {tools!r:.60}')
             yield Conversation(place, messages, tools)
@@ -423,11 +440,20 @@ FIRST_RUN = os.path.join('data', 'pystdlib_bpe4096')  # what `python prepare.py`
 HUB = 'https://huggingface.co/datasets'
 
 
-def download(name, url, size=None, sha256=None, chats=False):
-    """The Source of one file, text or JSON lines, that is downloaded to data/<name>."""
-    def documents():
-        path = fetch(url, os.path.join('data', name, url.rpartition('/')[2]), size, sha256,
+def download(name, url, size=None, sha256=None, chats=False, older=None):
+    """The Source of one file, text or JSON lines, that is downloaded to data/<name>. older: the address of
+    another, where there is none at url."""
+    def get(url):
+        return fetch(url, os.path.join('data', name, url.rpartition('/')[2]), size, sha256,
                      instead=', or use a text file that you have: python prepare.py my.txt')
+
+    def documents():
+        try:
+            path = get(url)
+        except FileNotFoundError:
+            if older is None:
+                raise
+            path = get(older)
         return (conversations if chats else file_documents)([path])
     return chat_source(name, name, documents) if chats else Source(name, name, documents)
 
@@ -469,8 +495,10 @@ SOURCES = {
     'tinystories': lambda: download('tinystories', TINYSTORIES),
     'fineweb': lambda: fineweb('fineweb', 'fineweb', 103),
     'fineweb_edu': lambda: fineweb('fineweb_edu', 'finewebedu', 99),
-    'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_hq.jsonl'),
-    'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_mini_512.jsonl', chats=True),
+    'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl',
+                                 older=f'{MINIMIND}/pretrain_hq.jsonl'),
+    'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl', chats=True,
+                                     older=f'{MINIMIND}/sft_mini_512.jsonl'),
     'pydoc_chat': lambda: chat_source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats),
 }
 
@@ -518,7 +546,8 @@ def file_source(paths, name, label, field, errors):
 
 
 def keep_standard_input():
-    """Standard input as a file, for it is read twice: JSON lines if it begins with an object, else text."""
+    """Keep standard input in a file, for it is read twice -> its name in KEPT, which ends in .jsonl if it
+    begins with a JSON object, else it is text."""
     if sys.stdin is None:
         raise ValueError('standard input is closed: pipe a text into it, or name a file')
     folder = tempfile.mkdtemp(prefix='flatgpt-')
@@ -532,7 +561,9 @@ def keep_standard_input():
     with named_when_full(path, ', or set TMPDIR to a folder elsewhere'), open(path, 'wb') as f:
         f.write(first)
         shutil.copyfileobj(sys.stdin.buffer, f)
-    return path
+    name = 'standard input' + '.jsonl' * is_json
+    KEPT[name] = path
+    return name
 
 
 def plain_name(text):
@@ -777,6 +808,31 @@ def planned_contents(source, plan):
         yield split, contents(conversation), True
 
 
+def refusing(source, special):
+    """The source, whose documents raise ValueError where one has the text of a special token, {text: ...}."""
+    if not special:
+        return source
+    pattern, longest = re.compile('|'.join(map(re.escape, special))), max(map(len, special))
+
+    def checked(blocks, place):
+        text = ''
+        for block in blocks:
+            text = text[-longest:] + block  # it may have begun in the block before
+            if found := pattern.search(text):
+                around = text[max(0, found.start() - 20):found.end() + 20]
+                raise ValueError(f'{place}: {found[0]!r} in {around!r} is a special token of the tokenizer: '
+                                 'remove it, or learn it by --special_tokens=tokens as that'
+                                 + ', by --special_tokens=text as plain text' * (not source.chats))
+            yield block
+
+    def documents():
+        for n, document in enumerate(source.documents(), 1):
+            if source.chats:
+                collections.deque(checked(['\n'.join(contents(document))], document.place), maxlen=0)
+            yield document if source.chats else checked(document, f'{source.label}, document {n:,}')
+    return dataclasses.replace(source, documents=documents)
+
+
 # text, cut to pieces ----------------------------------------------------------------------------------------
 
 # A letter or digit, then a space, a line end or a CJK stop: no alternative of tiktoken's patterns matches
@@ -788,7 +844,7 @@ AROUND = 256  # characters on each side of a cut that a tokenizer may look at
 def last_cut(text, end, tok):
     """The last place before `end` where text can be cut for this tokenizer; 0 if none is found."""
     if tok.anywhere:
-        return end
+        return next((n for n in range(end, 0, -1) if not tok.splits_special(text, n)), 0)
     for begin in (max(0, end - 4096), 0):
         found = [match.end() for match in CUT.finditer(text, begin, end)]
         if found:
@@ -812,12 +868,13 @@ def pieces(blocks, tok):
 
 
 def groups(texts, tok):
-    """Pieces gathered until a split has CHUNK characters: (split, [(piece, a document ends with it)]).
+    """Pieces gathered until a split has CHUNK characters: (split, [(piece, whether a text begins with it,
+    whether a document ends with it)]).
 
     Each is one process's work. texts: as planned_texts gives them.
     """
-    return gather((split, (piece, last and is_document), len(piece)) for split, blocks, is_document in texts
-                  for piece, last in pieces(blocks, tok))
+    return gather((split, (piece, n == 0, last and is_document), len(piece)) for split, blocks, is_document
+                  in texts for n, (piece, last) in enumerate(pieces(blocks, tok)))
 
 
 def chat_groups(texts):
@@ -882,12 +939,14 @@ THINKING = ('enable_thinking', 'open_thinking', 'thinking')
 
 
 class Tokenizer:
-    """name; n_vocab; eot, the id of the end-of-text token or None; special, {text: id}.
+    """name; n_vocab; eot, the id of the end-of-text token or None; special, {text: id}; bos, the ids that
+    documents and prompts begin with.
 
     A kind adds encode_array (text -> ids, special tokens being text like any other), state (plain Python that
     rebuilds it) and to_json (a tokenizer.json, as text).
     """
     anywhere = False  # True: a token depends on one character alone, so text can be cut anywhere
+    bos = ()
     chat_template = None  # see render_chat
     chat_variables = {}  # what a chat template may ask for, like bos_token: {name: text}
 
@@ -903,7 +962,12 @@ class Tokenizer:
         """
         left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
         parts = [self.encode_array(left), self.encode_array(right)]
-        return np.array_equal(np.concatenate(parts), self.encode_array(left + right))
+        return (not self.splits_special(text, n)
+                and np.array_equal(np.concatenate(parts), self.encode_array(left + right)))
+
+    def splits_special(self, text, n):
+        """Whether text[:n] and text[n:] have a part each of a special token's text."""
+        return any(mark in text[max(0, n - len(mark) + 1):n + len(mark) - 1] for mark in self.special)
 
     def encode(self, text, allow_special=True):
         """text -> list of ids. With allow_special, special tokens' texts become their ids."""
@@ -1104,6 +1168,8 @@ class JsonTokenizer(Tokenizer):
         added = {token.content: i for i, token in added.items()}
         ends = [self.special_text('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((added[end] for end in ends if end in added), None)
+        some = self.library.encode('a')  # its post-processor, if any, is what puts a bos in front
+        self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
         self.chat_template = self.config.get('chat_template')
         texts = {name: self.special_text(name) for name in SPECIAL_TOKENS}
         self.chat_variables = {name: text for name, text in texts.items() if text}
@@ -1323,7 +1389,7 @@ class WordSplitter:
     def count(self, group):
         """The words of a group, as `groups` gives it -> Counter. ValueError: some text is in no word."""
         counts = collections.Counter()
-        for text, _ in group:
+        for text, *_ in group:
             words = self.words(text)
             if ''.join(words) != text or '' in words:
                 raise ValueError(f'pattern={self.pattern!r} leaves out some text, or matches where there is '
@@ -1341,7 +1407,7 @@ def count_words(splitter, texts, n_bytes, procs=1):
     def sample():
         nonlocal seen
         for split, group in groups(texts, splitter):
-            size = sum(len(text.encode()) for text, _ in group)
+            size = sum(len(text.encode()) for text, *_ in group)
             if split == 'train' and (share == 1 or progress.done <= share * seen):
                 progress.add(size)
                 yield group
@@ -1587,12 +1653,16 @@ def find_tokenizer(rest, path):
 
 def load_tokenizer(folder):
     """The tokenizer of a prepared folder: from meta.json, from nanoGPT's meta.pkl, or else GPT-2's."""
-    state = read_meta(folder)['tokenizer']
+    meta = read_meta(folder)
+    state = meta['tokenizer']
     if state is None:
         return make_tokenizer('gpt2')
     if state.get('kind') in TABLES:
         key, name = TABLES[state['kind']]
-        state = {**state, key: read_utf8(os.path.join(folder, name))}
+        text, path = read_utf8(os.path.join(folder, name)), os.path.join(folder, name)
+        if meta.get('tokenizer_checksum') not in (None, checksum_of(text)):
+            raise ValueError(f'{path} is not what the data was prepared with: restore it, or prepare again')
+        state = {**state, key: text}
     try:
         return tokenizer_from_state(state)
     except ValueError as e:
@@ -1601,19 +1671,26 @@ def load_tokenizer(folder):
 
 # writing ----------------------------------------------------------------------------------------------------
 
-def encode_group(tok, group):
-    """[(text, ends)] -> (ids, no mask, bytes of text, twice), with the end-of-text token where a document
-    ends."""
+def encode_group(tok, group, as_tokens=False):
+    """[(text, begins, ends)] -> (ids, no mask, bytes of text, those without special tokens), with the
+    tokenizer's bos where a text begins, its end-of-text token where a document ends. as_tokens: the texts of
+    special tokens become their ids, else they are text like any other."""
     arrays, dtype = [], dtype_of(tok.n_vocab)
-    for text, ends in group:
-        arrays.append(tok.encode_array(text).astype(dtype))
+    encode = tok.encode_chat if as_tokens else tok.encode_array
+    for text, begins, ends in group:
+        if begins:
+            arrays.append(np.array(tok.bos, dtype))
+        arrays.append(np.asarray(encode(text), dtype))
         if ends and tok.eot is None:
             raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart: '
                              'name another by --tokenizer')
         if ends:
             arrays.append(np.array([tok.eot], dtype))
-    size = sum(len(text.encode()) for text, _ in group)
-    return np.concatenate(arrays), None, size, size
+    size = learnt = sum(len(text.encode()) for text, *_ in group)
+    if as_tokens:
+        learnt -= sum(len(mark.encode()) for text, *_ in group
+                      for mark in re.findall(tok.special_pattern, text))
+    return np.concatenate(arrays), None, size, learnt
 
 
 def encode_chats(tok, group):
@@ -1771,15 +1848,17 @@ def write_bins(folder, encoded, masked, label, n_bytes=None):
             'checksum': {name: sums[name].hexdigest() for name in names}}
 
 
-def write_dataset(folder, texts, tok, label, procs=1, n_bytes=None, block_size=None):
+def write_dataset(folder, texts, tok, label, procs=1, n_bytes=None, block_size=None, as_tokens=False):
     """Make a prepared folder of texts, as planned_texts gives them; return what its meta.json says.
 
-    With block_size they are conversations, and written with masks. A run that fails changes nothing.
+    With block_size they are conversations, and written with masks. as_tokens: see encode_group. A run that
+    fails changes nothing.
     """
     title = f'{tok.name} encoding, {procs} process{"es" * (procs > 1)}'
     slots, eot = None, tok.eot
     if block_size is None:
-        encoded = encode_groups(tok, groups(texts, tok), procs)
+        encode = functools.partial(encode_group, as_tokens=as_tokens)
+        encoded = encode_groups(tok, groups(texts, tok), procs, encode)
     else:
         if block_size < 2:
             raise ValueError(f'block_size={block_size}: must be 2 or more')
@@ -1804,6 +1883,17 @@ FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')]
          *[name for _, name in TABLES.values()], 'meta.json']  # of a prepared folder
 
 
+def refuse_others(folder, label):
+    """ValueError: there is data of another source in the folder."""
+    if any(os.path.exists(os.path.join(folder, name)) for name in FILES):
+        source = 'unknown source'
+        with contextlib.suppress(OSError, ValueError):
+            source = read_json_meta(os.path.join(folder, 'meta.json')).get('source', source)
+        if source != label:
+            raise ValueError(f'{folder} holds data of {source}, not of {label}: choose another --out, or '
+                             'replace it by --overwrite=True')
+
+
 @contextlib.contextmanager
 def new_files(folder):
     """A temporary folder, whose files of these names take the place of those in `folder` if all goes well,
@@ -1824,12 +1914,16 @@ def new_files(folder):
             os.rmdir(folder)
 
 
+def checksum_of(*texts):
+    return hashlib.sha256(''.join(texts).encode()).hexdigest()
+
+
 def write_meta(folder, tok, label, counts, eot):
     """Write meta.json and the tokenizer's table; return what meta.json says."""
     state = tok.state()
     texts = {name: state.pop(key, None) for key, name in TABLES.values()}
     meta = {'source': label, 'vocab_size': tok.n_vocab, 'dtype': dtype_of(tok.n_vocab).name, 'eot': eot,
-            **counts, 'tokenizer': state}
+            **counts, 'tokenizer': state, 'tokenizer_checksum': checksum_of(*filter(None, texts.values()))}
     for name, text in {**texts, 'meta.json': json.dumps(meta, indent=1)}.items():
         if text is not None:
             with open(os.path.join(folder, name), 'w', encoding='utf-8', newline='') as f:
@@ -1998,10 +2092,14 @@ class Bins:
             raise FileNotFoundError(f'{folder} is not prepared: no {split}.bin; run `{command}`')
         if found != [self.name]:
             self.name = os.path.join(folder, f'*{split}*.bin')
-        dtype = np.dtype(dtype or read_meta(folder)['dtype']).newbyteorder('<')
+        meta = read_meta(folder)
+        dtype = np.dtype(dtype or meta['dtype']).newbyteorder('<')
         self.shards = [read_shard(path, dtype) for path in found]
         self.masks = read_masks(self.shards, masks)
         self.n_tokens = self.n_targets = sum(shard.n_tokens for shard in self.shards)
+        if self.n_tokens < meta.get(f'{split}_tokens', 0):
+            raise ValueError(f'{self.name} has {self.n_tokens:,} tokens of the {meta[f"{split}_tokens"]:,} '
+                             'that were prepared: prepare it again')
         if self.masks:
             self.n_targets = sum(np.count_nonzero(part) for mask in self.masks for _, part in parts_of(mask))
 
@@ -2140,8 +2238,13 @@ if __name__ == '__main__':
     if words[1:]:
         raise ValueError(f'{words[1]!r} is one source too many: put files into a folder, or quote a glob')
     found = find_source(words[0] if words else source, field, errors)
+    choices = ['refuse', 'tokens', *['text'] * (not found.chats)]  # conversations are rendered with tokens
+    if special_tokens not in choices:
+        raise ValueError(f'special_tokens={special_tokens!r}: must be {" or ".join(choices)}')
     tokenizer = tokenizer or found.tokenizer
     folder = output_folder(out, found, tokenizer)
+    if out and not overwrite:
+        refuse_others(folder, found.label)
 
     if found.shards:
         if tokenizer != 'gpt2':
@@ -2155,13 +2258,15 @@ if __name__ == '__main__':
         print(f'{found.label}: {n:,} {kind}{"s" * (n > 1)}, {scanned.n_bytes / 1e6:,.2f} MB, '
               f'{len(scanned.characters):,} different characters'
               + (f', {n_empty:,} left out (empty)' if n_empty else ''))
-        texts = functools.partial(planned_contents if found.chats else planned_texts, found, plan)
+        refused = refusing(found, BPE_SPECIAL) if special_tokens == 'refuse' else found
+        texts = functools.partial(planned_contents if found.chats else planned_texts, refused, plan)
         tok = make_tokenizer(tokenizer, scanned.characters, by_document=n > 1, texts=texts,
                              n_bytes=scanned.n_bytes, procs=procs, pattern=pattern)
         work = scanned.n_bytes * (20 if found.chats else 1)  # a conversation is rendered once for each answer
         procs = usable_procs(procs, tok, work)
-        meta = write_dataset(folder, planned_texts(found, plan), tok, found.label, procs, scanned.n_bytes,
-                             block_size if found.chats else None)
+        refused = refusing(found, tok.special) if special_tokens == 'refuse' else found
+        meta = write_dataset(folder, planned_texts(refused, plan), tok, found.label, procs, scanned.n_bytes,
+                             block_size if found.chats else None, special_tokens == 'tokens')
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')

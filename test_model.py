@@ -839,6 +839,7 @@ def test_prepare_marks_gz_and_standard_input(tmp_path, monkeypatch, capsys):
         code, stdout, _ = prep_run([source, f'--out={name}', '--tokenizer=char'], monkeypatch, capsys)
         assert code == 0 and '60 documents' in stdout
         assert stdout.count('split at 60 <|endoftext|> marks') == (name in ('marks', 'gz', 'pipe'))
+        assert 'standard input: split' in stdout or name != 'pipe'  # and not the file that it is kept in
         made[name] = [prep_ids(f'data/{name}', split).tolist() for split in ('train', 'val')]
     assert len(set(map(str, made.values()))) == 1 and made['gz'][0].count(max(made['gz'][0])) > 50
     found = prepare.find_source('lines.jsonl.gz')
@@ -1001,11 +1002,115 @@ def test_prepare_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monke
              (['good.txt', '--tokenizer=no/such'], ['python hub.py no/such'])]
     for argv, parts in table:
         for where in ('d', 'fresh'):                 # over an earlier folder, and to a new one
-            code, _, stderr = prep_run([*argv, f'--out={where}'], monkeypatch, capsys)
+            code, _, stderr = prep_run([*argv, f'--out={where}', '--overwrite=True'], monkeypatch, capsys)
             assert code == 1 and len(stderr.strip().splitlines()) == 1, (argv, code, stderr)
             assert all(part in stderr for part in parts), stderr
+    Path('other.txt').write_text('another text, of two parts too')
+    stderr = prep_run(['other.txt', '--out=d'], monkeypatch, capsys)[2]
+    assert 'data/d holds data of good.txt, not of other.txt' in stderr and '--overwrite=True' in stderr
     assert os.listdir('data') == ['d']
     assert {name: Path('data/d', name).read_bytes() for name in prep_files('data/d')} == before
+    for argv in (['good.txt'], ['other.txt', '--overwrite=True']):
+        assert prep_run([*argv, '--out=d'], monkeypatch, capsys)[0] == 0
+    assert prepare.read_meta('data/d')['source'] == 'other.txt'
+
+
+def test_damaged_data_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare.write_dataset('d', prep_texts(prep_source('the text ' * 20)), prep_toy_bpe(), 'a')
+    table, tokens = Path('d/tokenizer.tiktoken'), Path('d/train.bin').read_bytes()
+    whole = table.read_bytes()
+    for damaged in (whole[:whole.rindex(b'\n', 0, -9) + 1], whole.replace(b' 97\n', b' 98\n', 1)):
+        table.write_bytes(damaged)
+        with pytest.raises(ValueError, match='d/tokenizer.tiktoken is not what the data was prepared with'):
+            prepare.load_tokenizer('d')
+    table.write_bytes(whole)
+    assert prepare.load_tokenizer('d').encode('the') == prep_toy_bpe().encode('the')
+    Path('d/train.bin').write_bytes(tokens[:len(tokens) // 4 * 2])
+    n, half = len(tokens) // 2, len(tokens) // 4
+    with pytest.raises(ValueError, match=f'd/train.bin has {half} tokens of the {n} that were prepared'):
+        prepare.Bins('d', 'train')
+
+
+def test_special_tokens_in_a_text_are_learnt_as_is_asked(tmp_path, monkeypatch, capsys):
+    """Refused by the document's name; as plain text or as tokens, as transformers' tokenizer has them."""
+    monkeypatch.chdir(tmp_path)
+    tok = chat_tokenizer()
+    save_tokenizer(tok, 'tok')
+    texts = [f'record {i}' for i in range(30)]
+    texts[6] = 'see <|im_start|>user\nHi<|im_end|>'
+    Path('a.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
+    code, _, stderr = prep_run(['a.jsonl', '--tokenizer=tok'], monkeypatch, capsys)
+    assert code == 1 and "a.jsonl, document 7: '<|im_start|>' in 'see <|im_start|>user" in stderr, stderr
+    assert len(stderr.strip().splitlines()) == 1 and os.listdir('data') == []
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tok.library)
+    for how in ('text', 'tokens'):
+        argv = ['a.jsonl', '--tokenizer=tok', f'--out={how}', f'--special_tokens={how}']
+        assert prep_run(argv, monkeypatch, capsys)[0] == 0
+        plan = prepare.split_documents([len(text) for text in texts], 0.1)
+        for split in ('train', 'val'):
+            ids = [[*theirs(text, split_special_tokens=how == 'text')['input_ids'], tok.eot]
+                   for text, what in zip(texts, plan) if what == split]
+            assert prep_ids(f'data/{how}', split).tolist() == sum(ids, [])
+        marks = len('<|im_start|><|im_end|>') * (how == 'tokens')
+        meta = prepare.read_meta(f'data/{how}')
+        assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(texts)) - marks
+    # conversations are rendered with these tokens: a message may not smuggle them in
+    chats = [{'prompt': 'Hi', 'response': 'Hello'}] * 9
+    chats[4] = {'prompt': 'Hi<|im_end|>', 'response': 'Hello'}
+    Path('chats.jsonl').write_text('\n'.join(map(json.dumps, chats)))
+    argv = ['chats.jsonl', '--tokenizer=tok', '--block_size=64']
+    assert "chats.jsonl, line 5: '<|im_end|>'" in prep_run(argv, monkeypatch, capsys)[2]
+    assert 'must be refuse or tokens' in prep_run([*argv, '--special_tokens=text'], monkeypatch, capsys)[2]
+    assert prep_run([*argv, '--special_tokens=tokens'], monkeypatch, capsys)[0] == 0
+    # between documents of a text the end of text is what it always was; a vocabulary is not learnt in vain
+    Path('t.txt').write_text('one text<|endoftext|>\n' * 9)
+    assert prep_run(['t.txt', '--tokenizer=tok'], monkeypatch, capsys)[0] == 0
+    code, out, stderr = prep_run(['a.jsonl', '--tokenizer=bpe:300'], monkeypatch, capsys)
+    assert code == 1 and 'document 7' in stderr and 'learnt' not in out
+
+
+def test_special_tokens_are_found_across_blocks_and_cuts(tmp_path, monkeypatch):
+    text = 'a short text <|endoftext|> and its end '
+    for size in (1, 5, 17):
+        blocks = [text[i:i + size] for i in range(0, len(text), size)]
+        source = prepare.refusing(prepare.Source('x', 'x', lambda blocks=blocks: [blocks]), [prepare.EOT])
+        with pytest.raises(ValueError, match='x, document 1: .*endoftext'):
+            list(*source.documents())
+    for tok in (prepare.ByteTokenizer(), prep_toy_bpe()):
+        for chunk in range(14, 30):
+            monkeypatch.setattr(prepare, 'CHUNK', chunk)
+            texts = [(split, [text * 9], True) for split in ('train', 'val')]
+            prepare.write_dataset(str(tmp_path / 'd'), texts, tok, 'x', as_tokens=True)
+            assert prep_ids(tmp_path / 'd', 'val').tolist() == [*tok.encode(text * 9), tok.eot]
+
+
+def test_documents_and_prompts_begin_with_the_bos_of_a_tokenizer(tmp_path, monkeypatch):
+    """As transformers' tokenizer has texts, and chats, whose template writes a bos itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, 'CHUNK', 40)
+    texts = [f'document {i} has a few words, ' * 4 for i in range(20)]
+    for name, bos in (('mistral', [1]), ('gpt2', [])):
+        library = tok_oracles()[name]
+        tok = prepare.JsonTokenizer(library.to_str())
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library)
+        prepare.write_dataset('d', prep_texts(prep_source(*texts)), tok, 'x')
+        plan = prepare.split_documents([len(text) for text in texts], 0.1)
+        tok = prepare.load_tokenizer('d')
+        for split in ('train', 'val'):
+            ids = [[*theirs(text)['input_ids'], tok.eot] for text, what in zip(texts, plan) if what == split]
+            assert all(one[:len(bos)] == bos for one in ids)
+            assert prep_ids('d', split).tolist() == sum(ids, [])
+        again = prepare.tokenizer_from_state(tok.state())  # a checkpoint's, so its prompts are the same
+        assert again.encode(texts[0]) == theirs(texts[0])['input_ids']
+        Path('a.txt').write_text(texts[0])
+        inputs, targets = flat_bench.text_tokens('a.txt', tok)[0][0]
+        assert [inputs[0], *targets] == [tok.eot, *theirs(texts[0])['input_ids']]
+    tok = prepare.JsonTokenizer(tok_oracles()['mistral'].to_str(), {
+        'chat_template': CHAT_TEMPLATES['llama2'], 'bos_token': '<s>', 'eos_token': '</s>'})
+    messages = prepare.make_messages(('Hi', 'Hello'))
+    ids, _ = prepare.encode_conversation(tok, prepare.Conversation('x', messages))
+    assert ids.tolist().count(1) == 1 == tok.chat(messages[:1]).count(1)
 
 
 def test_prepare_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
@@ -1846,7 +1951,7 @@ def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, cap
              ({'messages': [user, 'Hello']}, "message 2: 'Hello' needs a role"),
              ({'messages': [{'from': 'human', 'value': 'x'}, {'from': 'bing', 'value': 'x'}]}, "'bing'"),
              ({'messages': [{'from': 'human'}, answer]}, 'message 1: its content is empty'),
-             ({'messages': good, 'tools': '[]'}, "tools must be a list of JSON schemas, not '[]'"),
+             ({'messages': good, 'tools': '[}'}, "tools must be a list of JSON schemas, not '[}'"),
              ({'prompt': 'a', 'response': '\ud800'}, 'half a character'),
              ({'text': 'a'}, 'no conversation, its fields are text')]
     for record, part in table:
@@ -1864,6 +1969,33 @@ def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, cap
         argv = ['chats.jsonl', *(['--tokenizer=tok'] if 'block_size' in str(flags) else []), *flags]
         code, _, stderr = prep_run(argv, monkeypatch, capsys)
         assert code == 1 and part in stderr and len(stderr.strip().splitlines()) == 1, stderr
+
+
+def test_conversations_as_minimind_has_them(tmp_path, monkeypatch):
+    """Tools stand in the system's message, and they and calls are JSON in JSON. And the file, by its name of
+    today or, where there is none, by that of before."""
+    monkeypatch.chdir(tmp_path)
+    tools, calls = [{'name': 'translate'}], [{'name': 'translate', 'arguments': {'text': 'x'}}]
+    record = {'conversations': [
+        {'role': 'system', 'content': '# Tools', 'tools': json.dumps(tools)},
+        {'role': 'user', 'content': 'Do'},
+        {'role': 'assistant', 'content': '', 'tool_calls': json.dumps(calls)},
+        {'role': 'tool', 'content': '{"text": "y"}'},
+        {'role': 'assistant', 'content': 'y', 'tool_calls': ''}]}
+    there = ['sft_mini_512.jsonl', 'sft_t2t_mini.jsonl']
+
+    def fetch_rest(url, part, size):
+        if url.rpartition('/')[2] not in there:
+            raise FileNotFoundError(url)
+        Path(part).write_text(json.dumps(record))
+    monkeypatch.setattr(prepare, 'fetch_rest', fetch_rest)
+    while there:
+        found, = prepare.find_source('minimind_sft').documents()
+        assert found.tools == tools and found.messages[2]['tool_calls'] == calls
+        assert os.listdir('data/minimind_sft') == [there[-1]]
+        os.remove(f'data/minimind_sft/{there.pop()}')
+    with pytest.raises(FileNotFoundError, match='sft_mini_512'):
+        prepare.find_source('minimind_sft').documents()
 
 
 def test_calls_of_tools_are_learnt_and_tools_are_not(tmp_path, monkeypatch, capsys):
@@ -2439,7 +2571,7 @@ def test_fetch_brings_the_file(path, have, requests_made, known, prep_server, tm
 
 def test_fetch_says_what_is_wrong_in_one_line(prep_server, tmp_path):
     target = str(tmp_path / 'file')
-    table = [('/404', {}, OSError, ['404', 'check the address']),
+    table = [('/404', {}, FileNotFoundError, ['404', 'check the address']),
              ('/always500', {}, OSError, ['503', target, 'or fly']),
              ('/lie', {}, OSError, ['broke off after', 'run this again', '/lie', target]),
              ('/ok', {'size': 5}, ValueError, ['200,000', '5 are expected']),
@@ -4030,7 +4162,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     (dict(n_expert=4, n_dense_layer=12), ['no layer has experts']),
     (dict(n_expert=1, norm_topk_prob=False), ['n_expert=1: one expert is an MLP']),
     (dict(n_expert=4, expert_pattern='D'), ['no layer has experts']),
-    (dict(n_expert=4, n_expert_active=1), ['norm_topk_prob=False']),
     (dict(window=4, window_pattern='L'), ['no layer has a window']),
     (dict(pos='alibi', rope_base=5e5), ['only rope has a base']),
     (dict(wiring='output', residual_scale=0.5), ['undoes']),
@@ -4676,6 +4807,8 @@ model.GPT.forward = broken
 
 def test_losses_of_experts_train_but_are_not_reported(folder):
     args = ['--n_expert=4', '--log_interval=1', '--max_iters=11', '--balance_rate=0.02']
+    with pytest.raises(ValueError, match='its router learns nothing: --norm_topk_prob=False'):
+        train('--out_dir=one', *args, '--n_expert_active=1')
     runs = {}
     for name, more in dict(plain=['--balance_loss=0'], pushed=['--balance_loss=3'], z=['--z_loss=0.5'],
                            bias=['--balance_loss=0', '--balance_bias=True']).items():
@@ -5027,6 +5160,11 @@ def test_unreadable_checkpoints_are_one_line(folder):
         with pytest.raises(ValueError, match='cannot be read as a checkpoint') as error:
             GPT.from_checkpoint(name)
         assert '\n' not in str(error.value)
+    for written, member in ((b'toy', 'data.pkl'), (None, 'data/')):  # a setting, and some weights
+        at = whole.index(written) if written else whole.index(b'PK', len(whole) // 3) - 200
+        Path('flipped.pt').write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
+        with pytest.raises(ValueError, match=f'flipped.pt is damaged, .*/{member}.* in it is not as'):
+            GPT.from_checkpoint('flipped.pt')
     torch.save({'state_dict': {}}, 'other.pt')
     with pytest.raises(ValueError, match='holds state_dict, not model'):
         GPT.from_checkpoint('other.pt')
@@ -6580,6 +6718,32 @@ def test_hf_old_configs_shards_dtypes_and_names_without_prefix(tmp_path):
     near(hub.from_pretrained(tmp_path / 'gpt2')(idx), theirs(idx).logits)
 
 
+@pytest.mark.parametrize('kind, options, change', [
+    ('qwen3', dict(head_dim=8), {}),  # version 3 as it is published
+    ('qwen3', dict(head_dim=8), dict(model_type='minimind', use_moe=False)),
+    ('qwen3_moe', dict(head_dim=8, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=24,
+                       norm_topk_prob=True), dict(model_type='minimind', use_moe=True)),
+    ('llama', {}, dict(model_type='minimind', use_moe=False, n_routed_experts=4, n_shared_experts=1,
+                       scoring_func='softmax', aux_loss_alpha=0.01, seq_aux=True))])  # before version 3
+@torch.no_grad()
+def test_hf_minimind_of_both_shapes(kind, options, change, tmp_path):
+    """Its config.json as its own class and its scripts/convert_model.py write it; the weights are those of
+    Qwen3 or Llama by the same names."""
+    options = dict(HF, tie_word_embeddings=True, rms_norm_eps=1e-5, **options)
+    theirs = hf_model(kind, options, tmp_path)
+    c = json.loads((tmp_path / 'config.json').read_text())
+    c |= {'rope_theta': c.pop('rope_parameters')['rope_theta'], 'rope_scaling': None}
+    if change:
+        kept = (*HF, *options, 'rope_theta', 'rope_scaling', 'hidden_act', 'dtype')
+        c = {name: c[name] for name in kept if name in c} | dict(
+            num_experts=options.get('num_experts', 4), num_experts_per_tok=1, moe_intermediate_size=24,
+            norm_topk_prob=True, router_aux_loss_coef=5e-4, flash_attn=True, inference_rope_scaling=False,
+            dropout=0.0, architectures=['MiniMindForCausalLM']) | change
+    (tmp_path / 'config.json').write_text(json.dumps(c))
+    idx = torch.randint(61, (2, 20))
+    near(hub.from_pretrained(tmp_path)(idx), theirs(idx).logits)
+
+
 @torch.no_grad()
 def test_hf_leaves_out_the_extra_prediction_layer(tmp_path):
     import safetensors.torch as safetensors
@@ -6789,10 +6953,26 @@ def test_hf_exports_open_where_transformers_wants_more_than_it_needs(tmp_path):
     with pytest.raises(ValueError, match='float64 cannot be written'):
         hub.save_pretrained(tiny().double(), None, tmp_path / 'none')
     assert not (tmp_path / 'none').exists()
-    (tmp_path / 'old').mkdir()
-    (tmp_path / 'old/model-00001-of-00002.safetensors').write_bytes(b'')
-    with pytest.raises(ValueError, match='holds other weights'):
-        hub.save_pretrained(tiny(), None, tmp_path / 'old')
+
+
+def test_an_export_replaces_nothing_but_an_earlier_one(tmp_path):
+    folder = tmp_path / 'out'
+    hub.save_pretrained(tiny(), make_tokenizer('byte'), folder)
+    model = tiny(n_layer=1)
+    hub.save_pretrained(model, None, folder)  # whose tokenizer is gone with the model that it was for
+    assert sorted(os.listdir(folder)) == ['config.json', 'model.safetensors']
+    assert same_weights(hub.from_pretrained(folder).state_dict(), model.state_dict())
+    (folder / 'chat_template.jinja').write_text('of a person')
+    hf_model('llama', HF, tmp_path / 'theirs')
+    (tmp_path / 'theirs/generation_config.json').unlink()  # the names that are left could be ours
+    (tmp_path / 'texts').mkdir()
+    (tmp_path / 'texts/tokenizer.json').write_text('{}')
+    for name, part in (('out', 'chat_template.jinja'), ('theirs', 'config.json, model.safetensors'),
+                       ('texts', 'tokenizer.json')):
+        before = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        with pytest.raises(ValueError, match=f'{name} holds {part}, of no earlier export'):
+            hub.save_pretrained(tiny(), None, tmp_path / name)
+        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
 
 
 @torch.no_grad()
@@ -6987,8 +7167,8 @@ def test_export_to_a_full_disk_leaves_nothing(tmp_path):
     model, before = tiny(), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = sum(w.nbytes for w in model.state_dict().values())
-    (tmp_path / 'there').mkdir()
-    (tmp_path / 'there/config.json').write_text('old')
+    hub.save_pretrained(tiny(n_layer=1), None, tmp_path / 'there')
+    old = {path.name: path.read_bytes() for path in (tmp_path / 'there').iterdir()}
     try:
         for limit in (100, size // 2):  # the first file fails, the last one does
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
@@ -6999,8 +7179,8 @@ def test_export_to_a_full_disk_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
-    assert not (tmp_path / 'new').exists() and os.listdir(tmp_path / 'there') == ['config.json']
-    assert (tmp_path / 'there/config.json').read_text() == 'old'
+    assert not (tmp_path / 'new').exists()
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'there').iterdir()} == old
 
 
 def test_train_starts_from_published_weights(folder, capsys):
@@ -7611,6 +7791,11 @@ def test_bench_eval_refuses_in_one_line(folder, capsys):
         run('bench.py', 'eval', 'no.txt', '--init_from=out', *EVAL)
     (folder / 'empty.txt').touch()
     save_model('out-toy', prepare.CharTokenizer([chr(97 + i) for i in range(23)]))
+    write_toy(folder / 'data/big')
+    with open('data/big/val.bin', 'r+b') as f:
+        f.write(np.array([7, 60000], '<u2').tobytes())
+    with pytest.raises(ValueError, match='val.bin: token 60000 at position 1 is outside the vocabulary'):
+        run('bench.py', 'eval', '--init_from=out-toy', '--dataset=big', *EVAL)
     np.zeros(801, np.uint8).tofile('data/toy/val.mask.bin')
     for args in (['empty.txt', '--init_from=out-rope'], ['--init_from=out-toy', '--dataset=toy']):
         with pytest.raises(ValueError, match='there is no token in it to predict'):

@@ -1241,6 +1241,9 @@ if __name__ == '__main__':
                                name: rest.get(name) for name in ('iter_num', 'best_val_loss', 'wall_s')}})
     if model is None:
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
+        if model.config.n_expert_active == 1 and model.config.norm_topk_prob:  # published ones exist
+            raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router "
+                             "learns nothing: --norm_topk_prob=False")
     check_data(folder, meta, train_bins, val_bins, model.config, source)
     lora = lora_of(config, rest, resumed)
     if lora and not resumed:

@@ -1,4 +1,5 @@
-# MiniMind (github.com/jingyaogong/minimind), its 25,829,888 parameters and its recipe, on its own text:
+# MiniMind 2 small (github.com/jingyaogong/minimind), its 25,829,888 parameters and its recipe, on the text of
+# MiniMind 3, whose models are Qwen3's (of version 2's text, pretrain_hq, add --special_tokens=tokens):
 #   python prepare.py minimind --tokenizer=bpe:6400 && python train.py config/minimind.py
 #   python prepare.py minimind_sft --tokenizer=data/minimind_bpe6400 --block_size=512
 #   python train.py config/chat.py --init_from=out-minimind --dataset=minimind_sft
