@@ -523,38 +523,32 @@ def print_operators(generation, steps, device_type):
 
 def load_to_evaluate(config, model_args):
     """The model that init_from names, its tokenizer and the rest of its checkpoint, as sample.load returns
-    them, and the length that `lengths` are times of: block_size if that is given, else the trained one. A
-    rope_scaling that needs to know the trained length is told. Raises ValueError where there are no
-    positions for such lengths."""
+    them, and the length that `lengths` are times of: block_size if that is given, else the trained one.
+    Raises ValueError where there are no positions for such lengths."""
     if config['init_from'] == 'scratch':
         raise ValueError("eval needs a trained model: --init_from=out, a checkpoint or a published model")
     # conversations that are packed into windows do not see each other, as in train.py
     folder = train.data_folder(config['dataset'])
     meta = read_meta(folder) if config['dataset'] and os.path.isdir(folder) else None
     read = functools.partial(train.load_to_train, config['init_from'], 'out', meta=meta)
-    if not (config['lengths'] or model_args.get('rope_scaling')):
+    if not config['lengths']:
         model, tokenizer, rest = read(model_args)
         return model, tokenizer, rest, model.config.block_size
     model, _, rest = read({})
     trained, changes = model.config.block_size, dict(model_args)
     base = changes.get('block_size', trained)
-    if config['lengths']:
-        changes['block_size'] = base * max(config['lengths'])
-        if model.config.pos == 'learned' and changes['block_size'] > trained:
-            raise ValueError(f"lengths={config['lengths']}: {rest['path']} has learned {trained:,} positions "
-                             "and knows none beyond; positions that can are computed, as rope's and alibi's")
-    if changes.get('rope_scaling'):
-        changes['rope_scaling'] = complete_scaling(model.config, changes['rope_scaling'])
+    changes['block_size'] = base * max(config['lengths'])
+    if changes['block_size'] > MOST_TOKENS:  # before so many positions are computed
+        raise ValueError(f"lengths={config['lengths']}: a window of {changes['block_size']:,} tokens is more "
+                         f"than the {MOST_TOKENS:,} that are tried: give shorter lengths")
+    if model.config.pos == 'learned' and changes['block_size'] > trained:
+        raise ValueError(f"lengths={config['lengths']}: {rest['path']} has learned {trained:,} positions "
+                         "and knows none beyond; positions that can are computed, as rope's and alibi's")
     model, tokenizer, rest = read(changes)
     return model, tokenizer, rest, base
 
 
-def complete_scaling(config, scaling):
-    """A rope_scaling with the length that a model of this config was trained at, if it needs that."""
-    for told in (scaling, {**scaling, 'original_max_position_embeddings': config.block_size}):
-        with contextlib.suppress(ValueError):
-            return dataclasses.replace(config, rope_scaling=told).rope_scaling
-    return scaling  # what is wrong with it will be said where it is used
+MOST_TOKENS = 2**22  # of a window that eval tries; their rotary angles alone take 2 GB
 
 
 def prepared_tokens(folder, model, tokenizer, path):

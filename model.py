@@ -17,6 +17,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import os
 import pickle
@@ -129,6 +130,7 @@ class GPTConfig:
         """Replaces None by what it stands for; returns that for all such fields."""
         if self.mixer_pattern is None:
             self.mixer_pattern = 'A' if self.kv_lora_rank is None else 'M'
+        self.rope_scaling = complete_scaling(self.rope_scaling, self.block_size)
         defaults = dict(qkv_bias=self.bias, proj_bias=self.bias, mlp_bias=self.bias,
                         norm_bias=self.bias and self.norm == 'layernorm', qk_norm=self.kv_lora_rank is None,
                         embed_scale=self.n_embd ** 0.5 if self.pos == 'sinusoidal' else 1.0)
@@ -588,6 +590,23 @@ ROPE_SCALINGS = {
     'llama3': (llama3, False),
     'longrope': (longrope, True),
 }
+
+
+def complete_scaling(scaling, length):
+    """A rope_scaling (None: none) with the length that the model was trained at, if its kind needs to know
+    that and it does not say."""
+    kind, told = ROPE_SCALINGS.get(str((scaling or {}).get('rope_type'))), 'original_max_position_embeddings'
+    if kind and told in inspect.signature(kind[0]).parameters:
+        return {**scaling, told: scaling.get(told, length)}
+    return scaling
+
+
+def changed_config(trained, changes):
+    """A trained model's config with other fields; the length that it was trained at does not change."""
+    length = (trained.rope_scaling or {}).get('original_max_position_embeddings', trained.block_size)
+    if 'rope_scaling' in changes:
+        changes = {**changes, 'rope_scaling': complete_scaling(changes['rope_scaling'], length)}
+    return dataclasses.replace(trained, **changes)
 
 
 def rope_table(config, position_ids, length):
@@ -1987,7 +2006,7 @@ class GPT(nn.Module):
             trained = GPTConfig(**args)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        config = dataclasses.replace(trained, **changes)
+        config = changed_config(trained, changes)
         if 'wpe.weight' in state and config.block_size != trained.block_size:
             if config.block_size > trained.block_size:
                 raise ValueError(f"block_size={config.block_size} is more than the {trained.block_size} "

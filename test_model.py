@@ -3289,6 +3289,26 @@ def test_rotary_scalings_equal_transformers(kind, factor, partial):
     torch.testing.assert_close(sin, angle.sin() * attention, atol=2e-5, rtol=0)
 
 
+def test_a_scaling_is_told_the_trained_length(tmp_path):
+    """A new model's is its block_size; one that is read with a longer context keeps its own."""
+    short, told = {'rope_type': 'yarn', 'factor': 4.0}, {**YARN, 'original_max_position_embeddings': 16}
+    assert tiny(block_size=16, rope_scaling=short).config.rope_scaling == told
+    assert GPTConfig(rope_scaling={'rope_type': 'ntk', 'factor': 4.0}).rope_scaling == {
+        'rope_type': 'ntk', 'factor': 4.0}
+    path = tmp_path / 'ckpt.pt'
+    for scaling in (None, short):  # trained plainly, and so
+        model = tiny(block_size=16, rope_scaling=scaling)
+        torch.save({'model': model.state_dict(), 'model_args': vars(model.config)}, path)
+        longer = GPT.from_checkpoint(path, block_size=64, rope_scaling=short)[0]
+        assert longer.config.rope_scaling == told
+        expected = flat.rope_table(GPTConfig(**{**vars(longer.config), 'rope_scaling': told}),
+                                   torch.arange(64), 64)
+        assert all(torch.equal(a, b) for a, b in zip(longer.rope, expected))
+    hub.save_pretrained(model, None, tmp_path / 'published')
+    assert hub.from_pretrained(tmp_path / 'published', block_size=64, rope_scaling={
+        **short, 'beta_fast': 16}).config.rope_scaling == {**told, 'beta_fast': 16}
+
+
 def test_scaling_by_one_changes_nothing_bit_for_bit():
     plain = tiny()
     idx, length = tokens(plain, 2, 24), dict(original_max_position_embeddings=24)
@@ -3843,7 +3863,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
       'partial_rotary_factor=0.5']),
     (dict(pos='learned', pos_pattern='PN'), ["pos_pattern='PN', pos='learned'"]),
     (dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0, 'beta': 1}), ["keyword argument 'beta'"]),
-    (dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0}), ["'original_max_position_embeddings'"]),
     (dict(rope_scaling={'rope_type': 'warp', 'factor': 2.0}), ["rope_type='warp' is none of linear"]),
     (dict(rope_scaling={'rope_type': 'linear', 'factor': 0.5}), ["factor=0.5 is below 1"]),
     (dict(window=8), ['window=8 needs window_pattern']), (dict(window_pattern='S'), ['needs window']),
@@ -7441,6 +7460,7 @@ def test_bench_eval_refuses_in_one_line(folder, capsys):
             (['text.txt', '--init_from=out', '--lengths=[1,2]'], 'learned 16 positions and knows none'),
             (['text.txt', '--init_from=out-rope', '--lengths=[1,2]'], 'text.txt is shorter than .* of 32 '),
             (['text.txt', '--init_from=out-rope', '--lengths=[0]'], r'lengths=\[0\] must be'),
+            (['text.txt', '--init_from=out-rope', '--lengths=[1,1000000]'], 'a window of 16,000,000 tokens'),
             (['text.txt'], 'eval needs a trained model'),
             (['text.txt', '--init_from=out', '--n_layer=3'], 'n_layer=3 differs from'),
             (['text.txt', '--init_from=out', '--dataset=toy'], 'text.txt or --dataset=toy: give one'),

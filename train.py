@@ -110,7 +110,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from model import CHANGEABLE, GPT, GPTConfig, add_lora, base_name, checksum, lora_state
+from model import (
+    CHANGEABLE,
+    GPT,
+    GPTConfig,
+    add_lora,
+    base_name,
+    changed_config,
+    checksum,
+    lora_state,
+)
 from prepare import Bins, load_tokenizer, read_meta
 from sample import complete, is_published, load
 
@@ -659,9 +668,10 @@ def load_to_train(init_from, out_dir, asked, meta=None):
             raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
                              "out, or train from scratch")
     if resumed:
-        changes = {name: value for name, value in changes.items() if value != rest['model_args'][name]}
+        wanted, was = vars(changed_config(model.config, changes)), rest['model_args']
+        changes = {name: wanted[name] for name in changes if wanted[name] != was[name]}
         for name, value in changes.items():
-            print0(f"resume: {name} was {rest['model_args'][name]!r}, is {value!r}")
+            print0(f"resume: {name} was {was[name]!r}, is {value!r}")
         if changes:
             model, tokenizer, rest = read(**changes)
     return model, tokenizer, rest
