@@ -1210,29 +1210,30 @@ def run_folder(variant, seed, what='run'):
 
 
 def settings_of(args):
-    """What train.py makes of a command line: its settings and the fields of GPTConfig that are given. Raises
-    ValueError, as train.py would."""
+    """What train.py makes of a command line: its settings, the fields of GPTConfig that are given, and where
+    each was given. Raises ValueError, as train.py would."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            settings, model_args, _ = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args,
-                                                default_file='config/default.py')
+            settings, model_args, given = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args,
+                                                    default_file='config/default.py')
     except SystemExit:
         raise ValueError(said.getvalue().strip().removeprefix('bench.py: ')) from None
     train.check_settings(settings)
     train.share_batch(settings['gradient_accumulation_steps'], settings['batch_size'], 1)
-    return settings, model_args
+    return settings, model_args, given
 
 
 def settle(args):
     """The model that a command line of train.py trains from scratch, which takes no memory here, and the
     folder of its data. Raises ValueError or OSError, as train.py would."""
-    settings, model_args = settings_of(args)
+    settings, model_args, given = settings_of(args)
     folder = train.data_folder(settings['dataset'])
     bins, meta = [Bins(folder, split) for split in ('train', 'val')], read_meta(folder)
     with torch.device('meta'):
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **train.packed(meta), **model_args}))
     train.check_data(folder, meta, *bins, model.config, None)
+    train.check_effect(given, {**settings, **vars(model.config)})
     return model, folder
 
 

@@ -282,9 +282,11 @@ def test_cfg_default_file(tmp_path, monkeypatch, capsys):
             folder.parent / 'x.py', *argv, text="max_iters = 1\nstart = ''\nconfigure(globals())",
             default_file='config/default.py', unless='--start=again')
         return config['max_iters'], names
-    assert given('--start=a') == (7, {'start'}) and given('--start=again') == (1, {'start'})
-    assert given('config/default.py', '--start=again') == (7, {'start', 'max_iters'})
-    assert given() == (7, set())
+    flags, file = {'start': 'flags'}, {'max_iters': 'config/default.py'}
+    assert given('--start=a') == (7, flags) and given('--start=again') == (1, flags)
+    assert given('config/default.py', '--start=again') == (7, {**file, **flags}) and given() == (7, {})
+    order = ['--start=a', '--max_iters=2', '--start=b']
+    assert [*given(*order)[1]] == [*given('--max_iters=2', '--start=a')[1]] == ['max_iters', 'start']
     settings = {'max_iters': 1, '__name__': 'x', '__file__': str(folder.parent / 'x.py')}
     assert configure({**settings, 'start': ''}, default_file='config/default.py')[0]['max_iters'] == 1
 
@@ -4550,10 +4552,10 @@ model.GPT.forward = broken
 
 
 def test_losses_of_experts_train_but_are_not_reported(folder):
-    args = ['--n_expert=4', '--log_interval=1', '--max_iters=11', '--balance_rate=0.02']
+    args = ['--n_expert=4', '--log_interval=1', '--max_iters=11']
     runs = {}
     for name, more in dict(plain=['--balance_loss=0'], pushed=['--balance_loss=3'], z=['--z_loss=0.5'],
-                           bias=['--balance_loss=0', '--balance_bias=True']).items():
+                           bias=['--balance_loss=0', '--balance_bias=True', '--balance_rate=0.02']).items():
         story = train(f'--out_dir={name}', *args, *more)
         runs[name] = log_rows(name), story['model'].state_dict()
     first = {name: rows[0]['loss'] for name, (rows, _) in runs.items()}
@@ -4772,13 +4774,39 @@ def test_one_batch_is_learnt_by_heart():
 
 
 def test_horizon_by_epochs_and_by_tokens(folder):
-    story = train('--out_dir=a', '--epochs=0.5', '--max_iters=99')
+    story = train('--out_dir=a', '--epochs=0.5')
     assert story['max_iters'] == math.ceil(0.5 * (3000 // 16) / 12) == story['progress'].iter_num
-    story = train('--out_dir=b', '--tokens_per_param=0.1', '--max_iters=99')
+    story = train('--out_dir=b', '--tokens_per_param=0.1')
     assert story['max_iters'] == math.ceil(0.1 * story['model'].num_params() / (12 * 16))
     assert story['progress'].iter_num == story['max_iters']
-    with pytest.raises(ValueError, match='both set the length'):
-        train('--out_dir=c', '--epochs=1', '--tokens_per_param=1')
+
+
+def test_the_length_given_last_counts_and_the_rate_is_looked_at(folder, capsys):
+    (folder / 'long.py').write_text('epochs = 6.0\nwarmup_iters = 20\n', encoding='utf-8')
+    plan = ['--out_dir=out', '--eval_only']
+    for flags, said in (
+            (['long.py'], '94 iterations (epochs=6)'), (['long.py', '--max_iters=12'], '12 iterations (max_'),
+            (['--max_iters=12', 'long.py'], '94 iterations (epochs=6)'),
+            (['--max_iters=12', '--epochs=6', '--tokens_per_param=2', '--epochs=1'], '16 iterations (epo'),
+            (['long.py', '--tokens_per_param=0.1', '--epochs=None'], '14 iterations (tokens_per_param=0.1')):
+        story = train(*plan, *flags)
+        assert f'\nrun: {said}' in capsys.readouterr().out
+        assert sum(story['config'][name] is not None for name in ('epochs', 'tokens_per_param')) <= 1
+    story = train('--out_dir=out', 'long.py', '--max_iters=2', '--min_lr=0.1')
+    said = capsys.readouterr().out
+    assert 'warmup_iters=20 goes on to the end: the learning rate comes to 10% of its peak' in said
+    assert story['lr'] == pytest.approx(2 / 21 * story['learning_rate'])
+    assert 'min_lr=0.1 is above learning_rate=0.005' in said
+
+
+def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
+    settings = {**flat_train.config, **vars(GPTConfig())}
+    flat_train.check_effect(dict.fromkeys(flat_train.NEEDS, 'config/x.py'), settings)
+    for name, (needed, value) in flat_train.NEEDS.items():
+        without = {'decay_lr': False}.get(needed, settings[needed])
+        with pytest.raises(ValueError, match=f'--{name} has no effect without {needed}'):
+            flat_train.check_effect({name: 'flags'}, {**settings, needed: without})
+        flat_train.check_effect({name: 'flags'}, {**settings, needed: 4 if value is ... else value})
 
 
 @pytest.mark.parametrize('compile, device, seconds, expected', [
@@ -4983,7 +5011,7 @@ def test_load_reads_whatever_init_from_names(folder, monkeypatch):
 
 
 def test_another_tokenizer_than_the_models_is_said(folder, capsys):
-    train('--out_dir=out', '--max_iters=1')
+    train('--out_dir=out', '--max_iters=1', '--warmup_iters=0')
     assert 'warning' not in capsys.readouterr().out
     meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
     meta['tokenizer']['chars'] = meta['tokenizer']['chars'][::-1]
@@ -6871,7 +6899,8 @@ def test_train_starts_from_published_weights(folder, capsys):
                 '--dtype=float32', '--compile=False', '--eval_iters=2')
     assert story['model'].config.head_dim == 16 and story['model'].config.block_size == 16
     said = capsys.readouterr().out
-    assert 'warning' not in said  # the folder has no tokenizer that could be another
+    assert 'n_layer' not in said and 'batch_size' in said  # of config/default.py what is in force
+    assert 'warning: data' not in said  # the folder has no tokenizer that could be another
     assert 'the tokenizers of data/toy and theirs are not compared: ' in said
     Path('theirs/tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
     with pytest.raises(ValueError, match='n_embd=64 differs'):
@@ -7188,6 +7217,8 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--learning_rate=-1'], 'learning_rate=-1.0 must be at least 0'),
     (['--beta2=1'], 'beta2=1.0 must be .* below 1'),
     (['--cooldown=0'], 'cooldown=0.0 must be above 0'),
+    (['--optimizer=adamw', '--momentum=0.5'], '--momentum has no effect without optimizer=muon'),
+    (['--z_loss=0.1'], '--z_loss has no effect without n_expert'),
     (['--compile=perhaps'], "compile='perhaps' is none of"),
     ([f'--seed={10**26}'], r'seed=1000.* must be below 2\*\*63'),
     (['--out_dir=data/toy/meta.json'], 'meta.json is a file: name a folder'),

@@ -64,10 +64,10 @@ wandb_run_name = 'gpt2'              # and run
 # batch, over all ranks
 gradient_accumulation_steps = 5 * 8  # micro-batches an iteration, all ranks together
 batch_size = 12                      # windows of block_size tokens a micro-batch
-# length of the run
+# length of the run: of these three the one given last
 max_iters = 600000                   # iterations (updates)
-epochs: float | None = None          # instead: passes over train.bin
-tokens_per_param: float | None = None  # instead: tokens for each parameter (20 is Chinchilla's)
+epochs: float | None = None          # passes over train.bin
+tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's)
 time_limit: float | None = None      # minutes after which it stops as it does at Ctrl-C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
@@ -679,7 +679,7 @@ def load_to_train(init_from, out_dir, asked, meta=None):
 
 COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
 MACHINE = {'device', 'dtype', 'compile', 'backend'}    # nanoGPT's files have those of any machine
-LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # one of them, given anew, replaces them all
+LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
 
 
 def resumed_settings(rest, config, given):
@@ -687,8 +687,8 @@ def resumed_settings(rest, config, given):
     `given`, which are as config has them. Says what is taken and what changes. Raises ValueError if the
     checkpoint holds a value that none of them can have."""
     path, kinds, taken = rest['path'], Settings(__file__).kinds, {}
-    left = given | COMMAND
-    if given & LENGTH:
+    left = given.keys() | COMMAND
+    if left & LENGTH:
         left |= LENGTH
     if 'runtime' not in rest:
         left |= MACHINE
@@ -700,13 +700,20 @@ def resumed_settings(rest, config, given):
         except (ValueError, OverflowError):
             raise ValueError(f"{path} is damaged, or not written by train.py: it holds {name}={was!r:.40}"
                              ) from None
-        if name in given - COMMAND and was != config[name]:
+        if name in given.keys() - COMMAND and was != config[name]:
             print0(f"resume: {name} was {was!r}, is {config[name]!r}")
         elif name not in left and was != config[name]:
             taken[name] = was
     if taken:
         show(path, taken)
     return {**config, **taken}
+
+
+def last_length(config, given):
+    """The settings without those of LENGTH that one given later replaces; given: as configure returns it."""
+    last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
+    replaced = LENGTH - {'max_iters', last} if last else ()
+    return {**config, **dict.fromkeys(replaced)}
 
 
 def packed(meta):
@@ -944,13 +951,28 @@ def check_settings(config):
         raise ValueError(f"lora_alpha={config['lora_alpha']} must be above 0")
     if not 0 < config['cooldown'] <= 1:
         raise ValueError(f"cooldown={config['cooldown']} must be above 0 and at most 1")
-    if config['epochs'] is not None and config['tokens_per_param'] is not None:
-        raise ValueError(f"epochs={config['epochs']} and tokens_per_param={config['tokens_per_param']} both "
-                         "set the length: give one")
     if not config['out_dir']:
         raise ValueError("out_dir is empty: name a folder")
     if os.path.exists(config['out_dir']) and not os.path.isdir(config['out_dir']):
         raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
+
+
+NEEDS = {  # flag: the setting, or field of GPTConfig, without which it has no effect, and its value; ...: any
+    'momentum': ('optimizer', 'muon'),
+    'lr_schedule': ('decay_lr', True), 'cooldown': ('lr_schedule', 'wsd'),
+    'balance_loss': ('n_expert', ...), 'z_loss': ('n_expert', ...), 'balance_rate': ('balance_bias', True),
+    'lora_alpha': ('lora_rank', ...), 'lora_targets': ('lora_rank', ...),
+}
+
+
+def check_effect(given, settings):
+    """Raises ValueError for a flag that has no effect; config files serve many runs. given: as configure
+    returns it; settings: this file's and the model's, {name: value}."""
+    for name, (needed, value) in NEEDS.items():
+        holds = settings[needed] if value is ... else settings[needed] == value
+        if given.get(name) == 'flags' and not holds:
+            raise ValueError(f"--{name} has no effect without {needed}{'' if value is ... else f'={value}'}: "
+                             "leave it out")
 
 
 def smaller_batches(accumulation, micro_batch, ranks, config):
@@ -1137,10 +1159,21 @@ def warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param)
     epochs = max_iters * windows_per_iter / n_windows
     if tokens_per_param is not None and epochs > 10:
         print0(f"warning: tokens_per_param={tokens_per_param:g} is {epochs:.0f} epochs of this text: prepare "
-               "more, or give --epochs=3 --tokens_per_param=None")
+               "more, or give --epochs=3")
     if windows_per_iter > n_windows:
         print0(f"warning: an iteration takes {windows_per_iter:,} windows, and this text has {n_windows:,}: "
                "lower --batch_size or --gradient_accumulation_steps, or prepare more")
+
+
+def warn_of_rates(config, max_iters):
+    """Says so where the learning rate does not come to its peak, as in a run cut short, or ends above it."""
+    warmup, peak, floor = (config[name] for name in ('warmup_iters', 'learning_rate', 'min_lr'))
+    if 0 < max_iters <= warmup:
+        print0(f"warning: warmup_iters={warmup} goes on to the end: the learning rate comes to "
+               f"{max_iters / (warmup + 1):.0%} of its peak; lower --warmup_iters")
+    if config['decay_lr'] and floor is not None and floor > peak:
+        print0(f"warning: min_lr={floor:g} is above learning_rate={peak:g}, so that the rate rises: lower "
+               "--min_lr")
 
 
 def dataset_tokenizer(folder, source_tokenizer, source, path=None):
@@ -1214,7 +1247,8 @@ if __name__ == '__main__':
     if resumed:
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked)
         config = resumed_settings(rest, config, given)
-        globals().update(config)
+    config = last_length(config, given)
+    globals().update(config)
     check_settings(config)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
     advice = smaller_batches(accumulation, micro_batch, ranks, config)
@@ -1252,6 +1286,7 @@ if __name__ == '__main__':
     if model is None:
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
     check_data(folder, meta, train_bins, val_bins, model.config, source)
+    check_effect(given, {**config, **vars(model.config)})
     lora = lora_of(config, rest, resumed)
     if lora and not resumed:
         lora['checksum'] = checksum(model)
@@ -1274,9 +1309,11 @@ if __name__ == '__main__':
     # length
     windows_per_iter = gradient_accumulation_steps * batch_size
     tokens_per_iter = windows_per_iter * block_size
+    length = f'max_iters={max_iters}'
     if epochs is not None:
-        max_iters = math.ceil(epochs * n_windows / windows_per_iter)
+        length, max_iters = f'epochs={epochs:g}', math.ceil(epochs * n_windows / windows_per_iter)
     if tokens_per_param is not None:
+        length = f'tokens_per_param={tokens_per_param:g}'
         max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
     decay_end = max_iters if lr_decay_iters is None else lr_decay_iters
     floor = learning_rate / 10 if min_lr is None else min_lr
@@ -1292,11 +1329,14 @@ if __name__ == '__main__':
     if train_bins.masks:
         print0(f"mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are targets; "
                f"document_token={model.config.document_token}")
-    print0(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} "
-           f"windows on {ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} "
-           f"epochs, {max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
+    print0(f"run: {max_iters:,} iterations ({length}) of {tokens_per_iter:,} tokens ({accumulation} x "
+           f"{micro_batch} windows on {ranks} rank{'s' * (ranks > 1)}), "
+           f"{max_iters * windows_per_iter / n_windows:.2f} epochs, "
+           f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
            f"{eval_interval} iterations to {out_dir}/")
     warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param)
+    if not eval_only:
+        warn_of_rates(config, max_iters)
 
     # optimizers, compilation
     optimizers = make_optimizers(model, config)
