@@ -17,6 +17,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import glob
 import inspect
 import math
 import os
@@ -2279,8 +2280,12 @@ def read_checkpoint(path):
     try:
         found = torch.load(path, map_location='cpu', weights_only=True)
     except FileNotFoundError:
-        raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, "
-                                "or set --out_dir or --init_from") from None
+        beside = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), 'ckpt[.-]?*.pt'))
+        advice = 'train one with `python train.py`, or set --out_dir or --init_from'
+        if beside:
+            last = max(beside, key=os.path.getmtime)
+            advice = f"beside it is {last}: name that by --init_from, or rename it"
+        raise FileNotFoundError(f"no checkpoint at {path}: {advice}") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError, AttributeError,
             IndexError, TypeError) as error:  # what torch.load raises for damaged and foreign files
         raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged or another "

@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import errno
 import functools
+import gc
 import glob
 import gzip
 import hashlib
@@ -4544,7 +4545,7 @@ model.GPT.forward = broken
     printed = on_ranks(2, ['--out_dir=both', *args, *many], ['--out_dir=out', *args, '--init_from=resume'],
                        ['--out_dir=skips', *args, '--max_iters=5'], patch=patch)
     assert torch.load('both/ckpt.pt', weights_only=True)['iter_num'] == 4
-    assert 'rank 1 raised: 143' in printed
+    assert 'rank 1 raised: 143' in printed and printed.count('all is saved; the error that torchrun') == 1
     assert all(f'rank {rank} raised: rank 1 has read iter_num=1, rank 0 2: all nodes need the same files'
                in printed for rank in (0, 1)), printed
     assert 'iter 4: a loss or gradient was not finite, 1 update skipped, 1 in all' in printed
@@ -4892,7 +4893,8 @@ def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
     assert flat_sample.load('out')[2]['path'] == os.path.join('out', 'ckpt.pt')
     assert 'out/best.pt is kept as best.old-1.pt' in capsys.readouterr().out
     os.remove('out/best.old-1.pt')
-    train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=False')
+    train('--out_dir=out', '--max_iters=21', '--init_from=resume', '--always_save_checkpoint=False',
+          '--learning_rate=0', '--min_lr=0')
     saved = torch.load('out/best.pt', weights_only=True)
     assert saved['iter_num'] == 20  # the best so far
     saved['model'] = {name: w + 1 for name, w in saved['model'].items()}
@@ -4909,6 +4911,10 @@ def test_log_of_another_version_survives_a_resume(folder):
         f.write('\n'.join([lines[0] + ',extra'] + [line + ',1' for line in lines[1:]] + ['1']))
     train('--out_dir=out', '--init_from=resume', '--max_iters=12', '--log_interval=1')
     assert [int(row['iter']) for row in log_rows('out')] == list(range(1, 13))
+    rows = [line.rpartition(',')[0] for line in Path('out/log.csv').read_text(encoding='utf-8').splitlines()]
+    Path('out/log.csv').write_text('\n'.join(rows), encoding='utf-8')  # without wall_s
+    train('--out_dir=out', '--init_from=resume', '--max_iters=13', '--log_interval=1')
+    assert [bool(row['wall_s']) for row in log_rows('out')] == [False] * 12 + [True]
 
 
 def test_unreadable_checkpoints_are_one_line(folder):
@@ -5020,6 +5026,12 @@ def test_another_tokenizer_than_the_models_is_said(folder, capsys):
     assert 'warning: data/toy was prepared with another tokenizer' in capsys.readouterr().out
     with pytest.raises(ValueError, match='data/toy was prepared with another tokenizer .* resume on data of'):
         run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2')
+    write_packed(eot=22)
+    meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
+    Path('data/toy/meta.json').write_text(json.dumps({**meta, 'eot': 4088}), encoding='utf-8')
+    with pytest.raises(ValueError, match="init_from=out names a model with another tokenizer .* end of text, "
+                                         "4088, it does not know"):
+        run('train.py', '--out_dir=chat', '--init_from=out', '--dataset=toy', '--device=cpu')
 
 
 class Evil:
@@ -5058,7 +5070,7 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
                       f'--always_save_checkpoint={seed > 4}')
         weights.append(story['model'].state_dict())
         said = capsys.readouterr().out
-    assert 'out/ held a run, which is kept there as ckpt.old-2.pt, log.old-2.csv\n' in said
+    assert 'this one will rename to ckpt.old-2.pt, log.old-2.csv\n' in said
     assert sorted(os.listdir('out')) == ['best.old-1.pt', 'ckpt.old-1.pt', 'ckpt.old-2.pt', 'ckpt.pt', 'lock',
                                          'log.csv', 'log.old-1.csv', 'log.old-2.csv']
     for name, expected in zip(('old-1.', 'old-2.', ''), weights):
@@ -5069,17 +5081,42 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
         assert float(last['val_loss']) == pytest.approx(rest['best_val_loss'], abs=1e-6)
 
 
+def test_a_run_without_a_checkpoint_leaves_the_one_before_as_it_was(folder):
+    train('--out_dir=out', '--max_iters=2')
+    before = {name: Path('out', name).read_bytes() for name in ('ckpt.pt', 'log.csv')}
+    for _ in range(2):
+        with pytest.raises(ValueError, match='diverged, .*, there is no checkpoint yet'):
+            train('--out_dir=out', '--max_iters=40', '--eval_interval=40', '--learning_rate=1e30',
+                  '--grad_clip=0')
+        gc.collect()  # the process that failed would have ended, and let go of its lock
+        assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv', 'log.new.csv']
+        assert all(Path('out', name).read_bytes() == content for name, content in before.items())
+    train('--out_dir=out', '--max_iters=5', '--eval_interval=3')
+    assert sorted(os.listdir('out')) == ['ckpt.old-1.pt', 'ckpt.pt', 'lock', 'log.csv', 'log.old-1.csv']
+    assert Path('out/log.old-1.csv').read_bytes() == before['log.csv']
+    assert [row['iter'] for row in log_rows('out')] == ['1', '2', '3', '4', '5']
+    os.remove('out/ckpt.pt')
+    with pytest.raises(FileNotFoundError, match='no checkpoint at .*: beside it is out.ckpt.old-1.pt'):
+        flat_sample.load('resume', 'out')
+
+
 def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
     train('--out_dir=out', '--tokens_per_param=0.05', '--eval_interval=3', '--weight_decay=0.3',
           '--optimizer=muon', '--log_interval=7', '--dropout=0.2')
     before = torch.load('out/ckpt.pt', weights_only=True)['config']
     assert capsys.readouterr().out.count('warning') == 0
-    story = run('train.py', '--out_dir=out', '--init_from=resume')
+    story = run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
     said = capsys.readouterr().out
-    assert 'default.py' not in said and 'resume: nothing is left to do, max_iters=7; ' in said
-    assert "out/ckpt.pt: dataset = 'toy', eval_interval = 3," in said
-    assert story['config'] == {**before, 'init_from': 'resume'} and story['model'].config.dropout == 0.2
+    assert 'default.py' not in said and "out/ckpt.pt: dataset = 'toy', eval_interval = 3," in said
+    assert story['config'] == {**before, 'init_from': 'resume', 'eval_only': True}
     assert {name: story[name] for name in story['config']} == story['config']
+    assert story['model'].config.dropout == 0.2
+    stamp = os.stat('out/ckpt.pt').st_mtime_ns
+    with pytest.raises(SystemExit, check=lambda e: e.code is None):
+        run('train.py', '--out_dir=out', '--init_from=resume')
+    said = capsys.readouterr().out
+    assert 'resume: nothing is left to do, max_iters=7; ' in said and 'step 7' not in said
+    assert os.stat('out/ckpt.pt').st_mtime_ns == stamp
     (folder / 'more.py').write_text('max_iters = 9\nbatch_size = 4\nn_layer = 2\n', encoding='utf-8')
     story = run('train.py', 'more.py', '--out_dir=out', '--init_from=resume', '--dropout=0.1', '--eval_only')
     said = capsys.readouterr().out
@@ -5551,7 +5588,7 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
     run('sample.py', '--num_samples=1', '--max_new_tokens=5', '--start=abc', '--device=cpu',
         '--dtype=float32')
     assert '\nabc' in capsys.readouterr().out  # the tokenizer of the dataset that its config names
-    story = run('train.py', '--device=cpu', '--init_from=resume', '--sample_tokens=3')
+    story = run('train.py', '--device=cpu', '--init_from=resume', '--eval_only')
     assert story['progress'].iter_num == 5 == story['max_iters'] and story['learning_rate'] == 1e-3
     assert story['compile'] is False and story['config']['dtype'] == 'auto' and story['batch_size'] == 8
     mine = [s['exp_avg'] for s in story['optimizers'][0].state_dict()['state'].values()]
@@ -7232,6 +7269,7 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--eval_interval=0'], 'eval_interval=0 must be at least 1'),
     (['--eval_iters=0'], 'eval_iters=0 must be at least 1'),
     (['--batch_size=0'], 'batch_size=0 must be at least 1'),
+    (['--batch_size=10000000'], 'an iteration takes 30,000,000 windows, and this text has 187: lower'),
     (['--momentum=1.5'], 'momentum=1.5 must be at least 0 and below 1'),
     (['--seed=-1'], 'seed=-1 must be at least 0'),
     (['--device=gpu'], 'device=gpu: use cpu, mps, cuda, cuda:1 or auto'),
