@@ -5933,7 +5933,10 @@ def test_compiled_generation_equals_eager(options, penalty, int8, monkeypatch):
     eager = made(model, prompts, 30, **common)
     templates = 'mixer_pattern' not in options  # in torch 2.11 there are none for products of a state
     monkeypatch.setattr(flat_sample, 'FREEZING', QUICKLY if templates else {'freezing': True})
+    before, began = flat_sample.compiling_seconds(), time.perf_counter()
     assert made(model, prompts, 30, compile=True, batch_size=2, **common) == eager
+    spent, seconds = flat_sample.compiling_seconds() - before, time.perf_counter() - began
+    assert 0.5 * seconds < spent < seconds  # which the speed that is printed leaves out
     assert not int8 or made(dequantized(model), prompts, 30, **common) == eager
 
 
@@ -6290,6 +6293,8 @@ def test_commands_of_a_conversation(monkeypatch, capsys):
     assert "thinking='maybe' must be show, hide, on or off" in out and '/set NAME VALUE takes' in out
     assert err.count('\n') == 1 and "temperature must be float, got 'abc'" in err
     assert out.count(flat_sample.COMMANDS) == 3 and 'ask a shorter one' in out
+    assert out.count('there is no command /nonsense\n') == out.count('there is no command') == 1
+    assert out.count('the conversation is forgotten\n') == 1
     rest = typed(monkeypatch, EOFError(), 'never')
     flat_sample.converse(chat)
     assert list(rest) == ['never']
@@ -7027,6 +7032,8 @@ def test_scores_of_the_script(folder, capsys):
     expected = [-F.cross_entropy(logits[i], torch.tensor(token)).item()
                 for i, token in enumerate(record['ids'][1:])]
     assert record['logprobs'][0] is None
+    with pytest.raises(ValueError, match="start='a' is one token"):
+        run('sample.py', *common[:3], '--start=a', '--score')
     np.testing.assert_allclose(record['logprobs'][1:], expected, atol=1e-9)
     np.testing.assert_allclose([float(value) for value, _ in printed], expected, atol=6e-5)
 
