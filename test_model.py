@@ -7122,10 +7122,10 @@ def test_printed_commands_can_be_pasted(folder, capsys):
 
 
 def bench(capsys, *args):
-    """Runs bench.py; returns what it prints above its last line, and that line, its numbers."""
+    """Runs bench.py; returns what it prints, and its numbers."""
     capsys.readouterr()
     torch.set_num_threads(1)  # beside other processes the second would mostly wait
-    run('bench.py', *args)
+    run('bench.py', *args, '--json=True')
     *lines, last = capsys.readouterr().out.splitlines()
     return '\n'.join(lines), json.loads(last)
 
@@ -7324,6 +7324,13 @@ def test_bench_params_of_one_layer_by_projection(capsys, monkeypatch):
     assert sum(counts.values()) == layer['params']
     assert numbers['params'] == 8_190_735_360 == 36 * layer['params'] + 2 * 151936 * 4096 + 4096
     assert re.search(r'^attn.c_attn k +1024 x 4096 +4,194,304$', out, re.M)
+
+
+def test_bench_params_of_the_model_that_a_config_names(folder, capsys):
+    train('--out_dir=base', '--max_iters=0')
+    Path('chat.py').write_text("init_from = 'base'\ndataset = 'elsewhere'\nepochs = 6\n", encoding='utf-8')
+    _, numbers = bench(capsys, 'params', 'chat.py')
+    assert numbers['params'] == GPT.from_checkpoint('base/ckpt.pt')[0].num_params()
 
 
 def test_bench_params_of_layers_that_differ(capsys):
@@ -8093,18 +8100,19 @@ def test_curves_of_runs(tmp_path, monkeypatch, capsys):
         with pytest.raises(ImportError, match='pip install matplotlib'):
             run('bench.py', 'plot', 'a')
     pytest.importorskip('matplotlib')
-    run('bench.py', 'plot', 'a', 'b', '--by=time')
-    out = capsys.readouterr().out
-    assert 'a: val loss 2.0000 after 20 iterations' in out and json.loads(out.splitlines()[-1])['loss'] == {
-        'a': 2.0, 'b': 2.25}
-    assert Path(json.loads(out.splitlines()[-1])['plot']).read_bytes().startswith(b'\x89PNG')
+    for _ in range(2):
+        run('bench.py', 'plot', 'a', 'b', '--by=time', '--json=numbers.jsonl')
+    assert 'a: val loss 2.0000 after 20 iterations\nb: val loss 2.2500' in capsys.readouterr().out
+    one, two = map(json.loads, Path('numbers.jsonl').read_text(encoding='utf-8').splitlines())
+    assert one == two and one['loss'] == {'a': 2.0, 'b': 2.25}
+    assert Path(one['plot']).read_bytes().startswith(b'\x89PNG')
     run('bench.py', 'plot', 'b')
     assert len(glob.glob('out-compare/plot-*.png')) == 2
 
 
 @pytest.mark.parametrize('args, message', [
     (['params', '--max_iters=3'], '--max_iters=3: params has no use for it; it reads GPTConfig'),
-    (['params', '--init_from=out'], '--init_from=out: params has no use'),
+    (['params', '--init_from=out', '--dataset=x'], 'vocabulary is that of the model that is loaded'),
     (['train', '--prompt_len=3'], '--prompt_len=3: train has no use'),
     (['decode', '--optimizer=muon'], '--optimizer=muon: decode'),
     (['eval', '--seed=3'], '--seed=3: eval has'), (['cost', '--init_from=x'], ': cost has'),
@@ -8315,9 +8323,8 @@ def test_a_small_model_of_the_same_kind(name, expected, monkeypatch):
 
 
 def test_bench_check(folder, capsys, monkeypatch):
-    run('bench.py', 'check', str(ROOT / 'config' / 'qwen3_8b.py'))
-    *lines, last = capsys.readouterr().out.splitlines()
-    found, numbers = [line for line in lines if line.startswith(('ok ', 'FAIL'))], json.loads(last)
+    out, numbers = bench(capsys, 'check', str(ROOT / 'config' / 'qwen3_8b.py'))
+    found = [line for line in out.splitlines() if line.startswith(('ok ', 'FAIL'))]
     assert all(line.startswith('ok   ') for line in found)
     assert len(found) == numbers['passed'] == len(flat_bench.CHECKS)
     assert numbers['failed'] == [] and numbers['family'] == 'qwen3'
