@@ -25,9 +25,10 @@ a comparison can be stopped, and go on with more seeds or variants. The differen
 paired by seed.
 
 --vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with
-ours in the same process; to decode, --vs=transformers its generate with the same weights. The last line is
-JSON. Speeds are medians after a warm-up; the spread is between the 10th and 90th percentile. Shares compare
-with what this machine reaches on one large matmul, and on one large sum, in the same run.
+ours in the same process; to decode, --vs=transformers its generate with the same weights. --json=True prints
+all numbers as a last line. Speeds are medians after a warm-up; the spread is between the 10th and 90th
+percentile. Shares compare with what this machine reaches on one large matmul, and on one large sum, in the
+same run.
 """
 import ast
 import contextlib
@@ -38,7 +39,6 @@ import hashlib
 import importlib.util
 import io
 import itertools
-import json
 import math
 import os
 import platform
@@ -54,6 +54,7 @@ import tempfile
 import time
 import types
 import zipfile
+from json import dumps, loads
 from pathlib import Path
 
 from configurator import configure, runtime, show
@@ -75,6 +76,7 @@ variants: list | dict | None = None  # compare: what is added to the command lin
 seeds = 3                         # compare: runs of each, by seed, seed + 1...
 match: str | None = None          # compare: by d_ff params, active; by max_iters time; none; None: list's
 by = 'iter'                       # compare, plot: iter, tokens, time
+json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
 # as in train.py
 optimizer = 'adamw'               # adamw, muon
 grad_clip = 1.0                   # 0: no clipping
@@ -282,15 +284,18 @@ def model_and_machine(config, model_args):
 # size and speed ---------------------------------------------------------------------------------------------
 
 def measure_params(config, model_args, words):
-    """The model's parts and their shares, counted without allocating them."""
+    """The model's parts and their shares, counted without allocating them, unless init_from names it."""
     dtypes = {'auto': torch.bfloat16, 'bfloat16': torch.bfloat16, 'float16': torch.float16,
               'float32': torch.float32}  # auto: what weights and caches are published in
     if config['dtype'] not in dtypes:
         raise ValueError(f"dtype={config['dtype']!r} is none of {', '.join(dtypes)}")
     dtype = dtypes[config['dtype']]
-    with torch.device('meta'):
-        # where nothing names a vocabulary, GPT-2's: GPTConfig's is that and the rows that pad it
-        model = GPT(GPTConfig(**fields_asked(config, model_args, vocab_size=50257)))
+    if config['init_from'] != 'scratch':
+        model, _, _ = train.load_to_train(config['init_from'], 'out', model_args)
+    else:
+        with torch.device('meta'):
+            # where nothing names a vocabulary, GPT-2's: GPTConfig's is that and the rows that pad it
+            model = GPT(GPTConfig(**fields_asked(config, model_args, vocab_size=50257)))
     parts = model.account()  # name -> (parameters, active ones, FLOPs)
     total = [sum(counts) for counts in zip(*parts.values())]
     rows = {part: [cell for n, whole in zip(counts, total)
@@ -525,38 +530,32 @@ def print_operators(generation, steps, device_type):
 
 def load_to_evaluate(config, model_args):
     """The model that init_from names, its tokenizer and the rest of its checkpoint, as sample.load returns
-    them, and the length that `lengths` are times of: block_size if that is given, else the trained one. A
-    rope_scaling that needs to know the trained length is told. Raises ValueError where there are no
-    positions for such lengths."""
+    them, and the length that `lengths` are times of: block_size if that is given, else the trained one.
+    Raises ValueError where there are no positions for such lengths."""
     if config['init_from'] == 'scratch':
         raise ValueError("eval needs a trained model: --init_from=out, a checkpoint or a published model")
     # conversations that are packed into windows do not see each other, as in train.py
     folder = train.data_folder(config['dataset'])
     meta = read_meta(folder) if config['dataset'] and os.path.isdir(folder) else None
     read = functools.partial(train.load_to_train, config['init_from'], 'out', meta=meta)
-    if not (config['lengths'] or model_args.get('rope_scaling')):
+    if not config['lengths']:
         model, tokenizer, rest = read(model_args)
         return model, tokenizer, rest, model.config.block_size
     model, _, rest = read({})
     trained, changes = model.config.block_size, dict(model_args)
     base = changes.get('block_size', trained)
-    if config['lengths']:
-        changes['block_size'] = base * max(config['lengths'])
-        if model.config.pos == 'learned' and changes['block_size'] > trained:
-            raise ValueError(f"lengths={config['lengths']}: {rest['path']} has learned {trained:,} positions "
-                             "and knows none beyond; positions that can are computed, as rope's and alibi's")
-    if changes.get('rope_scaling'):
-        changes['rope_scaling'] = complete_scaling(model.config, changes['rope_scaling'])
+    changes['block_size'] = base * max(config['lengths'])
+    if changes['block_size'] > MOST_TOKENS:  # before so many positions are computed
+        raise ValueError(f"lengths={config['lengths']}: a window of {changes['block_size']:,} tokens is more "
+                         f"than the {MOST_TOKENS:,} that are tried: give shorter lengths")
+    if model.config.pos == 'learned' and changes['block_size'] > trained:
+        raise ValueError(f"lengths={config['lengths']}: {rest['path']} has learned {trained:,} positions "
+                         "and knows none beyond; positions that can are computed, as rope's and alibi's")
     model, tokenizer, rest = read(changes)
     return model, tokenizer, rest, base
 
 
-def complete_scaling(config, scaling):
-    """A rope_scaling with the length that a model of this config was trained at, if it needs that."""
-    for told in (scaling, {**scaling, 'original_max_position_embeddings': config.block_size}):
-        with contextlib.suppress(ValueError):
-            return dataclasses.replace(config, rope_scaling=told).rope_scaling
-    return scaling  # what is wrong with it will be said where it is used
+MOST_TOKENS = 2**22  # of a window that eval tries; their rotary angles alone take 2 GB
 
 
 def prepared_tokens(folder, model, tokenizer, path):
@@ -1052,7 +1051,7 @@ def cost_of_steps(size, machine, config):
 
 ROOT = Path(__file__).resolve().parent
 RUNS = 'out-compare'  # has a folder for each run, named by what determines the run
-OWN = ('variants', 'seeds', 'seed', 'match', 'by')  # flags that are compare's, not train.py's
+OWN = ('variants', 'seeds', 'seed', 'match', 'by', 'json')  # flags that are compare's, not train.py's
 # Student's t: 95% of its values are within +- these, for 1, 2, ... degrees of freedom
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
         2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
@@ -1213,34 +1212,35 @@ def run_folder(variant, seed, what='run'):
                 [file_stamps(value) for value in values if os.path.exists(value)],
                 read_meta(variant.data).get('checksum') or file_stamps(variant.data),
                 torch.__version__, torch.get_num_threads(), machine]
-    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    digest = hashlib.sha256(dumps(identity).encode()).hexdigest()
     return os.path.join(RUNS, digest[:12])
 
 
 def settings_of(args):
-    """What train.py makes of a command line: its settings and the fields of GPTConfig that are given. Raises
-    ValueError, as train.py would."""
+    """What train.py makes of a command line: its settings, the fields of GPTConfig that are given, and where
+    each was given. Raises ValueError, as train.py would."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            settings, model_args, _ = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args,
-                                                default_file='config/default.py')
+            settings, model_args, given = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args,
+                                                    default_file='config/default.py')
     except SystemExit:
         raise ValueError(said.getvalue().strip().removeprefix('bench.py: ')) from None
     train.check_settings(settings)
     train.share_batch(settings['gradient_accumulation_steps'], settings['batch_size'], 1)
-    return settings, model_args
+    return settings, model_args, given
 
 
 def settle(args):
     """The model that a command line of train.py trains from scratch, which takes no memory here, and the
     folder of its data. Raises ValueError or OSError, as train.py would."""
-    settings, model_args = settings_of(args)
+    settings, model_args, given = settings_of(args)
     folder = train.data_folder(settings['dataset'])
     bins, meta = [Bins(folder, split) for split in ('train', 'val')], read_meta(folder)
     with torch.device('meta'):
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **train.packed(meta), **model_args}))
     train.check_data(folder, meta, *bins, model.config, None)
+    train.check_effect(given, {**settings, **vars(model.config)})
     return model, folder
 
 
@@ -1408,14 +1408,14 @@ def step_ms(rows):
 def write_result(folder, result):
     """result.json of a finished run: it is there as a whole or not at all."""
     path = os.path.join(folder, 'result.json')
-    Path(path + '.tmp').write_text(json.dumps(result), encoding='utf-8')
+    Path(path + '.tmp').write_text(dumps(result), encoding='utf-8')
     os.replace(path + '.tmp', path)
 
 
 def read_result(folder):
     """What write_result has written, or None."""
     text = read_text(os.path.join(folder, 'result.json'))
-    return json.loads(text) if text else None
+    return loads(text) if text else None
 
 
 def train_variant(variant, seed, folder, watch):
@@ -1721,7 +1721,7 @@ def draw(curves, by, what, column='val_loss'):
     axes.grid(alpha=0.3)
     axes.legend(loc='upper right', fontsize='small')
     os.makedirs(RUNS, exist_ok=True)
-    digest = hashlib.sha256(json.dumps([curves, by, column]).encode()).hexdigest()
+    digest = hashlib.sha256(dumps([curves, by, column]).encode()).hexdigest()
     path = os.path.join(RUNS, f'{what}-{digest[:6]}.png')
     FigureCanvasAgg(figure).print_png(path)
     print(f"curves: {path}")
@@ -2483,11 +2483,11 @@ STEP = 'GPTConfig dataset batch_size optimizer grad_clip rounds device dtype com
 INSTRUMENTS = {
     # first word of the command line: (function; how many words may follow; the settings it reads, GPTConfig
     # and train.py for all of theirs). The function takes this file's settings, the fields of GPTConfig that
-    # are given (compare: the command line) and those words, and returns numbers for the last line
+    # are given (compare: the command line) and those words, and returns the numbers that --json asks for
     'train': (measure_train, 0, f'{STEP} init_from vs steps'),
     'decode': (measure_decode, 0, 'GPTConfig init_from vs dataset batch_size prompt_len max_new_tokens '
                                     'quantize speculate operators rounds device dtype compile seed'),
-    'params': (measure_params, 0, 'GPTConfig dataset dtype'),
+    'params': (measure_params, 0, 'GPTConfig init_from dataset dtype'),
     'eval': (measure_eval, 1, 'GPTConfig init_from dataset batch_size lengths quantize device dtype'),
     'cost': (measure_cost, 0, f'{STEP} lengths max_new_tokens'),
     'compare': (compare, 1, 'train.py GPTConfig variants seeds seed match by'),
@@ -2506,7 +2506,7 @@ def check_command(what, words, args):
     if len(words) > most:
         raise ValueError(f"{what} cannot use {words[most]!r}: settings are --key=value, config "
                          "files end in .py")
-    known = set(reads.split())
+    known = {*reads.split(), 'json'}
     if 'GPTConfig' in known:
         known |= GPTConfig.__dataclass_fields__.keys()
     if 'train.py' in known:
@@ -2515,7 +2515,8 @@ def check_command(what, words, args):
     for name, arg in flags.items():
         if name not in known:
             raise ValueError(f"{arg}: {what} has no use for it; it reads {reads}")
-    if 'dataset' in flags and what in ('train', 'decode', 'check') and ('init_from' in flags or words):
+    is_loaded = what in ('train', 'decode', 'params', 'check') and ('init_from' in flags or words)
+    if 'dataset' in flags and is_loaded:
         raise ValueError(f"{flags['dataset']}: the vocabulary is that of the model that is loaded; leave it "
                          "out")
     if 'dataset' in flags and what != 'eval':
@@ -2553,6 +2554,11 @@ if __name__ == '__main__':
     check_command(what, more, args)
     measure, _, reads = INSTRUMENTS[what]
     numbers = measure(config, args if 'train.py' in reads else model_args, more)
-    print(json.dumps({'what': what, **numbers, 'torch': torch.__version__}))
+    line = dumps({'what': what, **numbers, 'torch': torch.__version__})
+    if json is True:
+        print(line)
+    elif json:
+        with open(json, 'a', encoding='utf-8') as f:
+            print(line, file=f)
     if numbers.get('failed'):
         sys.exit(1)

@@ -217,10 +217,12 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     settings: the script's globals(). model_config: the name of a dataclass in the model.py beside the script,
     whose fields are settings too. words: how many plain words the command line may have. argv: instead of the
     command line. default_file: a config file that is loaded unless the command line names one, or has the
-    flag `unless`. also: another script beside this one, whose flags are let through, for this one to hand on.
+    flag `unless`; fields of model_config are left out of it where --init_from names a model that has its own.
+    also: another script beside this one, whose flags are let through, for this one to hand on.
     Returns (config, model_args): all the script's settings, and those fields of model_config that were given;
-    with words also those; with a default_file also the names of all that the command line itself has set;
-    with `also` the flags that are the other script's alone. An imported script leaves the command line alone.
+    with words also those; with a default_file also {name: 'flags' or its config file} of all that the command
+    line itself has set, in the order in which it did so last; with `also` the flags that are the other
+    script's alone. An imported script leaves the command line alone.
     """
     path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
@@ -261,7 +263,9 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     if by_default:
         overrides.insert(0, default_file)
 
+    loads = any(arg.startswith('--init_from=') and arg != '--init_from=scratch' for arg in overrides)
     shown, let_through = [], []  # (config file or 'flags', {name: value}); flags in a row are shown together
+    given = {}
     for arg in overrides:
         if arg.startswith('-'):
             name, equals, text = arg.removeprefix('--').partition('=')
@@ -271,6 +275,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
             found, label = {name: text if equals else True}, 'flags'
         else:
             found, label = run_file(arg, path.parent, values), arg
+            if by_default and loads:
+                found = {name: value for name, value in found.items() if name in config}
         found = {name: checked(arg, name, value, kinds) for name, value in found.items()}
         values |= found
         if label == 'flags' and shown and shown[-1][0] == 'flags':
@@ -279,6 +285,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
             shown.append((label, found))
         for name, value in found.items():
             (config if name in config else model_args)[name] = value
+            given.pop(name, None)
+            given[name] = label
     for label, found in shown:
         show(label, found)
     settings.update(config)
@@ -286,8 +294,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     if words:
         answer.append(plain)
     if default_file is not None:
-        asked = shown[1:] if by_default else shown
-        answer.append({name for _, found in asked for name in found})
+        answer.append({name: label for name, label in given.items() if label == 'flags' or not by_default})
     if also is not None:
         answer.append(let_through)
     return tuple(answer)

@@ -28,7 +28,16 @@ config, _, words = configure(globals(), words=3)
 
 import torch
 
-from model import ATTENTION_ONLY, GPT, GPTConfig, checkpoint_path, fill_rows, letter, quantize_weights
+from model import (
+    ATTENTION_ONLY,
+    GPT,
+    GPTConfig,
+    changed_config,
+    checkpoint_path,
+    fill_rows,
+    letter,
+    quantize_weights,
+)
 from prepare import json_tokenizer
 
 INSTALL = 'pip install safetensors tokenizers huggingface_hub'
@@ -970,7 +979,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     not fit."""
     folder = fetch(folder_or_id)
     c = read_json(os.path.join(folder, 'config.json'))
-    config = dataclasses.replace(checked_config(c, folder), **changes)
+    config = changed_config(checked_config(c, folder), changes)
     family = FAMILIES[c['model_type'] + '_text' * (c['model_type'] in NESTED)]
     stored = read_headers(folder)
     dtype = dtype or largest(stored).dtype

@@ -17,6 +17,8 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import glob
+import inspect
 import math
 import os
 import pickle
@@ -130,6 +132,7 @@ class GPTConfig:
         """Replaces None by what it stands for; returns that for all such fields."""
         if self.mixer_pattern is None:
             self.mixer_pattern = 'A' if self.kv_lora_rank is None else 'M'
+        self.rope_scaling = complete_scaling(self.rope_scaling, self.block_size)
         defaults = dict(qkv_bias=self.bias, proj_bias=self.bias, mlp_bias=self.bias,
                         norm_bias=self.bias and self.norm == 'layernorm', qk_norm=self.kv_lora_rank is None,
                         embed_scale=self.n_embd ** 0.5 if self.pos == 'sinusoidal' else 1.0)
@@ -606,6 +609,23 @@ ROPE_SCALINGS = {
     'llama3': llama3,
     'longrope': longrope,
 }
+
+
+def complete_scaling(scaling, length):
+    """A rope_scaling (None: none) with the length that the model was trained at, if its kind needs to know
+    that and it does not say."""
+    kind, told = ROPE_SCALINGS.get(str((scaling or {}).get('rope_type'))), 'original_max_position_embeddings'
+    if kind and told in inspect.signature(kind).parameters:
+        return {**scaling, told: scaling.get(told, length)}
+    return scaling
+
+
+def changed_config(trained, changes):
+    """A trained model's config with other fields; the length that it was trained at does not change."""
+    length = (trained.rope_scaling or {}).get('original_max_position_embeddings', trained.block_size)
+    if 'rope_scaling' in changes:
+        changes = {**changes, 'rope_scaling': complete_scaling(changes['rope_scaling'], length)}
+    return dataclasses.replace(trained, **changes)
 
 
 def rope_table(kind, position_ids, length):
@@ -2015,7 +2035,7 @@ class GPT(nn.Module):
             trained = GPTConfig(**args)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        config = dataclasses.replace(trained, **changes)
+        config = changed_config(trained, changes)
         if 'wpe.weight' in state and config.block_size != trained.block_size:
             if config.block_size > trained.block_size:
                 raise ValueError(f"block_size={config.block_size} is more than the {trained.block_size} "
@@ -2296,8 +2316,12 @@ def read_checkpoint(path):
         with zipfile.ZipFile(path) if zipfile.is_zipfile(path) else contextlib.nullcontext() as file:
             damaged = file and file.testzip()  # torch.load does not look at the checksums
     except FileNotFoundError:
-        raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, "
-                                "or set --out_dir or --init_from") from None
+        beside = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), 'ckpt[.-]?*.pt'))
+        advice = 'train one with `python train.py`, or set --out_dir or --init_from'
+        if beside:
+            last = max(beside, key=os.path.getmtime)
+            advice = f"beside it is {last}: name that by --init_from, or rename it"
+        raise FileNotFoundError(f"no checkpoint at {path}: {advice}") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError, AttributeError,
             IndexError, TypeError, zipfile.BadZipFile) as error:  # raised for damaged and foreign files
         raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged or another "

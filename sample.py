@@ -40,7 +40,7 @@ block_size: int | None = None  # another context than the model's; a larger one 
 rope_scaling: dict | None = None  # for a larger one: {'rope_type': 'linear', 'factor': 4.0}; README has all
 # text
 start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a line), - (standard input)
-num_samples = 10            # for each prompt; chat gives one answer
+num_samples = 3             # for each prompt; chat gives one answer
 max_new_tokens = 500        # tokens in each sample
 batch_size = 64             # samples made at once; where one has ended, the next takes its place
 output = ''                 # JSON lines are written here, in order; what was interrupted goes on
@@ -338,6 +338,11 @@ def fingerprint(model):
     for w in [*model.parameters(), *model.buffers()]:
         digest.update(w.detach().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def compiling_seconds():
+    """How long this process has compiled so far."""
+    return torch._dynamo.utils.calculate_time_spent()['total_wall_time']
 
 
 NUMBERS, COUNT = weakref.WeakKeyDictionary(), itertools.count()  # of models: addresses are used again
@@ -919,11 +924,12 @@ def converse(chat):
                 return
             elif command == '/reset':
                 chat.reset()
+                print('the conversation is forgotten')
             elif command == '/set':
                 name, _, value = rest.strip().partition(' ')
                 set_command(name, value.strip(), chat.settings)
             elif re.fullmatch('/[a-z]*', command):
-                print(COMMANDS)
+                print(COMMANDS if command in ('/', '/help') else f"there is no command {command}\n{COMMANDS}")
             elif line:
                 display = Display(chat.settings['thinking'] == 'hide')
                 cut = chat.answer(line, display)
@@ -1034,7 +1040,11 @@ ESCAPE = 'backslashreplace'  # bytes of a prompt that are no UTF-8 become \udcff
 
 def score_prompts(model, tokenizer, prompts, ids, output):
     """Prints the tokens of each prompt and their log-probabilities, or writes them as JSON lines. Raises
-    ValueError if the file exists."""
+    ValueError if the file exists, and for a prompt of one token."""
+    for prompt, tokens in zip(prompts, ids):
+        if len(tokens) < 2:
+            raise ValueError(f"start={prompt!r} is one token, and the first one has no probability: give a "
+                             "longer text")
     if output and os.path.exists(output):
         raise ValueError(f"{output} exists: name another --output, or remove it")
     scores = ((prompt, tokens, score_tokens(model, tokens)) for prompt, tokens in zip(prompts, ids))
@@ -1048,8 +1058,8 @@ def score_prompts(model, tokenizer, prompts, ids, output):
     for _, tokens, each in scores:
         for token, logprob in zip(tokens[1:], each):
             print(f"{logprob:10.4f}  {tokenizer.decode([token])!r}")
-        perplexity = np.exp(-each.mean()) if len(each) else math.nan
-        print(f"{len(each):,} tokens, log-probability {each.sum():,.4f}, perplexity {perplexity:,.3f}")
+        print(f"{len(each):,} tokens, log-probability {each.sum():,.4f}, perplexity "
+              f"{np.exp(-each.mean()):,.3f}")
 
 
 def read_prompts(start):
@@ -1153,6 +1163,8 @@ if __name__ == '__main__':
             else:
                 print(f"{shown[row]}{text}")
             print('---------------', flush=True)
-    seconds = time.perf_counter() - started
+    seconds, compiling = time.perf_counter() - started, ''
+    if config['compile']:
+        seconds, compiling = seconds - compiling_seconds(), f"after {compiling_seconds():.0f} s of compiling"
     speed = f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s"
-    print(', '.join(filter(None, (speed, right_guesses(proposer)))), file=sys.stderr)
+    print(', '.join(filter(None, (speed, compiling, right_guesses(proposer)))), file=sys.stderr)

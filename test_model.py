@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import errno
 import functools
+import gc
 import glob
 import gzip
 import hashlib
@@ -282,9 +283,11 @@ def test_cfg_default_file(tmp_path, monkeypatch, capsys):
             folder.parent / 'x.py', *argv, text="max_iters = 1\nstart = ''\nconfigure(globals())",
             default_file='config/default.py', unless='--start=again')
         return config['max_iters'], names
-    assert given('--start=a') == (7, {'start'}) and given('--start=again') == (1, {'start'})
-    assert given('config/default.py', '--start=again') == (7, {'start', 'max_iters'})
-    assert given() == (7, set())
+    flags, file = {'start': 'flags'}, {'max_iters': 'config/default.py'}
+    assert given('--start=a') == (7, flags) and given('--start=again') == (1, flags)
+    assert given('config/default.py', '--start=again') == (7, {**file, **flags}) and given() == (7, {})
+    order = ['--start=a', '--max_iters=2', '--start=b']
+    assert [*given(*order)[1]] == [*given('--max_iters=2', '--start=a')[1]] == ['max_iters', 'start']
     settings = {'max_iters': 1, '__name__': 'x', '__file__': str(folder.parent / 'x.py')}
     assert configure({**settings, 'start': ''}, default_file='config/default.py')[0]['max_iters'] == 1
 
@@ -3437,6 +3440,26 @@ def test_rotary_scalings_equal_transformers(kind, factor, partial):
     torch.testing.assert_close(sin, angle.sin() * attention, atol=2e-5, rtol=0)
 
 
+def test_a_scaling_is_told_the_trained_length(tmp_path):
+    """A new model's is its block_size; one that is read with a longer context keeps its own."""
+    short, told = {'rope_type': 'yarn', 'factor': 4.0}, {**YARN, 'original_max_position_embeddings': 16}
+    assert tiny(block_size=16, rope_scaling=short).config.rope_scaling == told
+    assert GPTConfig(rope_scaling={'rope_type': 'ntk', 'factor': 4.0}).rope_scaling == {
+        'rope_type': 'ntk', 'factor': 4.0}
+    path = tmp_path / 'ckpt.pt'
+    for scaling in (None, short):  # trained plainly, and so
+        model = tiny(block_size=16, rope_scaling=scaling)
+        torch.save({'model': model.state_dict(), 'model_args': vars(model.config)}, path)
+        longer = GPT.from_checkpoint(path, block_size=64, rope_scaling=short)[0]
+        assert longer.config.rope_scaling == told
+        expected = flat.rope_table(GPTConfig(**{**vars(longer.config), 'rope_scaling': told}),
+                                   torch.arange(64), 64)
+        assert all(torch.equal(a, b) for a, b in zip(longer.rope, expected))
+    hub.save_pretrained(model, None, tmp_path / 'published')
+    assert hub.from_pretrained(tmp_path / 'published', block_size=64, rope_scaling={
+        **short, 'beta_fast': 16}).config.rope_scaling == {**told, 'beta_fast': 16}
+
+
 def test_scaling_by_one_changes_nothing_bit_for_bit():
     plain = tiny()
     idx, length = tokens(plain, 2, 24), dict(original_max_position_embeddings=24)
@@ -4117,7 +4140,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
       'partial_rotary_factor=0.5']),
     (dict(pos='learned', pos_pattern='PN'), ["pos_pattern='PN', pos='learned'"]),
     (dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0, 'beta': 1}), ["keyword argument 'beta'"]),
-    (dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0}), ["'original_max_position_embeddings'"]),
     (dict(rope_scaling={'rope_type': 'warp', 'factor': 2.0}), ["rope_type='warp' is none of linear"]),
     (dict(rope_scaling={'rope_type': 'linear', 'factor': 0.5}), ["factor=0.5 is below 1"]),
     (dict(window=8), ['window=8 needs window_pattern']), (dict(window_pattern='S'), ['needs window']),
@@ -4798,7 +4820,7 @@ model.GPT.forward = broken
     printed = on_ranks(2, ['--out_dir=both', *args, *many], ['--out_dir=out', *args, '--init_from=resume'],
                        ['--out_dir=skips', *args, '--max_iters=5'], patch=patch)
     assert torch.load('both/ckpt.pt', weights_only=True)['iter_num'] == 4
-    assert 'rank 1 raised: 143' in printed
+    assert 'rank 1 raised: 143' in printed and printed.count('all is saved; the error that torchrun') == 1
     assert all(f'rank {rank} raised: rank 1 has read iter_num=1, rank 0 2: all nodes need the same files'
                in printed for rank in (0, 1)), printed
     assert 'iter 4: a loss or gradient was not finite, 1 update skipped, 1 in all' in printed
@@ -4806,12 +4828,12 @@ model.GPT.forward = broken
 
 
 def test_losses_of_experts_train_but_are_not_reported(folder):
-    args = ['--n_expert=4', '--log_interval=1', '--max_iters=11', '--balance_rate=0.02']
+    args = ['--n_expert=4', '--log_interval=1', '--max_iters=11']
     with pytest.raises(ValueError, match='its router learns nothing: --norm_topk_prob=False'):
         train('--out_dir=one', *args, '--n_expert_active=1')
     runs = {}
     for name, more in dict(plain=['--balance_loss=0'], pushed=['--balance_loss=3'], z=['--z_loss=0.5'],
-                           bias=['--balance_loss=0', '--balance_bias=True']).items():
+                           bias=['--balance_loss=0', '--balance_bias=True', '--balance_rate=0.02']).items():
         story = train(f'--out_dir={name}', *args, *more)
         runs[name] = log_rows(name), story['model'].state_dict()
     first = {name: rows[0]['loss'] for name, (rows, _) in runs.items()}
@@ -5039,13 +5061,39 @@ def test_one_batch_is_learnt_by_heart():
 
 
 def test_horizon_by_epochs_and_by_tokens(folder):
-    story = train('--out_dir=a', '--epochs=0.5', '--max_iters=99')
+    story = train('--out_dir=a', '--epochs=0.5')
     assert story['max_iters'] == math.ceil(0.5 * (3000 // 16) / 12) == story['progress'].iter_num
-    story = train('--out_dir=b', '--tokens_per_param=0.1', '--max_iters=99')
+    story = train('--out_dir=b', '--tokens_per_param=0.1')
     assert story['max_iters'] == math.ceil(0.1 * story['model'].num_params() / (12 * 16))
     assert story['progress'].iter_num == story['max_iters']
-    with pytest.raises(ValueError, match='both set the length'):
-        train('--out_dir=c', '--epochs=1', '--tokens_per_param=1')
+
+
+def test_the_length_given_last_counts_and_the_rate_is_looked_at(folder, capsys):
+    (folder / 'long.py').write_text('epochs = 6.0\nwarmup_iters = 20\n', encoding='utf-8')
+    plan = ['--out_dir=out', '--eval_only']
+    for flags, said in (
+            (['long.py'], '94 iterations (epochs=6)'), (['long.py', '--max_iters=12'], '12 iterations (max_'),
+            (['--max_iters=12', 'long.py'], '94 iterations (epochs=6)'),
+            (['--max_iters=12', '--epochs=6', '--tokens_per_param=2', '--epochs=1'], '16 iterations (epo'),
+            (['long.py', '--tokens_per_param=0.1', '--epochs=None'], '14 iterations (tokens_per_param=0.1')):
+        story = train(*plan, *flags)
+        assert f'\nrun: {said}' in capsys.readouterr().out
+        assert sum(story['config'][name] is not None for name in ('epochs', 'tokens_per_param')) <= 1
+    story = train('--out_dir=out', 'long.py', '--max_iters=2', '--min_lr=0.1')
+    said = capsys.readouterr().out
+    assert 'warmup_iters=20 goes on to the end: the learning rate comes to 10% of its peak' in said
+    assert story['lr'] == pytest.approx(2 / 21 * story['learning_rate'])
+    assert 'min_lr=0.1 is above learning_rate=0.005' in said
+
+
+def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
+    settings = {**flat_train.config, **vars(GPTConfig())}
+    flat_train.check_effect(dict.fromkeys(flat_train.NEEDS, 'config/x.py'), settings)
+    for name, (needed, value) in flat_train.NEEDS.items():
+        without = {'decay_lr': False}.get(needed, settings[needed])
+        with pytest.raises(ValueError, match=f'--{name} has no effect without {needed}'):
+            flat_train.check_effect({name: 'flags'}, {**settings, needed: without})
+        flat_train.check_effect({name: 'flags'}, {**settings, needed: 4 if value is ... else value})
 
 
 @pytest.mark.parametrize('compile, device, seconds, expected', [
@@ -5131,7 +5179,8 @@ def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
     assert flat_sample.load('out')[2]['path'] == os.path.join('out', 'ckpt.pt')
     assert 'out/best.pt is kept as best.old-1.pt' in capsys.readouterr().out
     os.remove('out/best.old-1.pt')
-    train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=False')
+    train('--out_dir=out', '--max_iters=21', '--init_from=resume', '--always_save_checkpoint=False',
+          '--learning_rate=0', '--min_lr=0')
     saved = torch.load('out/best.pt', weights_only=True)
     assert saved['iter_num'] == 20  # the best so far
     saved['model'] = {name: w + 1 for name, w in saved['model'].items()}
@@ -5148,6 +5197,10 @@ def test_log_of_another_version_survives_a_resume(folder):
         f.write('\n'.join([lines[0] + ',extra'] + [line + ',1' for line in lines[1:]] + ['1']))
     train('--out_dir=out', '--init_from=resume', '--max_iters=12', '--log_interval=1')
     assert [int(row['iter']) for row in log_rows('out')] == list(range(1, 13))
+    rows = [line.rpartition(',')[0] for line in Path('out/log.csv').read_text(encoding='utf-8').splitlines()]
+    Path('out/log.csv').write_text('\n'.join(rows), encoding='utf-8')  # without wall_s
+    train('--out_dir=out', '--init_from=resume', '--max_iters=13', '--log_interval=1')
+    assert [bool(row['wall_s']) for row in log_rows('out')] == [False] * 12 + [True]
 
 
 def test_unreadable_checkpoints_are_one_line(folder):
@@ -5255,7 +5308,7 @@ def test_load_reads_whatever_init_from_names(folder, monkeypatch):
 
 
 def test_another_tokenizer_than_the_models_is_said(folder, capsys):
-    train('--out_dir=out', '--max_iters=1')
+    train('--out_dir=out', '--max_iters=1', '--warmup_iters=0')
     assert 'warning' not in capsys.readouterr().out
     meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
     meta['tokenizer']['chars'] = meta['tokenizer']['chars'][::-1]
@@ -5264,6 +5317,12 @@ def test_another_tokenizer_than_the_models_is_said(folder, capsys):
     assert 'warning: data/toy was prepared with another tokenizer' in capsys.readouterr().out
     with pytest.raises(ValueError, match='data/toy was prepared with another tokenizer .* resume on data of'):
         run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2')
+    write_packed(eot=22)
+    meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
+    Path('data/toy/meta.json').write_text(json.dumps({**meta, 'eot': 4088}), encoding='utf-8')
+    with pytest.raises(ValueError, match="init_from=out names a model with another tokenizer .* end of text, "
+                                         "4088, it does not know"):
+        run('train.py', '--out_dir=chat', '--init_from=out', '--dataset=toy', '--device=cpu')
 
 
 class Evil:
@@ -5302,7 +5361,7 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
                       f'--always_save_checkpoint={seed > 4}')
         weights.append(story['model'].state_dict())
         said = capsys.readouterr().out
-    assert 'out/ held a run, which is kept there as ckpt.old-2.pt, log.old-2.csv\n' in said
+    assert 'this one will rename to ckpt.old-2.pt, log.old-2.csv\n' in said
     assert sorted(os.listdir('out')) == ['best.old-1.pt', 'ckpt.old-1.pt', 'ckpt.old-2.pt', 'ckpt.pt', 'lock',
                                          'log.csv', 'log.old-1.csv', 'log.old-2.csv']
     for name, expected in zip(('old-1.', 'old-2.', ''), weights):
@@ -5313,17 +5372,42 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
         assert float(last['val_loss']) == pytest.approx(rest['best_val_loss'], abs=1e-6)
 
 
+def test_a_run_without_a_checkpoint_leaves_the_one_before_as_it_was(folder):
+    train('--out_dir=out', '--max_iters=2')
+    before = {name: Path('out', name).read_bytes() for name in ('ckpt.pt', 'log.csv')}
+    for _ in range(2):
+        with pytest.raises(ValueError, match='diverged, .*, there is no checkpoint yet'):
+            train('--out_dir=out', '--max_iters=40', '--eval_interval=40', '--learning_rate=1e30',
+                  '--grad_clip=0')
+        gc.collect()  # the process that failed would have ended, and let go of its lock
+        assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv', 'log.new.csv']
+        assert all(Path('out', name).read_bytes() == content for name, content in before.items())
+    train('--out_dir=out', '--max_iters=5', '--eval_interval=3')
+    assert sorted(os.listdir('out')) == ['ckpt.old-1.pt', 'ckpt.pt', 'lock', 'log.csv', 'log.old-1.csv']
+    assert Path('out/log.old-1.csv').read_bytes() == before['log.csv']
+    assert [row['iter'] for row in log_rows('out')] == ['1', '2', '3', '4', '5']
+    os.remove('out/ckpt.pt')
+    with pytest.raises(FileNotFoundError, match='no checkpoint at .*: beside it is out.ckpt.old-1.pt'):
+        flat_sample.load('resume', 'out')
+
+
 def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
     train('--out_dir=out', '--tokens_per_param=0.05', '--eval_interval=3', '--weight_decay=0.3',
           '--optimizer=muon', '--log_interval=7', '--dropout=0.2')
     before = torch.load('out/ckpt.pt', weights_only=True)['config']
     assert capsys.readouterr().out.count('warning') == 0
-    story = run('train.py', '--out_dir=out', '--init_from=resume')
+    story = run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
     said = capsys.readouterr().out
-    assert 'default.py' not in said and 'resume: nothing is left to do, max_iters=7; ' in said
-    assert "out/ckpt.pt: dataset = 'toy', eval_interval = 3," in said
-    assert story['config'] == {**before, 'init_from': 'resume'} and story['model'].config.dropout == 0.2
+    assert 'default.py' not in said and "out/ckpt.pt: dataset = 'toy', eval_interval = 3," in said
+    assert story['config'] == {**before, 'init_from': 'resume', 'eval_only': True}
     assert {name: story[name] for name in story['config']} == story['config']
+    assert story['model'].config.dropout == 0.2
+    stamp = os.stat('out/ckpt.pt').st_mtime_ns
+    with pytest.raises(SystemExit, check=lambda e: e.code is None):
+        run('train.py', '--out_dir=out', '--init_from=resume')
+    said = capsys.readouterr().out
+    assert 'resume: nothing is left to do, max_iters=7; ' in said and 'step 7' not in said
+    assert os.stat('out/ckpt.pt').st_mtime_ns == stamp
     (folder / 'more.py').write_text('max_iters = 9\nbatch_size = 4\nn_layer = 2\n', encoding='utf-8')
     story = run('train.py', 'more.py', '--out_dir=out', '--init_from=resume', '--dropout=0.1', '--eval_only')
     said = capsys.readouterr().out
@@ -5795,7 +5879,7 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
     run('sample.py', '--num_samples=1', '--max_new_tokens=5', '--start=abc', '--device=cpu',
         '--dtype=float32')
     assert '\nabc' in capsys.readouterr().out  # the tokenizer of the dataset that its config names
-    story = run('train.py', '--device=cpu', '--init_from=resume', '--sample_tokens=3')
+    story = run('train.py', '--device=cpu', '--init_from=resume', '--eval_only')
     assert story['progress'].iter_num == 5 == story['max_iters'] and story['learning_rate'] == 1e-3
     assert story['compile'] is False and story['config']['dtype'] == 'auto' and story['batch_size'] == 8
     mine = [s['exp_avg'] for s in story['optimizers'][0].state_dict()['state'].values()]
@@ -6144,7 +6228,10 @@ def test_compiled_generation_equals_eager(options, penalty, int8, monkeypatch):
     eager = made(model, prompts, 30, **common)
     templates = 'mixer_pattern' not in options  # in torch 2.11 there are none for products of a state
     monkeypatch.setattr(flat_sample, 'FREEZING', QUICKLY if templates else {'freezing': True})
+    before, began = flat_sample.compiling_seconds(), time.perf_counter()
     assert made(model, prompts, 30, compile=True, batch_size=2, **common) == eager
+    spent, seconds = flat_sample.compiling_seconds() - before, time.perf_counter() - began
+    assert 0.5 * seconds < spent < seconds  # which the speed that is printed leaves out
     assert not int8 or made(dequantized(model), prompts, 30, **common) == eager
 
 
@@ -6501,6 +6588,8 @@ def test_commands_of_a_conversation(monkeypatch, capsys):
     assert "thinking='maybe' must be show, hide, on or off" in out and '/set NAME VALUE takes' in out
     assert err.count('\n') == 1 and "temperature must be float, got 'abc'" in err
     assert out.count(flat_sample.COMMANDS) == 3 and 'ask a shorter one' in out
+    assert out.count('there is no command /nonsense\n') == out.count('there is no command') == 1
+    assert out.count('the conversation is forgotten\n') == 1
     rest = typed(monkeypatch, EOFError(), 'never')
     flat_sample.converse(chat)
     assert list(rest) == ['never']
@@ -7190,7 +7279,8 @@ def test_train_starts_from_published_weights(folder, capsys):
                 '--dtype=float32', '--compile=False', '--eval_iters=2')
     assert story['model'].config.head_dim == 16 and story['model'].config.block_size == 16
     said = capsys.readouterr().out
-    assert 'warning' not in said  # the folder has no tokenizer that could be another
+    assert 'n_layer' not in said and 'batch_size' in said  # of config/default.py what is in force
+    assert 'warning: data' not in said  # the folder has no tokenizer that could be another
     assert 'the tokenizers of data/toy and theirs are not compared: ' in said
     Path('theirs/tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
     with pytest.raises(ValueError, match='n_embd=64 differs'):
@@ -7280,6 +7370,8 @@ def test_scores_of_the_script(folder, capsys):
     expected = [-F.cross_entropy(logits[i], torch.tensor(token)).item()
                 for i, token in enumerate(record['ids'][1:])]
     assert record['logprobs'][0] is None
+    with pytest.raises(ValueError, match="start='a' is one token"):
+        run('sample.py', *common[:3], '--start=a', '--score')
     np.testing.assert_allclose(record['logprobs'][1:], expected, atol=1e-9)
     np.testing.assert_allclose([float(value) for value, _ in printed], expected, atol=6e-5)
 
@@ -7368,10 +7460,10 @@ def test_printed_commands_can_be_pasted(folder, capsys):
 
 
 def bench(capsys, *args):
-    """Runs bench.py; returns what it prints above its last line, and that line, its numbers."""
+    """Runs bench.py; returns what it prints, and its numbers."""
     capsys.readouterr()
     torch.set_num_threads(1)  # beside other processes the second would mostly wait
-    run('bench.py', *args)
+    run('bench.py', *args, '--json=True')
     *lines, last = capsys.readouterr().out.splitlines()
     return '\n'.join(lines), json.loads(last)
 
@@ -7507,6 +7599,8 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--learning_rate=-1'], 'learning_rate=-1.0 must be at least 0'),
     (['--beta2=1'], 'beta2=1.0 must be .* below 1'),
     (['--cooldown=0'], 'cooldown=0.0 must be above 0'),
+    (['--optimizer=adamw', '--momentum=0.5'], '--momentum has no effect without optimizer=muon'),
+    (['--z_loss=0.1'], '--z_loss has no effect without n_expert'),
     (['--compile=perhaps'], "compile='perhaps' is none of"),
     ([f'--seed={10**26}'], r'seed=1000.* must be below 2\*\*63'),
     (['--out_dir=data/toy/meta.json'], 'meta.json is a file: name a folder'),
@@ -7520,6 +7614,7 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--eval_interval=0'], 'eval_interval=0 must be at least 1'),
     (['--eval_iters=0'], 'eval_iters=0 must be at least 1'),
     (['--batch_size=0'], 'batch_size=0 must be at least 1'),
+    (['--batch_size=10000000'], 'an iteration takes 30,000,000 windows, and this text has 187: lower'),
     (['--momentum=1.5'], 'momentum=1.5 must be at least 0 and below 1'),
     (['--seed=-1'], 'seed=-1 must be at least 0'),
     (['--device=gpu'], 'device=gpu: use cpu, mps, cuda, cuda:1 or auto'),
@@ -7567,6 +7662,13 @@ def test_bench_params_of_one_layer_by_projection(capsys, monkeypatch):
     assert sum(counts.values()) == layer['params']
     assert numbers['params'] == 8_190_735_360 == 36 * layer['params'] + 2 * 151936 * 4096 + 4096
     assert re.search(r'^attn.c_attn k +1024 x 4096 +4,194,304$', out, re.M)
+
+
+def test_bench_params_of_the_model_that_a_config_names(folder, capsys):
+    train('--out_dir=base', '--max_iters=0')
+    Path('chat.py').write_text("init_from = 'base'\ndataset = 'elsewhere'\nepochs = 6\n", encoding='utf-8')
+    _, numbers = bench(capsys, 'params', 'chat.py')
+    assert numbers['params'] == GPT.from_checkpoint('base/ckpt.pt')[0].num_params()
 
 
 def test_bench_params_of_layers_that_differ(capsys):
@@ -7779,6 +7881,7 @@ def test_bench_eval_refuses_in_one_line(folder, capsys):
             (['text.txt', '--init_from=out', '--lengths=[1,2]'], 'learned 16 positions and knows none'),
             (['text.txt', '--init_from=out-rope', '--lengths=[1,2]'], 'text.txt is shorter than .* of 32 '),
             (['text.txt', '--init_from=out-rope', '--lengths=[0]'], r'lengths=\[0\] must be'),
+            (['text.txt', '--init_from=out-rope', '--lengths=[1,1000000]'], 'a window of 16,000,000 tokens'),
             (['text.txt'], 'eval needs a trained model'),
             (['text.txt', '--init_from=out', '--n_layer=3'], 'n_layer=3 differs from'),
             (['text.txt', '--init_from=out', '--dataset=toy'], 'text.txt or --dataset=toy: give one'),
@@ -8340,18 +8443,19 @@ def test_curves_of_runs(tmp_path, monkeypatch, capsys):
         with pytest.raises(ImportError, match='pip install matplotlib'):
             run('bench.py', 'plot', 'a')
     pytest.importorskip('matplotlib')
-    run('bench.py', 'plot', 'a', 'b', '--by=time')
-    out = capsys.readouterr().out
-    assert 'a: val loss 2.0000 after 20 iterations' in out and json.loads(out.splitlines()[-1])['loss'] == {
-        'a': 2.0, 'b': 2.25}
-    assert Path(json.loads(out.splitlines()[-1])['plot']).read_bytes().startswith(b'\x89PNG')
+    for _ in range(2):
+        run('bench.py', 'plot', 'a', 'b', '--by=time', '--json=numbers.jsonl')
+    assert 'a: val loss 2.0000 after 20 iterations\nb: val loss 2.2500' in capsys.readouterr().out
+    one, two = map(json.loads, Path('numbers.jsonl').read_text(encoding='utf-8').splitlines())
+    assert one == two and one['loss'] == {'a': 2.0, 'b': 2.25}
+    assert Path(one['plot']).read_bytes().startswith(b'\x89PNG')
     run('bench.py', 'plot', 'b')
     assert len(glob.glob('out-compare/plot-*.png')) == 2
 
 
 @pytest.mark.parametrize('args, message', [
     (['params', '--max_iters=3'], '--max_iters=3: params has no use for it; it reads GPTConfig'),
-    (['params', '--init_from=out'], '--init_from=out: params has no use'),
+    (['params', '--init_from=out', '--dataset=x'], 'vocabulary is that of the model that is loaded'),
     (['train', '--prompt_len=3'], '--prompt_len=3: train has no use'),
     (['decode', '--optimizer=muon'], '--optimizer=muon: decode'),
     (['eval', '--seed=3'], '--seed=3: eval has'), (['cost', '--init_from=x'], ': cost has'),
@@ -8568,9 +8672,8 @@ def test_a_small_model_of_the_same_kind(name, expected, monkeypatch):
 
 
 def test_bench_check(folder, capsys, monkeypatch):
-    run('bench.py', 'check', str(ROOT / 'config' / 'qwen3_8b.py'))
-    *lines, last = capsys.readouterr().out.splitlines()
-    found, numbers = [line for line in lines if line.startswith(('ok ', 'FAIL'))], json.loads(last)
+    out, numbers = bench(capsys, 'check', str(ROOT / 'config' / 'qwen3_8b.py'))
+    found = [line for line in out.splitlines() if line.startswith(('ok ', 'FAIL'))]
     assert all(line.startswith('ok   ') for line in found)
     assert len(found) == numbers['passed'] == len(flat_bench.CHECKS)
     assert numbers['failed'] == [] and numbers['family'] == 'qwen3'

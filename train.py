@@ -64,10 +64,10 @@ wandb_run_name = 'gpt2'              # and run
 # batch, over all ranks
 gradient_accumulation_steps = 5 * 8  # micro-batches an iteration, all ranks together
 batch_size = 12                      # windows of block_size tokens a micro-batch
-# length of the run
+# length of the run: of these three the one given last
 max_iters = 600000                   # iterations (updates)
-epochs: float | None = None          # instead: passes over train.bin
-tokens_per_param: float | None = None  # instead: tokens for each parameter (20 is Chinchilla's)
+epochs: float | None = None          # passes over train.bin
+tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's)
 time_limit: float | None = None      # minutes after which it stops as it does at Ctrl-C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
@@ -110,7 +110,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from model import CHANGEABLE, GPT, GPTConfig, add_lora, base_name, checksum, lora_state
+from model import (
+    CHANGEABLE,
+    GPT,
+    GPTConfig,
+    add_lora,
+    base_name,
+    changed_config,
+    checksum,
+    lora_state,
+)
 from prepare import Bins, load_tokenizer, read_meta
 from sample import complete, is_published, load
 
@@ -621,8 +630,9 @@ MAX_SKIPPED = 10  # updates in a row end the run
 
 
 def diverged(what, it, learning_rate, checkpoint):
-    """The error that ends a run: what, a clause, happened at iteration `it`."""
-    kept = (f"the last good checkpoint is {checkpoint}" if os.path.exists(checkpoint)
+    """The error that ends a run: what, a clause, happened at iteration `it`. checkpoint: None before the
+    first."""
+    kept = (f"the last good checkpoint is {checkpoint}" if checkpoint and os.path.exists(checkpoint)
             else 'there is no checkpoint yet')
     return ValueError(f"{what} at iteration {it}: the run diverged, so nothing more is saved, {kept}; lower "
                       f"--learning_rate (now {learning_rate}), or use --dtype=float32")
@@ -652,16 +662,24 @@ def load_to_train(init_from, out_dir, asked, meta=None):
         changes = {**packed(meta), **changes}
     read = functools.partial(load, init_from, out_dir, dtype=torch.float32, best=not resumed,
                              merge=not resumed)
-    model, tokenizer, rest = read() if resumed else read(**changes)
+    try:
+        model, tokenizer, rest = read() if resumed else read(**changes)
+    except ValueError as error:
+        if meta and 'document_token' not in asked and 'no such token' in str(error):
+            raise ValueError(f"init_from={init_from} names a model with another tokenizer than the data's, "
+                             f"whose end of text, {meta['eot']}, it does not know: name another, or prepare "
+                             "the data with its tokenizer") from None
+        raise
     for name, value in asked.items():
         was = rest['model_args'][name]
         if value is not None and value != was and name not in CHANGEABLE:
             raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
                              "out, or train from scratch")
     if resumed:
-        changes = {name: value for name, value in changes.items() if value != rest['model_args'][name]}
+        wanted, was = vars(changed_config(model.config, changes)), rest['model_args']
+        changes = {name: wanted[name] for name in changes if wanted[name] != was[name]}
         for name, value in changes.items():
-            print0(f"resume: {name} was {rest['model_args'][name]!r}, is {value!r}")
+            print0(f"resume: {name} was {was[name]!r}, is {value!r}")
         if changes:
             model, tokenizer, rest = read(**changes)
     return model, tokenizer, rest
@@ -669,7 +687,7 @@ def load_to_train(init_from, out_dir, asked, meta=None):
 
 COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
 MACHINE = {'device', 'dtype', 'compile', 'backend'}    # nanoGPT's files have those of any machine
-LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # one of them, given anew, replaces them all
+LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
 
 
 def resumed_settings(rest, config, given):
@@ -677,8 +695,8 @@ def resumed_settings(rest, config, given):
     `given`, which are as config has them. Says what is taken and what changes. Raises ValueError if the
     checkpoint holds a value that none of them can have."""
     path, kinds, taken = rest['path'], Settings(__file__).kinds, {}
-    left = given | COMMAND
-    if given & LENGTH:
+    left = given.keys() | COMMAND
+    if left & LENGTH:
         left |= LENGTH
     if 'runtime' not in rest:
         left |= MACHINE
@@ -690,13 +708,20 @@ def resumed_settings(rest, config, given):
         except (ValueError, OverflowError):
             raise ValueError(f"{path} is damaged, or not written by train.py: it holds {name}={was!r:.40}"
                              ) from None
-        if name in given - COMMAND and was != config[name]:
+        if name in given.keys() - COMMAND and was != config[name]:
             print0(f"resume: {name} was {was!r}, is {config[name]!r}")
         elif name not in left and was != config[name]:
             taken[name] = was
     if taken:
         show(path, taken)
     return {**config, **taken}
+
+
+def last_length(config, given):
+    """The settings without those of LENGTH that one given later replaces; given: as configure returns it."""
+    last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
+    replaced = LENGTH - {'max_iters', last} if last else ()
+    return {**config, **dict.fromkeys(replaced)}
 
 
 def packed(meta):
@@ -761,15 +786,22 @@ def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
     return whole(state, wanted)
 
 
-def save(path, state):
-    """Writes state to path: all of it or, with the old file kept, nothing. Raises OSError with the reason,
-    or ValueError for weights that are not finite."""
+def save(path, state, earlier=None):
+    """Writes state to path: all of it or, with the old file kept, nothing. earlier: files of another run that
+    are to make room for it, see prepare_out_dir; it is empty afterwards. Raises OSError with the reason, or
+    ValueError for weights that are not finite."""
+    folder = os.path.dirname(path)
     broken = [name for name, w in state['model'].items() if not w.isfinite().all()]
     if broken:
         raise diverged(f"{broken[0]} is not finite", state['iter_num'], state['config']['learning_rate'],
-                       os.path.join(os.path.dirname(path), 'ckpt.pt'))
+                       None if earlier else os.path.join(folder, 'ckpt.pt'))
     try:
         torch.save(state, path + '.tmp')
+        if earlier:
+            earlier[log_name(earlier)] = 'log.csv'
+            for name, new in earlier.items():  # the new log comes last
+                os.replace(os.path.join(folder, name), os.path.join(folder, new))
+            earlier.clear()
         os.replace(path + '.tmp', path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         if os.path.exists(path + '.tmp'):
@@ -804,15 +836,11 @@ def lock_folder(out_dir):
     return f
 
 
-def put_aside(out_dir, names):
-    """Renames files of out_dir, those of one run, to free names with one number: ckpt.pt to ckpt.old-3.pt.
-    Returns the new names."""
+def old_names(out_dir, names):
+    """Free names with one number for files of one run in out_dir: {'ckpt.pt': 'ckpt.old-3.pt'}."""
     taken = [int(n) for name in os.listdir(out_dir) for n in re.findall(r'[.]old-([0-9]+)[.]', name)]
-    parts = [os.path.splitext(name) for name in names]
-    kept = [f'{stem}.old-{max(taken, default=0) + 1}{ending}' for stem, ending in parts]
-    for old, new in zip(names, kept):
-        os.replace(os.path.join(out_dir, old), os.path.join(out_dir, new))
-    return kept
+    parts = {name: os.path.splitext(name) for name in names}
+    return {name: f'{stem}.old-{max(taken, default=0) + 1}{ending}' for name, (stem, ending) in parts.items()}
 
 
 def keep_last(out_dir, it, keep):
@@ -832,18 +860,24 @@ def keep_last(out_dir, it, keep):
 
 
 def prepare_out_dir(out_dir, resumed, keep_best):
-    """Makes out_dir, which is locked, ready for a run: from scratch, the files of a run that is there get
-    other names; resumed, best.pt stays only if it is to be kept."""
+    """Makes out_dir, which is locked, ready for a run. Returns the files of an earlier one that is there and
+    not resumed, {name: the name it gets when this run has a checkpoint}. Resumed, best.pt stays only if it is
+    to be kept."""
     path = functools.partial(os.path.join, out_dir)
     there = [name for name in sorted(os.listdir(out_dir))
              if re.fullmatch(r'best[.]pt|ckpt(-[0-9]+)?[.]pt|log[.]csv', name)]
     if there and not resumed:
-        print0(f"{out_dir}/ held a run, which is kept there as {', '.join(put_aside(out_dir, there))}")
-    elif resumed and keep_best and 'best.pt' not in there:
+        earlier = old_names(out_dir, there)
+        print0(f"{out_dir}/ holds a run, which the first checkpoint of this one will rename to "
+               f"{', '.join(earlier.values())}")
+        return earlier
+    if resumed and keep_best and 'best.pt' not in there:
         shutil.copyfile(path('ckpt.pt'), path('best.pt'))  # nanoGPT's ckpt.pt is its best
     elif resumed and not keep_best and 'best.pt' in there:
-        kept, = put_aside(out_dir, ['best.pt'])  # else sample.py would go on reading it
+        kept = old_names(out_dir, ['best.pt'])['best.pt']
+        os.replace(path('best.pt'), path(kept))  # else sample.py would go on reading it
         print0(f"{out_dir}/best.pt is kept as {kept}: always_save_checkpoint=True")
+    return {}
 
 
 LOG_FIELDS = {  # the columns of log.csv, and how each is written
@@ -853,26 +887,32 @@ LOG_FIELDS = {  # the columns of log.csv, and how each is written
 }
 
 
-def open_log(path, after):
-    """log.csv for appending, rows beyond iteration `after` dropped. Returns the file and its writer."""
+def log_name(earlier):
+    """Where rows are written while the files of an earlier run still have their names."""
+    return 'log.new.csv' if earlier else 'log.csv'
+
+
+def start_log(path, after):
+    """A log with its header; of one that is there the rows up to iteration `after` stay. The last may be cut,
+    and another version may have other columns."""
     rows = []
     if after and os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as f:
             rows = [row for row in csv.DictReader(f)
-                    if row['wall_s'] and int(row['iter']) <= after]
+                    if None not in row.values() and int(row.get('iter') or after + 1) <= after]
     with open(path + '.tmp', 'w', encoding='utf-8', newline='') as f:
         writer = csv.DictWriter(f, LOG_FIELDS, extrasaction='ignore')
         writer.writeheader()
         writer.writerows(rows)
     os.replace(path + '.tmp', path)
-    f = open(path, 'a', encoding='utf-8', newline='', buffering=1)  # noqa: SIM115
-    return f, csv.DictWriter(f, LOG_FIELDS)
 
 
-def log_row(writer, wandb, row):
-    """Writes a row, a dict of numbers by LOG_FIELDS, to log.csv and to wandb's run, if there is one."""
+def log_row(path, wandb, row):
+    """Adds a row, a dict of numbers by LOG_FIELDS, to a log and to wandb's run, if there is one."""
     row = {name: value for name, value in row.items() if value is not None}
-    writer.writerow({name: format(value, LOG_FIELDS[name]) for name, value in row.items()})
+    with open(path, 'a', encoding='utf-8', newline='') as f:
+        csv.DictWriter(f, LOG_FIELDS).writerow({name: format(value, LOG_FIELDS[name])
+                                                for name, value in row.items()})
     if wandb:
         names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # as nanoGPT has them
         wandb.log({names.get(name, name): value for name, value in row.items()}, step=row['iter'])
@@ -934,13 +974,28 @@ def check_settings(config):
         raise ValueError(f"lora_alpha={config['lora_alpha']} must be above 0")
     if not 0 < config['cooldown'] <= 1:
         raise ValueError(f"cooldown={config['cooldown']} must be above 0 and at most 1")
-    if config['epochs'] is not None and config['tokens_per_param'] is not None:
-        raise ValueError(f"epochs={config['epochs']} and tokens_per_param={config['tokens_per_param']} both "
-                         "set the length: give one")
     if not config['out_dir']:
         raise ValueError("out_dir is empty: name a folder")
     if os.path.exists(config['out_dir']) and not os.path.isdir(config['out_dir']):
         raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
+
+
+NEEDS = {  # flag: the setting, or field of GPTConfig, without which it has no effect, and its value; ...: any
+    'momentum': ('optimizer', 'muon'),
+    'lr_schedule': ('decay_lr', True), 'cooldown': ('lr_schedule', 'wsd'),
+    'balance_loss': ('n_expert', ...), 'z_loss': ('n_expert', ...), 'balance_rate': ('balance_bias', True),
+    'lora_alpha': ('lora_rank', ...), 'lora_targets': ('lora_rank', ...),
+}
+
+
+def check_effect(given, settings):
+    """Raises ValueError for a flag that has no effect; config files serve many runs. given: as configure
+    returns it; settings: this file's and the model's, {name: value}."""
+    for name, (needed, value) in NEEDS.items():
+        holds = settings[needed] if value is ... else settings[needed] == value
+        if given.get(name) == 'flags' and not holds:
+            raise ValueError(f"--{name} has no effect without {needed}{'' if value is ... else f'={value}'}: "
+                             "leave it out")
 
 
 def smaller_batches(accumulation, micro_batch, ranks, config):
@@ -1123,14 +1178,29 @@ def check_data(folder, meta, train_bins, val_bins, config, source):
 
 def warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param):
     """Says so where the text is short for the run that is planned: a person who names epochs or max_iters may
-    want them, but tokens_per_param is for text that does not come again."""
+    want them, but tokens_per_param is for text that does not come again. Raises ValueError for a batch that
+    would seem to hang."""
     epochs = max_iters * windows_per_iter / n_windows
     if tokens_per_param is not None and epochs > 10:
         print0(f"warning: tokens_per_param={tokens_per_param:g} is {epochs:.0f} epochs of this text: prepare "
-               "more, or give --epochs=3 --tokens_per_param=None")
+               "more, or give --epochs=3")
+    if windows_per_iter > 100 * n_windows:
+        raise ValueError(f"an iteration takes {windows_per_iter:,} windows, and this text has {n_windows:,}: "
+                         "lower --batch_size or --gradient_accumulation_steps")
     if windows_per_iter > n_windows:
         print0(f"warning: an iteration takes {windows_per_iter:,} windows, and this text has {n_windows:,}: "
                "lower --batch_size or --gradient_accumulation_steps, or prepare more")
+
+
+def warn_of_rates(config, max_iters):
+    """Says so where the learning rate does not come to its peak, as in a run cut short, or ends above it."""
+    warmup, peak, floor = (config[name] for name in ('warmup_iters', 'learning_rate', 'min_lr'))
+    if 0 < max_iters <= warmup:
+        print0(f"warning: warmup_iters={warmup} goes on to the end: the learning rate comes to "
+               f"{max_iters / (warmup + 1):.0%} of its peak; lower --warmup_iters")
+    if config['decay_lr'] and floor is not None and floor > peak:
+        print0(f"warning: min_lr={floor:g} is above learning_rate={peak:g}, so that the rate rises: lower "
+               "--min_lr")
 
 
 def dataset_tokenizer(folder, source_tokenizer, source, path=None):
@@ -1204,7 +1274,8 @@ if __name__ == '__main__':
     if resumed:
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked)
         config = resumed_settings(rest, config, given)
-        globals().update(config)
+    config = last_length(config, given)
+    globals().update(config)
     check_settings(config)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
     advice = smaller_batches(accumulation, micro_batch, ranks, config)
@@ -1245,6 +1316,7 @@ if __name__ == '__main__':
             raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router "
                              "learns nothing: --norm_topk_prob=False")
     check_data(folder, meta, train_bins, val_bins, model.config, source)
+    check_effect(given, {**config, **vars(model.config)})
     lora = lora_of(config, rest, resumed)
     if lora and not resumed:
         lora['checksum'] = checksum(model)
@@ -1267,9 +1339,11 @@ if __name__ == '__main__':
     # length
     windows_per_iter = gradient_accumulation_steps * batch_size
     tokens_per_iter = windows_per_iter * block_size
+    length = f'max_iters={max_iters}'
     if epochs is not None:
-        max_iters = math.ceil(epochs * n_windows / windows_per_iter)
+        length, max_iters = f'epochs={epochs:g}', math.ceil(epochs * n_windows / windows_per_iter)
     if tokens_per_param is not None:
+        length = f'tokens_per_param={tokens_per_param:g}'
         max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
     decay_end = max_iters if lr_decay_iters is None else lr_decay_iters
     floor = learning_rate / 10 if min_lr is None else min_lr
@@ -1285,11 +1359,14 @@ if __name__ == '__main__':
     if train_bins.masks:
         print0(f"mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are targets; "
                f"document_token={model.config.document_token}")
-    print0(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} "
-           f"windows on {ranks} rank{'s' * (ranks > 1)}), {max_iters * windows_per_iter / n_windows:.2f} "
-           f"epochs, {max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
+    print0(f"run: {max_iters:,} iterations ({length}) of {tokens_per_iter:,} tokens ({accumulation} x "
+           f"{micro_batch} windows on {ranks} rank{'s' * (ranks > 1)}), "
+           f"{max_iters * windows_per_iter / n_windows:.2f} epochs, "
+           f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
            f"{eval_interval} iterations to {out_dir}/")
     warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param)
+    if not eval_only:
+        warn_of_rates(config, max_iters)
 
     # optimizers, compilation
     optimizers = make_optimizers(model, config)
@@ -1297,6 +1374,9 @@ if __name__ == '__main__':
     progress = resume(rest, config, optimizers, scaler) if resumed else Progress()
     if resumed and progress.iter_num >= max_iters and not eval_only:
         print0(f"resume: nothing is left to do, max_iters={max_iters:,}; to train on, give more --max_iters")
+        if ranks > 1:
+            dist.destroy_process_group()
+        sys.exit()
     del rest, source_tokenizer  # their memory
     forward = evaluated = model
     if compile and not eval_only and progress.iter_num < max_iters:
@@ -1309,12 +1389,12 @@ if __name__ == '__main__':
                       gradient_as_bucket_view=True)
 
     # files, signals
-    lock, writer, log_file, wandb, stop = None, None, None, None, []
+    lock, earlier, wandb, stop, saved = None, None, None, [], resumed
     if rank == 0 and not eval_only:
         os.makedirs(out_dir, exist_ok=True)
         lock = lock_folder(out_dir)
-        prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
-        log_file, writer = open_log(os.path.join(out_dir, 'log.csv'), progress.iter_num)
+        earlier = prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
+        start_log(os.path.join(out_dir, log_name(earlier)), progress.iter_num)
         if wandb_log:
             wandb = start_wandb(wandb_project, wandb_run_name,
                                 {**config, **dataclasses.asdict(model.config)}, progress.wandb_id)
@@ -1364,7 +1444,7 @@ if __name__ == '__main__':
                          f"{'s' * (skipped > 1)} skipped, {progress.skipped} in all", stop)
                 if in_a_row >= MAX_SKIPPED:
                     raise diverged(f"{in_a_row} losses or gradients in a row were not finite", it,
-                                   learning_rate, checkpoint_file)
+                                   learning_rate, checkpoint_file if saved else None)
             if logs or early or stopping:
                 seconds = (time.time() - timed_at) / (it - timed_it)
                 timed_it, timed_at = it, time.time()
@@ -1378,12 +1458,13 @@ if __name__ == '__main__':
                        'skipped': progress.skipped, 'wall_s': progress.wall_s}
                 tell(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds), stop)
                 if rank == 0 and logs and not at_goal and not stopping:  # else it waits for its val_loss
-                    log_row(writer, wandb, row)
+                    log_row(os.path.join(out_dir, log_name(earlier)), wandb, row)
 
         if stopping:  # first, for whoever sent the signal may not wait for an evaluation
             state = snapshot(model, progress, optimizers, scaler, wanted=rank == 0)
             if rank == 0:
-                save(checkpoint_file, {**constant, **state})
+                save(checkpoint_file, {**constant, **state}, earlier)
+            saved = True
             del state
         val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
                                    machine.autocast, rank, ranks)
@@ -1394,7 +1475,8 @@ if __name__ == '__main__':
         tell(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
              f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
         if not math.isfinite(val_loss):
-            raise diverged(f"val loss is {val_loss}", progress.iter_num, learning_rate, checkpoint_file)
+            raise diverged(f"val loss is {val_loss}", progress.iter_num, learning_rate,
+                           checkpoint_file if saved else None)
         if eval_only:
             break
         improved = val_loss < progress.best_val_loss
@@ -1404,12 +1486,12 @@ if __name__ == '__main__':
         if rank == 0:
             if row:  # before the checkpoint: a run that is killed in between writes it anew
                 row.update(val_loss=val_loss, val_bpb=bpb, wall_s=progress.wall_s)
-                log_row(writer, wandb, row)
+                log_row(os.path.join(out_dir, log_name(earlier)), wandb, row)
             if improved and not always_save_checkpoint:
                 weights_only = {name: value for name, value in state.items()
                                 if name not in ('optimizer', 'scaler')}
-                save(best_file, {**constant, **weights_only})
-            save(checkpoint_file, {**constant, **state})
+                save(best_file, {**constant, **weights_only}, earlier)
+            save(checkpoint_file, {**constant, **state}, earlier)
             if keep:
                 keep_last(out_dir, progress.iter_num, keep)
             saving, elapsed, saved_at = time.time() - saving, time.time() - saved_at, time.time()
@@ -1417,6 +1499,7 @@ if __name__ == '__main__':
             if notice:
                 tell(notice, stop)
                 noticed = True
+        saved = True
         del state
         if sample_tokens and tokenizer and (rank == 0 or shard):  # sharded, all ranks compute the same
             model.eval()
@@ -1431,13 +1514,14 @@ if __name__ == '__main__':
     if stopped:
         tell(f"stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
              f"{resume_command(out_dir, ranks)}", stop)
+        if ranks > 1:
+            tell('all is saved; the error that torchrun reports below is the signal', stop)
     elif not eval_only:
         memory = peak_mb(device)
         tell(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
              f"python sample.py --out_dir={shlex.quote(out_dir)}", stop)
-    if log_file:
-        log_file.close()
+    if lock:
         lock.close()
     if ranks > 1:
         dist.destroy_process_group()

@@ -23,6 +23,3 @@ eval_interval = 250
 eval_iters = 20
 log_interval = 25
 sample_tokens = 80
-
-# sample.py
-num_samples = 3
