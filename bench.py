@@ -264,10 +264,10 @@ def cache_per_token(model):
     return model.cache_elements(1) - model.cache_elements(0)
 
 
-def model_and_machine(config, model_args):
+def model_and_machine(config, model_args, bound_by_memory=False):
     """The model that the settings name, random or from init_from, and what it runs on: (GPT, the machine as
     configurator.runtime has it, FLOP/s of a large matmul, bytes/s read)."""
-    machine = runtime(config['device'], config['dtype'], config['seed'])
+    machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
     if config['init_from'] == 'scratch':
         model = GPT(GPTConfig(**fields_asked(config, model_args)))
     else:
@@ -447,7 +447,8 @@ def in_transformers(model):
 def measure_decode(config, model_args, words):
     """Seconds a step, in turns with another implementation, with one row alone if there are several, and with
     no guesses if there are some; and the share of the memory's bandwidth."""
-    model, machine, *_ = model_and_machine(config, model_args)
+    model, machine, *_ = model_and_machine(config, model_args,
+                                           config['compile'] is True or config['quantize'] == 'int8')
     model.to(machine.dtype).eval()
     if config['operators']:
         from torch._inductor import config as inductor

@@ -326,11 +326,12 @@ def one_line_errors(kind, error, trace, settings=(), memory=None):
 
 # the machine ------------------------------------------------------------------------------------------------
 
-def runtime(device='auto', dtype='auto', seed=1337, threads=None):
+def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memory=False):
     """Settle device, dtype and threads, and seed torch.
 
     device: cpu, cuda, cuda:1, mps, or auto, the best there is; under torchrun each rank takes its own GPU.
     dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, what the hardware is fast at.
+    bound_by_memory: whether the weights are read by compiled steps, or in eight bits, to generate text.
     Returns device, device_type, dtype (torch's), threads, and autocast: `with run.autocast():`, reusable.
     ValueError: there is no such device, or it cannot compute in this dtype.
     """
@@ -344,7 +345,7 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None):
     elif kind == 'cpu':
         keep_freed_memory()
     if dtype == 'auto':
-        dtype = fastest_dtype(kind, index)
+        dtype = fastest_dtype(kind, index, bound_by_memory)
     if dtype not in ('float32', 'bfloat16') and (kind, dtype) != ('cuda', 'float16'):
         raise ValueError(f"dtype={dtype}: use --dtype=auto, float32 or bfloat16; float16 needs CUDA")
     torch.set_float32_matmul_precision(matmul_precision(kind))
@@ -402,16 +403,18 @@ def cpu_units():
             getattr(torch.cpu, '_is_avx512_bf16_supported', bool)())
 
 
-def fastest_dtype(kind, index):
+def fastest_dtype(kind, index, bound_by_memory=False):
     """bfloat16 where there are units for it, float16 on older GPUs, else float32.
 
-    Shapes do not decide: with AMX products of 64 take longer in bfloat16 (65 against 13 us), but models with
-    none that are larger are over in minutes either way.
+    On a CPU without units products of many rows take twice as long in bfloat16, but a compiled step that
+    generates is done when the weights are read, half as many bytes; and torch's kernel for eight bits is fast
+    in bfloat16 alone. Shapes do not decide: with AMX products of 64 take longer in bfloat16 (65 against
+    13 us), but models with none that are larger are over in minutes either way.
     """
     import torch
     if kind == 'cuda':
         return 'bfloat16' if torch.cuda.get_device_capability(index) >= (8, 0) else 'float16'
-    return 'bfloat16' if kind == 'cpu' and any(cpu_units()) else 'float32'
+    return 'bfloat16' if kind == 'cpu' and (bound_by_memory or any(cpu_units())) else 'float32'
 
 
 def matmul_precision(kind):

@@ -1756,10 +1756,12 @@ class GPT(nn.Module):
 
     def _make_ropes(self):
         """The rotary table of all positions for each kind that a mixer has: kind -> (cos, sin)."""
-        length = self.config.block_size
-        positions = torch.arange(length, device=self.wte.weight.device)
-        self.ropes = {kind: None if kind is None else rope_table(kind, positions, length)
-                      for kind in dict.fromkeys(block.attn.rope_kind for block in self.h)}
+        length, device = self.config.block_size, self.wte.weight.device
+        self.ropes = {}
+        if device.type != 'meta':  # there they could not be seen
+            positions = torch.arange(length, device=device)
+            self.ropes = {kind: kind and rope_table(kind, positions, length)
+                          for kind in dict.fromkeys(block.attn.rope_kind for block in self.h)}
 
     def _apply(self, fn, recurse=True):
         """What .to() and .cuda() call. It must not round the angles of rotary tables, nor expert biases,
@@ -1770,7 +1772,8 @@ class GPT(nn.Module):
         for m, bias in exact:
             if not bias.is_meta:
                 m.expert_bias = bias.to(m.expert_bias.device)
-        if any(table and table[0].device != self.wte.weight.device for table in self.ropes.values()):
+        if not self.ropes or any(table and table[0].device != self.wte.weight.device
+                                 for table in self.ropes.values()):
             self._make_ropes()
         return self
 

@@ -31,7 +31,7 @@ import time
 import typing
 import weakref
 
-from configurator import can_compile, configure, runtime
+from configurator import can_compile, choose_device, configure, runtime
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
@@ -63,7 +63,7 @@ speculate: int | None = None  # tokens guessed at a time, from where the text re
 draft = ''                  # a smaller model of the same tokenizer, as init_from, guesses; speculate None: 4
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
-dtype = 'auto'              # float32, bfloat16, float16; auto: what the hardware is fast at
+dtype = 'auto'              # float32, bfloat16, float16; auto: what is fast here, compiled and in 8 bits
 compile: bool | str = 'auto'  # torch.compile the step: one to two minutes; auto: from 4,000 steps on
 config, _ = configure(globals())
 
@@ -1083,7 +1083,10 @@ def read_prompts(start):
 
 if __name__ == '__main__':
     check_settings(config)
-    machine = runtime(device, dtype, seed)
+    prompts = [] if chat and start == '\n' else read_prompts(start)
+    steps = max_new_tokens * max(1, math.ceil(len(prompts) * (1 if chat else num_samples) / batch_size))
+    config['compile'] = not score and resolve_compile(compile, choose_device(device)[0], steps)
+    machine = runtime(device, dtype, seed, bound_by_memory=config['compile'] or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
     model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype,
                                   int8=quantize == 'int8', **changes)
@@ -1101,9 +1104,6 @@ if __name__ == '__main__':
         trained = f", iteration {rest['iter_num']:,}, val loss {float(rest['best_val_loss']):.4f} at best"
     print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
     proposer = make_proposer(config, model, tokenizer, machine)
-    prompts = [] if chat and start == '\n' else read_prompts(start)
-    steps = max_new_tokens * max(1, math.ceil(len(prompts) * (1 if chat else num_samples) / batch_size))
-    config['compile'] = not score and resolve_compile(compile, machine.device, steps)
     if config['compile']:
         print("compiling the step: a minute or two, unless it is kept from an earlier run")
     if not prompts:
