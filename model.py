@@ -1749,19 +1749,19 @@ class GPT(nn.Module):
                 raise ValueError(f"document_token={config.document_token}: {type(block.attn).__name__} does "
                                  "not keep documents apart; leave document_token out")
         self.marks = collect_marks(self)
-        self._make_ropes()
+        self.ropes = {}
+        if not self.wte.weight.is_meta:  # where torch would import the compiler, in a second or two
+            self._make_ropes()
         self.register_state_dict_post_hook(_trim_rows)
         self.register_load_state_dict_pre_hook(_pad_rows)
         self.init_weights()
 
     def _make_ropes(self):
         """The rotary table of all positions for each kind that a mixer has: kind -> (cos, sin)."""
-        length, device = self.config.block_size, self.wte.weight.device
-        self.ropes = {}
-        if device.type != 'meta':  # there they could not be seen
-            positions = torch.arange(length, device=device)
-            self.ropes = {kind: kind and rope_table(kind, positions, length)
-                          for kind in dict.fromkeys(block.attn.rope_kind for block in self.h)}
+        length = self.config.block_size
+        positions = torch.arange(length, device=self.wte.weight.device)
+        self.ropes = {kind: kind and rope_table(kind, positions, length)
+                      for kind in dict.fromkeys(block.attn.rope_kind for block in self.h)}
 
     def _apply(self, fn, recurse=True):
         """What .to() and .cuda() call. It must not round the angles of rotary tables, nor expert biases,
@@ -1897,6 +1897,8 @@ class GPT(nn.Module):
             context.position_ids = positions - context.document_starts
         if lengths is not None:  # padding may stand beyond the last position that has a rotation
             context.position_ids = context.position_ids.clamp(max=config.block_size - 1)
+        if not self.ropes:
+            self._make_ropes()
         for kind, tables in self.ropes.items():
             context.ropes[kind] = tables and tuple(table[context.position_ids][:, None] for table in tables)
         for kind in dict.fromkeys(block.attn.mask_kind for block in self.h):
