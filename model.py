@@ -2268,7 +2268,7 @@ def int8_linear(x, w, scale):
     if x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
         return F.linear(x, w.to(x.dtype) * scale[:, None])
     # in parts that stay in a CPU's cache
-    parts = w.split(max(1, 2**18 // x.shape[-1])) if is_cpu else [w]
+    parts = w.split(max(1, 2**18 // x.shape[-1])) if is_cpu and not torch.compiler.is_compiling() else [w]
     return torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1) * scale
 
 
@@ -2317,8 +2317,9 @@ def read_checkpoint(path):
     """The dict in a file of torch.save, with tensors 'model' and options 'model_args'; runs no code of it."""
     try:
         # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
-        found = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
-        with zipfile.ZipFile(path) if zipfile.is_zipfile(path) else contextlib.nullcontext() as file:
+        is_zip = zipfile.is_zipfile(path)  # torch's files before 1.6 were none
+        found = torch.load(path, map_location='cpu', weights_only=True, mmap=is_zip and os.name == 'posix')
+        with zipfile.ZipFile(path) if is_zip else contextlib.nullcontext() as file:
             damaged = file and file.testzip()  # torch.load does not look at the checksums
     except FileNotFoundError:
         beside = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), 'ckpt[.-]?*.pt'))

@@ -302,7 +302,8 @@ def compile_step(model, device):
     version = hash((NUMBERS.setdefault(model, next(COUNT)), repr(model.config), model.training,
                     *((w.data_ptr(), w._version if frozen else 0) for w in weights)))
     # torch would look at each module and weight before each step, for longer than a layer takes
-    compiled = functools.partial(torch.compile(versioned_step, dynamic=False, options={
+    # whole: one in pieces could take what an earlier model left for a piece
+    compiled = functools.partial(torch.compile(versioned_step, dynamic=False, fullgraph=whole, options={
         'guard_filter_fn': lambda guards: ["L['args'][0]" not in guard.name for guard in guards],
         'triton.cudagraphs': whole and device.type == 'cuda',
         # so that for one row the cast of eight bits becomes a part of the product

@@ -799,7 +799,8 @@ def save(path, state, earlier=None):
         torch.save(state, path + '.tmp')
         if earlier:
             earlier[log_name(earlier)] = 'log.csv'
-            for name, new in earlier.items():  # the new log comes last
+            # logs first: Windows renames none that another program holds open, and then nothing is renamed
+            for name, new in sorted(earlier.items(), key=lambda names: not names[0].startswith('log')):
                 os.replace(os.path.join(folder, name), os.path.join(folder, new))
             earlier.clear()
         os.replace(path + '.tmp', path)
@@ -980,22 +981,21 @@ def check_settings(config):
         raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
 
 
-NEEDS = {  # flag: the setting, or field of GPTConfig, without which it has no effect, and its value; ...: any
-    'momentum': ('optimizer', 'muon'),
-    'lr_schedule': ('decay_lr', True), 'cooldown': ('lr_schedule', 'wsd'),
-    'balance_loss': ('n_expert', ...), 'z_loss': ('n_expert', ...), 'balance_rate': ('balance_bias', True),
-    'lora_alpha': ('lora_rank', ...), 'lora_targets': ('lora_rank', ...),
+UNUSED = {  # flag: the setting, or field of GPTConfig, and its values, with which it has no effect
+    'momentum': ('optimizer', ['adamw']),
+    'lr_schedule': ('decay_lr', [False]), 'cooldown': ('lr_schedule', ['cosine', 'linear']),
+    'balance_loss': ('n_expert', [None]), 'z_loss': ('n_expert', [None]),
+    'balance_rate': ('balance_bias', [False]),
+    'lora_alpha': ('lora_rank', [0]), 'lora_targets': ('lora_rank', [0]),
 }
 
 
 def check_effect(given, settings):
     """Raises ValueError for a flag that has no effect; config files serve many runs. given: as configure
     returns it; settings: this file's and the model's, {name: value}."""
-    for name, (needed, value) in NEEDS.items():
-        holds = settings[needed] if value is ... else settings[needed] == value
-        if given.get(name) == 'flags' and not holds:
-            raise ValueError(f"--{name} has no effect without {needed}{'' if value is ... else f'={value}'}: "
-                             "leave it out")
+    for name, (other, values) in UNUSED.items():
+        if given.get(name) == 'flags' and settings[other] in values:
+            raise ValueError(f"--{name} has no effect with {other}={settings[other]}: leave it out")
 
 
 def smaller_batches(accumulation, micro_batch, ranks, config):
@@ -1209,7 +1209,7 @@ def dataset_tokenizer(folder, source_tokenizer, source, path=None):
     from path, a ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
-    except (OSError, ImportError, ValueError) as error:
+    except (OSError, ImportError) as error:
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
     if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:

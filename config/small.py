@@ -11,7 +11,7 @@ n_embd = 768
 d_ff = 2432             # makes it 124.7M parameters
 block_size = 1024
 
-batch_size = 16         # fits 24 GB; on larger cards try 32 with 16 accumulation steps (64 are more than 2^31 logits)
+batch_size = 16         # fits 24 GB; on larger cards try 32 with 16 steps (64 are more than 2^31 logits)
 gradient_accumulation_steps = 32  # 524,288 tokens an iteration
 tokens_per_param = 20   # Chinchilla's 2.5B tokens; on a small dataset give --epochs=3
 optimizer = 'muon'
