@@ -979,7 +979,11 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     not fit."""
     folder = fetch(folder_or_id)
     c = read_json(os.path.join(folder, 'config.json'))
-    config = changed_config(checked_config(c, folder), changes)
+    config = checked_config(c, folder)
+    if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
+        # the list for short texts, by which transformers reads them; a larger block_size takes the other
+        changes = {'block_size': config.rope_scaling['original_max_position_embeddings'], **changes}
+    config = changed_config(config, changes)
     family = FAMILIES[c['model_type'] + '_text' * (c['model_type'] in NESTED)]
     stored = read_headers(folder)
     dtype = dtype or largest(stored).dtype

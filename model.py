@@ -758,7 +758,8 @@ class Mixer(nn.Module, abc.ABC):
 
     @classmethod
     def defaults(cls, config):
-        """Field of GPTConfig -> what its None stands for."""
+        """Field of GPTConfig -> what its None stands for. Asked of models without such a layer too, so that
+        fields which are None may not be reckoned with."""
         return {}
 
     @classmethod

@@ -453,6 +453,7 @@ def download(name, url, size=None, sha256=None, chats=False, older=None):
         except FileNotFoundError:
             if older is None:
                 raise
+            print(f'there is nothing at {url} any more: taking {older}')
             path = get(older)
         return (conversations if chats else file_documents)([path])
     return chat_source(name, name, documents) if chats else Source(name, name, documents)

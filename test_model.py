@@ -6786,7 +6786,8 @@ def near(a, b, tolerance=1e-4):
 @torch.no_grad()
 def test_hf_checkpoints_in_and_out(kind, options, tmp_path):
     theirs = hf_model(kind, options, tmp_path / 'in')
-    ours, idx = hub.from_pretrained(tmp_path / 'in'), torch.randint(61, (2, 24))
+    context = {'block_size': 64} if 'longrope' in str(options) else {}
+    ours, idx = hub.from_pretrained(tmp_path / 'in', **context), torch.randint(61, (2, 24))
     logits = theirs(idx).logits
     near(ours(idx), logits)
     start = idx[:1, :6]
@@ -6795,10 +6796,21 @@ def test_hf_checkpoints_in_and_out(kind, options, tmp_path):
     assert made(ours, [start[0].tolist()], 20, temperature=0)[0] == greedy
     hub.save_pretrained(ours, None, tmp_path / 'out')
     near(hf_opened(tmp_path / 'out')(idx).logits, logits)
-    again = hub.from_pretrained(tmp_path / 'out')
+    again = hub.from_pretrained(tmp_path / 'out', **context)
     assert torch.equal(again(idx), ours(idx))
     flat.quantize_weights(again, torch.float32)  # as a whole, and tensor by tensor as it is read
-    assert torch.equal(hub.from_pretrained(tmp_path / 'in', int8=True)(idx), again(idx))
+    assert torch.equal(hub.from_pretrained(tmp_path / 'in', int8=True, **context)(idx), again(idx))
+
+
+@torch.no_grad()
+def test_hf_longrope_reads_short_texts_and_by_a_larger_context_long_ones(tmp_path):
+    theirs = hf_model('llama', dict(HF, **hf_rope(
+        'longrope', factor=2.0, short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[1.0, 2.0, 3.0, 4.0],
+        original_max_position_embeddings=32)), tmp_path)
+    for n, changes in (24, {}), (40, {'block_size': 64}):
+        idx, ours = torch.randint(61, (2, n)), hub.from_pretrained(tmp_path, **changes)
+        assert ours.config.block_size == changes.get('block_size', 32)
+        near(ours(idx), theirs(idx).logits)
 
 
 @torch.no_grad()

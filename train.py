@@ -1515,7 +1515,7 @@ if __name__ == '__main__':
         tell(f"stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
              f"{resume_command(out_dir, ranks)}", stop)
         if ranks > 1:
-            tell('all is saved; the error that torchrun reports below is the signal', stop)
+            tell('all is saved; the error that torchrun reports below is this exit status', stop)
     elif not eval_only:
         memory = peak_mb(device)
         tell(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
