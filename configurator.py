@@ -226,8 +226,6 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     """
     path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
-    if launched:
-        spin_briefly()
     own = Settings(path)
     fields = Settings(path.with_name('model.py'), model_config) if model_config else None
     config = {name: settings[name] for name in own.kinds if type(settings[name]) in PLAIN.values()}
@@ -359,14 +357,6 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
         else functools.partial(torch.autocast, kind, torch_dtype)
     return types.SimpleNamespace(device=device, device_type=kind, dtype=torch_dtype, autocast=autocast,
                                  threads=threads)
-
-
-def spin_briefly():
-    """Have OpenMP's threads spin 10,000 times, not 300,000, before they sleep, unless the user has said how
-    they wait; torch reads it when it is imported. One that spins takes the core that the one it waits for
-    needs: beside a busy process on two cores a step takes 0.6 to 0.75 of the time, alone up to 1.1."""
-    if not {'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys():
-        os.environ['GOMP_SPINCOUNT'] = '10000'
 
 
 def choose_device(device):

@@ -571,18 +571,6 @@ def test_cfg_runtime_threads():
     assert runtime('cpu', threads=1).threads == torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize('given, expected', [
-    ({}, '10000'), ({'GOMP_SPINCOUNT': '5'}, '5'), ({'OMP_WAIT_POLICY': 'active'}, None)])
-def test_cfg_how_threads_wait_is_the_users_choice(given, expected, monkeypatch):
-    for name in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'):
-        monkeypatch.setenv(name, '')  # so that it is put back
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    configurator.spin_briefly()
-    assert os.environ.get('GOMP_SPINCOUNT') == expected
-
-
 @pytest.mark.parametrize('device, capability, lacking, line', [
     ('cpu', None, (), None), ('cpu', None, ('g++', 'clang++'), 'no compiler g.. or clang..: .* CXX'),
     ('cpu', None, ('Python.h',), 'no Python.h'), ('cuda:1', (9, 0), (), None),
