@@ -243,8 +243,8 @@ def print_table(title, heads, rows):
 
 
 def fields_asked(config, model_args, **others):
-    """Fields of GPTConfig: those that are given; else the vocabulary of config['dataset'], if that is
-    prepared, and `others`."""
+    """The fields of GPTConfig for a new model: `others`, the vocabulary of config['dataset'] if it is
+    prepared, and over both the fields given."""
     folder = train.data_folder(config['dataset'])
     if config['dataset'] and os.path.isdir(folder):
         others['vocab_size'] = read_meta(folder)['vocab_size']
@@ -509,8 +509,8 @@ def measure_decode(config, model_args, words):
 
 
 def print_operators(generation, steps, device_type):
-    """Prints what takes most of a step, of a generation of so many: operators, or kernels if it is compiled;
-    on CUDA by the GPU's time."""
+    """Prints the operators (kernels, if compiled) that take most of a step's time, on CUDA of the GPU's.
+    generation: makes `steps` steps."""
     from torch.profiler import ProfilerActivity, profile
     gpu = device_type == 'cuda'
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]) as found:

@@ -758,8 +758,8 @@ class Mixer(nn.Module, abc.ABC):
 
     @classmethod
     def defaults(cls, config):
-        """Field of GPTConfig -> what its None stands for. Asked of models without such a layer too, so that
-        fields which are None may not be reckoned with."""
+        """Field of GPTConfig -> the value that None stands for. Called for models without such a layer too:
+        other fields of its own may still be None."""
         return {}
 
     @classmethod
@@ -772,9 +772,9 @@ class Mixer(nn.Module, abc.ABC):
         self.layer = layer
 
     def after_last(self, x, context, state=0):
-        """x (B, T, ...) -> (B, n + T, ...): behind each row's n tokens before, zeros where there were none. A
-        state of shape (n, ...), given by its number, keeps them, and then the last n of these; padding is
-        none of them."""
+        """x (B, T, ...) -> (B, n + T, ...): x behind the values of each row's n tokens before it, zeros
+        before the first token. They come from the state of this number, of shape (n, ...), which then holds
+        those of the row's last n tokens; padding is left out."""
         cache, n = context.cache, self.states[state][0][0]
         before = (x.new_zeros(len(x), n, *x.shape[2:]) if cache is None
                   else cache.states[self.layer][state])
@@ -1968,7 +1968,7 @@ class GPT(nn.Module):
     def account(self, block_size=None):
         """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once,
         padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it
-        is frozen: all that are marked as matrices or belong to a linear layer; an embedding is looked up.
+        is frozen: matrices of linear layers, and parameters marked as matrices unless they are looked up.
         'mixing' is what mixers do besides, at a length of block_size."""
         config, table = self.config, {}
         used = (config.n_expert_active or 0) / (config.n_expert or 1)
@@ -1976,9 +1976,10 @@ class GPT(nn.Module):
             part = next(part for pattern, part in PARTS.items() if pattern in name)
             n = (w[:config.vocab_size] if name in PADDED else w).numel()
             active = round(n * used) if part == 'experts' else n
-            group, owner = self.marks[name].group, self.get_submodule(name.rpartition('.')[0])
-            matmul = (group == 'matrix' and not isinstance(owner, nn.Embedding) or group == 'embedding'
-                      and isinstance(owner, (nn.Linear, LoRALinear, Int8Linear)))
+            owner = self.get_submodule(name.rpartition('.')[0])
+            is_linear = isinstance(owner, (nn.Linear, LoRALinear, Int8Linear)) and w.ndim == 2
+            is_matrix = self.marks[name].group == 'matrix' and not isinstance(owner, nn.Embedding)
+            matmul = is_linear or is_matrix
             table.setdefault(part, []).append((n, active, (6 if w.requires_grad else 4) * active * matmul))
         if self.lm_head is None:
             each = 6 if self.wte.weight.requires_grad else 4
@@ -2268,7 +2269,7 @@ def int8_linear(x, w, scale):
             return (x[..., None, :] * w).sum(dim=-1) * scale
     if x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
         return F.linear(x, w.to(x.dtype) * scale[:, None])
-    # in parts that stay in a CPU's cache
+    # in parts whose copies stay in a CPU's cache
     parts = w.split(max(1, 2**18 // x.shape[-1])) if is_cpu and not torch.compiler.is_compiling() else [w]
     return torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1) * scale
 

@@ -204,7 +204,7 @@ def fetch_rest(url, part, size):
 # files as documents -----------------------------------------------------------------------------------------
 # A document is an iterable of blocks of text, so that one of many gigabytes is never in memory as a whole.
 
-KEPT = {}  # what messages call standard input: the file that it is kept in
+KEPT = {}  # the name of standard input in messages: the file that it is kept in
 
 
 @contextlib.contextmanager
@@ -379,8 +379,7 @@ def check_messages(messages, place):
 
 
 def from_json(value):
-    """What JSON inside of JSON stands for, as which MiniMind has tools and tool_calls; any other value as it
-    is."""
+    """A text of JSON, as MiniMind writes tools and tool_calls -> its value; any other value as it is."""
     with contextlib.suppress(TypeError, ValueError):
         return json.loads(value)
     return value
@@ -810,7 +809,8 @@ def planned_contents(source, plan):
 
 
 def refusing(source, special):
-    """The source, whose documents raise ValueError where one has the text of a special token, {text: ...}."""
+    """A source with the same documents, which raise ValueError at the text of a special token; special has
+    these texts as keys."""
     if not special:
         return source
     pattern, longest = re.compile('|'.join(map(re.escape, special))), max(map(len, special))

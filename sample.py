@@ -254,7 +254,8 @@ def is_one_graph(model, device):
 
 
 def resolve_compile(compile, device, steps):
-    """compile='auto' -> bool: fewer steps than EARNS_COMPILING says do not earn back the time to compile."""
+    """compile='auto' -> bool: with fewer steps than EARNS_COMPILING[device] compiling takes longer than it
+    saves."""
     if compile != 'auto':
         return compile
     return steps >= EARNS_COMPILING.get(device.partition(':')[0], math.inf) and can_compile(device)
@@ -302,7 +303,7 @@ def compile_step(model, device):
     version = hash((NUMBERS.setdefault(model, next(COUNT)), repr(model.config), model.training,
                     *((w.data_ptr(), w._version if frozen else 0) for w in weights)))
     # torch would look at each module and weight before each step, for longer than a layer takes
-    # whole: one in pieces could take what an earlier model left for a piece
+    # fullgraph: of a graph in pieces each piece could be reused with the weights of an earlier model
     compiled = functools.partial(torch.compile(versioned_step, dynamic=False, fullgraph=whole, options={
         'guard_filter_fn': lambda guards: ["L['args'][0]" not in guard.name for guard in guards],
         'triton.cudagraphs': whole and device.type == 'cuda',

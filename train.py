@@ -1176,10 +1176,10 @@ def check_data(folder, meta, train_bins, val_bins, config, source):
         bins.vocab_size = config.vocab_size
 
 
-def warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param):
-    """Says so where the text is short for the run that is planned: a person who names epochs or max_iters may
-    want them, but tokens_per_param is for text that does not come again. Raises ValueError for a batch that
-    would seem to hang."""
+def check_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param):
+    """Warns where the text is short for the planned run: a person who names epochs or max_iters may want
+    repetition, but tokens_per_param is for text that does not come again. Raises ValueError for a batch of
+    over 100 epochs, whose first iteration would seem to hang."""
     epochs = max_iters * windows_per_iter / n_windows
     if tokens_per_param is not None and epochs > 10:
         print0(f"warning: tokens_per_param={tokens_per_param:g} is {epochs:.0f} epochs of this text: prepare "
@@ -1364,7 +1364,7 @@ if __name__ == '__main__':
            f"{max_iters * windows_per_iter / n_windows:.2f} epochs, "
            f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
            f"{eval_interval} iterations to {out_dir}/")
-    warn_of_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param)
+    check_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param)
     if not eval_only:
         warn_of_rates(config, max_iters)
 
