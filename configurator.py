@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import traceback
 import types
+import typing
 from pathlib import Path
 
 SCRIPTS = ('train.py', 'sample.py', 'hub.py', 'bench.py', 'prepare.py')  # a config file serves them all
@@ -96,8 +97,9 @@ def statements(source, path):
 
 
 def calls_configure(node):
-    call = getattr(node, 'value', None)
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == 'configure'
+    """Whether it does, in a statement at the top level: a function that calls it is not one."""
+    return not isinstance(node, (ast.FunctionDef, ast.ClassDef)) and any(
+        isinstance(call, ast.Call) and getattr(call.func, 'id', '') == 'configure' for call in ast.walk(node))
 
 
 def assigned_name(node):
@@ -211,6 +213,15 @@ def show(label, values):
 
 # configure --------------------------------------------------------------------------------------------------
 
+class Configured(typing.NamedTuple):
+    """What configure has found."""
+    config: dict      # all the script's settings
+    model_args: dict  # fields of model_config that were given
+    words: list       # plain words of the command line
+    given: dict       # name -> 'flags' or its config file, of all that was set, the last one last
+    others: list      # flags that are the other script's alone
+
+
 def configure(settings, model_config=None, words=0, argv=None, default_file=None, unless=None, also=None):
     """Override a script's settings by config files and flags, and print which.
 
@@ -219,10 +230,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     command line. default_file: a config file that is loaded unless the command line names one, or has the
     flag `unless`; fields of model_config are left out of it where --init_from names a model that has its own.
     also: another script beside this one, whose flags are let through, for this one to hand on.
-    Returns (config, model_args): all the script's settings, and those fields of model_config that were given;
-    with words also those; with a default_file also {name: 'flags' or its config file} of all that the command
-    line itself has set, in the order in which it did so last; with `also` the flags that are the other
-    script's alone. An imported script leaves the command line alone.
+    An imported script leaves the command line alone.
     """
     path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
@@ -288,14 +296,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     for label, found in shown:
         show(label, found)
     settings.update(config)
-    answer = [config, model_args]
-    if words:
-        answer.append(plain)
-    if default_file is not None:
-        answer.append({name: label for name, label in given.items() if label == 'flags' or not by_default})
-    if also is not None:
-        answer.append(let_through)
-    return tuple(answer)
+    given = {name: label for name, label in given.items() if label == 'flags' or not by_default}
+    return Configured(config, model_args, plain, given, let_through)
 
 
 def one_line_errors(kind, error, trace, settings=(), memory=None):

@@ -13,6 +13,7 @@ pickles. A new family is an entry of FAMILIES: see Family.
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import typing
 from configurator import configure
 
 dtype: str | None = None  # of exported weights: float32, bfloat16, float16; None: as they are stored
-config, _, words = configure(globals(), words=3)
+config, _, words, *_ = configure(globals(), words=3)
 
 import torch
 
@@ -36,9 +37,11 @@ from model import (
     checkpoint_path,
     fill_rows,
     letter,
+    merge_lora,
     quantize_weights,
 )
-from prepare import json_tokenizer
+from prepare import load_tokenizer
+from tokenizer import json_tokenizer, tokenizer_from_state
 
 INSTALL = 'pip install safetensors tokenizers huggingface_hub'
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
@@ -183,22 +186,22 @@ def read_falcon(c, args):
     new, heads = c.get('new_decoder_architecture'), c.get('num_kv_heads') or c.get('n_head_kv')
     args['n_kv_head'] = heads if new else 1 if c.get('multi_query', True) else None
     if new:
-        args['wiring'] = 'parallel' if c.get('num_ln_in_parallel_attn') == 1 else 'parallel_2'
+        args['norm_placement'] = 'parallel' if c.get('num_ln_in_parallel_attn') == 1 else 'parallel_2'
     else:
-        args['wiring'] = 'parallel' if c.get('parallel_attn', True) else 'pre'
+        args['norm_placement'] = 'parallel' if c.get('parallel_attn', True) else 'pre'
     if c.get('alibi'):  # Falcon scales the bias with the scores
         args.update(pos='alibi', alibi_scale=(args['n_embd'] // args['n_head']) ** -0.5)
 
 
 def write_falcon(config, c):
-    new = config.wiring == 'parallel_2' or config.n_kv_head not in (1, config.n_head)
+    new = config.norm_placement == 'parallel_2' or config.n_kv_head not in (1, config.n_head)
     c.update(new_decoder_architecture=new, num_kv_heads=config.n_kv_head, multi_query=config.n_kv_head == 1,
-             parallel_attn=config.wiring != 'pre', alibi=config.pos == 'alibi',
-             num_ln_in_parallel_attn=1 + (config.wiring == 'parallel_2') if new else None)
+             parallel_attn=config.norm_placement != 'pre', alibi=config.pos == 'alibi',
+             num_ln_in_parallel_attn=1 + (config.norm_placement == 'parallel_2') if new else None)
 
 
 def names_falcon(config, layer):
-    return {'ln_1': 'ln_attn', 'ln_2': 'ln_mlp'} if config.wiring == 'parallel_2' else {}
+    return {'ln_1': 'ln_attn', 'ln_2': 'ln_mlp'} if config.norm_placement == 'parallel_2' else {}
 
 
 def read_mpt(c, args):
@@ -329,11 +332,11 @@ def write_smollm3(config, c):
 
 
 def read_neox(c, args):
-    args['wiring'] = 'parallel_2' if c.get('use_parallel_residual', True) else 'pre'
+    args['norm_placement'] = 'parallel_2' if c.get('use_parallel_residual', True) else 'pre'
 
 
 def write_neox(config, c):
-    c['use_parallel_residual'] = config.wiring == 'parallel_2'
+    c['use_parallel_residual'] = config.norm_placement == 'parallel_2'
 
 
 def read_minimind(c, args):
@@ -510,21 +513,22 @@ FAMILIES = {  # model_type: what is tried in this order when ours is written
     'mpt': MPT,
     'olmo2': like(
         LLAMA, arch='Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
-        ours=dict(qk_norm='whole', wiring='output'),
+        ours=dict(qk_norm='whole', norm_placement='output'),
         names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
     'gemma2': like(
         LLAMA, arch='Gemma2ForCausalLM', windows='SL', known=('query_pre_attn_scalar',),
         plus_one=('ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f'),
         fields=dict(mlp=('hidden_activation', 'hidden_act'), mlp_bias=None,
                     attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
-        ours=dict(wiring='sandwich', tie_word_embeddings=True),
+        ours=dict(norm_placement='sandwich', tie_word_embeddings=True),
         names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
                'ln_4': 'post_feedforward_layernorm'},
         read=read_gemma2, write=write_gemma2),
     'phi': like(
         LLAMA, arch='PhiForCausalLM', theirs=dict(qk_layernorm=False),
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
-        ours=dict(norm='layernorm', bias=True, head_bias=True, wiring='parallel', partial_rotary_factor=0.5),
+        ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
+                  partial_rotary_factor=0.5),
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
                'mlp.c_proj': 'mlp.fc2'}),
     'smollm3': like(
@@ -722,7 +726,7 @@ def write_windows(config, c, family):
                             for i in range(config.n_layer)]
 
 
-def essence(config):
+def canonical(config):
     """What a config computes, apart from how it is written."""
     layers = range(config.n_layer)
     sparse = [config.has_experts(i) for i in layers]
@@ -753,11 +757,11 @@ def write_config(config, kind):
 def config_to_hf(config):
     """GPTConfig -> config.json of a family that computes the same, as a dict: the family whose reading of
     what is written gives the same model back. Raises ValueError that names what the nearest family lacks."""
-    ours, nearest = essence(config), None
+    ours, nearest = canonical(config), None
     for kind in FAMILIES:
         try:
             c = write_config(config, kind)
-            read = essence(config_from_hf(c))
+            read = canonical(config_from_hf(c))
         except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
             continue  # this family cannot even write it down
         lacks = [name for name in ours if ours[name] != read[name]]
@@ -1216,12 +1220,98 @@ def describe(name, folder):
     print('next:', *[f"    python {command}" for command in commands], sep='\n')
 
 
+# loading ----------------------------------------------------------------------------------------------------
+
+CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may be missing
+    'iter_num': int, 'best_val_loss': (int, float, torch.Tensor), 'optimizer': (list, dict), 'scaler': dict,
+    'skipped': int, 'wall_s': (int, float), 'config': dict, 'tokenizer': (dict, type(None)), 'runtime': dict,
+    'lora': (dict, type(None)), 'masked': bool, 'wandb_id': (str, type(None)),
+}
+RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
+LOWEST = {'iter_num': 0, 'skipped': 0, "runtime's ranks": 1, "runtime's threads": 1}
+
+
+def check_rest(rest, path):
+    """Raises ValueError if parts of a checkpoint have other types than train.py writes, or are too low."""
+    parts = [(name, rest[name], kind) for name, kind in CHECKPOINT.items() if name in rest]
+    if isinstance(rest.get('runtime'), dict):
+        parts += [(f"runtime's {name}", rest['runtime'].get(name), kind) for name, kind in RUNTIME.items()]
+    wrong = [f"{name}={value!r:.40}" for name, value, kind in parts
+             if not isinstance(value, kind) or torch.is_tensor(value) and value.numel() != 1
+             or name in LOWEST and value < LOWEST[name]]
+    if wrong:
+        raise ValueError(f"{path} is damaged, or not written by train.py: it holds {', '.join(wrong)}")
+
+
+def is_published(name):
+    """Whether init_from is a published model: a folder with config.json, or what looks like an id on the hub,
+    or like nanoGPT's names of GPT-2."""
+    if os.path.exists(name):
+        return os.path.exists(os.path.join(name, 'config.json'))
+    hub_id = re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
+    return bool(hub_id) and not name.endswith('.pt')
+
+
+def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
+    """Reads a model, its tokenizer, and what else its checkpoint holds: (model, tokenizer, rest).
+
+    init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
+    model: a folder with config.json, an id on the hub, nanoGPT's gpt2 names. dtype: None is the one stored.
+    best: of a run's folder best.pt, if it is there, rather than ckpt.pt. merge: of a LoRA run whether the
+    adapters are added to the weights, else they stand beside them. int8: whether large weights are quantized,
+    a published model's as they are read. changes: fields of GPTConfig to set otherwise. The tokenizer is None
+    where there is none, and rest['no_tokenizer'] says why; rest['path'] is what was read. Raises
+    FileNotFoundError, or ValueError for what is no checkpoint."""
+    published = init_from != 'resume' and is_published(init_from)
+    if published:
+        path = fetch(init_from)
+        model = from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes)
+        rest = {'model_args': dataclasses.asdict(model.config)}
+    else:
+        path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
+        # the base of a LoRA run may be a published model; float32: adapters are exact, their checksum too
+        model, rest = GPT.from_checkpoint(path, functools.partial(load, dtype=torch.float32), **changes)
+        check_rest(rest, path)
+        if merge and rest.get('lora'):
+            merge_lora(model)
+        if int8:
+            quantize_weights(model, dtype or torch.float32)
+        model.to(device, dtype)
+    rest['path'] = path
+    try:
+        tokenizer = json_tokenizer(path) if published else find_tokenizer(rest, path)
+    except (OSError, ImportError, ValueError) as error:  # it may still be trained, measured, exported
+        tokenizer, rest['no_tokenizer'] = None, str(error)
+    return model, tokenizer, rest
+
+
+def find_tokenizer(rest, path):
+    """The tokenizer of a checkpoint, given what it holds beside the weights: its own, or for nanoGPT's files
+    that of the dataset they name. FileNotFoundError: that is not here. ValueError: there is none, it is
+    damaged, or it has more tokens than the model."""
+    if rest.get('tokenizer'):
+        try:
+            return tokenizer_from_state(rest['tokenizer'])
+        except ValueError as e:
+            raise ValueError(f'{path}: {e}') from e
+    dataset = rest.get('config', {}).get('dataset')
+    if not isinstance(dataset, str):
+        raise ValueError(f"{path} names no tokenizer and no dataset: nothing can turn its tokens into text")
+    folder, n_vocab = os.path.join('data', dataset), rest['model_args']['vocab_size']
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f'{folder} is not there, whose tokenizer {path} needs: prepare it here')
+    tok = load_tokenizer(folder)
+    if tok.n_vocab > -(-n_vocab // 64) * 64:  # padded, as GPT-2's 50257 tokens to 50304
+        raise ValueError(f'{folder} has a tokenizer of {tok.n_vocab:,} tokens, but {path} has '
+                         f'vocab_size={n_vocab}: prepare the dataset that it was trained on here')
+    return tok
+
+
 if __name__ == '__main__':
     if len(words) == 3 and words[0] == 'export':
         kinds = {None: None, **{plain(kind): kind for kind in DTYPES.values()}}
         if dtype not in kinds:
             raise ValueError(f"dtype={dtype!r} is none of {', '.join(map(plain, DTYPES.values()))}")
-        from sample import load  # which reads and merges the base of a LoRA run, published or not
         path, folder = checkpoint_path(words[1]), words[2]
         model, tokenizer, rest = load(path)
         if tokenizer is None:  # the weights can be used without

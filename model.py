@@ -84,7 +84,7 @@ class GPTConfig:
     norm: str = 'rmsnorm'            # rmsnorm, layernorm
     norm_eps: float = 1e-6           # inside the root
     norm_bias: bool | None = None    # None: layernorm follows bias, rmsnorm has none
-    wiring: str = 'pre'              # pre, post, output, sandwich, parallel, parallel_2: NORM_PLACEMENTS
+    norm_placement: str = 'pre'      # pre, post, output, sandwich, parallel, parallel_2: NORM_PLACEMENTS
     embed_norm: bool = False         # a norm after the embedding
     embed_scale: float | None = None  # of the embedding; None: 1, or sqrt(n_embd) under sinusoidal positions
     residual_scale: float = 1.0      # of what attention and MLP add
@@ -239,7 +239,7 @@ def wrong_values(config):
         if getattr(config, name) > most:
             problems.append(f"{name}={getattr(config, name)} must be at most {most:,}")
     choices = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), qk_norm=(True, False, 'whole', None),
-                   mlp=ACTIVATIONS, wiring=NORM_PLACEMENTS, router=ROUTERS)
+                   mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
     for name, known in choices.items():
         if getattr(config, name) not in known:
             problems.append(f"{name}={getattr(config, name)!r} is none of {', '.join(map(str, known))}")
@@ -338,7 +338,8 @@ def wrong_combinations(config, given, defaults):
           'document_token vocab_size', 'the vocabulary has no such token')
 
     # norm placement and scales
-    check(config.wiring not in ('output', 'sandwich') or config.residual_scale == 1, 'residual_scale wiring',
+    check(config.norm_placement not in ('output', 'sandwich') or config.residual_scale == 1,
+          'residual_scale norm_placement',
           'the norm after a branch undoes its scale')
     check(not config.embed_norm or config.embed_scale == 1 or config.pos in ('learned', 'sinusoidal'),
           'embed_scale embed_norm', 'the norm after the embedding undoes its scale')
@@ -378,44 +379,44 @@ def wrong_combinations(config, given, defaults):
 
 # parameters and linear layers -------------------------------------------------------------------------------
 
-class Mark(typing.NamedTuple):
+class Tag(typing.NamedTuple):
     """What a parameter is, noted where it is made."""
     init: typing.Callable          # fills it with its initial value, in place, as torch.nn.init's do
     group: str                     # 'matrix', 'embedding' or 'vector'; see GPT.param_groups
     rows: tuple | None = None      # of a matrix: row counts of the projections fused in it; None: it is one
 
 
-def mark(w, init, group, rows=None):
+def tag(w, init, group, rows=None):
     """Notes on a parameter how it starts and what an optimizer does with it; returns it. GPT refuses a
-    parameter without a mark. init: a function that fills the tensor in place, like nn.init.zeros_; group:
+    parameter without a tag. init: a function that fills the tensor in place, like nn.init.zeros_; group:
     'matrix' for what Muon may orthogonalise (rows x columns, or a stack of such), 'embedding' for what AdamW
-    decays, 'vector' for what nothing decays; rows: see Mark."""
-    w.mark = Mark(init, group, rows)
+    decays, 'vector' for what nothing decays; rows: see Tag."""
+    w.tag = Tag(init, group, rows)
     return w
 
 
 def parameter(*shape, init, group, rows=None):
-    """A new marked parameter; see mark."""
-    return mark(nn.Parameter(torch.full(shape, math.nan)), init, group, rows)  # NaN until init has filled it
+    """A new parameter with its tag; see tag."""
+    return tag(nn.Parameter(torch.full(shape, math.nan)), init, group, rows)  # NaN until init has filled it
 
 
-def collect_marks(model):
-    """Name -> Mark of every parameter. Raises ValueError for one that has none, or one that does not fit."""
-    marks = {}
+def collect_tags(model):
+    """Name -> Tag of every parameter. Raises ValueError for one that has none, or one that does not fit."""
+    tags = {}
     for name, w in model.named_parameters():
-        found = getattr(w, 'mark', None)
+        found = getattr(w, 'tag', None)
         if found is None:
-            raise ValueError(f"{name} {tuple(w.shape)} has no mark: make it with parameter(...), or call "
-                             "mark(...) on it, with its initial value and its optimizer group")
+            raise ValueError(f"{name} {tuple(w.shape)} has no tag: make it with parameter(...), or call "
+                             "tag(...) on it, with its initial value and its optimizer group")
         if found.group not in ('matrix', 'embedding', 'vector'):
-            raise ValueError(f"{name} is marked group={found.group!r}: use matrix, embedding or vector")
+            raise ValueError(f"{name} is tagged group={found.group!r}: use matrix, embedding or vector")
         if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
-            raise ValueError(f"{name} {tuple(w.shape)} is marked as a matrix: use group='vector', or "
+            raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
                              "'embedding' for one that is decayed")
         if found.rows is not None and sum(found.rows) != w.shape[-2]:
-            raise ValueError(f"{name} {tuple(w.shape)} is marked rows={found.rows}, which are not its rows")
-        marks[name] = found
-    return marks
+            raise ValueError(f"{name} {tuple(w.shape)} is tagged rows={found.rows}, which are not its rows")
+        tags[name] = found
+    return tags
 
 
 def hidden_init(w):
@@ -426,7 +427,7 @@ def hidden_init(w):
 def branch_init(config):
     """The initial value of a branch's output projection: zeros, so that blocks start as the identity; but a
     norm of zeros would have a gradient of 1 / sqrt(eps), so where one follows it starts as the others do."""
-    return hidden_init if config.wiring in ('output', 'sandwich') else nn.init.zeros_
+    return hidden_init if config.norm_placement in ('output', 'sandwich') else nn.init.zeros_
 
 
 class Linear(nn.Linear):
@@ -434,9 +435,9 @@ class Linear(nn.Linear):
 
     def __init__(self, n_in, n_out, bias=False, init=hidden_init, group='matrix', rows=None):
         super().__init__(n_in, n_out, bias=bias)
-        mark(self.weight, init, group, rows)
+        tag(self.weight, init, group, rows)
         if bias:
-            mark(self.bias, nn.init.zeros_, 'vector')
+            tag(self.bias, nn.init.zeros_, 'vector')
 
 
 class Embedding(nn.Embedding):
@@ -444,7 +445,7 @@ class Embedding(nn.Embedding):
 
     def __init__(self, rows, width, init):
         super().__init__(rows, width)
-        mark(self.weight, init, 'embedding')
+        tag(self.weight, init, 'embedding')
 
     def logits(self, x):
         """x (..., width) -> (..., rows), as the head of a model with tied weights."""
@@ -743,8 +744,8 @@ class Mixer(nn.Module, abc.ABC):
     - context.weights: a list if attention weights are asked for; attention appends (B, H, T, S).
 
     flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
-    linear layers and parameters marked as matrices, which GPT.account counts. Parameters are made by
-    parameter(...) or marked; c_proj is the projection that ends the branch. `window` is how many tokens the
+    linear layers and parameters tagged as matrices, which GPT.account counts. Parameters are made by
+    parameter(...) or tag(...); c_proj is the projection that ends the branch. `window` is how many tokens the
     slots are for, None for all; a class that can have one sets `can_slide` and asks config.window_of(layer).
     The class methods defaults and check are for fields of GPTConfig that are its own: those that defaults
     names may not be given to a model without such a layer. Norm follows config.norm.
@@ -1687,11 +1688,11 @@ NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms; how many norm
 
 
 class Block(nn.Module):
-    """A mixer and an MLP or experts, with norms where config.wiring says."""
+    """A mixer and an MLP or experts, with norms where config.norm_placement says."""
 
     def __init__(self, config, layer):
         super().__init__()
-        self.placement, n_norm = NORM_PLACEMENTS[config.wiring]
+        self.placement, n_norm = NORM_PLACEMENTS[config.norm_placement]
         self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
         self.ln_1 = Norm(config.n_embd, config)
         self.attn = MIXERS[config.mixer_of(layer)](config, layer)
@@ -1723,7 +1724,7 @@ PARTS = {  # what a parameter's name contains: the part of the model that it is 
 
 
 class GPT(nn.Module):
-    """The decoder. Raises ValueError if a module of it has parameters without a mark."""
+    """The decoder. Raises ValueError if a module of it has parameters without a tag."""
 
     def __init__(self, config):
         super().__init__()
@@ -1742,14 +1743,14 @@ class GPT(nn.Module):
         if config.residual_lambdas:
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='vector')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='vector')
-        self.ln_f = nn.Identity() if config.wiring == 'post' else Norm(config.n_embd, config)
+        self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(config.n_embd, config)
         self.lm_head = None if tied else Linear(config.n_embd, rows, config.head_bias, nn.init.zeros_,
                                                 group='embedding')
         for block in self.h:
             if config.document_token is not None and not block.attn.documents:
                 raise ValueError(f"document_token={config.document_token}: {type(block.attn).__name__} does "
                                  "not keep documents apart; leave document_token out")
-        self.marks = collect_marks(self)
+        self.tags = collect_tags(self)
         self.ropes = {}
         if not self.wte.weight.is_meta:  # where torch would import the compiler, in a second or two
             self._make_ropes()
@@ -1780,7 +1781,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Gives every parameter the initial value that it is marked with where it is made:
+        """Gives every parameter the initial value that its tag says where it is made:
 
         | tensor                      | value                                                              |
         |-----------------------------|--------------------------------------------------------------------|
@@ -1796,7 +1797,7 @@ class GPT(nn.Module):
         if self.wte.weight.is_meta:
             return
         for name, w in self.named_parameters():
-            self.marks[name].init(w)
+            self.tags[name].init(w)
             if w.isnan().any():
                 raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
         self.wte.weight[self.config.vocab_size:] = 0.0
@@ -1968,7 +1969,7 @@ class GPT(nn.Module):
     def account(self, block_size=None):
         """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once,
         padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it
-        is frozen: matrices of linear layers, and parameters marked as matrices unless they are looked up.
+        is frozen: matrices of linear layers, and parameters tagged as matrices unless they are looked up.
         'mixing' is what mixers do besides, at a length of block_size."""
         config, table = self.config, {}
         used = (config.n_expert_active or 0) / (config.n_expert or 1)
@@ -1978,7 +1979,7 @@ class GPT(nn.Module):
             active = round(n * used) if part == 'experts' else n
             owner = self.get_submodule(name.rpartition('.')[0])
             is_linear = isinstance(owner, (nn.Linear, LoRALinear, Int8Linear)) and w.ndim == 2
-            is_matrix = self.marks[name].group == 'matrix' and not isinstance(owner, nn.Embedding)
+            is_matrix = self.tags[name].group == 'matrix' and not isinstance(owner, nn.Embedding)
             matmul = is_linear or is_matrix
             table.setdefault(part, []).append((n, active, (6 if w.requires_grad else 4) * active * matmul))
         if self.lm_head is None:
@@ -2004,17 +2005,17 @@ class GPT(nn.Module):
     def param_groups(self):
         """Every parameter that is not frozen, by what an optimizer does with it: 'matrix' (of the blocks:
         Muon takes them), 'embedding' (wte, wpe, lm_head, adapters: decayed) and 'vector' (norms, biases,
-        sinks, lambdas: not decayed), as they are marked."""
+        sinks, lambdas: not decayed), by their tags."""
         groups = {'matrix': [], 'embedding': [], 'vector': []}
         for name, w in self.named_parameters():
             if w.requires_grad:
-                groups[self.marks[name].group].append(w)
+                groups[self.tags[name].group].append(w)
         return groups
 
     def row_splits(self):
         """Each 'matrix' parameter -> row counts of the projections fused in it."""
-        return {w: self.marks[name].rows or (w.shape[-2],) for name, w in self.named_parameters()
-                if self.marks[name].group == 'matrix'}
+        return {w: self.tags[name].rows or (w.shape[-2],) for name, w in self.named_parameters()
+                if self.tags[name].group == 'matrix'}
 
     @torch.no_grad()
     def move_balance(self, load, rate=0.001):
@@ -2111,9 +2112,9 @@ def add_lora(model, rank, alpha, targets):
         base = modules[name]
         lora = LoRALinear(base, rank, alpha / rank)
         for part, w in lora.named_parameters(prefix=f'h.{name}'):
-            model.marks[part] = model.marks.get(part.replace('.base.', '.')) or w.mark
+            model.tags[part] = model.tags.get(part.replace('.base.', '.')) or w.tag
         for w in (lora.lora_a, lora.lora_b):
-            w.mark.init(w)
+            w.tag.init(w)
         model.h.set_submodule(name, lora.to(base.weight.device, base.weight.dtype))
 
 
@@ -2355,6 +2356,7 @@ def our_names(state, args):
     for name, w in state.items():
         name = name.replace('_orig_mod.', '').replace('module.', '')  # of compiled models, and of DDP
         renamed[name.replace('.mlp.balance_bias', '.mlp.expert_bias')] = w
+    args = {{'wiring': 'norm_placement'}.get(name, name): value for name, value in args.items()}
     if 'transformer.wte.weight' in renamed:  # nanoGPT: its names less a prefix, its head tied
         renamed = {name.removeprefix('transformer.'): w for name, w in renamed.items()
                    if name != 'lm_head.weight'}

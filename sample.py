@@ -65,88 +65,18 @@ draft = ''                  # a smaller model of the same tokenizer, as init_fro
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: what is fast here, compiled and in 8 bits
 compile: bool | str = 'auto'  # torch.compile the step: one to two minutes; auto: from 4,000 steps on
-config, _ = configure(globals())
+config = configure(globals()).config
 
 import numpy as np
 import torch
 
+from hub import load
 from model import (
-    GPT,
     GroupedLinear,
     Int8,
     Int8Experts,
-    checkpoint_path,
-    merge_lora,
-    quantize_weights,
     round_up,
 )
-from prepare import find_tokenizer, json_tokenizer
-
-# loading ----------------------------------------------------------------------------------------------------
-
-CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may be missing
-    'iter_num': int, 'best_val_loss': (int, float, torch.Tensor), 'optimizer': (list, dict), 'scaler': dict,
-    'skipped': int, 'wall_s': (int, float), 'config': dict, 'tokenizer': (dict, type(None)), 'runtime': dict,
-    'lora': (dict, type(None)), 'masked': bool, 'wandb_id': (str, type(None)),
-}
-RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
-LOWEST = {'iter_num': 0, 'skipped': 0, "runtime's ranks": 1, "runtime's threads": 1}
-
-
-def check_rest(rest, path):
-    """Raises ValueError if parts of a checkpoint have other types than train.py writes, or are too low."""
-    parts = [(name, rest[name], kind) for name, kind in CHECKPOINT.items() if name in rest]
-    if isinstance(rest.get('runtime'), dict):
-        parts += [(f"runtime's {name}", rest['runtime'].get(name), kind) for name, kind in RUNTIME.items()]
-    wrong = [f"{name}={value!r:.40}" for name, value, kind in parts
-             if not isinstance(value, kind) or torch.is_tensor(value) and value.numel() != 1
-             or name in LOWEST and value < LOWEST[name]]
-    if wrong:
-        raise ValueError(f"{path} is damaged, or not written by train.py: it holds {', '.join(wrong)}")
-
-
-def is_published(name):
-    """Whether init_from is a published model: a folder with config.json, or what looks like an id on the hub,
-    or like nanoGPT's names of GPT-2."""
-    if os.path.exists(name):
-        return os.path.exists(os.path.join(name, 'config.json'))
-    hub_id = re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
-    return bool(hub_id) and not name.endswith('.pt')
-
-
-def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
-    """Reads a model, its tokenizer, and what else its checkpoint holds: (model, tokenizer, rest).
-
-    init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
-    model: a folder with config.json, an id on the hub, nanoGPT's gpt2 names. dtype: None is the one stored.
-    best: of a run's folder best.pt, if it is there, rather than ckpt.pt. merge: of a LoRA run whether the
-    adapters are added to the weights, else they stand beside them. int8: whether large weights are quantized,
-    a published model's as they are read. changes: fields of GPTConfig to set otherwise. The tokenizer is None
-    where there is none, and rest['no_tokenizer'] says why; rest['path'] is what was read. Raises
-    FileNotFoundError, or ValueError for what is no checkpoint."""
-    published = init_from != 'resume' and is_published(init_from)
-    if published:
-        import hub
-        path = hub.fetch(init_from)
-        model = hub.from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes)
-        rest = {'model_args': dataclasses.asdict(model.config)}
-    else:
-        path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
-        # the base of a LoRA run may be a published model; float32: adapters are exact, their checksum too
-        model, rest = GPT.from_checkpoint(path, functools.partial(load, dtype=torch.float32), **changes)
-        check_rest(rest, path)
-        if merge and rest.get('lora'):
-            merge_lora(model)
-        if int8:
-            quantize_weights(model, dtype or torch.float32)
-        model.to(device, dtype)
-    rest['path'] = path
-    try:
-        tokenizer = json_tokenizer(path) if published else find_tokenizer(rest, path)
-    except (OSError, ImportError, ValueError) as error:  # it may still be trained, measured, exported
-        tokenizer, rest['no_tokenizer'] = None, str(error)
-    return model, tokenizer, rest
-
 
 # one token --------------------------------------------------------------------------------------------------
 
@@ -908,7 +838,7 @@ def set_command(name, value, settings):
     else:
         with contextlib.suppress(SystemExit):  # configure has printed why
             script = {**settings, '__file__': __file__, '__name__': ''}
-            changed, _ = configure(script, argv=[f"--{name}={value}"])
+            changed = configure(script, argv=[f"--{name}={value}"]).config
             check_settings(changed)
             settings.update(changed)
 

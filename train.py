@@ -101,7 +101,7 @@ shard = False                        # spread the weights over the ranks: for mo
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
-config, model_args, given = configure(globals(), 'GPTConfig', default_file='config/default.py',
+config, model_args, _, given, _ = configure(globals(), 'GPTConfig', default_file='config/default.py',
                                       unless='--init_from=resume')
 
 import numpy as np
@@ -110,6 +110,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
+from hub import is_published, load
 from model import (
     CHANGEABLE,
     GPT,
@@ -121,7 +122,7 @@ from model import (
     lora_state,
 )
 from prepare import Bins, load_tokenizer, read_meta
-from sample import complete, is_published, load
+from sample import complete
 
 # learning rate ----------------------------------------------------------------------------------------------
 
@@ -149,15 +150,15 @@ def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
 # data order -------------------------------------------------------------------------------------------------
 
 @functools.lru_cache(maxsize=2)
-def window_order(seed, epoch, n):
+def sequence_order(seed, epoch, n):
     """The order of the n windows in an epoch: each once."""
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
-def window_indices(first, count, n, seed):
+def sequence_indices(first, count, n, seed):
     """Windows of the global samples first, first + 1, ...: (count,) int64. An epoch is n samples."""
     sample = np.arange(first, first + count)
-    return np.array([window_order(seed, int(s // n), n)[s % n] for s in sample])
+    return np.array([sequence_order(seed, int(s // n), n)[s % n] for s in sample])
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
@@ -191,11 +192,11 @@ def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, 
     """Yields this rank's micro-batches of those iterations, (inputs, targets, weight) each: the ranks take
     turns through the windows of an iteration, so that any number of them sees the same ones. See `weights`;
     None without a mask."""
-    n_windows = bins.n_windows(block_size)
+    n_sequences = bins.n_sequences(block_size)
 
     def read(it, step):
         first = ((it * accumulation + step) * ranks + rank) * micro_batch
-        return bins.batch(window_indices(first, micro_batch, n_windows, seed), block_size)
+        return bins.batch(sequence_indices(first, micro_batch, n_sequences, seed), block_size)
     for it in iterations:
         if bins.masks:  # the whole iteration at once, for a share needs the sum
             found = [read(it, step) for step in range(accumulation)]
@@ -225,7 +226,7 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
     all windows if there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss,
     targets)."""
     block_size = model.config.block_size
-    n = bins.n_windows(block_size)
+    n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
     chosen = np.arange(count) * n // count
     training = model.training
@@ -289,7 +290,7 @@ class Muon(torch.optim.Optimizer):
         for w, update in pairs:
             target = w
             if is_sharded(w):
-                update = whole_like(w, update.bfloat16())  # what orthogonalise rounds to anyway
+                update = gather_like(w, update.bfloat16())  # what orthogonalise rounds to anyway
                 target = torch.zeros_like(update, dtype=w.dtype)
                 targets.append((w, target))
             rows = self.row_splits[w]
@@ -301,7 +302,7 @@ class Muon(torch.optim.Optimizer):
             updates = orthogonalise_shared(updates).to(weights[0].dtype)
             torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
         for w, target in targets:
-            local(w).add_(local(spread_like(w, target)))
+            local(w).add_(local(shard_like(w, target)))
 
 
 def orthogonalise_shared(matrices):
@@ -414,7 +415,7 @@ def load_optimizers(optimizers, states, path, updates=0):
                 if not torch.is_tensor(value) or not value.ndim:
                     continue
                 if value.shape == w.shape:
-                    state['state'][i][name] = spread_like(w, value)
+                    state['state'][i][name] = shard_like(w, value)
                     continue
                 if w.ndim != 2 or value.shape[1:] != w.shape[1:] or not 0 < len(w) - len(value) < 64:
                     raise ValueError(f"{path}: optimizer state {i} is {tuple(value.shape)}, its parameter "
@@ -422,7 +423,7 @@ def load_optimizers(optimizers, states, path, updates=0):
                 # rows that pad the vocabulary are not in nanoGPT's files
                 padded = torch.zeros(w.shape, dtype=w.dtype)
                 padded.index_copy_(0, torch.arange(len(value)), value.to(w.dtype))
-                state['state'][i][name] = spread_like(w, padded)
+                state['state'][i][name] = shard_like(w, padded)
         # the settings of this run, not the file's; before loading, which puts states where `fused` wants them
         ours = [{k: v for k, v in group.items() if k != 'params'} for group in opt.param_groups]
         groups = [{**group, **mine} for group, mine in zip(state['param_groups'], ours)]
@@ -504,14 +505,14 @@ def whole(value, wanted=True):
     return value.cpu() if wanted else None
 
 
-def whole_like(w, part):
+def gather_like(w, part):
     """What the ranks hold of a tensor that is sharded as w is -> all of it."""
     from torch.distributed.tensor import DTensor
     return DTensor.from_local(part, w.device_mesh, w.placements, run_check=False, shape=w.shape,
                               stride=w.stride()).full_tensor()
 
 
-def spread_like(w, value):
+def shard_like(w, value):
     """A tensor that all ranks have -> sharded as w is; if w is not, as it is."""
     if not is_sharded(w):
         return value
@@ -651,7 +652,7 @@ class Progress:
 
 
 def load_to_train(init_from, out_dir, asked, meta=None):
-    """The model to resume or to fine-tune, its tokenizer and the rest of its checkpoint, as sample.load
+    """The model to resume or to fine-tune, its tokenizer and the rest of its checkpoint, as hub.load
     returns them: of a run that is to be fine-tuned best.pt, where there is one. Its architecture is the
     checkpoint's: of the GPTConfig fields that the user asks for, those that are CHANGEABLE may change it, any
     other difference is a ValueError. Conversations that prepare.py packed do not see each other (meta, of the
@@ -1165,7 +1166,7 @@ def check_data(folder, meta, train_bins, val_bins, config, source):
     if bool(train_bins.masks) != bool(val_bins.masks):
         raise ValueError(f"{folder} has a mask for only one of train and val: prepare it again")
     for bins in (train_bins, val_bins):
-        bins.n_windows(config.block_size)  # an error, if there is none
+        bins.n_sequences(config.block_size)  # an error, if there is none
         if not bins.n_targets:
             raise ValueError(f"{bins.masks[0].path} leaves no target: nothing would be learnt")
         if meta['vocab_size'] > config.vocab_size:
@@ -1176,19 +1177,19 @@ def check_data(folder, meta, train_bins, val_bins, config, source):
         bins.vocab_size = config.vocab_size
 
 
-def check_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param):
+def check_repetition(max_iters, sequences_per_iter, n_sequences, tokens_per_param):
     """Warns where the text is short for the planned run: a person who names epochs or max_iters may want
     repetition, but tokens_per_param is for text that does not come again. Raises ValueError for a batch of
     over 100 epochs, whose first iteration would seem to hang."""
-    epochs = max_iters * windows_per_iter / n_windows
+    epochs = max_iters * sequences_per_iter / n_sequences
     if tokens_per_param is not None and epochs > 10:
         print0(f"warning: tokens_per_param={tokens_per_param:g} is {epochs:.0f} epochs of this text: prepare "
                "more, or give --epochs=3")
-    if windows_per_iter > 100 * n_windows:
-        raise ValueError(f"an iteration takes {windows_per_iter:,} windows, and this text has {n_windows:,}: "
+    if sequences_per_iter > 100 * n_sequences:
+        raise ValueError(f"an iteration takes {sequences_per_iter:,} sequences, the text has {n_sequences:,}: "
                          "lower --batch_size or --gradient_accumulation_steps")
-    if windows_per_iter > n_windows:
-        print0(f"warning: an iteration takes {windows_per_iter:,} windows, and this text has {n_windows:,}: "
+    if sequences_per_iter > n_sequences:
+        print0(f"warning: an iteration takes {sequences_per_iter:,} sequences, the text has {n_sequences:,}: "
                "lower --batch_size or --gradient_accumulation_steps, or prepare more")
 
 
@@ -1331,17 +1332,17 @@ if __name__ == '__main__':
         shard_model(model, machine)
     model.to(device).train()
     block_size, params = model.config.block_size, [w for w in model.parameters() if w.requires_grad]
-    n_windows, n_params = train_bins.n_windows(block_size), model.num_params()
+    n_sequences, n_params = train_bins.n_sequences(block_size), model.num_params()
     # batches of the training text to compare val's loss with, at a quarter of its cost
-    quarter = max(1, min(eval_iters, val_bins.n_windows(block_size) // batch_size) // 4)
+    quarter = max(1, min(eval_iters, val_bins.n_sequences(block_size) // batch_size) // 4)
     first_token = val_bins.read([0], block_size)[0, :1].tolist()  # samples go on from here
 
     # length
-    windows_per_iter = gradient_accumulation_steps * batch_size
-    tokens_per_iter = windows_per_iter * block_size
+    sequences_per_iter = gradient_accumulation_steps * batch_size
+    tokens_per_iter = sequences_per_iter * block_size
     length = f'max_iters={max_iters}'
     if epochs is not None:
-        length, max_iters = f'epochs={epochs:g}', math.ceil(epochs * n_windows / windows_per_iter)
+        length, max_iters = f'epochs={epochs:g}', math.ceil(epochs * n_sequences / sequences_per_iter)
     if tokens_per_param is not None:
         length = f'tokens_per_param={tokens_per_param:g}'
         max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
@@ -1361,10 +1362,10 @@ if __name__ == '__main__':
                f"document_token={model.config.document_token}")
     print0(f"run: {max_iters:,} iterations ({length}) of {tokens_per_iter:,} tokens ({accumulation} x "
            f"{micro_batch} windows on {ranks} rank{'s' * (ranks > 1)}), "
-           f"{max_iters * windows_per_iter / n_windows:.2f} epochs, "
+           f"{max_iters * sequences_per_iter / n_sequences:.2f} epochs, "
            f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
            f"{eval_interval} iterations to {out_dir}/")
-    check_repetition(max_iters, windows_per_iter, n_windows, tokens_per_param)
+    check_repetition(max_iters, sequences_per_iter, n_sequences, tokens_per_param)
     if not eval_only:
         warn_of_rates(config, max_iters)
 
@@ -1449,7 +1450,8 @@ if __name__ == '__main__':
                 seconds = (time.time() - timed_at) / (it - timed_it)
                 timed_it, timed_at = it, time.time()
                 progress.wall_s = time.time() - began
-                row = {'iter': it, 'tokens': it * tokens_per_iter, 'epoch': it * windows_per_iter / n_windows,
+                row = {'iter': it, 'tokens': it * tokens_per_iter,
+                       'epoch': it * sequences_per_iter / n_sequences,
                        'loss': mean_over_ranks(loss, ranks), 'lr': lr, 'grad_norm': float(grad_norm),
                        'update_ratio': relative_change(params, before) if before else None,
                        'ms_per_iter': seconds * 1e3, 'tok_per_s': tokens_per_iter / seconds,

@@ -10,6 +10,6 @@ n_embd = 4544
 norm = 'layernorm'
 norm_eps = 1e-5
 norm_bias = True
-wiring = 'parallel'
+norm_placement = 'parallel'
 mlp = 'gelu'
 qk_norm = False

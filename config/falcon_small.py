@@ -11,7 +11,7 @@ n_kv_head = 1
 norm = 'layernorm'
 norm_eps = 1e-5
 norm_bias = True
-wiring = 'parallel'
+norm_placement = 'parallel'
 mlp = 'gelu'
 qk_norm = False
 

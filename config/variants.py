@@ -28,12 +28,13 @@ LISTS = {
         'window 32, SSSL': '--window=32 --window_pattern=SSSL', 'gate': '--attn_gate=True',
         'sink': '--attn_sink=True'}),
     'placement': dict(base=QUICK, variants={
-        'pre': '', 'post': '--wiring=post', 'output': '--wiring=output', 'sandwich': '--wiring=sandwich',
-        'parallel': '--wiring=parallel', 'parallel, 2 norms': '--wiring=parallel_2'}),
+        'pre': '', 'post': '--norm_placement=post', 'output': '--norm_placement=output',
+        'sandwich': '--norm_placement=sandwich',
+        'parallel': '--norm_placement=parallel', 'parallel, 2 norms': '--norm_placement=parallel_2'}),
     'warmup': dict(base=f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw '
                    '--learning_rate=1e-3', variants={
-        'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--wiring=post',
-        'post, no warm-up': '--wiring=post --warmup_iters=0'}),
+        'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--norm_placement=post',
+        'post, no warm-up': '--norm_placement=post --warmup_iters=0'}),
     'experts': dict(base=QUICK, match='active', variants={  # --match=time: at equal wall clock
         'dense': '', '4 experts, 2 active': '--n_expert=4', '8 experts, 2 active': '--n_expert=8',
         '4 experts, 2 and a shared': '--n_expert=4 --n_shared_expert=1'}),

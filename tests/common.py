@@ -1,0 +1,424 @@
+"""Small models, data and runs that several files of tests use."""
+import base64
+import csv
+import functools
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import model as flat
+import prepare
+import sample as flat_sample
+import tokenizer as flat_tokenizer
+from model import GPT
+from sample import sample_token
+from test_model import tiny
+from tokenizer import make_tokenizer
+
+ROOT = Path(flat.__file__).resolve().parent
+
+
+# prepare ----------------------------------------------------------------------------------------------------
+PREP_DIR = os.path.dirname(os.path.abspath(prepare.__file__))
+
+
+PREP_DATA = os.environ.get('FLATGPT_DATA', '')
+
+
+PREP_AWKWARD = ["  two  spaces ", "\n\n\n", "\r\n", "\t", " ", "12345678901", "it's", "IT'S", "don't", "x1y2",
+                "...", "中文文本，没有空格。", "日本語\n", "한국어", "🙂🙃",
+                "e\u0301", "नमस्ते", "\u00a0", "\u3000", "word",
+                "Word", "WORD", "a\n", "9\n", "9 ", "z \n", "if x:\n        return y\n", "'", "'s",
+                "/", "/\n", ")\n"]
+
+
+def prep_awkward(n, seed=0):
+    rng = random.Random(seed)
+    return ''.join(rng.choice(PREP_AWKWARD) for _ in range(n))
+
+
+def prep_gpt2(monkeypatch):
+    pytest.importorskip('tiktoken')
+    cache = os.path.join(PREP_DATA, 'tiktoken_cache')
+    if 'TIKTOKEN_CACHE_DIR' not in os.environ and os.path.isdir(cache):
+        monkeypatch.setenv('TIKTOKEN_CACHE_DIR', os.path.abspath(cache))
+    try:
+        return flat_tokenizer.make_tokenizer('gpt2')
+    except OSError as e:
+        pytest.skip(f"GPT-2's table is not here: {e}")
+
+
+PREP_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+def prep_toy_bpe(pattern=PREP_WORDS):
+    """a BPE with a few merges, made here: no table has to be downloaded"""
+    pytest.importorskip('tiktoken')
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [b' a', b'th', b'the', b' the', b'\n ', b'\n  ', b'12', b'  ', b'\n\n']
+    ranks = ''.join(f'{base64.b64encode(token).decode()} {i}\n' for i, token in enumerate(tokens))
+    return flat_tokenizer.TiktokenTokenizer('toy', pattern, {'<|endoftext|>': len(tokens)}, ranks)
+
+
+def prep_run(argv, monkeypatch, capsys):
+    """prepare.py as a user runs it, in this process: (exit code, stdout, stderr)"""
+    monkeypatch.setattr(sys, 'argv', ['prepare.py', *map(str, argv)])
+    code = 0
+    try:
+        runpy.run_path(os.path.join(PREP_DIR, 'prepare.py'), run_name='__main__')
+    except SystemExit as e:
+        code = e.code or 0
+    except (ValueError, OSError):
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        sys.excepthook = sys.__excepthook__
+    return code, *capsys.readouterr()
+
+
+def prep_files(folder):
+    paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+    return sorted(os.path.relpath(path, folder) for path in paths)
+
+
+def prep_ids(folder, split, dtype='<u2'):
+    return np.fromfile(os.path.join(folder, f'{split}.bin'), dtype)
+
+
+def prep_source(*texts):
+    """A Source of these documents; a single one is a text that is cut for train and val."""
+    return prepare.Source('x', 'x', lambda: ([text] for text in texts))
+
+
+# pieces and processes ---------------------------------------------------------------------------------------
+def prep_patterns():
+    openai_public = pytest.importorskip('tiktoken_ext.openai_public')
+    with pytest.MonkeyPatch.context() as monkey:         # the patterns are in the package, the tables are not
+        monkey.setattr(openai_public, 'load_tiktoken_bpe', lambda *a, **k: {})
+        monkey.setattr(openai_public, 'data_gym_to_mergeable_bpe_ranks', lambda *a, **k: {})
+        return {name: openai_public.ENCODING_CONSTRUCTORS[name]()['pat_str']
+                for name in ('gpt2', 'cl100k_base', 'o200k_base')}
+
+
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+                r"\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+DEEPSEEK_SPLIT = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                  r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+@functools.lru_cache(maxsize=1)
+def tok_texts():
+    """Code, Chinese, emoji, digits, spaces, odd Unicode: something of everything, 400 KB."""
+    rng = random.Random(0)
+    code = ''.join((ROOT / name).read_text(encoding='utf-8')
+                   for name in ('train.py', 'sample.py', 'bench.py'))
+    chinese = '，'.join(''.join(chr(rng.randrange(0x4e00, 0x4f50)) for _ in range(7)) for _ in range(400))
+    odd = ('\U0001f600👩\u200d👩\u200d👧🇩🇪 e\u0301 é ﬁ ½ ǅ \u200d \ufeff \u00a0\u3000 '
+           '１２３ ⅷ ' * 40
+           + "It's WE'LL they'Ve don't\u2019s " * 20 + '\n\n \n\t\t  \r\n' * 60)
+    digits = ' '.join(str(rng.randrange(10**rng.randrange(1, 12))) for _ in range(2000))
+    return [code, chinese, odd, digits, code.upper() + chinese + code.replace('\n', '\n\n') + odd + digits]
+
+
+@functools.cache
+def tok_oracles():
+    """name -> a tokenizer of the tokenizers library, of each kind that is met on the hub."""
+    tk = pytest.importorskip('tokenizers')
+    pre, norm, dec = tk.pre_tokenizers, tk.normalizers, tk.decoders
+
+    def level(prefix=False, regex=True):
+        return pre.ByteLevel(add_prefix_space=prefix, use_regex=regex)
+
+    def split(pattern):
+        return pre.Split(tk.Regex(pattern), 'isolated')
+
+    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',), **model):
+        t = tk.Tokenizer(tk.models.BPE(**model))
+        if pretok:
+            t.pre_tokenizer = pretok
+        if normalizer:
+            t.normalizer = normalizer
+        t.decoder = decoder or dec.ByteLevel()
+        texts = [line for text in tok_texts()[:4]
+                 for line in (text.splitlines() if pretok is None else [text])]
+        alphabet = pre.ByteLevel.alphabet() if decoder is None else []
+        t.train_from_iterator(texts, tk.trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False))
+        return t
+
+    found = {
+        'gpt2': trained(level()), 'gpt2 prefix': trained(level(prefix=True)),
+        'llama3': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), ignore_merges=True),
+        'qwen': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), norm.NFC()),
+        'deepseek': trained(pre.Sequence([split(r'\p{N}{1,3}'), split('[一-龥぀-ゟ゠-ヿ]+'),
+                                          split(DEEPSEEK_SPLIT), level(regex=False)])),
+        'falcon': trained(pre.Sequence([pre.Punctuation('contiguous'), level(), pre.Digits(False),
+                                        split('[0-9][0-9][0-9]')])),
+        'smollm': trained(pre.Sequence([pre.Digits(True), level()]))}
+    pieces = dec.Sequence([dec.Replace('▁', ' '), dec.ByteFallback(), dec.Fuse(), dec.Strip(' ', 1, 0)])
+    llama2 = json.loads(trained(
+        None, norm.Sequence([norm.Prepend('▁'), norm.Replace(' ', '▁')]), pieces, 1300,
+        ['<unk>', '<s>', '</s>', *(f'<0x{b:02X}>' for b in range(256))]).to_str())
+    llama2['model'].update(byte_fallback=True, unk_token='<unk>', fuse_unk=True)
+    llama2['added_tokens'] = [t for t in llama2['added_tokens'] if not t['content'].startswith('<0x')]
+    start = {'SpecialToken': {'id': '<s>', 'type_id': 0}}
+    texts = [{'Sequence': {'id': name, 'type_id': 0}} for name in 'AB']
+    llama2['post_processor'] = {'type': 'TemplateProcessing', 'single': [start, texts[0]],
+                                'pair': [start, texts[0], start, texts[1]],
+                                'special_tokens': {'<s>': {'id': '<s>', 'ids': [1], 'tokens': ['<s>']}}}
+    found['llama2'] = tk.Tokenizer.from_str(json.dumps(llama2))
+    found['mistral'] = tk.Tokenizer.from_str(json.dumps({**llama2, 'normalizer': None, 'pre_tokenizer': {
+        'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first', 'split': False}}))
+    added = tk.Tokenizer.from_str(found['gpt2'].to_str())
+    added.add_tokens([tk.AddedToken('hello', normalized=True), tk.AddedToken('  ', normalized=False),
+                      tk.AddedToken('word', single_word=True)])
+    added.add_special_tokens([tk.AddedToken('<|x|>', lstrip=True), tk.AddedToken('<|y|>', rstrip=True)])
+    found['added'] = added
+    path = Path(os.environ.get('FLATGPT_DATA', 'nowhere')) / 'minimind_tokenizer/tokenizer.json'
+    if path.exists():
+        found['minimind'] = tk.Tokenizer.from_file(str(path))
+    return found
+
+
+CHAT_TEMPLATES = {
+    'chatml':
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
+        " '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    'qwen2.5':
+        "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] +"
+        " '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'"
+        " }}{%- endif %}{%- for m in messages %}{%- if m.role != 'system' %}{{- '<|im_start|>' + m.role +"
+        " '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{-"
+        " '<|im_start|>assistant\n' }}{%- endif %}",
+    'qwen3':
+        "{%- for m in messages %}{%- set content = m.content %}{%- if m.role == 'assistant' and"
+        " '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%-"
+        " endif %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}{%- if"
+        " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and"
+        " enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}",
+    'smollm':  # a system message of its own, where there is none
+        "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful AI assistant named"
+        " SmolLM, trained by Hugging Face<|im_end|>\n' }}{%- endif %}{%- for m in messages %}{{-"
+        " '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}{%- if"
+        " add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}",
+    'llama3':
+        "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] +"
+        " '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set"
+        " content = '<|begin_of_text|>' + content %}{% endif %}{{ content }}{% endfor %}{% if"
+        " add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    'llama2':
+        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system ="
+        " messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system = false %}{%"
+        " endif %}{% for m in loop_messages %}{% if loop.index0 == 0 and system %}{% set content ="
+        " '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}{% else %}{% set content ="
+        " m['content'] %}{% endif %}{% if m['role'] == 'user' %}{{ '<s>' + '[INST] ' + content.strip() +"
+        " ' [/INST]' }}{% else %}{{ ' ' + content.strip() + ' ' + '</s>' }}{% endif %}{% endfor %}",
+}
+
+
+TOOLS = [{'type': 'function', 'function': {'name': 'now', 'description': 'the time', 'parameters': {
+    'type': 'object', 'properties': {}, 'required': []}}}]
+
+
+# conversations ----------------------------------------------------------------------------------------------
+def chat_tokenizer(template='chatml'):
+    """Bytes and ChatML's tokens, by the tokenizers library; its end of text is <|im_end|>, as MiniMind's."""
+    pytest.importorskip('tokenizers')
+    marks = {text: 256 + i for i, text in enumerate([
+        flat_tokenizer.EOT, '<|im_start|>', '<|im_end|>', '<s>', '</s>',
+                                                     '<|eot_id|>', '<|begin_of_text|>',
+                                                     '<|start_header_id|>', '<|end_header_id|>'])}
+    source = flat_tokenizer.bpe_json({char: b for b, char in flat_tokenizer.byte_chars().items()}, [], None, marks)
+    end = {'llama2': '</s>', 'llama3': '<|eot_id|>'}.get(template, '<|im_end|>')
+    return flat_tokenizer.JsonTokenizer(source, {'chat_template': CHAT_TEMPLATES[template], 'bos_token': '<s>',
+                                          'eos_token': end})
+
+
+# training ---------------------------------------------------------------------------------------------------
+def synthetic(n, vocab_size=23, seed=0):
+    """Tokens with something to learn: each determines the next, but for some noise."""
+    rng, out = np.random.default_rng(seed), [1]
+    noise, other = rng.random(n) < 0.15, rng.integers(vocab_size, size=n)
+    for i in range(n - 1):
+        out.append(int(other[i]) if noise[i] else (5 * out[-1] + 3) % vocab_size)
+    return np.array(out)
+
+
+def write_toy(path, n=3001, dtype='uint16', vocab_size=23):
+    path.mkdir(parents=True)
+    synthetic(n).astype('<u2').tofile(path / 'train.bin')
+    synthetic(801, seed=1).astype('<u2').tofile(path / 'val.bin')
+    meta = {'vocab_size': vocab_size, 'dtype': dtype, 'eot': None, 'bytes_per_token': 2.0,
+            'tokenizer': {'kind': 'char', 'chars': [chr(97 + i) for i in range(vocab_size)], 'eot': None}}
+    (path / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')
+
+
+TOY = ['--dataset=toy', '--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--batch_size=4',
+       '--gradient_accumulation_steps=3', '--max_iters=20', '--warmup_iters=3', '--learning_rate=5e-3',
+       '--eval_interval=10', '--eval_iters=5', '--device=cpu', '--dtype=float32', '--compile=False']
+
+
+def run(script, *args):
+    """A script as users run it, in this process; returns its globals."""
+    argv, sys.argv = sys.argv, [script, *args]
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    deterministic, hook = torch.are_deterministic_algorithms_enabled(), sys.excepthook
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        return runpy.run_path(str(ROOT / script), run_name='__main__')
+    finally:
+        sys.argv, sys.excepthook = argv, hook
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+
+
+def train(*args):
+    return run('train.py', str(ROOT / 'config' / 'gpt2.py'), '--vocab_size=23', '--pos=rope', *TOY, *args)
+
+
+def log_rows(out_dir):
+    with open(os.path.join(out_dir, 'log.csv'), encoding='utf-8', newline='') as f:
+        return list(csv.DictReader(f))
+
+
+
+
+
+
+def torchrun(count, *command, fails=False):
+    """A script on `count` ranks of this machine: what it prints, or if it fails, the finished process."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={count}',
+               *command]
+    for last in (False, True):  # gloo has aborted a rank (exit code -6) in 2 of 60 runs, on one machine
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240,
+                              env={**os.environ, 'OMP_NUM_THREADS': '1'})
+        if last or 'exitcode: -6' not in done.stderr:
+            break
+    assert (done.returncode == 0) != fails, done.stderr[-3000:]
+    return done if fails else done.stdout
+
+
+def two_ranks(*args, fails=False):
+    return torchrun(2, str(ROOT / 'train.py'), *args, fails=fails)
+
+
+def write_masks(path='data/toy', seed=0):
+    """Uneven masks for a prepared folder: some windows are all targets, some have none. Returns train's."""
+    masks = {}
+    for split in ('val', 'train'):
+        n, rng = os.path.getsize(f'{path}/{split}.bin') // 2, np.random.default_rng(seed)
+        share = np.repeat(rng.choice([0, 0, 0.1, 0.5, 1], size=n // 16 + 1), 16)[:n]
+        masks[split] = (rng.random(n) < share).astype(np.uint8)
+        masks[split].tofile(f'{path}/{split}.mask.bin')
+    return masks['train']
+
+
+def write_packed(eot=22, block=16):
+    """Makes data/toy a folder as prepare.py packs it, of conversations of which some share a window. Returns
+    them: [(ids, the mask of each)]."""
+    rng = np.random.default_rng(0)
+    talks = [[eot, *rng.integers(22, size=n)] for n in (5, 8, 12, 3, 3, 3, 15, 7)]
+    learnt = [[0] + [int(i % 7 > 2) for i in range(1, len(talk))] for talk in talks]
+    ids, mask = [], []
+    for talk, one in zip(talks, learnt):
+        if len(ids) % block + len(talk) > block:  # it does not fit into the rest of the slot
+            fill = -len(ids) % block
+            ids, mask = ids + [eot] * fill, mask + [0] * fill
+        ids, mask = ids + talk, mask + one
+    fill = -len(ids) % block + 1
+    ids, mask = np.array(ids + [eot] * fill, '<u2'), np.array(mask + [0] * fill, np.uint8)
+    meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
+    Path('data/toy/meta.json').write_text(json.dumps({**meta, 'eot': eot, 'block_size': block}), 'utf-8')
+    for split in ('train', 'val'):
+        ids.tofile(f'data/toy/{split}.bin')
+        mask.tofile(f'data/toy/{split}.mask.bin')
+    return list(zip(talks, learnt))
+
+
+class Evil:
+    def __reduce__(self):
+        return open, ('evil_was_here', 'w')
+
+
+
+
+def by_hand(model, prompt, n, sample=0, seed=7, **options):
+    """Generation without cache or batch: what generate must equal."""
+    context, out = list(prompt[-model.config.block_size:]), []
+    for i in range(n):
+        if len(context) > model.config.block_size:
+            context = context[-(model.config.block_size // 2):]
+        u = torch.tensor(flat_sample.uniforms(seed, sample, len(prompt) + i, 1), dtype=torch.float32)
+        with torch.no_grad():
+            out.append(sample_token(model(torch.tensor([context]))[:, -1], u, **options).item())
+        context.append(out[-1])
+    return out
+
+
+def dequantized(model):
+    """The same model with the weights that an int8 one stands for, in float32."""
+    plain = GPT(model.config)
+    weights = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if hasattr(module, 'scale') and f'{name}.weight' in weights:
+            rows = weights[f'{name}.weight']  # without those that pad the vocabulary
+            weights[f'{name}.weight'] = rows * module.scale[:len(rows)].float()[..., None]
+    plain.load_state_dict(weights)
+    return plain.eval()
+
+
+CHAT_SETTINGS = {**flat_sample.config, 'system': 'Be short.', 'max_new_tokens': 8, 'temperature': 0.0,
+                 'compile': False}
+
+
+@functools.cache
+def byte_chat_tokenizer(template='chatml'):
+    """Bytes, ChatML's two marks and a chat template, as a tokenizer.json."""
+    library = pytest.importorskip('tokenizers').Tokenizer.from_str(make_tokenizer('byte').to_json())
+    library.add_special_tokens(['<|im_start|>', '<|im_end|>'])
+    return flat_tokenizer.JsonTokenizer(library.to_str(), {'chat_template': CHAT_TEMPLATES[template]})
+
+
+def chat_model(**options):
+    return tiny(**{**dict(block_size=600, vocab_size=259), **options})
+
+
+def new_chat(model, template='chatml', **settings):
+    return flat_sample.Chat(model, byte_chat_tokenizer(template), {**CHAT_SETTINGS, **settings})
+
+
+def from_nothing(chat, question, n=8):
+    """The answer of a model that reads the whole conversation anew for each token."""
+    ids, begin = flat_sample.chat_ids(chat.model, chat.tokenizer, [
+        *chat.messages, {'role': 'user', 'content': question}], chat.settings['thinking'])
+    ids = by_hand(chat.model, ids, n, temperature=0)
+    ends = [i for i, token in enumerate(ids) if token in chat.tokenizer.stop_tokens]
+    return begin + chat.tokenizer.decode(ids[:min(ends, default=n)])
+
+
+
+
+def bench(capsys, *args):
+    """Runs bench.py; returns what it prints, and its numbers."""
+    capsys.readouterr()
+    torch.set_num_threads(1)  # beside other processes the second would mostly wait
+    run('bench.py', *args, '--json=True')
+    *lines, last = capsys.readouterr().out.splitlines()
+    return '\n'.join(lines), json.loads(last)
+
+
+EVAL = ['--device=cpu', '--dtype=float32']

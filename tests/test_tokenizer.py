@@ -1,0 +1,591 @@
+"""Tests of tokenizer."""
+import base64
+import io
+import itertools
+import json
+import os
+import random
+import re
+import shlex
+import sys
+import time
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from common import (
+    CHAT_TEMPLATES,
+    PREP_WORDS,
+    TOOLS,
+    chat_tokenizer,
+    prep_awkward,
+    prep_files,
+    prep_gpt2,
+    prep_ids,
+    prep_patterns,
+    prep_run,
+    prep_source,
+    prep_toy_bpe,
+    tok_oracles,
+    tok_texts,
+)
+
+import hub
+import prepare
+import tokenizer as flat_tokenizer
+from test_model import tiny
+
+transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')
+
+
+# tokenizers -------------------------------------------------------------------------------------------------
+def prep_tokenizers():
+    return [flat_tokenizer.make_tokenizer('byte'), flat_tokenizer.make_tokenizer('char', 'abc é🙂', True),
+            prep_toy_bpe()]
+
+
+def test_tokenizer_state_goes_through_a_checkpoint():
+    for tok in prep_tokenizers():
+        file = io.BytesIO()
+        torch.save({'tokenizer': tok.state()}, file)
+        file.seek(0)
+        again = flat_tokenizer.tokenizer_from_state(torch.load(file, weights_only=True)['tokenizer'])
+        text = 'ab c é🙂<|endoftext|>ca'
+        ids = tok.encode(text)
+        assert again.encode(text) == ids and again.decode(ids) == text == tok.decode(ids)
+        for what in ('name', 'n_vocab', 'eot', 'special'):
+            assert getattr(again, what) == getattr(tok, what)
+        assert ids.count(tok.eot) == 1 and all(type(i) is int and 0 <= i < tok.n_vocab for i in ids)
+        assert again.state() == json.loads(json.dumps(tok.state())) == tok.state()
+    for bad in ({'kind': 'nonsense'}, {}, {'kind': 'char'}, {'kind': 'byte', 'x': 1}, None, 'byte'):
+        with pytest.raises(ValueError, match='newer version'):
+            flat_tokenizer.tokenizer_from_state(bad)
+    state = {**prep_toy_bpe().state(), 'ranks': 'YQ=='}
+    with pytest.raises(ValueError, match='run/ckpt.pt: .*not enough values to unpack'):
+        prepare.find_tokenizer({'tokenizer': state}, 'run/ckpt.pt')
+
+
+def test_tokenizer_special_tokens_and_odd_text():
+    for tok in prep_tokenizers():
+        assert tok.eot == tok.special['<|endoftext|>']
+        assert tok.encode('') == [] and tok.encode('<|endoftext|>') == [tok.eot]
+        assert tok.decode([tok.n_vocab + 5, *tok.encode('abc'), 10**6, tok.eot]) == 'abc<|endoftext|>'
+        if tok.name != 'char':
+            plain = tok.encode('<|endoftext|>', allow_special=False)
+            assert tok.eot not in plain and tok.decode(plain) == '<|endoftext|>'
+            assert tok.decode(tok.encode('a\ud800b')) == 'a\ufffdb'
+            ids = tok.encode('🙂')
+            assert tok.decode_bytes(ids) == '🙂'.encode() and tok.decode(ids[:2]) == '\ufffd'
+    assert flat_tokenizer.make_tokenizer('byte').encode('aé') == [97, 0xc3, 0xa9]
+    char = flat_tokenizer.make_tokenizer('char', ' dehlorw')
+    assert char.eot is None and char.n_vocab == 8 and char.encode('hello') == [3, 2, 4, 4, 5]
+    with pytest.raises(ValueError, match=r"prompt has '\?' \(not in this char vocabulary of"):
+        char.encode('who?')
+
+
+@pytest.mark.parametrize('name', ['byte', 'char', 'toy', 'gpt2', 'json'])
+def test_decoded_is_what_was_encoded(name, monkeypatch):
+    """Any text, whole and token by token, with the texts of special tokens as such or as plain text."""
+    rng, marks = random.Random(0), [flat_tokenizer.EOT, flat_tokenizer.EOT[:5], '|>', ' ', '\n', 'ab']
+    texts = [''.join(rng.choice([*marks, chr(rng.randrange(0xd800)), chr(rng.randrange(0xe000, 0x110000))])
+                     for _ in range(rng.randrange(30))) for _ in range(200)]
+    tok = {'byte': flat_tokenizer.ByteTokenizer, 'toy': prep_toy_bpe, 'gpt2': lambda: prep_gpt2(monkeypatch),
+           'char': lambda: flat_tokenizer.make_tokenizer('char', sorted({*flat_tokenizer.EOT, *''.join(texts)}), True),
+           'json': lambda: flat_tokenizer.JsonTokenizer(tok_oracles()['gpt2'].to_str())}[name]()
+    for text in texts:
+        for allow in (True, False):
+            ids = tok.encode(text, allow_special=allow)
+            assert tok.decode(ids) == text and max(ids, default=0) < tok.n_vocab
+            assert b''.join(tok.decode_bytes([i]) for i in ids) == text.encode()
+            assert ids.count(tok.eot) == text.count(flat_tokenizer.EOT) * allow
+
+
+def test_tokenizer_gpt2_is_tiktokens(monkeypatch):
+    tok = prep_gpt2(monkeypatch)
+    import tiktoken
+    theirs = tiktoken.get_encoding('gpt2')
+    again = flat_tokenizer.tokenizer_from_state(tok.state())
+    text = prep_awkward(2000) + '<|endoftext|>Hello'
+    assert again.n_vocab == 50257 and again.eot == 50256
+    assert tok.encode(text) == again.encode(text) == theirs.encode(text, allowed_special={'<|endoftext|>'})
+    assert again.encode(text, allow_special=False) == theirs.encode_ordinary(text)
+    assert again.decode(again.encode(text)) == text
+
+
+def test_prepare_prints_commands_that_can_be_pasted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path('a.txt').write_text('some text\n' * 9)
+    out = prep_run(['a.txt', "--out=sp ace; it's"], monkeypatch, capsys)[1]
+    command = out.splitlines()[-1].removeprefix('next: ')
+    assert shlex.split(command) == ['python', 'train.py', "--dataset=sp ace; it's"]
+    with pytest.raises(OSError) as e:
+        prepare.Bins('data/no $such', 'train')
+    command = re.search('`(.*)`', str(e.value))[1]
+    assert shlex.split(command) == ['python', 'prepare.py', 'my.txt', '--out=no $such']
+
+
+def test_tokenizer_offline_names_the_address(tmp_path, monkeypatch):
+    requests, tiktoken = pytest.importorskip('requests'), pytest.importorskip('tiktoken')
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+
+    def offline(url, **_):
+        raise requests.ConnectionError('offline', request=requests.Request('GET', url).prepare())
+    monkeypatch.setattr(requests, 'get', offline)
+    monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
+    with pytest.raises(OSError, match=r'https://\S+p50k_base.tiktoken.*TIKTOKEN_CACHE_DIR') as e:
+        flat_tokenizer.make_tokenizer('p50k_base')
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'gpt2 prefix', 'llama3', 'qwen', 'deepseek', 'falcon', 'smollm',
+                                  'llama2', 'mistral', 'added', 'minimind'])
+def test_tokenizer_json_gives_the_ids_of_transformers(name, tmp_path):
+    """As text comes, with special tokens in it, and with these as plain text; and back, token by token."""
+    if name not in tok_oracles():
+        pytest.skip('its file is not at hand')
+    library, rng, mixed = tok_oracles()[name], random.Random(1), ''.join(tok_texts())
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library)
+    ours = flat_tokenizer.tokenizer_from_state(flat_tokenizer.JsonTokenizer(library.to_str()).state())
+    assert ours.n_vocab == library.get_vocab_size() == len(theirs) and ours.to_json() == library.to_str()
+    parts = [mixed[a:a + rng.randrange(1, 120)] for a in (rng.randrange(len(mixed)) for _ in range(300))]
+    marks = [token.content for token in library.get_added_tokens_decoder().values()][:5]
+    parts += [mark + part + marks[-1] + ' ' + mark for mark in marks for part in parts[:12]]
+    parts += ['', ' ', '\n', 'a', ' a', '  a  ', 'hello  world <|x|> <|y|>  z word words', '<s> x </s>',
+              mixed]
+    for part in parts:
+        assert ours.encode(part) == theirs(part)['input_ids'], repr(part[:80])
+        plain = theirs(part, add_special_tokens=False, split_special_tokens=True)['input_ids']
+        assert ours.encode_array(part).tolist() == plain, repr(part[:80])
+        assert ours.encode_array(part).dtype == np.uint32
+    assert not {*ours.special.values()} & {*ours.encode(''.join(ours.special), allow_special=False)} - {
+        *ours.encode('')}
+    assert ours.encode('a\ud800b') == ours.encode('a\ufffdb')
+    for part in parts[:200]:  # and back; a prefix that encoding puts in front is text
+        ids = ours.encode(part)
+        assert b''.join(ours.decode_bytes([i]) for i in ids) == ours.decode_bytes(ids)
+        back = ours.decode(ids).removeprefix('<s>')
+        same = part if name != 'qwen' else unicodedata.normalize('NFC', part)
+        assert back in (same, ' ' + same) or name == 'added', (part, back)
+
+
+def test_tokenizer_json_of_other_kinds():
+    """Unigram models, gaps in the ids, truncation and padding that are set in the file, special names."""
+    tk = pytest.importorskip('tokenizers')
+    pieces = [('<unk>', 0.0), ('▁', -2.0), ('▁a', -1.0), ('b', -1.5), ('▁ab', -1.2), ('<0x0A>', -9.0)]
+    library = tk.Tokenizer(tk.models.Unigram(pieces, 0, True))
+    library.pre_tokenizer, library.decoder = tk.pre_tokenizers.Metaspace(), tk.decoders.Metaspace()
+    ours = flat_tokenizer.JsonTokenizer(library.to_str())
+    for text in ('ab a b', 'a\nb', ' ab'):
+        assert ours.encode(text) == library.encode(text).ids
+    assert ours.decode(ours.encode('ab b')) == ' ab b' and ours.eot is None
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 1101, 'content': '<|last|>'}]
+    spec['model']['vocab']['zzzz'] = 3000
+    spec['truncation'] = {'direction': 'Right', 'max_length': 3, 'strategy': 'LongestFirst', 'stride': 0}
+    spec['padding'] = {'strategy': {'Fixed': 9}, 'direction': 'Right', 'pad_to_multiple_of': None,
+                       'pad_id': 0, 'pad_type_id': 0, 'pad_token': '!'}
+    ours = flat_tokenizer.JsonTokenizer(json.dumps(spec), {'eos_token': {'content': '<|last|>'}})
+    assert ours.n_vocab == 3001 > len(ours.tokens) and ours.eot == ours.special['<|last|>']
+    text = 'more than three tokens, no padding'
+    assert ours.encode(text) == tok_oracles()['gpt2'].encode(text).ids
+    assert flat_tokenizer.JsonTokenizer(json.dumps(spec)).eot == ours.special[flat_tokenizer.EOT]
+
+
+@pytest.mark.parametrize('name', ['llama2', 'mistral', 'gpt2', 'gpt2 prefix', 'qwen', 'deepseek', 'added',
+                                  'minimind'])
+def test_tokenizer_json_in_pieces_is_as_in_one_piece(name, monkeypatch):
+    """Documents are cut only where the ids stay those of the whole; where none such is found, not at all."""
+    if name not in tok_oracles():
+        pytest.skip('its file is not at hand')
+    ours = flat_tokenizer.JsonTokenizer(tok_oracles()[name].to_str())
+    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
+    for text in (tok_texts()[0][:9000], ' ' + tok_texts()[4][40_000:46_000], prep_awkward(900)):
+        parts = [part for part, _ in flat_tokenizer.pieces([text[:4000], text[4000:]], ours)]
+        ids = np.concatenate([ours.encode_array(part) for part in parts])
+        assert ''.join(parts) == text and ids.tolist() == ours.encode_array(text).tolist()
+        assert len(parts) == 1 if name == 'llama2' else len(parts) > 3  # it puts a space before every text
+
+
+def test_a_damaged_or_unsupported_tokenizer_is_one_line_that_names_the_file(tmp_path):
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    model, words = spec['model'], {'type': 'WordPiece', 'unk_token': 'a', 'continuing_subword_prefix': '##',
+                                   'max_input_chars_per_word': 100, 'vocab': {'a': 0}}
+    split = {'type': 'Split', 'pattern': {'Regex': '('}, 'behavior': 'Isolated', 'invert': False}
+    changes = [({'model': words}, 'WordPiece'), ({'model': {**model, 'dropout': 0.1}}, 'dropout'),
+               ({'model': {**model, 'end_of_word_suffix': '</w>'}}, 'end_of_word_suffix'),
+               ({'pre_tokenizer': split}, ''), ({'pre_tokenizer': {'type': 'Nonsense'}}, ''),
+               ({'model': {**model, 'vocab': {}, 'merges': []}, 'added_tokens': []}, 'empty vocabulary')]
+    damaged = ['{', '{}', '', '[]', '{"model": {}}', '[' * 200_000]
+    path = tmp_path / 'tokenizer.json'
+    for text, part in [*((json.dumps({**spec, **change}), part) for change, part in changes),
+                       *((text, '') for text in damaged)]:
+        path.write_text(text)
+        for name in (str(tmp_path), str(path)):
+            with pytest.raises(ValueError, match=re.escape(str(path))) as e:
+                flat_tokenizer.make_tokenizer(name)
+            assert part in str(e.value) and '\n' not in str(e.value) and len(str(e.value)) < 600
+            assert str(e.value).count('tokenizer.json') == 1
+        with pytest.raises(ValueError):
+            flat_tokenizer.tokenizer_from_state({'kind': 'json', 'source': text, 'config': {}})
+    path.write_text(json.dumps(spec))
+    for text in ('{', '[]', '[' * 200_000):
+        (tmp_path / 'tokenizer_config.json').write_text(text)
+        with pytest.raises(ValueError, match='tokenizer_config.json') as e:
+            flat_tokenizer.json_tokenizer(str(tmp_path))
+        assert '\n' not in str(e.value)
+    (tmp_path / 'tokenizer_config.json').write_bytes(b'\xff')
+    with pytest.raises(ValueError, match='tokenizer_config.json is not UTF-8') as e:
+        flat_tokenizer.json_tokenizer(str(tmp_path))
+    assert str(e.value).count('tokenizer_config.json') == 1
+    with pytest.raises(FileNotFoundError, match='none'):
+        flat_tokenizer.json_tokenizer(str(tmp_path / 'none'))
+
+
+def test_without_the_tokenizers_library_one_line_says_what_to_install(monkeypatch):
+    source = tok_oracles()['gpt2'].to_str()
+    monkeypatch.setitem(sys.modules, 'tokenizers', None)
+    with pytest.raises(ImportError, match='pip install tokenizers'):
+        flat_tokenizer.JsonTokenizer(source)
+
+
+@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy', 'cl100k_base', 'o200k_base'])
+def test_exported_tokenizers_encode_the_same(name, tmp_path, monkeypatch):
+    tk = pytest.importorskip('tokenizers')
+    if name == 'gpt2':
+        prep_gpt2(monkeypatch)
+    text = tok_texts()[0][:30000] + tok_texts()[2][:500]
+    if name in ('toy', 'cl100k_base', 'o200k_base'):  # the last two are their patterns, with a few merges
+        ours = prep_toy_bpe(prep_patterns().get(name, PREP_WORDS))
+    else:
+        ours = flat_tokenizer.make_tokenizer(name, sorted(set(text)), True)
+    theirs = tk.Tokenizer.from_str(ours.to_json())
+    for part in (text, text[5000:6000], '12' * 50, 'a' + flat_tokenizer.EOT + 'b' if name != 'toy' else 'abc'):
+        part = part if name != 'char' else ''.join(c for c in part if c in ours.chars or c in flat_tokenizer.EOT)
+        assert theirs.encode(part).ids == ours.encode(part)
+    assert theirs.decode(ours.encode(text[:500]), skip_special_tokens=False) == text[:500]
+    if name == 'toy':  # a token that no merge of two makes, as some tables have
+        ranks = ours.ranks + f'{base64.b64encode(b"xyz").decode()} {ours.n_vocab}\n'
+        ours = flat_tokenizer.TiktokenTokenizer('toy', ours.pattern, ours.special, ranks)
+        assert ours.encode('xyz xyz') == [ours.n_vocab - 1, *b' xyz']
+        assert tk.Tokenizer.from_str(ours.to_json()).encode('xyz xyz').ids == ours.encode('xyz xyz')
+
+
+CHAT_TEMPLATES |= {
+    'deepseek':
+        "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}"
+        "{{ '<' + m.role + '>' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' +"
+        " ('<think>' if thinking else '</think>') }}{% endif %}",
+    'everything':  # what transformers' environment has
+        "{% for m in messages %}\n    {% if m.role == 'x' %}{% continue %}{% endif %}\n    {{ m | tojson }}"
+        "{% generation %}\n{{ m.content | upper }}{% endgeneration %}\n{% endfor %}\n{{ bos_token }}"
+        "{{ strftime_now('%Y') }}{{ tools | tojson(indent=2) }}{% set ns = namespace(n=1) %}"
+        "{% set ns.n = 2 %}{{ ns.n }}{{ unknown }}{{ documents is none }}{{ dict(a=1) | tojson }}"
+        "{% set named = namespace({'b': 2}, self=3) %}{{ named.b }}{{ named.self }}"
+        "{{ dict.fromkeys('ab', 0) | tojson }}{{ dict([['a', 1]], b=2) | tojson }}"
+        "{%- if enable_thinking is defined %}{{ enable_thinking }}{% endif %}",
+}
+
+
+CHATS = [[{'role': 'user', 'content': 'Hi, who are <you>?'}],
+         [{'role': 'system', 'content': 'Be\nshort.'}, {'role': 'user', 'content': ' é🙂 '}],
+         [{'role': 'user', 'content': 'Hi'},
+          {'role': 'assistant', 'content': '<think>\nhm\n</think>\n\nA program.', 'tool_calls': None},
+          {'role': 'user', 'content': 'And?'}]]
+
+
+def chat_pair(folder, source, config):
+    """Our tokenizer and transformers', of the same files."""
+    (folder / 'tokenizer.json').write_text(source, encoding='utf-8')
+    (folder / 'tokenizer_config.json').write_text(
+        json.dumps({'tokenizer_class': 'PreTrainedTokenizerFast', **config}), encoding='utf-8')
+    return (flat_tokenizer.json_tokenizer(str(folder)),
+            transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
+
+
+@pytest.mark.parametrize('name', [*CHAT_TEMPLATES, 'named', 'file', 'minimind'])
+@pytest.mark.parametrize('thinking', [True, False, None])
+def test_chats_are_rendered_as_by_transformers(name, thinking, tmp_path):
+    """The same text and ids, for templates in tokenizer_config.json, one of several there, or in a file."""
+    source, config = tok_oracles()['llama2'].to_str(), {'bos_token': '<s>', 'eos_token': {
+        '__type': 'AddedToken', 'content': '</s>', 'lstrip': False, 'rstrip': False, 'normalized': False,
+        'single_word': False, 'special': True}}
+    if name == 'minimind':
+        if name not in tok_oracles():
+            pytest.skip('its file is not at hand')
+        folder = Path(os.environ['FLATGPT_DATA']) / 'minimind_tokenizer'
+        source = tok_oracles()[name].to_str()
+        config = json.loads((folder / 'tokenizer_config.json').read_text(encoding='utf-8'))
+    elif name == 'named':
+        config['chat_template'] = [{'name': 'default', 'template': CHAT_TEMPLATES['chatml']},
+                                   {'name': 'tool_use', 'template': CHAT_TEMPLATES['everything']}]
+    elif name == 'file':
+        (tmp_path / 'chat_template.jinja').write_text(CHAT_TEMPLATES['qwen3'], encoding='utf-8')
+    else:
+        config['chat_template'] = CHAT_TEMPLATES[name]
+    ours, theirs = chat_pair(tmp_path, source, config)
+    ours = flat_tokenizer.tokenizer_from_state(json.loads(json.dumps(ours.state())))
+    switch = {'minimind': 'open_thinking', 'deepseek': 'thinking'}.get(name, 'enable_thinking')
+    options = {} if thinking is None else {switch: thinking}
+    if thinking is not None and name in ('minimind', 'deepseek', 'qwen3', 'everything'):
+        assert ours.chat(CHATS[0], thinking) != ours.chat(CHATS[0], not thinking)
+    for messages in CHATS:
+        for tools in (None, TOOLS):
+            expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
+                                                  return_dict=False, **options)
+            assert ours.chat(messages, thinking, tools) == expected
+            text = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
+                                              tokenize=False, **options)
+            assert theirs(text, add_special_tokens=False)['input_ids'] == expected
+    variables = {**options, 'bos_token': '<s>', 'eos_token': '</s>'}
+    if name in CHAT_TEMPLATES:
+        assert flat_tokenizer.render_chat(CHAT_TEMPLATES[name], messages, tools, **variables) == text
+
+
+def test_published_chat_templates_are_rendered_as_by_transformers(tmp_path):
+    """Those in the folder chat_templates of FLATGPT_DATA, a file each, such as the package trl has."""
+    folder = Path(os.environ.get('FLATGPT_DATA', 'nowhere'), 'chat_templates')
+    files = sorted(folder.glob('*.jinja'))
+    if not files:
+        pytest.skip(f'no {folder}/*.jinja')
+    for file in files:
+        ours, theirs = chat_pair(tmp_path, chat_tokenizer().source, {
+            'bos_token': '<s>', 'eos_token': '</s>', 'chat_template': file.read_text(encoding='utf-8')})
+        for messages, tools, thinking, prompt in itertools.product(
+                CHATS, (None, TOOLS), (None, True, False), (True, False)):
+            switches = {} if thinking is None else dict.fromkeys(flat_tokenizer.THINKING, thinking)
+            try:
+                expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt,
+                                                      return_dict=False, **switches)
+            except Exception:  # such as a template that wants no system message
+                with pytest.raises(ValueError, match='chat template fails'):
+                    ours.chat(messages, thinking, tools, prompt)
+            else:
+                assert ours.chat(messages, thinking, tools, prompt) == expected, file.name
+
+
+@pytest.mark.parametrize('template', [
+    '{% for %}', '{{ 1 / 0 }}', '{{ messages[7].content.x }}', "{{ raise_exception('it cannot be') }}",
+    '{{ messages.append(1) }}', '{% for i in range(10**9) %}{% endfor %}', "{{ 'a' * 10**13 }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", '{{ dict.mro() }}', "{% include 'pwned' %}",
+    "{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", '{{ dict.__base__.__subclasses__() }}',
+    '{% set ns = namespace(__class__=1) %}', '{% set ns = namespace() %}{% set ns._a = 1 %}',
+    "{{ namespace({'_a': 1}) }}",
+    "{{ raise_exception.__globals__['os'].mkdir('pwned') }}", '{% generation %}', '{{ ' + '(' * 20_000, ''])
+def test_a_chat_template_that_fails_is_one_line_and_runs_no_code(template, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tok = flat_tokenizer.JsonTokenizer(tok_oracles()['gpt2'].to_str(), {'chat_template': template})
+    with pytest.raises(ValueError) as e:
+        print(tok.chat([{'role': 'user', 'content': 'hi'}]))
+    assert 'template' in str(e.value) and '\n' not in str(e.value) and os.listdir() == []
+
+
+@pytest.mark.parametrize('expression', [
+    'messages.__class__', 'dict.__base__', 'dict.__call__', 'dict.update', 'namespace.mro',
+    'strftime_now.__code__', "'{0.__class__}'.format(1)"])
+def test_a_chat_template_sees_nothing_of_python(expression):
+    assert flat_tokenizer.render_chat('{{ ' + expression + ' }}', [{'role': 'user', 'content': 'hi'}]) == ''
+
+
+def test_a_dataset_is_prepared_with_a_tokenizer_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('qwen')
+    Path('qwen/tokenizer.json').write_text(tok_oracles()['qwen'].to_str(), encoding='utf-8')
+    Path('my.txt').write_text(tok_texts()[0], encoding='utf-8')
+    prep_run(['my.txt', '--tokenizer=qwen'], monkeypatch, capsys)
+    made = [np.fromfile(f'data/my_qwen/{split}.bin', '<u2').tolist() for split in ('train', 'val')]
+    again = prepare.load_tokenizer('data/my_qwen')
+    assert ''.join(map(again.decode, made)) == tok_texts()[0]
+    assert all(tok_oracles()['qwen'].encode(again.decode(ids)).ids == ids for ids in made)
+    assert again.encode('def x') == tok_oracles()['qwen'].encode('def x').ids
+
+
+# training a tokenizer ---------------------------------------------------------------------------------------
+def naive_bpe(counts, n_merges):
+    """(tokens, {word: its tokens}) of byte pair encoding as it is defined: count all, merge one, again."""
+    tokens, words = [bytes([b]) for b in range(256)], {word: list(word.encode()) for word in counts}
+    for _ in range(n_merges):
+        pairs = {}
+        for word, ids in words.items():
+            for pair in zip(ids, ids[1:]):
+                pairs[pair] = pairs.get(pair, 0) + counts[word]
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair), default=None)
+        if best is None or pairs[best] < 2:
+            break
+        for ids in words.values():
+            i = 0
+            while i < len(ids) - 1:
+                if (ids[i], ids[i + 1]) == best:
+                    ids[i:i + 2] = [len(tokens)]
+                i += 1
+        tokens.append(tokens[best[0]] + tokens[best[1]])
+    return tokens[256:], words
+
+
+def bpe_of(text, size, **more):
+    """A bpe:N tokenizer of one text, all of it for training."""
+    def texts():
+        yield 'train', [text], False
+    return flat_tokenizer.make_tokenizer(f'bpe:{size}', texts=texts, n_bytes=len(text.encode()), **more)
+
+
+@pytest.mark.parametrize('alphabet', ['a', 'ab', 'abc é', 'é🙂\0中\u0301'])
+def test_bpe_learns_what_a_naive_reference_learns(alphabet):
+    """Few letters give many ties and pairs that overlap themselves; tiktoken then encodes as was trained."""
+    import tiktoken
+    for seed in range(60):
+        rng = random.Random(seed)
+        length, often, n = rng.choice([3, 12, 60]), rng.choice([1, 2, 9]), rng.randint(0, 40)
+        counts = {''.join(rng.choices(alphabet, k=rng.randint(1, length))): rng.randint(1, often)
+                  for _ in range(rng.randint(1, 12))}
+        learnt, words = naive_bpe(counts, n)
+        assert flat_tokenizer.train_bpe(counts, n) == learnt and len({*learnt}) == len(learnt)
+        ranks = {token: i for i, token in enumerate([*(bytes([b]) for b in range(256)), *learnt])}
+        theirs = tiktoken.Encoding('x', pat_str=r'(?s:.+)', mergeable_ranks=ranks, special_tokens={})
+        assert {word: theirs.encode_ordinary(word) for word in counts} == words
+    assert flat_tokenizer.train_bpe({}, 5) == flat_tokenizer.train_bpe({'a': 7, 'xy': 1}, 5) == []
+
+
+def test_bpe_of_a_text_is_that_of_its_words(monkeypatch):
+    """Cut as GPT-4's encoding cuts, in pieces and processes as in one; special tokens come last."""
+    regex = pytest.importorskip('regex')
+    text = tok_texts()[0][:20_000] + prep_awkward(2000) + 'end'  # space at the end is cut otherwise there
+    words = regex.findall(prep_patterns()['cl100k_base'], text)
+    assert regex.findall(flat_tokenizer.WORD_PATTERN, text) == words
+    learnt, _ = naive_bpe({word: words.count(word) for word in words}, 36)
+    tok = bpe_of(text, 300)
+    assert list(tok.bpe._mergeable_ranks) == [*(bytes([b]) for b in range(256)), *learnt]
+    assert tok.special == dict(zip(flat_tokenizer.BPE_SPECIAL, range(292, 300))) and tok.n_vocab == 300
+    assert [tok.decode([i]) for i in (292, 293, 294)] == ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
+    assert tok.encode('<|im_end|>a') == [294, 97] and tok.encode_array('<|im_end|>').max() < 292
+    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 3000)
+    monkeypatch.setattr(flat_tokenizer, 'POOL_BYTES', 0)
+    for procs in (1, 2):
+        assert bpe_of(text, 300, procs=procs).state() == tok.state()
+    own = bpe_of(text, 300, pattern=r'\s+|\S+')
+    words = regex.findall(own.pattern, text)
+    assert own.ranks != tok.ranks and own.pattern == r'\s+|\S+'
+    assert own.encode_array(text).tolist() == [i for word in words for i in own.bpe.encode_ordinary(word)]
+
+
+def test_bpe_encodes_any_text_as_the_exported_tokenizer_does(tmp_path):
+    tk = pytest.importorskip('tokenizers')
+    tok = bpe_of(''.join(part[:20_000] for part in tok_texts()) + prep_awkward(3000), 1500)
+    assert tok.n_vocab == 1500
+    theirs = tk.Tokenizer.from_str(tok.to_json())
+    rng = random.Random(1)
+    texts = [prep_awkward(40, seed) for seed in range(100)] + [part[:3000] for part in tok_texts()]
+    texts += [''.join(chr(rng.choice([rng.randrange(0xd800), rng.randrange(0xe000, 0x110000)]))
+                      for _ in range(30)) for _ in range(100)] + ['', 'a<|im_start|>b<|reserved_0|>\n']
+    for text in texts:
+        ids = tok.encode(text)
+        assert tok.decode(ids) == text and theirs.encode(text).ids == ids
+        assert tok.decode(tok.encode(text, allow_special=False)) == text
+    again = flat_tokenizer.JsonTokenizer(tok.to_json())
+    assert again.n_vocab == tok.n_vocab and again.special == tok.special and again.eot == tok.eot
+
+
+def test_bpe_is_prepared_and_named_again_by_its_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path('my.txt').write_text(tok_texts()[0][:50_000], encoding='utf-8')
+    code, out, err = prep_run(['my.txt', '--tokenizer=bpe:600'], monkeypatch, capsys)
+    assert code == 0 and 'learnt 336 merges from 0.04 MB' in out and 'vocabulary 600' in out
+    tok = prepare.load_tokenizer('data/my_bpe600')
+    made = prep_files('data/my_bpe600')
+    assert made == ['meta.json', 'flat_tokenizer.tiktoken', 'train.bin', 'val.bin'] and tok.name == 'bpe:600'
+    text = ''.join(tok.decode(prep_ids('data/my_bpe600', split)) for split in ('train', 'val'))
+    assert text == tok_texts()[0][:50_000]
+    assert tok.ranks == bpe_of(text[:45_000], 600).ranks  # of the part for training alone
+    prep_run(['my.txt', '--tokenizer=data/my_bpe600'], monkeypatch, capsys)
+    assert prepare.load_tokenizer('data/my_my_bpe600').state() == tok.state()
+    assert (prep_ids('data/my_my_bpe600', 'val') == prep_ids('data/my_bpe600', 'val')).all()
+    with pytest.raises(OSError, match='python prepare.py --tokenizer=bpe:600`'):
+        prepare.Bins('data/pystdlib_bpe600', 'train')
+    source = prepare.Source('x', 'x', lambda: [], tokenizer='bpe:600')  # a source may have its own default
+    assert source.tokenizer == 'bpe:600' and prep_source('a').tokenizer == 'byte'
+
+
+def test_bpe_of_a_small_text_has_a_smaller_vocabulary(tmp_path, monkeypatch, capsys):
+    tok = bpe_of('abab ' * 9 + 'xyz', 5000)
+    assert '(4,736 were wanted, but no other pair occurs twice)' in capsys.readouterr().out
+    assert tok.n_vocab == 264 + len(flat_tokenizer.train_bpe({'abab': 1, ' abab': 8}, 99)) == tok.special[
+        '<|reserved_4|>'] + 1 and tok.name == f'bpe:{tok.n_vocab}'
+    assert bpe_of('some text', 264).encode('some') == [*b'some']
+    monkeypatch.chdir(tmp_path)
+    Path('my.txt').write_text('some text\n' * 9)
+    for flags, part in [(['--tokenizer=bpe:263'], '264 (256 bytes, 8 special tokens)'),
+                        (['--tokenizer=bpe:'], 'like bpe:4096'), (['--tokenizer=bpe:many'], 'like bpe:4096'),
+                        (['--tokenizer=bpe:2000000'], '1,048,576'), (['--tokenizer=bpe'], 'bpe:N'),
+                        (['--tokenizer=byte:300'], 'none of byte, char'),
+                        (['--pattern=x'], 'is for --tokenizer=bpe:4096'),
+                        *((['--tokenizer=bpe:300', f'--pattern={pattern}'], part) for pattern, part in [
+                            ('(', 'missing )'), ('(a)|.', '(?:...)'), (r'\w+', 'leaves out'),
+                            ('a*', 'leaves out')])]:
+        code, _, err = prep_run(['my.txt', *flags], monkeypatch, capsys)
+        assert code == 1 and part in err and err.count('\n') == 1, err
+        assert os.listdir() == ['my.txt']
+    with pytest.raises(ValueError, match='a text to learn from'):
+        flat_tokenizer.make_tokenizer('bpe:300')
+
+
+def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch, capsys):
+    rng = random.Random(0)
+    word = ''.join(rng.choices('acgt', k=200_000))
+    begin = time.process_time()
+    tok = bpe_of(word + 'a' * 100_000, 1000)
+    assert tok.n_vocab == 1000 and time.process_time() - begin < 20
+    monkeypatch.setattr(flat_tokenizer, 'WORDS_BYTES', 40)
+    assert flat_tokenizer.train_bpe({'gh' * 9: 5, 'ef' * 9: 4, 'cd' * 9: 3, 'ab' * 99: 2}, 2) == [b'gh', b'ghgh']
+    assert 'learning from the 3 commonest of 4' in capsys.readouterr().out
+    monkeypatch.setattr(flat_tokenizer, 'SAMPLE_BYTES', 5000)
+    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
+    monkeypatch.setattr(flat_tokenizer, 'WORDS_BYTES', 1 << 20)
+    splitter = flat_tokenizer.WordSplitter(flat_tokenizer.WORD_PATTERN)
+    texts = [('train', [''.join(f'{c}{i} ' for i in range(1000))], True) for c in 'abcdef']
+    counts, n_read = flat_tokenizer.count_words(splitter, texts, sum(len(blocks[0]) for _, blocks, _ in texts))
+    assert 4500 < n_read < 6000  # of six times as much: some of all, not all of the first
+    assert len({word.strip() for word in counts if word.strip().isalpha()}) > 4
+
+
+def test_chats_of_a_trained_tokenizer_are_chatml(tmp_path):
+    tok = bpe_of(tok_texts()[0][:5000], 300)
+    tok = flat_tokenizer.tokenizer_from_state(json.loads(json.dumps(tok.state())))
+    for name, text in hub.tokenizer_files(tok, tiny()).items():
+        (tmp_path / name).write_text(text, encoding='utf-8')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert tok.chat_template == theirs.chat_template == flat_tokenizer.CHATML
+    for messages in CHATS:
+        for prompt in (True, False):
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+            assert tok.chat(messages, add_generation_prompt=prompt) == expected
+            text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+            assert tok.render(messages, add_generation_prompt=prompt) == text == ''.join(
+                f'<|im_start|>{m["role"]}\n{m["content"]}<|im_end|>\n' for m in messages
+            ) + '<|im_start|>assistant\n' * prompt
+            assert flat_tokenizer.render_chat(CHAT_TEMPLATES['chatml'], messages, None, prompt) == text
+    assert tok.stop_tokens == (tok.eot, tok.special['<|im_end|>'])
+    assert flat_tokenizer.json_tokenizer(str(tmp_path)).stop_tokens == tok.stop_tokens
+    hub.save_pretrained(tiny(vocab_size=300), tok, tmp_path / 'out')
+    assert json.loads((tmp_path / 'out/config.json').read_text())['eos_token_id'] == [292, 294]
+
+
+def test_stop_tokens_and_tokenizers_without_a_chat_template():
+    for tok in prep_tokenizers():  # none of these has one, nor have states that were stored before there were
+        assert tok.stop_tokens == (tok.eot,) and 'chat_template' not in tok.state()
+        with pytest.raises(ValueError, match='no chat template: give a plain prompt') as e:
+            tok.chat(CHATS[0])
+        assert '\n' not in str(e.value)
+    assert flat_tokenizer.make_tokenizer('char', 'abc').stop_tokens == ()
+    spec = json.loads(tok_oracles()['gpt2'].to_str())
+    names = ['<|im_start|>', '<|im_end|>', '<|eot_id|>', '</s>']
+    spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 1101 + i, 'content': name}
+                             for i, name in enumerate(names)]
+    for template, mark in [('chatml', '<|im_end|>'), ('qwen2.5', '<|im_end|>'), ('qwen3', '<|im_end|>'),
+                           ('llama3', '<|eot_id|>'), ('llama2', '</s>'), ('everything', None)]:
+        config = {'chat_template': CHAT_TEMPLATES[template], 'eos_token': '<|endoftext|>'}
+        tok = flat_tokenizer.JsonTokenizer(json.dumps(spec), config)
+        ends = ['<|endoftext|>'] + [mark] * bool(mark)
+        assert tok.stop_tokens == tuple(tok.special[end] for end in ends)
+    config['chat_template'] = "{{ raise_exception('it cannot be') }}"
+    assert flat_tokenizer.JsonTokenizer(json.dumps(spec), config).stop_tokens == (tok.eot,)
