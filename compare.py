@@ -230,7 +230,7 @@ def settings_of(args):
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            settings, model_args, _, given, _ = configure(
+            settings, model_args, _, given = configure(
                 {**vars(train), '__name__': ''}, 'GPTConfig', argv=args, default_file='config/default.py')
     except SystemExit:
         raise ValueError(said.getvalue().strip().removeprefix('bench.py: ')) from None

@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import ctypes
 import difflib
+import dis
 import functools
 import importlib.util
 import os
@@ -21,17 +22,16 @@ import runpy
 import shutil
 import sys
 import sysconfig
-import traceback
+import textwrap
 import types
 import typing
 from pathlib import Path
 
-SCRIPTS = ('train.py', 'sample.py', 'hub.py', 'bench.py', 'prepare.py')  # a config file serves them all
+SCRIPTS = ('train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check')  # a config file serves them all
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
-USER_ERRORS = (ValueError, OSError, ImportError, KeyboardInterrupt)  # one line; anything else is a bug
 # what gloo and NCCL tell the ranks that wait for one that has ended
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
-OUT_OF_MEMORY = {  # a setting that the script has: what lowers its use of memory
+OUT_OF_MEMORY = {  # a setting that the script has: how to use less memory
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
     'num_samples': 'lower --batch_size or --max_new_tokens',
     'procs': 'lower --procs',
@@ -45,97 +45,40 @@ def print0(*values):
         print(*values, flush=True)
 
 
-def script_name():
-    return Path(sys.argv[0]).name
+# settings ---------------------------------------------------------------------------------------------------
+
+class Setting(typing.NamedTuple):
+    """A setting as the source declares it."""
+    kinds: list | None  # the types of its annotation
+    default: ast.expr
+    source: str         # the lines that assign it, and the comments right above them
 
 
-def stop(message):
-    """Print one line on standard error and exit with 2, as for any wrong command line."""
-    print(f"{script_name()}: {' '.join(str(message).splitlines())}", file=sys.stderr)
-    raise SystemExit(2)
+def declared(path, class_name=None):
+    """{name: Setting} of a script, above configure(...), or of a class in a file. The file is not run."""
+    source = path.read_text('utf-8')
+    lines, found, body = source.splitlines(), {}, ast.parse(source).body
+    if class_name:
+        body = next(node.body for node in body if getattr(node, 'name', '') == class_name)
+    for node in body:
+        if any(getattr(getattr(part, 'func', None), 'id', '') == 'configure' for part in ast.walk(node)):
+            break
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
+        name = getattr(target, 'id', '_')
+        if name.startswith('_') or not name.islower():
+            continue
+        kinds = None
+        if isinstance(node, ast.AnnAssign):  # 'bool | list[int]' -> [bool, list]
+            kinds = [PLAIN[kind.partition('[')[0]] for kind in ast.unparse(node.annotation).split(' | ')]
+        first = node.lineno - 1
+        while lines[first - 1].lstrip().startswith('#'):
+            first -= 1
+        found[name] = Setting(kinds, node.value, '\n'.join(lines[first:node.end_lineno]))
+    return found
 
-
-# the settings of a script -----------------------------------------------------------------------------------
-
-class Settings:
-    """The settings that a source file assigns, read without running it.
-
-    kinds: {name: the types it may have, None if it has no annotation}; defaults: {name: ast node};
-    help: the lines of source that assign them, each with the comments that stand right above.
-    """
-    def __init__(self, path, class_name=None):
-        """path: a script, whose settings end at configure(...); or the dataclass class_name in a file."""
-        source = Path(path).read_text('utf-8')
-        body = statements(source, str(path))
-        if class_name:
-            classes = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
-            body = classes[class_name]
-        self.kinds, self.defaults, self.help = {}, {}, []
-        lines = source.splitlines()
-        for node in body:
-            if calls_configure(node):
-                break
-            name = assigned_name(node)
-            if name is None:
-                continue
-            annotation = getattr(node, 'annotation', None)
-            if class_name and annotation is None:
-                raise TypeError(f"{path}, line {node.lineno}: without a type {name} is no field of "
-                                f"{class_name}")
-            self.kinds[name] = None if annotation is None else annotated_types(annotation)
-            self.defaults[name] = node.value
-            first = node.lineno - 1
-            while first and lines[first - 1].lstrip().startswith('#'):
-                first -= 1
-            self.help += lines[first:node.end_lineno]
-
-
-@functools.lru_cache(maxsize=8)
-def statements(source, path):
-    """Of a source file at the top level; kept, as a process may read many command lines."""
-    return ast.parse(source, path).body
-
-
-def calls_configure(node):
-    """Whether it does, in a statement at the top level: a function that calls it is not one."""
-    return not isinstance(node, (ast.FunctionDef, ast.ClassDef)) and any(
-        isinstance(call, ast.Call) and getattr(call.func, 'id', '') == 'configure' for call in ast.walk(node))
-
-
-def assigned_name(node):
-    """The setting that a statement assigns, or None."""
-    if isinstance(node, ast.Assign) and len(node.targets) == 1:
-        target = node.targets[0]
-    elif isinstance(node, ast.AnnAssign) and node.value is not None:
-        target = node.target
-    else:
-        return None
-    return target.id if isinstance(target, ast.Name) and is_setting_name(target.id) else None
-
-
-def is_setting_name(name):
-    return name.islower() and not name.startswith('_')
-
-
-def annotated_types(node):
-    """bool | str -> [bool, str]; list[int] -> [list]; None -> [NoneType]; 'int' -> [int]."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        node = ast.parse(node.value, mode='eval').body
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return annotated_types(node.left) + annotated_types(node.right)
-    name = ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
-    if name not in PLAIN:
-        raise TypeError(f"line {node.lineno}: a setting's type is one of {', '.join(PLAIN)}, not {name}")
-    return [PLAIN[name]]
-
-
-# values -----------------------------------------------------------------------------------------------------
 
 def fit(value, kinds):
-    """Return value as one of the types `kinds`: itself, or an equal float, int or bool. Else ValueError.
-
-    1 for 1.0, 1e6 for 1000000, 1 for True; but a bool is no number, and a numpy scalar nothing plain.
-    """
+    """The value as one of the types `kinds`: itself, or an equal float, int or bool. Else ValueError."""
     if type(value) in kinds:
         return value
     for kind in (float, int, bool):
@@ -145,81 +88,62 @@ def fit(value, kinds):
 
 
 def parse(text, kinds):
-    """Return a flag's text as one of the types `kinds`: a literal (True, 3e-4, [1, 2]) before plain text."""
+    """A flag's text as one of the types `kinds`: a literal (True, 3e-4, [1, 2]) before plain text."""
     literal = {'true': 'True', 'false': 'False'}.get(text, text)
-    # what is no literal, or none of this type, is text; quotes around text are a part of it
-    with contextlib.suppress(ValueError, SyntaxError, TypeError, OverflowError, MemoryError, RecursionError):
+    with contextlib.suppress(ValueError, SyntaxError, OverflowError):
         return fit(ast.literal_eval(literal), [kind for kind in kinds if kind is not str])
     return fit(text, kinds)
 
 
-def find_file(name, folder):
-    """The path of a config file, here or beside the script."""
-    for path in (Path(name), folder / name):
-        if path.is_file():
-            return path
-    known = sorted(path.name for path in folder.glob('config/*.py'))
-    stop(f"there is no config file {name}; config/ has {', '.join(known) or 'none'}")
-
-
-def run_file(name, folder, values):
-    """Run a config file, plain Python that sees the settings so far, and return what it assigned."""
-    path = find_file(name, folder)
-    try:
-        # the settings so far come as builtins, so that the globals afterwards are what the file assigned
-        found = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
-    except Exception as error:
-        if isinstance(error, SyntaxError) and error.filename == str(path):
-            line, message = error.lineno, error.msg
-        else:
-            frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-            line, message = frames[-1] if frames else '?', error
-        stop(f"{name}, line {line}: {type(error).__name__}: {message}")
-    assigned = {key: value for key, value in found.items()
-                if key in values or is_setting_name(key) and type(value) in PLAIN.values()}
-    if not assigned.keys() <= values.keys():  # what other scripts have is theirs
-        others = {key for script in SCRIPTS if (folder / script).exists()
-                  for key in Settings(folder / script).kinds}
-        if (folder / 'model.py').exists():
-            others |= Settings(folder / 'model.py', 'GPTConfig').kinds.keys()
-        assigned = {key: value for key, value in assigned.items() if key in values or key not in others}
-    return assigned
-
-
 def checked(arg, name, value, kinds):
-    """Return the value of a setting, in its type; stop with one line if there is no such setting or type."""
+    """The value of a setting in its type. ValueError: there is no such setting, or it has another type."""
     if name not in kinds:
         near = difflib.get_close_matches(name.strip('-').replace('-', '_').lower(), kinds)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
-        stop(f"{arg}: unknown setting {name!r}; {hint}")
+        raise ValueError(f"{arg}: unknown setting {name!r}; {hint}")
     try:
         from_flag = arg.startswith('-') and isinstance(value, str)
         return parse(value, kinds[name]) if from_flag else fit(value, kinds[name])
     except (ValueError, OverflowError):
-        wanted = ['True or False' if kind is bool else 'None' if kind is type(None) else kind.__name__
-                  for kind in kinds[name]]
-        stop(f"{arg}: {name} must be {' or '.join(wanted)}, got {value!r}")
+        wanted = {bool: 'True or False', type(None): 'None'}
+        wanted = ' or '.join(wanted.get(kind, kind.__name__) for kind in kinds[name])
+        raise ValueError(f"{arg}: {name} must be {wanted}, got {value!r}") from None
+
+
+def run_file(name, folder, values):
+    """What a config file assigns: plain Python that sees the settings so far. It is looked for here, then
+    beside the script. Names of our other scripts are left out."""
+    path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
+    if path is None:
+        known = ', '.join(sorted(path.name for path in folder.glob('config/*.py')))
+        raise ValueError(f"there is no config file {name}; config/ has {known or 'none'}")
+    # the settings so far come as builtins, so that the globals afterwards are what the file assigned
+    found = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
+    found = {key: value for key, value in found.items() if key in values or (
+        key.islower() and not key.startswith('_') and type(value) in PLAIN.values())}
+    if found.keys() <= values.keys():
+        return found
+    others = {key for script in SCRIPTS if (folder / f'{script}.py').exists()
+              for key in declared(folder / f'{script}.py')}
+    if (folder / 'model.py').exists():
+        others |= declared(folder / 'model.py', 'GPTConfig').keys()
+    return {key: value for key, value in found.items() if key in values or key not in others}
 
 
 def show(label, values):
-    """Print 'label: name = value, ...' in lines of up to 100 characters, broken between settings."""
-    lines, items = [f"{label}:"], [f"{name} = {value!r}," for name, value in values.items()]
-    for item in items or ['nothing for this script']:
-        if len(lines[-1]) + len(item) >= 100:
-            lines.append('   ')
-        lines[-1] += f" {item}"
-    print0('\n'.join(lines).rstrip(','))
+    """Prints 'label: name = value, ...' in lines of up to 100 characters."""
+    items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'nothing for this script'
+    print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 
 # configure --------------------------------------------------------------------------------------------------
 
 class Configured(typing.NamedTuple):
-    """What configure has found."""
-    config: dict      # all the script's settings
+    """A script's settings once files and flags have been read."""
+    config: dict      # all settings of the script
     model_args: dict  # fields of model_config that were given
     words: list       # plain words of the command line
     given: dict       # name -> 'flags' or its config file, of all that was set, the last one last
-    others: list      # flags that are the other script's alone
 
 
 def configure(settings, model_config=None, words=0, argv=None, default_file=None, unless=None, also=None):
@@ -227,101 +151,101 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
 
     settings: the script's globals(). model_config: the name of a dataclass in the model.py beside the script,
     whose fields are settings too. words: how many plain words the command line may have. argv: instead of the
-    command line. default_file: a config file that is loaded unless the command line names one, or has the
-    flag `unless`; fields of model_config are left out of it where --init_from names a model that has its own.
-    also: another script beside this one, whose flags are let through, for this one to hand on.
-    An imported script leaves the command line alone.
+    command line, which an imported script leaves alone. default_file: a config file that is loaded unless the
+    command line names one, or has the flag `unless`; fields of model_config are left out of it where
+    --init_from names a model that has its own. also: another script, whose flags are let through.
+    ValueError: there is no such setting or file, or a value has another type.
     """
-    path = Path(settings['__file__'])
-    launched = settings['__name__'] == '__main__'
-    own = Settings(path)
-    fields = Settings(path.with_name('model.py'), model_config) if model_config else None
-    config = {name: settings[name] for name in own.kinds if type(settings[name]) in PLAIN.values()}
-    model_args, values, kinds = {}, dict(config), {name: own.kinds[name] for name in config}
-    if fields:
-        twice = own.kinds.keys() & fields.kinds.keys()
-        assert not twice, f"{path.name} and {model_config} both have {', '.join(twice)}"
-        values |= {name: ast.literal_eval(node) for name, node in fields.defaults.items()}  # plain literals
-        kinds |= fields.kinds
-    for name, value in values.items():
-        if kinds[name] is None:  # without annotation: the default's type; None alone may become anything
-            kinds[name] = list(PLAIN.values()) if value is None else [type(value)]
-    others = Settings(path.with_name(also)).kinds.keys() - kinds.keys() if also else set()
-    kinds |= dict.fromkeys(others)  # so that typos of them are known as such
+    path, launched = Path(settings['__file__']), settings['__name__'] == '__main__'
+    own = declared(path)
+    fields = declared(path.with_name('model.py'), model_config) if model_config else {}
+    twice = own.keys() & fields.keys()
+    assert not twice, f"{path.name} and {model_config} both have {', '.join(twice)}"
+    config = {name: settings[name] for name in own}
+    values = config | {name: ast.literal_eval(field.default) for name, field in fields.items()}
+    kinds = {name: setting.kinds or list(PLAIN.values()) if values[name] is None or setting.kinds
+             else [type(values[name])] for name, setting in {**own, **fields}.items()}
+    others = declared(path.with_name(also)).keys() - kinds.keys() if also else set()
 
-    by_default = default_file is not None
-    if argv is None:
-        argv = sys.argv[1:] if launched else []
-        by_default = by_default and launched
+    is_read, argv = launched or argv is not None, sys.argv[1:] if launched and argv is None else argv or []
     if launched:
         sys.excepthook = functools.partial(one_line_errors, settings=values)
         with contextlib.suppress(AttributeError):  # a terminal that is not UTF-8 gets ? for what it lacks
             sys.stdout.reconfigure(errors='replace')
-    if '-h' in argv or '--help' in argv:
-        print(settings['__doc__'], *own.help, '', *(fields.help if fields else []), sep='\n')
+    if {'-h', '--help'} & {*argv}:
+        print(settings['__doc__'], *(setting.source for setting in {**own, **fields}.values()), sep='\n')
         raise SystemExit(0)
 
     plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and not arg.endswith('.py')]
     if len(plain) > words:
-        stop(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
+        raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides = [arg for arg in argv if arg not in plain]
-    by_default = by_default and unless not in overrides and all(arg.startswith('-') for arg in overrides)
-    if by_default:
-        overrides.insert(0, default_file)
-
+    by_default = (is_read and default_file is not None and unless not in overrides
+                  and all(arg.startswith('-') for arg in overrides))
     loads = any(arg.startswith('--init_from=') and arg != '--init_from=scratch' for arg in overrides)
-    shown, let_through = [], []  # (config file or 'flags', {name: value}); flags in a row are shown together
-    given = {}
-    for arg in overrides:
+    model_args, given, flags = {}, {}, {}
+    for arg in [default_file] * by_default + overrides:
         if arg.startswith('-'):
             name, equals, text = arg.removeprefix('--').partition('=')
-            if name in others:
-                let_through.append(arg)
-                continue
             found, label = {name: text if equals else True}, 'flags'
+            if name in others:
+                continue
         else:
             found, label = run_file(arg, path.parent, values), arg
             if by_default and loads:
                 found = {name: value for name, value in found.items() if name in config}
-        found = {name: checked(arg, name, value, kinds) for name, value in found.items()}
-        values |= found
-        if label == 'flags' and shown and shown[-1][0] == 'flags':
-            shown[-1][1].update(found)
-        else:
-            shown.append((label, found))
         for name, value in found.items():
-            (config if name in config else model_args)[name] = value
+            found[name] = value = checked(arg, name, value, dict.fromkeys(others) | kinds)
+            values[name] = (config if name in config else model_args)[name] = value
             given.pop(name, None)
             given[name] = label
-    for label, found in shown:
-        show(label, found)
+        if label == 'flags':
+            flags |= found
+        else:
+            show(label, found)
+    if flags:
+        show('flags', flags)
     settings.update(config)
     given = {name: label for name, label in given.items() if label == 'flags' or not by_default}
-    return Configured(config, model_args, plain, given, let_through)
+    return Configured(config, model_args, plain, given)
+
+
+def on_purpose(error, trace):
+    """Whether our own code raised this error for the user: its innermost frame is one of ours, at `raise`."""
+    while trace.tb_next:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    return (isinstance(error, (ValueError, OSError, ImportError))
+            and Path(code.co_filename).resolve().is_relative_to(Path(__file__).resolve().parent)
+            and code.co_code[trace.tb_lasti] == dis.opmap['RAISE_VARARGS'])
+
+
+def named_file(error):
+    """Whether the system refused a file that the command line names."""
+    name = str(getattr(error, 'filename', None) or '')
+    values = [arg.partition('=')[2] or arg for arg in sys.argv[1:]]
+    return name and any(value and (name.startswith(value) or value.endswith(name)) for value in values)
 
 
 def one_line_errors(kind, error, trace, settings=(), memory=None):
-    """The excepthook of a script: one line for what users can mend, a trace for bugs (or FLATGPT_TRACE=1).
+    """The excepthook of a script: one line for what users can mend, the traceback for all else.
 
     settings: the names of the script's, which decide what it can do about memory; memory: what it can do, if
     the script knows better.
     """
+    message = str(error)
     if kind is BrokenPipeError:
         os._exit(141)  # `| head` has seen enough: not a word, not even from the flush at exit
-    if issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
+    elif kind is KeyboardInterrupt:
+        message = 'interrupted'
+    elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
         advice = [memory] if memory else [OUT_OF_MEMORY[name] for name in OUT_OF_MEMORY if name in settings]
         message = '; '.join(['out of memory', *advice[:1]])
-    elif os.environ.get('FLATGPT_TRACE'):
-        sys.__excepthook__(kind, error, trace)
-        return
-    elif 'RANK' in os.environ and issubclass(kind, RuntimeError) and re.search(LOST_RANK, str(error)):
+    elif 'RANK' in os.environ and issubclass(kind, RuntimeError) and re.search(LOST_RANK, message):
         message = 'this rank ends because another one has, which says why'
-    elif not issubclass(kind, USER_ERRORS):
-        sys.__excepthook__(kind, error, trace)
-        return
-    else:
-        message = str(error) or ('interrupted' if kind is KeyboardInterrupt else kind.__name__)
-    print(f"{script_name()}: {' '.join(message.splitlines())}", file=sys.stderr)
+    elif not (on_purpose(error, trace) or named_file(error)):
+        return sys.__excepthook__(kind, error, trace)
+    print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
 
 
 # the machine ------------------------------------------------------------------------------------------------
@@ -337,11 +261,13 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
     """
     import torch
     kind, index = choose_device(device)
-    device = f'cuda:{index}' if kind == 'cuda' else kind
     if threads:
         torch.set_num_threads(threads)
+    threads = torch.get_num_threads()
+    device, name = kind, f'{threads} threads'
     if kind == 'cuda':
         torch.cuda.set_device(index)
+        device, name = f'cuda:{index}', torch.cuda.get_device_name(index)
     elif kind == 'cpu':
         keep_freed_memory()
     if dtype == 'auto':
@@ -351,13 +277,11 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
     torch.set_float32_matmul_precision(matmul_precision(kind))
     # torch.manual_seed asks CUDA as well, which device=cpu must not touch
     (torch.default_generator if kind == 'cpu' else torch).manual_seed(seed)
-    threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name(index) if kind == 'cuda' else f'{threads} threads'
     print0(f"device {device} ({name}), dtype {dtype}")
-    torch_dtype = getattr(torch, dtype)
-    autocast = contextlib.nullcontext if dtype == 'float32' \
-        else functools.partial(torch.autocast, kind, torch_dtype)
-    return types.SimpleNamespace(device=device, device_type=kind, dtype=torch_dtype, autocast=autocast,
+    compute = getattr(torch, dtype)
+    autocast = (contextlib.nullcontext if dtype == 'float32' else
+                functools.partial(torch.autocast, kind, compute))
+    return types.SimpleNamespace(device=device, device_type=kind, dtype=compute, autocast=autocast,
                                  threads=threads)
 
 
@@ -365,48 +289,32 @@ def choose_device(device):
     """'auto', 'cpu', 'cuda', 'cuda:1', 'mps' -> (type, index). ValueError: there is no such device here."""
     import torch
     kind, _, index = device.partition(':')
-    if kind == 'auto' and torch.cuda.is_available():
-        kind = 'cuda'
-    elif kind == 'auto':
-        kind = 'mps' if torch.backends.mps.is_available() else 'cpu'
-    count = 0
-    if kind == 'cpu':
-        count = 1
-    elif kind == 'mps':
-        count = int(torch.backends.mps.is_available())
-    elif kind == 'cuda':
-        count = torch.cuda.device_count()
-    try:
-        index = int(os.environ.get('LOCAL_RANK', index or 0)) if kind == 'cuda' else 0
-    except ValueError:
-        kind = None
+    if kind == 'auto':
+        kind = ('cuda' if torch.cuda.is_available() else
+                'mps' if torch.backends.mps.is_available() else 'cpu')
     if kind not in ('cpu', 'mps', 'cuda'):
         raise ValueError(f"device={device}: use cpu, mps, cuda, cuda:1 or auto")
-    if not 0 <= index < count:
-        name = f'cuda:{index}' if kind == 'cuda' else kind
-        raise ValueError(f"device={name}: torch sees {count or 'no'} {kind.upper()}; use cpu or auto")
+    index = int(os.environ.get('LOCAL_RANK', index or 0)) if kind == 'cuda' else 0
+    count = (torch.cuda.device_count() if kind == 'cuda' else
+             torch.backends.mps.is_available() if kind == 'mps' else 1)
+    if index >= count:
+        raise ValueError(f"device={kind}:{index}: torch sees {count or 'no'} {kind.upper()}; use cpu or auto")
     return kind, index
-
-
-def cpu_units():
-    """Whether this CPU multiplies bfloat16 in hardware: (AMX tiles, AVX-512 BF16)."""
-    import torch
-    return (getattr(torch.cpu, '_is_amx_tile_supported', bool)(),
-            getattr(torch.cpu, '_is_avx512_bf16_supported', bool)())
 
 
 def fastest_dtype(kind, index, bound_by_memory=False):
     """bfloat16 where there are units for it, float16 on older GPUs, else float32.
 
-    On a CPU without units products of many rows take twice as long in bfloat16, but a compiled step that
-    generates is done when the weights are read, half as many bytes; and torch's kernel for eight bits is fast
-    in bfloat16 alone. Shapes do not decide: with AMX products of 64 take longer in bfloat16 (65 against
-    13 us), but models with none that are larger are over in minutes either way.
+    On a CPU without units (AMX tiles, AVX-512 BF16) products of many rows take twice as long in bfloat16, but
+    a compiled step that generates is done when the weights are read, half as many bytes; and torch's kernel
+    for eight bits is fast in bfloat16 alone.
     """
     import torch
     if kind == 'cuda':
         return 'bfloat16' if torch.cuda.get_device_capability(index) >= (8, 0) else 'float16'
-    return 'bfloat16' if kind == 'cpu' and (bound_by_memory or any(cpu_units())) else 'float32'
+    has_units = (getattr(torch.cpu, '_is_amx_tile_supported', bool)()
+                 or getattr(torch.cpu, '_is_avx512_bf16_supported', bool)())
+    return 'bfloat16' if kind == 'cpu' and (bound_by_memory or has_units) else 'float32'
 
 
 def matmul_precision(kind):
@@ -436,21 +344,20 @@ def can_compile(device):
     import torch
     kind, index = choose_device(device)
     variable, known = ('CC', ['gcc', 'clang']) if kind == 'cuda' else ('CXX', ['g++', 'clang++'])
-    named = os.environ.get(variable, '').split()[:1]
-    if sys.platform == 'win32':
-        lacks = 'torch.compile is not supported here on Windows'
-    elif kind == 'cuda' and torch.cuda.get_device_capability(index) < (7, 0):
-        lacks = 'this GPU is too old, Triton needs capability 7.0'
-    elif kind == 'cuda' and importlib.util.find_spec('triton') is None:
-        lacks = 'no Triton: pip install triton'
-    elif not any(map(shutil.which, named or known)):
-        lacks = f"no compiler {' or '.join(named or known)}: install one, or set {variable} to its name"
-    elif not Path(sysconfig.get_path('include', 'posix_prefix'), 'Python.h').exists():
-        lacks = 'no Python.h: install the package python3-dev'
-    else:
-        return True
-    print0(f"running eagerly, which is slower: {lacks}")
-    return False
+    compilers = os.environ.get(variable, '').split()[:1] or known
+    header = Path(sysconfig.get_path('include', 'posix_prefix'), 'Python.h')
+    lacks = {
+        'a system other than Windows': sys.platform == 'win32',
+        'a GPU of capability 7.0': kind == 'cuda' and torch.cuda.get_device_capability(index) < (7, 0),
+        'Triton: pip install triton': kind == 'cuda' and importlib.util.find_spec('triton') is None,
+        f"a compiler: install {' or '.join(compilers)}, or name one in {variable}":
+            not any(map(shutil.which, compilers)),
+        'Python.h: install the package python3-dev': not header.exists(),
+    }
+    missing = [name for name, is_lacking in lacks.items() if is_lacking]
+    if missing:
+        print0(f"running eagerly, which is slower: torch.compile needs {missing[0]}")
+    return not missing
 
 
 def keep_freed_memory():

@@ -25,7 +25,7 @@ import typing
 from configurator import configure
 
 dtype: str | None = None  # of exported weights: float32, bfloat16, float16; None: as they are stored
-config, _, words, *_ = configure(globals(), words=3)
+config, _, words, _ = configure(globals(), words=3)
 
 import torch
 

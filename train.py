@@ -36,10 +36,10 @@ import sys
 import types
 
 from configurator import (
-    Settings,
     can_compile,
     choose_device,
     configure,
+    declared,
     fit,
     one_line_errors,
     print0,
@@ -101,7 +101,7 @@ shard = False                        # spread the weights over the ranks: for mo
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
-config, model_args, _, given, _ = configure(globals(), 'GPTConfig', default_file='config/default.py',
+config, model_args, _, given = configure(globals(), 'GPTConfig', default_file='config/default.py',
                                       unless='--init_from=resume')
 
 import numpy as np
@@ -695,7 +695,7 @@ def resumed_settings(rest, config, given):
     """This file's settings to resume a run with: those that its checkpoint holds, but for the names in
     `given`, which are as config has them. Says what is taken and what changes. Raises ValueError if the
     checkpoint holds a value that none of them can have."""
-    path, kinds, taken = rest['path'], Settings(__file__).kinds, {}
+    path, kinds, taken = rest['path'], {n: s.kinds or [type(config.get(n))] for n, s in declared(Path(__file__)).items()}, {}
     left = given.keys() | COMMAND
     if left & LENGTH:
         left |= LENGTH
