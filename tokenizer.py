@@ -10,7 +10,6 @@ import heapq
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -65,8 +64,6 @@ def pieces(blocks, tok):
 
 def usable_procs(procs, tok, n_bytes):
     """How many processes are worth starting for this much text."""
-    if procs is not None and procs < 1:
-        raise ValueError(f'procs={procs}: must be 1 or more')
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return 1 if tok.anywhere or n_bytes < POOL_BYTES else min(procs or cores, 61)  # Windows allows no more
 
@@ -325,8 +322,6 @@ class JsonTokenizer(Tokenizer):
         self.library = library_tokenizer(source)
         vocab = self.library.get_vocab(with_added_tokens=False)
         added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
-        if not vocab:
-            raise ValueError('it has an empty vocabulary')
         tokens = {**token_bytes(vocab, json.loads(source)),
                   **{i: token.content.encode() for i, token in added.items()}}
         special = {token.content: i for i, token in added.items() if token.special}
@@ -374,11 +369,7 @@ def library_tokenizer(source):
     except ImportError:
         raise ImportError('a tokenizer.json is read by a library that is not here: pip install '
                           'tokenizers') from None
-    try:
-        tok = tokenizers.Tokenizer.from_str(source)
-    except Exception as e:  # the library raises nothing more specific
-        raise ValueError(f'tokenizers {tokenizers.__version__} cannot read it '
-                         f'({" ".join(str(e).split()):.300})') from None
+    tok = tokenizers.Tokenizer.from_str(source)
     kind = type(tok.model).__name__
     unsupported = [name for name in ('dropout', 'continuing_subword_prefix', 'end_of_word_suffix')
                    if getattr(tok.model, name, None)]
@@ -423,16 +414,13 @@ def render_chat(template, messages, tools=None, add_generation_prompt=True, **va
     if isinstance(template, list):
         named = {entry['name']: entry['template'] for entry in template}
         template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
-    if not template:
-        raise ValueError('this tokenizer has no chat template: give a plain prompt')
+    messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
+    compiled = compile_template(template)
     try:
-        messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
-        return compile_template(template).render(messages=messages, tools=tools, documents=None,
-                                                 add_generation_prompt=add_generation_prompt, **variables)
-    except ImportError:
-        raise
+        return compiled.render(messages=messages, tools=tools, documents=None,
+                               add_generation_prompt=add_generation_prompt, **variables)
     except Exception as e:  # a template can fail in any way that an expression can
-        raise ValueError(f'the chat template fails: {type(e).__name__}: {" ".join(str(e).split())}') from None
+        raise ValueError(f'the chat template fails: {type(e).__name__}: {e}') from e
 
 
 @functools.lru_cache(maxsize=8)
@@ -455,35 +443,11 @@ def compile_template(template):
 
     def raise_exception(message):
         raise jinja2.exceptions.TemplateError(message)
-
-    def strftime_now(form):
-        return datetime.datetime.now().strftime(form)
-
-    class Dict:
-        """dict as a function alone: the class itself would be a way out to Python."""
-        __call__, fromkeys = staticmethod(dict), staticmethod(dict.fromkeys)
-
-    class Namespace(jinja2.utils.Namespace):
-        """jinja's, without names that begin with an underscore."""
-        def __init__(*args, **kwargs):  # self may be the name of an attribute
-            self, *args = args
-            jinja2.utils.Namespace.__init__(self)
-            for name, value in dict(*args, **kwargs).items():
-                self[name] = value
-
-        def __setitem__(self, name, value):
-            if str(name).startswith('_'):
-                raise jinja2.exceptions.SecurityError(f'a namespace takes no {name!r}: rename it')
-            super().__setitem__(name, value)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
-    env.filters['tojson'] = tojson
-    env.globals |= {'raise_exception': raise_exception, 'strftime_now': strftime_now, 'dict': Dict(),
-                    'namespace': Namespace}
+    env.filters['tojson'] = lambda value, **form: json.dumps(value, **{'ensure_ascii': False, **form})
+    env.globals |= {'raise_exception': raise_exception,
+                    'strftime_now': lambda form: datetime.datetime.now().strftime(form)}
     return env.from_string(template)
 
 
@@ -511,9 +475,6 @@ def bpe_tokenizer(size, texts, n_bytes, procs, pattern, **_):
     if not re.fullmatch('[0-9]{1,7}', size) or not least <= int(size) <= 1 << 20:
         raise ValueError(f"tokenizer='bpe:{size}': a vocabulary has {least} (256 bytes, {len(BPE_SPECIAL)} "
                          f'special tokens) to {1 << 20:,} tokens: choose a size like bpe:4096')
-    if texts is None:
-        raise ValueError(f"tokenizer='bpe:{size}' needs a text to learn from: prepare one with it, then name "
-                         'its folder')
     n_merges = int(size) - least
     words = WordSplitter(pattern or WORD_PATTERN)
     counts, n_read = count_words(words, texts(), n_bytes, usable_procs(procs, words, 4 * n_bytes))
@@ -537,16 +498,7 @@ class WordSplitter:
 
     def __init__(self, pattern):
         import regex
-        import tiktoken
-        self.pattern = pattern
-        try:
-            compiled = regex.compile(pattern)
-            tiktoken.Encoding('words', pat_str=pattern, mergeable_ranks={b'a': 0}, special_tokens={})
-        except (regex.error, ValueError) as e:
-            raise ValueError(f'pattern={pattern!r}: {" ".join(str(e).split())}') from None
-        if compiled.groups:
-            raise ValueError(f'pattern={pattern!r} has groups: write (?:...) instead of (...)')
-        self.words = compiled.findall
+        self.pattern, self.words = pattern, regex.compile(pattern).findall
 
     def may_cut(self, text, n):
         left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
@@ -721,9 +673,8 @@ def make_tokenizer(name, characters='', by_document=False, texts=None, n_bytes=0
     if os.path.isfile(name) or os.path.isfile(os.path.join(name, 'tokenizer.json')):
         return json_tokenizer(name)
     if re.search(r'[/\\]', name):
-        command = shlex.join(['python', 'hub.py', name])
-        raise FileNotFoundError(f'tokenizer={name!r}: no folder, prepared or with a tokenizer.json; if it '
-                                f'is on the hub, `{command}` fetches it and prints the folder to name here')
+        raise FileNotFoundError(f'tokenizer={name!r}: no folder, prepared or with a tokenizer.json; '
+                                f'`python hub.py {name}` fetches it from the hub')
     return tiktoken_tokenizer(name)
 
 
@@ -738,53 +689,36 @@ def tiktoken_tokenizer(name):
     try:
         bpe = tiktoken.get_encoding(name)
     except requests.RequestException as e:
-        url = e.request.url if e.request else 'its table'
-        raise OSError(f'tokenizer={name!r}: cannot download {url}: go online once, set TIKTOKEN_CACHE_DIR to '
-                      'a folder that has it, or use --tokenizer=byte') from e
+        raise OSError(f'tokenizer={name!r} cannot be downloaded ({e}): go online once, set '
+                      'TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer=byte') from e
     ranks = sorted(bpe._mergeable_ranks.items(), key=lambda item: item[1])
     ranks = ''.join(f'{base64.b64encode(token).decode()} {rank}\n' for token, rank in ranks)
     return TiktokenTokenizer(name, bpe._pat_str, dict(bpe._special_tokens), ranks)
 
 
 def json_tokenizer(path):
-    """The tokenizer of a tokenizer.json, or of a folder with one; tokenizer_config.json beside it counts."""
-    path = os.path.join(path, 'tokenizer.json') if os.path.isdir(path) else path
-    config_path = os.path.join(os.path.dirname(path), 'tokenizer_config.json')
-    template_path = os.path.join(os.path.dirname(path), 'chat_template.jinja')
-    source, config, at = read_utf8(path), {}, config_path
-    texts = [read_utf8(one) if os.path.exists(one) else None for one in (config_path, template_path)]
-    try:
-        if texts[0] is not None:
-            read = json.loads(texts[0])
-            config = {key: read[key] for key in (*SPECIAL_TOKENS, 'chat_template') if read.get(key)}
-        if texts[1] is not None:
-            config['chat_template'] = texts[1]
-        at = path
-        return JsonTokenizer(source, config)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f'{at} makes no tokenizer: {e}') from e
+    """The tokenizer of a tokenizer.json, or of a folder with one; tokenizer_config.json and
+    chat_template.jinja beside it count."""
+    folder, name = (path, 'tokenizer.json') if os.path.isdir(path) else os.path.split(path)
+    config, beside = {}, {name: os.path.join(folder, name) for name in (
+        name, 'tokenizer_config.json', 'chat_template.jinja')}
+    if os.path.exists(beside['tokenizer_config.json']):
+        found = json.loads(read_utf8(beside['tokenizer_config.json']))
+        config = {key: found[key] for key in (*SPECIAL_TOKENS, 'chat_template') if found.get(key)}
+    if os.path.exists(beside['chat_template.jinja']):
+        config['chat_template'] = read_utf8(beside['chat_template.jinja'])
+    return JsonTokenizer(read_utf8(beside[name]), config)
 
 
 def read_utf8(path):
-    """The text of a file, line ends as they are. OSError, ValueError: it is missing, or not UTF-8."""
-    try:
-        with open(path, encoding='utf-8', newline='') as f:
-            return f.read()
-    except FileNotFoundError:
-        raise FileNotFoundError(f'{path} is missing: without it there are no tokens') from None
-    except UnicodeDecodeError as e:
-        raise ValueError(f'{path} is not UTF-8 text ({e})') from None
+    """The text of a file, line ends as they are."""
+    with open(path, encoding='utf-8', newline='') as f:
+        return f.read()
 
 
 def tokenizer_from_state(state):
-    """The tokenizer whose state() this is, without files or network. ValueError: it is no such state."""
-    try:
-        return KINDS[state['kind']](**{key: value for key, value in state.items() if key != 'kind'})
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
-        raise ValueError(f'what is stored makes no tokenizer of the kinds {", ".join(KINDS)} '
-                         f'({" ".join(str(e).split())}): it is damaged, or from a newer version') from e
-
-
+    """The tokenizer whose state() this is, without files or network."""
+    return KINDS[state['kind']](**{key: value for key, value in state.items() if key != 'kind'})
 
 
 def groups(texts, tok):
