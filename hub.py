@@ -13,7 +13,6 @@ pickles. A new family is an entry of FAMILIES: see Family.
 import contextlib
 import dataclasses
 import fnmatch
-import functools
 import json
 import math
 import os
@@ -40,8 +39,8 @@ from model import (
     fill_rows,
     letter,
     merge_lora,
-    read_checkpoint,
     quantize_weights,
+    read_checkpoint,
 )
 from prepare import load_tokenizer
 from tokenizer import json_tokenizer, tokenizer_from_state
@@ -1269,8 +1268,9 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
         check_rest(rest, path)
         state, args, lora = rest.pop('model'), rest['model_args'], rest.get('lora')
         if lora:
-            base = lora['base']  # a published model's id, or a path, relative to this file if it begins with a dot
-            base = os.path.normpath(os.path.join(os.path.dirname(path), base)) if base.startswith('.') else base
+            base = lora['base']  # an id, or a path; in older files relative to the file, with a dot
+            if base.startswith('.'):
+                base = os.path.normpath(os.path.join(os.path.dirname(path), base))
             changes = {**{name: args[name] for name in CHANGEABLE if name in args}, **changes}
             model = load(base, dtype=torch.float32, **changes)[0]
             add_lora(model, lora['rank'], lora['alpha'], lora['targets'])

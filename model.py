@@ -22,7 +22,6 @@ import math
 import os
 import pickle
 import re
-import sys
 import typing
 
 import torch
@@ -43,8 +42,8 @@ class GPTConfig:
     vocab_size: int = 50304          # GPT-2's 50257 rounded up, as nanoGPT has it
     n_layer: int = 12                # blocks
     n_head: int = 12                 # query heads
-    n_kv_head: int | None = None     # key/value heads: n_head (multi-head; the default), 1 (multi-query,
-                                     # arXiv:1911.02150), or a divisor between (grouped-query, arXiv:2305.13245)
+    n_kv_head: int | None = None     # key/value heads; None: n_head (multi-head), 1: multi-query
+                                     # (arXiv:1911.02150), between: grouped-query (arXiv:2305.13245)
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head
     d_ff: int | None = None          # MLP width; None: 4 n_embd; if gated 8/3 n_embd up to a multiple of 64
@@ -52,19 +51,19 @@ class GPTConfig:
     pos: str = 'rope'                # rope (arXiv:2104.09864), alibi (arXiv:2108.12409), learned (GPT-2),
                                      # sinusoidal (arXiv:1706.03762), none
     alibi_scale: float = 1.0         # of ALiBi's slopes (Falcon)
-    pos_pattern: str = 'P'           # P: as pos says, N: a layer without (rope and alibi only); 'PPPN' (SmolLM3)
+    pos_pattern: str = 'P'           # P: as pos says, N: a layer without (rope, alibi); 'PPPN' (SmolLM3)
     rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
-    rope_scaling: dict | None = None  # for longer contexts, see ROPE_SCALINGS: {'rope_type': 'yarn', 'factor': 4.0}
+    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
     partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
     document_token: int | None = None  # end of text: nothing before the last one is seen, positions restart
     # mixers: what mixes tokens in a block
     mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet;
                                      # 'DDDA' (Qwen3-Next); None: A, or M with kv_lora_rank
     # attention
-    window: int | None = None        # tokens that an S layer sees: its own and the window - 1 before (Mistral)
+    window: int | None = None        # tokens that an S layer sees, its own among them (Mistral)
     window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL'
-    qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3; the default), False,
-                                     # whole (all heads at once, OLMo 2)
+    qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3), False, whole
+                                     # (all heads at once, OLMo 2); None: True, in MLA False
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
     attn_sink: bool = False          # a learned logit for each head in the softmax's denominator (gpt-oss)
@@ -100,7 +99,7 @@ class GPTConfig:
     # mixture of experts (arXiv:1701.06538)
     n_expert: int | None = None      # experts that replace the MLP; None or 0: a dense model
     n_expert_active: int | None = None  # of them for each token; None: 2
-    n_shared_expert: int | None = None  # that every token passes as well, as one MLP (DeepSeekMoE, arXiv:2401.06066)
+    n_shared_expert: int | None = None  # that every token passes as well (arXiv:2401.06066), as one MLP
     shared_gate: bool = False        # these times the sigmoid of a projection to one element (Qwen2-MoE)
     d_expert: int | None = None      # an expert's width; None: d_ff
     n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
@@ -110,7 +109,7 @@ class GPTConfig:
     routed_scaling_factor: float = 1.0  # of these weights
     n_group: int | None = None       # groups of experts, of which each token uses (DeepSeek-V2)
     topk_group: int | None = None    # so many
-    balance_bias: bool = False       # a bias in choosing that follows the load (arXiv:2408.15664); train.py moves it
+    balance_bias: bool = False       # a bias in choosing that follows the load (arXiv:2408.15664)
     balance_per_sequence: bool = False  # balance loss for each row of the batch, not over all of it
     # head
     tie_word_embeddings: bool = True  # the head reads the embedding's rows (arXiv:1608.05859)
@@ -215,43 +214,39 @@ AT_MOST = {'dropout': 1, 'partial_rotary_factor': 1}
 
 
 def wrong_values(config):
-    """Fields of another type, out of range or unknown, as texts."""
+    """Fields that are out of range or unknown, as texts."""
     known = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), qk_norm=(True, False, 'whole', None),
                  mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
     patterns = dict(pos_pattern='PN', window_pattern='SL', expert_pattern='ED', mixer_pattern=MIXERS)
     problems = []
-    for field in dataclasses.fields(config):
-        name, value, kinds = field.name, getattr(config, field.name), typing.get_args(field.type) or (field.type,)
-        wrong = None
-        if type(value) not in kinds and not (type(value) is int and float in kinds):
-            wrong = f"is not {' or '.join(kind.__name__.removesuffix('Type') for kind in kinds)}"
-        elif name in known and value not in known[name]:
-            wrong = f"is none of {', '.join(map(str, known[name]))}"
+    for name, value in vars(config).items():
+        most, is_number = AT_MOST.get(name, 1e300), type(value) in (int, float)
+        if name in known and value not in known[name]:
+            problems.append(f"{name}={value!r} is none of {', '.join(map(str, known[name]))}")
         elif name in patterns and value is not None and not (value and set(value) <= set(patterns[name])):
-            wrong = f"must be made of {', '.join(patterns[name])}"
-        elif type(value) in (int, float):
-            is_above = value >= 0 if name in MAY_BE_ZERO else value > 0
-            if not (is_above and value <= AT_MOST.get(name, sys.float_info.max)):
-                wrong = f"must be {'at least' if name in MAY_BE_ZERO else 'above'} 0"
-                wrong += f" and at most {AT_MOST[name]}" if name in AT_MOST else ''
-        if wrong:
-            problems.append(f"{name}={value!r} {wrong}")
+            problems.append(f"{name}={value!r} must be made of {', '.join(patterns[name])}")
+        elif is_number and not (0 < value <= most or value == 0 and name in MAY_BE_ZERO):
+            problems.append(f"{name}={value!r} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0"
+                            f"{f' and at most {most}' if name in AT_MOST else ''}")
     return problems
 
 
 NEEDS = (
-    # what is needed, the fields that have no effect without it, and whether a config has it. Options of a mixer
-    # need a layer that has it: see Mixer.fields
-    ('window_pattern', 'window', lambda c: c.window_pattern),
+    # (what is needed, the fields that have no effect without it, whether a config has it); a mixer's own
+    # options need a layer of it, see Mixer.fields
+    ('window_pattern, and an S layer of attention', 'window',
+     lambda c: any(map(c.window_of, range(c.n_layer)))),
     ('window', 'window_pattern', lambda c: c.window),
-    ('an S layer of attention', 'window window_pattern',
-     lambda c: not (c.window and c.window_pattern) or any(map(c.window_of, range(c.n_layer)))),
-    ('a layer for each letter', 'mixer_pattern', lambda c: len(set(c.mixer_pattern[:c.n_layer])) == len(c.mixers)),
+    ('a layer for each letter', 'mixer_pattern',
+     lambda c: set(c.mixer_pattern) == set(c.mixer_pattern[:c.n_layer])),
     ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
     ('positions that layers use: rope or alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
     ('a layer of attention for alibi', 'pos', lambda c: c.pos != 'alibi' or c.has_attention),
-    ('a larger vocab_size: there is no such token', 'document_token', lambda c: c.document_token < c.vocab_size),
+    ('a larger vocab_size: there is no such token', 'document_token',
+     lambda c: c.document_token < c.vocab_size),
+    ('mixers that all keep documents apart', 'document_token',
+     lambda c: all(mixer.documents for mixer in c.mixers)),
     ('branches that do not end in a norm, which undoes it', 'residual_scale', lambda c: not ends_in_norm(c)),
     ('no norm right after it, which undoes it', 'embed_scale',
      lambda c: not c.embed_norm or c.pos in ('learned', 'sinusoidal')),
@@ -260,8 +255,7 @@ NEEDS = (
      'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence',
      lambda c: any(map(c.has_experts, range(c.n_layer)))),
     ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
-    ('topk_group', 'n_group', lambda c: c.topk_group),
-    ('n_group', 'topk_group', lambda c: c.n_group),
+    ('both n_group and topk_group', 'n_group topk_group', lambda c: c.n_group and c.topk_group),
     ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
 )
 
@@ -281,6 +275,7 @@ def wrong_combinations(config, defaults):
         problems += module.check(config)
     return [', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f': {reason}'
             for names, reason in problems]
+
 
 # parameters and linear layers -------------------------------------------------------------------------------
 
@@ -306,21 +301,15 @@ def parameter(*shape, init, group, rows=None):
 
 
 def collect_tags(model):
-    """Name -> Tag of every parameter. Raises ValueError for one that has none, or one that does not fit."""
+    """Name -> Tag of every parameter. Raises ValueError for one that has none, or one that is no matrix."""
     tags = {}
     for name, w in model.named_parameters():
-        tag = tags[name] = getattr(w, 'tag', None)
-        wrong = None
-        if tag is None:
-            wrong = 'has no tag: make it with parameter(...), or call tag(...) on it'
-        elif tag.group not in ('matrix', 'embedding', 'vector'):
-            wrong = f'is tagged group={tag.group!r}: use matrix, embedding or vector'
-        elif tag.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
-            wrong = "is tagged as a matrix: use group='vector', or 'embedding' for one that is decayed"
-        elif tag.rows is not None and sum(tag.rows) != w.shape[-2]:
-            wrong = f'is tagged rows={tag.rows}, which are not its rows'
-        if wrong:
-            raise ValueError(f"{name} {tuple(w.shape)} {wrong}")
+        tags[name] = getattr(w, 'tag', None)
+        if tags[name] is None:
+            raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
+        if tags[name].group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
+            raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
+                             "'embedding' for one that is decayed")
     return tags
 
 
@@ -366,12 +355,11 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
-def aligned_linear(x, w, bias=None):
-    """x @ w^T + bias by a product of a multiple of 64 columns, the last of them zeros: the one place where a
-    vocabulary is padded. GPUs are slow with rows that are not aligned."""
-    more = -len(w) % 64
-    bias = None if bias is None else F.pad(bias, (0, more))
-    return F.linear(x, F.pad(w, (0, 0, 0, more)), bias)[..., :len(w)]
+def aligned_linear(x, w, bias):
+    """x @ w^T + bias, by a product of a multiple of 64 columns, the last of them zeros: GPUs are slow with
+    rows that are not aligned. The one place where a vocabulary is padded."""
+    y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
+    return y if bias is None else y + bias
 
 
 class FusedLinear(Linear):
@@ -552,16 +540,17 @@ def rope_table(kind, position_ids, length):
 
 def check_rope(config):
     """As Mixer.check, for a config with rotations."""
-    scaling = config.rope_scaling or {}
+    scaling = config.rope_scaling
     if config.rope_dim < 2 or config.rope_dim % 2:
         yield 'pos', f"rope rotates pairs, so rope_dim={config.rope_dim}, a head's part, must be even"
-        return
-    try:
-        rope_table(config.rope_kind, torch.arange(2), config.block_size)
-        if not scaling.get('factor', 1) >= 1:
-            yield 'rope_scaling', 'a factor below 1 would speed rotations up'
-    except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
-        yield 'rope_scaling', f"{type(error).__name__} {error}; rope_type is one of {', '.join(ROPE_SCALINGS)}"
+    elif scaling is not None:
+        try:
+            rope_table(config.rope_kind, torch.zeros(1, device='cpu'), config.block_size)
+            if not scaling.get('factor', 1) >= 1:
+                yield 'rope_scaling', 'a factor below 1 would speed rotations up'
+        except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
+            yield 'rope_scaling', (f"{type(error).__name__} {error}; rope_type is one of "
+                                   f"{', '.join(ROPE_SCALINGS)}")
 
 
 def rotate(x, rope):
@@ -687,15 +676,16 @@ class Mixer(nn.Module, abc.ABC):
         """x (B, T, ...) -> (B, n + T, ...): x behind the values of each row's n tokens before it, zeros
         before the first token. They come from the state of this number, of shape (n, ...), which then holds
         those of the row's last n tokens; padding is left out."""
-        cache, n = context.cache, self.states[state][0][0]
-        before = (x.new_zeros(len(x), n, *x.shape[2:]) if cache is None
-                  else cache.states[self.layer][state])
+        cache, lengths, n = context.cache, context.lengths, self.states[state][0][0]
+        if cache is None:
+            return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
+        before = cache.states[self.layer][state]
         x = torch.cat((before, x), dim=1)
-        if cache is not None and context.lengths is None:
+        if lengths is None:
             before.copy_(x[:, x.shape[1] - n:])
-        elif cache is not None:
+        else:
             row = torch.arange(len(x), device=x.device)[:, None]
-            before.copy_(x[row, context.lengths[:, None] + torch.arange(n, device=x.device)])
+            before.copy_(x[row, lengths[:, None] + torch.arange(n, device=x.device)])
         return x
 
     @abc.abstractmethod
@@ -839,8 +829,8 @@ class BaseAttention(Mixer):
     a head's key and value together, which the two products run over."""
 
     documents = can_slide = True
-    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'qkv_bias', 'proj_bias', 'attn_scale', 'attn_softcap',
-              'attn_sink')
+    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'qkv_bias', 'proj_bias', 'attn_scale',
+              'attn_softcap', 'attn_sink')
 
     @classmethod
     def check(cls, config):
@@ -1413,9 +1403,9 @@ class MoE(nn.Module):
         if config.n_expert < 2:
             yield 'n_expert', 'one expert is an MLP, and its router has nothing to choose'
         if config.n_expert % n_groups or used > n_groups:
-            yield 'n_group topk_group n_expert', 'n_group must divide n_expert, and topk_group be at most n_group'
+            yield 'n_group topk_group n_expert', 'n_group must divide n_expert, and topk_group not be larger'
         if config.n_expert_active > each * used:
-            yield 'n_expert_active n_expert n_group topk_group', 'a token cannot use more experts than there are'
+            yield 'n_expert_active n_expert n_group topk_group', 'a token cannot use more experts than it has'
         if config.n_group and config.router == 'sigmoid' and each < 2:
             yield 'router n_expert n_group', 'sigmoid ranks a group by its best two experts'
 
@@ -1691,25 +1681,22 @@ class GPT(nn.Module):
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='vector')
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
         self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'embedding')
-        for block in self.h:
-            if config.document_token is not None and not block.attn.documents:
-                raise ValueError(f"document_token={config.document_token}: {type(block.attn).__name__} does "
-                                 "not keep documents apart; leave document_token out")
         self.tags = collect_tags(self)
         self.make_ropes()
         self.init_weights()
-        # more were drawn, so that a seed gives the weights that it gave when vocabularies were padded in memory
+        # more were drawn, so that a seed gives the weights that it gave when vocabularies were padded
         for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
             w.data = w.data[:config.vocab_size].clone()
+        self.wte.num_embeddings = config.vocab_size
 
     def make_ropes(self):
-        """ropes: the rotary table of all positions for each kind that a mixer has, (cos, sin). A compiled
-        step reads it; to compute it there would take as long as the attention of a small model."""
+        """ropes: the rotary table of all positions for each kind that a mixer has, (cos, sin); computed in a
+        compiled step the angles would be computed anew by each layer."""
         length, device = self.config.block_size, self.wte.weight.device
         if device.type != 'meta':  # where torch would import the compiler, in a second or two
             positions = torch.arange(length, device=device)
-            self.ropes = {kind: kind and rope_table(kind, positions, length)
-                          for kind in dict.fromkeys(block.attn.rope_kind for block in self.h)}
+            kinds = dict.fromkeys(block.attn.rope_kind for block in self.h)
+            self.ropes = {kind: kind and rope_table(kind, positions, length) for kind in kinds}
 
     def _apply(self, fn, recurse=True):
         """What .to() and .cuda() call. A cast to 16 bits must round neither rotary tables nor expert biases:
@@ -1758,7 +1745,7 @@ class GPT(nn.Module):
         weights of each attention layer, (B, H, T, S). Raises ValueError if the tokens do not fit into
         block_size or the cache."""
         T, config = idx.shape[1], self.config
-        if T > config.block_size:
+        if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
         context = self.context(idx, cache, lengths, weights, [] if targets is not None else None)
         x = x0 = self.embed(context)                                                              # (B, T, C)
@@ -1796,8 +1783,7 @@ class GPT(nn.Module):
         for kind, tables in self.ropes.items():
             context.ropes[kind] = tables and tuple(table[context.position_ids][:, None] for table in tables)
         for kind in dict.fromkeys(block.attn.mask_kind for block in self.h):
-            if kind is not None:
-                context.masks[kind] = self.mask(context, *kind)
+            context.masks[kind] = kind and self.mask(context, *kind)
         return context
 
     def document_starts(self, context):
@@ -1821,13 +1807,14 @@ class GPT(nn.Module):
         T, longest = positions.shape[1], 0 if cache is None else cache.longest
         slots = None if cache is None else cache.slots_of(window)
         is_causal = longest == 0  # nothing cached: the keys are the new tokens; None: static, unknown
-        all_in_window = window is None or longest is not None and longest + T <= window
-        if starts is None and not alibi:
-            if T > 1 and is_causal and all_in_window and not context.eager:
-                return Mask(None, True, None)  # the kernel knows this one
-            alike = cache is None or cache.same_length and context.lengths is None
-            if T == 1 and alike and (all_in_window or cache.max_rewind == 0 and window < cache.max_len):
-                return Mask(None, is_causal, None)  # one token that sees all that is there
+        sees_all = window is None or longest is not None and longest + T <= window
+        if T > 1:  # the kernel knows this one
+            is_plain = is_causal and sees_all and not context.eager
+        else:      # one token that sees all that is there
+            is_plain = cache is None or cache.same_length and context.lengths is None and (
+                sees_all or slots.count <= window)
+        if is_plain and starts is None and not alibi:
+            return Mask(None, is_causal, None)
         k_pos = positions if cache is None else slots.key_positions(positions)
         first = 0 if starts is None else starts
         if window is not None:
@@ -1866,18 +1853,15 @@ class GPT(nn.Module):
 
     def head(self, x):
         """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
-        x, head, cap = self.ln_f(x), self.wte if self.lm_head is None else self.lm_head, self.config.logit_softcap
+        x, head, cap = self.ln_f(x), self.lm_head or self.wte, self.config.logit_softcap
         if self.training and x.is_cuda and len(head.weight) % 64:
-            x = aligned_linear(x, head.weight, getattr(head, 'bias', None))
+            logits = aligned_linear(x, head.weight, getattr(head, 'bias', None)).float()
         else:
-            x = head.logits(x) if head is self.wte else head(x)
-        logits = x.float()
+            logits = (head(x) if self.lm_head else head.logits(x)).float()
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def make_cache(self, batch_size, max_len, static=False, max_rewind=0):
         """An empty Cache in the compute dtype. static: for a compiled step; max_rewind: see Cache."""
-        if not 0 < max_len <= self.config.block_size:
-            raise ValueError(f"max_len={max_len}: a cache is for 1 to block_size={self.config.block_size} tokens")
         mixers = [block.attn for block in self.h]
         for mixer in mixers:
             if not (mixer.slots or mixer.states):
@@ -1890,23 +1874,21 @@ class GPT(nn.Module):
 
     def account(self, block_size=None):
         """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once. A
-        multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it is frozen: matrices that
-        no Embedding looks up. 'mixing' is what mixers do besides, at a length of block_size."""
-        config, table, tables = self.config, {}, (nn.Embedding, Int8Embedding)
-        used = (config.n_expert_active or 0) / (config.n_expert or 1)
+        multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it is frozen: matrices
+        that no Embedding looks up. 'mixing' is what mixers do besides, at a length of block_size."""
+        config, parts = self.config, {}
+        share = config.n_expert_active / config.n_expert if config.n_expert else 1
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
-            active = round(w.numel() * used) if part == 'experts' else w.numel()
-            is_looked_up = isinstance(self.get_submodule(name.rpartition('.')[0]), tables)
-            multiplied = self.tags[name].group != 'vector' and not is_looked_up
-            each = (6 if w.requires_grad else 4) * multiplied
-            table.setdefault(part, []).append((w.numel(), active, each * active))
-        if self.lm_head is None:
-            each = 6 if self.wte.weight.requires_grad else 4
-            table['head'] = [(0, 0, each * self.wte.weight.numel())]
-        length = block_size or config.block_size
-        table['mixing'] = [(0, 0, block.attn.flops(length)) for block in self.h]
-        return {part: tuple(map(sum, zip(*rows))) for part, rows in table.items()}
+            active = round(w.numel() * share) if part == 'experts' else w.numel()
+            is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), (nn.Embedding, Int8Embedding))
+            is_product = self.tags[name].group != 'vector' and not is_table
+            each = 6 if w.requires_grad else 4
+            parts.setdefault(part, []).append((w.numel(), active, each * active * is_product))
+            if name == 'wte.weight' and self.lm_head is None:
+                parts['head'] = [(0, 0, each * active)]
+        parts['mixing'] = [(0, 0, block.attn.flops(block_size or config.block_size)) for block in self.h]
+        return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
 
     def num_params(self, active=False):
         return sum(row[active] for row in self.account().values())
@@ -1954,8 +1936,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state(cls, state, model_args, **changes):
-        """The model of a state dict and the fields of its config. changes: fields to set otherwise, of those in
-        CHANGEABLE. Raises ValueError for more positions than were learned, RuntimeError for weights that
+        """The model of a state dict and the fields of its config. changes: fields to set otherwise, of those
+        in CHANGEABLE. Raises ValueError for more positions than were learned, RuntimeError for weights that
         are missing or of another shape."""
         trained = GPTConfig(**model_args)
         config = changed_config(trained, changes)
@@ -2008,8 +1990,8 @@ def add_lora(model, rank, alpha, targets):
     for target in targets:
         named = {name for name in modules if f'.{name}'.endswith(f'.{target}')}
         if not named or not named <= plain:
-            raise ValueError(f"lora_targets: {target!r} is not the name of linear layers alone; adapters are for "
-                             + ', '.join(sorted({name.partition('.')[2] for name in plain})))
+            raise ValueError(f"lora_targets: {target!r} is not the name of linear layers alone; adapters are "
+                             f"for {', '.join(sorted({name.partition('.')[2] for name in plain}))}")
         chosen |= named
     model.requires_grad_(False)
     for name in sorted(chosen):
@@ -2172,17 +2154,17 @@ def checkpoint_path(name, best=True):
 
 
 def read_checkpoint(path):
-    """The dict in a file of train.py's or nanoGPT's, its weights, 'model', and options, 'model_args', as they
-    are called now; runs no code of it. Raises FileNotFoundError, or ValueError for another kind of file."""
+    """The dict in a file of train.py's or nanoGPT's, its weights, 'model', and options, 'model_args', named
+    as they are now; runs no code of it. Raises FileNotFoundError, or ValueError for another kind of file."""
     if not os.path.exists(path):
-        raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set --out_dir or "
-                                "--init_from")
+        raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
+                                "--out_dir or --init_from")
     try:
         # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
         found = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
         state, args = found['model'], found['model_args']
     except (RuntimeError, pickle.UnpicklingError, LookupError, TypeError, EOFError) as error:
-        raise ValueError(f"{path} is not a checkpoint of train.py, or is truncated: use another one") from error
+        raise ValueError(f"{path} is no checkpoint of train.py, or is damaged: use another one") from error
     is_nanogpt = any('transformer.' in name for name in state)
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
     state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
