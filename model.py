@@ -1054,7 +1054,13 @@ class KVCache:
         return [old[:, :, :self.used(context.positions.shape[1])] for old in self.tensors]
 
     def write(self, new, context):
-        T, device = context.positions.shape[1], context.positions.device
+        T, cache, device = context.positions.shape[1], self.cache, context.positions.device
+        if cache.same_length and context.lengths is None:
+            start = cache.longest % self.n_slots
+            if start + T <= self.n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
+                for old, add in zip(self.tensors, new):
+                    old[:, :, start:start + T] = add
+                return
         column, row = torch.arange(T, device=device), torch.arange(len(new[0]), device=device)[:, None]
         end = T if context.lengths is None else context.lengths[:, None]
         kept = (column < end) & (column >= end - self.n_slots)  # no padding, and of a long text its end
