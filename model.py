@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import os
 import pickle
@@ -27,7 +28,6 @@ import typing
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # configuration ----------------------------------------------------------------------------------------------
@@ -419,8 +419,6 @@ class Norm(nn.Module):
         weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
         if self.kind == 'layernorm':
             return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
-        if bias is None and counts_operators(x):
-            return RMSNorm.apply(x, weight, self.eps)
         y = F.rms_norm(x.float(), weight.shape, weight, self.eps)
         return (y if bias is None else y + bias).type_as(x)
 
@@ -430,6 +428,14 @@ def dropout(x, p):
     if not p:
         return x
     return cpu_dropout(x, p) if x.device.type == 'cpu' else F.dropout(x, p)
+
+
+def cpu_dropout(x, p):
+    """Random bits are the cost of dropout on a CPU: 16 an element, drawn 64 at a time, take a fifth of
+    F.dropout's time."""
+    limit = max(1, round(p * 65536))
+    bits = torch.randint(-2**63, 2**63 - 1, (-(-x.numel() // 4),)).view(torch.int16)[:x.numel()].view(x.shape)
+    return torch.where(bits >= limit - 32768, x * (65536 / (65536 - limit)), 0.0)
 
 
 # positions --------------------------------------------------------------------------------------------------
@@ -700,8 +706,9 @@ class Mixer(nn.Module, abc.ABC):
 # attention --------------------------------------------------------------------------------------------------
 
 def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
-    """softmax(scale q k^T + bias) v, with dropout p on the weights: the one entry point of attention.
-    q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K dividing H (arXiv:2305.13245) -> (B, H, T, D')."""
+    """softmax(scale q k^T + bias) v, with dropout p on the weights: the one entry point of attention, which
+    takes the first of these paths that computes it. q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K
+    dividing H (grouped queries, arXiv:2305.13245) -> (B, H, T, D')."""
     (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
     if context.eager:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
@@ -709,44 +716,25 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
         from torch.nn.attention.flex_attention import flex_attention
         block_mask, score_mod = mask.flex
         return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
-    is_causal = mask.is_causal and T > 1
+    is_causal = bias is None and mask.is_causal and T > 1
     if (H // K * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
             and (bias is not None or q.device.type == 'cpu' and not is_causal)):
-        return attend_few(q, k, v, bias, scale)
+        return eager_attention(q.float(), k.float(), v.float(), mask, scale, few=True).type_as(v)
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
                                    is_causal and torch.is_grad_enabled())
     if H > K and sharing == 'rows':
-        if bias is None and is_causal:
-            bias = q.new_full((T, S), -math.inf).triu(1)[None, None]
-        if bias is not None:
-            bias = bias.repeat(1, 1, H // K, 1) if bias.shape[1] == 1 else bias.reshape(-1, K, H // K * T, S)
         q = q.reshape(B, K, H // K * T, D)
+        if bias is not None:  # (1 or B, 1 or K, H / K T, S)
+            bias = bias.expand(-1, max(bias.shape[1], H // K), -1, -1).reshape(len(bias), -1, H // K * T, S)
     elif H > K and sharing == 'repeat':
         k, v = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1)
     with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale,
-                                           is_causal=is_causal and bias is None,
+        y = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal, scale=scale,
                                            enable_gqa=q.shape[1] > k.shape[1])
     return y.reshape(B, H, T, -1)  # some kernels return the heads innermost but one
 
 
-FEW_QUERIES = 16  # of a head of keys, as in decoding
-
-
-def attend_few(q, k, v, bias, scale):
-    """attend, for few queries in a compiled step: products that the compiler makes two loops of, which read
-    keys and values once. SDPA's kernels are made for long sequences: on a CPU they take ten times as long, on
-    CUDA those that take a bias give all keys of a head to one multiprocessor."""
-    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    q = (q.float() * scale).reshape(B, K, H // K * T, 1, D)
-    score = (q * k.float()[:, :, None]).sum(dim=-1)                                  # (B, K, H / K T, S)
-    if bias is not None:
-        score = (score.view(B, H, T, S) + bias.float()).view(B, K, -1, S)
-    weight = score.softmax(dim=-1)
-    y = (weight[..., None] * v.float()[:, :, None]).sum(dim=-2)
-    return y.type_as(v).view(B, H, T, -1)
-
-
+FEW_QUERIES = 16  # of a head of keys, as in decoding; SDPA's kernels are made for long sequences
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -761,9 +749,9 @@ def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
     - whether cuDNN may compute it. It is the fastest in training, but builds a plan for each new shape, in
       tenths of a second, and has been wrong with masks (pytorch issues 196678, 193893)."""
     use_cudnn = device != 'cuda' or is_training and not has_bias
-    if T == 1 or has_bias or device == 'mps':
+    if T == 1 or has_bias:
         return 'rows', use_cudnn
-    if device == 'cuda' and not (dtype is torch.bfloat16 and fits_flash):
+    if device == 'mps' or device == 'cuda' and not (dtype is torch.bfloat16 and fits_flash):
         return 'repeat', use_cudnn
     return 'gqa', use_cudnn
 
@@ -795,18 +783,22 @@ def flex_mask(T, window, starts, slopes, device):
             None if slopes is None else add_alibi)
 
 
-def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=128):
-    """attend, written out, in blocks of queries; softmax statistics are float32 inside. For what no kernel
-    does: capped scores, a sink, attention weights on request; and for training on CPUs, see `eager` in
-    GPT.context."""
+def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=128, few=False):
+    """attend, written out, in blocks of queries, which leave out keys that a causal mask hides from all of
+    them. For what no kernel does: capped scores, a sink, attention weights on request; for training on CPUs,
+    see `eager` in GPT.context; and for few queries in a compiled step, by sums that the compiler makes two
+    loops of, which read keys and values once: on a CPU SDPA takes ten times as long, and CUDA's kernels that
+    take a bias give all keys of a head to one multiprocessor."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    q, out, seen_weights = q * scale, [], []
+    q, out, block = q * scale, [], T if few or weights is not None else block
     for start in range(0, T, block):
         end = min(start + block, T)
         first = max(0, start + 1 - mask.window) if mask.is_causal and mask.window else 0
         last = end if mask.is_causal else S
-        # a group's heads are rows of one product: (B, K, G t, D) @ (B, K, D, seen)
-        score = q[:, :, start:end].reshape(B, K, -1, D) @ k[:, :, first:last].transpose(-2, -1)
+        keys, values = k[:, :, first:last], v[:, :, first:last]
+        # a group's heads are rows of one product: (B, K, H / K t, D) @ (B, K, D, seen)
+        rows = q[:, :, start:end].reshape(B, K, -1, D)
+        score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
         score = score.view(B, H, end - start, last - first)
         if softcap:
             score = softcap * torch.tanh(score / softcap)
@@ -816,11 +808,10 @@ def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights
             score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
         weight = score.softmax(dim=-1)[..., :last - first]
         if weights is not None:
-            seen_weights.append(F.pad(weight, (first, S - last)))
+            weights.append(weight)
         weight = dropout(weight, p).reshape(B, K, -1, last - first)
-        out.append((weight @ v[:, :, first:last]).view(B, H, end - start, -1))
-    if weights is not None:
-        weights.append(torch.cat(seen_weights, dim=2))
+        y = (weight[..., None] * values[:, :, None]).sum(dim=-2) if few else weight @ values
+        out.append(y.view(B, H, end - start, -1))
     return torch.cat(out, dim=2)
 
 
@@ -884,19 +875,13 @@ class Attention(BaseAttention):
         self.q_norm, self.k_norm = (Norm(width, config) if config.qk_norm else nn.Identity()
                                     for _, width in self.normed)
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
-        # what NormRotate knows
-        self.joint = config.qk_norm is True and config.norm == 'rmsnorm' and not config.norm_bias
 
     def forward(self, x, context):
         (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
-        if self.joint and rope is not None and counts_operators(x):
-            q, k = NormRotate.apply(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *rope)
-        else:
-            q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
-            k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
-            q, k = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k)]
-            q, k = rotate(q, rope), rotate(k, rope)
-        v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # as q and k (B, heads, T, D)
+        q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
+        k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
+        q, k = rotate(q, rope), rotate(k, rope)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, context, k, v)
         y = self.attend(q, k, v, context).transpose(1, 2).flatten(2)
@@ -908,8 +893,9 @@ class Attention(BaseAttention):
 class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
     are projections of one latent a token, which is all that is cached, beside one rotary key that the heads
-    share. Where it costs less, decoding does not project latents up but queries and outputs down ("absorbed",
-    its section 2.1.2): then the latents are keys and values of multi-query attention."""
+    share. Training computes them ("expanded"). Where that costs less, as in decoding, queries are projected
+    down to the latents, and outputs up from them ("absorbed", its section 2.1.2): then the latents are keys
+    and values of multi-query attention."""
 
     fields = (*BaseAttention.fields, 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim',
               'v_head_dim')
@@ -922,99 +908,90 @@ class LatentAttention(BaseAttention):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        H, C, rank = config.n_head, config.n_embd, config.kv_lora_rank
-        self.nope, self.rope, self.v = (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
-        q_width = H * (self.nope + self.rope)
-        self.c_attn = FusedLinear(C, (config.q_lora_rank or q_width, rank, self.rope), bias=config.qkv_bias)
-        self.q_norm = Norm(config.q_lora_rank, config) if config.q_lora_rank else None
-        self.c_q = Linear(config.q_lora_rank, q_width) if config.q_lora_rank else None
+        H, C, rank, q_rank = config.n_head, config.n_embd, config.kv_lora_rank, config.q_lora_rank
+        self.rank, self.nope, self.rope = rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.v, q_width = config.v_head_dim, H * (self.nope + self.rope)
+        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, self.rope), bias=config.qkv_bias)
+        self.q_norm = Norm(q_rank, config) if q_rank else nn.Identity()
+        self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config)
         self.c_kv = Linear(rank, H * (self.nope + self.v))  # of each head its k, then its v
         self.c_proj = Linear(H * self.v, C, bias=config.proj_bias, init=branch_init(config))
-        self.rank, self.slots = rank, [(1, rank + self.rope)]
-        self.head_widths = self.nope + self.rope + self.v
+        self.slots, self.head_widths = [(1, rank + self.rope)], self.nope + self.rope + self.v
 
     def forward(self, x, context, absorb=None):
-        q, latent, k_rope = self.c_attn(x)
-        if self.c_q is not None:
-            q = self.c_q(self.q_norm(q))
-        q, rope = q.unflatten(-1, (self.n_head, -1)).transpose(1, 2), context.ropes[self.rope_kind]
+        (q, latent, k_rope), rope = self.c_attn(x), context.ropes[self.rope_kind]
+        q = self.c_q(self.q_norm(q)).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
         q, q_rope = q.split((self.nope, self.rope), dim=-1)
-        q_rope = rotate(q_rope, rope)
-        kept = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], rope)), dim=-1)
+        latent = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], rope)), dim=-1)
         if context.cache is not None:
-            kept, = context.cache.append(self.layer, context, kept)
+            latent, = context.cache.append(self.layer, context, latent)  # (B, 1, S, rank + rope)
         w_k, w_v = self.c_kv.weight.view(self.n_head, -1, self.rank).split((self.nope, self.v), dim=1)
-        T, S, up = q.shape[2], kept.shape[2], self.rank * (self.nope + self.v)
-        if absorb is None:  # which is less work, a head
-            absorb = (context.cache is not None and T * (up + S * (2 * self.rank + self.rope))
-                      < S * (up + T * (self.nope + self.rope + self.v)))
+        T, S, up = q.shape[2], latent.shape[2], self.rank * (self.nope + self.v)
+        if absorb is None:  # multiplications a head
+            absorb = (context.cache is not None
+                      and T * (up + S * (2 * self.rank + self.rope)) < S * (up + T * self.head_widths))
         if absorb:
-            q, k, v = q @ w_k, kept, kept[..., :self.rank]  # (B, H, T, rank); (B, 1, S, ...)
+            q, k, v = q @ w_k, latent, latent[..., :self.rank]
         else:
-            kv = self.c_kv(kept[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            kv = self.c_kv(latent[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
             k, v = kv.split((self.nope, self.v), dim=-1)
-            k = torch.cat((k, kept[..., self.rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
-        y = self.attend(torch.cat((q, q_rope), dim=-1), k, v, context)
+            k = torch.cat((k, latent[..., self.rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
+        y = self.attend(torch.cat((q, rotate(q_rope, rope)), dim=-1), k, v, context)
         return self.c_proj((y @ w_v.mT if absorb else y).transpose(1, 2).flatten(2))
 
 
 # the cache --------------------------------------------------------------------------------------------------
 
-class FullSlots:
-    """What one layer keeps of all tokens: a token's slot is its position.
+class KVCache:
+    """One layer's keys and values, or latents, of all tokens: a token's slot is its position.
 
         max_len 6, rows of 3 and 5 tokens:     slot   0  1  2  3  4  5 | 6
                                                row 0  a  b  c  .  .  . |
                                                row 1  a  b  c  d  e  . |
 
-    What a slot holds beyond its row's length is masked. The last slot takes what padding would write, so that
-    rows may have other numbers of new tokens; nothing reads it."""
+    Slots beyond a row's length are masked. The last slot takes padding, so that rows may have different
+    numbers of new tokens; nothing reads it."""
 
-    def __init__(self, cache, shapes, count, device, dtype):
-        self.cache, self.count = cache, count
-        self.tensors = [torch.zeros(len(cache.length), heads, count + 1, width, device=device, dtype=dtype)
+    def __init__(self, cache, shapes, n_slots, device, dtype):
+        self.cache, self.n_slots = cache, n_slots
+        self.tensors = [torch.zeros(len(cache.length), heads, n_slots + 1, width, device=device, dtype=dtype)
                         for heads, width in shapes]
 
     def used(self, T):
         """How many slots to attend to once T new tokens are in."""
-        return self.count if self.cache.static else min(self.cache.longest + T, self.count)
+        return self.n_slots if self.cache.static else min(self.cache.longest + T, self.n_slots)
 
     def key_positions(self, positions):
-        """(1 or B, S): positions of what append returns for new tokens at positions (1 or B, T); -1 for an
-        empty slot."""
+        """(1 or B, S): positions of the keys that append returns for new tokens at positions (1 or B, T); -1
+        for an empty slot."""
         return torch.arange(self.used(positions.shape[1]), device=positions.device)[None]
 
     def append(self, new, context):
-        """Puts new tensors (B, heads, T, width) at context.positions; returns what to attend to, (B, heads,
-        S, width) each."""
+        """Puts new tensors (B, heads, T, width) at context.positions; returns all to attend to, (B, heads, S,
+        width) each."""
         self.write(new, context)
         return [old[:, :, :self.used(context.positions.shape[1])] for old in self.tensors]
 
     def write(self, new, context):
-        T, cache = context.positions.shape[1], self.cache
-        kept = min(T, self.count)  # of a sequence longer than a window only the end is kept
+        T, cache, device = context.positions.shape[1], self.cache, context.positions.device
         if cache.same_length and context.lengths is None:
-            start = (cache.longest + T - kept) % self.count
-            if start + kept <= self.count:  # adjacent slots, the same in all rows
+            start = cache.longest % self.n_slots
+            if start + T <= self.n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
                 for old, add in zip(self.tensors, new):
-                    old[:, :, start:start + kept] = add[:, :, T - kept:]
+                    old[:, :, start:start + T] = add
                 return
-        slot = context.positions % self.count
-        if context.lengths is None:
-            slot, new = slot[:, T - kept:], [add[:, :, T - kept:] for add in new]
-        else:
-            column = torch.arange(T, device=slot.device)
-            last = context.lengths[:, None]
-            slot = slot.where((column < last) & (column >= last - kept), self.count)
-        row = torch.arange(len(cache.length), device=slot.device)[:, None]
+        column, row = torch.arange(T, device=device), torch.arange(len(new[0]), device=device)[:, None]
+        end = T if context.lengths is None else context.lengths[:, None]
+        kept = (column < end) & (column >= end - self.n_slots)  # no padding, and of a long text its end
+        slot = (context.positions % self.n_slots).where(kept, self.n_slots)
         for old, add in zip(self.tensors, new):
             old[row, :, slot] = add.transpose(1, 2).to(old.dtype)
 
 
-class WindowSlots(FullSlots):
-    """What one layer keeps of the tokens in its window, and of max_rewind more: a ring, a token's slot is its
-    position modulo their number.
+class RollingKVCache(KVCache):
+    """One layer's keys and values of the tokens in its window: a token's slot is its position modulo their
+    number.
 
         window 4, a row of 6 tokens:           slot   0  1  2  3 | 4
                                                row 0  e  f  c  d |
@@ -1024,7 +1001,7 @@ class WindowSlots(FullSlots):
         T = positions.shape[1]
         slot = torch.arange(self.used(int(T == 1)), device=positions.device)
         last = positions[:, :1] - int(T > 1)
-        old = (last - (last - slot) % self.count).clamp(min=-1)  # the last position that falls to each slot
+        old = (last - (last - slot) % self.n_slots).clamp(min=-1)  # the last position that falls to each slot
         return old if T == 1 else torch.cat((old, positions), dim=1)
 
     def append(self, new, context):
@@ -1037,33 +1014,31 @@ class WindowSlots(FullSlots):
 
 
 class Cache:
-    """What the layers keep of the tokens so far. Made by GPT.make_cache, owned by the caller. `slots` has for
-    each layer its FullSlots or WindowSlots, `states` a list of tensors (B, ...) of fixed size; see Mixer.
+    """The tokens so far, as each layer keeps them. Made by GPT.make_cache, owned by the caller. `slots` has a
+    KVCache or RollingKVCache for each layer, `states` a list of tensors (B, ...) of fixed size; see Mixer.
 
     Rows may have different lengths: `length` (B,) counts each row's tokens, `longest` is their maximum, on
     the host, and `same_length` says that all are alike. If `static`, only tensors may change, so that one
     compiled step serves every position: then the caller keeps count, `longest` is None, and each step attends
     to all slots, empty ones masked."""
 
-    def __init__(self, mixers, batch_size, max_len, device, dtype, static=False, max_rewind=0,
-                 documents=False):
-        self.max_len, self.static, self.max_rewind = max_len, static, max_rewind
+    def __init__(self, mixers, batch_size, max_len, device, dtype, static, rolling, documents):
+        self.max_len, self.static = max_len, static
         self.longest, self.same_length = (None, False) if static else (0, True)
         self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.peak = self.length.clone()  # most tokens that a row has held since it was empty
         # the position where each position's document starts, and a last column for padding
         self.starts = torch.zeros(batch_size, (max_len + 1) * documents, dtype=torch.long, device=device)
-        self.slots, self.states = [], []
         self.windows = [mixer.window if mixer.slots else 'no slots' for mixer in mixers]
+        self.slots, self.states = [], []
         for mixer in mixers:
-            ring = mixer.window is not None and mixer.window + max_rewind < max_len
-            kind, count = (WindowSlots, mixer.window + max_rewind) if ring else (FullSlots, max_len)
-            self.slots.append(kind(self, mixer.slots, count, device, dtype))
+            rolls = rolling and mixer.window is not None and mixer.window < max_len
+            kind, n_slots = (RollingKVCache, mixer.window) if rolls else (KVCache, max_len)
+            self.slots.append(kind(self, mixer.slots, n_slots, device, dtype))
             self.states.append([torch.zeros(batch_size, *shape, device=device, dtype=own or dtype)
                                 for shape, own in mixer.states])
 
     def slots_of(self, window):
-        """Slots of a layer with this window; all layers of a window have the same positions in theirs."""
+        """The KV cache of a layer with this window; all of them hold the same positions."""
         return self.slots[self.windows.index(window)]
 
     def append(self, layer, context, *new):
@@ -1074,50 +1049,38 @@ class Cache:
     def positions(self, T, lengths=None):
         """Positions of the next T tokens: (1, T) if all rows are alike, else (B, T). Raises ValueError if
         they do not fit."""
-        new = torch.arange(T, device=self.length.device)
-        if lengths is not None:
-            longest = int((self.length + lengths).max())
-        elif not self.static:
-            longest = self.longest + T
-        if (lengths is not None or not self.static) and longest > self.max_len:
-            raise ValueError(f"cache is full: {longest} tokens into {self.max_len} slots; "
-                             "make_cache with a larger max_len")
-        return self.longest + new[None] if self.same_length else self.length[:, None] + new
+        if lengths is not None or not self.static:
+            longest = self.longest + T if lengths is None else int((self.length + lengths).max())
+            if longest > self.max_len:
+                raise ValueError(f"cache is full: {longest} tokens into {self.max_len} slots; "
+                                 "make_cache with a larger max_len")
+        start = self.longest if self.same_length else self.length[:, None]
+        return start + torch.arange(T, device=self.length.device)[None]
 
     def advance(self, T, lengths=None):
         """Counts the tokens that have been appended."""
         self.length += T if lengths is None else lengths
-        torch.maximum(self.peak, self.length, out=self.peak)
         if lengths is not None:
             self._recount()
         elif not self.static:
             self.longest += T
 
     def rewind(self, n):
-        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Layers with a window
-        allow max_rewind tokens, those with a state none. Raises ValueError for more."""
-        length = self.length - n
-        if (length < 0).any() or (length > self.length).any():
-            raise ValueError(f"cannot rewind {n} tokens: the cache holds {self.length.tolist()}")
-        if any(self.states) and (length < self.length).any():
-            raise ValueError(f"cannot rewind {n} tokens: layer {[bool(s) for s in self.states].index(True)} "
-                             "keeps a state, from which no token can be taken back; reset() empties rows")
-        slots = min(slots.count for slots in self.slots)
-        if slots < self.max_len and ((self.peak > slots) & (self.peak - length > self.max_rewind)
-                                     & (length > 0)).any():
-            raise ValueError(f"cannot rewind {n} tokens: the windows keep max_rewind={self.max_rewind} more "
-                             "than they need; make_cache with a larger one")
-        self.length.copy_(length)
-        self.peak.masked_fill_(length == 0, 0)
+        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Raises ValueError if
+        a row is shorter, or for a layer that keeps no earlier tokens: one with a state, or a rolling KV cache
+        that has wrapped."""
+        n = torch.as_tensor(n, device=self.length.device)
+        n_slots = 0 if any(self.states) else min(slots.n_slots for slots in self.slots)
+        if ((n < 0) | (n > self.length) | (n > 0) & (self.length > n_slots) & (n_slots < self.max_len)).any():
+            raise ValueError(f"cannot rewind {n.tolist()} of {self.length.tolist()} tokens: there are not so "
+                             "many, or a layer keeps but a state or its window (for a window: rolling=False)")
+        self.length -= n
         self._recount()
 
-    def reset(self, rows=None):
-        """Empties all rows, or those where rows (B,) bool is True."""
-        rows = torch.ones_like(self.length, dtype=torch.bool) if rows is None else rows
-        self.length.masked_fill_(rows, 0)
-        self.peak.masked_fill_(rows, 0)
-        for state in self._state_tensors():
-            state.masked_fill_(rows.view(-1, *[1] * (state.ndim - 1)), 0)
+    def reset(self):
+        """Empties all rows."""
+        for tensor in [self.length, *itertools.chain(*self.states)]:
+            tensor.zero_()
         self._recount()
 
     def select(self, rows):
@@ -1126,19 +1089,7 @@ class Cache:
         for slots in self.slots:
             slots.tensors = [old[rows] for old in slots.tensors]
         self.states = [[state[rows] for state in layer] for layer in self.states]
-        self.length, self.peak, self.starts = self.length[rows], self.peak[rows], self.starts[rows]
-        self._recount()
-
-    def put(self, rows, other):
-        """Replaces rows, given by their numbers, by those of another cache, which is not static and was made
-        for as many tokens."""
-        for old, new in zip(self.tensors()[:3] + self._state_tensors(),
-                            other.tensors()[:3] + other._state_tensors()):
-            old[rows] = new
-        for mine, others in zip(self.slots, other.slots):
-            used = min(other.longest, mine.count)
-            for old, new in zip(mine.tensors, others.tensors):
-                old[rows, :, :used] = new[:, :, :used]
+        self.length, self.starts = self.length[rows], self.starts[rows]
         self._recount()
 
     def _recount(self):
@@ -1146,17 +1097,14 @@ class Cache:
             shortest, self.longest = int(self.length.min()), int(self.length.max())
             self.same_length = shortest == self.longest
 
-    def _state_tensors(self):
-        return [state for layer in self.states for state in layer]
-
     def tensors(self):
         """All tensors that a step changes: CUDA graphs want to know."""
-        kept = [old for slots in self.slots for old in slots.tensors]
-        return [self.length, self.peak, self.starts, *kept, *self._state_tensors()]
+        kept = [slots.tensors for slots in self.slots]
+        return [self.length, self.starts, *itertools.chain(*kept, *self.states)]
 
     @property
     def nbytes(self):
-        return sum(t.nbytes for t in self.tensors()[3:])
+        return sum(t.nbytes for t in self.tensors()[2:])
 
 
 # Gated DeltaNet ---------------------------------------------------------------------------------------------
@@ -1173,7 +1121,7 @@ def short_convolution(x, weight, context):
     return y
 
 
-def gated_delta_rule(q, k, v, decay, beta, state, starts=None, first=None, chunk=64):
+def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, chunk=64):
     """Linear attention whose state S (keys x values) forgets, and corrects what it holds for a key:
 
         S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(decay_t) S_{t-1})^T,    y_t = S_t^T q_t
@@ -1181,25 +1129,25 @@ def gated_delta_rule(q, k, v, decay, beta, state, starts=None, first=None, chunk
     arXiv:2412.06464, equation 10, in chunks (its section 3.3): within one the corrections depend on each
     other by a triangular system, between them the state is handed on. A chunk of one token is the recurrence
     itself. q, k (B, heads, T, keys); v (B, heads, T, values); decay <= 0 and beta (B, heads, T); state (B,
-    heads, keys, values); all float32. starts (B, T): positions where the tokens' documents start, a document
-    sees nothing of others; first (1 or B, 1): the position of the first token. Returns y (B, heads, T,
-    values) and the state after the last token."""
+    heads, keys, values); all float32. is_start (B, T) bool: where documents start, which see nothing of
+    others. Returns y (B, heads, T, values) and the state after the last token."""
     T, C = q.shape[2], min(chunk, q.shape[2])
-    more = -T % C  # padding to whole chunks: beta is 0, so that it writes nothing, and decay is 0
-    q, k, v, decay, beta = (F.pad(x, (0, 0) * (x.ndim - 3) + (0, more)).unflatten(2, (-1, C))
-                            for x in (q, k, v, decay, beta))  # (B, heads, chunks, C, ...)
+
+    def chunks(x, dim):  # padded with zeros, so that nothing is written and nothing decays
+        return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % C)).unflatten(dim, (-1, C))
+
+    q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, C, ...)
     total = decay.cumsum(-1)  # log of how much the state from before the chunk has decayed
     hidden = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
     carried = total.exp()
-    if starts is not None:
-        starts = torch.cat((starts, starts[:, -1:].expand(-1, more)), dim=1).unflatten(1, (-1, C))[:, None]
-        hidden = hidden | (starts[..., :, None] != starts[..., None, :])
-        chunk_first = first[:, None] + C * torch.arange(starts.shape[2], device=q.device)  # (B, 1, chunks)
-        carried = carried * (starts < chunk_first[..., None])  # of documents that began before the chunk
+    if is_start is not None:
+        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0 began before the chunk
+        hidden = hidden | (document[..., :, None] != document[..., None, :])
+        carried = carried * (document == 0)
     # decayed from j to i, (B, heads, chunks, C, C)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -math.inf).exp()
     k_beta = k * beta[..., None]
-    system = (k_beta @ k.mT) * between  # only what is below the diagonal counts
+    system = (k_beta @ k.mT) * between  # only the part below the diagonal counts
     right = torch.cat((v * beta[..., None], k_beta * carried[..., None]), dim=-1)
     right = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
@@ -1238,18 +1186,19 @@ class GatedDeltaNet(Mixer):
         super().__init__(config, layer)
         self.n_key, self.n_value = config.linear_n_key_head, config.linear_n_value_head
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        keys, values, kernel = self.n_key * self.key_dim, self.n_value * self.value_dim, \
-            config.linear_conv_kernel_dim
+        keys, values = self.n_key * self.key_dim, self.n_value * self.value_dim
+        kernel = config.linear_conv_kernel_dim
+        self.qkv = (keys, keys, values)
         # queries, keys, values, the output's gate, and for each value head beta and decay
-        self.c_attn = FusedLinear(config.n_embd, (keys, keys, values, values, self.n_value, self.n_value))
-        self.conv = parameter(2 * keys + values, kernel, group='vector',
+        self.c_attn = FusedLinear(config.n_embd, (*self.qkv, values, self.n_value, self.n_value))
+        self.conv = parameter(sum(self.qkv), kernel, group='vector',
                               init=functools.partial(nn.init.uniform_, a=-kernel ** -0.5, b=kernel ** -0.5))
         self.dt_bias = parameter(self.n_value, init=dt_init, group='vector')
         self.A_log = parameter(self.n_value, init=decay_init, group='vector')
         self.o_norm = parameter(self.value_dim, init=nn.init.ones_, group='vector')
         self.c_proj = Linear(values, config.n_embd, init=branch_init(config))
         self.eps = config.norm_eps
-        self.states = [((kernel - 1, 2 * keys + values), None),
+        self.states = [((kernel - 1, sum(self.qkv)), None),
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
 
     def flops(self, length):
@@ -1258,25 +1207,22 @@ class GatedDeltaNet(Mixer):
 
     def forward(self, x, context):
         cache, is_token = context.cache, context.is_token()
-        q, k, v, gate, beta, decay = self.c_attn(x)
-        qkv = torch.cat((q, k, v), dim=-1)
-        shape, dtype = self.states[1]
-        state = (x.new_zeros(len(x), *shape, dtype=dtype or qkv.dtype) if cache is None
-                 else cache.states[self.layer][1])
+        *qkv, gate, beta, decay = self.c_attn(x)
+        qkv = torch.cat(qkv, dim=-1)
         mixed = F.silu(short_convolution(self.after_last(qkv, context), self.conv.type_as(qkv), context))
-        q, k, v = mixed.split((q.shape[-1], k.shape[-1], v.shape[-1]), dim=-1)
-        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2).float()  # (B, heads, T, width)
-                   for y, heads in ((q, self.n_key), (k, self.n_key), (v, self.n_value)))
+        q, k, v = (y.unflatten(-1, (-1, width)).transpose(1, 2).float()  # (B, heads, T, width)
+                   for y, width in zip(mixed.split(self.qkv, dim=-1),
+                                       (self.key_dim, self.key_dim, self.value_dim)))
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
         q, k = (y.repeat_interleave(self.n_value // self.n_key, dim=1) for y in (q, k))
         beta = beta.float().sigmoid()
         decay = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias.float())
         if is_token is not None:  # padding writes nothing, and nothing is forgotten over it
             beta, decay = beta * is_token[..., None], decay * is_token[..., None]
+        state = q.new_zeros(len(x), *self.states[1][0]) if cache is None else cache.states[self.layer][1]
+        is_start = None if context.document_starts is None else context.position_ids == 0
         with torch.autocast(x.device.type, enabled=False):
-            y, after = gated_delta_rule(q * self.key_dim ** -0.5, k, v, decay.transpose(1, 2),
-                                        beta.transpose(1, 2), state, context.document_starts,
-                                        context.positions[:, :1])
+            y, after = gated_delta_rule(q * self.key_dim ** -0.5, k, v, decay.mT, beta.mT, state, is_start)
         if cache is not None:
             state.copy_(after)
         y = F.rms_norm(y.transpose(1, 2), (self.value_dim,), self.o_norm.float(), self.eps)
@@ -1363,24 +1309,6 @@ class Experts(nn.Module):
         return y
 
 
-class MoveRows(torch.autograd.Function):
-    """Permutes rows of x: x[source], zeros where source is len(x); back: where x's own rows went.
-    The backward is a gather as well, where that of indexing is a scatter, slow or not deterministic."""
-
-    @staticmethod
-    def forward(ctx, x, source, back):
-        ctx.save_for_backward(source, back)
-        return take_rows(x, source)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return take_rows(grad, ctx.saved_tensors[1]), None, None
-
-
-def take_rows(x, source):
-    return (F.pad(x, (0, 0, 0, 1)) if len(source) > len(x) else x)[source]
-
-
 ROUTERS = {
     # name: (logits -> logs of the experts' scores, scores of a group's experts -> the group's score)
     'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
@@ -1421,12 +1349,14 @@ class MoE(nn.Module):
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
-        flat = x.flatten(0, 1)  # (n, C)
+        flat, k = x.flatten(0, 1), self.config.n_expert_active  # (n, C)
         weight, chosen, logits, score = self.route(flat)
-        source, back, offsets = self.dispatch(chosen)
-        each = flat.to(context.dtype)[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)  # a row a choice
-        y = MoveRows.apply(self.experts(MoveRows.apply(each, source, back), offsets), back, source)
-        y = y.unflatten(0, (-1, chosen.shape[1]))  # (n, k, C)
+        order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
+        ends = self.load(chosen, 1)[0].cumsum(0, dtype=torch.int32)
+        each = flat.to(context.dtype)[:, None].expand(-1, k, -1).flatten(0, 1)  # a row a choice
+        # index_select: the backward of indexing is slow, or not deterministic
+        y = self.experts(each.index_select(0, order), ends)
+        y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
         y = (y * weight[..., None].type_as(y)).sum(1).view_as(x)
         if context.routing is not None:
             context.routing.append(self.statistics(chosen, logits, score, len(x)))
@@ -1456,126 +1386,19 @@ class MoE(nn.Module):
         weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
         return weight * config.routed_scaling_factor, chosen, logits, score
 
-    def dispatch(self, chosen):
-        """Sorts choices by expert: chosen (n, k) -> source (rows,), the choice that each row for the experts
-        is of, n k for a row of zeros; back (n k,), the row of each choice; offsets (E,) int32, where each
-        expert's rows end."""
-        expert, order = chosen.flatten().sort(stable=True)  # (n k,)
-        offsets, n = self.expert_offsets(expert[None])[0], len(expert)
-        if chosen.device.type == 'cpu':
-            row, offsets, rows = fill_blocks(expert, offsets, self.config.n_expert)
-        else:
-            row, rows = torch.arange(n, device=chosen.device), n
-        back = row[order.argsort()]
-        source = torch.full((rows,), n, device=chosen.device)
-        return source.scatter(0, back, torch.arange(n, device=chosen.device)), back, offsets.int()
-
-    def expert_offsets(self, expert):
-        """expert (rows, n), sorted -> (rows, E), where each expert's entries end."""
-        every = torch.arange(self.config.n_expert, device=expert.device).expand(len(expert), -1).contiguous()
-        return torch.searchsorted(expert, every, right=True)
+    def load(self, chosen, rows):
+        """chosen (n, k), the tokens of so many rows of a batch -> (rows, E): choices of each expert."""
+        every = torch.arange(self.config.n_expert, device=chosen.device)
+        return (chosen.view(rows, -1, 1) == every).sum(1)
 
     def statistics(self, chosen, logits, score, rows):
         """balance (0-d): 1 when experts are used evenly (Switch, arXiv:2101.03961, equations 4 to 6); z
         (0-d): ST-MoE's, arXiv:2202.08906; load (E,): choices of each expert."""
         rows = rows if self.config.balance_per_sequence else 1
-        ends = self.expert_offsets(chosen.view(rows, -1).sort().values)
-        load = ends.diff(dim=1, prepend=ends.new_zeros(rows, 1))
+        load = self.load(chosen, rows)
         share = score.softmax(-1).view(rows, -1, self.config.n_expert).mean(1)  # of the scores, (rows, E)
         balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
-
-
-# CPU-only code paths ----------------------------------------------------------------------------------------
-
-def counts_operators(x):
-    """Whether a step on x takes as long as it has operators, each of some microseconds: uncompiled, on a CPU.
-    RMSNorm and NormRotate have a third of those that autograd makes of the same formulas."""
-    return x.device.type == 'cpu' and not torch.compiler.is_compiling()
-
-
-def rms_norm(x, weight, eps):
-    """x (..., width), weight that fits it -> the norm; and for the backward x over its root mean square, and
-    one over that."""
-    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    normed = x * scale
-    return normed * weight, normed, scale
-
-
-def rms_norm_backward(grad, weight, normed, scale):
-    """The gradients of x and, still to be summed, of weight."""
-    direct = grad * weight
-    inner = (direct * normed).mean(-1, keepdim=True)
-    return torch.addcmul(direct, normed, inner, value=-1).mul_(scale), grad * normed
-
-
-class RMSNorm(torch.autograd.Function):
-    """F.rms_norm in float32, backward written out: x (..., width), weight (width,) -> as x."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, normed, scale = rms_norm(x.float(), weight, eps)
-        ctx.save_for_backward(weight, normed, scale)
-        return y.type_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        grad_x, grad_weight = rms_norm_backward(grad.float(), *ctx.saved_tensors)
-        return grad_x.type_as(grad), grad_weight.flatten(0, -2).sum(0), None
-
-
-class NormRotate(torch.autograd.Function):
-    """Queries and keys together, RMS-normed by head and rotated: q (B, T, H D), k (B, T, K D), weights (D,),
-    cos and sin as rotate takes them -> (B, H, T, D), (B, K, T, D)."""
-
-    @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, eps, cos, sin):
-        width = q_weight.shape[-1]
-        ctx.heads = H, K = q.shape[-1] // width, k.shape[-1] // width
-        x = torch.cat((q, k), dim=-1).float().unflatten(-1, (-1, width))
-        weight = torch.cat((q_weight.expand(H, -1), k_weight.expand(K, -1))).float()
-        y, normed, scale = rms_norm(x, weight, eps)
-        ctx.save_for_backward(weight, normed, scale, cos, sin)
-        y = rotate(y.transpose(1, 2), (cos, sin))
-        return tuple(part.type_as(q).contiguous() for part in y.split((H, K), dim=1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_q, grad_k):
-        *saved, cos, sin = ctx.saved_tensors
-        grad = torch.cat((grad_q, grad_k), dim=1).float()
-        grad = rotate(grad, (cos, -sin)).transpose(1, 2)  # the transpose of a rotation turns back
-        grad_x, grad_weight = rms_norm_backward(grad, *saved)
-        H, K = ctx.heads
-        q, k = grad_x.type_as(grad_q).flatten(2).split((H * grad.shape[-1], K * grad.shape[-1]), dim=-1)
-        q_weight, k_weight = grad_weight.sum((0, 1)).split((H, K))
-        return q, k, q_weight.sum(0), k_weight.sum(0), None, None, None
-
-
-def cpu_dropout(x, p):
-    """Random bits are what dropout costs on a CPU: 16 an element, drawn 64 at a time, take a fifth of
-    F.dropout's time."""
-    limit = max(1, round(p * 65536))
-    bits = torch.randint(-2**63, 2**63 - 1,
-                         ((x.numel() + 3) // 4,)).view(torch.int16)[:x.numel()].view(x.shape)
-    return torch.where(bits >= limit - 32768, x * (65536 / (65536 - limit)), 0.0)
-
-
-def fill_blocks(expert, offsets, n_expert):
-    """oneDNN builds a kernel for every new number of rows, 5 to 8 ms each, which halves the speed of experts:
-    so each expert's rows are filled up to a multiple of a block with zeros, at most a sixteenth of all.
-    expert (n,) sorted, offsets (E,) where each one's rows end -> the row of each entry (n,), the new offsets,
-    and how many rows there are in all."""
-    n = len(expert)
-    block = max(1, min(128, n // (16 * n_expert)))
-    count = offsets.diff(prepend=offsets.new_zeros(1))
-    filled = (count + block - 1) // block * block
-    before = (filled - count).cumsum(0) - (filled - count)  # zero rows before each expert's first
-    total = round_up(n + n_expert * (block - 1), block)
-    offsets = filled.cumsum(0)
-    offsets[-1] = total
-    return torch.arange(n, device=expert.device) + before[expert], offsets, total
 
 
 # block ------------------------------------------------------------------------------------------------------
@@ -1812,7 +1635,7 @@ class GPT(nn.Module):
             is_plain = is_causal and sees_all and not context.eager
         else:      # one token that sees all that is there
             is_plain = cache is None or cache.same_length and context.lengths is None and (
-                sees_all or slots.count <= window)
+                sees_all or slots.n_slots <= window)
         if is_plain and starts is None and not alibi:
             return Mask(None, is_causal, None)
         k_pos = positions if cache is None else slots.key_positions(positions)
@@ -1860,15 +1683,16 @@ class GPT(nn.Module):
             logits = (head(x) if self.lm_head else head.logits(x)).float()
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def make_cache(self, batch_size, max_len, static=False, max_rewind=0):
-        """An empty Cache in the compute dtype. static: for a compiled step; max_rewind: see Cache."""
+    def make_cache(self, batch_size, max_len, static=False, rolling=True):
+        """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
+        keep that alone, in a ring; False: all tokens, so that rewind can take any back."""
         mixers = [block.attn for block in self.h]
         for mixer in mixers:
             if not (mixer.slots or mixer.states):
                 raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
                                  "states, so that nothing of it can be cached: see Mixer")
         return Cache(mixers, batch_size, max_len, self.wte.weight.device, self.compute_dtype(), static,
-                     max_rewind, self.config.document_token is not None)
+                     rolling, self.config.document_token is not None)
 
     # accounting
 
@@ -2024,27 +1848,18 @@ def lora_state(model):
 def quantize_rows(w, dtype):
     """w (..., n_in) -> int8 of the same shape and a scale for each row, (...) of dtype, whose product is w to
     within half a scale: the largest value of a row becomes 127 ("vector-wise" in arXiv:2208.07339)."""
-    rows, scale = w.flatten(0, -2), w.new_empty(w.shape[:-1], dtype=dtype)
-    quantized = torch.empty_like(rows, dtype=torch.int8)
-    for one, into, scales in zip(*(each.split(4096) for each in (rows, quantized, scale.view(-1)))):
-        one = one.float()
-        scales.copy_(one.abs().amax(dim=-1) / 127)
-        steps = one / scales.float().masked_fill(scales == 0, 1.0)[:, None]
-        into.copy_(steps.round().clamp(-127, 127))
-    return quantized.view(w.shape), scale
+    scale = (w.abs().amax(dim=-1).float() / 127).to(dtype)
+    steps = w / scale.float().masked_fill(scale == 0, 1.0)[..., None]
+    return steps.round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 class Int8(nn.Module):
-    """What replaces a module with one large weight: `weight` in 8 bits, and `scale`, one number for each of
-    its rows. It cannot be trained."""
+    """Replaces a module with one large weight: `weight` in 8 bits, and `scale`, one number for each of its
+    rows. It cannot be trained."""
 
     def __init__(self, module, dtype):
         super().__init__()
-        weight = module.weight.detach()
-        if weight.is_meta:  # to be filled later, see fill_rows
-            weight, scale = weight.to(torch.int8), weight[..., 0].to(dtype)
-        else:
-            weight, scale = quantize_rows(weight, dtype)
+        weight, scale = quantize_rows(module.weight.detach(), dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
         self.bias, self.widths = getattr(module, 'bias', None), getattr(module, 'widths', None)
@@ -2054,9 +1869,7 @@ class Int8Linear(Int8):
     """A Linear or FusedLinear."""
 
     def forward(self, x):
-        y = int8_linear(x, self.weight, self.scale)
-        if self.bias is not None:
-            y = y + self.bias.type_as(y)
+        y = int8_linear(x, self.weight, self.scale, self.bias)
         return y if self.widths is None else y.split(self.widths, dim=-1)
 
 
@@ -2075,14 +1888,9 @@ class Int8Experts(Int8):
 
 
 def loop_over_int8_experts(x, w, scale, bias, offsets):
-    y, begin = x.new_empty(len(x), w.shape[1]), 0
-    for expert, end in enumerate(offsets.tolist()):
-        if end > begin:
-            y[begin:end] = int8_linear(x[begin:end], w[expert], scale[expert])
-            if bias is not None:
-                y[begin:end] += bias[expert].type_as(y)
-        begin = end
-    return y
+    segments = x.tensor_split(offsets[:-1].long().cpu())
+    return torch.cat([int8_linear(rows, w[i], scale[i], None if bias is None else bias[i])
+                      for i, rows in enumerate(segments) if len(rows)])
 
 
 class Int8Embedding(Int8):
@@ -2095,21 +1903,19 @@ class Int8Embedding(Int8):
         return int8_linear(x, self.weight, self.scale)
 
 
-def int8_linear(x, w, scale):
-    """x (..., n_in), w (n_out, n_in) int8, scale (n_out,) -> x @ (w scale)^T, (..., n_out)."""
+def int8_linear(x, w, scale, bias=None):
+    """x (..., n_in), w (n_out, n_in) int8, scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
     rows, scale, is_cpu = x.numel() // x.shape[-1], scale.to(x.dtype), x.device.type == 'cpu'
-    if is_cpu and rows <= INT8_ROWS:
-        # torch's kernel reads 16 columns at a time, looks for no end of them, and is fast in bfloat16 alone
-        if x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:
-            y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale)
-            return y.view(*x.shape[:-1], -1)
-        if torch.compiler.is_compiling():  # one loop; a cast of its own would be a constant, kept in 32 bits
-            return (x[..., None, :] * w).sum(dim=-1) * scale
-    if x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
-        return F.linear(x, w.to(x.dtype) * scale[:, None])
-    # in parts whose copies stay in a CPU's cache
-    parts = w.split(max(1, 2**18 // x.shape[-1])) if is_cpu and not torch.compiler.is_compiling() else [w]
-    return torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1) * scale
+    few = is_cpu and rows <= INT8_ROWS
+    if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is fast in no other
+        y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale).view(*x.shape[:-1], -1)
+    elif few and torch.compiler.is_compiling():  # one loop; a cast of its own would be kept, in 32 bits
+        y = (x[..., None, :] * w).sum(dim=-1) * scale
+    elif x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
+        y = F.linear(x, w.to(x.dtype) * scale[:, None])
+    else:
+        y = F.linear(x, w.to(x.dtype)) * scale
+    return y if bias is None else y + bias.type_as(y)
 
 
 INT8_ROWS = 16  # more are multiplied faster by the weight in their own dtype
@@ -2119,8 +1925,8 @@ INT8 = {Linear: Int8Linear, FusedLinear: Int8Linear, GroupedLinear: Int8Experts,
 @torch.no_grad()
 def quantize_weights(model, dtype):
     """Replaces the large weights of a model by 8 bits, with scales of dtype; norms, biases, learned positions
-    and routers stay, and so does what a mixer multiplies by itself. On the meta device it prepares for
-    fill_rows."""
+    and routers stay, and so does c_kv, which its mixer multiplies by itself. On the meta device it prepares
+    for fill_rows."""
     for path, module in list(model.named_modules()):
         owner, _, name = path.rpartition('.')
         kind = INT8.get(type(module))
