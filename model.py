@@ -1686,6 +1686,9 @@ class GPT(nn.Module):
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
         """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
         keep that alone, in a ring; False: all tokens, so that rewind can take any back."""
+        if not (batch_size > 0 and 0 < max_len <= self.config.block_size):
+            raise ValueError(f"batch_size={batch_size}, max_len={max_len}: a cache has rows, and 1 to "
+                             f"block_size={self.config.block_size} tokens")
         mixers = [block.attn for block in self.h]
         for mixer in mixers:
             if not (mixer.slots or mixer.states):
