@@ -17,16 +17,13 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import glob
 import inspect
 import itertools
 import math
 import os
 import pickle
-import types
+import re
 import typing
-import zipfile
-import zlib
 
 import torch
 import torch.nn as nn
@@ -35,122 +32,120 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # configuration ----------------------------------------------------------------------------------------------
 
-
 @dataclasses.dataclass
 class GPTConfig:
     """Everything that defines a model, as plain data. A config that cannot be computed, or has an option
-    without effect, raises a ValueError that names all problems. Patterns have a letter for each layer and are
-    repeated: 'SSSL' is three S, then an L, and so on."""
+    without effect, raises a ValueError that names all problems. None lets a field follow from others.
+    Patterns have a letter for each layer and are repeated: 'SSSL' is three S, then an L, and so on."""
     # size
     block_size: int = 1024           # context: the maximum sequence length
     vocab_size: int = 50304          # GPT-2's 50257 rounded up, as nanoGPT has it
     n_layer: int = 12                # blocks
     n_head: int = 12                 # query heads
-    n_kv_head: int | None = None     # k/v heads; None: n_head (multi-head), 1: multi-query, between: grouped
+    n_kv_head: int | None = None     # key/value heads; None: n_head (multi-head), 1: multi-query
+                                     # (arXiv:1911.02150), between: grouped-query (arXiv:2305.13245)
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head
     d_ff: int | None = None          # MLP width; None: 4 n_embd; if gated 8/3 n_embd up to a multiple of 64
     # positions
-    pos: str = 'rope'                # rope, alibi, learned, sinusoidal, none
+    pos: str = 'rope'                # rope (arXiv:2104.09864), alibi (arXiv:2108.12409), learned (GPT-2),
+                                     # sinusoidal (arXiv:1706.03762), none
     alibi_scale: float = 1.0         # of ALiBi's slopes (Falcon)
-    pos_pattern: str = 'P'           # P: as pos says, N: a layer without (rope and alibi only); 'PPPN'
-    rope_base: float = 10000.0       # the slowest rotation's base (RoFormer, arXiv:2104.09864)
-    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0, ...}, see ROPE_SCALINGS
-    partial_rotary_factor: float = 1.0  # share of each head that is rotated
+    pos_pattern: str = 'P'           # P: as pos says, N: a layer without (rope, alibi); 'PPPN' (SmolLM3)
+    rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
+    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
+    partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
     document_token: int | None = None  # end of text: nothing before the last one is seen, positions restart
     # mixers: what mixes tokens in a block
-    mixer_pattern: str | None = None  # A: attention, M: latent attention, D: Gated DeltaNet; None: A, or M
+    mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet;
+                                     # 'DDDA' (Qwen3-Next); None: A, or M with kv_lora_rank
     # attention
-    window: int | None = None        # tokens that an S layer sees: its own and the window - 1 before it
-    window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL', 'SSSL'
-    qk_norm: bool | str | None = None  # norm on queries and keys: True (per head), False, whole
+    window: int | None = None        # tokens that an S layer sees, its own among them (Mistral)
+    window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL'
+    qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3), False, whole
+                                     # (all heads at once, OLMo 2); None: True, in MLA False
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
-    attn_softcap: float = 0.0        # c * tanh(scores / c); 0 is off
-    attn_sink: bool = False          # a learned logit for each head in the softmax's denominator
+    attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
+    attn_sink: bool = False          # a learned logit for each head in the softmax's denominator (gpt-oss)
     attn_gate: bool = False          # the output times the sigmoid of a projection (arXiv:2505.06708)
-    # multi-head latent attention (MLA), on with kv_lora_rank
+    # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), on with kv_lora_rank
     kv_lora_rank: int | None = None  # width of the latent
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
     qk_nope_head_dim: int | None = None  # part of a head without positions; None: 128
     qk_rope_head_dim: int | None = None  # part with, its key shared by all heads; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
-    # Gated DeltaNet, in D layers
+    # Gated DeltaNet (arXiv:2412.06464, as in Qwen3-Next), in D layers
     linear_n_key_head: int | None = None  # query and key heads; None: n_head
     linear_n_value_head: int | None = None  # value heads, a multiple of them; None: as many
     linear_key_head_dim: int | None = None  # None: n_embd / n_head
     linear_value_head_dim: int | None = None  # None: as a key
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
     # norm and where it stands
-    norm: str = 'rmsnorm'            # rmsnorm, layernorm
+    norm: str = 'rmsnorm'            # rmsnorm (arXiv:1910.07467), layernorm (arXiv:1607.06450)
     norm_eps: float = 1e-6           # inside the root
     norm_bias: bool | None = None    # None: layernorm follows bias, rmsnorm has none
-    norm_placement: str = 'pre'      # pre, post, output, sandwich, parallel, parallel_2: NORM_PLACEMENTS
-    embed_norm: bool = False         # a norm after the embedding
-    embed_scale: float | None = None  # of the embedding; None: 1, or sqrt(n_embd) under sinusoidal positions
-    residual_scale: float = 1.0      # of what attention and MLP add
+    norm_placement: str = 'pre'      # pre, post, output, sandwich, parallel, parallel_2: see NORM_PLACEMENTS
+    embed_norm: bool = False         # a norm after the embedding (BLOOM)
+    embed_scale: float | None = None  # of the embedding (Gemma: sqrt(n_embd), also the default if sinusoidal)
+    residual_scale: float = 1.0      # of what attention and MLP add (Granite)
     residual_lambdas: bool = False   # learned weights of stream and embedding before each layer, from 1 and 0
+                                     # (modded-nanogpt)
     # MLP, biases
-    mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...; see ACTIVATIONS
+    mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
     bias: bool = False               # in the linear layers, and in layernorm
-    qkv_bias: bool | None = None     # of queries, keys, values; None: as bias
+    qkv_bias: bool | None = None     # of queries, keys, values (Qwen2); None: as bias
     proj_bias: bool | None = None    # of attention's output; None: as bias
     mlp_bias: bool | None = None     # of MLP, experts and router; None: as bias
-    # experts
+    # mixture of experts (arXiv:1701.06538)
     n_expert: int | None = None      # experts that replace the MLP; None or 0: a dense model
     n_expert_active: int | None = None  # of them for each token; None: 2
-    n_shared_expert: int | None = None  # experts that every token passes as well, as one MLP
+    n_shared_expert: int | None = None  # that every token passes as well (arXiv:2401.06066), as one MLP
     shared_gate: bool = False        # these times the sigmoid of a projection to one element (Qwen2-MoE)
     d_expert: int | None = None      # an expert's width; None: d_ff
-    n_dense_layer: int = 0           # first layers that keep the MLP
+    n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
     expert_pattern: str = 'E'        # E: experts, D: dense
-    router: str = 'softmax'          # softmax, sigmoid
+    router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437)
     norm_topk_prob: bool = True      # the chosen experts' weights sum to 1
     routed_scaling_factor: float = 1.0  # of these weights
-    n_group: int | None = None       # groups of experts, of which each token uses
+    n_group: int | None = None       # groups of experts, of which each token uses (DeepSeek-V2)
     topk_group: int | None = None    # so many
-    balance_bias: bool = False       # a bias that follows the load, in choosing only; train.py moves it
+    balance_bias: bool = False       # a bias in choosing that follows the load (arXiv:2408.15664)
     balance_per_sequence: bool = False  # balance loss for each row of the batch, not over all of it
     # head
-    tie_word_embeddings: bool = True  # the head reads the embedding's rows
-    head_bias: bool = False          # of an untied head
-    logit_softcap: float = 0.0       # c * tanh(logits / c); 0 is off
+    tie_word_embeddings: bool = True  # the head reads the embedding's rows (arXiv:1608.05859)
+    head_bias: bool = False          # of an untied head (GPT-J, Phi)
+    logit_softcap: float = 0.0       # c * tanh(logits / c) (Gemma 2); 0 is off
     # training
     dropout: float = 0.0             # on embedding, attention weights and both residual branches
 
     def __post_init__(self):
         self.n_expert = self.n_expert or None  # so that a flag can say it: --n_expert=0
-        given = types.SimpleNamespace(**vars(self))
-        # types come before values, and values before what follows from several of them
-        problems = wrong_types(self) or wrong_values(self)
-        if not problems:
-            defaults = self.fill_defaults()
-            problems = wrong_combinations(self, given, defaults)
+        # what follows from several fields is looked at once each of them is sound
+        problems = wrong_values(self) or wrong_combinations(self, self.fill_defaults())
         if problems:
             raise ValueError('invalid config: ' + '; '.join(problems))
 
     def fill_defaults(self):
         """Replaces None by what it stands for; returns that for all such fields."""
-        if self.mixer_pattern is None:
-            self.mixer_pattern = 'A' if self.kv_lora_rank is None else 'M'
-        self.rope_scaling = complete_scaling(self.rope_scaling, self.block_size)
-        defaults = dict(qkv_bias=self.bias, proj_bias=self.bias, mlp_bias=self.bias,
-                        norm_bias=self.bias and self.norm == 'layernorm', qk_norm=self.kv_lora_rank is None,
-                        embed_scale=self.n_embd ** 0.5 if self.pos == 'sinusoidal' else 1.0)
-        if ACTIVATIONS[self.mlp][1]:
-            defaults['d_ff'] = round_up(8 * self.n_embd / 3)
-        else:
-            defaults['d_ff'] = 4 * self.n_embd
-        if self.kv_lora_rank is None:
-            defaults |= dict(n_kv_head=self.n_head, head_dim=self.n_embd // self.n_head)
-        else:
+        is_latent, is_gated = self.kv_lora_rank is not None, ACTIVATIONS[self.mlp][1]
+        defaults = dict(mixer_pattern='M' if is_latent else 'A', qk_norm=not is_latent, qkv_bias=self.bias,
+                        proj_bias=self.bias, mlp_bias=self.bias,
+                        norm_bias=self.bias and self.norm == 'layernorm',
+                        embed_scale=self.n_embd ** 0.5 if self.pos == 'sinusoidal' else 1.0,
+                        d_ff=round_up(8 * self.n_embd / 3) if is_gated else 4 * self.n_embd)
+        if is_latent:
             defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-        for mixer in self.mixers:
-            defaults |= mixer.defaults(self)
+        else:
+            defaults |= dict(n_kv_head=self.n_head, head_dim=quotient(self.n_embd, self.n_head))
         if self.n_expert is not None:
             defaults |= dict(n_expert_active=min(2, self.n_expert), d_expert=self.d_ff or defaults['d_ff'])
+        self.mixer_pattern = self.mixer_pattern or defaults['mixer_pattern']
+        for mixer in self.mixers:
+            defaults |= mixer.defaults(self)
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        self.rope_scaling = complete_scaling(self.rope_scaling, self.block_size)
         return defaults
 
     @property
@@ -193,7 +188,7 @@ class GPTConfig:
 
     def window_of(self, layer):
         """The window of a layer; None: it sees all."""
-        slides = self.window and letter(self.window_pattern, layer) == 'S'
+        slides = self.window and self.window_pattern and letter(self.window_pattern, layer) == 'S'
         return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
 
     def has_experts(self, layer):
@@ -209,172 +204,77 @@ def round_up(n, multiple=64):
     return math.ceil(n / multiple) * multiple
 
 
-def wrong_types(config):
-    """Fields that are not of their type. A whole number is a float too, a bool is not a number."""
-    problems = []
-    for field in dataclasses.fields(config):
-        value, kinds = getattr(config, field.name), typing.get_args(field.type) or (field.type,)
-        fits = type(value) in kinds
-        if type(value) in (int, float) and float in kinds:
-            fits = math.isfinite(value)
-        if not fits:
-            names = ['None' if kind is types.NoneType else f"{'an' if kind is int else 'a'} {kind.__name__}"
-                     for kind in kinds]
-            problems.append(f"{field.name}={value!r} is not {' or '.join(names)}")
-    return problems
+def quotient(n, parts):
+    """None if parts do not divide n."""
+    return None if n % parts else n // parts
 
 
-MAY_BE_ZERO = ('n_dense_layer', 'document_token')  # all other integers must be at least 1
-MAX_PARAMETERS = 1e14
+MAY_BE_ZERO = ('n_dense_layer', 'document_token', 'attn_softcap', 'logit_softcap', 'dropout')
+AT_MOST = {'dropout': 1, 'partial_rotary_factor': 1}
 
 
 def wrong_values(config):
-    """Fields whose own value is out of range or unknown."""
-    problems = []
-    for field in dataclasses.fields(config):
-        value, least = getattr(config, field.name), 0 if field.name in MAY_BE_ZERO else 1
-        if type(value) is int and field.type in (int, int | None) and value < least:
-            problems.append(f"{field.name}={value} must be at least {least}")
-    for name, most in dict(n_layer=10_000, block_size=2**30).items():  # beyond this building would not end
-        if getattr(config, name) > most:
-            problems.append(f"{name}={getattr(config, name)} must be at most {most:,}")
-    choices = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), qk_norm=(True, False, 'whole', None),
-                   mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
-    for name, known in choices.items():
-        if getattr(config, name) not in known:
-            problems.append(f"{name}={getattr(config, name)!r} is none of {', '.join(map(str, known))}")
+    """Fields that are out of range or unknown, as texts."""
+    known = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), qk_norm=(True, False, 'whole', None),
+                 mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
     patterns = dict(pos_pattern='PN', window_pattern='SL', expert_pattern='ED', mixer_pattern=MIXERS)
-    for name, letters in patterns.items():
-        pattern = getattr(config, name)
-        if pattern is not None and (not pattern or set(pattern) - set(letters)):
-            problems.append(f"{name}={pattern!r} must be made of {', '.join(letters)}")
-    return problems
-
-
-NEEDS = {  # field: those that have no effect without it
-    'window': ['window_pattern'], 'window_pattern': ['window'],
-    'n_group': ['topk_group'], 'topk_group': ['n_group'], 'n_shared_expert': ['shared_gate'],
-    'kv_lora_rank': ['q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim'],
-    'n_expert': ['n_expert_active', 'n_shared_expert', 'd_expert', 'n_dense_layer', 'expert_pattern',
-                 'router', 'norm_topk_prob', 'routed_scaling_factor', 'n_group', 'topk_group', 'balance_bias',
-                 'balance_per_sequence'],
-}
-
-
-ATTENTION_ONLY = (  # fields without effect in a model without attention
-    'n_kv_head', 'head_dim', 'qk_norm', 'attn_scale', 'attn_softcap', 'attn_sink', 'alibi_scale',
-    'pos_pattern', 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'qkv_bias', 'proj_bias')
-
-
-def wrong_combinations(config, given, defaults):
-    """What several fields together make impossible or without effect; given: the fields before
-    fill_defaults, defaults: what it returned. Returns a list of texts."""
     problems = []
-
-    def check(holds, names, reason):
-        if not holds:
-            values = {name: getattr(given, name) for name in names.split()}
-            values = {name: getattr(config, name) if v is None else v for name, v in values.items()}
-            problems.append(', '.join(f'{name}={v!r}' for name, v in values.items()) + f': {reason}')
-
-    for needed, names in NEEDS.items():
-        for field in dataclasses.fields(config):
-            if (field.name in names and getattr(given, needed) is None
-                    and getattr(given, field.name) != field.default):
-                problems.append(f"{field.name}={getattr(given, field.name)!r} needs {needed}")
-
-    # size and heads
-    latent, rope, mixers = config.kv_lora_rank is not None, config.pos == 'rope', config.mixer_pattern
-    check(given.head_dim or latent or config.n_embd % config.n_head == 0, 'n_embd n_head',
-          'n_head must divide n_embd, or set head_dim')
-    check(latent or config.n_head % config.n_kv_head == 0, 'n_kv_head n_head', 'n_kv_head must divide n_head')
-    check(not latent or given.n_kv_head is None, 'n_kv_head kv_lora_rank',
-          'latent attention has no k/v heads to share')
-    check(not latent or given.head_dim is None, 'head_dim kv_lora_rank',
-          'latent attention has qk_nope_head_dim, qk_rope_head_dim and v_head_dim')
-    check(not latent or not given.qk_norm, 'qk_norm kv_lora_rank',
-          'latent attention normalises the latents instead')
-    width, ff = config.n_embd, (config.d_expert or 0) * (config.n_expert or 0) + config.d_ff
-    heads = config.n_head * (config.head_dim or config.v_head_dim) + sum(
-        (getattr(config, f'linear_n_{part}_head') or 0) * (getattr(config, f'linear_{part}_head_dim') or 0)
-        for part in ('key', 'value'))
-    rough = config.n_layer * width * (4 * heads + 3 * ff) + config.vocab_size * width
-    check(rough <= MAX_PARAMETERS, 'n_layer n_embd n_head',
-          f'about {rough:.0e} parameters, more than can be built')
-
-    # mixers
-    check(set(mixers) <= {config.mixer_of(layer) for layer in range(config.n_layer)},
-          'mixer_pattern n_layer', 'there are fewer layers than letters')
-    for mixer in config.mixers:
-        mixer.check(config, given, check)
-    check(not latent or any(issubclass(mixer, LatentAttention) for mixer in config.mixers),
-          'kv_lora_rank mixer_pattern', 'no layer has latent attention')
-    check(not config.attn_gate or any(issubclass(mixer, Attention) for mixer in config.mixers),
-          'attn_gate mixer_pattern', 'no layer has an attention with a gate')
-    for field in dataclasses.fields(config):
-        if getattr(given, field.name) not in (field.default, defaults.get(field.name)):
-            kinds = [kind for kind, mixer in MIXERS.items() if field.name in mixer.defaults(config)
-                     or field.name in ATTENTION_ONLY and issubclass(mixer, BaseAttention)]
-            check(not kinds or set(kinds) & set(mixers), f'{field.name} mixer_pattern',
-                  f"only {' and '.join(kinds)} layers have this")
-    check(config.pos != 'alibi' or config.has_attention, 'pos mixer_pattern', 'no layer has attention')
-    check(config.window is None or config.window_pattern is None
-          or any(config.window_of(layer) for layer in range(config.n_layer)), 'window window_pattern',
-          'no layer has a window')
-
-    # positions
-    check(0 < config.partial_rotary_factor <= 1, 'partial_rotary_factor', 'must be in (0, 1]')
-    check(config.partial_rotary_factor == 1 or rope and not latent, 'partial_rotary_factor pos',
-          'only rope outside latent attention rotates a share of a head')
-    if rope and (config.rope_dim < 2 or config.rope_dim % 2):
-        problems.append(f"rope_dim={config.rope_dim}: rope rotates pairs, its width must be even")
-    check(rope or config.rope_base == 10000, 'rope_base pos', 'only rope has a base')
-    check(rope or config.rope_scaling is None, 'rope_scaling pos', 'only rope can be scaled')
-    check('N' not in config.pos_pattern or config.pos in ('rope', 'alibi'), 'pos_pattern pos',
-          'all layers share these positions')
-    check(config.pos != 'sinusoidal' or config.n_embd % 2 == 0, 'pos n_embd',
-          'sinusoidal positions are pairs')
-    check(config.document_token is None or config.document_token < config.vocab_size,
-          'document_token vocab_size', 'the vocabulary has no such token')
-
-    # norm placement and scales
-    check(config.norm_placement not in ('output', 'sandwich') or config.residual_scale == 1,
-          'residual_scale norm_placement',
-          'the norm after a branch undoes its scale')
-    check(not config.embed_norm or config.embed_scale == 1 or config.pos in ('learned', 'sinusoidal'),
-          'embed_scale embed_norm', 'the norm after the embedding undoes its scale')
-    for name in ('rope_base', 'norm_eps', 'residual_scale', 'alibi_scale', 'routed_scaling_factor',
-                 'embed_scale', 'attn_scale'):
-        check(getattr(config, name) is None or getattr(config, name) > 0, name, 'must be above 0')
-    for name in ('attn_softcap', 'logit_softcap'):
-        check(getattr(config, name) >= 0, name, 'must be 0 (off) or above')
-    check(0 <= config.dropout < 1, 'dropout', 'must be in [0, 1)')
-    check(not config.head_bias or not config.tie_word_embeddings, 'head_bias tie_word_embeddings',
-          'only an untied head has a bias')
-
-    # experts
-    if config.n_expert is not None:
-        check(any(config.has_experts(layer) for layer in range(config.n_layer)),
-              'n_expert n_dense_layer expert_pattern n_layer', 'no layer has experts')
-        check(config.n_expert > 1, 'n_expert', 'one expert is an MLP, and its router has nothing to choose')
-        check(config.n_expert_active <= config.n_expert, 'n_expert_active n_expert',
-              'a token cannot use more experts than there are')
-    if config.n_expert is not None and config.n_group is not None and config.topk_group is not None:
-        each = config.n_expert // config.n_group
-        check(config.n_expert % config.n_group == 0, 'n_group n_expert', 'n_group must divide n_expert')
-        check(config.topk_group <= config.n_group, 'topk_group n_group',
-              'a token cannot use more groups than there are')
-        check(config.n_expert_active <= each * config.topk_group,
-              'n_expert_active n_expert n_group topk_group', 'the groups of a token have fewer experts')
-        check(config.router != 'sigmoid' or each > 1, 'router n_expert n_group',
-              'sigmoid ranks a group by its best two experts')
-
-    if rope and config.rope_scaling and config.rope_dim >= 2:
-        try:
-            rope_table(config.rope_kind, torch.arange(2), config.block_size)
-        except ValueError as error:
-            problems.append(str(error))
+    for name, value in vars(config).items():
+        most, is_number = AT_MOST.get(name, 1e300), type(value) in (int, float)
+        if name in known and value not in known[name]:
+            problems.append(f"{name}={value!r} is none of {', '.join(map(str, known[name]))}")
+        elif name in patterns and value is not None and not (value and set(value) <= set(patterns[name])):
+            problems.append(f"{name}={value!r} must be made of {', '.join(patterns[name])}")
+        elif is_number and not (0 < value <= most or value == 0 and name in MAY_BE_ZERO):
+            problems.append(f"{name}={value!r} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0"
+                            f"{f' and at most {most}' if name in AT_MOST else ''}")
     return problems
+
+
+NEEDS = (
+    # (what is needed, the fields that have no effect without it, whether a config has it); a mixer's own
+    # options need a layer of it, see Mixer.fields
+    ('window_pattern, and an S layer of attention', 'window',
+     lambda c: any(map(c.window_of, range(c.n_layer)))),
+    ('window', 'window_pattern', lambda c: c.window),
+    ('a layer for each letter', 'mixer_pattern',
+     lambda c: set(c.mixer_pattern) == set(c.mixer_pattern[:c.n_layer])),
+    ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
+    ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
+    ('positions that layers use: rope or alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
+    ('a layer of attention for alibi', 'pos', lambda c: c.pos != 'alibi' or c.has_attention),
+    ('a larger vocab_size: there is no such token', 'document_token',
+     lambda c: c.document_token < c.vocab_size),
+    ('mixers that all keep documents apart', 'document_token',
+     lambda c: all(mixer.documents for mixer in c.mixers)),
+    ('branches that do not end in a norm, which undoes it', 'residual_scale', lambda c: not ends_in_norm(c)),
+    ('no norm right after it, which undoes it', 'embed_scale',
+     lambda c: not c.embed_norm or c.pos in ('learned', 'sinusoidal')),
+    ('n_expert, and a layer that has experts',
+     'n_expert n_expert_active n_shared_expert d_expert n_dense_layer expert_pattern router norm_topk_prob '
+     'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence',
+     lambda c: any(map(c.has_experts, range(c.n_layer)))),
+    ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
+    ('both n_group and topk_group', 'n_group topk_group', lambda c: c.n_group and c.topk_group),
+    ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
+)
+
+
+def wrong_combinations(config, defaults):
+    """What several fields together make impossible or leave without effect, as texts. defaults: what
+    fill_defaults returned."""
+    given = [field.name for field in dataclasses.fields(config)
+             if getattr(config, field.name) not in (field.default, defaults.get(field.name))]
+    problems = [(name, f"needs {needed}") for needed, names, has_it in NEEDS for name in names.split()
+                if name in given and not has_it(config)]
+    for name in given:
+        kinds = {kind for kind, mixer in MIXERS.items() if name in mixer.fields}
+        if kinds and not kinds & set(config.mixer_pattern):
+            problems.append((f'{name} mixer_pattern', f"only {' and '.join(sorted(kinds))} layers have this"))
+    for module in (*config.mixers, MoE):
+        problems += module.check(config)
+    return [', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f': {reason}'
+            for names, reason in problems]
 
 
 # parameters and linear layers -------------------------------------------------------------------------------
@@ -401,21 +301,15 @@ def parameter(*shape, init, group, rows=None):
 
 
 def collect_tags(model):
-    """Name -> Tag of every parameter. Raises ValueError for one that has none, or one that does not fit."""
+    """Name -> Tag of every parameter. Raises ValueError for one that has none, or one that is no matrix."""
     tags = {}
     for name, w in model.named_parameters():
-        found = getattr(w, 'tag', None)
-        if found is None:
-            raise ValueError(f"{name} {tuple(w.shape)} has no tag: make it with parameter(...), or call "
-                             "tag(...) on it, with its initial value and its optimizer group")
-        if found.group not in ('matrix', 'embedding', 'vector'):
-            raise ValueError(f"{name} is tagged group={found.group!r}: use matrix, embedding or vector")
-        if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
+        tags[name] = getattr(w, 'tag', None)
+        if tags[name] is None:
+            raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
+        if tags[name].group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
             raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
                              "'embedding' for one that is decayed")
-        if found.rows is not None and sum(found.rows) != w.shape[-2]:
-            raise ValueError(f"{name} {tuple(w.shape)} is tagged rows={found.rows}, which are not its rows")
-        tags[name] = found
     return tags
 
 
@@ -424,10 +318,15 @@ def hidden_init(w):
     nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
 
 
+def ends_in_norm(config):
+    """Whether a norm follows attention and MLP before they are added."""
+    return config.norm_placement in ('output', 'sandwich')
+
+
 def branch_init(config):
     """The initial value of a branch's output projection: zeros, so that blocks start as the identity; but a
     norm of zeros would have a gradient of 1 / sqrt(eps), so where one follows it starts as the others do."""
-    return hidden_init if config.norm_placement in ('output', 'sandwich') else nn.init.zeros_
+    return hidden_init if ends_in_norm(config) else nn.init.zeros_
 
 
 class Linear(nn.Linear):
@@ -454,6 +353,13 @@ class Embedding(nn.Embedding):
     def reset_parameters(self):
         if not self.weight.is_meta:  # where torch's normal_ would import the compiler, in a second or two
             super().reset_parameters()
+
+
+def aligned_linear(x, w, bias):
+    """x @ w^T + bias, by a product of a multiple of 64 columns, the last of them zeros: GPUs are slow with
+    rows that are not aligned. The one place where a vocabulary is padded."""
+    y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
+    return y if bias is None else y + bias
 
 
 class FusedLinear(Linear):
@@ -537,11 +443,6 @@ def cpu_dropout(x, p):
 POSITIONS = ('rope', 'alibi', 'learned', 'sinusoidal', 'none')
 
 
-def at_least_one(factor):
-    if not factor >= 1:
-        raise ValueError(f"factor={factor} is below 1, which would speed rotations up")
-
-
 def yarn_mscale(factor, weight=1.0):
     """How much YaRN sharpens attention in a context that is factor times longer."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -549,20 +450,17 @@ def yarn_mscale(factor, weight=1.0):
 
 def linear(freq, base, length, *, factor):
     """Every position divided by factor. Chen et al. 2023, arXiv:2306.15595."""
-    at_least_one(factor)
     return freq / factor, 1.0
 
 
 def ntk(freq, base, length, *, factor):
     """The base times factor^(d / (d - 2)): the slowest pair slowed by factor, the fastest kept (bloc97)."""
-    at_least_one(factor)
     d = 2 * len(freq)
     return freq * factor ** (-torch.arange(0, d, 2, device=freq.device) / max(1, d - 2)), 1.0
 
 
 def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
     """ntk by as much as a context of this length needs (emozilla)."""
-    at_least_one(factor)
     needed = factor * length / original_max_position_embeddings - (factor - 1)
     return ntk(freq, base, length, factor=max(1.0, needed))
 
@@ -571,7 +469,6 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
     """Pairs that turn more than beta_fast times in the original context are kept, those that turn less than
     beta_slow times are slowed by factor, with a ramp between. Peng et al. 2023, arXiv:2309.00071, 3.2."""
-    at_least_one(factor)
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(base)
                  for turns in (beta_fast, beta_slow))  # the pair that turns so often
@@ -589,7 +486,6 @@ def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
            original_max_position_embeddings):
     """As yarn, with the ramp over the turns in the original context, low_freq_factor to high_freq_factor, and
     nothing sharpened. Llama 3.1, arXiv:2407.21783."""
-    at_least_one(factor)
     turns = original_max_position_embeddings * freq / (2 * math.pi)
     keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return torch.lerp(freq / factor, freq, keep), 1.0
@@ -598,7 +494,6 @@ def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
 def longrope(freq, base, length, *, short_factor, long_factor, original_max_position_embeddings, factor,
              attention_factor=None):
     """A factor for each pair: from one list within the original context, another beyond. arXiv:2402.13753."""
-    at_least_one(factor)
     each = long_factor if length > original_max_position_embeddings else short_factor
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
@@ -639,20 +534,29 @@ def rope_table(kind, position_ids, length):
     """cos and sin of the rotation angles at position_ids (...), each (..., dimensions / 2) float32, for a
     kind of rotation (base, dimensions, items of a scaling): position p turns pair i by
     p * base^(-2i / dimensions). RoFormer, arXiv:2104.09864, equation 15. length: of the context, for scalings
-    that depend on it. Raises ValueError if the scaling cannot be computed."""
-    (base, width, scaling), device = kind, position_ids.device
-    freq, factor = 1.0 / base ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width), 1.0
+    that depend on it."""
+    (base, width, scaling), options = kind, dict(kind[2])
+    pair = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32)
+    freq, factor = 1.0 / base ** (pair / width), 1.0
     if scaling:
-        options = dict(scaling)
-        name = str(options.pop('rope_type', None))
-        if name not in ROPE_SCALINGS:
-            raise ValueError(f"rope_scaling's rope_type={name!r} is none of {', '.join(ROPE_SCALINGS)}")
-        try:
-            freq, factor = ROPE_SCALINGS[name](freq, base, length, **options)
-        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(f"rope_scaling={dict(scaling)}: {error}") from None
+        freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[..., None] * freq
     return angle.cos() * factor, angle.sin() * factor
+
+
+def check_rope(config):
+    """As Mixer.check, for a config with rotations."""
+    scaling = config.rope_scaling
+    if config.rope_dim < 2 or config.rope_dim % 2:
+        yield 'pos', f"rope rotates pairs, so rope_dim={config.rope_dim}, a head's part, must be even"
+    elif scaling is not None:
+        try:
+            rope_table(config.rope_kind, torch.zeros(1, device='cpu'), config.block_size)
+            if not scaling.get('factor', 1) >= 1:
+                yield 'rope_scaling', 'a factor below 1 would speed rotations up'
+        except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
+            yield 'rope_scaling', (f"{type(error).__name__} {error}; rope_type is one of "
+                                   f"{', '.join(ROPE_SCALINGS)}")
 
 
 def rotate(x, rope):
@@ -727,15 +631,15 @@ def visible(q_pos, k_pos, first=0):
 class Mixer(nn.Module, abc.ABC):
     """What mixes the tokens of a row in a block: attention, latent attention, Gated DeltaNet, yours. This is
     all that one needs to know to add a mixer: write the class, give it a letter in MIXERS, put the letter
-    into the grid of test_model.py.
+    into the grid of test_model.py. For another attention the shortest way is a subclass of Attention that
+    overrides attend(q, k, v, context), and head_widths if its products are wider.
 
     forward(x, context): x (B, T, C), normed or not as the block's norm placement has it -> (B, T, C). Tokens
     must not see later ones. `context` is the ForwardContext; from it a mixer takes
-    - context.ropes[self.rope_kind], for rotate(), made before the first layer; rope_kind is (base, dimensions
-      that turn, items of a scaling), or None, for which there is None. config.rope_kind is what the config
-      asks for; another base is (500.0, *config.rope_kind[1:]). context.position_ids is for other positions;
-    - context.masks[self.mask_kind], made before the first layer, if mask_kind is not None. It is (window,
-      whether ALiBi's bias is in it);
+    - context.ropes[self.rope_kind], for rotate(); rope_kind is (base, dimensions that turn, items of a
+      scaling), or None, for which there is None. config.rope_kind is what the config asks for; another base
+      is (500.0, *config.rope_kind[1:]). context.position_ids is for other positions;
+    - context.masks[self.mask_kind], if mask_kind is not None. It is (window, whether ALiBi's bias is in it);
     - context.idx, (B, T), the token ids, as for embeddings of its own;
     - context.cache, None in training. A mixer says in __init__ what it keeps there:
       `slots`, (heads, width) of each tensor that has a slot for each token: append new ones, get all to
@@ -743,36 +647,32 @@ class Mixer(nn.Module, abc.ABC):
       `states`, (shape, dtype or None for the compute dtype) of each tensor of fixed size that a row keeps:
       read cache.states[self.layer], a list of (B, *shape), zero for a new row, and write with .copy_(); or,
       for a convolution and whatever else looks a few tokens back, use self.after_last(x, context);
-    - context.lengths, (B,), where rows have other numbers of new tokens and padding follows them: slots take
-      care of themselves, a state must not be changed by padding;
+    - context.lengths, (B,), where rows have different numbers of new tokens and padding follows them: slots
+      take care of themselves, a state must not be changed by padding;
     - context.document_starts: tokens of a document must not see those of another. A mixer that keeps them
-      apart sets `documents`; without it a model with a document_token is refused.
+      apart sets `documents`; without it a model with a document_token is refused;
     - context.weights: a list if attention weights are asked for; attention appends (B, H, T, S).
 
     flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
-    linear layers and parameters tagged as matrices, which GPT.account counts. Parameters are made by
-    parameter(...) or tag(...); c_proj is the projection that ends the branch. `window` is how many tokens the
-    slots are for, None for all; a class that can have one sets `can_slide` and asks config.window_of(layer).
-    The class methods defaults and check are for fields of GPTConfig that are its own: those that defaults
-    names may not be given to a model without such a layer. Norm follows config.norm.
+    weights, which GPT.account counts. Parameters are made by parameter(...) or tag(...); c_proj is the
+    projection that ends the branch. `window` is how many tokens the slots are for, None for all; a class that
+    can have one sets `can_slide` and asks config.window_of(layer). `fields` names the options of GPTConfig
+    that have an effect in its layers alone: a config without such a layer may not set them. Norm follows
+    config.norm."""
 
-    For another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context),
-    and head_widths if its products are wider."""
-
-    slots = states = ()
+    slots = states = fields = ()
     mask_kind = rope_kind = window = None
     documents = can_slide = False
 
     @classmethod
     def defaults(cls, config):
-        """Field of GPTConfig -> the value that None stands for. Called for models without such a layer too:
-        other fields of its own may still be None."""
+        """Field of GPTConfig -> the value that None stands for in a model with such a layer."""
         return {}
 
     @classmethod
-    def check(cls, config, given, check):
-        """Calls check(holds, 'field other_field', reason) for what the mixer needs of the config; given: the
-        fields before defaults."""
+    def check(cls, config):
+        """What it cannot compute: pairs ('field other_field', reason)."""
+        return ()
 
     def __init__(self, config, layer):
         super().__init__()
@@ -782,15 +682,16 @@ class Mixer(nn.Module, abc.ABC):
         """x (B, T, ...) -> (B, n + T, ...): x behind the values of each row's n tokens before it, zeros
         before the first token. They come from the state of this number, of shape (n, ...), which then holds
         those of the row's last n tokens; padding is left out."""
-        cache, n = context.cache, self.states[state][0][0]
-        before = (x.new_zeros(len(x), n, *x.shape[2:]) if cache is None
-                  else cache.states[self.layer][state])
+        cache, lengths, n = context.cache, context.lengths, self.states[state][0][0]
+        if cache is None:
+            return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
+        before = cache.states[self.layer][state]
         x = torch.cat((before, x), dim=1)
-        if cache is not None and context.lengths is None:
+        if lengths is None:
             before.copy_(x[:, x.shape[1] - n:])
-        elif cache is not None:
+        else:
             row = torch.arange(len(x), device=x.device)[:, None]
-            before.copy_(x[row, context.lengths[:, None] + torch.arange(n, device=x.device)])
+            before.copy_(x[row, lengths[:, None] + torch.arange(n, device=x.device)])
         return x
 
     @abc.abstractmethod
@@ -919,6 +820,13 @@ class BaseAttention(Mixer):
     a head's key and value together, which the two products run over."""
 
     documents = can_slide = True
+    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'qkv_bias', 'proj_bias', 'attn_scale',
+              'attn_softcap', 'attn_sink')
+
+    @classmethod
+    def check(cls, config):
+        if config.pos == 'rope' and (config.head_dim or config.qk_rope_head_dim):
+            yield from check_rope(config)
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -944,10 +852,17 @@ class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention, by n_kv_head; with attn_gate its output is gated
     element by element (arXiv:2505.06708)."""
 
+    fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'partial_rotary_factor', 'attn_gate')
+
     @classmethod
-    def check(cls, config, given, check):
-        check(config.kv_lora_rank is None, 'mixer_pattern kv_lora_rank',
-              'a model has attention (A) or latent attention (M), not both')
+    def check(cls, config):
+        yield from super().check(config)
+        if config.kv_lora_rank is not None:
+            yield 'mixer_pattern kv_lora_rank', 'a model has attention (A) or latent attention (M), not both'
+        elif config.head_dim is None:
+            yield 'n_embd n_head', 'n_head must divide n_embd, or set head_dim'
+        if config.n_head % (config.n_kv_head or 1):
+            yield 'n_kv_head n_head', 'n_kv_head must divide n_head'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -982,9 +897,14 @@ class LatentAttention(BaseAttention):
     down to the latents, and outputs up from them ("absorbed", its section 2.1.2): then the latents are keys
     and values of multi-query attention."""
 
+    fields = (*BaseAttention.fields, 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim',
+              'v_head_dim')
+
     @classmethod
-    def check(cls, config, given, check):
-        check(config.kv_lora_rank is not None, 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank')
+    def check(cls, config):
+        yield from super().check(config)
+        if config.kv_lora_rank is None:
+            yield 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -1246,19 +1166,21 @@ class GatedDeltaNet(Mixer):
     gated. A row keeps the last inputs of the convolution and a float32 state, whatever its length."""
 
     documents = True
+    fields = ('linear_n_key_head', 'linear_n_value_head', 'linear_key_head_dim', 'linear_value_head_dim',
+              'linear_conv_kernel_dim')
 
     @classmethod
     def defaults(cls, config):
-        heads, width = config.linear_n_key_head or config.n_head, config.n_embd // config.n_head
+        heads, width = config.linear_n_key_head or config.n_head, quotient(config.n_embd, config.n_head)
         return dict(linear_n_key_head=heads, linear_n_value_head=heads, linear_key_head_dim=width,
                     linear_value_head_dim=config.linear_key_head_dim or width, linear_conv_kernel_dim=4)
 
     @classmethod
-    def check(cls, config, given, check):
-        check(given.linear_key_head_dim or config.n_embd % config.n_head == 0, 'n_embd n_head',
-              'n_head must divide n_embd, or set linear_key_head_dim')
-        check(config.linear_n_value_head % config.linear_n_key_head == 0,
-              'linear_n_value_head linear_n_key_head', 'key heads must divide value heads')
+    def check(cls, config):
+        if config.linear_key_head_dim is None:
+            yield 'n_embd n_head', 'n_head must divide n_embd, or set linear_key_head_dim'
+        if config.linear_n_value_head % config.linear_n_key_head:
+            yield 'linear_n_value_head linear_n_key_head', 'key heads must divide value heads'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -1398,6 +1320,22 @@ class MoE(nn.Module):
     """Mixture of experts: each token passes through the n_expert_active experts that its router scores
     highest (Shazeer et al. 2017, arXiv:1701.06538), and through the shared ones (DeepSeekMoE,
     arXiv:2401.06066). No token is dropped."""
+
+    @classmethod
+    def check(cls, config):
+        """As Mixer.check."""
+        if config.n_expert is None:
+            return
+        n_groups, used = config.n_group or 1, config.topk_group or 1
+        each = config.n_expert // n_groups
+        if config.n_expert < 2:
+            yield 'n_expert', 'one expert is an MLP, and its router has nothing to choose'
+        if config.n_expert % n_groups or used > n_groups:
+            yield 'n_group topk_group n_expert', 'n_group must divide n_expert, and topk_group not be larger'
+        if config.n_expert_active > each * used:
+            yield 'n_expert_active n_expert n_group topk_group', 'a token cannot use more experts than it has'
+        if config.n_group and config.router == 'sigmoid' and each < 2:
+            yield 'router n_expert n_group', 'sigmoid ranks a group by its best two experts'
 
     def __init__(self, config):
         super().__init__()
@@ -1552,54 +1490,46 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        tied = config.tie_word_embeddings
+        tied, C = config.tie_word_embeddings, config.n_embd
         # With blocks that are the identity and the embedding as head, a token's own repetition has the logit
         # n_embd * std, which in wide models would be far above all others.
-        std = min(0.02, 4 / config.n_embd) if tied else 0.02
-        embedding_init = functools.partial(nn.init.normal_, std=std)
-        rows = round_up(config.vocab_size)  # padded for the kernels' sake; never counted, saved or returned
-        self.wte, self.wpe = Embedding(rows, config.n_embd, embedding_init), None
-        if config.pos == 'learned':
-            self.wpe = Embedding(config.block_size, config.n_embd, embedding_init)
-        self.ln_embd = Norm(config.n_embd, config) if config.embed_norm else nn.Identity()
+        embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
+        n_drawn = round_up(config.vocab_size)
+        self.wte = Embedding(n_drawn, C, embedding_init)
+        self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
+        self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if config.residual_lambdas:
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='vector')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='vector')
-        self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(config.n_embd, config)
-        self.lm_head = None if tied else Linear(config.n_embd, rows, config.head_bias, nn.init.zeros_,
-                                                group='embedding')
-        for block in self.h:
-            if config.document_token is not None and not block.attn.documents:
-                raise ValueError(f"document_token={config.document_token}: {type(block.attn).__name__} does "
-                                 "not keep documents apart; leave document_token out")
+        self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
+        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'embedding')
         self.tags = collect_tags(self)
-        self.ropes = {}
-        if not self.wte.weight.is_meta:  # where torch would import the compiler, in a second or two
-            self._make_ropes()
-        self.register_state_dict_post_hook(_trim_rows)
-        self.register_load_state_dict_pre_hook(_pad_rows)
+        self.make_ropes()
         self.init_weights()
+        # more were drawn, so that a seed gives the weights that it gave when vocabularies were padded
+        for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
+            w.data = w.data[:config.vocab_size].clone()
+        self.wte.num_embeddings = config.vocab_size
 
-    def _make_ropes(self):
-        """The rotary table of all positions for each kind that a mixer has: kind -> (cos, sin)."""
-        length = self.config.block_size
-        positions = torch.arange(length, device=self.wte.weight.device)
-        self.ropes = {kind: kind and rope_table(kind, positions, length)
-                      for kind in dict.fromkeys(block.attn.rope_kind for block in self.h)}
+    def make_ropes(self):
+        """ropes: the rotary table of all positions for each kind that a mixer has, (cos, sin); computed in a
+        compiled step the angles would be computed anew by each layer."""
+        length, device = self.config.block_size, self.wte.weight.device
+        if device.type != 'meta':  # where torch would import the compiler, in a second or two
+            positions = torch.arange(length, device=device)
+            kinds = dict.fromkeys(block.attn.rope_kind for block in self.h)
+            self.ropes = {kind: kind and rope_table(kind, positions, length) for kind in kinds}
 
     def _apply(self, fn, recurse=True):
-        """What .to() and .cuda() call. It must not round the angles of rotary tables, nor expert biases,
-        when the model is cast to 16 bits: so the tables are no buffers and are made anew on a new device, and
-        the biases are put back as they were."""
+        """What .to() and .cuda() call. A cast to 16 bits must round neither rotary tables nor expert biases:
+        so the tables are no buffers and are made anew, and the biases are put back as they were."""
         exact = [(m, m.expert_bias) for m in self.modules() if hasattr(m, 'expert_bias')]
         super()._apply(fn, recurse)
         for m, bias in exact:
             if not bias.is_meta:
                 m.expert_bias = bias.to(m.expert_bias.device)
-        if not self.ropes or any(table and table[0].device != self.wte.weight.device
-                                 for table in self.ropes.values()):
-            self._make_ropes()
+        self.make_ropes()
         return self
 
     @torch.no_grad()
@@ -1623,7 +1553,6 @@ class GPT(nn.Module):
             self.tags[name].init(w)
             if w.isnan().any():
                 raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
-        self.wte.weight[self.config.vocab_size:] = 0.0
 
     def compute_dtype(self):
         """The dtype that matmuls run in: autocast's where it is on, else the weights'."""
@@ -1634,78 +1563,30 @@ class GPT(nn.Module):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
         ignored, the mean cross entropy and aux: {} for a dense model, else 'balance' and 'z' (0-d, means over
         the sparse layers, not weighted, not in the loss) and 'load' (sparse layers, experts), choices made.
-        With a cache the tokens are appended to it; lengths (B,) then says how many of the T are each row's
-        own, padding follows, and `keep` takes each row's own last ones. weights: a list that takes the
-        attention weights of each attention layer, (B, H, T, S). Raises ValueError if the tokens do not fit
-        into block_size or the cache."""
+        With a cache the tokens are appended to it. lengths (B,) says how many of the T are each row's own,
+        padding follows, and `keep` takes each row's own last ones. weights: a list that takes the attention
+        weights of each attention layer, (B, H, T, S). Raises ValueError if the tokens do not fit into
+        block_size or the cache."""
         T, config = idx.shape[1], self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
-        if cache is not None and len(idx) != len(cache.length):
-            raise ValueError(f"{len(idx)} rows of tokens for a cache of {len(cache.length)}")
-        if lengths is not None and cache is None:
-            raise ValueError("lengths need a cache; without one, set the targets of padding to -1")
-        if targets is not None and targets.device.type == 'cpu' and not torch.compiler.is_compiling() \
-                and targets.min() < -1:
-            raise ValueError(f"targets hold {int(targets.min())}: use -1 for targets to ignore")
         context = self.context(idx, cache, lengths, weights, [] if targets is not None else None)
-        x = self.embed(idx, context.position_ids)                                                # (B, T, C)
-        x = x0 = dropout(x, config.dropout if self.training else 0.0)
+        x = x0 = self.embed(context)                                                              # (B, T, C)
         for i, block in enumerate(self.h):
             if config.residual_lambdas:
                 x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
             x = block(x, context)
         if cache is not None:
             cache.advance(T, lengths)
-        x = self.last(x, keep, lengths)
+        logits = self.head(self.last(x, keep, lengths))
         if targets is None:
-            return self.head(x)
-        loss, aux = self.loss(x, targets), {}
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
+        aux = {}
         if context.routing:
             balance, z, load = map(torch.stack, zip(*context.routing))
             aux = {'balance': balance.mean(), 'z': z.mean(), 'load': load}
-        return loss, aux
-
-    def embed(self, idx, position_ids):
-        """idx (B, T) -> (B, T, C), what the first block gets."""
-        config, x = self.config, self.wte(idx)
-        if config.embed_scale != 1:
-            x = x * config.embed_scale
-        if self.wpe is not None:
-            x = x + self.wpe(position_ids)
-        if config.pos == 'sinusoidal':
-            x = x + sinusoid(position_ids, config.n_embd).type_as(x)
-        x = self.ln_embd(x)
-        # a bfloat16 residual stream; under float16 it stays float32: no overflow
-        return x.bfloat16() if self.compute_dtype() is torch.bfloat16 else x
-
-    def last(self, x, keep, lengths):
-        """x (B, T, C) -> (B, keep, C): the last `keep` tokens of each row; None: all."""
-        T = x.shape[1]
-        if keep is None or lengths is None:
-            return x if keep is None else x[:, max(0, T - keep):]
-        column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
-        return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
-
-    def head(self, x, is_padded=False):
-        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32. is_padded: for a loss,
-        all columns, -inf where they pad the vocabulary; GPUs are slow with rows that are not aligned."""
-        config, x = self.config, self.ln_f(x)
-        x = self.wte.logits(x) if self.lm_head is None else self.lm_head(x)
-        logits = (x if is_padded else x[..., :config.vocab_size]).float()
-        if config.logit_softcap:
-            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
-        if is_padded and logits.shape[-1] > config.vocab_size:
-            column = torch.arange(logits.shape[-1], device=x.device)
-            logits = logits + torch.where(column < config.vocab_size, 0.0, -math.inf)
-        return logits
-
-    def loss(self, x, targets):
-        """x (B, T, C), what the last block gives -> the mean cross entropy over targets (B, T) that are not
-        -1."""
-        logits = self.head(x, is_padded=x.device.type != 'cpu')
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
-        return loss / (targets != -1).sum().clamp(min=1)
+        return loss / (targets != -1).sum().clamp(min=1), aux
 
     def context(self, idx, cache=None, lengths=None, weights=None, routing=None):
         """The ForwardContext of the new tokens idx (B, T): positions, rotations, masks."""
@@ -1718,23 +1599,20 @@ class GPT(nn.Module):
         context = ForwardContext(idx, positions, positions, None, {}, {}, cache, lengths, eager,
                                  self.compute_dtype(), weights, routing)
         if config.document_token is not None:
-            context.document_starts = self.document_starts(idx, context)
+            context.document_starts = self.document_starts(context)
             context.position_ids = positions - context.document_starts
         if lengths is not None:  # padding may stand beyond the last position that has a rotation
             context.position_ids = context.position_ids.clamp(max=config.block_size - 1)
-        if not self.ropes:
-            self._make_ropes()
         for kind, tables in self.ropes.items():
             context.ropes[kind] = tables and tuple(table[context.position_ids][:, None] for table in tables)
         for kind in dict.fromkeys(block.attn.mask_kind for block in self.h):
-            if kind is not None:
-                context.masks[kind] = self.mask(context, *kind)
+            context.masks[kind] = kind and self.mask(context, *kind)
         return context
 
-    def document_starts(self, idx, context):
+    def document_starts(self, context):
         """(B, T): the position where each new token's document starts: its last document_token, or 0."""
         positions, cache, is_token = context.positions, context.cache, context.is_token()
-        starts_here = idx == self.config.document_token
+        starts_here = context.idx == self.config.document_token
         if is_token is not None:
             starts_here = starts_here & is_token
         start = torch.where(starts_here, positions, 0).cummax(dim=1).values
@@ -1750,20 +1628,20 @@ class GPT(nn.Module):
         """The Mask of the layers with this window, None for all, and with or without ALiBi's bias."""
         positions, cache, starts = context.positions, context.cache, context.document_starts
         T, longest = positions.shape[1], 0 if cache is None else cache.longest
-        is_causal = longest == 0  # nothing cached: the keys are the new tokens; None: static, unknown
-        all_in_window = window is None or longest is not None and longest + T <= window
-        if starts is None and not alibi:
-            if is_causal and all_in_window and T > 1 and not context.eager:
-                return Mask(None, True, None)  # the kernel knows this one
-            if T == 1 and (cache is None or cache.same_length and context.lengths is None and (
-                    all_in_window or cache.slots_of(window).n_slots == window)):
-                return Mask(None, is_causal, None)  # one token that sees all that is there
         slots = None if cache is None else cache.slots_of(window)
+        is_causal = longest == 0  # nothing cached: the keys are the new tokens; None: static, unknown
+        sees_all = window is None or longest is not None and longest + T <= window
+        if T > 1:  # the kernel knows this one
+            is_plain = is_causal and sees_all and not context.eager
+        else:      # one token that sees all that is there
+            is_plain = cache is None or cache.same_length and context.lengths is None and (
+                sees_all or slots.n_slots <= window)
+        if is_plain and starts is None and not alibi:
+            return Mask(None, is_causal, None)
         k_pos = positions if cache is None else slots.key_positions(positions)
         first = 0 if starts is None else starts
         if window is not None:
-            first = torch.maximum(positions - (window - 1), starts if starts is not None
-                                  else torch.zeros_like(positions))
+            first = (positions - (window - 1)).clamp(min=first)
         bias, slopes, flex = torch.zeros((), dtype=context.dtype, device=positions.device), None, None
         if alibi:
             slopes = alibi_slopes(self.config.n_head, positions.device) * self.config.alibi_scale
@@ -1773,6 +1651,37 @@ class GPT(nn.Module):
                                                             self.training and self.config.dropout):
             flex = flex_mask(T, window, starts, slopes, positions.device)
         return Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window, flex)
+
+    def embed(self, context):
+        """-> (B, T, C), what the first block gets."""
+        config, x = self.config, self.wte(context.idx)
+        if config.embed_scale != 1:
+            x = x * config.embed_scale
+        if self.wpe is not None:
+            x = x + self.wpe(context.position_ids)
+        if config.pos == 'sinusoidal':
+            x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
+        x = self.ln_embd(x)
+        # a bfloat16 residual stream; under float16 it stays float32: no overflow
+        x = x.bfloat16() if context.dtype is torch.bfloat16 else x
+        return dropout(x, config.dropout if self.training else 0.0)
+
+    def last(self, x, keep, lengths):
+        """x (B, T, C) -> (B, keep, C): the last `keep` tokens of each row; None: all."""
+        T = x.shape[1]
+        if keep is None or lengths is None:
+            return x if keep is None else x[:, max(0, T - keep):]
+        column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
+        return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
+
+    def head(self, x):
+        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
+        x, head, cap = self.ln_f(x), self.lm_head or self.wte, self.config.logit_softcap
+        if self.training and x.is_cuda and len(head.weight) % 64:
+            logits = aligned_linear(x, head.weight, getattr(head, 'bias', None)).float()
+        else:
+            logits = (head(x) if self.lm_head else head.logits(x)).float()
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
         """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
@@ -1791,27 +1700,22 @@ class GPT(nn.Module):
     # accounting
 
     def account(self, block_size=None):
-        """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once,
-        padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it
-        is frozen: matrices of linear layers, and parameters tagged as matrices unless they are looked up.
-        'mixing' is what mixers do besides, at a length of block_size."""
-        config, table = self.config, {}
-        used = (config.n_expert_active or 0) / (config.n_expert or 1)
+        """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once. A
+        multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it is frozen: matrices
+        that no Embedding looks up. 'mixing' is what mixers do besides, at a length of block_size."""
+        config, parts = self.config, {}
+        share = config.n_expert_active / config.n_expert if config.n_expert else 1
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
-            n = (w[:config.vocab_size] if name in PADDED else w).numel()
-            active = round(n * used) if part == 'experts' else n
-            owner = self.get_submodule(name.rpartition('.')[0])
-            is_linear = isinstance(owner, (nn.Linear, LoRALinear, Int8Linear)) and w.ndim == 2
-            is_matrix = self.tags[name].group == 'matrix' and not isinstance(owner, nn.Embedding)
-            matmul = is_linear or is_matrix
-            table.setdefault(part, []).append((n, active, (6 if w.requires_grad else 4) * active * matmul))
-        if self.lm_head is None:
-            each = 6 if self.wte.weight.requires_grad else 4
-            table['head'] = [(0, 0, each * config.vocab_size * config.n_embd)]
-        length = block_size or config.block_size
-        table['mixing'] = [(0, 0, block.attn.flops(length)) for block in self.h]
-        return {part: tuple(map(sum, zip(*rows))) for part, rows in table.items()}
+            active = round(w.numel() * share) if part == 'experts' else w.numel()
+            is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), (nn.Embedding, Int8Embedding))
+            is_product = self.tags[name].group != 'vector' and not is_table
+            each = 6 if w.requires_grad else 4
+            parts.setdefault(part, []).append((w.numel(), active, each * active * is_product))
+            if name == 'wte.weight' and self.lm_head is None:
+                parts['head'] = [(0, 0, each * active)]
+        parts['mixing'] = [(0, 0, block.attn.flops(block_size or config.block_size)) for block in self.h]
+        return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
 
     def num_params(self, active=False):
         return sum(row[active] for row in self.account().values())
@@ -1850,38 +1754,29 @@ class GPT(nn.Module):
             moe.expert_bias += rate * (one.mean() - one).sign()
 
     @classmethod
-    def from_checkpoint(cls, path, read_base=None, **changes):
+    def from_checkpoint(cls, path, **changes):
         """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU and in float32, and
-        the rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller
-        block_size). A LoRA run's has its adapters, see merge_lora; read_base reads the model that they are
-        for, None: a checkpoint. Raises FileNotFoundError, or ValueError for a file that is damaged or no
-        checkpoint."""
+        the rest of the file, a dict. changes: see from_state; what is raised: see read_checkpoint too."""
         rest = read_checkpoint(path)
-        if rest.get('lora') is not None:
-            return from_adapters(path, rest, read_base or cls.from_checkpoint, changes)
-        state, args = our_names(rest.pop('model'), rest['model_args'])
-        if unknown := args.keys() - {field.name for field in dataclasses.fields(GPTConfig)}:
-            raise ValueError(f"{path} needs model options that this version lacks: "
-                             f"{', '.join(sorted(unknown))}")
-        try:
-            trained = GPTConfig(**args)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+        model = cls.from_state(rest.pop('model'), rest['model_args'], **changes)
+        return model, {**rest, 'model_args': dataclasses.asdict(model.config)}
+
+    @classmethod
+    def from_state(cls, state, model_args, **changes):
+        """The model of a state dict and the fields of its config. changes: fields to set otherwise, of those
+        in CHANGEABLE. Raises ValueError for more positions than were learned, RuntimeError for weights that
+        are missing or of another shape."""
+        trained = GPTConfig(**model_args)
         config = changed_config(trained, changes)
-        if 'wpe.weight' in state and config.block_size != trained.block_size:
+        if 'wpe.weight' in state:
             if config.block_size > trained.block_size:
                 raise ValueError(f"block_size={config.block_size} is more than the {trained.block_size} "
-                                 f"positions that {path} has learned")
-            state['wpe.weight'] = state['wpe.weight'][:config.block_size]
+                                 "positions that the model has learned")
+            state = {**state, 'wpe.weight': state['wpe.weight'][:config.block_size]}
         with torch.device('meta'):
-            model = cls(config)
-        if wrong := misfits(state, model.state_dict()):
-            raise ValueError(f"{path} does not fit its own model_args: " + ', '.join(wrong[:5])
-                             + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else ''))
-        model = model.to_empty(device='cpu')
+            model = cls(config).to_empty(device='cpu')
         model.load_state_dict(state)
-        rest['model_args'] = dataclasses.asdict(config)
-        return model, rest
+        return model
 
 
 # low-rank adapters ------------------------------------------------------------------------------------------
@@ -1916,20 +1811,14 @@ class LoRALinear(nn.Module):
 def add_lora(model, rank, alpha, targets):
     """Freezes a GPT, and puts a LoRALinear of scale alpha / rank in the place of each linear layer of its
     blocks whose name is one of targets or ends in it, as 'c_attn' or 'mlp.c_proj' do. Raises ValueError for a
-    target that is the name of no layer, or of one that is not plain, as the experts' are."""
-    if rank < 1:
-        raise ValueError(f"lora_rank={rank} must be at least 1")
-    modules = {name: module for name, module in model.h.named_modules() if name}
+    target that names no layer, or one that is not plain, as the experts' are."""
+    modules, chosen = dict(model.h.named_modules()), set()
     plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
-    chosen = set()
     for target in targets:
         named = {name for name in modules if f'.{name}'.endswith(f'.{target}')}
         if not named or not named <= plain:
-            other = sorted(named - plain)[:1]
-            what = f"h.{other[0]}, a {type(modules[other[0]]).__name__}" if other else 'no layer'
-            layers = sorted({name.partition('.')[2] for name in plain})
-            raise ValueError(f"lora_targets: {target!r} is the name of {what}; adapters are for "
-                             f"{', '.join(layers)}")
+            raise ValueError(f"lora_targets: {target!r} is not the name of linear layers alone; adapters are "
+                             f"for {', '.join(sorted({name.partition('.')[2] for name in plain}))}")
         chosen |= named
     model.requires_grad_(False)
     for name in sorted(chosen):
@@ -1955,55 +1844,6 @@ def merge_lora(model):
 def lora_state(model):
     """Name -> tensor of the adapters alone."""
     return {name: w for name, w in model.state_dict().items() if '.lora_' in name}
-
-
-def checksum(model):
-    """A number that tells a model from others: the CRC-32 of its weights as float32. Learned positions, which
-    may be cropped, do not count."""
-    value = 0
-    for name, w in model.state_dict().items():
-        if name != 'wpe.weight':
-            w = w.detach().float().cpu().contiguous().numpy()
-            value = zlib.crc32(w, zlib.crc32(name.encode(), value))
-    return value
-
-
-def base_name(path, folder):
-    """How a checkpoint in `folder` names its base at `path`: relative to itself, with a dot in front, so that
-    both can move together. See base_path."""
-    try:
-        return os.path.join(os.curdir, os.path.relpath(path, folder)).replace(os.sep, '/')
-    except ValueError:  # another drive
-        return os.path.abspath(path)
-
-
-def base_path(name, folder):
-    """What base_name has named, or the id of a published model as it is."""
-    return os.path.normpath(os.path.join(folder, name)) if name.startswith('.') else name
-
-
-def from_adapters(path, rest, read_base, changes):
-    """The model of a LoRA run's checkpoint, and the rest of it. What the file names as its base is read by
-    read_base(path or id, **changes) -> (model, ...); its adapters stand beside it, not merged. Raises
-    ValueError if it is not the model that they were trained on."""
-    lora, state, args = rest['lora'], rest.pop('model'), rest['model_args']
-    kinds = {'rank': int, 'alpha': (int, float), 'targets': list, 'base': str, 'checksum': int}
-    if not (isinstance(lora, dict) and all(isinstance(lora.get(name), kind) for name, kind in kinds.items())):
-        raise ValueError(f"{path} is damaged, or not written by train.py: it holds lora={lora!r:.80}")
-    base, advice = base_path(lora['base'], os.path.dirname(path)), 'put back the one they were trained on'
-    if lora['base'].startswith('.') and not os.path.exists(base):  # what is no file might be taken for an id
-        raise FileNotFoundError(f"{path} holds adapters of {base}, which is not there: {advice}")
-    changes = {**{name: args[name] for name in CHANGEABLE if name in args}, **changes}
-    in_its_place = os.path.realpath(base) == os.path.realpath(path)
-    model = None if in_its_place else read_base(base, **changes)[0]
-    if model is None or checksum(model) != lora['checksum']:
-        raise ValueError(f"{path} holds adapters of {base}, which is another model now: {advice}")
-    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
-    if wrong := misfits(state, lora_state(model)):
-        raise ValueError(f"{path} does not fit {base}: {', '.join(wrong[:5])}")
-    model.load_state_dict(state, strict=False)
-    rest['model_args'] = dataclasses.asdict(model.config)
-    return model, rest
 
 
 # eight bits -------------------------------------------------------------------------------------------------
@@ -2103,7 +1943,7 @@ def fill_rows(model, name, w, index, values):
     module = model.get_submodule(name.rpartition('.')[0])
     if w.dtype is torch.int8:
         values, scale = quantize_rows(values.to(w.device), module.scale.dtype)
-        module.scale[:len(w)][index] = scale  # a vocabulary is padded in the model only
+        module.scale[index] = scale
     w[index] = values.to(w.device, w.dtype)
 
 
@@ -2123,74 +1963,23 @@ def checkpoint_path(name, best=True):
 
 
 def read_checkpoint(path):
-    """The dict in a file of torch.save, with tensors 'model' and options 'model_args'; runs no code of it."""
+    """The dict in a file of train.py's or nanoGPT's, its weights, 'model', and options, 'model_args', named
+    as they are now; runs no code of it. Raises FileNotFoundError, or ValueError for another kind of file."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
+                                "--out_dir or --init_from")
     try:
         # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
-        is_zip = zipfile.is_zipfile(path)  # torch's files before 1.6 were none
-        found = torch.load(path, map_location='cpu', weights_only=True, mmap=is_zip and os.name == 'posix')
-        with zipfile.ZipFile(path) if is_zip else contextlib.nullcontext() as file:
-            damaged = file and file.testzip()  # torch.load does not look at the checksums
-    except FileNotFoundError:
-        beside = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), 'ckpt[.-]?*.pt'))
-        advice = 'train one with `python train.py`, or set --out_dir or --init_from'
-        if beside:
-            last = max(beside, key=os.path.getmtime)
-            advice = f"beside it is {last}: name that by --init_from, or rename it"
-        raise FileNotFoundError(f"no checkpoint at {path}: {advice}") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError, AttributeError,
-            IndexError, TypeError, zipfile.BadZipFile) as error:  # raised for damaged and foreign files
-        raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged or another "
-                         "kind of file; use another one") from error
-    if damaged:
-        raise ValueError(f"{path} is damaged, {damaged} in it is not as it was written: use another one")
-    if not isinstance(found, dict) or not {'model', 'model_args'} <= found.keys():
-        keys = ', '.join(map(str, list(found)[:5])) if isinstance(found, dict) else type(found).__name__
-        raise ValueError(f"{path} is not a checkpoint of train.py: it holds {keys}, not model and model_args")
-    state, args = found['model'], found['model_args']
-    if not (isinstance(state, dict) and isinstance(args, dict) and all(type(name) is str for name in args)
-            and all(type(name) is str and torch.is_tensor(w) and w.layout == torch.strided
-                    and w.is_floating_point() for name, w in state.items())):
-        raise ValueError(f"{path} is not a checkpoint of train.py: model must name dense tensors of floats, "
-                         "model_args options")
-    return found
-
-
-def our_names(state, args):
-    """Weights and options of a checkpoint of ours, of an older version or of nanoGPT, as they are called
-    now."""
-    renamed = {}
-    for name, w in state.items():
-        name = name.replace('_orig_mod.', '').replace('module.', '')  # of compiled models, and of DDP
-        renamed[name.replace('.mlp.balance_bias', '.mlp.expert_bias')] = w
+        found = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
+        state, args = found['model'], found['model_args']
+    except (RuntimeError, pickle.UnpicklingError, LookupError, TypeError, EOFError) as error:
+        raise ValueError(f"{path} is no checkpoint of train.py, or is damaged: use another one") from error
+    is_nanogpt = any('transformer.' in name for name in state)
+    prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
+    state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
+             for name, w in state.items()}
     args = {{'wiring': 'norm_placement'}.get(name, name): value for name, value in args.items()}
-    if 'transformer.wte.weight' in renamed:  # nanoGPT: its names less a prefix, its head tied
-        renamed = {name.removeprefix('transformer.'): w for name, w in renamed.items()
-                   if name != 'lm_head.weight'}
+    if is_nanogpt:
+        state.pop('lm_head.weight', None)  # the same as wte's
         args = {**dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False), **args}
-    return renamed, args
-
-
-def misfits(state, expected):
-    """What keeps a state dict from being loaded, as sorted texts."""
-    wrong = [f"{name} missing" for name in expected.keys() - state.keys()]
-    wrong += [f"{name} unexpected" for name in state.keys() - expected.keys()]
-    wrong += [f"{name} {tuple(state[name].shape)} instead of {tuple(expected[name].shape)}"
-              for name in expected.keys() & state.keys() if state[name].shape != expected[name].shape]
-    return sorted(wrong)
-
-
-PADDED = ('wte.weight', 'lm_head.weight', 'lm_head.bias')
-
-
-def _trim_rows(model, state, prefix, metadata):
-    for name in PADDED:
-        if prefix + name in state:
-            state[prefix + name] = state[prefix + name][:model.config.vocab_size]
-
-
-def _pad_rows(model, state, prefix, *_):
-    for name in PADDED:
-        if prefix + name in state:
-            w, rows = state[prefix + name], model.wte.num_embeddings
-            if len(w) == model.config.vocab_size:  # any other size is for strict loading to refuse
-                state[prefix + name] = F.pad(w, (0, 0) * (w.ndim - 1) + (0, rows - len(w)))
+    return {**found, 'model': state, 'model_args': args}

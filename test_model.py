@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import math
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,36 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import check as flat_check
-import hub
 import model as flat
-import sample as flat_sample
-import train as flat_train
 from model import GPT, GPTConfig
-from sample import generate, sample_token
 
-transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')
 ROOT = Path(flat.__file__).resolve().parent
 
 
 # model ------------------------------------------------------------------------------------------------------
-def same_weights(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def make_optimizers(model, **settings):
-    return flat_train.make_optimizers(model, {**flat_train.config, **settings})
-
-
-def made(model, prompts, n, **options):
-    """The tokens that generate makes for each prompt; each ends once, with None."""
-    found = [[] for _ in prompts]
-    for sample, token in generate(model, prompts, n, **options):
-        found[sample].append(token)
-    assert all(tokens.index(None) == len(tokens) - 1 for tokens in found if tokens)
-    return [tokens[:-1] if tokens else None for tokens in found]
-
-
 def near(a, b, tolerance=1e-4):
     assert (a - b).abs().max() <= tolerance * b.abs().max(), ((a - b).abs().max(), b.abs().max())
 
@@ -339,13 +315,19 @@ def test_every_parameter_learns(options):
     assert not [name for name in without if not name.endswith('k_norm.bias')]
 
 
-@pytest.mark.parametrize('options', GRID, ids=grid_name)
-def test_documents_are_as_if_alone_and_rotations_as_configured(options):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = GPTConfig(**{**TINY, **options})
-    flat_check.check_documents(config)
-    flat_check.check_rotation(config)
+@pytest.mark.parametrize('options', [
+    {}, dict(pos='learned'), dict(pos='alibi', n_kv_head=1), MLA, dict(window=4, window_pattern='S'),
+    dict(mixer_pattern='DA')], ids=grid_name)
+def test_a_document_after_another_equals_it_alone(options):
+    model = tiny(document_token=3, **options)
+    idx = torch.randint(4, 61, (2, 20), generator=torch.Generator().manual_seed(2))
+    idx[0, [6, 15]] = idx[1, 11] = 3
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            logits = model(idx)
+            for row, start, end in ((0, 6, 15), (0, 15, 20), (1, 11, 20)):
+                torch.testing.assert_close(logits[row, start:end], model(idx[row:row + 1, start:end])[0],
+                                           atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize('options', GRID, ids=grid_name)
@@ -461,7 +443,9 @@ def test_all_tensors_are_on_the_models_device(options, as_cuda, monkeypatch):
                 model = GPT(config)
             finally:
                 torch.set_default_dtype(torch.float32)
-            idx, u = torch.empty(3, 8, dtype=torch.long), torch.empty(3)
+            idx = torch.empty(3, 8, dtype=torch.long)
+            model.ropes = {kind: kind and flat.rope_table(kind, torch.arange(24), 24)
+                           for kind in {block.attn.rope_kind for block in model.h}}
             lengths = idx[:, 0]
         loss, aux = model(idx, idx)
         (loss + sum(aux[name] for name in ('balance', 'z') if aux)).backward()
@@ -472,8 +456,7 @@ def test_all_tensors_are_on_the_models_device(options, as_cuda, monkeypatch):
             for static in (False, True):
                 cache = model.make_cache(3, 24, static)
                 logits = model(idx, cache=cache, keep=1, lengths=lengths if static else None)[:, -1]
-                logits = flat_sample.penalise(logits, logits > 0, 1.2)
-                token = sample_token(logits, u, top_k=5, top_p=0.9, min_p=0.1)
+                token = logits.argmax(-1)
                 assert model(token[:, None], cache=cache, keep=1).device == idx.device
                 cache.reset()
 
@@ -509,30 +492,6 @@ def test_the_chunked_delta_rule_is_the_recurrence(T, documents):
     for a, b in zip(*(torch.autograd.grad((y * weight).sum() + after.sum(), inputs)
                       for y, after in (found, expected))):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
-
-
-# for tests/test_parity.py
-@torch.no_grad()
-def test_gated_deltanet_equals_transformers():
-    modeling = transformers.models.qwen3_next.modeling_qwen3_next
-    config = transformers.Qwen3NextConfig(hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
-                                          linear_key_head_dim=6, linear_value_head_dim=10,
-                                          linear_conv_kernel_dim=4, num_hidden_layers=4)
-    other = modeling.Qwen3NextGatedDeltaNet(config, 0).float().eval()
-    model = tiny(mixer_pattern='D', linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
-                 linear_value_head_dim=10, block_size=150)
-    mixer = model.h[0].attn
-    q, k, v, z, b, a = mixer.c_attn.weight.split(mixer.c_attn.widths)
-    by_key_head = [w.unflatten(0, (2, -1)) for w in (q, k, v, z)]
-    state = {'conv1d.weight': mixer.conv[:, None], 'dt_bias': mixer.dt_bias, 'A_log': mixer.A_log,
-             'norm.weight': mixer.o_norm, 'out_proj.weight': mixer.c_proj.weight,
-             'in_proj_qkvz.weight': torch.cat(by_key_head, dim=1).flatten(0, 1),
-             'in_proj_ba.weight': torch.cat([w.unflatten(0, (2, -1)) for w in (b, a)], dim=1).flatten(0, 1)}
-    other.load_state_dict(state)
-    x = torch.randn(2, 150, 32)
-    y = mixer(x, model.context(torch.zeros(2, 150, dtype=torch.long)))
-    assert y.std() > 0.1
-    torch.testing.assert_close(y, other(x), atol=1e-4, rtol=1e-4)
 
 
 def dense_experts(moe, x):
@@ -692,35 +651,6 @@ def test_rotary_scalings_follow_their_papers():
     assert rope(**long, original_max_position_embeddings=512)[0] == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize('kind', ['linear', 'dynamic', 'yarn', 'llama3', 'longrope'])
-@pytest.mark.parametrize('factor', [1.0, 4.0])
-@pytest.mark.parametrize('partial', [1.0, 0.5])
-def test_rotary_scalings_equal_transformers(kind, factor, partial):
-    pairs = int(32 * partial) // 2
-    scaling = {'rope_type': kind, 'factor': factor}
-    if kind != 'linear':
-        scaling['original_max_position_embeddings'] = 64
-    if kind == 'llama3':
-        scaling |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
-    if kind == 'longrope':
-        scaling |= dict(short_factor=[1.0 + i / 9 for i in range(pairs)],
-                        long_factor=[2.0 + i for i in range(pairs)])
-    their = transformers.LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=256,
-                                     rope_parameters={**scaling, 'rope_theta': 5000.0,
-                                                      'partial_rotary_factor': partial})
-    if kind == 'dynamic':
-        their.max_position_embeddings = 64
-    init = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
-    freq, attention = init(their, 'cpu', seq_len=256)
-    pos = torch.arange(256)
-    config = GPTConfig(head_dim=32, block_size=256, rope_base=5000.0, rope_scaling=scaling,
-                       partial_rotary_factor=partial)
-    cos, sin = flat.rope_table(config.rope_kind, pos, 256)
-    angle = pos[:, None] * freq
-    torch.testing.assert_close(cos, angle.cos() * attention, atol=2e-5, rtol=0)
-    torch.testing.assert_close(sin, angle.sin() * attention, atol=2e-5, rtol=0)
-
-
 def test_a_scaling_is_told_the_trained_length(tmp_path):
     """A new model's is its block_size; one that is read with a longer context keeps its own."""
     short, told = {'rope_type': 'yarn', 'factor': 4.0}, {**YARN, 'original_max_position_embeddings': 16}
@@ -736,9 +666,6 @@ def test_a_scaling_is_told_the_trained_length(tmp_path):
         kind = GPTConfig(**{**vars(longer.config), 'rope_scaling': told}).rope_kind
         expected = flat.rope_table(kind, torch.arange(64), 64)
         assert all(torch.equal(a, b) for a, b in zip(longer.ropes[kind], expected))
-    hub.save_pretrained(model, None, tmp_path / 'published')
-    assert hub.from_pretrained(tmp_path / 'published', block_size=64, rope_scaling={
-        **short, 'beta_fast': 16}).config.rope_scaling == {**told, 'beta_fast': 16}
 
 
 def test_scaling_by_one_changes_nothing_bit_for_bit():
@@ -778,11 +705,6 @@ def test_positions_without_rotation_follow_their_papers():
                                                   + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)])
     assert flat.alibi_slopes(6).tolist() == pytest.approx([2.0 ** -(2 * i) for i in range(1, 5)]
                                                  + [2.0 ** -1, 2.0 ** -3])
-    for n in (*range(1, 72), 112):
-        ours = flat.alibi_slopes(n).tolist()
-        theirs = transformers.models.bloom.modeling_bloom.build_alibi_tensor(
-            torch.ones(1, 2), n, torch.float32)[:, 0, 1]
-        assert len(ours) == n and ours == pytest.approx(theirs.tolist())
     model = tiny(pos='alibi', n_head=6, head_dim=4)
     mask = model.context(torch.zeros(1, 12, dtype=torch.long)).masks[None, True].bias
     for h, i, j in itertools.product(range(6), range(12), range(12)):
@@ -1021,16 +943,12 @@ FORKS = dict(W=WindowBase, V=ValueEmbedding, C=ShortConvolution, N=NgramEmbeddin
 @pytest.mark.parametrize('options', [
     dict(mixer_pattern='W', window=5, window_pattern='SL', n_kv_head=2),
     dict(mixer_pattern='CV', n_kv_head=1), dict(mixer_pattern='NW', document_token=3)], ids=str)
-def test_what_a_fork_adds_is_held_by_the_grid_and_the_checks(options, monkeypatch):
+def test_the_grid_holds_what_a_fork_adds(options, monkeypatch):
     for kind, mixer in FORKS.items():
         monkeypatch.setitem(flat.MIXERS, kind, mixer)
     test_cached_equals_uncached(options, monkeypatch)
-    for held in (test_every_parameter_learns, test_no_token_sees_the_future_or_past_its_window,
-                 test_documents_are_as_if_alone_and_rotations_as_configured):
-        held(options)
-    small = flat_check.tiny_config(GPTConfig(**{**TINY, **options}))
-    for check in (flat_check.check_windows, flat_check.check_rotation, flat_check.check_attention):
-        check(small)
+    for test in (test_every_parameter_learns, test_no_token_sees_the_future_or_past_its_window):
+        test(options)
 
 
 @torch.no_grad()
@@ -1066,50 +984,39 @@ def test_only_products_are_counted_as_such(monkeypatch):
 def test_options_that_no_layer_has_are_refused_by_any_letter(monkeypatch):
     monkeypatch.setattr(flat, 'MIXERS', {'X': LeakyAverage, 'G': flat.GatedDeltaNet, 'B': WindowBase})
     for options, message in ((dict(mixer_pattern='X', linear_conv_kernel_dim=3), 'only G layers have this'),
-                             (dict(mixer_pattern='B', linear_n_key_head=2), 'only G layers have this'),
                              (dict(mixer_pattern='X', attn_sink=True), 'only B layers have this'),
                              (dict(mixer_pattern='XG', rope_base=5.0), 'only B layers have this'),
-                             (dict(mixer_pattern='X', pos='alibi'), 'no layer has attention')):
+                             (dict(mixer_pattern='X', pos='alibi'), 'needs a layer of attention')):
         with pytest.raises(ValueError, match=message):
             GPTConfig(**options)
-    monkeypatch.setattr(LeakyAverage, 'defaults', lambda config: dict(rope_base=1.0, linear_n_key_head=1))
+    monkeypatch.setattr(LeakyAverage, 'fields', ('rope_base', 'linear_n_key_head'))
     GPTConfig(mixer_pattern='X', rope_base=5.0, linear_n_key_head=3)  # its own now
-    GPTConfig(mixer_pattern='GB', attn_sink=True, linear_conv_kernel_dim=3)
 
 
-def test_what_a_fork_forgets_fails_loudly(monkeypatch):
+@pytest.mark.parametrize('forgotten, message', [
+    ('tag', r'h\.0\.attn\.scale has no tag: make it with parameter'),
+    ('group', r'h\.0\.attn\.scale \(3,\) is tagged as a matrix'), ('init', 'scale holds NaN after its init'),
+    ('column', r'scale \(3, 1\) is tagged as a matrix'),
+    ('row', r'scale\.weight \(1, 32\) is tagged as a matrix'),
+    ('documents', 'needs mixers that all keep documents apart'),
+    ('states', 'Forgetful of layer 0 says neither slots nor')])
+def test_what_a_fork_forgets_fails_loudly(forgotten, message, monkeypatch):
     class Forgetful(LeakyAverage):
         def __init__(self, config, layer):
             super().__init__(config, layer)
-            self.states = []
-            if forgets == 'tag':
-                self.scale = torch.nn.Parameter(torch.ones(3, 4))
-            if forgets == 'group':
-                self.scale = flat.parameter(3, init=torch.nn.init.ones_, group='matrix')
-            if forgets == 'name':
-                self.scale = flat.parameter(3, init=torch.nn.init.ones_, group='vectors')
-            if forgets == 'init':
-                self.scale = flat.parameter(3, init=torch.ones_like, group='vector')
-            if forgets == 'column':
-                self.scale = flat.parameter(3, 1, init=torch.nn.init.ones_, group='matrix')
-            if forgets == 'row':
-                self.scale = flat.Linear(config.n_embd, 1)
-            if forgets == 'rows':
-                self.scale = flat.parameter(3, 4, init=torch.nn.init.ones_, group='matrix', rows=(1, 1))
+            ones, init = dict(init=torch.nn.init.ones_), dict(init=torch.ones_like)
+            self.states, self.scale = [], {
+                'tag': lambda: torch.nn.Parameter(torch.ones(3, 4)),
+                'group': lambda: flat.parameter(3, **ones, group='matrix'),
+                'init': lambda: flat.parameter(3, **init, group='vector'),
+                'column': lambda: flat.parameter(3, 1, **ones, group='matrix'),
+                'row': lambda: flat.Linear(config.n_embd, 1)}.get(forgotten, lambda: None)()
     monkeypatch.setitem(flat.MIXERS, 'X', Forgetful)
-    for forgets, message in (  # noqa: B007 (Forgetful reads it)
-            ('mark', r'h\.0\.attn\.scale \(3, 4\) has no tag: make it with parameter'),
-            ('group', r'h\.0\.attn\.scale \(3,\) is tagged as a matrix'), ('name', "group='vectors'"),
-            ('rows', r'rows=\(1, 1\)'), ('init', 'scale holds NaN after its init'),
-            ('column', r'scale \(3, 1\) is tagged as a matrix'),
-            ('row', r"scale\.weight \(1, 32\) is tagged as a matrix: use group='vector', or 'embedding'")):
-        with pytest.raises(ValueError, match=message):
-            tiny(mixer_pattern='X')
-    forgets = 'slots and states'
-    with pytest.raises(ValueError, match='Forgetful of layer 0 says neither slots nor states'):
-        tiny(mixer_pattern='X').make_cache(1, 5)
-    with pytest.raises(ValueError, match='Forgetful does not keep documents apart'):
-        tiny(mixer_pattern='X', document_token=3)
+    with pytest.raises(ValueError, match=message):
+        tiny(mixer_pattern='X', document_token=3 if forgotten == 'documents' else None).make_cache(1, 5)
+
+
+def test_a_fork_is_a_class_with_costs(monkeypatch):
     monkeypatch.setitem(flat.ACTIVATIONS, 'shared', (XIELU(), False))
     with pytest.raises(ValueError, match="ACTIVATIONS\\['shared'\\] is a module"):
         tiny(mlp='shared')
@@ -1130,72 +1037,9 @@ def test_bfloat16_is_near_float32():
     assert model.ropes[model.config.rope_kind][0].dtype == torch.float32  # angles are never rounded
 
 
-def as_transformers(model, config, names):
-    """A transformers model with our weights: names maps its names to ours, as (name, rows) or a name."""
-    other = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval().float()
-    ours = model.state_dict()
-    theirs = {}
-    for key, w in other.state_dict().items():
-        layer = re.search(r'\.(\d+)\.', key)
-        name, part = names[re.sub(r'\.\d+\.', '.N.', key)]
-        v = ours[name.replace('N', layer[1]) if layer else name]
-        v = v if part is None else v.split(part[0])[part[1]]
-        theirs[key] = (v.T if v.shape != w.shape
-                       or key.split('.')[-2] in ('c_attn', 'c_fc', 'c_proj') and v.ndim > 1 else v)
-    other.load_state_dict(theirs)
-    return other
-
-
-def test_logits_equal_transformers_qwen3():
-    model = tiny(n_kv_head=2, head_dim=10, rope_base=5000.0)
-    config = transformers.Qwen3Config(
-        vocab_size=61, hidden_size=32, intermediate_size=model.config.d_ff, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=10, max_position_embeddings=24,
-        rope_parameters={'rope_type': 'default', 'rope_theta': 5000.0}, rms_norm_eps=1e-6,
-        tie_word_embeddings=True)
-    qkv, mlp = [40, 20, 20], [model.config.d_ff] * 2
-    block = 'model.layers.N.'
-    names = {
-        'model.embed_tokens.weight': ('wte.weight', None), 'lm_head.weight': ('wte.weight', None),
-        'model.norm.weight': ('ln_f.weight', None),
-        block + 'input_layernorm.weight': ('h.N.ln_1.weight', None),
-        block + 'post_attention_layernorm.weight': ('h.N.ln_2.weight', None),
-        **{block + f'self_attn.{c}_proj.weight': ('h.N.attn.c_attn.weight', (qkv, i))
-           for i, c in enumerate('qkv')},
-        **{block + f'self_attn.{c}_norm.weight': (f'h.N.attn.{c}_norm.weight', None) for c in 'qk'},
-        block + 'self_attn.o_proj.weight': ('h.N.attn.c_proj.weight', None),
-        block + 'mlp.gate_proj.weight': ('h.N.mlp.c_fc.weight', (mlp, 0)),
-        block + 'mlp.up_proj.weight': ('h.N.mlp.c_fc.weight', (mlp, 1)),
-        block + 'mlp.down_proj.weight': ('h.N.mlp.c_proj.weight', None)}
-    idx = tokens(model, 2, 24)
-    with torch.no_grad():
-        torch.testing.assert_close(model(idx), as_transformers(model, config, names)(idx).logits,
-                                   atol=1e-4, rtol=1e-4)
-
-
-def test_logits_and_loss_equal_transformers_gpt2():
-    model = tiny(**GPT2)
-    config = transformers.GPT2Config(vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4)
-    names = {key.replace('h.N', 'transformer.h.N'): (key, None) for key in (
-        f'h.N.{part}.{kind}'
-        for part in ('ln_1', 'ln_2', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')
-        for kind in ('weight', 'bias'))}
-    names |= {f'transformer.{key}': (key, None)
-              for key in ('wte.weight', 'wpe.weight', 'ln_f.weight', 'ln_f.bias')}
-    names['lm_head.weight'] = ('wte.weight', None)
-    other, idx = as_transformers(model, config, names), tokens(model, 2, 24)
-    with torch.no_grad():
-        torch.testing.assert_close(model(idx), other(idx).logits, atol=1e-4, rtol=1e-4)
-        loss, aux = model(idx[:, :-1], idx[:, 1:])
-        torch.testing.assert_close(loss, other(idx, labels=idx).loss, atol=1e-5, rtol=1e-5)
-    assert aux == {}
-
-
 def test_loss_counts_only_targets():
     model = tiny()
     idx, targets = tokens(model, 2, 8), tokens(model, 2, 8)
-    with pytest.raises(ValueError, match='targets hold -100'):
-        model(idx, torch.full_like(targets, -100))
     targets[0, :5] = -1
     logp = model(idx).log_softmax(-1)
     kept = [-logp[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0]
@@ -1268,41 +1112,13 @@ def test_a_wide_model_starts_at_the_loss_of_guessing():
     assert model(idx, targets)[0].item() == pytest.approx(math.log(5000), rel=0.02)
 
 
-def test_padding_of_the_vocabulary_is_never_seen():
-    model = tiny(vocab_size=61, tie_word_embeddings=False)
-    assert model.wte.num_embeddings == 64 and model(tokens(model, 1, 3)).shape == (1, 3, 61)
-    state = model.state_dict()
-    assert state['wte.weight'].shape == state['lm_head.weight'].shape == (61, 32)
-    assert model.num_params() == sum(w.numel() for w in state.values())
-    other = tiny(vocab_size=61, tie_word_embeddings=False)
-    torch.nn.init.zeros_(other.wte.weight)
-    other.load_state_dict(state)
-    assert torch.equal(model(tokens(model, 1, 3)), other(tokens(model, 1, 3)))
-    loss, _ = model(tokens(model, 1, 8), tokens(model, 1, 8))
-    loss.backward()
-    assert not model.wte.weight.grad[61:].any() and not model.lm_head.weight.grad[61:].any()
-
-
-@pytest.mark.parametrize('options', [{}, dict(logit_softcap=5.0), dict(tie_word_embeddings=False,
-                                                                      head_bias=True)])
-def test_loss_over_the_padding_too_is_the_same(options, monkeypatch):
-    """GPUs compute it so, for the sake of alignment."""
-    model, head, widths = tiny(**options), GPT.head, []
-    with torch.no_grad():
-        model.wte.weight[61:] = 1.0
-    idx, targets = tokens(model, 2, 24), tokens(model, 2, 24).roll(-1, 1)
-
-    def padded_head(self, x, is_padded):
-        logits = head(self, x, is_padded=True)
-        widths.append(logits.shape[-1])
-        return logits
-    results = []
-    for head_used in (head, padded_head):
-        monkeypatch.setattr(GPT, 'head', head_used)
-        loss, _ = model(idx, targets)
-        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-    assert widths == [64]
-    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize('bias', [None, torch.randn(61)])
+def test_the_padded_product_of_a_vocabulary_is_the_product(bias):
+    x, w = torch.randn(2, 5, 32, requires_grad=True), torch.randn(61, 32, requires_grad=True)
+    padded, plain = flat.aligned_linear(x, w, bias), F.linear(x, w, bias)
+    torch.testing.assert_close(padded, plain)
+    for a, b in zip(*(torch.autograd.grad(y.sin().sum(), (x, w)) for y in (padded, plain))):
+        torch.testing.assert_close(a, b)
 
 
 def test_counts_of_parameters_and_flops():
@@ -1340,70 +1156,51 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 
 
 @pytest.mark.parametrize('options, parts', [
-    (dict(n_embd=100, n_head=12, n_kv_head=5, dropout=1.5),
-     ['n_embd=100, n_head=12: n_head must divide n_embd', 'n_kv_head=5, n_head=12', 'dropout=1.5']),
-    (dict(mlp='swoglu', n_layer=0, norm_placement='serial', pos_pattern='PX'),
-     ["mlp='swoglu' is none of swiglu", 'n_layer=0',
-      "norm_placement='serial' is none of pre", "pos_pattern='PX'"]),
-    (dict(head_dim=7), ['rope_dim=7: rope rotates pairs']),
+    (dict(n_embd=100, n_head=12, n_kv_head=5, dropout=1.5), ['dropout=1.5 must be at least 0 and at most 1']),
+    (dict(n_embd=100, n_head=12, n_kv_head=5, head_bias=True),  # of three modules
+     ['n_embd=100, n_head=12: n_head must divide n_embd', 'n_kv_head=5, n_head=12', 'head_bias=True: needs']),
+    (dict(mlp='swoglu', n_layer=0, norm_placement='serial', pos_pattern='PX', qk_norm='half', norm_eps=0.0,
+          attn_scale=-1.0, logit_softcap=-1.0, rope_base=math.inf),
+     ["mlp='swoglu' is none of swiglu", 'n_layer=0 must be above 0', "norm_placement='serial' is none of pre",
+      "pos_pattern='PX' must be made of P, N", "qk_norm='half' is none of True, False, whole", 'norm_eps=0.0',
+      'attn_scale=-1.0', 'logit_softcap=-1.0 must be at least 0', 'rope_base=inf']),
     (dict(head_dim=8, partial_rotary_factor=0.4), ['rope_dim=3']),
     (dict(kv_lora_rank=8, n_kv_head=2, head_dim=64, qk_norm=True, qk_rope_head_dim=5),
-     ['n_kv_head=2, kv_lora_rank=8', 'head_dim=64', 'qk_norm=True', 'rope_dim=5']),
-    (dict(q_lora_rank=8, v_head_dim=4), ['q_lora_rank=8 needs kv_lora_rank', 'v_head_dim=4 needs']),
-    (dict(pos='alibi', rope_scaling=YARN, partial_rotary_factor=0.5),
-     ["'original_max_position_embeddings': 12}, pos='alibi': only rope can be scaled",
-      'partial_rotary_factor=0.5']),
-    (dict(pos='learned', pos_pattern='PN'), ["pos_pattern='PN', pos='learned'"]),
+     ['n_kv_head=2', 'head_dim=64', "qk_norm=True, mixer_pattern='M': only A layers", 'rope_dim=5']),
+    (dict(q_lora_rank=8, v_head_dim=4), ['q_lora_rank=8', "v_head_dim=4, mixer_pattern='A': only M"]),
+    (dict(pos='alibi', rope_scaling=YARN, partial_rotary_factor=0.5, rope_base=5e5),
+     ["12}: needs pos='rope'", 'partial_rotary_factor=0.5', 'rope_base=5']),
+    (dict(pos='learned', pos_pattern='PN', alibi_scale=2.0), ["pos_pattern='PN': needs", 'alibi_scale=2.0']),
     (dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0, 'beta': 1}), ["keyword argument 'beta'"]),
-    (dict(rope_scaling={'rope_type': 'warp', 'factor': 2.0}), ["rope_type='warp' is none of linear"]),
-    (dict(rope_scaling={'rope_type': 'linear', 'factor': 0.5}), ["factor=0.5 is below 1"]),
-    (dict(window=8), ['window=8 needs window_pattern']), (dict(window_pattern='S'), ['needs window']),
-    (dict(n_expert=4, n_expert_active=5, n_group=3, topk_group=4, dropout=-1.0),
-     ['n_expert_active=5, n_expert=4', 'n_group=3', 'topk_group=4, n_group=3', 'dropout=-1.0']),
+    (dict(rope_scaling={'rope_type': 'warp', 'factor': 2.0}), ["'warp'; rope_type is one of linear"]),
+    (dict(rope_scaling={'rope_type': 'linear', 'factor': 0.5}), ['factor below 1']),
+    (dict(rope_scaling={'rope_type': 'linear', 'factor': '4'}), ['TypeError']),
+    (dict(rope_scaling={**YARN, 'original_max_position_embeddings': 0}), ['rope_scaling=']),
+    (dict(rope_scaling={'rope_type': 'longrope', 'short_factor': [1.0], 'long_factor': [1.0, 2.0],
+                        'factor': 2.0, 'original_max_position_embeddings': 99}), ['rope_scaling=']),
+    (dict(window=8), ['window=8: needs window_pattern']), (dict(window_pattern='S'), ['needs window']),
+    (dict(window=4, window_pattern='L'), ['needs window_pattern, and an S layer']),
+    (dict(window=4, window_pattern='SL', mixer_pattern='DA'), ['an S layer of attention']),
+    (dict(n_expert=4, n_expert_active=5, n_group=3, topk_group=4),
+     ['n_expert_active=5, n_expert=4', 'n_group=3, topk_group=4']),
     (dict(n_expert=8, n_group=8, topk_group=2, router='sigmoid'), ['best two']),
     (dict(n_expert=8, n_group=4, topk_group=1, n_expert_active=3), ['n_expert_active=3']),
-    (dict(n_expert=8, n_group=4), ['n_group=4 needs topk_group']),
-    (dict(n_shared_expert=1, router='sigmoid'),
-     ['n_shared_expert=1 needs n_expert', "router='sigmoid' needs"]),
-    (dict(head_bias=True), ['only an untied head']),
+    (dict(n_expert=8, n_group=4), ['n_group=4: needs both']), (dict(n_expert=1), ['one expert is an MLP']),
+    (dict(n_shared_expert=1, router='sigmoid'), ['n_shared_expert=1: needs n_expert', "router='sigmoid'"]),
+    (dict(shared_gate=True, n_expert=4), ['shared_gate=True: needs n_shared_expert']),
+    (dict(n_expert=4, n_dense_layer=12), ['a layer that has experts']),
     (dict(document_token=99, vocab_size=99), ['no such token']),
-    (dict(attn_scale=-1.0, logit_softcap=-1.0, norm_eps=0.0),
-     ['attn_scale=-1.0', 'logit_softcap=-1.0', 'eps']),
-    (dict(rope_scaling={'rope_type': 'linear', 'factor': '4'}), ["rope_scaling={'rope_type': 'linear'"]),
-    (dict(rope_scaling={'rope_type': ['a']}), ["is none of linear"]),
-    (dict(rope_scaling={**YARN, 'original_max_position_embeddings': 0}), ['rope_scaling=']),
-    (dict(rope_scaling={**YARN, 'beta_fast': 0}), ['rope_scaling=']),
-    (dict(rope_scaling={'rope_type': 'ntk', 'factor': math.nan}), ['factor=nan is below 1']),
-    (dict(rope_scaling={'rope_type': 'longrope', 'short_factor': [1.0], 'long_factor': [1.0, 2.0],
-                        'factor': 2.0, 'original_max_position_embeddings': 99}),
-     ["rope_scaling={'rope_type': 'longrope'"]),
-    (dict(rope_base=math.inf, head_dim='8', bias='no', dropout=None, mlp=['a'], norm_eps=True),
-     ['rope_base=inf is not a float', "head_dim='8' is not an int or None", "bias='no' is not a bool",
-      'dropout=None', "mlp=['a'] is not a str", 'norm_eps=True']),
-    (dict(n_layer=99999999), ['n_layer=99999999 must be at most 10,000']),
-    (dict(block_size=10**12), ['block_size=1000000000000 must be at most']),
-    (dict(n_embd=2**24, n_head=2**10, n_layer=1000), ['more than can be built']),
-    (dict(n_head=10**9, head_dim=64), ['more than can be built']),
     (dict(mixer_pattern='AX'), ["mixer_pattern='AX' must be made of"]),
-    (dict(mixer_pattern='DM'), ["mixer_pattern='DM'", 'M layers need kv_lora_rank']),
-    (dict(mixer_pattern='DA', **MLA), ['not both', 'no layer has latent attention']),
+    (dict(mixer_pattern='DM'), ['M layers need kv_lora_rank']),
+    (dict(mixer_pattern='DA', **MLA), ['not both', 'kv_lora_rank=16']),
     (dict(linear_n_key_head=3, linear_n_value_head=4, mixer_pattern='DA'), ['key heads must divide']),
     (dict(linear_conv_kernel_dim=3), ['linear_conv_kernel_dim=3', 'only D layers']),
-    (dict(mixer_pattern='D', attn_sink=True, n_kv_head=2, pos='alibi', qkv_bias=True),
+    (dict(mixer_pattern='D', attn_sink=True, n_kv_head=2, pos='alibi', attn_gate=True),
      ["attn_sink=True, mixer_pattern='D': only A and M layers have this", 'n_kv_head=2', "pos='alibi'",
-      'qkv_bias=True']),
-    (dict(attn_gate=True, mixer_pattern='D'), ['no layer has an attention with a gate']),
-    (dict(window=4, window_pattern='SL', mixer_pattern='DA'), ['no layer has a window']),
-    (dict(mixer_pattern='DDDA', n_layer=3), ['fewer layers than letters']),
-    (dict(shared_gate=True, n_expert=4), ['shared_gate=True needs n_shared_expert']),
-    (dict(n_expert=4, n_dense_layer=12), ['no layer has experts']),
-    (dict(n_expert=1, norm_topk_prob=False), ['n_expert=1: one expert is an MLP']),
-    (dict(n_expert=4, expert_pattern='D'), ['no layer has experts']),
-    (dict(window=4, window_pattern='L'), ['no layer has a window']),
-    (dict(pos='alibi', rope_base=5e5), ['only rope has a base']),
-    (dict(norm_placement='output', residual_scale=0.5), ['undoes']),
-    (dict(embed_norm=True, embed_scale=2.0), ['undoes']),
-    (dict(qk_norm='half'), ["qk_norm='half' is none of True, False, whole"]),
+      'attn_gate=True']),
+    (dict(mixer_pattern='DDDA', n_layer=3), ['a layer for each letter']),
+    (dict(norm_placement='output', residual_scale=0.5, embed_norm=True, embed_scale=2.0),
+     ['residual_scale=0.5: needs', 'embed_scale=2.0: needs']),
 ])
 def test_an_invalid_config_names_every_problem(options, parts):
     with pytest.raises(ValueError) as error:
@@ -1433,8 +1230,6 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     assert {name for name, w in model.named_parameters() if w.requires_grad} == set(adapters)
     assert model.num_params() == n + sum(w.numel() for w in adapters.values())
     assert 4 / 6 * flops < model.flops_per_token() < flops * 1.3
-    opts = [make_optimizers(model, optimizer=name) for name in ('adamw', 'muon')]
-    assert all(len(g['params']) in (0, len(adapters)) for one in opts for o in one for g in o.param_groups)
     for w in model.parameters():
         if w.requires_grad:
             w.data += torch.randn_like(w) * 0.1
@@ -1442,14 +1237,15 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     loss.backward()
     assert all((w.grad is not None and bool(w.grad.any())) == w.requires_grad for w in model.parameters())
     expected, effective = model(idx).detach(), dict(before)  # W + alpha / rank B A, by hand
-    continued = made(model, [[1, 2, 3], [4]], 10, temperature=0)  # with a cache
+    cached = feed(model, idx, [9, 1, 6], model.make_cache(2, 16)).detach()
+    near(cached, expected, 2e-5)
     for name, a in adapters.items():
         if name.endswith('lora_a'):
             weight = name.removesuffix('lora_a') + 'weight'
             update = 6 / 3 * adapters[name[:-1] + 'b'].double() @ a.double()
             effective[weight] = (before[weight] + update).float()
     state = {name.replace('.base.', '.'): w for name, w in model.state_dict().items() if name not in adapters}
-    assert same_weights(state, before)
+    assert state.keys() == before.keys() and all(torch.equal(state[name], w) for name, w in before.items())
     flat.merge_lora(model)
     assert model.state_dict().keys() == before.keys()
     assert all(w.requires_grad for w in model.parameters())
@@ -1457,20 +1253,14 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
         torch.testing.assert_close(w, effective[name], atol=1e-6, rtol=1e-5, msg=name)
     assert (expected - logits).abs().max() > 0.01
     near(model(idx), expected, 2e-5)
-    assert made(model, [[1, 2, 3], [4]], 10, temperature=0) == continued
 
 
 def test_what_cannot_have_an_adapter_is_named():
     model = tiny(n_expert=4, n_shared_expert=1, d_expert=8)
-    for target, message in {
-            'c_fc': "h.0.mlp.experts.c_fc, a GroupedLinear; adapters are for attn.c_attn, attn.c_proj, ",
-            'q_proj': "'q_proj' is the name of no layer", 'attn': "h.0.attn, a Attention",
-            '': "'' is the name of no layer", 'lm_head': 'no layer'}.items():
-        with pytest.raises(ValueError, match=re.escape(message)):
+    for target in ('c_fc', 'q_proj', 'attn', '', 'lm_head'):
+        with pytest.raises(ValueError, match=f'{target!r} is not the name of linear layers.* attn.c_attn, '):
             flat.add_lora(model, 2, 1, ['c_attn', target])
         assert all(w.requires_grad for w in model.parameters())
-    with pytest.raises(ValueError, match='lora_rank=0 must be at least 1'):
-        flat.add_lora(model, 0, 1, ['c_attn'])
 
 
 def test_importing_and_building_a_model_leaves_the_compiler_alone():
