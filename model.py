@@ -1943,7 +1943,7 @@ def fill_rows(model, name, w, index, values):
     module = model.get_submodule(name.rpartition('.')[0])
     if w.dtype is torch.int8:
         values, scale = quantize_rows(values.to(w.device), module.scale.dtype)
-        module.scale[:len(w)][index] = scale  # a vocabulary is padded in the model only
+        module.scale[index] = scale
     w[index] = values.to(w.device, w.dtype)
 
 
