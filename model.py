@@ -287,10 +287,9 @@ class Tag(typing.NamedTuple):
 
 
 def tag(w, init, group, rows=None):
-    """Notes on a parameter how it starts and what an optimizer does with it; returns it. GPT refuses a
-    parameter without a tag. init: a function that fills the tensor in place, like nn.init.zeros_; group:
-    'matrix' for what Muon may orthogonalise (rows x columns, or a stack of such), 'embedding' for what AdamW
-    decays, 'vector' for what nothing decays; rows: see Tag."""
+    """Notes on a parameter how it starts and what an optimizer does with it; returns it. init fills it in
+    place, like nn.init.zeros_; group: 'matrix' for what Muon may orthogonalise (rows x columns, or a stack
+    of such), 'embedding' for what AdamW decays, 'vector' for what nothing decays; rows: see Tag."""
     w.tag = Tag(init, group, rows)
     return w
 
@@ -598,9 +597,8 @@ class Mask(typing.NamedTuple):
 
 @dataclasses.dataclass
 class ForwardContext:
-    """What all layers of one forward pass have in common, made once by GPT.context. What a layer hands on to
-    later ones is a further field, with a default: it is about the new tokens only, so use it before
-    cache.append."""
+    """What all layers of one forward pass share, made once by GPT.context. What a layer hands on to later
+    ones is a further field, with a default: it is about the new tokens only."""
     idx: torch.Tensor             # (B, T), the new tokens' ids; of padding any
     positions: torch.Tensor       # (1 or B, T), each new token's in its row: what masks and the cache go by
     position_ids: torch.Tensor    # the same, counted from the start of its document: what rotations go by
@@ -629,36 +627,31 @@ def visible(q_pos, k_pos, first=0):
 
 
 class Mixer(nn.Module, abc.ABC):
-    """What mixes the tokens of a row in a block: attention, latent attention, Gated DeltaNet, yours. This is
-    all that one needs to know to add a mixer: write the class, give it a letter in MIXERS, put the letter
-    into the grid of test_model.py. For another attention the shortest way is a subclass of Attention that
-    overrides attend(q, k, v, context), and head_widths if its products are wider.
+    """What mixes the tokens of a row in a block: attention, latent attention, Gated DeltaNet, yours. To add
+    one, write the class, give it a letter in MIXERS, put the letter into the grid of test_model.py. For
+    another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context), and
+    head_widths if its products are wider.
 
-    forward(x, context): x (B, T, C), normed or not as the block's norm placement has it -> (B, T, C). Tokens
-    must not see later ones. `context` is the ForwardContext; from it a mixer takes
-    - context.ropes[self.rope_kind], for rotate(); rope_kind is (base, dimensions that turn, items of a
-      scaling), or None, for which there is None. config.rope_kind is what the config asks for; another base
-      is (500.0, *config.rope_kind[1:]). context.position_ids is for other positions;
-    - context.masks[self.mask_kind], if mask_kind is not None. It is (window, whether ALiBi's bias is in it);
-    - context.idx, (B, T), the token ids, as for embeddings of its own;
-    - context.cache, None in training. A mixer says in __init__ what it keeps there:
-      `slots`, (heads, width) of each tensor that has a slot for each token: append new ones, get all to
-      attend to by cache.append(self.layer, context, k, v), tensors (B, heads, T, width);
-      `states`, (shape, dtype or None for the compute dtype) of each tensor of fixed size that a row keeps:
-      read cache.states[self.layer], a list of (B, *shape), zero for a new row, and write with .copy_(); or,
-      for a convolution and whatever else looks a few tokens back, use self.after_last(x, context);
-    - context.lengths, (B,), where rows have different numbers of new tokens and padding follows them: slots
-      take care of themselves, a state must not be changed by padding;
-    - context.document_starts: tokens of a document must not see those of another. A mixer that keeps them
-      apart sets `documents`; without it a model with a document_token is refused;
-    - context.weights: a list if attention weights are asked for; attention appends (B, H, T, S).
+    forward(x, context): x (B, T, C) -> (B, T, C). Tokens must not see later ones. From `context`, the
+    ForwardContext, a mixer takes
+    - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that turn, items of a scaling), or
+      None; the config's own is config.rope_kind, one with another base (500.0, *config.rope_kind[1:]);
+    - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it), or None;
+    - idx (B, T), the token ids, and position_ids;
+    - cache, None in training. A mixer says in __init__ what it keeps there: `slots`, (heads, width) of each
+      tensor that has a slot for each token: cache.append(self.layer, context, k, v) takes the new ones, (B,
+      heads, T, width), and returns all to attend to; `states`, (shape, dtype or None for the compute dtype)
+      of each tensor of fixed size that a row keeps: read cache.states[self.layer], a list of (B, *shape),
+      zero for a new row, and write with .copy_(), or call after_last where a few tokens back are needed;
+    - lengths (B,), where padding follows rows: it must not change a state;
+    - document_starts: tokens must not see those of another document. A mixer that sees to it sets
+      `documents`; others are refused where there is a document_token;
+    - weights: a list if attention weights are asked for; attention appends (B, H, T, S).
 
     flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
-    weights, which GPT.account counts. Parameters are made by parameter(...) or tag(...); c_proj is the
-    projection that ends the branch. `window` is how many tokens the slots are for, None for all; a class that
-    can have one sets `can_slide` and asks config.window_of(layer). `fields` names the options of GPTConfig
-    that have an effect in its layers alone: a config without such a layer may not set them. Norm follows
-    config.norm."""
+    weights. Parameters are made by parameter(...) or tag(...); c_proj ends the branch. `window` is how many
+    tokens the slots are for, None for all; a class that can have one sets `can_slide` and asks
+    config.window_of(layer). `fields` names options of GPTConfig that have an effect in its layers alone."""
 
     slots = states = fields = ()
     mask_kind = rope_kind = window = None
@@ -1491,8 +1484,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         tied, C = config.tie_word_embeddings, config.n_embd
-        # With blocks that are the identity and the embedding as head, a token's own repetition has the logit
-        # n_embd * std, which in wide models would be far above all others.
+        # with blocks that start as the identity, a tied head gives a token's own repetition n_embd * std
         embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
         n_drawn = round_up(config.vocab_size)
         self.wte = Embedding(n_drawn, C, embedding_init)
@@ -1562,11 +1554,10 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
         ignored, the mean cross entropy and aux: {} for a dense model, else 'balance' and 'z' (0-d, means over
-        the sparse layers, not weighted, not in the loss) and 'load' (sparse layers, experts), choices made.
-        With a cache the tokens are appended to it. lengths (B,) says how many of the T are each row's own,
-        padding follows, and `keep` takes each row's own last ones. weights: a list that takes the attention
-        weights of each attention layer, (B, H, T, S). Raises ValueError if the tokens do not fit into
-        block_size or the cache."""
+        the sparse layers, not in the loss) and 'load' (sparse layers, experts), choices made. A cache takes
+        the tokens; lengths (B,) says how many of the T are each row's own, padding follows, and `keep` asks
+        for the logits of each row's last ones. weights: a list that takes each attention layer's, (B, H, T,
+        S). Raises ValueError if the tokens do not fit into block_size or the cache."""
         T, config = idx.shape[1], self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
@@ -1592,8 +1583,7 @@ class GPT(nn.Module):
         """The ForwardContext of the new tokens idx (B, T): positions, rotations, masks."""
         T, config, device = idx.shape[1], self.config, idx.device
         positions = torch.arange(T, device=device)[None] if cache is None else cache.positions(T, lengths)
-        # Training on a CPU attends eagerly: the compiler fuses it, and it skips what is masked (SDPA's
-        # backward takes 1.5 to 2 times as long there, 3 times with dropout).
+        # on a CPU SDPA's backward takes 1.5 to 2 times as long, 3 times with dropout
         eager = bool(weights is not None or config.attn_softcap or config.attn_sink
                      or device.type == 'cpu' and torch.is_grad_enabled())
         context = ForwardContext(idx, positions, positions, None, {}, {}, cache, lengths, eager,
@@ -1731,9 +1721,8 @@ class GPT(nn.Module):
         return slots + sum(math.prod(shape) for mixer in mixers for shape, _ in mixer.states)
 
     def param_groups(self):
-        """Every parameter that is not frozen, by what an optimizer does with it: 'matrix' (of the blocks:
-        Muon takes them), 'embedding' (wte, wpe, lm_head, adapters: decayed) and 'vector' (norms, biases,
-        sinks, lambdas: not decayed), by their tags."""
+        """Every parameter that is not frozen, by the group of its tag: 'matrix' (of the blocks: Muon takes
+        them), 'embedding' (wte, wpe, lm_head, adapters: decayed) and 'vector' (the rest: not decayed)."""
         groups = {'matrix': [], 'embedding': [], 'vector': []}
         for name, w in self.named_parameters():
             if w.requires_grad:
