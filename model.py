@@ -1763,7 +1763,8 @@ class GPT(nn.Module):
                                  "positions that the model has learned")
             state = {**state, 'wpe.weight': state['wpe.weight'][:config.block_size]}
         with torch.device('meta'):
-            model = cls(config).to_empty(device='cpu')
+            model = cls(config)
+        model = model.to_empty(device='cpu')
         model.load_state_dict(state)
         return model
 
