@@ -1906,8 +1906,9 @@ def int8_linear(x, w, scale, bias=None):
         y = (x[..., None, :] * w).sum(dim=-1) * scale
     elif x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
         y = F.linear(x, w.to(x.dtype) * scale[:, None])
-    else:
-        y = F.linear(x, w.to(x.dtype)) * scale
+    else:  # few rows in parts, whose copies stay in a CPU's cache
+        parts = w.split(max(1, 2**18 // x.shape[-1])) if few else [w]
+        y = torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1) * scale
     return y if bias is None else y + bias.type_as(y)
 
 
