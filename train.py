@@ -31,6 +31,7 @@ import shutil
 import signal
 import sys
 import types
+from pathlib import Path
 
 from configurator import can_compile, choose_device, configure, print0, runtime, show
 
@@ -97,7 +98,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from hub import is_published, load
+from hub import load
 from model import CHANGEABLE, GPT, GPTConfig, add_lora, lora_state
 from prepare import Bins, load_tokenizer, read_meta
 from sample import complete
@@ -120,6 +121,20 @@ def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
         return peak
     done = min(1.0, (it - warmup) / max(1, end - warmup))
     return floor + SCHEDULES[schedule](done, cooldown) * (peak - floor)
+
+
+# ranks ------------------------------------------------------------------------------------------------------
+
+def world():
+    """(this process's rank, number of ranks)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def all_reduce(x):
+    """Sums a tensor over the ranks, in place, and returns it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
 
 
 # data -------------------------------------------------------------------------------------------------------
@@ -159,48 +174,43 @@ def to_device(batch, device):
     return [tensor.to(device) for tensor in batch]
 
 
-def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, device, rank=0, ranks=1):
+def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, device):
     """Yields this rank's micro-batches of these iterations, (inputs, targets, weight) each: the ranks take
     turns through the sequences of an iteration, so that any number of them sees the same ones. weight: see
     `loss_weights`; None without a target mask."""
-    n_sequences = bins.n_sequences(block_size)
+    n_sequences, (rank, ranks) = bins.n_sequences(block_size), world()
 
     def read(it, step):
         first = ((it * accumulation + step) * ranks + rank) * micro_batch
         return bins.batch(sequence_indices(first, micro_batch, n_sequences, seed), block_size)
     for it in iterations:
-        if bins.masks:  # the whole iteration at once, for a weight needs the sum
-            batches = [read(it, step) for step in range(accumulation)]
-            counts = [np.count_nonzero(targets != -1) for _, targets in batches]
-            for batch, weight in zip(batches, loss_weights(counts, device, ranks)):
-                yield *to_device(batch, device), weight
-        else:
-            for step in range(accumulation):
-                yield *to_device(read(it, step), device), None
+        batches, weights = (read(it, step) for step in range(accumulation)), [None] * accumulation
+        if bins.masks:  # all of them at once, for a weight needs the sum
+            batches = list(batches)
+            weights = loss_weights([np.count_nonzero(targets != -1) for _, targets in batches], device)
+        for batch, weight in zip(batches, weights):
+            yield *to_device(batch, device), weight
 
 
-def loss_weights(counts, device, ranks=1):
+def loss_weights(counts, device):
     """How much the mean loss of each of a rank's micro-batches counts, given their numbers of targets: its
-    share of the iteration's targets, over all ranks, relative to an even share. So the iteration's loss, and
-    its gradient, is the mean over all its targets, however they are split. (micro-batches,), on the device:
-    nothing waits for the other ranks' counts."""
+    share of the iteration's targets, over all ranks, relative to an even share. So the iteration's loss is
+    the mean over all its targets, however they are split. (micro-batches,), on the device: nothing waits."""
     counts = torch.tensor(counts, dtype=torch.float32).to(device)
-    total = counts.sum()
-    if ranks > 1:
-        dist.all_reduce(total)
-    return counts * (len(counts) * ranks) / total.clamp(min=1)
+    total = all_reduce(counts.sum())
+    return counts * (len(counts) * world()[1]) / total.clamp(min=1)
 
 
 @torch.no_grad()
-def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0, ranks=1):
+def evaluate(forward, model, bins, batches, batch_size, device, autocast):
     """Mean loss over the targets of `batches` batches of sequences, evenly spread, the same every time, or of
     all sequences if there are fewer. Shared by the ranks; draws no random numbers. Returns (loss, number of
     targets)."""
-    block_size, training = model.config.block_size, model.training
+    block_size, training, (rank, ranks) = model.config.block_size, model.training, world()
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
     chosen = np.arange(count) * n // count
-    totals = torch.zeros(2, dtype=torch.float64)  # sum of the targets' losses, number of targets
+    total = total_targets = 0
     model.eval()
     for start in range(0, count, ranks * batch_size):  # as many rounds on each rank, as sharded models need
         part = chosen[start + rank * batch_size:][:batch_size]
@@ -209,13 +219,11 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0
         n_targets = np.count_nonzero(targets != -1)
         with autocast():
             loss, _ = forward(*to_device((inputs, targets), device))
-        totals += torch.tensor([loss.item() * n_targets, n_targets], dtype=torch.float64)
+        total += loss.item() * n_targets
+        total_targets += n_targets
     model.train(training)
-    if ranks > 1:
-        totals = totals.to(device)
-        dist.all_reduce(totals)
-    total, n_targets = totals.tolist()
-    return total / max(n_targets, 1), int(n_targets)
+    total, total_targets = all_reduce(torch.tensor([total, total_targets], dtype=torch.float64)).tolist()
+    return total / max(total_targets, 1), int(total_targets)
 
 
 # optimizers -------------------------------------------------------------------------------------------------
@@ -232,55 +240,53 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
         for group in self.param_groups:
             params = [w for w in group['params'] if w.grad is not None]
             for w in params:
                 if not self.state[w]:
                     self.state[w]['momentum_buffer'] = torch.zeros_like(w)
-            grads = [local(w.grad) for w in params]
-            buffers = [local(self.state[w]['momentum_buffer']) for w in params]
+            grads, buffers = [w.grad for w in params], [self.state[w]['momentum_buffer'] for w in params]
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
             updates = torch._foreach_lerp(grads, buffers, group['momentum'])
-            torch._foreach_mul_([local(w) for w in params], 1 - group['lr'] * group['weight_decay'])
+            torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'])
             together, seen = collections.defaultdict(list), collections.Counter()
             for w, update in zip(params, updates):
                 # sharded ones are gathered, which takes memory: one for each rank at a time
-                together[is_sharded(w) and (w.shape, seen[w.shape] // ranks)].append((w, update))
+                together[is_sharded(w) and (w.shape, seen[w.shape] // world()[1])].append((w, update))
                 seen[w.shape] += 1
             for pairs in together.values():
                 self.move(pairs, group['lr'])
 
     def move(self, pairs, lr):
-        """Subtracts the orthogonalised updates: pairs of a parameter and this rank's part of its update."""
-        shapes, gathered = collections.defaultdict(list), []  # (rows, columns) -> pairs of such matrices
+        """Subtracts the orthogonalised updates: pairs of a parameter and its update."""
+        shapes, changes = collections.defaultdict(list), []  # (rows, columns) -> pairs of such matrices
         for w, update in pairs:
             target = w
             if is_sharded(w):
-                update = gather_like(w, update.bfloat16())  # orthogonalise rounds to it anyway
+                update = update.bfloat16().full_tensor()  # orthogonalise rounds to it anyway
                 target = torch.zeros_like(update, dtype=w.dtype)
-                gathered.append((w, target))
+                changes.append((w, target))
             rows = self.row_splits[w]
             for u, part in zip(update.split(rows, dim=-2), target.split(rows, dim=-2)):
-                matrices = [(part, u)] if u.ndim == 2 else zip(part, u)  # experts: (experts, rows, columns)
-                shapes[part.shape[-2:]].extend(matrices)
+                # experts: (experts, rows, columns)
+                shapes[part.shape[-2:]].extend([(part, u)] if u.ndim == 2 else zip(part, u))
         for shape, matrices in shapes.items():
             weights, updates = zip(*matrices)
             updates = orthogonalise_shared(updates).to(weights[0].dtype)
             torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
-        for w, change in gathered:
-            local(w).add_(local(shard_like(w, change)))
+        for w, change in changes:
+            w.add_(shard_like(w, change))
 
 
 def orthogonalise_shared(matrices):
     """Matrices of one shape, the same on all ranks -> (n, rows, columns) bfloat16. Each rank takes a share of
     them, and gathers the others'."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank, ranks = world()
     if ranks == 1:
         return orthogonalise(torch.stack(matrices))
     each = -(-len(matrices) // ranks)
-    mine = list(matrices[each * dist.get_rank():][:each])
-    mine += [torch.zeros_like(matrices[0])] * (each - len(mine))
+    mine = matrices[each * rank:][:each]
+    mine += (torch.zeros_like(matrices[0]),) * (each - len(mine))
     mine = orthogonalise(torch.stack(mine)).contiguous()
     gathered = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(gathered, mine)
@@ -345,27 +351,19 @@ def make_optimizers(model, config):
     return optimizers
 
 
-def load_optimizers(optimizers, states, path):
+def load_optimizers(optimizers, states):
     """Puts saved states back, of nanoGPT's single optimizer too, whose parameters stand in the same order.
-    Settings are this run's. Raises ValueError where the states are another optimizer's, or missing."""
-    states = [states] if isinstance(states, dict) else states or []
-
-    def sizes(groups):
-        return [len(group['params']) for group in groups]
-    if [sizes(opt.param_groups) for opt in optimizers] != [sizes(each['param_groups']) for each in states]:
-        raise ValueError(f"{path} holds no optimizer state that fits: it has weights only, or was written by "
-                         f"another optimizer; fine-tune with --init_from={shlex.quote(path)}")
-    for opt, state in zip(optimizers, states):
+    Settings are this run's."""
+    for opt, state in zip(optimizers, [states] if isinstance(states, dict) else states, strict=True):
         params = [w for group in opt.param_groups for w in group['params']]
         for i, values in state['state'].items():
             for name, value in values.items():
-                if torch.is_tensor(value) and value.ndim:
+                if value.ndim:
                     w = params[i]  # rows that pad the vocabulary are not in nanoGPT's files
                     padded = torch.nn.functional.pad(value, (0, 0) * (w.ndim - 1) + (0, len(w) - len(value)))
                     values[name] = shard_like(w, padded)
-        for group, ours in zip(state['param_groups'], opt.param_groups):
-            group.update({name: value for name, value in ours.items() if name != 'params'})
-        opt.load_state_dict(state)  # which puts states where `fused` wants them
+        # this run's settings; it puts the states where they want them
+        opt.load_state_dict({'state': state['state'], 'param_groups': opt.state_dict()['param_groups']})
 
 
 # memory -----------------------------------------------------------------------------------------------------
@@ -385,16 +383,14 @@ def shard_model(model, machine):
 
 def checkpoint_blocks(model, every):
     """Keeps of every n-th block only what goes in; the backward pass computes the rest anew (Chen et al.
-    2016, arXiv:1604.06174). Raises ValueError if there are fewer blocks."""
-    if every > len(model.h):
-        raise ValueError(f"checkpoint_activations={every} names no block of {len(model.h)}")
+    2016, arXiv:1604.06174)."""
     for block in model.h[every - 1::every]:
         block.forward = types.MethodType(forward_recomputed, block)
 
 
 def forward_recomputed(block, x, context):
-    """A block's forward. One function for all blocks, so that compiling them by block compiles it once.
-    Raises ValueError if it hands on something in the context other than routing."""
+    """A block's forward. One function for all blocks, so that they are compiled once. Raises ValueError if
+    it hands on something in the context other than routing."""
     def forward(x):
         # computed twice it would be told twice
         own = dataclasses.replace(context, routing=None if context.routing is None else [])
@@ -414,11 +410,6 @@ def is_sharded(w):
     return hasattr(w, 'full_tensor')
 
 
-def local(w):
-    """The part of a sharded tensor that this rank holds; any other tensor is itself."""
-    return w.to_local() if is_sharded(w) else w
-
-
 def gather(value, wanted=True):
     """A sharded tensor, gathered on the CPU, or a dict or list with all that are in it so; other values as
     they are. All ranks must call it together; one that has no use for them gets None instead."""
@@ -432,13 +423,6 @@ def gather(value, wanted=True):
     return value.cpu() if wanted else None
 
 
-def gather_like(w, part):
-    """Gathers a tensor that is sharded as w is, of which this rank holds `part`."""
-    from torch.distributed.tensor import DTensor
-    return DTensor.from_local(part, w.device_mesh, w.placements, run_check=False, shape=w.shape,
-                              stride=w.stride()).full_tensor()
-
-
 def shard_like(w, value):
     """A tensor that all ranks have -> sharded as w is; if w is not, as it is."""
     if not is_sharded(w):
@@ -450,7 +434,7 @@ def shard_like(w, value):
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss, ranks=1):
+def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss):
     """Adds up the gradients of an iteration's micro-batches, of which `batch` is the first and `batches`
     yields the others; see read_batches. Returns the mean loss and the experts' load (None without them), both
     on the device, and the first batch of the next iteration."""
@@ -470,8 +454,8 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
         loss = loss / loss.isfinite()  # else by 0: then no gradient is finite, which all ranks see
         scaler.scale(loss / accumulation).backward()
         batch = next(batches, None)  # read while the device computes
-    if expert_load is not None and ranks > 1:
-        dist.all_reduce(expert_load)
+    if expert_load is not None:
+        all_reduce(expert_load)
     return losses / accumulation, expert_load, batch
 
 
@@ -505,64 +489,29 @@ def takes_found_inf(opt, w):
             and not is_sharded(w))
 
 
-def count_skipped(moves, in_a_row):
-    """moves: whether each update since the last count moved the weights, 0-d tensors; in_a_row: how many
-    right before them did not. Returns how many did not, and how many right before now, or MAX_SKIPPED if so
-    many in a row did not anywhere."""
-    moves = torch.stack(moves).tolist()
-    for moved in moves:
-        if in_a_row < MAX_SKIPPED:
-            in_a_row = 0 if moved else in_a_row + 1
-    return moves.count(False), in_a_row
-
-
-def set_learning_rate(optimizers, lr):
-    for opt in optimizers:
-        for group in opt.param_groups:
-            group['lr'] = lr
-
-
 def seed_dropout(seed, it, rank, device):
     """Makes dropout a function of (seed, iteration, rank)."""
     generator = torch.default_generator if device == 'cpu' else torch  # torch's seeds CUDA on a CPU too
     generator.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))
 
 
-def worst_load(expert_load):
-    """(MoE layers, experts) tokens -> the largest share of an expert, relative to an even one."""
-    return (expert_load.amax(1) / expert_load.mean(1)).max().item()
-
-
 def relative_change(params, before):
-    """How far an update has moved the weights, relative to their norm."""
-    moved = sum((w.detach() - old).square().sum() for w, old in zip(params, before))
-    return (gather(moved) / gather(sum(old.square().sum() for old in before))).sqrt().item()
-
-
-def mean_over_ranks(loss, ranks):
-    """A 0-d tensor -> float."""
-    if ranks > 1:
-        dist.all_reduce(loss)
-    return loss.item() / ranks
-
-
-def on_any_rank(flag, ranks):
-    """Whether flag is true on any of the ranks. The flags are on the CPU, so nobody waits for a GPU."""
-    flags = torch.tensor(float(flag))
-    if ranks > 1:
-        dist.all_reduce(flags)
-    return flags.item() > 0
+    """How far an update has moved the weights, relative to their norm before it. Overwrites `before`."""
+    norm = torch.nn.utils.get_total_norm
+    size = norm(before)
+    torch._foreach_sub_(before, [w.detach() for w in params])
+    return (gather(norm(before)) / gather(size)).item()
 
 
 MAX_SKIPPED = 10  # updates in a row end the run
 
 
-def diverged(event, it, out_dir):
-    """The error that ends a run. event: a clause."""
-    kept = ('its last good checkpoint is ' if os.path.exists(os.path.join(out_dir, 'ckpt.pt')) else
-            'there is no checkpoint yet in ') + out_dir
-    return ValueError(f"{event} at iteration {it}: the run diverged, and nothing more is saved; {kept}; lower "
-                      "--learning_rate, or use --dtype=float32")
+def diverge(event, it, out_dir):
+    """Ends a run by a ValueError. event: a clause."""
+    kept = os.path.exists(os.path.join(out_dir, 'ckpt.pt'))
+    raise ValueError(f"{event} at iteration {it}: the run diverged, and nothing more is saved; {out_dir}/ has "
+                     f"{'its last good checkpoint' if kept else 'no checkpoint yet'}; lower --learning_rate, "
+                     "or use --dtype=float32")
 
 
 # going on from a checkpoint ---------------------------------------------------------------------------------
@@ -598,42 +547,37 @@ FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}  # a checkpoint
 
 def run_settings(config, given, rest):
     """This file's settings for a run: config; of LENGTH the one given last; if the run is resumed, those of
-    its checkpoint (rest), but for the names in `given`. Says what is taken and what changes. Raises
-    ValueError if one of FIXED would change."""
+    its checkpoint (rest), but for the names in `given`. Raises ValueError if one of FIXED would change."""
     last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
-    config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last} if last else ())}
-    if not rest:
-        return config
-    ours = given.keys() | COMMAND | (LENGTH if last else set()) | (set() if 'runtime' in rest else MACHINE)
-    was = {'optimizer': 'adamw', 'lora_rank': 0, **rest.get('config', {})}  # nanoGPT's has none of them
+    if last:
+        config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last})}
+    was = rest and {'optimizer': 'adamw', 'lora_rank': 0, **rest.get('config', {})}  # nanoGPT's lacks these
     changed = {name: was[name] for name in config if was.get(name, config[name]) != config[name]}
-    for name in [name for name in changed if name in given and name not in COMMAND]:
-        if name in FIXED:
-            raise ValueError(f"{name}={config[name]!r} differs from {rest['path']}, which has {was[name]!r}: "
-                             f"leave it out, or fine-tune with --init_from={shlex.quote(rest['path'])}")
-        print0(f"resume: {name} was {was[name]!r}, is {config[name]!r}")
+    for name in FIXED & changed.keys() & given.keys():
+        raise ValueError(f"{name}={config[name]!r} differs from {rest['path']}, which has {was[name]!r}: "
+                         f"leave it out, or fine-tune with --init_from={shlex.quote(rest['path'])}")
+    ours = given.keys() | COMMAND | (LENGTH if last else set()) | (set() if 'runtime' in rest else MACHINE)
     taken = {name: value for name, value in changed.items() if name not in ours}
     if taken:
         show(rest['path'], taken)
     return {**config, **taken}
 
 
-def new_lora(config, rest):
-    """What a checkpoint says of the adapters of a run that does not resume; None: it has none. rest: of the
-    model that it starts from. Raises ValueError if that is no file or published model, or will not stay one."""
+def start_lora(model, config, rest):
+    """Gives a trained model adapters, and returns what its checkpoints say of them. rest: as load returns it.
+    Raises ValueError if the model is no file or published model, or will not stay one."""
     path = rest.get('path')
-    if not config['lora_rank']:
-        return None
     if path is None or rest.get('lora'):
         raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model with no adapters of its own: "
                          "give --init_from; of a run with adapters `python hub.py export` makes one")
     if os.path.realpath(os.path.dirname(path)) == os.path.realpath(config['out_dir']):
         raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is: give "
                          "another --out_dir")
-    hub_id = is_published(config['init_from']) and not os.path.exists(config['init_from'])
-    return {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
+    lora = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
             'targets': [name.strip() for name in config['lora_targets'].split(',')],
-            'base': config['init_from'] if hub_id else os.path.abspath(path)}
+            'base': os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']}
+    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    return lora
 
 
 @dataclasses.dataclass
@@ -648,11 +592,13 @@ class Progress:
 
 def resume(rest, optimizers, scaler):
     """Puts optimizers and scaler back to where the checkpoint has them. Returns the checkpoint's Progress."""
-    load_optimizers(optimizers, rest.get('optimizer'), rest['path'])
+    if not rest.get('optimizer'):
+        raise ValueError(f"{rest['path']} has no optimizer state, so it cannot be resumed: fine-tune with "
+                         f"--init_from={shlex.quote(rest['path'])}")
+    load_optimizers(optimizers, rest['optimizer'])
     if rest.get('scaler'):  # none in files that were not written under float16
         scaler.load_state_dict(rest['scaler'])
-    progress = Progress(**{field.name: rest.get(field.name, field.default)
-                           for field in dataclasses.fields(Progress)})
+    progress = Progress(**{name: rest[name] for name in vars(Progress()) if name in rest})
     progress.best_val_loss = float(progress.best_val_loss)  # nanoGPT's is a tensor
     print0(f"resume: {rest['path']} at iteration {progress.iter_num:,}, best val loss "
            f"{progress.best_val_loss:.4f}")
@@ -670,33 +616,35 @@ def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
     return gather(state, wanted)
 
 
+def save_run(path, constant, *changing):
+    """Writes a checkpoint of the run, on rank 0. constant: its other part; changing: see snapshot."""
+    rank, _ = world()
+    state = snapshot(*changing, wanted=rank == 0)
+    if rank == 0:
+        save(path, {**constant, **state})
+
+
 def save(path, state):
     """Writes a checkpoint under a temporary name, then renames it: all of it or, with the old file kept,
     nothing. Raises OSError with the reason, or ValueError for weights that are not finite."""
     for name, w in state['model'].items():
         if not w.isfinite().all():
-            raise diverged(f"{name} is not finite", state['iter_num'], os.path.dirname(path))
+            diverge(f"{name} is not finite", state['iter_num'], os.path.dirname(path))
     try:
         torch.save(state, path + '.tmp')
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        if os.path.exists(path + '.tmp'):
-            os.remove(path + '.tmp')
+        Path(path + '.tmp').unlink(missing_ok=True)
         raise OSError(f"cannot write {path}, what was there is kept; is the disk full? "
                       f"({str(error).splitlines()[0][:100]})") from None
     os.replace(path + '.tmp', path)
 
 
 def keep_last(out_dir, it, keep):
-    """Keeps ckpt.pt, that of iteration `it`, as ckpt-<it>.pt too, for when it is written anew. Removes all
-    but the last `keep` that were kept so."""
-    path, kept = (os.path.join(out_dir, name) for name in ('ckpt.pt', f'ckpt-{it}.pt'))
-    try:
-        os.link(path, kept)  # takes no space until ckpt.pt is another
-    except OSError:  # a file system without links, or a run that was set back
-        shutil.copyfile(path, kept)
-    kept = [os.path.join(out_dir, name) for name in os.listdir(out_dir) if re.fullmatch(r'ckpt-\d+\.pt', name)]
-    for name in sorted(kept, key=os.path.getmtime)[:-keep]:
-        os.remove(name)
+    """Keeps a copy of ckpt.pt, that of iteration `it`, and removes all but the last `keep` copies."""
+    shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, f'ckpt-{it}.pt'))
+    copies = [path for path in Path(out_dir).glob('ckpt-*.pt') if '.old-' not in path.name]
+    for path in sorted(copies, key=os.path.getmtime)[:-keep]:
+        path.unlink()
 
 
 def lock_folder(out_dir):
@@ -716,19 +664,19 @@ def lock_folder(out_dir):
 
 def prepare_out_dir(out_dir, resumed, keep_best):
     """Renames the files of an earlier run in out_dir, ckpt.pt to ckpt.old-3.pt; of a run that is resumed only
-    a best.pt that it keeps no longer."""
-    names = os.listdir(out_dir)
-    if resumed and keep_best and 'best.pt' not in names:  # nanoGPT's ckpt.pt is its best
-        shutil.copyfile(os.path.join(out_dir, 'ckpt.pt'), os.path.join(out_dir, 'best.pt'))
-    if resumed:  # sample.py would go on reading best.pt
-        earlier = [] if keep_best else {'best.pt'} & {*names}
-    else:
-        earlier = [name for name in sorted(names) if re.fullmatch(r'best\.pt|ckpt(-\d+)?\.pt|log\.csv', name)]
-    number = 1 + max((int(n) for name in names for n in re.findall(r'\.old-(\d+)\.', name)), default=0)
-    for name in earlier:
-        stem, ending = os.path.splitext(name)
-        os.replace(os.path.join(out_dir, name), os.path.join(out_dir, f'{stem}.old-{number}{ending}'))
-        print0(f"{out_dir}/{name} of the run before is now {stem}.old-{number}{ending}")
+    a best.pt that it keeps no longer, for sample.py would go on reading it."""
+    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
+    earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
+    if resumed and keep_best:
+        if not earlier:  # nanoGPT's ckpt.pt is its best
+            shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt'))
+        return
+    number = 1
+    while any(Path(out_dir).glob(f'*.old-{number}.*')):
+        number += 1
+    for path in earlier:
+        new = path.rename(path.with_name(f'{path.stem}.old-{number}{path.suffix}'))
+        print0(f"{path} of the run before is now {new}")
 
 
 LOG_FIELDS = {  # the columns of log.csv, and how each is written
@@ -756,8 +704,8 @@ def log_row(path, wandb, row):
     """Adds a row, a dict of numbers by LOG_FIELDS, to a log and to wandb's run, if there is one."""
     row = {name: value for name, value in row.items() if value is not None}
     with open(path, 'a', encoding='utf-8', newline='') as f:
-        csv.DictWriter(f, LOG_FIELDS).writerow({name: format(value, LOG_FIELDS[name])
-                                                for name, value in row.items()})
+        csv.writer(f).writerow(format(row[name], kind) if name in row else ''
+                               for name, kind in LOG_FIELDS.items())
     if wandb:
         names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # as nanoGPT has them
         wandb.log({names.get(name, name): value for name, value in row.items()}, step=row['iter'])
@@ -795,15 +743,12 @@ def start_wandb(project, name, settings, run_id):
 # settings and machine ---------------------------------------------------------------------------------------
 
 CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES, 'compile': (True, False, 'auto')}
-LIMITS = {  # lowest and highest value
-    **dict.fromkeys(('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'eval_iters',
-                     'log_interval'), (1, 1e18)),
-    **dict.fromkeys(('max_iters', 'epochs', 'tokens_per_param', 'time_limit', 'learning_rate', 'min_lr',
-                     'warmup_iters', 'lr_decay_iters', 'weight_decay', 'grad_clip', 'balance_loss', 'z_loss',
-                     'balance_rate', 'lora_rank', 'sample_tokens', 'keep', 'checkpoint_activations', 'seed'),
-                    (0, 1e18)),
-    **dict.fromkeys(('beta1', 'beta2', 'momentum'), (0, 1 - 1e-9)),
-    'cooldown': (1e-9, 1), 'lora_alpha': (1e-9, 1e18),
+LIMITS = {  # (lowest, highest): the settings that must be between
+    (1, 1e18): 'batch_size gradient_accumulation_steps eval_interval eval_iters log_interval',
+    (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters lr_decay_iters '
+               'weight_decay grad_clip balance_loss z_loss balance_rate lora_rank sample_tokens keep seed '
+               'checkpoint_activations',
+    (0, 1 - 1e-9): 'beta1 beta2 momentum', (1e-9, 1): 'cooldown', (1e-9, 1e18): 'lora_alpha',
 }
 UNUSED = {  # flag: the setting, or field of GPTConfig, and its values, with which it has no effect
     'momentum': ('optimizer', ['adamw']),
@@ -815,13 +760,13 @@ UNUSED = {  # flag: the setting, or field of GPTConfig, and its values, with whi
 
 
 def check_settings(config):
-    """Raises ValueError for the first setting that is no choice, or out of its limits."""
-    for name, known in CHOICES.items():
-        if config[name] not in known:
-            raise ValueError(f"{name}={config[name]!r} is none of {', '.join(map(str, known))}")
-    for name, (low, high) in LIMITS.items():
-        if config[name] is not None and not low <= config[name] <= high:
-            raise ValueError(f"{name}={config[name]} must be from {low:g} to {high:g}")
+    """Raises ValueError for settings that are no choice, or out of their limits."""
+    wrong = [f"{name}={config[name]!r} is none of {', '.join(map(str, known))}"
+             for name, known in CHOICES.items() if config[name] not in known]
+    wrong += [f"{name}={config[name]} must be from {low:g} to {high:g}" for (low, high), names in LIMITS.items()
+              for name in names.split() if config[name] is not None and not low <= config[name] <= high]
+    if wrong:
+        raise ValueError('; '.join(wrong))
 
 
 def check_effect(given, settings):
@@ -832,49 +777,41 @@ def check_effect(given, settings):
             raise ValueError(f"--{name} has no effect with {other}={settings[other]}: leave it out")
 
 
-def start_ranks(backend, device, ranks):
-    """Lets the ranks know each other. Raises ValueError for a device that they cannot share."""
+def start_ranks(backend, device):
+    """Lets the ranks know each other."""
     kind, index = choose_device(device)
-    if kind == 'mps':
-        raise ValueError(f"{ranks} ranks on device=mps: torch joins no ranks there; start one process, or "
-                         "give --device=cpu")
     if backend == 'auto':
         backend = 'nccl' if kind == 'cuda' else 'gloo'
     if kind == 'cuda':
         torch.cuda.set_device(index)
     hour = datetime.timedelta(hours=1)  # of silence, that is: saving and downloading may take minutes
-    # tensors on the CPU, as in on_any_rank, go by gloo in any case
+    # tensors on the CPU, as those of `all_reduce` may be, go by gloo in any case
     dist.init_process_group('cpu:gloo,cuda:nccl' if backend == 'nccl' else backend, timeout=hour,
                             device_id=torch.device(kind, index) if backend == 'nccl' else None)
 
 
-def check_ranks_agree(facts):
-    """facts: what this rank has read, name -> value. Raises ValueError, on every rank, if another rank has
-    read something else: nodes may have folders of their own under the same name."""
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, facts)
-    for other, theirs in enumerate(everyones):
-        if theirs != everyones[0]:
-            raise ValueError(f"rank {other} has read {theirs}, rank 0 {everyones[0]}: all nodes need the same "
-                             "files; share out_dir and data, or copy them")
+def check_ranks_agree(*facts):
+    """facts: what this rank has read. Raises ValueError, on every rank, if another rank has read something
+    else: nodes may have folders of their own under the same name."""
+    found = [None] * world()[1]
+    dist.all_gather_object(found, facts)
+    if len(set(found)) > 1:
+        raise ValueError(f"the ranks have read different files: train tokens, val tokens and iteration are "
+                         f"{found}; share out_dir and data between the nodes, or copy them")
 
 
 def dtype_name(dtype):
     return str(dtype).removeprefix('torch.')
 
 
-def resolve_runtime(device, dtype, seed, compile, ranks, was):
+def resolve_runtime(device, dtype, seed, compile, was):
     """configurator.runtime, and compile. was: the runtime that a checkpoint records, or None. On the same
     device and as many ranks 'auto' stands for what it stood for there: then a run resumes exactly."""
-    threads = None
-    if was and (was['device_type'], was['ranks']) == (choose_device(device)[0], ranks):
-        dtype, compile = (was[name] if value == 'auto' else value
-                          for name, value in (('dtype', dtype), ('compile', compile)))
-        threads = was['threads']
-    machine = runtime(device, dtype, seed, threads=threads)
-    if was and was['dtype'] != dtype_name(machine.dtype):
-        print0(f"resume: dtype was {was['dtype']}, is {dtype_name(machine.dtype)}")
-    return machine, compile
+    if not was or (was['device_type'], was['ranks']) != (choose_device(device)[0], world()[1]):
+        return runtime(device, dtype, seed), compile
+    dtype = was['dtype'] if dtype == 'auto' else dtype
+    return (runtime(device, dtype, seed, threads=was['threads']),
+            was['compile'] if compile == 'auto' else compile)
 
 
 def eager_seconds(steps, n_layer, flops):
@@ -892,19 +829,12 @@ def resolve_compile(compile, device, seconds):
     return ('cuda' in device or device == 'cpu' and seconds > 120) and can_compile(device)
 
 
-def compile_model(model, device, by_block=False):
-    """Returns what computes model(idx, targets) compiled. by_block: the model itself, its blocks and loss
-    compiled in place: for a sharded one, whose weights are gathered between them; blocks that are alike are
-    compiled once. The steps of two cores took a fifth longer so."""
+def compile_model(model, device):
+    """Returns what computes model(idx, targets) compiled; the model stays as it is. A sharded one, whose
+    weights are gathered between blocks, is compiled by block, blocks that are alike once."""
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
-    compiled = functools.partial(torch.compile, dynamic=False, options=options)
-    if not by_block:
-        return compiled(model)
-    for block in model.h:
-        block.forward = compiled(block.forward)
-    model.loss = compiled(model.loss)
-    return model
+    return torch.compile(model, dynamic=False, options=options)
 
 
 PEAK_TFLOPS = {  # dense, 16 bits, sums in float32: NVIDIA's data sheets, by what the device's name contains
@@ -923,17 +853,14 @@ def peak_flops(device, dtype):
 
 
 def peak_mb(device):
-    """Most memory used so far: of the CUDA device, or of this process; None where nobody can tell."""
+    """Most memory used so far: of the CUDA device, or of this process; None on Windows."""
     if 'cuda' in device:
         return torch.cuda.max_memory_allocated(device) / 2**20
-    if os.path.exists('/proc/self/status'):  # getrusage begins with the peak of the process that started this
-        with open('/proc/self/status', encoding='utf-8') as f:
-            kb = re.search(r'VmHWM:\s+(\d+)', f.read())
-        return int(kb[1]) / 2**10 if kb else None
-    if sys.platform == 'darwin':
+    try:
         import resource
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return None
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 
 
 def data_folder(dataset):
@@ -942,9 +869,8 @@ def data_folder(dataset):
     return dataset if os.path.isdir(dataset) and not os.path.isdir(folder) else folder
 
 
-def check_data(folder, meta, train_bins, val_bins, config, source):
-    """Raises ValueError if a GPT of this config cannot train on a prepared folder. source: what --tokenizer
-    is to name for data of the model's own tokenizer, or None for a model from scratch."""
+def check_data(folder, meta, train_bins, val_bins, config):
+    """Raises ValueError if a GPT of this config cannot train on a prepared folder."""
     if meta['block_size'] not in (None, config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
                          f"{config.block_size}: give --block_size={meta['block_size']}, or prepare it again "
@@ -952,33 +878,23 @@ def check_data(folder, meta, train_bins, val_bins, config, source):
     for bins in (train_bins, val_bins):
         bins.n_sequences(config.block_size)  # an error, if there is none
         if meta['vocab_size'] > config.vocab_size:
-            advice = 'prepare it again, or raise --vocab_size'
-            if source is not None:
-                advice = f"prepare it with the model's own tokenizer: --tokenizer={shlex.quote(source)}"
-            bins.check_vocabulary(config.vocab_size, advice)
+            bins.check_vocabulary(config.vocab_size, 'prepare it with the tokenizer of the model, or give a '
+                                                     'model from scratch a larger --vocab_size')
         bins.vocab_size = config.vocab_size
 
 
-def warn(max_iters, warmup, iters_per_epoch, tokens_per_param):
-    """Says so where text is scarce, or where the learning rate does not come to its peak."""
-    if iters_per_epoch < 1 or tokens_per_param is not None and max_iters > 10 * iters_per_epoch:
-        print0(f"warning: {max_iters / iters_per_epoch:.0f} epochs of this text, {iters_per_epoch:.2g} "
-               "iterations each: prepare more, or train less")
-    if 0 < max_iters <= warmup:
-        print0(f"warning: warmup_iters={warmup} goes on to the end: the learning rate comes to "
-               f"{max_iters / (warmup + 1):.0%} of its peak; lower --warmup_iters")
-
-
-def dataset_tokenizer(folder, source_tokenizer, source, resumed):
+def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
     """The tokenizer of a prepared folder, None if it cannot be had, which is said. Where the model that the
-    run starts from has another, which prepare.py's --tokenizer=source gives, a warning, or if it is resumed a
-    ValueError."""
+    run starts from (rest) has another, a warning, or if it is resumed a ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
-    if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
+    if 'no_tokenizer' in rest:
+        print0(f"the tokenizers of {folder} and {rest['path']} are not compared: {rest['no_tokenizer']}")
+    elif source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
+        source = data_folder(rest['config']['dataset']) if 'config' in rest else rest['path']
         differs = (f"{folder} was prepared with another tokenizer than the model's, so that ids stand for "
                    f"other text: python prepare.py ... --tokenizer={shlex.quote(source)}")
         if resumed:
@@ -1002,55 +918,30 @@ def stop_on_signals(rank):
     return stop
 
 
-def resume_command(out_dir, ranks):
-    """The command that goes on with this run."""
-    start = 'python'
-    if ranks > 1:
-        here = os.environ.get('LOCAL_WORLD_SIZE')
-        start = f'torchrun --standalone --nproc_per_node={here}' if here == str(ranks) else 'torchrun ...'
-    return f"{start} {shlex.quote(sys.argv[0])} --out_dir={shlex.quote(out_dir)} --init_from=resume"
-
-
-def tell(text, stop):
-    """print0, but once a signal has come nobody needs to listen: Ctrl-C ends the `tee` of `| tee log` as
-    well, and the run is to be saved."""
-    try:
-        print0(text)
-    except BrokenPipeError:
-        if not stop:
-            raise
-
-
 # main -------------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
     rank, ranks = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
 
-    # settings, and what to start from: a resumed run has its checkpoint's settings, so it is read first
-    asked = {name: value for name, value in settings.model_args.items() if name in given}
-    model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
-    if resumed:
-        model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked)
-    config = run_settings(config, given, rest)
-    globals().update(config)
+    # settings and data, and what to start from: a resumed run has the settings of its checkpoint
     check_settings(config)
+    model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
+    if init_from != 'scratch':
+        asked = {name: value for name, value in settings.model_args.items() if name in given}
+        model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked,
+                                                      None if resumed else read_meta(data_folder(dataset)))
+    config = run_settings(config, given, rest if resumed else {})
+    globals().update(config)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
     folder = data_folder(dataset)
     train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
-    if ranks > 1:
-        start_ranks(backend, device, ranks)
-    if init_from not in ('scratch', 'resume'):
-        model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked, meta)
-    source = data_folder(rest['config']['dataset']) if 'config' in rest else rest.get('path')
-    if 'no_tokenizer' in rest:
-        print0(f"the tokenizers of {folder} and {rest['path']} are not compared: {rest['no_tokenizer']}")
-    tokenizer = dataset_tokenizer(folder, source_tokenizer, source, resumed)
-    if ranks > 1:
-        check_ranks_agree({'train tokens': train_bins.n_tokens, 'val tokens': val_bins.n_tokens,
-                           'a tokenizer': tokenizer is not None, 'iter_num': rest.get('iter_num')})
+    tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
 
-    # machine
-    machine, compile = resolve_runtime(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
+    # ranks and machine
+    if ranks > 1:
+        start_ranks(backend, device)
+        check_ranks_agree(train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num'))
+    machine, compile = resolve_runtime(device, dtype, seed, compile, resumed and rest.get('runtime'))
     device = machine.device
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
@@ -1061,11 +952,9 @@ if __name__ == '__main__':
         if model.config.n_expert_active == 1 and model.config.norm_topk_prob:  # published ones exist
             raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router "
                              "learns nothing: --norm_topk_prob=False")
-    check_data(folder, meta, train_bins, val_bins, model.config, source)
+    check_data(folder, meta, train_bins, val_bins, model.config)
     check_effect(given, {**config, **vars(model.config)})
-    lora = rest.get('lora') if resumed else new_lora(config, rest)
-    if lora and not resumed:
-        add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
     shard = shard and ranks > 1  # a run may go on here that began on several
@@ -1103,22 +992,21 @@ if __name__ == '__main__':
            f"{max_iters * sequences_per_iter / n_sequences:.2f} epochs, "
            f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
            f"{eval_interval} iterations to {out_dir}/")
-    warn(max_iters, warmup_iters, n_sequences / sequences_per_iter, tokens_per_param)
+    if 0 < max_iters <= warmup_iters:
+        print0(f"warning: warmup_iters={warmup_iters} goes on to the end: the learning rate comes to "
+               f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower --warmup_iters")
 
     # optimizers, compilation, ranks
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
     progress = resume(rest, optimizers, scaler) if resumed else Progress()
-    if resumed and progress.iter_num >= max_iters and not eval_only:
-        print0(f"resume: nothing is left to do, max_iters={max_iters:,}; to train on, give more --max_iters")
-        sys.exit()
     del rest, source_tokenizer  # their memory
     compile = resolve_compile(compile, device, eager_seconds(max_iters * accumulation, model.config.n_layer,
                                                              flops_per_iter / (accumulation * ranks)))
     forward = evaluated = model
-    if compile and not eval_only and progress.iter_num < max_iters:
+    if compile and not eval_only:
         print0('compiling: the first iteration takes half a minute or more')
-        forward = compile_model(model, device, by_block=shard)
+        forward = compile_model(model, device)
         if 'cuda' in device:  # on a CPU compiling again costs more than it gives
             evaluated = forward
     if ranks > 1 and not shard:
@@ -1147,7 +1035,7 @@ if __name__ == '__main__':
     # the loop: train up to the next evaluation, evaluate, save
     began, first_it, peak = START - progress.wall_s, progress.iter_num, peak_flops(device, machine.dtype)
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
-                           seed, device, rank, ranks)
+                           seed, device)
     batch, row, stopping, moves, in_a_row = next(batches, None), None, False, [], 0
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
@@ -1155,10 +1043,11 @@ if __name__ == '__main__':
         while progress.iter_num < goal and not stopping and not eval_only:
             lr = lr_at(progress.iter_num, learning_rate, floor, warmup_iters, decay_end,
                        lr_schedule if decay_lr else None, cooldown)
-            set_learning_rate(optimizers, lr)
+            for group in [group for opt in optimizers for group in opt.param_groups]:
+                group['lr'] = lr
             seed_dropout(seed, progress.iter_num, rank, device)
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
-                                                 scaler, balance_loss, z_loss, ranks)
+                                                 scaler, balance_loss, z_loss)
             at_goal = progress.iter_num + 1 == goal
             before = [w.detach().clone() for w in params] if at_goal and (rank == 0 or shard) else None
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
@@ -1168,85 +1057,83 @@ if __name__ == '__main__':
 
             it = progress.iter_num
             if time_limit is not None and time.time() - START >= 60 * time_limit and not stop:
-                tell(f"time_limit={time_limit:g} minutes are over: stopping", stop)
+                print0(f"time_limit={time_limit:g} minutes are over: stopping")
                 stop.append(signal.SIGTERM)
-            stopping = on_any_rank(bool(stop), ranks)
+            stopping = all_reduce(torch.tensor(float(bool(stop)))).item() > 0  # on any rank
             logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
             if logs or early or stopping or len(moves) == MAX_SKIPPED:
-                skipped, in_a_row = count_skipped(moves, in_a_row)
+                moves = torch.stack(moves).tolist()
+                skipped = moves.count(False)
+                in_a_row = moves[::-1].index(True) if any(moves) else in_a_row + skipped
                 progress.skipped, moves = progress.skipped + skipped, []
                 if skipped:
-                    tell(f"iter {it}: a loss or gradient was not finite, {skipped} update"
-                         f"{'s' * (skipped > 1)} skipped, {progress.skipped} in all", stop)
+                    print0(f"iter {it}: a loss or gradient was not finite, {skipped} update"
+                         f"{'s' * (skipped > 1)} skipped, {progress.skipped} in all")
                 if in_a_row >= MAX_SKIPPED:
-                    raise diverged(f"{in_a_row} losses or gradients in a row were not finite", it, out_dir)
+                    diverge(f"{in_a_row} losses or gradients in a row were not finite", it, out_dir)
             if logs or early or stopping:
                 seconds = (time.time() - timed_at) / (it - timed_it)
                 timed_it, timed_at = it, time.time()
                 row = {'iter': it, 'tokens': it * tokens_per_iter,
                        'epoch': it * sequences_per_iter / n_sequences,
-                       'loss': mean_over_ranks(loss, ranks), 'lr': lr, 'grad_norm': float(grad_norm),
+                       'loss': all_reduce(loss).item() / ranks, 'lr': lr, 'grad_norm': float(grad_norm),
                        'update_ratio': relative_change(params, before) if before else None,
                        'ms_per_iter': seconds * 1e3, 'tok_per_s': tokens_per_iter / seconds,
                        'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
-                       'load_max': None if expert_load is None else worst_load(expert_load),
+                       'load_max': None if expert_load is None else  # the largest share of an expert, in even shares
+                       (expert_load.amax(1) / expert_load.mean(1)).max().item(),
                        'skipped': progress.skipped, 'wall_s': time.time() - began}
-                tell(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds), stop)
+                if not stop:  # Ctrl-C ends the `tee` of `| tee log` too: nothing is printed before it is saved
+                    print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
                 if rank == 0 and logs and not at_goal and not stopping:  # else it waits for its val_loss
                     log_row(log_file, wandb, row)
 
         if stopping:  # saved first, for whoever sent the signal may not wait for an evaluation
             progress.wall_s = time.time() - began
-            state = snapshot(model, progress, optimizers, scaler, wanted=rank == 0)
-            if rank == 0:
-                save(checkpoint_file, {**constant, **state})
+            save_run(checkpoint_file, constant, model, progress, optimizers, scaler)
         val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
-                                   machine.autocast, rank, ranks)
+                                   machine.autocast)
         # of the training text a quarter as many, to compare with
         quarter = max(1, min(eval_iters, val_bins.n_sequences(block_size) // batch_size) // 4)
         train_loss, _ = evaluate(evaluated, model, train_bins, quarter, batch_size, device,
-                                 machine.autocast, rank, ranks)
+                                 machine.autocast)
         bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
-        tell(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
-             f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
+        print0(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
+             f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
         if not math.isfinite(val_loss):
-            raise diverged(f"val loss is {val_loss}", progress.iter_num, out_dir)
+            diverge(f"val loss is {val_loss}", progress.iter_num, out_dir)
         if eval_only:
             break
         improved = val_loss < progress.best_val_loss
         progress.best_val_loss, progress.wall_s = min(val_loss, progress.best_val_loss), time.time() - began
-        state = snapshot(model, progress, optimizers, scaler, wanted=rank == 0)
-        if rank == 0:
-            if row:  # before the checkpoint: a run that is killed in between writes it anew
-                row.update(val_loss=val_loss, val_bpb=bpb, wall_s=progress.wall_s)
-                log_row(log_file, wandb, row)
-            if improved and not always_save_checkpoint:
-                weights = {name: value for name, value in state.items() if name not in ('optimizer', 'scaler')}
-                save(os.path.join(out_dir, 'best.pt'), {**constant, **weights})
-            save(checkpoint_file, {**constant, **state})
-            if keep:
-                keep_last(out_dir, progress.iter_num, keep)
-        del state  # sharded weights are gathered in it
+        if rank == 0 and row:  # before the checkpoint: a run that is killed in between writes it anew
+            log_row(log_file, wandb, {**row, 'val_loss': val_loss, 'val_bpb': bpb, 'wall_s': progress.wall_s})
+        if improved and not always_save_checkpoint:
+            save_run(os.path.join(out_dir, 'best.pt'), constant, model, progress)
+        save_run(checkpoint_file, constant, model, progress, optimizers, scaler)
+        if keep and rank == 0:
+            keep_last(out_dir, progress.iter_num, keep)
         if sample_tokens and tokenizer and (rank == 0 or shard):  # sharded, all ranks compute the same
             model.eval()
             first_token = val_bins.read([0], block_size)[0, :1].tolist()
-            with machine.autocast(), torch.compiler.set_stance('force_eager'):
+            with machine.autocast():
                 text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
             model.train()
-            tell(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}", stop)
+            print0(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
         if stopping or progress.iter_num >= max_iters:
             break
 
     stopped = stopping and progress.iter_num < max_iters
     if stopped:
-        tell(f"saved and stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
-             f"{resume_command(out_dir, ranks)}", stop)
+        print0(f"saved and stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
+             f"{'torchrun ...' if ranks > 1 else 'python'} {shlex.quote(sys.argv[0])} "
+             f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
     elif not eval_only:
         memory = peak_mb(device)
-        tell(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
+        print0(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
-             f"python sample.py --out_dir={shlex.quote(out_dir)}", stop)
+             f"python sample.py --out_dir={shlex.quote(out_dir)}")
     if lock:
         lock.close()
     if ranks > 1:
