@@ -342,9 +342,8 @@ def make_optimizers(model, config):
     """The optimizers that config['optimizer'] names. config: this file's settings as a dict. Raises
     ValueError if a parameter of the model has no optimizer, or two, or has one but is frozen."""
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
-    taken = collections.Counter(id(w) for opt in optimizers for group in opt.param_groups
-                                for w in group['params'])
-    wrong = [name for name, w in model.named_parameters() if taken[id(w)] != w.requires_grad]
+    taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
+    wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
     if wrong:
         raise ValueError(f"optimizer={config['optimizer']!r} must take each parameter once, but not "
                          f"{', '.join(wrong[:5])}: see OPTIMIZERS in train.py")
@@ -438,7 +437,7 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
     """Adds up the gradients of an iteration's micro-batches, of which `batch` is the first and `batches`
     yields the others; see read_batches. Returns the mean loss and the experts' load (None without them), both
     on the device, and the first batch of the next iteration."""
-    losses, expert_load = torch.zeros((), device=batch[0].device), None
+    losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
             forward.require_backward_grad_sync = step == accumulation - 1
@@ -450,13 +449,11 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
         losses += loss.detach()
         if aux:  # a model with experts
             loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
-            expert_load = aux['load'] if expert_load is None else expert_load + aux['load']
+            loads.append(aux['load'])
         loss = loss / loss.isfinite()  # else by 0: then no gradient is finite, which all ranks see
         scaler.scale(loss / accumulation).backward()
         batch = next(batches, None)  # read while the device computes
-    if expert_load is not None:
-        all_reduce(expert_load)
-    return losses / accumulation, expert_load, batch
+    return losses / accumulation, all_reduce(sum(loads)) if loads else None, batch
 
 
 def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_rate):
@@ -616,20 +613,17 @@ def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
     return gather(state, wanted)
 
 
-def save_run(path, constant, *changing):
+def save_run(out_dir, name, constant, *changing):
     """Writes a checkpoint of the run, on rank 0. constant: its other part; changing: see snapshot."""
     rank, _ = world()
     state = snapshot(*changing, wanted=rank == 0)
     if rank == 0:
-        save(path, {**constant, **state})
+        save(os.path.join(out_dir, name), {**constant, **state})
 
 
 def save(path, state):
     """Writes a checkpoint under a temporary name, then renames it: all of it or, with the old file kept,
     nothing. Raises OSError with the reason, or ValueError for weights that are not finite."""
-    for name, w in state['model'].items():
-        if not w.isfinite().all():
-            diverge(f"{name} is not finite", state['iter_num'], os.path.dirname(path))
     try:
         torch.save(state, path + '.tmp')
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
@@ -778,26 +772,14 @@ def check_effect(given, settings):
 
 
 def start_ranks(backend, device):
-    """Lets the ranks know each other."""
+    """Lets the ranks know each other. Tensors on the CPU go by gloo in any case."""
     kind, index = choose_device(device)
-    if backend == 'auto':
-        backend = 'nccl' if kind == 'cuda' else 'gloo'
     if kind == 'cuda':
         torch.cuda.set_device(index)
-    hour = datetime.timedelta(hours=1)  # of silence, that is: saving and downloading may take minutes
-    # tensors on the CPU, as those of `all_reduce` may be, go by gloo in any case
-    dist.init_process_group('cpu:gloo,cuda:nccl' if backend == 'nccl' else backend, timeout=hour,
-                            device_id=torch.device(kind, index) if backend == 'nccl' else None)
-
-
-def check_ranks_agree(*facts):
-    """facts: what this rank has read. Raises ValueError, on every rank, if another rank has read something
-    else: nodes may have folders of their own under the same name."""
-    found = [None] * world()[1]
-    dist.all_gather_object(found, facts)
-    if len(set(found)) > 1:
-        raise ValueError(f"the ranks have read different files: train tokens, val tokens and iteration are "
-                         f"{found}; share out_dir and data between the nodes, or copy them")
+    if backend in ('auto', 'nccl'):
+        backend = 'cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo'
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=1),  # saving and downloading take minutes
+                            device_id=torch.device(kind, index) if 'nccl' in backend else None)
 
 
 def dtype_name(dtype):
@@ -921,8 +903,6 @@ def stop_on_signals(rank):
 # main -------------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
-    rank, ranks = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-
     # settings and data, and what to start from: a resumed run has the settings of its checkpoint
     check_settings(config)
     model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
@@ -932,15 +912,21 @@ if __name__ == '__main__':
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
+    if 'RANK' in os.environ:  # of torchrun
+        start_ranks(backend, device)
+    rank, ranks = world()
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
     folder = data_folder(dataset)
     train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
     tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
-
-    # ranks and machine
     if ranks > 1:
-        start_ranks(backend, device)
-        check_ranks_agree(train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num'))
+        found = [None] * ranks
+        dist.all_gather_object(found, (train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num')))
+        if len(set(found)) > 1:
+            raise ValueError(f"the ranks have read different files: train tokens, val tokens and iteration are "
+                             f"{found}; share out_dir and data between the nodes, or copy them")
+
+    # machine
     machine, compile = resolve_runtime(device, dtype, seed, compile, resumed and rest.get('runtime'))
     device = machine.device
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
@@ -1014,7 +1000,7 @@ if __name__ == '__main__':
                       gradient_as_bucket_view=True)
 
     # files, signals
-    checkpoint_file, log_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'log.csv'))
+    log_file = os.path.join(out_dir, 'log.csv')
     lock, wandb, stop = None, None, []
     if rank == 0 and not eval_only:
         os.makedirs(out_dir, exist_ok=True)
@@ -1036,7 +1022,7 @@ if __name__ == '__main__':
     began, first_it, peak = START - progress.wall_s, progress.iter_num, peak_flops(device, machine.dtype)
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device)
-    batch, row, stopping, moves, in_a_row = next(batches, None), None, False, [], 0
+    batch, row, stopping, skipped, in_a_row = next(batches, None), None, False, progress.skipped, 0
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
@@ -1049,11 +1035,11 @@ if __name__ == '__main__':
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
                                                  scaler, balance_loss, z_loss)
             at_goal = progress.iter_num + 1 == goal
-            before = [w.detach().clone() for w in params] if at_goal and (rank == 0 or shard) else None
+            before = [w.detach().clone() for w in params] if at_goal else None
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
                                       0 if lora else balance_rate)
             progress.iter_num += 1
-            moves.append(moved)
+            skipped, in_a_row = skipped + ~moved, (in_a_row + 1) * ~moved  # on the device, which nobody waits for
 
             it = progress.iter_num
             if time_limit is not None and time.time() - START >= 60 * time_limit and not stop:
@@ -1061,17 +1047,13 @@ if __name__ == '__main__':
                 stop.append(signal.SIGTERM)
             stopping = all_reduce(torch.tensor(float(bool(stop)))).item() > 0  # on any rank
             logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
-            if logs or early or stopping or len(moves) == MAX_SKIPPED:
-                moves = torch.stack(moves).tolist()
-                skipped = moves.count(False)
-                in_a_row = moves[::-1].index(True) if any(moves) else in_a_row + skipped
-                progress.skipped, moves = progress.skipped + skipped, []
-                if skipped:
-                    print0(f"iter {it}: a loss or gradient was not finite, {skipped} update"
-                         f"{'s' * (skipped > 1)} skipped, {progress.skipped} in all")
+            if logs or early or stopping:
+                if skipped > progress.skipped:
+                    print0(f"iter {it}: a loss or gradient was not finite, {skipped - progress.skipped} updates "
+                           f"skipped, {skipped} in all")
+                progress.skipped = int(skipped)
                 if in_a_row >= MAX_SKIPPED:
                     diverge(f"{in_a_row} losses or gradients in a row were not finite", it, out_dir)
-            if logs or early or stopping:
                 seconds = (time.time() - timed_at) / (it - timed_it)
                 timed_it, timed_at = it, time.time()
                 row = {'iter': it, 'tokens': it * tokens_per_iter,
@@ -1090,7 +1072,7 @@ if __name__ == '__main__':
 
         if stopping:  # saved first, for whoever sent the signal may not wait for an evaluation
             progress.wall_s = time.time() - began
-            save_run(checkpoint_file, constant, model, progress, optimizers, scaler)
+            save_run(out_dir, 'ckpt.pt', constant, model, progress, optimizers, scaler)
         val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
                                    machine.autocast)
         # of the training text a quarter as many, to compare with
@@ -1110,8 +1092,8 @@ if __name__ == '__main__':
         if rank == 0 and row:  # before the checkpoint: a run that is killed in between writes it anew
             log_row(log_file, wandb, {**row, 'val_loss': val_loss, 'val_bpb': bpb, 'wall_s': progress.wall_s})
         if improved and not always_save_checkpoint:
-            save_run(os.path.join(out_dir, 'best.pt'), constant, model, progress)
-        save_run(checkpoint_file, constant, model, progress, optimizers, scaler)
+            save_run(out_dir, 'best.pt', constant, model, progress)
+        save_run(out_dir, 'ckpt.pt', constant, model, progress, optimizers, scaler)
         if keep and rank == 0:
             keep_last(out_dir, progress.iter_num, keep)
         if sample_tokens and tokenizer and (rank == 0 or shard):  # sharded, all ranks compute the same
@@ -1136,7 +1118,7 @@ if __name__ == '__main__':
              f"python sample.py --out_dir={shlex.quote(out_dir)}")
     if lock:
         lock.close()
-    if ranks > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
     if stopped:  # as a shell reports a program that a signal has ended
         sys.exit(128 + (stop or [signal.SIGTERM])[0])
