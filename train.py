@@ -10,9 +10,9 @@ Trains a model: tokens -> weights.
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=1234 \
         train.py config/small.py
 
-Every setting below and every field of GPTConfig can be set in a config file or by --name=value; --help lists
-them. Batches are a pure function of (seed, iteration): a run that was stopped and resumed, on any number of
-ranks that divides the batch, sees the batches it would have seen.
+Every setting below and every field of GPTConfig can be set in a config file or by --name=value. Batches are
+a pure function of (seed, iteration): a resumed run, on any number of ranks that divides the batch, sees the
+batches it would have seen.
 """
 import time
 
@@ -175,9 +175,8 @@ def to_device(batch, device):
 
 
 def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, device):
-    """Yields this rank's micro-batches of these iterations, (inputs, targets, weight) each: the ranks take
-    turns through the sequences of an iteration, so that any number of them sees the same ones. weight: see
-    `loss_weights`; None without a target mask."""
+    """Yields this rank's micro-batches of these iterations: (inputs, targets, weight), where weight, see
+    loss_weights, is None without a target mask. Any number of ranks shares the same sequences."""
     n_sequences, (rank, ranks) = bins.n_sequences(block_size), world()
 
     def read(it, step):
@@ -193,9 +192,9 @@ def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, 
 
 
 def loss_weights(counts, device):
-    """How much the mean loss of each of a rank's micro-batches counts, given their numbers of targets: its
-    share of the iteration's targets, over all ranks, relative to an even share. So the iteration's loss is
-    the mean over all its targets, however they are split. (micro-batches,), on the device: nothing waits."""
+    """Of each of a rank's micro-batches, given their numbers of targets, the share of the iteration's targets
+    over all ranks, relative to an even share: times these weights, mean losses add up to the mean over all
+    targets, however they are split. (micro-batches,), on the device."""
     counts = torch.tensor(counts, dtype=torch.float32).to(device)
     total = all_reduce(counts.sum())
     return counts * (len(counts) * world()[1]) / total.clamp(min=1)
@@ -204,8 +203,7 @@ def loss_weights(counts, device):
 @torch.no_grad()
 def evaluate(forward, model, bins, batches, batch_size, device, autocast):
     """Mean loss over the targets of `batches` batches of sequences, evenly spread, the same every time, or of
-    all sequences if there are fewer. Shared by the ranks; draws no random numbers. Returns (loss, number of
-    targets)."""
+    all sequences if there are fewer; shared by the ranks. Returns (loss, number of targets)."""
     block_size, training, (rank, ranks) = model.config.block_size, model.training, world()
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
@@ -214,7 +212,7 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast):
     model.eval()
     for start in range(0, count, ranks * batch_size):  # as many rounds on each rank, as sharded models need
         part = chosen[start + rank * batch_size:][:batch_size]
-        inputs, targets = bins.batch(np.resize(part, batch_size), block_size)  # always full: no recompilation
+        inputs, targets = bins.batch(np.resize(part, batch_size), block_size)  # full, so nothing recompiles
         targets = np.where(np.arange(batch_size)[:, None] < len(part), targets, -1)
         n_targets = np.count_nonzero(targets != -1)
         with autocast():
@@ -230,9 +228,9 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast):
 
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), and
-    scaled to the RMS of AdamW's updates (arXiv:2502.16982, section 2.2): what torch.optim.Muon with
-    adjust_lr_fn='match_rms_adamw' computes, but each projection of a fused matrix by itself, all matrices of
-    a shape at once, the ranks sharing them. row_splits: parameter -> rows of each projection in it."""
+    scaled to the RMS of AdamW's updates (arXiv:2502.16982, section 2.2), as torch.optim.Muon with
+    adjust_lr_fn='match_rms_adamw', but each projection of a fused matrix by itself, and all matrices of a
+    shape at once, shared by the ranks. row_splits: parameter -> rows of each projection in it."""
 
     def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -279,8 +277,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise_shared(matrices):
-    """Matrices of one shape, the same on all ranks -> (n, rows, columns) bfloat16. Each rank takes a share of
-    them, and gathers the others'."""
+    """Matrices of one shape, the same on all ranks -> (n, rows, columns) bfloat16. Each rank computes a share
+    of them."""
     rank, ranks = world()
     if ranks == 1:
         return orthogonalise(torch.stack(matrices))
@@ -339,8 +337,8 @@ OPTIMIZERS = {  # name: function of the model and all settings -> list of optimi
 
 
 def make_optimizers(model, config):
-    """The optimizers that config['optimizer'] names. config: this file's settings as a dict. Raises
-    ValueError if a parameter of the model has no optimizer, or two, or has one but is frozen."""
+    """The optimizers that config['optimizer'] names. config: this file's settings. Raises ValueError if a
+    parameter of the model has no optimizer, or two, or has one but is frozen."""
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
@@ -351,8 +349,7 @@ def make_optimizers(model, config):
 
 
 def load_optimizers(optimizers, states):
-    """Puts saved states back, of nanoGPT's single optimizer too, whose parameters stand in the same order.
-    Settings are this run's."""
+    """Puts saved states back, of nanoGPT's single optimizer too, whose parameters stand in the same order."""
     for opt, state in zip(optimizers, [states] if isinstance(states, dict) else states, strict=True):
         params = [w for group in opt.param_groups for w in group['params']]
         for i, values in state['state'].items():
@@ -361,16 +358,16 @@ def load_optimizers(optimizers, states):
                     w = params[i]  # rows that pad the vocabulary are not in nanoGPT's files
                     padded = torch.nn.functional.pad(value, (0, 0) * (w.ndim - 1) + (0, len(w) - len(value)))
                     values[name] = shard_like(w, padded)
-        # this run's settings; it puts the states where they want them
+        # with this run's settings, of which `fused` decides where the states are put
         opt.load_state_dict({'state': state['state'], 'param_groups': opt.state_dict()['param_groups']})
 
 
 # memory -----------------------------------------------------------------------------------------------------
 
 def shard_model(model, machine):
-    """Spreads every weight over the ranks, and with it gradient and optimizer state (FSDP2, arXiv:2304.11277
-    and torch's fully_shard): a block's weights are gathered only while it computes, in the compute dtype,
-    norms' and routers' too. Gradients are summed in float32. Moves the model to the device, block by block."""
+    """Spreads every weight over the ranks, and with it gradient and optimizer state (FSDP2's fully_shard,
+    arXiv:2304.11277): a block's weights are gathered only while it computes, in the compute dtype, norms' and
+    routers' too. Gradients are summed in float32. Moves the model to the device, block by block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
@@ -381,17 +378,15 @@ def shard_model(model, machine):
 
 
 def checkpoint_blocks(model, every):
-    """Keeps of every n-th block only what goes in; the backward pass computes the rest anew (Chen et al.
-    2016, arXiv:1604.06174)."""
+    """Keeps of every n-th block only its inputs; backward computes the rest anew (arXiv:1604.06174)."""
     for block in model.h[every - 1::every]:
         block.forward = types.MethodType(forward_recomputed, block)
 
 
 def forward_recomputed(block, x, context):
-    """A block's forward. One function for all blocks, so that they are compiled once. Raises ValueError if
-    it hands on something in the context other than routing."""
+    """A block's forward; one function for all blocks, so that they are compiled once. Raises ValueError for
+    anything that the block hands on in the context but routing."""
     def forward(x):
-        # computed twice it would be told twice
         own = dataclasses.replace(context, routing=None if context.routing is None else [])
         x = type(block).forward(block, x, own)
         for field in dataclasses.fields(own):
@@ -405,13 +400,13 @@ def forward_recomputed(block, x, context):
 
 
 def is_sharded(w):
-    """Whether w is a DTensor, whose module is not imported unless shard_model needs it."""
+    """Whether w is a DTensor (whose module is slow to import)."""
     return hasattr(w, 'full_tensor')
 
 
 def gather(value, wanted=True):
-    """A sharded tensor, gathered on the CPU, or a dict or list with all that are in it so; other values as
-    they are. All ranks must call it together; one that has no use for them gets None instead."""
+    """Sharded tensors in a dict or list gathered, on the CPU; other values as they are. All ranks must call
+    it together; those without a use for the result (wanted=False) get None for each."""
     if isinstance(value, dict):
         return {name: gather(each, wanted) for name, each in value.items()}
     if isinstance(value, list):
@@ -423,7 +418,7 @@ def gather(value, wanted=True):
 
 
 def shard_like(w, value):
-    """A tensor that all ranks have -> sharded as w is; if w is not, as it is."""
+    """A tensor that all ranks have, sharded as w is; if w is not, as it is."""
     if not is_sharded(w):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -434,8 +429,8 @@ def shard_like(w, value):
 # one iteration ----------------------------------------------------------------------------------------------
 
 def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss):
-    """Adds up the gradients of an iteration's micro-batches, of which `batch` is the first and `batches`
-    yields the others; see read_batches. Returns the mean loss and the experts' load (None without them), both
+    """Adds up the gradients of an iteration's micro-batches, of which `batch` is the first; `batches`, see
+    read_batches, yields the others. Returns the mean loss and the experts' load (None without experts), both
     on the device, and the first batch of the next iteration."""
     losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
@@ -457,9 +452,8 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
 
 
 def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_rate):
-    """Clips the gradients, lets the optimizers step, moves the bias that balances experts, and clears the
-    gradients; where a gradient is not finite, only the last. Returns their norm, and whether the weights
-    moved, both 0-d tensors."""
+    """Clips the gradients, steps, moves the bias that balances experts, and clears the gradients; where one
+    is not finite, it only clears them. Returns their norm and whether the weights moved, 0-d tensors."""
     for opt in optimizers:
         scaler.unscale_(opt)
     grad_norm = gather(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
@@ -467,7 +461,7 @@ def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_ra
     moved = grad_norm.isfinite()
     for opt in optimizers:
         if takes_found_inf(opt, params[0]) and not scaler.is_enabled():
-            opt.found_inf = (~moved).float()  # the device decides, and the host need not wait for it
+            opt.found_inf = (~moved).float()  # the device decides, the host does not wait
             opt.step()
         elif moved:
             scaler.step(opt)
@@ -480,8 +474,8 @@ def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_ra
 
 
 def takes_found_inf(opt, w):
-    """Whether an optimizer of weights like w leaves them, and its state, as they are where its found_inf, a
-    0-d tensor, is 1, as torch's fused ones do."""
+    """Whether opt, of weights like w, skips a step by itself where its found_inf, a 0-d tensor, is 1, as
+    torch's fused optimizers do."""
     return (getattr(opt, '_step_supports_amp_scaling', False) and w.device.type in ('cpu', 'cuda')
             and not is_sharded(w))
 
@@ -493,7 +487,7 @@ def seed_dropout(seed, it, rank, device):
 
 
 def relative_change(params, before):
-    """How far an update has moved the weights, relative to their norm before it. Overwrites `before`."""
+    """The norm of an update relative to that of the weights before it. Overwrites `before`."""
     norm = torch.nn.utils.get_total_norm
     size = norm(before)
     torch._foreach_sub_(before, [w.detach() for w in params])
@@ -505,18 +499,16 @@ MAX_SKIPPED = 10  # updates in a row end the run
 
 def diverge(event, it, out_dir):
     """Ends a run by a ValueError. event: a clause."""
-    kept = os.path.exists(os.path.join(out_dir, 'ckpt.pt'))
-    raise ValueError(f"{event} at iteration {it}: the run diverged, and nothing more is saved; {out_dir}/ has "
-                     f"{'its last good checkpoint' if kept else 'no checkpoint yet'}; lower --learning_rate, "
-                     "or use --dtype=float32")
+    raise ValueError(f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
+                     "lower --learning_rate, or use --dtype=float32")
 
 
 # going on from a checkpoint ---------------------------------------------------------------------------------
 
 def load_to_train(init_from, out_dir, asked, meta=None):
-    """hub.load of the model to resume, with its adapters, or to fine-tune, in float32. Its architecture is
-    the checkpoint's: of the GPTConfig fields that the user asks for, those that are CHANGEABLE may change it;
-    any other difference is a ValueError. meta: of the data to fine-tune on."""
+    """hub.load of the model to resume, with its adapters, or to fine-tune, in float32. Of the GPTConfig
+    fields asked for, those that are CHANGEABLE may differ from the checkpoint's; any other difference is a
+    ValueError. meta: of the data to fine-tune on."""
     resumed = init_from == 'resume'
     changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
     if meta and not resumed:
@@ -543,8 +535,8 @@ FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}  # a checkpoint
 
 
 def run_settings(config, given, rest):
-    """This file's settings for a run: config; of LENGTH the one given last; if the run is resumed, those of
-    its checkpoint (rest), but for the names in `given`. Raises ValueError if one of FIXED would change."""
+    """This file's settings for a run: config, with of LENGTH the one given last; if the run is resumed, those
+    of its checkpoint (rest), but for the names in `given`. Raises ValueError if one of FIXED differs."""
     last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
     if last:
         config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last})}
@@ -561,12 +553,12 @@ def run_settings(config, given, rest):
 
 
 def start_lora(model, config, rest):
-    """Gives a trained model adapters, and returns what its checkpoints say of them. rest: as load returns it.
-    Raises ValueError if the model is no file or published model, or will not stay one."""
+    """Gives a trained model adapters, and returns their part of a checkpoint. rest: as load returns it.
+    Raises ValueError if the model is no file or published model, or will not stay there."""
     path = rest.get('path')
     if path is None or rest.get('lora'):
-        raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model with no adapters of its own: "
-                         "give --init_from; of a run with adapters `python hub.py export` makes one")
+        raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model without adapters: give "
+                         "--init_from; of a run with adapters `python hub.py export` makes one")
     if os.path.realpath(os.path.dirname(path)) == os.path.realpath(config['out_dir']):
         raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is: give "
                          "another --out_dir")
@@ -605,8 +597,8 @@ def resume(rest, optimizers, scaler):
 # checkpoints and log ----------------------------------------------------------------------------------------
 
 def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
-    """The part of a checkpoint that changes: weights (only the adapters, where there are any), Progress, and
-    what resuming needs of the optimizers. A sharded model's is put together by all ranks, see gather."""
+    """The changing part of a checkpoint: weights (of adapters, where there are any), Progress, optimizers.
+    All ranks must call it together."""
     state = {'model': lora_state(model) or model.state_dict(), **dataclasses.asdict(progress)}
     if optimizers:
         state.update(optimizer=[opt.state_dict() for opt in optimizers], scaler=scaler.state_dict())
@@ -614,7 +606,7 @@ def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
 
 
 def save_run(out_dir, name, constant, *changing):
-    """Writes a checkpoint of the run, on rank 0. constant: its other part; changing: see snapshot."""
+    """Writes a checkpoint on rank 0: its constant part, and a snapshot of the changing one."""
     rank, _ = world()
     state = snapshot(*changing, wanted=rank == 0)
     if rank == 0:
@@ -622,8 +614,8 @@ def save_run(out_dir, name, constant, *changing):
 
 
 def save(path, state):
-    """Writes a checkpoint under a temporary name, then renames it: all of it or, with the old file kept,
-    nothing. Raises OSError with the reason, or ValueError for weights that are not finite."""
+    """Writes a checkpoint under a temporary name, then renames it: all of it or nothing, with the old file
+    kept. Raises OSError with the reason."""
     try:
         torch.save(state, path + '.tmp')
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
@@ -642,8 +634,8 @@ def keep_last(out_dir, it, keep):
 
 
 def lock_folder(out_dir):
-    """Takes out_dir for this process until it ends, however it ends, where the system can. Returns the open
-    file, which is to be kept. Raises ValueError if another training has taken it."""
+    """Takes out_dir for this process until it ends, where the system can. Returns the open file, to be kept.
+    Raises ValueError if another training has taken it."""
     f = open(os.path.join(out_dir, 'lock'), 'w')  # noqa: SIM115
     try:
         import fcntl
@@ -657,8 +649,8 @@ def lock_folder(out_dir):
 
 
 def prepare_out_dir(out_dir, resumed, keep_best):
-    """Renames the files of an earlier run in out_dir, ckpt.pt to ckpt.old-3.pt; of a run that is resumed only
-    a best.pt that it keeps no longer, for sample.py would go on reading it."""
+    """Renames the files of an earlier run in out_dir, ckpt.pt to ckpt.old-3.pt; if the run is resumed, only a
+    best.pt that is no longer kept, which sample.py would go on reading."""
     names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
     earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
     if resumed and keep_best:
@@ -686,7 +678,8 @@ def start_log(path, after):
     rows = []
     if after and os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as f:
-            rows = [row for row in csv.DictReader(f) if None not in row.values() and int(row['iter']) <= after]
+            rows = [row for row in csv.DictReader(f)
+                    if None not in row.values() and int(row['iter']) <= after]
     with open(path + '.tmp', 'w', encoding='utf-8', newline='') as f:
         writer = csv.DictWriter(f, LOG_FIELDS, extrasaction='ignore')
         writer.writeheader()
@@ -724,8 +717,8 @@ def describe(row, seconds_left):
 
 
 def start_wandb(project, name, settings, run_id):
-    """A run on Weights & Biases: a new one, or that of run_id, which goes on. None where wandb is missing or
-    refuses: it must not cost the run."""
+    """A run on Weights & Biases, or run_id's, continued. None where wandb is missing or refuses: it must not
+    cost the run."""
     try:
         import wandb
         return wandb.init(project=project, name=name, config=settings, id=run_id, resume='allow')
@@ -739,9 +732,9 @@ def start_wandb(project, name, settings, run_id):
 CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES, 'compile': (True, False, 'auto')}
 LIMITS = {  # (lowest, highest): the settings that must be between
     (1, 1e18): 'batch_size gradient_accumulation_steps eval_interval eval_iters log_interval',
-    (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters lr_decay_iters '
-               'weight_decay grad_clip balance_loss z_loss balance_rate lora_rank sample_tokens keep seed '
-               'checkpoint_activations',
+    (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters keep seed '
+               'lr_decay_iters weight_decay grad_clip balance_loss z_loss balance_rate lora_rank '
+               'sample_tokens checkpoint_activations',
     (0, 1 - 1e-9): 'beta1 beta2 momentum', (1e-9, 1): 'cooldown', (1e-9, 1e18): 'lora_alpha',
 }
 UNUSED = {  # flag: the setting, or field of GPTConfig, and its values, with which it has no effect
@@ -757,28 +750,29 @@ def check_settings(config):
     """Raises ValueError for settings that are no choice, or out of their limits."""
     wrong = [f"{name}={config[name]!r} is none of {', '.join(map(str, known))}"
              for name, known in CHOICES.items() if config[name] not in known]
-    wrong += [f"{name}={config[name]} must be from {low:g} to {high:g}" for (low, high), names in LIMITS.items()
-              for name in names.split() if config[name] is not None and not low <= config[name] <= high]
+    wrong += [f"{name}={config[name]} must be from {low:g} to {high:g}"
+              for (low, high), names in LIMITS.items() for name in names.split()
+              if config[name] is not None and not low <= config[name] <= high]
     if wrong:
         raise ValueError('; '.join(wrong))
 
 
 def check_effect(given, settings):
-    """Raises ValueError for a flag that has no effect; config files serve many runs. given: as configure
-    returns it; settings: this file's and the model's, {name: value}."""
+    """Raises ValueError for a flag without effect; config files serve many runs. given: as configure returns
+    it; settings: this file's and the model's."""
     for name, (other, values) in UNUSED.items():
         if given.get(name) == 'flags' and settings[other] in values:
             raise ValueError(f"--{name} has no effect with {other}={settings[other]}: leave it out")
 
 
 def start_ranks(backend, device):
-    """Lets the ranks know each other. Tensors on the CPU go by gloo in any case."""
+    """Joins the ranks; tensors on the CPU go by gloo in any case."""
     kind, index = choose_device(device)
     if kind == 'cuda':
         torch.cuda.set_device(index)
     if backend in ('auto', 'nccl'):
         backend = 'cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo'
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=1),  # saving and downloading take minutes
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=1),  # saving may take minutes
                             device_id=torch.device(kind, index) if 'nccl' in backend else None)
 
 
@@ -787,8 +781,8 @@ def dtype_name(dtype):
 
 
 def resolve_runtime(device, dtype, seed, compile, was):
-    """configurator.runtime, and compile. was: the runtime that a checkpoint records, or None. On the same
-    device and as many ranks 'auto' stands for what it stood for there: then a run resumes exactly."""
+    """configurator.runtime, and compile. was: the runtime in a checkpoint, or None: on the same device and as
+    many ranks 'auto' means what it meant there, so that a run resumes exactly."""
     if not was or (was['device_type'], was['ranks']) != (choose_device(device)[0], world()[1]):
         return runtime(device, dtype, seed), compile
     dtype = was['dtype'] if dtype == 'auto' else dtype
@@ -797,15 +791,14 @@ def resolve_runtime(device, dtype, seed, compile, was):
 
 
 def eager_seconds(steps, n_layer, flops):
-    """About how long so many micro-batches of so many FLOPs take uncompiled on a CPU: forward and backward, a
-    layer has some 300 operators of 5 us each, and two cores reached 1.2e11 FLOP/s, in the quick-start and the
-    default shape alike."""
+    """About how long so many micro-batches of so many FLOPs take uncompiled: a layer has some 300 operators
+    of 5 us, forward and backward, and two cores reached 1.2e11 FLOP/s."""
     return steps * (n_layer * 1.5e-3 + flops / 1.2e11)
 
 
 def resolve_compile(compile, device, seconds):
-    """compile='auto' -> bool, for a run that on a CPU takes so many seconds uncompiled: compiling takes some
-    40 there and saves a third of them."""
+    """compile='auto' -> bool. seconds: of the run, uncompiled on a CPU, where compiling takes some 40 and
+    saves a third."""
     if compile != 'auto':
         return compile
     return ('cuda' in device or device == 'cpu' and seconds > 120) and can_compile(device)
@@ -813,7 +806,7 @@ def resolve_compile(compile, device, seconds):
 
 def compile_model(model, device):
     """Returns what computes model(idx, targets) compiled; the model stays as it is. A sharded one, whose
-    weights are gathered between blocks, is compiled by block, blocks that are alike once."""
+    weights are gathered between blocks, is compiled by block."""
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
     return torch.compile(model, dynamic=False, options=options)
@@ -830,7 +823,7 @@ def peak_flops(device, dtype):
     if 'cuda' not in device or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()  # a Ti or a laptop's is another card
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()  # a Ti is another card
                  if re.search(rf'\b{part}\b(?! (Ti|D|NVL|Laptop|Max-Q)\b)', name)), None)
 
 
@@ -838,10 +831,9 @@ def peak_mb(device):
     """Most memory used so far: of the CUDA device, or of this process; None on Windows."""
     if 'cuda' in device:
         return torch.cuda.max_memory_allocated(device) / 2**20
-    try:
-        import resource
-    except ImportError:
+    if sys.platform == 'win32':
         return None
+    import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 
 
@@ -866,16 +858,14 @@ def check_data(folder, meta, train_bins, val_bins, config):
 
 
 def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
-    """The tokenizer of a prepared folder, None if it cannot be had, which is said. Where the model that the
-    run starts from (rest) has another, a warning, or if it is resumed a ValueError."""
+    """The tokenizer of a prepared folder, None if it cannot be had, which is said. If the model that the run
+    starts from (rest) has another: a warning, or if it is resumed a ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
-    if 'no_tokenizer' in rest:
-        print0(f"the tokenizers of {folder} and {rest['path']} are not compared: {rest['no_tokenizer']}")
-    elif source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
+    if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
         source = data_folder(rest['config']['dataset']) if 'config' in rest else rest['path']
         differs = (f"{folder} was prepared with another tokenizer than the model's, so that ids stand for "
                    f"other text: python prepare.py ... --tokenizer={shlex.quote(source)}")
@@ -886,8 +876,8 @@ def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
 
 
 def stop_on_signals(rank):
-    """Ctrl-C and a scheduler's SIGTERM: the list that is returned is empty no more, which ends the run after
-    the iteration that is under way. A second signal leaves at once."""
+    """Ctrl-C and SIGTERM fill the list that is returned, which ends the run after the current iteration; a
+    second signal leaves at once."""
     stop = []
 
     def ask(number, frame):
@@ -903,7 +893,7 @@ def stop_on_signals(rank):
 # main -------------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
-    # settings and data, and what to start from: a resumed run has the settings of its checkpoint
+    # where to start from, and settings, which a resumed run takes from its checkpoint
     check_settings(config)
     model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
     if init_from != 'scratch':
@@ -919,12 +909,10 @@ if __name__ == '__main__':
     folder = data_folder(dataset)
     train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
     tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
-    if ranks > 1:
-        found = [None] * ranks
-        dist.all_gather_object(found, (train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num')))
-        if len(set(found)) > 1:
-            raise ValueError(f"the ranks have read different files: train tokens, val tokens and iteration are "
-                             f"{found}; share out_dir and data between the nodes, or copy them")
+    facts = torch.tensor([train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num', 0)])
+    if (all_reduce(facts.clone()) != ranks * facts).any():
+        raise ValueError(f"rank {rank} has read other files than another, {facts.tolist()} train tokens, val "
+                         "tokens and iterations: share out_dir and data between the nodes, or copy them")
 
     # machine
     machine, compile = resolve_runtime(device, dtype, seed, compile, resumed and rest.get('runtime'))
@@ -946,7 +934,7 @@ if __name__ == '__main__':
     shard = shard and ranks > 1  # a run may go on here that began on several
     if shard:
         if lora or machine.dtype == torch.float16:
-            raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one of them out")
+            raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
         shard_model(model, machine)
     model.to(device).train()
     block_size, params = model.config.block_size, [w for w in model.parameters() if w.requires_grad]
@@ -1010,7 +998,8 @@ if __name__ == '__main__':
         if wandb_log:
             wandb = start_wandb(wandb_project, wandb_run_name,
                                 {**config, **dataclasses.asdict(model.config)}, progress.wandb_id)
-            progress.wandb_id = wandb.id if wandb else progress.wandb_id
+        if wandb:
+            progress.wandb_id = wandb.id
     if not eval_only:
         stop = stop_on_signals(rank)
     constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
@@ -1039,7 +1028,7 @@ if __name__ == '__main__':
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
                                       0 if lora else balance_rate)
             progress.iter_num += 1
-            skipped, in_a_row = skipped + ~moved, (in_a_row + 1) * ~moved  # on the device, which nobody waits for
+            skipped, in_a_row = skipped + ~moved, (in_a_row + 1) * ~moved  # on the device: nobody waits
 
             it = progress.iter_num
             if time_limit is not None and time.time() - START >= 60 * time_limit and not stop:
@@ -1049,8 +1038,8 @@ if __name__ == '__main__':
             logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
             if logs or early or stopping:
                 if skipped > progress.skipped:
-                    print0(f"iter {it}: a loss or gradient was not finite, {skipped - progress.skipped} updates "
-                           f"skipped, {skipped} in all")
+                    print0(f"iter {it}: a loss or gradient was not finite, updates skipped: "
+                           f"{skipped - progress.skipped}, {skipped} in all")
                 progress.skipped = int(skipped)
                 if in_a_row >= MAX_SKIPPED:
                     diverge(f"{in_a_row} losses or gradients in a row were not finite", it, out_dir)
@@ -1062,10 +1051,10 @@ if __name__ == '__main__':
                        'update_ratio': relative_change(params, before) if before else None,
                        'ms_per_iter': seconds * 1e3, 'tok_per_s': tokens_per_iter / seconds,
                        'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
-                       'load_max': None if expert_load is None else  # the largest share of an expert, in even shares
+                       'load_max': None if expert_load is None else  # the largest, in even shares
                        (expert_load.amax(1) / expert_load.mean(1)).max().item(),
                        'skipped': progress.skipped, 'wall_s': time.time() - began}
-                if not stop:  # Ctrl-C ends the `tee` of `| tee log` too: nothing is printed before it is saved
+                if not stop:  # Ctrl-C ends the `tee` of `| tee log` too: save before printing
                     print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
                 if rank == 0 and logs and not at_goal and not stopping:  # else it waits for its val_loss
                     log_row(log_file, wandb, row)
