@@ -735,7 +735,7 @@ LIMITS = {  # (lowest, highest): the settings that must be between
     (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters keep seed '
                'lr_decay_iters weight_decay grad_clip balance_loss z_loss balance_rate lora_rank '
                'sample_tokens checkpoint_activations',
-    (0, 1 - 1e-9): 'beta1 beta2 momentum', (1e-9, 1): 'cooldown', (1e-9, 1e18): 'lora_alpha',
+    (0, 0.999999): 'beta1 beta2 momentum', (1e-9, 1): 'cooldown', (1e-9, 1e18): 'lora_alpha',
 }
 UNUSED = {  # flag: the setting, or field of GPTConfig, and its values, with which it has no effect
     'momentum': ('optimizer', ['adamw']),
@@ -750,7 +750,7 @@ def check_settings(config):
     """Raises ValueError for settings that are no choice, or out of their limits."""
     wrong = [f"{name}={config[name]!r} is none of {', '.join(map(str, known))}"
              for name, known in CHOICES.items() if config[name] not in known]
-    wrong += [f"{name}={config[name]} must be from {low:g} to {high:g}"
+    wrong += [f"{name}={config[name]} must be at least {low:g} and at most {high:g}"
               for (low, high), names in LIMITS.items() for name in names.split()
               if config[name] is not None and not low <= config[name] <= high]
     if wrong:

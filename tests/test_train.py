@@ -286,7 +286,7 @@ def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
             with pytest.raises(ValueError, match=f'--{name} has no effect with {other}={value}'):
                 flat_train.check_effect({name: 'flags'}, {**settings, other: value})
         flat_train.check_effect({name: 'flags'}, {**settings, other: 'one of a fork'})
-    with pytest.raises(ValueError, match="optimizer='sgd' is none of .*; grad_clip=-1 must be from 0"):
+    with pytest.raises(ValueError, match="optimizer='sgd' is none of .*; grad_clip=-1 must be at least 0"):
         flat_train.check_settings({**flat_train.config, 'optimizer': 'sgd', 'grad_clip': -1})
 
 
