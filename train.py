@@ -192,9 +192,8 @@ def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, 
 
 
 def loss_weights(counts, device):
-    """Of each of a rank's micro-batches, given their numbers of targets, the share of the iteration's targets
-    over all ranks, relative to an even share: times these weights, mean losses add up to the mean over all
-    targets, however they are split. (micro-batches,), on the device."""
+    """Weights of a rank's micro-batches, given their numbers of targets, with which mean losses add up to the
+    mean over all targets of the iteration. (micro-batches,)."""
     counts = torch.tensor(counts, dtype=torch.float32).to(device)
     total = all_reduce(counts.sum())
     return counts * (len(counts) * world()[1]) / total.clamp(min=1)
@@ -229,8 +228,8 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast):
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), and
     scaled to the RMS of AdamW's updates (arXiv:2502.16982, section 2.2), as torch.optim.Muon with
-    adjust_lr_fn='match_rms_adamw', but each projection of a fused matrix by itself, and all matrices of a
-    shape at once, shared by the ranks. row_splits: parameter -> rows of each projection in it."""
+    'match_rms_adamw', but for each projection of a fused matrix by itself, and all matrices of a shape at
+    once. row_splits: parameter -> rows of each projection in it."""
 
     def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -365,9 +364,9 @@ def load_optimizers(optimizers, states):
 # memory -----------------------------------------------------------------------------------------------------
 
 def shard_model(model, machine):
-    """Spreads every weight over the ranks, and with it gradient and optimizer state (FSDP2's fully_shard,
-    arXiv:2304.11277): a block's weights are gathered only while it computes, in the compute dtype, norms' and
-    routers' too. Gradients are summed in float32. Moves the model to the device, block by block."""
+    """Spreads weights, gradients and optimizer states over the ranks (FSDP2's fully_shard, arXiv:2304.11277):
+    a block's weights are gathered, in the compute dtype, only while it computes. Moves the model
+    to the device."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
@@ -405,8 +404,8 @@ def is_sharded(w):
 
 
 def gather(value, wanted=True):
-    """Sharded tensors in a dict or list gathered, on the CPU; other values as they are. All ranks must call
-    it together; those without a use for the result (wanted=False) get None for each."""
+    """Sharded tensors in a dict or list gathered, on the CPU; other values as they are. All ranks call it
+    together; those without a use for the result (wanted=False) get None for each."""
     if isinstance(value, dict):
         return {name: gather(each, wanted) for name, each in value.items()}
     if isinstance(value, list):
@@ -429,9 +428,8 @@ def shard_like(w, value):
 # one iteration ----------------------------------------------------------------------------------------------
 
 def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss):
-    """Adds up the gradients of an iteration's micro-batches, of which `batch` is the first; `batches`, see
-    read_batches, yields the others. Returns the mean loss and the experts' load (None without experts), both
-    on the device, and the first batch of the next iteration."""
+    """Adds up the gradients of an iteration's micro-batches: `batch`, and others that `batches` yields.
+    Returns the mean loss, the experts' load (None without experts), and the next iteration's first batch."""
     losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
@@ -452,8 +450,8 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
 
 
 def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_rate):
-    """Clips the gradients, steps, moves the bias that balances experts, and clears the gradients; where one
-    is not finite, it only clears them. Returns their norm and whether the weights moved, 0-d tensors."""
+    """Clips the gradients, steps, moves the bias that balances experts; where a gradient is not finite, none
+    of it. Clears the gradients. Returns their norm and whether the weights moved, 0-d tensors."""
     for opt in optimizers:
         scaler.unscale_(opt)
     grad_norm = gather(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
@@ -474,8 +472,7 @@ def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_ra
 
 
 def takes_found_inf(opt, w):
-    """Whether opt, of weights like w, skips a step by itself where its found_inf, a 0-d tensor, is 1, as
-    torch's fused optimizers do."""
+    """Whether opt, of weights like w, skips a step by itself where its found_inf, 0-d, is 1."""
     return (getattr(opt, '_step_supports_amp_scaling', False) and w.device.type in ('cpu', 'cuda')
             and not is_sharded(w))
 
@@ -506,9 +503,8 @@ def diverge(event, it, out_dir):
 # going on from a checkpoint ---------------------------------------------------------------------------------
 
 def load_to_train(init_from, out_dir, asked, meta=None):
-    """hub.load of the model to resume, with its adapters, or to fine-tune, in float32. Of the GPTConfig
-    fields asked for, those that are CHANGEABLE may differ from the checkpoint's; any other difference is a
-    ValueError. meta: of the data to fine-tune on."""
+    """hub.load of the model to resume, with its adapters, or to fine-tune on data of this meta, in float32.
+    Of the GPTConfig fields asked for, only those that are CHANGEABLE may differ: else ValueError."""
     resumed = init_from == 'resume'
     changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
     if meta and not resumed:
@@ -535,8 +531,8 @@ FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}  # a checkpoint
 
 
 def run_settings(config, given, rest):
-    """This file's settings for a run: config, with of LENGTH the one given last; if the run is resumed, those
-    of its checkpoint (rest), but for the names in `given`. Raises ValueError if one of FIXED differs."""
+    """config, with of LENGTH the one given last; if the run is resumed (rest: its checkpoint), with the
+    checkpoint's values of the names that are not in `given`. Raises ValueError if one of FIXED differs."""
     last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
     if last:
         config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last})}
@@ -554,7 +550,7 @@ def run_settings(config, given, rest):
 
 def start_lora(model, config, rest):
     """Gives a trained model adapters, and returns their part of a checkpoint. rest: as load returns it.
-    Raises ValueError if the model is no file or published model, or will not stay there."""
+    Raises ValueError if the model will not stay where it is."""
     path = rest.get('path')
     if path is None or rest.get('lora'):
         raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model without adapters: give "
@@ -614,8 +610,7 @@ def save_run(out_dir, name, constant, *changing):
 
 
 def save(path, state):
-    """Writes a checkpoint under a temporary name, then renames it: all of it or nothing, with the old file
-    kept. Raises OSError with the reason."""
+    """Writes all of a checkpoint, or nothing, with the old file kept. Raises OSError with the reason."""
     try:
         torch.save(state, path + '.tmp')
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
@@ -634,8 +629,8 @@ def keep_last(out_dir, it, keep):
 
 
 def lock_folder(out_dir):
-    """Takes out_dir for this process until it ends, where the system can. Returns the open file, to be kept.
-    Raises ValueError if another training has taken it."""
+    """Takes out_dir for this process until it ends. Returns the open file, to be kept. Raises ValueError if
+    another training has taken it."""
     f = open(os.path.join(out_dir, 'lock'), 'w')  # noqa: SIM115
     try:
         import fcntl
@@ -649,7 +644,7 @@ def lock_folder(out_dir):
 
 
 def prepare_out_dir(out_dir, resumed, keep_best):
-    """Renames the files of an earlier run in out_dir, ckpt.pt to ckpt.old-3.pt; if the run is resumed, only a
+    """Renames the files of an earlier run in out_dir, ckpt.pt to ckpt.old-3.pt; of a resumed run only a
     best.pt that is no longer kept, which sample.py would go on reading."""
     names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
     earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
@@ -673,8 +668,7 @@ LOG_FIELDS = {  # the columns of log.csv, and how each is written
 
 
 def start_log(path, after):
-    """A log with its header; of one that is there the rows up to iteration `after` stay. The last may be cut,
-    and another version may have other columns."""
+    """A log with its header, and of one that is there, cut or with other columns, the rows up to `after`."""
     rows = []
     if after and os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as f:
@@ -791,8 +785,8 @@ def resolve_runtime(device, dtype, seed, compile, was):
 
 
 def eager_seconds(steps, n_layer, flops):
-    """About how long so many micro-batches of so many FLOPs take uncompiled: a layer has some 300 operators
-    of 5 us, forward and backward, and two cores reached 1.2e11 FLOP/s."""
+    """About how long so many micro-batches take uncompiled: a layer has some 300 operators of 5 us, and two
+    cores reached 1.2e11 FLOP/s."""
     return steps * (n_layer * 1.5e-3 + flops / 1.2e11)
 
 
@@ -805,8 +799,8 @@ def resolve_compile(compile, device, seconds):
 
 
 def compile_model(model, device):
-    """Returns what computes model(idx, targets) compiled; the model stays as it is. A sharded one, whose
-    weights are gathered between blocks, is compiled by block."""
+    """Returns what computes model(idx, targets) compiled; the model stays as it is. torch compiles a sharded
+    one by block."""
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
     return torch.compile(model, dynamic=False, options=options)
@@ -858,8 +852,8 @@ def check_data(folder, meta, train_bins, val_bins, config):
 
 
 def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
-    """The tokenizer of a prepared folder, None if it cannot be had, which is said. If the model that the run
-    starts from (rest) has another: a warning, or if it is resumed a ValueError."""
+    """A prepared folder's tokenizer, or None. Where the model to start from (rest) has another: a warning, or
+    if it is resumed a ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
