@@ -631,7 +631,7 @@ def check_resuming(config):
                 model, rest = GPT.from_checkpoint(path)
                 again = TrainingRun(None, run.folder, optimizer, model)
                 again.progress.iter_num = rest['iter_num']
-                train.load_optimizers(again.optimizers, rest['optimizer'], path, rest['iter_num'])
+                train.load_optimizers(again.optimizers, rest['optimizer'])
                 again.steps(2)
             expected = run.model.state_dict()
             differ = [name for name, w in model.state_dict().items() if not torch.equal(w, expected[name])]

@@ -247,7 +247,7 @@ def settle(args):
     bins, meta = [Bins(folder, split) for split in ('train', 'val')], read_meta(folder)
     with torch.device('meta'):
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **train.packed(meta), **model_args}))
-    train.check_data(folder, meta, *bins, model.config, None)
+    train.check_data(folder, meta, *bins, model.config)
     train.check_effect(given, {**settings, **vars(model.config)})
     return model, folder
 

@@ -10,10 +10,9 @@ Trains a model: tokens -> weights.
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=1234 \
         train.py config/small.py
 
-Every setting below and every field of GPTConfig can be set in a config file or by --name=value; --help lists
-them. Batches are a pure function of (seed, iteration), so a run that was stopped and resumed, on any number
-of ranks that divides the batch, sees the batches it would have seen. A resumed run has the settings that its
-checkpoint holds, but for those that the command line gives anew.
+Every setting below and every field of GPTConfig can be set in a config file or by --name=value. Batches are
+a pure function of (seed, iteration): a resumed run, on any number of ranks that divides the batch, sees the
+batches it would have seen.
 """
 import time
 
@@ -23,29 +22,18 @@ import collections
 import csv
 import dataclasses
 import datetime
-import errno
 import functools
 import math
 import os
-import platform
 import re
 import shlex
 import shutil
 import signal
 import sys
 import types
+from pathlib import Path
 
-from configurator import (
-    can_compile,
-    choose_device,
-    configure,
-    declared,
-    fit,
-    one_line_errors,
-    print0,
-    runtime,
-    show,
-)
+from configurator import can_compile, choose_device, configure, print0, runtime, show
 
 # input and output
 out_dir = 'out'                      # checkpoints and log.csv go here
@@ -63,11 +51,11 @@ wandb_project = 'owt'                # its project
 wandb_run_name = 'gpt2'              # and run
 # batch, over all ranks
 gradient_accumulation_steps = 5 * 8  # micro-batches an iteration, all ranks together
-batch_size = 12                      # windows of block_size tokens a micro-batch
+batch_size = 12                      # sequences of block_size tokens a micro-batch
 # length of the run: of these three the one given last
 max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # passes over train.bin
-tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's)
+tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's, arXiv:2203.15556)
 time_limit: float | None = None      # minutes after which it stops as it does at Ctrl-C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
@@ -101,8 +89,8 @@ shard = False                        # spread the weights over the ranks: for mo
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
-config, model_args, _, given = configure(globals(), 'GPTConfig', default_file='config/default.py',
-                                      unless='--init_from=resume')
+settings = configure(globals(), 'GPTConfig', default_file='config/default.py', unless='--init_from=resume')
+config, given = settings.config, settings.given
 
 import numpy as np
 import torch
@@ -110,15 +98,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from hub import is_published, load
-from model import (
-    CHANGEABLE,
-    GPT,
-    GPTConfig,
-    add_lora,
-    changed_config,
-    lora_state,
-)
+from hub import load
+from model import CHANGEABLE, GPT, GPTConfig, add_lora, lora_state
 from prepare import Bins, load_tokenizer, read_meta
 from sample import complete
 
@@ -138,39 +119,46 @@ def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
         return peak * (it + 1) / (warmup + 1)
     if schedule is None:
         return peak
-    share = SCHEDULES[schedule](min(1.0, (it - warmup) / max(1, end - warmup)), cooldown)
-    if not 0 <= share <= 1:
-        raise ValueError(f"lr_schedule={schedule!r} is at {share} of the way to the peak at iteration {it}: "
-                         "see SCHEDULES in train.py")
-    return floor + share * (peak - floor)
+    done = min(1.0, (it - warmup) / max(1, end - warmup))
+    return floor + SCHEDULES[schedule](done, cooldown) * (peak - floor)
 
 
-# data order -------------------------------------------------------------------------------------------------
+# ranks ------------------------------------------------------------------------------------------------------
+
+def world():
+    """(this process's rank, number of ranks)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def all_reduce(x):
+    """Sums a tensor over the ranks, in place, and returns it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+# data -------------------------------------------------------------------------------------------------------
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """The order of the n windows in an epoch: each once."""
+    """The order of the n sequences in an epoch: each once."""
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
 def sequence_indices(first, count, n, seed):
-    """Windows of the global samples first, first + 1, ...: (count,) int64. An epoch is n samples."""
+    """Sequences of the global samples first, first + 1, ...: (count,) int64. An epoch is n samples."""
     sample = np.arange(first, first + count)
     return np.array([sequence_order(seed, int(s // n), n)[s % n] for s in sample])
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
-    """Splits an iteration's windows over the ranks: (micro-batches a rank, windows a micro-batch).
-    Raises ValueError with the nearest batches that divide."""
+    """Splits an iteration's sequences over the ranks: (micro-batches a rank, sequences a micro-batch, at most
+    batch_size). Raises ValueError if the ranks do not divide it."""
     total = gradient_accumulation_steps * batch_size
-    if gradient_accumulation_steps < 1 or batch_size < 1:
-        raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} and "
-                         f"batch_size={batch_size} must be at least 1")
     if total % ranks:
-        near = [n for n in (total // ranks * ranks, (total // ranks + 1) * ranks) if n]
         raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
-                         f"batch_size={batch_size} is {total} windows, which {ranks} ranks do not divide; "
-                         f"{' or '.join(map(str, near))} windows would work")
+                         f"batch_size={batch_size} is {total} sequences, which {ranks} ranks do not divide; "
+                         f"{(total // ranks + 1) * ranks} would work")
     share = total // ranks
     accumulation = -(-share // batch_size)
     while share % accumulation:
@@ -182,78 +170,66 @@ def to_device(batch, device):
     """Inputs and targets, (B, T) int64 arrays, as tensors on the device."""
     batch = [torch.from_numpy(array) for array in batch]
     if 'cuda' in device:  # a strided view would be copied through memory that is not pinned
-        batch = [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
+        return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
     return [tensor.to(device) for tensor in batch]
 
 
-def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, device, rank=0, ranks=1):
-    """Yields this rank's micro-batches of those iterations, (inputs, targets, weight) each: the ranks take
-    turns through the windows of an iteration, so that any number of them sees the same ones. See `weights`;
-    None without a mask."""
-    n_sequences = bins.n_sequences(block_size)
+def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, device):
+    """Yields this rank's micro-batches of these iterations: (inputs, targets, weight), where weight, see
+    loss_weights, is None without a target mask. Any number of ranks shares the same sequences."""
+    n_sequences, (rank, ranks) = bins.n_sequences(block_size), world()
 
     def read(it, step):
         first = ((it * accumulation + step) * ranks + rank) * micro_batch
         return bins.batch(sequence_indices(first, micro_batch, n_sequences, seed), block_size)
     for it in iterations:
-        if bins.masks:  # the whole iteration at once, for a share needs the sum
-            found = [read(it, step) for step in range(accumulation)]
-            counts = [np.count_nonzero(targets != -1) for _, targets in found]
-            for batch, weight in zip(found, weights(counts, device, ranks)):
-                yield *to_device(batch, device), weight
-        else:
-            for step in range(accumulation):
-                yield *to_device(read(it, step), device), None
+        batches, weights = (read(it, step) for step in range(accumulation)), [None] * accumulation
+        if bins.masks:  # all of them at once, for a weight needs the sum
+            batches = list(batches)
+            weights = loss_weights([np.count_nonzero(targets != -1) for _, targets in batches], device)
+        for batch, weight in zip(batches, weights):
+            yield *to_device(batch, device), weight
 
 
-def weights(counts, device, ranks=1):
-    """How much the mean loss of each of a rank's micro-batches counts, given how many targets they have: its
-    share of the iteration's targets, over all ranks, relative to an even share. So the iteration's loss, and
-    its gradient, is the mean over all its targets, however they are split. (micro-batches,), on the device:
-    nothing waits for the other ranks' counts."""
+def loss_weights(counts, device):
+    """Weights of a rank's micro-batches, given their numbers of targets, with which mean losses add up to the
+    mean over all targets of the iteration. (micro-batches,)."""
     counts = torch.tensor(counts, dtype=torch.float32).to(device)
-    total = counts.sum()
-    if ranks > 1:
-        dist.all_reduce(total)
-    return counts * (len(counts) * ranks) / total.clamp(min=1)
+    total = all_reduce(counts.sum())
+    return counts * (len(counts) * world()[1]) / total.clamp(min=1)
 
 
 @torch.no_grad()
-def evaluate(forward, model, bins, batches, batch_size, device, autocast, rank=0, ranks=1):
-    """Mean loss over the targets of `batches` batches of windows, evenly spread, the same every time, or of
-    all windows if there are fewer. Shared by the ranks. Draws no random numbers. Returns (loss,
-    targets)."""
-    block_size = model.config.block_size
+def evaluate(forward, model, bins, batches, batch_size, device, autocast):
+    """Mean loss over the targets of `batches` batches of sequences, evenly spread, the same every time, or of
+    all sequences if there are fewer; shared by the ranks. Returns (loss, number of targets)."""
+    block_size, training, (rank, ranks) = model.config.block_size, model.training, world()
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
     chosen = np.arange(count) * n // count
-    training = model.training
+    total = total_targets = 0
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64)  # sum of the targets' losses, targets
     for start in range(0, count, ranks * batch_size):  # as many rounds on each rank, as sharded models need
         part = chosen[start + rank * batch_size:][:batch_size]
-        inputs, targets = bins.batch(np.resize(part, batch_size), block_size)
-        targets = targets.copy()
-        targets[len(part):] = -1  # a full batch always, so nothing recompiles; what fills it does not count
-        learnt = np.count_nonzero(targets != -1)
+        inputs, targets = bins.batch(np.resize(part, batch_size), block_size)  # full, so nothing recompiles
+        targets = np.where(np.arange(batch_size)[:, None] < len(part), targets, -1)
+        n_targets = np.count_nonzero(targets != -1)
         with autocast():
             loss, _ = forward(*to_device((inputs, targets), device))
-        totals += torch.tensor([loss.item() * learnt, learnt], dtype=torch.float64)
+        total += loss.item() * n_targets
+        total_targets += n_targets
     model.train(training)
-    if ranks > 1:
-        totals = totals.to(device)
-        dist.all_reduce(totals)
-    total, learnt = totals.tolist()
-    return total / max(learnt, 1), int(learnt)
+    total, total_targets = all_reduce(torch.tensor([total, total_targets], dtype=torch.float64)).tolist()
+    return total / max(total_targets, 1), int(total_targets)
 
 
 # optimizers -------------------------------------------------------------------------------------------------
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): what
-    torch.optim.Muon with adjust_lr_fn='match_rms_adamw' computes, but all matrices of a shape at once, and
-    each projection of a fused matrix by itself, and each rank a share of them. row_splits: parameter -> rows
-    of each projection in it."""
+    """Nesterov momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), and
+    scaled to the RMS of AdamW's updates (arXiv:2502.16982, section 2.2), as torch.optim.Muon with
+    'match_rms_adamw', but for each projection of a fused matrix by itself, and all matrices of a shape at
+    once. row_splits: parameter -> rows of each projection in it."""
 
     def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -261,61 +237,57 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
         for group in self.param_groups:
-            lr, params = group['lr'], [w for w in group['params'] if w.grad is not None]
+            params = [w for w in group['params'] if w.grad is not None]
             for w in params:
                 if not self.state[w]:
                     self.state[w]['momentum_buffer'] = torch.zeros_like(w)
-            own, grads = [local(w) for w in params], [local(w.grad) for w in params]
-            buffers = [local(self.state[w]['momentum_buffer']) for w in params]
+            grads, buffers = [w.grad for w in params], [self.state[w]['momentum_buffer'] for w in params]
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
-            nesterov = torch._foreach_lerp(grads, buffers, group['momentum'])
-            torch._foreach_mul_(own, 1 - lr * group['weight_decay'])
-            together, seen = {}, collections.Counter()
-            for w, update in zip(params, nesterov):
-                # sharded ones are made whole, which takes memory: one for each rank at a time
-                key = (w.shape, seen[w.shape] // ranks) if is_sharded(w) else None
+            updates = torch._foreach_lerp(grads, buffers, group['momentum'])
+            torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'])
+            together, seen = collections.defaultdict(list), collections.Counter()
+            for w, update in zip(params, updates):
+                # sharded ones are gathered, which takes memory: one for each rank at a time
+                together[is_sharded(w) and (w.shape, seen[w.shape] // world()[1])].append((w, update))
                 seen[w.shape] += 1
-                together.setdefault(key, []).append((w, update))
             for pairs in together.values():
-                self.move(pairs, lr)
+                self.move(pairs, group['lr'])
 
     def move(self, pairs, lr):
-        """Subtracts the orthogonalised updates: pairs of a parameter and the part of its update that this
-        rank holds."""
-        shapes, targets = {}, []  # (rows, columns) -> (updates, weights) of the matrices of that shape
+        """Subtracts the orthogonalised updates: pairs of a parameter and its update."""
+        shapes, changes = collections.defaultdict(list), []  # (rows, columns) -> pairs of such matrices
         for w, update in pairs:
             target = w
             if is_sharded(w):
-                update = gather_like(w, update.bfloat16())  # what orthogonalise rounds to anyway
+                update = update.bfloat16().full_tensor()  # orthogonalise rounds to it anyway
                 target = torch.zeros_like(update, dtype=w.dtype)
-                targets.append((w, target))
+                changes.append((w, target))
             rows = self.row_splits[w]
             for u, part in zip(update.split(rows, dim=-2), target.split(rows, dim=-2)):
-                updates, weights = shapes.setdefault(part.shape[-2:], ([], []))
-                updates.extend([u] if u.ndim == 2 else u.unbind())  # experts: (experts, rows, columns)
-                weights.extend([part] if part.ndim == 2 else part.unbind())
-        for shape, (updates, weights) in shapes.items():
+                # experts: (experts, rows, columns)
+                shapes[part.shape[-2:]].extend([(part, u)] if u.ndim == 2 else zip(part, u))
+        for shape, matrices in shapes.items():
+            weights, updates = zip(*matrices)
             updates = orthogonalise_shared(updates).to(weights[0].dtype)
             torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
-        for w, target in targets:
-            local(w).add_(local(shard_like(w, target)))
+        for w, change in changes:
+            w.add_(shard_like(w, change))
 
 
 def orthogonalise_shared(matrices):
-    """Matrices of one shape, the same on all ranks -> (n, rows, columns) bfloat16. The ranks share the work
-    and gather the results."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    """Matrices of one shape, the same on all ranks -> (n, rows, columns) bfloat16. Each rank computes a share
+    of them."""
+    rank, ranks = world()
     if ranks == 1:
         return orthogonalise(torch.stack(matrices))
     each = -(-len(matrices) // ranks)
-    mine = matrices[each * dist.get_rank():][:each]
-    mine = mine + [torch.zeros_like(matrices[0])] * (each - len(mine))
+    mine = matrices[each * rank:][:each]
+    mine += (torch.zeros_like(matrices[0]),) * (each - len(mine))
     mine = orthogonalise(torch.stack(mine)).contiguous()
-    everyones = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(everyones, mine)
-    return torch.cat(everyones)[:len(matrices)]
+    gathered = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(gathered, mine)
+    return torch.cat(gathered)[:len(matrices)]
 
 
 def orthogonalise(x, steps=5, eps=1e-7):
@@ -332,29 +304,29 @@ def orthogonalise(x, steps=5, eps=1e-7):
     return x.mT if tall else x
 
 
-def make_adamw(groups, config):
-    fused = groups[0]['params'][0].device.type in ('cuda', 'cpu', 'mps')
+def make_adamw(decayed, plain, config):
+    """AdamW (arXiv:1711.05101) with two groups of parameters, of which the first decays."""
+    groups = [dict(params=decayed, weight_decay=config['weight_decay']), dict(params=plain, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
-                             fused=fused)
+                             fused=True)
 
 
 def adamw(model, config):
     """AdamW for everything; matrices and embeddings decay."""
-    groups = model.param_groups()
-    vectors = {id(w) for w in groups['vector']}
-    decayed = [w for w in model.parameters()  # in the model's order: nanoGPT's too
-               if w.requires_grad and id(w) not in vectors]
-    return [make_adamw([dict(params=decayed, weight_decay=config['weight_decay']),
-                        dict(params=groups['vector'], weight_decay=0.0)], config)]
+    vectors = model.param_groups()['vector']
+    others = {id(w) for w in vectors}
+    matrices = [w for w in model.parameters() if w.requires_grad and id(w) not in others]  # nanoGPT's order
+    return [make_adamw(matrices, vectors, config)]
 
 
 def muon(model, config):
     """Muon for the matrices in the blocks, AdamW for the rest; matrices and embeddings decay."""
-    groups, decay = model.param_groups(), config['weight_decay']
-    matrices = [Muon(groups['matrix'], config['learning_rate'], model.row_splits(), config['momentum'], decay)
-                ] if groups['matrix'] else []  # with adapters all matrices are frozen
-    return [*matrices, make_adamw([dict(params=groups['embedding'], weight_decay=decay),
-                                   dict(params=groups['vector'], weight_decay=0.0)], config)]
+    groups = model.param_groups()
+    rest = make_adamw(groups['embedding'], groups['vector'], config)
+    if not groups['matrix']:  # with adapters all matrices are frozen
+        return [rest]
+    return [Muon(groups['matrix'], config['learning_rate'], model.row_splits(), config['momentum'],
+                 config['weight_decay']), rest]
 
 
 OPTIMIZERS = {  # name: function of the model and all settings -> list of optimizers that share its parameters
@@ -364,71 +336,36 @@ OPTIMIZERS = {  # name: function of the model and all settings -> list of optimi
 
 
 def make_optimizers(model, config):
-    """The optimizers that config['optimizer'] names. config: this file's settings as a dict. Raises
-    ValueError if a parameter of the model has no optimizer, or two, or has one but is frozen."""
+    """The optimizers that config['optimizer'] names. config: this file's settings. Raises ValueError if a
+    parameter of the model has no optimizer, or two, or has one but is frozen."""
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
-    if not (isinstance(optimizers, list) and optimizers
-            and all(isinstance(opt, torch.optim.Optimizer) for opt in optimizers)):
-        raise ValueError(f"optimizer={config['optimizer']!r} must give a list of torch optimizers, not "
-                         f"{optimizers!r:.60}: see OPTIMIZERS in train.py")
-    taken = collections.Counter(id(w) for opt in optimizers for group in opt.param_groups
-                                for w in group['params'])
-    wrong = [name for name, w in model.named_parameters() if taken.pop(id(w), 0) != w.requires_grad]
-    wrong += ['tensors that are no parameters of it'] * bool(taken)
+    taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
+    wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
     if wrong:
         raise ValueError(f"optimizer={config['optimizer']!r} must take each parameter once, but not "
                          f"{', '.join(wrong[:5])}: see OPTIMIZERS in train.py")
     return optimizers
 
 
-STATE = {torch.optim.AdamW: {'step', 'exp_avg', 'exp_avg_sq'}, Muon: {'momentum_buffer'}}  # of a parameter
-
-
-def load_optimizers(optimizers, states, path, updates=0):
-    """Puts saved states back; nanoGPT's single one too, whose parameters stand in the same order. updates:
-    that were made before; after some there must be states. Raises ValueError where they do not fit."""
-    states = [states] if isinstance(states, dict) else states or []
-    fine_tune = f"fine-tune with --init_from={shlex.quote(path)}"
-    try:
-        sizes = [[len(group['params']) for group in state['param_groups']] for state in states]
-        values = [value for state in states for each in state['state'].values() for value in each.values()]
-    except (TypeError, KeyError, AttributeError):
-        raise ValueError(f"{path} holds no valid optimizer state; {fine_tune}") from None
-    if not all(isinstance(value, (torch.Tensor, int, float)) for value in values):
-        raise ValueError(f"{path} holds an optimizer state that is not all numbers; {fine_tune}")
-    if sizes != [[len(group['params']) for group in opt.param_groups] for opt in optimizers]:
-        raise ValueError(f"{path} holds no optimizer state for this optimizer: it was written with another "
-                         f"one, or holds weights only; use its --optimizer, or {fine_tune}")
-    for opt, state in zip(optimizers, states):
+def load_optimizers(optimizers, states):
+    """Puts saved states back, of nanoGPT's single optimizer too, whose parameters stand in the same order."""
+    for opt, state in zip(optimizers, [states] if isinstance(states, dict) else states, strict=True):
         params = [w for group in opt.param_groups for w in group['params']]
-        needed = STATE.get(type(opt), set())
-        if needed and params and updates and not state['state']:
-            raise ValueError(f"{path} holds an empty optimizer state after {updates:,} updates; {fine_tune}")
-        for i, one in state['state'].items():
-            if missing := needed - one.keys():
-                raise ValueError(f"{path}: optimizer state {i} has no {', '.join(sorted(missing))}; "
-                                 f"{fine_tune}")
-        for i, w in enumerate(params):
-            for name, value in state['state'].get(i, {}).items():
-                if not torch.is_tensor(value) or not value.ndim:
-                    continue
-                value = value[:len(w)]  # older files pad a vocabulary
-                if value.shape != w.shape:
-                    raise ValueError(f"{path}: optimizer state {i} is {tuple(value.shape)}, its parameter "
-                                     f"{tuple(w.shape)}; {fine_tune}")
-                state['state'][i][name] = shard_like(w, value)
-        # the settings of this run, not the file's; before loading, which puts states where `fused` wants them
-        ours = [{k: v for k, v in group.items() if k != 'params'} for group in opt.param_groups]
-        groups = [{**group, **mine} for group, mine in zip(state['param_groups'], ours)]
-        opt.load_state_dict({**state, 'param_groups': groups})
+        for i, values in state['state'].items():
+            for name, value in values.items():
+                if value.ndim:
+                    w = params[i]
+                    values[name] = shard_like(w, value[:len(w)])  # older files pad the vocabulary
+        # with this run's settings, of which `fused` decides where the states are put
+        opt.load_state_dict({'state': state['state'], 'param_groups': opt.state_dict()['param_groups']})
 
 
 # memory -----------------------------------------------------------------------------------------------------
 
 def shard_model(model, machine):
-    """Spreads every weight over the ranks, and with it gradient and optimizer state (FSDP2, arXiv:2304.11277
-    and torch's fully_shard): a block's weights are whole only while it computes, in the compute dtype, norms'
-    and routers' too. Gradients are summed in float32. Moves the model to the device, block by block."""
+    """Spreads weights, gradients and optimizer states over the ranks (FSDP2's fully_shard, arXiv:2304.11277):
+    a block's weights are gathered, in the compute dtype, only while it computes. Moves the model
+    to the device."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
@@ -439,74 +376,47 @@ def shard_model(model, machine):
 
 
 def checkpoint_blocks(model, every):
-    """Keeps of every n-th block only what goes in; the backward pass computes the rest anew (Chen et al.
-    2016, arXiv:1604.06174). Raises ValueError if there are fewer blocks."""
-    if every > len(model.h):
-        raise ValueError(f"checkpoint_activations={every} names no block of {len(model.h)}: give True for "
-                         f"all, or at most {len(model.h)}")
+    """Keeps of every n-th block only its inputs; backward computes the rest anew (arXiv:1604.06174)."""
     for block in model.h[every - 1::every]:
         block.forward = types.MethodType(forward_recomputed, block)
 
 
 def forward_recomputed(block, x, context):
-    """A block's forward. One function for all blocks, so that compiling them by block compiles it once.
-    Raises ValueError if it hands on something in the context other than routing."""
+    """A block's forward; one function for all blocks, so that they are compiled once. Raises ValueError for
+    anything that the block hands on in the context but routing."""
     def forward(x):
-        # computed twice it would be told twice
         own = dataclasses.replace(context, routing=None if context.routing is None else [])
         x = type(block).forward(block, x, own)
-        lost = [field.name for field in dataclasses.fields(own) if field.name != 'routing'
-                and getattr(own, field.name) is not getattr(context, field.name)]
-        if lost:
-            raise ValueError(f"checkpoint_activations would lose {', '.join(lost)}, which a block hands on: "
-                             "leave it out")
-        return x, own.routing or []
+        for field in dataclasses.fields(own):
+            if field.name != 'routing' and getattr(own, field.name) is not getattr(context, field.name):
+                raise ValueError(f"checkpoint_activations would lose {field.name}, which a block hands on")
+        return x, own.routing
     x, routing = checkpoint(forward, x, use_reentrant=False)
     if context.routing is not None:
         context.routing.extend(routing)
     return x
 
 
-def check_shard(lora, dtype):
-    """Raises ValueError for what does not work, or has not been tried, with sharded weights."""
-    if lora:
-        raise ValueError(f"shard=True does not go with lora_rank={lora['rank']}: leave one of them out")
-    if dtype == torch.float16:
-        raise ValueError("shard=True does not go with dtype=float16: give --dtype=bfloat16 or float32")
-
-
 def is_sharded(w):
-    """Whether w is a DTensor, whose module is not imported unless shard_model needs it."""
+    """Whether w is a DTensor (whose module is slow to import)."""
     return hasattr(w, 'full_tensor')
 
 
-def local(w):
-    """The part of a sharded tensor that this rank holds; any other tensor is itself."""
-    return w.to_local() if is_sharded(w) else w
-
-
-def whole(value, wanted=True):
-    """A sharded tensor whole and on the CPU, or a dict or list with all that are in it so; other values as
-    they are. All ranks must call it together; one that has no use for them gets None instead."""
+def gather(value, wanted=True):
+    """Sharded tensors in a dict or list gathered, on the CPU; other values as they are. All ranks call it
+    together; those without a use for the result (wanted=False) get None for each."""
     if isinstance(value, dict):
-        return {name: whole(each, wanted) for name, each in value.items()}
+        return {name: gather(each, wanted) for name, each in value.items()}
     if isinstance(value, list):
-        return [whole(each, wanted) for each in value]
+        return [gather(each, wanted) for each in value]
     if not is_sharded(value):
         return value
     value = value.full_tensor()
     return value.cpu() if wanted else None
 
 
-def gather_like(w, part):
-    """What the ranks hold of a tensor that is sharded as w is -> all of it."""
-    from torch.distributed.tensor import DTensor
-    return DTensor.from_local(part, w.device_mesh, w.placements, run_check=False, shape=w.shape,
-                              stride=w.stride()).full_tensor()
-
-
 def shard_like(w, value):
-    """A tensor that all ranks have -> sharded as w is; if w is not, as it is."""
+    """A tensor that all ranks have, sharded as w is; if w is not, as it is."""
     if not is_sharded(w):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -516,11 +426,10 @@ def shard_like(w, value):
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss, ranks=1):
-    """Adds up the gradients of an iteration's micro-batches, of which `batch` is the first and `batches`
-    yields the others; see read_batches. Returns the mean loss and the experts' load (None without them), both
-    on the device, and the first batch of the next iteration."""
-    losses, expert_load = torch.zeros((), device=batch[0].device), None
+def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss):
+    """Adds up the gradients of an iteration's micro-batches: `batch`, and others that `batches` yields.
+    Returns the mean loss, the experts' load (None without experts), and the next iteration's first batch."""
+    losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
             forward.require_backward_grad_sync = step == accumulation - 1
@@ -532,27 +441,24 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
         losses += loss.detach()
         if aux:  # a model with experts
             loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
-            expert_load = aux['load'] if expert_load is None else expert_load + aux['load']
+            loads.append(aux['load'])
         loss = loss / loss.isfinite()  # else by 0: then no gradient is finite, which all ranks see
         scaler.scale(loss / accumulation).backward()
         batch = next(batches, None)  # read while the device computes
-    if expert_load is not None and ranks > 1:
-        dist.all_reduce(expert_load)
-    return losses / accumulation, expert_load, batch
+    return losses / accumulation, all_reduce(sum(loads)) if loads else None, batch
 
 
 def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_rate):
-    """Clips the gradients, lets the optimizers step, moves the bias that balances experts, and clears the
-    gradients; where a gradient is not finite, only the last. Returns their norm, and whether the weights
-    moved, both 0-d tensors."""
+    """Clips the gradients, steps, moves the bias that balances experts; where a gradient is not finite, none
+    of it. Clears the gradients. Returns their norm and whether the weights moved, 0-d tensors."""
     for opt in optimizers:
         scaler.unscale_(opt)
-    grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
-                                                     foreach=params[0].device.type != 'mps'))
+    grad_norm = gather(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
+                                                      foreach=params[0].device.type != 'mps'))
     moved = grad_norm.isfinite()
     for opt in optimizers:
         if takes_found_inf(opt, params[0]) and not scaler.is_enabled():
-            opt.found_inf = (~moved).float()  # the device decides, and the host need not wait for it
+            opt.found_inf = (~moved).float()  # the device decides, the host does not wait
             opt.step()
         elif moved:
             scaler.step(opt)
@@ -565,27 +471,9 @@ def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_ra
 
 
 def takes_found_inf(opt, w):
-    """Whether an optimizer of weights like w leaves them, and its state, as they are where its found_inf, a
-    0-d tensor, is 1, as torch's fused ones do."""
+    """Whether opt, of weights like w, skips a step by itself where its found_inf, 0-d, is 1."""
     return (getattr(opt, '_step_supports_amp_scaling', False) and w.device.type in ('cpu', 'cuda')
             and not is_sharded(w))
-
-
-def count_skipped(moves, in_a_row):
-    """moves: whether each update since the last count moved the weights, 0-d tensors; in_a_row: how many
-    right before them did not. Returns how many did not, and how many right before now, or MAX_SKIPPED if so
-    many in a row did not anywhere."""
-    moves = torch.stack(moves).tolist()
-    for moved in moves:
-        if in_a_row < MAX_SKIPPED:
-            in_a_row = 0 if moved else in_a_row + 1
-    return moves.count(False), in_a_row
-
-
-def set_learning_rate(optimizers, lr):
-    for opt in optimizers:
-        for group in opt.param_groups:
-            group['lr'] = lr
 
 
 def seed_dropout(seed, it, rank, device):
@@ -594,45 +482,87 @@ def seed_dropout(seed, it, rank, device):
     generator.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))
 
 
-def worst_load(expert_load):
-    """(MoE layers, experts) tokens -> the largest share of an expert, relative to an even one."""
-    return (expert_load.amax(1) / expert_load.mean(1)).max().item()
-
-
 def relative_change(params, before):
-    """How far an update has moved the weights, relative to their norm."""
-    moved = sum((w.detach() - old).square().sum() for w, old in zip(params, before))
-    return (whole(moved) / whole(sum(old.square().sum() for old in before))).sqrt().item()
-
-
-def mean_over_ranks(loss, ranks):
-    """A 0-d tensor -> float."""
-    if ranks > 1:
-        dist.all_reduce(loss)
-    return loss.item() / ranks
-
-
-def on_any_rank(flag, ranks):
-    """Whether flag is true on any of the ranks. The flags are on the CPU, so nobody waits for a GPU."""
-    flags = torch.tensor(float(flag))
-    if ranks > 1:
-        dist.all_reduce(flags)
-    return flags.item() > 0
+    """The norm of an update relative to that of the weights before it. Overwrites `before`."""
+    norm = torch.nn.utils.get_total_norm
+    size = norm(before)
+    torch._foreach_sub_(before, [w.detach() for w in params])
+    return (gather(norm(before)) / gather(size)).item()
 
 
 MAX_SKIPPED = 10  # updates in a row end the run
 
 
-def diverged(what, it, learning_rate, checkpoint):
-    """The error that ends a run: what, a clause, happened at iteration `it`. checkpoint: None before the
-    first."""
-    kept = (f"the last good checkpoint is {checkpoint}" if checkpoint and os.path.exists(checkpoint)
-            else 'there is no checkpoint yet')
-    return ValueError(f"{what} at iteration {it}: the run diverged, so nothing more is saved, {kept}; lower "
-                      f"--learning_rate (now {learning_rate}), or use --dtype=float32")
+def diverge(event, it, out_dir):
+    """Ends a run by a ValueError. event: a clause."""
+    raise ValueError(f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
+                     "lower --learning_rate, or use --dtype=float32")
 
 
-# checkpoints and log ----------------------------------------------------------------------------------------
+# going on from a checkpoint ---------------------------------------------------------------------------------
+
+def load_to_train(init_from, out_dir, asked, meta=None):
+    """hub.load of the model to resume, with its adapters, or to fine-tune on data of this meta, in float32.
+    Of the GPTConfig fields asked for, only those that are CHANGEABLE may differ: else ValueError."""
+    resumed = init_from == 'resume'
+    changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
+    if meta and not resumed:
+        changes = {**packed(meta), **changes}
+    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=not resumed,
+                                  merge=not resumed, **changes)
+    for name, value in asked.items():
+        was = rest['model_args'][name]
+        if name not in CHANGEABLE and value not in (None, was):
+            raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
+                             "out, or train from scratch")
+    return model, tokenizer, rest
+
+
+def packed(meta):
+    """The model_args that keep conversations packed into sequences apart; {} for other data."""
+    return {} if meta['block_size'] is None else {'document_token': meta['eot']}
+
+
+LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
+COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
+MACHINE = {'device', 'dtype', 'compile', 'backend'}    # nanoGPT's files have those of any machine
+FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}  # a checkpoint holds their states
+
+
+def run_settings(config, given, rest):
+    """config, with of LENGTH the one given last; if the run is resumed (rest: its checkpoint), with the
+    checkpoint's values of the names that are not in `given`. Raises ValueError if one of FIXED differs."""
+    last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
+    if last:
+        config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last})}
+    was = rest and {'optimizer': 'adamw', 'lora_rank': 0, **rest.get('config', {})}  # nanoGPT's lacks these
+    changed = {name: was[name] for name in config if was.get(name, config[name]) != config[name]}
+    for name in FIXED & changed.keys() & given.keys():
+        raise ValueError(f"{name}={config[name]!r} differs from {rest['path']}, which has {was[name]!r}: "
+                         f"leave it out, or fine-tune with --init_from={shlex.quote(rest['path'])}")
+    ours = given.keys() | COMMAND | (LENGTH if last else set()) | (set() if 'runtime' in rest else MACHINE)
+    taken = {name: value for name, value in changed.items() if name not in ours}
+    if taken:
+        show(rest['path'], taken)
+    return {**config, **taken}
+
+
+def start_lora(model, config, rest):
+    """Gives a trained model adapters, and returns their part of a checkpoint. rest: as load returns it.
+    Raises ValueError if the model will not stay where it is."""
+    path = rest.get('path')
+    if path is None or rest.get('lora'):
+        raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model without adapters: give "
+                         "--init_from; of a run with adapters `python hub.py export` makes one")
+    if os.path.realpath(os.path.dirname(path)) == os.path.realpath(config['out_dir']):
+        raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is: give "
+                         "another --out_dir")
+    lora = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
+            'targets': [name.strip() for name in config['lora_targets'].split(',')],
+            'base': os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']}
+    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    return lora
+
 
 @dataclasses.dataclass
 class Progress:
@@ -644,235 +574,89 @@ class Progress:
     wandb_id: str | None = None      # of its run on Weights & Biases
 
 
-def load_to_train(init_from, out_dir, asked, meta=None):
-    """The model to resume or to fine-tune, its tokenizer and the rest of its checkpoint, as hub.load
-    returns them: of a run that is to be fine-tuned best.pt, where there is one. Its architecture is the
-    checkpoint's: of the GPTConfig fields that the user asks for, those that are CHANGEABLE may change it, any
-    other difference is a ValueError. Conversations that prepare.py packed do not see each other (meta, of the
-    data to fine-tune on) unless the user has it otherwise."""
-    resumed = init_from == 'resume'
-    changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
-    if meta and not resumed:
-        changes = {**packed(meta), **changes}
-    read = functools.partial(load, init_from, out_dir, dtype=torch.float32, best=not resumed,
-                             merge=not resumed)
-    try:
-        model, tokenizer, rest = read() if resumed else read(**changes)
-    except ValueError as error:
-        if meta and 'document_token' not in asked and 'no such token' in str(error):
-            raise ValueError(f"init_from={init_from} names a model with another tokenizer than the data's, "
-                             f"whose end of text, {meta['eot']}, it does not know: name another, or prepare "
-                             "the data with its tokenizer") from None
-        raise
-    for name, value in asked.items():
-        was = rest['model_args'][name]
-        if value is not None and value != was and name not in CHANGEABLE:
-            raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
-                             "out, or train from scratch")
-    if resumed:
-        wanted, was = vars(changed_config(model.config, changes)), rest['model_args']
-        changes = {name: wanted[name] for name in changes if wanted[name] != was[name]}
-        for name, value in changes.items():
-            print0(f"resume: {name} was {was[name]!r}, is {value!r}")
-        if changes:
-            model, tokenizer, rest = read(**changes)
-    return model, tokenizer, rest
-
-
-COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
-MACHINE = {'device', 'dtype', 'compile', 'backend'}    # nanoGPT's files have those of any machine
-LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
-
-
-def resumed_settings(rest, config, given):
-    """This file's settings to resume a run with: those that its checkpoint holds, but for the names in
-    `given`, which are as config has them. Says what is taken and what changes. Raises ValueError if the
-    checkpoint holds a value that none of them can have."""
-    path, kinds, taken = rest['path'], {n: s.kinds or [type(config.get(n))] for n, s in declared(Path(__file__)).items()}, {}
-    left = given.keys() | COMMAND
-    if left & LENGTH:
-        left |= LENGTH
-    if 'runtime' not in rest:
-        left |= MACHINE
-    for name, was in rest.get('config', {}).items():
-        if name not in config:  # nanoGPT's has the model's too
-            continue
-        try:
-            was = fit(was, kinds[name] or [type(config[name])])
-        except (ValueError, OverflowError):
-            raise ValueError(f"{path} is damaged, or not written by train.py: it holds {name}={was!r:.40}"
-                             ) from None
-        if name in given.keys() - COMMAND and was != config[name]:
-            print0(f"resume: {name} was {was!r}, is {config[name]!r}")
-        elif name not in left and was != config[name]:
-            taken[name] = was
-    if taken:
-        show(path, taken)
-    return {**config, **taken}
-
-
-def last_length(config, given):
-    """The settings without those of LENGTH that one given later replaces; given: as configure returns it."""
-    last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
-    replaced = LENGTH - {'max_iters', last} if last else ()
-    return {**config, **dict.fromkeys(replaced)}
-
-
-def packed(meta):
-    """The model_args that keep conversations packed into windows apart; {} for other data."""
-    return {} if meta['block_size'] is None else {'document_token': meta['eot']}
-
-
-def lora_of(config, rest, resumed):
-    """What a checkpoint of this run says of its adapters, or None: what the run resumed has, or else what the
-    settings ask for, less 'checksum'. Raises ValueError where the two differ, and where there is no base."""
-    wanted = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
-              'targets': [name.strip() for name in config['lora_targets'].split(',')]}
-    had, path = rest.get('lora'), rest.get('path')
-    if resumed:
-        if config['lora_rank'] and wanted != {name: (had or {}).get(name) for name in wanted}:
-            raise ValueError(f"lora_rank={wanted['rank']}, lora_alpha={wanted['alpha']} and lora_targets="
-                             f"{config['lora_targets']} differ from {path}, which has "
-                             f"{had or 'no adapters'}: leave them out, or start with another --out_dir")
-        return had
-    if not config['lora_rank']:
-        return None
-    if not rest:
-        raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model: give --init_from")
-    if had:
-        raise ValueError(f"{path} is a run with adapters itself: export it with `python hub.py export` and "
-                         "start from that, or resume it")
-    folder = os.path.dirname(path)
-    if os.path.isfile(path) and os.path.realpath(folder) == os.path.realpath(config['out_dir']):
-        raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is, and "
-                         "which this run would rename: give another --out_dir")
-    hub_id = is_published(config['init_from']) and not os.path.exists(config['init_from'])
-    return {**wanted, 'base': config['init_from'] if hub_id else os.path.abspath(path)}
-
-
-def resume(rest, config, optimizers, scaler):
+def resume(rest, optimizers, scaler):
     """Puts optimizers and scaler back to where the checkpoint has them. Returns the checkpoint's Progress."""
-    path = rest['path']
-    missing = [name for name in ('iter_num', 'best_val_loss', 'optimizer') if name not in rest]
-    if missing:
-        raise ValueError(f"{path} has no {' and no '.join(missing)}, so it cannot be resumed; fine-tune with "
-                         f"--init_from={shlex.quote(path)}")
-    was = rest.get('config', {}).get('optimizer', 'adamw')  # nanoGPT's
-    if was != config['optimizer']:
-        raise ValueError(f"{path} was trained by --optimizer={was}, not {config['optimizer']}: give that "
-                         f"one, or fine-tune with --init_from={shlex.quote(path)}")
-    load_optimizers(optimizers, rest['optimizer'], path, rest['iter_num'] - rest.get('skipped', 0))
+    if not rest.get('optimizer'):
+        raise ValueError(f"{rest['path']} has no optimizer state, so it cannot be resumed: fine-tune with "
+                         f"--init_from={shlex.quote(rest['path'])}")
+    load_optimizers(optimizers, rest['optimizer'])
     if rest.get('scaler'):  # none in files that were not written under float16
         scaler.load_state_dict(rest['scaler'])
-    progress = Progress(**{field.name: rest.get(field.name, field.default)
-                           for field in dataclasses.fields(Progress)})
+    progress = Progress(**{name: rest[name] for name in vars(Progress()) if name in rest})
     progress.best_val_loss = float(progress.best_val_loss)  # nanoGPT's is a tensor
-    print0(f"resume: {path} at iteration {progress.iter_num:,}, best val loss {progress.best_val_loss:.4f}")
+    print0(f"resume: {rest['path']} at iteration {progress.iter_num:,}, best val loss "
+           f"{progress.best_val_loss:.4f}")
     return progress
 
 
+# checkpoints and log ----------------------------------------------------------------------------------------
+
 def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
-    """The part of a checkpoint that changes: weights (only the adapters, where there are any), Progress, and
-    what resuming needs of the optimizers. A sharded model's is put together by all ranks, see whole."""
+    """The changing part of a checkpoint: weights (of adapters, where there are any), Progress, optimizers.
+    All ranks must call it together."""
     state = {'model': lora_state(model) or model.state_dict(), **dataclasses.asdict(progress)}
     if optimizers:
         state.update(optimizer=[opt.state_dict() for opt in optimizers], scaler=scaler.state_dict())
-    return whole(state, wanted)
+    return gather(state, wanted)
 
 
-def save(path, state, earlier=None):
-    """Writes state to path: all of it or, with the old file kept, nothing. earlier: files of another run that
-    are to make room for it, see prepare_out_dir; it is empty afterwards. Raises OSError with the reason, or
-    ValueError for weights that are not finite."""
-    folder = os.path.dirname(path)
-    broken = [name for name, w in state['model'].items() if not w.isfinite().all()]
-    if broken:
-        raise diverged(f"{broken[0]} is not finite", state['iter_num'], state['config']['learning_rate'],
-                       None if earlier else os.path.join(folder, 'ckpt.pt'))
+def save_run(out_dir, name, constant, *changing):
+    """Writes a checkpoint on rank 0: its constant part, and a snapshot of the changing one."""
+    rank, _ = world()
+    state = snapshot(*changing, wanted=rank == 0)
+    if rank == 0:
+        save(os.path.join(out_dir, name), {**constant, **state})
+
+
+def save(path, state):
+    """Writes all of a checkpoint, or nothing, with the old file kept. Raises OSError with the reason."""
     try:
         torch.save(state, path + '.tmp')
-        if earlier:
-            earlier[log_name(earlier)] = 'log.csv'
-            # logs first: Windows renames none that another program holds open, and then nothing is renamed
-            for name, new in sorted(earlier.items(), key=lambda names: not names[0].startswith('log')):
-                os.replace(os.path.join(folder, name), os.path.join(folder, new))
-            earlier.clear()
-        os.replace(path + '.tmp', path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        if os.path.exists(path + '.tmp'):
-            os.remove(path + '.tmp')
-        kept = 'the checkpoint before it is kept' if os.path.exists(path) else 'there is none from before'
-        raise OSError(f"cannot write {path} ({str(error).splitlines()[0][:100]}); is the disk full? "
-                      f"{kept}") from None
-
-
-def lock_folder(out_dir):
-    """Takes out_dir for this process until it ends, however it ends. Returns the open file, which is to be
-    kept. Raises ValueError if another training has taken it."""
-    f = open(os.path.join(out_dir, 'lock'), 'a+', encoding='utf-8')  # noqa: SIM115
-    try:
-        if sys.platform == 'win32':
-            import msvcrt
-            os.lseek(f.fileno(), 1 << 30, os.SEEK_SET)  # nobody could read a byte that is locked
-            msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            f.seek(0)
-            raise ValueError(f"out_dir={out_dir}: another training ({f.read().strip()}) writes there; give "
-                             "another --out_dir, or wait for its end") from None
-        print0(f"{out_dir}/ cannot be locked ({error.strerror}): see that no other training writes there")
-    f.seek(0)
-    f.truncate()
-    f.write(f"process {os.getpid()} on {platform.node()}\n")
-    f.flush()
-    return f
-
-
-def old_names(out_dir, names):
-    """Free names with one number for files of one run in out_dir: {'ckpt.pt': 'ckpt.old-3.pt'}."""
-    taken = [int(n) for name in os.listdir(out_dir) for n in re.findall(r'[.]old-([0-9]+)[.]', name)]
-    parts = {name: os.path.splitext(name) for name in names}
-    return {name: f'{stem}.old-{max(taken, default=0) + 1}{ending}' for name, (stem, ending) in parts.items()}
+        Path(path + '.tmp').unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}, what was there is kept; is the disk full? "
+                      f"({str(error).splitlines()[0][:100]})") from None
+    os.replace(path + '.tmp', path)
 
 
 def keep_last(out_dir, it, keep):
-    """Keeps ckpt.pt, that of iteration `it`, as ckpt-<it>.pt too, for when it is written anew. Removes all
-    but the last `keep` that were kept so."""
-    path, kept = (os.path.join(out_dir, name) for name in ('ckpt.pt', f'ckpt-{it}.pt'))
-    if os.path.exists(kept):
-        os.remove(kept)
+    """Keeps a copy of ckpt.pt, that of iteration `it`, and removes all but the last `keep` copies."""
+    shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, f'ckpt-{it}.pt'))
+    copies = [path for path in Path(out_dir).glob('ckpt-*.pt') if '.old-' not in path.name]
+    for path in sorted(copies, key=os.path.getmtime)[:-keep]:
+        path.unlink()
+
+
+def lock_folder(out_dir):
+    """Takes out_dir for this process until it ends. Returns the open file, to be kept. Raises ValueError if
+    another training has taken it."""
+    f = open(os.path.join(out_dir, 'lock'), 'w')  # noqa: SIM115
     try:
-        os.link(path, kept)  # takes no space until ckpt.pt is another
-    except OSError:  # a file system without links
-        shutil.copyfile(path, kept)
-    all_kept = [os.path.join(out_dir, name) for name in os.listdir(out_dir)
-                if re.fullmatch(r'ckpt-[0-9]+[.]pt', name)]
-    for name in sorted(all_kept, key=os.path.getmtime)[:-keep]:
-        os.remove(name)
+        import fcntl
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"out_dir={out_dir}: another training writes there; give another --out_dir, or wait "
+                         "for its end") from None
+    except (ImportError, OSError):  # Windows, or a file system without locks
+        print0(f"{out_dir}/ cannot be locked: see that no other training writes there")
+    return f
 
 
 def prepare_out_dir(out_dir, resumed, keep_best):
-    """Makes out_dir, which is locked, ready for a run. Returns the files of an earlier one that is there and
-    not resumed, {name: the name it gets when this run has a checkpoint}. Resumed, best.pt stays only if it is
-    to be kept."""
-    path = functools.partial(os.path.join, out_dir)
-    there = [name for name in sorted(os.listdir(out_dir))
-             if re.fullmatch(r'best[.]pt|ckpt(-[0-9]+)?[.]pt|log[.]csv', name)]
-    if there and not resumed:
-        earlier = old_names(out_dir, there)
-        print0(f"{out_dir}/ holds a run, which the first checkpoint of this one will rename to "
-               f"{', '.join(earlier.values())}")
-        return earlier
-    if resumed and keep_best and 'best.pt' not in there:
-        shutil.copyfile(path('ckpt.pt'), path('best.pt'))  # nanoGPT's ckpt.pt is its best
-    elif resumed and not keep_best and 'best.pt' in there:
-        kept = old_names(out_dir, ['best.pt'])['best.pt']
-        os.replace(path('best.pt'), path(kept))  # else sample.py would go on reading it
-        print0(f"{out_dir}/best.pt is kept as {kept}: always_save_checkpoint=True")
-    return {}
+    """Renames the files of an earlier run in out_dir, ckpt.pt to ckpt.old-3.pt; of a resumed run only a
+    best.pt that is no longer kept, which sample.py would go on reading."""
+    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
+    earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
+    if resumed and keep_best:
+        if not earlier:  # nanoGPT's ckpt.pt is its best
+            shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt'))
+        return
+    number = 1
+    while any(Path(out_dir).glob(f'*.old-{number}.*')):
+        number += 1
+    for path in earlier:
+        new = path.rename(path.with_name(f'{path.stem}.old-{number}{path.suffix}'))
+        print0(f"{path} of the run before is now {new}")
 
 
 LOG_FIELDS = {  # the columns of log.csv, and how each is written
@@ -882,19 +666,13 @@ LOG_FIELDS = {  # the columns of log.csv, and how each is written
 }
 
 
-def log_name(earlier):
-    """Where rows are written while the files of an earlier run still have their names."""
-    return 'log.new.csv' if earlier else 'log.csv'
-
-
 def start_log(path, after):
-    """A log with its header; of one that is there the rows up to iteration `after` stay. The last may be cut,
-    and another version may have other columns."""
+    """A log with its header, and of one that is there, cut or with other columns, the rows up to `after`."""
     rows = []
     if after and os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as f:
             rows = [row for row in csv.DictReader(f)
-                    if None not in row.values() and int(row.get('iter') or after + 1) <= after]
+                    if None not in row.values() and int(row['iter']) <= after]
     with open(path + '.tmp', 'w', encoding='utf-8', newline='') as f:
         writer = csv.DictWriter(f, LOG_FIELDS, extrasaction='ignore')
         writer.writeheader()
@@ -906,8 +684,8 @@ def log_row(path, wandb, row):
     """Adds a row, a dict of numbers by LOG_FIELDS, to a log and to wandb's run, if there is one."""
     row = {name: value for name, value in row.items() if value is not None}
     with open(path, 'a', encoding='utf-8', newline='') as f:
-        csv.DictWriter(f, LOG_FIELDS).writerow({name: format(value, LOG_FIELDS[name])
-                                                for name, value in row.items()})
+        csv.writer(f).writerow(format(row[name], kind) if name in row else ''
+                               for name, kind in LOG_FIELDS.items())
     if wandb:
         names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # as nanoGPT has them
         wandb.log({names.get(name, name): value for name, value in row.items()}, step=row['iter'])
@@ -932,8 +710,8 @@ def describe(row, seconds_left):
 
 
 def start_wandb(project, name, settings, run_id):
-    """A run on Weights & Biases: a new one, or that of run_id, which goes on. None where wandb is missing or
-    refuses: it must not cost the run."""
+    """A run on Weights & Biases, or run_id's, continued. None where wandb is missing or refuses: it must not
+    cost the run."""
     try:
         import wandb
         return wandb.init(project=project, name=name, config=settings, id=run_id, resume='allow')
@@ -944,37 +722,14 @@ def start_wandb(project, name, settings, run_id):
 
 # settings and machine ---------------------------------------------------------------------------------------
 
-def check_settings(config):
-    """Raises ValueError for the first setting that is no choice, or out of range."""
-    for name, known in ('optimizer', OPTIMIZERS), ('lr_schedule', SCHEDULES):
-        if config[name] not in known:
-            raise ValueError(f"{name}={config[name]!r} is none of {', '.join(known)}")
-    if config['compile'] not in (True, False, 'auto'):
-        raise ValueError(f"compile={config['compile']!r} is none of True, False, auto")
-    lowest = dict(eval_interval=1, eval_iters=1, log_interval=1, sample_tokens=0, max_iters=0, epochs=0,
-                  tokens_per_param=0, learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, balance_loss=0,
-                  z_loss=0, balance_rate=0, warmup_iters=0, lr_decay_iters=0, seed=0, lora_rank=0,
-                  checkpoint_activations=0, keep=0, time_limit=0)
-    for name, low in lowest.items():
-        if config[name] is None:
-            continue
-        if not config[name] >= low:  # nan is not
-            raise ValueError(f"{name}={config[name]} must be at least {low}")
-        if config[name] == math.inf or isinstance(config[name], int) and config[name] >= 2**63:
-            raise ValueError(f"{name}={config[name]} must be below 2**63")
-    for name in ('beta1', 'beta2', 'momentum'):
-        if not 0 <= config[name] < 1:
-            raise ValueError(f"{name}={config[name]} must be at least 0 and below 1")
-    if not 0 < config['lora_alpha'] < math.inf:
-        raise ValueError(f"lora_alpha={config['lora_alpha']} must be above 0")
-    if not 0 < config['cooldown'] <= 1:
-        raise ValueError(f"cooldown={config['cooldown']} must be above 0 and at most 1")
-    if not config['out_dir']:
-        raise ValueError("out_dir is empty: name a folder")
-    if os.path.exists(config['out_dir']) and not os.path.isdir(config['out_dir']):
-        raise ValueError(f"out_dir={config['out_dir']} is a file: name a folder")
-
-
+CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES, 'compile': (True, False, 'auto')}
+LIMITS = {  # (lowest, highest): the settings that must be between
+    (1, 1e18): 'batch_size gradient_accumulation_steps eval_interval eval_iters log_interval',
+    (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters keep seed '
+               'lr_decay_iters weight_decay grad_clip balance_loss z_loss balance_rate lora_rank '
+               'sample_tokens checkpoint_activations',
+    (0, 0.999999): 'beta1 beta2 momentum', (1e-9, 1): 'cooldown', (1e-9, 1e18): 'lora_alpha',
+}
 UNUSED = {  # flag: the setting, or field of GPTConfig, and its values, with which it has no effect
     'momentum': ('optimizer', ['adamw']),
     'lr_schedule': ('decay_lr', [False]), 'cooldown': ('lr_schedule', ['cosine', 'linear']),
@@ -984,137 +739,75 @@ UNUSED = {  # flag: the setting, or field of GPTConfig, and its values, with whi
 }
 
 
+def check_settings(config):
+    """Raises ValueError for settings that are no choice, or out of their limits."""
+    wrong = [f"{name}={config[name]!r} is none of {', '.join(map(str, known))}"
+             for name, known in CHOICES.items() if config[name] not in known]
+    wrong += [f"{name}={config[name]} must be at least {low:g} and at most {high:g}"
+              for (low, high), names in LIMITS.items() for name in names.split()
+              if config[name] is not None and not low <= config[name] <= high]
+    if wrong:
+        raise ValueError('; '.join(wrong))
+
+
 def check_effect(given, settings):
-    """Raises ValueError for a flag that has no effect; config files serve many runs. given: as configure
-    returns it; settings: this file's and the model's, {name: value}."""
+    """Raises ValueError for a flag without effect; config files serve many runs. given: as configure returns
+    it; settings: this file's and the model's."""
     for name, (other, values) in UNUSED.items():
         if given.get(name) == 'flags' and settings[other] in values:
             raise ValueError(f"--{name} has no effect with {other}={settings[other]}: leave it out")
 
 
-def smaller_batches(accumulation, micro_batch, ranks, config):
-    """What to do when memory runs out, for a line: settings that leave the batch as it is and make smaller
-    micro-batches of it, or keep less of them. accumulation, micro_batch: as share_batch has split it."""
-    windows = accumulation * micro_batch * ranks
-    sizes = [micro_batch // n for n in range(2, 17) if micro_batch % n == 0][:3]
-    advice = [f"--batch_size={size} --gradient_accumulation_steps={windows // size}" for size in sizes]
-    same = [f"the same batch in smaller parts: {' or '.join(advice)}"] if advice else []
-    more = [] if config['checkpoint_activations'] else ['--checkpoint_activations=True']
-    if ranks > 1 and not config['shard'] and not config['lora_rank']:
-        more.append('--shard=True')
-    return '; or '.join([*same, *([' or '.join(more)] if more else [])]) or 'a smaller model is needed'
-
-
-def start_ranks(backend, device, ranks):
-    """Lets the ranks know each other. Raises ValueError for a device that they cannot share."""
+def start_ranks(backend, device):
+    """Joins the ranks; tensors on the CPU go by gloo in any case."""
     kind, index = choose_device(device)
-    if kind == 'mps':
-        raise ValueError(f"{ranks} ranks on device=mps: torch joins no ranks there; start one process, or "
-                         "give --device=cpu")
-    if backend == 'auto':
-        backend = 'nccl' if kind == 'cuda' else 'gloo'
-    if backend == 'nccl' and kind != 'cuda':
-        raise ValueError(f"backend=nccl needs CUDA, and the device is {kind}: leave it out")
     if kind == 'cuda':
         torch.cuda.set_device(index)
-    hour = datetime.timedelta(hours=1)  # of silence, that is: saving and downloading may take minutes
-    # what is on the CPU, as in on_any_rank, goes by gloo in any case
-    dist.init_process_group('cpu:gloo,cuda:nccl' if backend == 'nccl' else backend, timeout=hour,
-                            device_id=torch.device(kind, index) if backend == 'nccl' else None)
-
-
-def fetch_once(name):
-    """Downloads a published model on one rank of each node; the others find it in the cache then."""
-    if os.environ.get('LOCAL_RANK', '0') == '0':
-        import hub
-        hub.fetch(name)
-    dist.barrier()
-
-
-def check_ranks_agree(facts):
-    """facts: what this rank has read, name -> value. Raises ValueError, on every rank, if another rank has
-    read something else: nodes may have folders of their own under the same name."""
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, facts)
-    for other, theirs in enumerate(everyones):
-        for name, value in theirs.items():
-            if value != everyones[0][name]:
-                raise ValueError(f"rank {other} has read {name}={value}, rank 0 {everyones[0][name]}: all "
-                                 "nodes need the same files; share out_dir and data, or copy them")
+    if backend in ('auto', 'nccl'):
+        backend = 'cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo'
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=1),  # saving may take minutes
+                            device_id=torch.device(kind, index) if 'nccl' in backend else None)
 
 
 def dtype_name(dtype):
     return str(dtype).removeprefix('torch.')
 
 
-def resolve_runtime(device, dtype, seed, compile, ranks, was):
-    """configurator.runtime, and compile. was: the runtime that a checkpoint records. On the same device and
-    as many ranks 'auto' stands for what it stood for there: then a run resumes exactly."""
-    machine = runtime(device, dtype, seed)
-    if not was or (was['device_type'], was['ranks']) != (machine.device_type, ranks):
-        return machine, compile
-    if dtype == 'auto' and (was['threads'], was['dtype']) != (machine.threads, dtype_name(machine.dtype)):
-        machine = runtime(device, was['dtype'], seed, threads=was['threads'])
-    return machine, was['compile'] if compile == 'auto' else compile
-
-
-def dtype_notice(machine, was):
-    """What a person should know of the dtype that a run was resolved to, or None. was: see resolve_runtime;
-    {} for a run that is not resumed."""
-    dtype = dtype_name(machine.dtype)
-    if (machine.device_type == 'cuda' and dtype == 'bfloat16'
-            and torch.cuda.get_device_capability(machine.device) < (8, 0)):
-        return ("this GPU has no bfloat16 units, so bfloat16 is emulated, which is slow; --dtype=float16 is "
-                "fast, but resumes no longer exactly")
-    if was and was['dtype'] != dtype:
-        return f"resume: dtype was {was['dtype']}, is {dtype}"
-    return None
+def resolve_runtime(device, dtype, seed, compile, was):
+    """configurator.runtime, and compile. was: the runtime in a checkpoint, or None: on the same device and as
+    many ranks 'auto' means what it meant there, so that a run resumes exactly."""
+    if not was or (was['device_type'], was['ranks']) != (choose_device(device)[0], world()[1]):
+        return runtime(device, dtype, seed), compile
+    dtype = was['dtype'] if dtype == 'auto' else dtype
+    return (runtime(device, dtype, seed, threads=was['threads']),
+            was['compile'] if compile == 'auto' else compile)
 
 
 def eager_seconds(steps, n_layer, flops):
-    """About how long so many micro-batches of so many FLOPs take uncompiled on a CPU: forward and backward, a
-    layer has some 300 operators of 5 us each, and two cores reached 1.2e11 FLOP/s, in the quick-start and the
-    default shape alike."""
+    """About how long so many micro-batches take uncompiled: a layer has some 300 operators of 5 us, and two
+    cores reached 1.2e11 FLOP/s."""
     return steps * (n_layer * 1.5e-3 + flops / 1.2e11)
 
 
 def resolve_compile(compile, device, seconds):
-    """compile='auto' -> bool, for a run that on a CPU takes so many seconds uncompiled: compiling takes some
-    40 there and saves a third of them."""
+    """compile='auto' -> bool. seconds: of the run, uncompiled on a CPU, where compiling takes some 40 and
+    saves a third."""
     if compile != 'auto':
         return compile
     return ('cuda' in device or device == 'cpu' and seconds > 120) and can_compile(device)
 
 
-def compile_model(model, device, by_block=False):
-    """What computes model(idx, targets) compiled. by_block: each block and the loss by themselves, of which
-    blocks that are alike are compiled once, and which does in evaluation what it does in training; the steps
-    of two cores took a fifth longer so than those of a whole model. The model itself stays uncompiled."""
+def compile_model(model, device):
+    """Returns what computes model(idx, targets) compiled; the model stays as it is. torch compiles a sharded
+    one by block."""
     # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
     options = None if 'cuda' in device else {'fallback_random': True}
-    compiled = functools.partial(torch.compile, dynamic=False, options=options)
-    if not by_block:
-        return compiled(model)
-    blocks = [twin_of(block, forward=compiled(block.forward)) for block in model.h]
-    modules = {**model._modules, 'h': torch.nn.ModuleList(blocks)}
-    return twin_of(model, _modules=modules, loss=compiled(model.loss))
-
-
-def twin_of(module, **attributes):
-    """Another module with the same parameters and hooks, which gather what is sharded, and these attributes.
-    copy.copy would ask a sharded one to make a new one."""
-    twin = object.__new__(type(module))
-    vars(twin).update(vars(module) | attributes)
-    return twin
+    return torch.compile(model, dynamic=False, options=options)
 
 
 PEAK_TFLOPS = {  # dense, 16 bits, sums in float32: NVIDIA's data sheets, by what the device's name contains
-    'H200 NVL': 835, 'H200': 989, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H800': 989, 'H20': 148,
-    'GH200': 989, 'B200': 2250, 'A100': 312, 'A800': 312, 'A40': 150, 'A30': 165, 'A10': 125, 'A10G': 70,
-    'L40S': 362, 'L40': 181, 'L4': 121, 'V100-PCIE': 112, 'V100S': 130, 'V100': 125, 'T4': 65,
-    'RTX A6000': 155, 'RTX A5000': 111, 'RTX 6000 Ada': 364, 'Quadro RTX 6000': 131, 'Quadro RTX 8000': 131,
-    'RTX 5090': 210, 'RTX 4090': 165, 'RTX 4080': 98, 'RTX 3090 Ti': 80, 'RTX 3090': 71, 'RTX 3080': 60,
-    'RTX 3070': 41, 'RTX 2080 Ti': 54, 'TITAN RTX': 131,
+    'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'A10': 125, 'L40S': 362, 'L4': 121,
+    'V100-PCIE': 112, 'V100': 125, 'T4': 65, 'RTX 5090': 210, 'RTX 4090': 165, 'RTX 3090': 71,
 }
 
 
@@ -1123,23 +816,17 @@ def peak_flops(device, dtype):
     if 'cuda' not in device or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()  # a Ti or a SUPER is another card
-                 if re.search(rf'\b{part}\b(?! (Ti|SUPER|D|Laptop|Max-Q)\b)', name, re.IGNORECASE)), None)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()  # a Ti is another card
+                 if re.search(rf'\b{part}\b(?! (Ti|D|NVL|Laptop|Max-Q)\b)', name)), None)
 
 
 def peak_mb(device):
-    """Most memory used so far: of the CUDA device, or of this process; None where nobody can tell."""
+    """Most memory used so far: of the CUDA device, or of this process; None on Windows."""
     if 'cuda' in device:
         return torch.cuda.max_memory_allocated(device) / 2**20
-    if os.path.exists('/proc/self/status'):
-        with open('/proc/self/status', encoding='utf-8', errors='replace') as f:
-            kb = re.search(r'VmHWM:\s+(\d+)', f.read())
-        if kb:  # getrusage begins with the peak of the process that has started this one
-            return int(kb[1]) / 2**10
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == 'win32':
         return None
+    import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 
 
@@ -1149,76 +836,41 @@ def data_folder(dataset):
     return dataset if os.path.isdir(dataset) and not os.path.isdir(folder) else folder
 
 
-def check_data(folder, meta, train_bins, val_bins, config, source):
-    """Raises ValueError if a GPT of this config cannot train on a prepared folder. source: what --tokenizer
-    is to name for data of the model's own tokenizer, or None for a model from scratch."""
+def check_data(folder, meta, train_bins, val_bins, config):
+    """Raises ValueError if a GPT of this config cannot train on a prepared folder."""
     if meta['block_size'] not in (None, config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
                          f"{config.block_size}: give --block_size={meta['block_size']}, or prepare it again "
                          f"with --block_size={config.block_size}")
-    if bool(train_bins.masks) != bool(val_bins.masks):
-        raise ValueError(f"{folder} has a mask for only one of train and val: prepare it again")
     for bins in (train_bins, val_bins):
         bins.n_sequences(config.block_size)  # an error, if there is none
-        if not bins.n_targets:
-            raise ValueError(f"{bins.masks[0].path} leaves no target: nothing would be learnt")
         if meta['vocab_size'] > config.vocab_size:
-            advice = 'prepare it again, or raise --vocab_size'
-            if source is not None:
-                advice = f"prepare it with the model's own tokenizer: --tokenizer={shlex.quote(source)}"
-            bins.check_vocabulary(config.vocab_size, advice)
+            bins.check_vocabulary(config.vocab_size, 'prepare it with the tokenizer of the model, or give a '
+                                                     'model from scratch a larger --vocab_size')
         bins.vocab_size = config.vocab_size
 
 
-def check_repetition(max_iters, sequences_per_iter, n_sequences, tokens_per_param):
-    """Warns where the text is short for the planned run: a person who names epochs or max_iters may want
-    repetition, but tokens_per_param is for text that does not come again. Raises ValueError for a batch of
-    over 100 epochs, whose first iteration would seem to hang."""
-    epochs = max_iters * sequences_per_iter / n_sequences
-    if tokens_per_param is not None and epochs > 10:
-        print0(f"warning: tokens_per_param={tokens_per_param:g} is {epochs:.0f} epochs of this text: prepare "
-               "more, or give --epochs=3")
-    if sequences_per_iter > 100 * n_sequences:
-        raise ValueError(f"an iteration takes {sequences_per_iter:,} sequences, the text has {n_sequences:,}: "
-                         "lower --batch_size or --gradient_accumulation_steps")
-    if sequences_per_iter > n_sequences:
-        print0(f"warning: an iteration takes {sequences_per_iter:,} sequences, the text has {n_sequences:,}: "
-               "lower --batch_size or --gradient_accumulation_steps, or prepare more")
-
-
-def warn_of_rates(config, max_iters):
-    """Says so where the learning rate does not come to its peak, as in a run cut short, or ends above it."""
-    warmup, peak, floor = (config[name] for name in ('warmup_iters', 'learning_rate', 'min_lr'))
-    if 0 < max_iters <= warmup:
-        print0(f"warning: warmup_iters={warmup} goes on to the end: the learning rate comes to "
-               f"{max_iters / (warmup + 1):.0%} of its peak; lower --warmup_iters")
-    if config['decay_lr'] and floor is not None and floor > peak:
-        print0(f"warning: min_lr={floor:g} is above learning_rate={peak:g}, so that the rate rises: lower "
-               "--min_lr")
-
-
-def dataset_tokenizer(folder, source_tokenizer, source, path=None):
-    """The tokenizer of a prepared folder, None if it cannot be had, which is said. Where the model that the
-    run starts from has another, which prepare.py's --tokenizer=source gives, a warning, or if it is resumed,
-    from path, a ValueError."""
+def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
+    """A prepared folder's tokenizer, or None. Where the model to start from (rest) has another: a warning, or
+    if it is resumed a ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
     if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
-        differs = (f"{folder} was prepared with another tokenizer than {source} has, so the same ids stand "
-                   "for different text")
-        if path:
-            raise ValueError(f"{differs}: resume on data of the same one, or fine-tune with "
-                             f"--init_from={shlex.quote(path)}")
-        print0(f"warning: {differs}: python prepare.py ... --tokenizer={shlex.quote(source)}")
+        source = data_folder(rest['config']['dataset']) if 'config' in rest else rest['path']
+        differs = (f"{folder} was prepared with another tokenizer than the model's, so that ids stand for "
+                   f"other text: python prepare.py ... --tokenizer={shlex.quote(source)}")
+        if resumed:
+            raise ValueError(differs)
+        print0(f"warning: {differs}")
     return tokenizer
 
 
 def stop_on_signals(rank):
-    """Ctrl-C and a scheduler's SIGTERM: the list that is returned is empty no more, which ends the run after
-    the iteration that is under way. A second signal leaves at once."""
+    """Ctrl-C and SIGTERM fill the list that is returned, which ends the run after the current iteration; a
+    second signal leaves at once."""
     stop = []
 
     def ask(number, frame):
@@ -1231,103 +883,55 @@ def stop_on_signals(rank):
     return stop
 
 
-def resume_command(out_dir, ranks):
-    """The command that goes on with this run."""
-    start = 'python'
-    if ranks > 1:
-        here = os.environ.get('LOCAL_WORLD_SIZE')
-        start = f'torchrun --standalone --nproc_per_node={here}' if here == str(ranks) else 'torchrun ...'
-    return f"{start} {shlex.quote(sys.argv[0])} --out_dir={shlex.quote(out_dir)} --init_from=resume"
-
-
-def saving_notice(saving, elapsed, eval_interval):
-    """What to say of a checkpoint that took `saving` of the `elapsed` seconds since the one before, or None
-    where that is at most 2%, or a second."""
-    if saving <= max(1.0, 0.02 * elapsed):
-        return None
-    return (f"saving took {saving:.1f} s, {saving / elapsed:.0%} of the time since the last evaluation: a "
-            f"larger --eval_interval (now {eval_interval}) loses less")
-
-
-def tell(text, stop):
-    """print0, but once a signal has come nobody needs to listen: Ctrl-C ends the `tee` of `| tee log` as
-    well, and the run is to be saved."""
-    try:
-        print0(text)
-    except BrokenPipeError:
-        if not stop:
-            raise
-
-
 # main -------------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
-    rank, ranks = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    model, source_tokenizer, rest, source, resumed = None, None, {}, None, init_from == 'resume'
-    asked = {name: value for name, value in model_args.items() if name in given}
-    if resumed:
-        model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked)
-        config = resumed_settings(rest, config, given)
-    config = last_length(config, given)
-    globals().update(config)
+    # where to start from, and settings, which a resumed run takes from its checkpoint
     check_settings(config)
+    model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
+    if init_from != 'scratch':
+        asked = {name: value for name, value in settings.model_args.items() if name in given}
+        model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked,
+                                                      None if resumed else read_meta(data_folder(dataset)))
+    config = run_settings(config, given, rest if resumed else {})
+    globals().update(config)
+    if 'RANK' in os.environ:  # of torchrun
+        start_ranks(backend, device)
+    rank, ranks = world()
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
-    advice = smaller_batches(accumulation, micro_batch, ranks, config)
-    sys.excepthook = functools.partial(one_line_errors, settings=config, memory=advice)
-    checkpoint_file, best_file = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt'))
-
-    # data, what to start from, machine, ranks
     folder = data_folder(dataset)
     train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
-    if ranks > 1:
-        start_ranks(backend, device, ranks)
-    if init_from != 'scratch':
-        if not resumed:
-            if ranks > 1 and is_published(init_from):
-                fetch_once(init_from)
-            model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked, meta)
-        trained_on = rest.get('config', {}).get('dataset')
-        source = data_folder(trained_on) if isinstance(trained_on, str) else rest['path']
-    machine, compile = resolve_runtime(device, dtype, seed, compile, ranks, resumed and rest.get('runtime'))
+    tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
+    facts = torch.tensor([train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num', 0)])
+    if (all_reduce(facts.clone()) != ranks * facts).any():
+        raise ValueError(f"rank {rank} has read other files than another, {facts.tolist()} train tokens, val "
+                         "tokens and iterations: share out_dir and data between the nodes, or copy them")
+
+    # machine
+    machine, compile = resolve_runtime(device, dtype, seed, compile, resumed and rest.get('runtime'))
     device = machine.device
-    notice = dtype_notice(machine, resumed and rest.get('runtime'))
-    if notice:
-        print0(notice)
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
 
     # model
-    if 'no_tokenizer' in rest:
-        print0(f"the tokenizers of {folder} and {rest['path']} are not compared: {rest['no_tokenizer']}")
-    tokenizer = dataset_tokenizer(folder, source_tokenizer, source, rest['path'] if resumed else None)
-    if ranks > 1:
-        check_ranks_agree({'train tokens': train_bins.n_tokens, 'val tokens': val_bins.n_tokens,
-                           'a tokenizer': tokenizer is not None, **{
-                               name: rest.get(name) for name in ('iter_num', 'best_val_loss', 'wall_s')}})
     if model is None:
-        model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
+        model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **settings.model_args}))
         if model.config.n_expert_active == 1 and model.config.norm_topk_prob:  # published ones exist
             raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router "
                              "learns nothing: --norm_topk_prob=False")
-    check_data(folder, meta, train_bins, val_bins, model.config, source)
+    check_data(folder, meta, train_bins, val_bins, model.config)
     check_effect(given, {**config, **vars(model.config)})
-    lora = lora_of(config, rest, resumed)
-    if lora and not resumed:
-        add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
-    if shard and ranks == 1:  # as when a run goes on here that began on several
-        print0('shard=True has no effect on one rank: start several with torchrun')
-        shard = False
+    shard = shard and ranks > 1  # a run may go on here that began on several
     if shard:
-        check_shard(lora, machine.dtype)
+        if lora or machine.dtype == torch.float16:
+            raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
         shard_model(model, machine)
     model.to(device).train()
     block_size, params = model.config.block_size, [w for w in model.parameters() if w.requires_grad]
     n_sequences, n_params = train_bins.n_sequences(block_size), model.num_params()
-    # batches of the training text to compare val's loss with, at a quarter of its cost
-    quarter = max(1, min(eval_iters, val_bins.n_sequences(block_size) // batch_size) // 4)
-    first_token = val_bins.read([0], block_size)[0, :1].tolist()  # samples go on from here
 
     # length
     sequences_per_iter = gradient_accumulation_steps * batch_size
@@ -1338,60 +942,57 @@ if __name__ == '__main__':
     if tokens_per_param is not None:
         length = f'tokens_per_param={tokens_per_param:g}'
         max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
+    config['max_iters'] = max_iters
     decay_end = max_iters if lr_decay_iters is None else lr_decay_iters
     floor = learning_rate / 10 if min_lr is None else min_lr
     flops_per_iter = model.flops_per_token() * tokens_per_iter
-    compile = resolve_compile(compile, device, eager_seconds(max_iters * accumulation, model.config.n_layer,
-                                                             flops_per_iter / (accumulation * ranks)))
-    config['max_iters'] = max_iters
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
     if lora:
         print0(f"adapters: {sum(w.numel() for w in params):,} parameters of rank {lora['rank']} are trained")
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
     if train_bins.masks:
-        print0(f"mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are targets; "
+        print0(f"target mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are learnt; "
                f"document_token={model.config.document_token}")
     print0(f"run: {max_iters:,} iterations ({length}) of {tokens_per_iter:,} tokens ({accumulation} x "
-           f"{micro_batch} windows on {ranks} rank{'s' * (ranks > 1)}), "
+           f"{micro_batch} sequences on {ranks} rank{'s' * (ranks > 1)}), "
            f"{max_iters * sequences_per_iter / n_sequences:.2f} epochs, "
            f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
            f"{eval_interval} iterations to {out_dir}/")
-    check_repetition(max_iters, sequences_per_iter, n_sequences, tokens_per_param)
-    if not eval_only:
-        warn_of_rates(config, max_iters)
+    if 0 < max_iters <= warmup_iters:
+        print0(f"warning: warmup_iters={warmup_iters} goes on to the end: the learning rate comes to "
+               f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower --warmup_iters")
 
-    # optimizers, compilation
+    # optimizers, compilation, ranks
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
-    progress = resume(rest, config, optimizers, scaler) if resumed else Progress()
-    if resumed and progress.iter_num >= max_iters and not eval_only:
-        print0(f"resume: nothing is left to do, max_iters={max_iters:,}; to train on, give more --max_iters")
-        if ranks > 1:
-            dist.destroy_process_group()
-        sys.exit()
+    progress = resume(rest, optimizers, scaler) if resumed else Progress()
     del rest, source_tokenizer  # their memory
+    compile = resolve_compile(compile, device, eager_seconds(max_iters * accumulation, model.config.n_layer,
+                                                             flops_per_iter / (accumulation * ranks)))
     forward = evaluated = model
-    if compile and not eval_only and progress.iter_num < max_iters:
+    if compile and not eval_only:
         print0('compiling: the first iteration takes half a minute or more')
-        forward = compile_model(model, device, by_block=shard)  # weights are gathered between sharded blocks
-        if 'cuda' in device and not shard:  # on a CPU compiling again costs more than it gives
+        forward = compile_model(model, device)
+        if 'cuda' in device:  # on a CPU compiling again costs more than it gives
             evaluated = forward
     if ranks > 1 and not shard:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
                       gradient_as_bucket_view=True)
 
     # files, signals
-    lock, earlier, wandb, stop, saved = None, None, None, [], resumed
+    log_file = os.path.join(out_dir, 'log.csv')
+    lock, wandb, stop = None, None, []
     if rank == 0 and not eval_only:
         os.makedirs(out_dir, exist_ok=True)
         lock = lock_folder(out_dir)
-        earlier = prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
-        start_log(os.path.join(out_dir, log_name(earlier)), progress.iter_num)
+        prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
+        start_log(log_file, progress.iter_num)
         if wandb_log:
             wandb = start_wandb(wandb_project, wandb_run_name,
                                 {**config, **dataclasses.asdict(model.config)}, progress.wandb_id)
-            progress.wandb_id = wandb.id if wandb else progress.wandb_id
+        if wandb:
+            progress.wandb_id = wandb.id
     if not eval_only:
         stop = stop_on_signals(rank)
     constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
@@ -1402,122 +1003,104 @@ if __name__ == '__main__':
     # the loop: train up to the next evaluation, evaluate, save
     began, first_it, peak = START - progress.wall_s, progress.iter_num, peak_flops(device, machine.dtype)
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
-                           seed, device, rank, ranks)
-    batch, row, stopping = next(batches, None), None, False
-    moves, in_a_row, saved_at, noticed = [], 0, time.time(), False
+                           seed, device)
+    batch, row, stopping, skipped, in_a_row = next(batches, None), None, False, progress.skipped, 0
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
         while progress.iter_num < goal and not stopping and not eval_only:
             lr = lr_at(progress.iter_num, learning_rate, floor, warmup_iters, decay_end,
                        lr_schedule if decay_lr else None, cooldown)
-            set_learning_rate(optimizers, lr)
+            for group in [group for opt in optimizers for group in opt.param_groups]:
+                group['lr'] = lr
             seed_dropout(seed, progress.iter_num, rank, device)
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
-                                                 scaler, balance_loss, z_loss, ranks)
+                                                 scaler, balance_loss, z_loss)
             at_goal = progress.iter_num + 1 == goal
-            before = [w.detach().clone() for w in params] if at_goal and (rank == 0 or shard) else None
+            before = [w.detach().clone() for w in params] if at_goal else None
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
                                       0 if lora else balance_rate)
             progress.iter_num += 1
-            moves.append(moved)
-            if rank == 0 and time_limit is not None and time.time() - START >= 60 * time_limit and not stop:
-                tell(f"time_limit={time_limit:g} minutes are over: stopping", stop)
-                stop.append(signal.SIGTERM)
+            skipped, in_a_row = skipped + ~moved, (in_a_row + 1) * ~moved  # on the device: nobody waits
 
-            it, stopping = progress.iter_num, on_any_rank(bool(stop), ranks)
-            if stopping and not stop:  # all ranks end with the same status
+            it = progress.iter_num
+            if time_limit is not None and time.time() - START >= 60 * time_limit and not stop:
+                print0(f"time_limit={time_limit:g} minutes are over: stopping")
                 stop.append(signal.SIGTERM)
+            stopping = all_reduce(torch.tensor(float(bool(stop)))).item() > 0  # on any rank
             logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
-            if logs or early or stopping or len(moves) == MAX_SKIPPED:
-                skipped, in_a_row = count_skipped(moves, in_a_row)
-                progress.skipped, moves = progress.skipped + skipped, []
-                if skipped:
-                    tell(f"iter {it}: a loss or gradient was not finite, {skipped} update"
-                         f"{'s' * (skipped > 1)} skipped, {progress.skipped} in all", stop)
-                if in_a_row >= MAX_SKIPPED:
-                    raise diverged(f"{in_a_row} losses or gradients in a row were not finite", it,
-                                   learning_rate, checkpoint_file if saved else None)
             if logs or early or stopping:
+                if skipped > progress.skipped:
+                    print0(f"iter {it}: a loss or gradient was not finite, updates skipped: "
+                           f"{skipped - progress.skipped}, {skipped} in all")
+                progress.skipped = int(skipped)
+                if in_a_row >= MAX_SKIPPED:
+                    diverge(f"{in_a_row} losses or gradients in a row were not finite", it, out_dir)
                 seconds = (time.time() - timed_at) / (it - timed_it)
                 timed_it, timed_at = it, time.time()
-                progress.wall_s = time.time() - began
                 row = {'iter': it, 'tokens': it * tokens_per_iter,
                        'epoch': it * sequences_per_iter / n_sequences,
-                       'loss': mean_over_ranks(loss, ranks), 'lr': lr, 'grad_norm': float(grad_norm),
+                       'loss': all_reduce(loss).item() / ranks, 'lr': lr, 'grad_norm': float(grad_norm),
                        'update_ratio': relative_change(params, before) if before else None,
                        'ms_per_iter': seconds * 1e3, 'tok_per_s': tokens_per_iter / seconds,
                        'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
-                       'load_max': None if expert_load is None else worst_load(expert_load),
-                       'skipped': progress.skipped, 'wall_s': progress.wall_s}
-                tell(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds), stop)
+                       'load_max': None if expert_load is None else  # the largest, in even shares
+                       (expert_load.amax(1) / expert_load.mean(1)).max().item(),
+                       'skipped': progress.skipped, 'wall_s': time.time() - began}
+                if not stop:  # Ctrl-C ends the `tee` of `| tee log` too: save before printing
+                    print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
                 if rank == 0 and logs and not at_goal and not stopping:  # else it waits for its val_loss
-                    log_row(os.path.join(out_dir, log_name(earlier)), wandb, row)
+                    log_row(log_file, wandb, row)
 
-        if stopping:  # first, for whoever sent the signal may not wait for an evaluation
-            state = snapshot(model, progress, optimizers, scaler, wanted=rank == 0)
-            if rank == 0:
-                save(checkpoint_file, {**constant, **state}, earlier)
-            saved = True
-            del state
+        if stopping:  # saved first, for whoever sent the signal may not wait for an evaluation
+            progress.wall_s = time.time() - began
+            save_run(out_dir, 'ckpt.pt', constant, model, progress, optimizers, scaler)
         val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
-                                   machine.autocast, rank, ranks)
+                                   machine.autocast)
+        # of the training text a quarter as many, to compare with
+        quarter = max(1, min(eval_iters, val_bins.n_sequences(block_size) // batch_size) // 4)
         train_loss, _ = evaluate(evaluated, model, train_bins, quarter, batch_size, device,
-                                 machine.autocast, rank, ranks)
+                                 machine.autocast)
         bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
-        tell(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
-             f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)", stop)
+        print0(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
+             f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
         if not math.isfinite(val_loss):
-            raise diverged(f"val loss is {val_loss}", progress.iter_num, learning_rate,
-                           checkpoint_file if saved else None)
+            diverge(f"val loss is {val_loss}", progress.iter_num, out_dir)
         if eval_only:
             break
         improved = val_loss < progress.best_val_loss
-        progress.best_val_loss = min(val_loss, progress.best_val_loss)
-        progress.wall_s, saving = time.time() - began, time.time()
-        state = snapshot(model, progress, optimizers, scaler, wanted=rank == 0)
-        if rank == 0:
-            if row:  # before the checkpoint: a run that is killed in between writes it anew
-                row.update(val_loss=val_loss, val_bpb=bpb, wall_s=progress.wall_s)
-                log_row(os.path.join(out_dir, log_name(earlier)), wandb, row)
-            if improved and not always_save_checkpoint:
-                weights_only = {name: value for name, value in state.items()
-                                if name not in ('optimizer', 'scaler')}
-                save(best_file, {**constant, **weights_only}, earlier)
-            save(checkpoint_file, {**constant, **state}, earlier)
-            if keep:
-                keep_last(out_dir, progress.iter_num, keep)
-            saving, elapsed, saved_at = time.time() - saving, time.time() - saved_at, time.time()
-            notice = None if noticed else saving_notice(saving, elapsed, eval_interval)
-            if notice:
-                tell(notice, stop)
-                noticed = True
-        saved = True
-        del state
+        progress.best_val_loss, progress.wall_s = min(val_loss, progress.best_val_loss), time.time() - began
+        if rank == 0 and row:  # before the checkpoint: a run that is killed in between writes it anew
+            log_row(log_file, wandb, {**row, 'val_loss': val_loss, 'val_bpb': bpb, 'wall_s': progress.wall_s})
+        if improved and not always_save_checkpoint:
+            save_run(out_dir, 'best.pt', constant, model, progress)
+        save_run(out_dir, 'ckpt.pt', constant, model, progress, optimizers, scaler)
+        if keep and rank == 0:
+            keep_last(out_dir, progress.iter_num, keep)
         if sample_tokens and tokenizer and (rank == 0 or shard):  # sharded, all ranks compute the same
             model.eval()
+            first_token = val_bins.read([0], block_size)[0, :1].tolist()
             with machine.autocast():
                 text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
             model.train()
-            tell(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}", stop)
+            print0(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
         if stopping or progress.iter_num >= max_iters:
             break
 
     stopped = stopping and progress.iter_num < max_iters
     if stopped:
-        tell(f"stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
-             f"{resume_command(out_dir, ranks)}", stop)
-        if ranks > 1:
-            tell('all is saved; the error that torchrun reports below is this exit status', stop)
+        print0(f"saved and stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
+             f"{'torchrun ...' if ranks > 1 else 'python'} {shlex.quote(sys.argv[0])} "
+             f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
     elif not eval_only:
         memory = peak_mb(device)
-        tell(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
+        print0(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
-             f"python sample.py --out_dir={shlex.quote(out_dir)}", stop)
+             f"python sample.py --out_dir={shlex.quote(out_dir)}")
     if lock:
         lock.close()
-    if ranks > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
-    if stopped and stop:
-        sys.exit(128 + stop[0])  # as a shell reports a program that a signal has ended
+    if stopped:  # as a shell reports a program that a signal has ended
+        sys.exit(128 + (stop or [signal.SIGTERM])[0])

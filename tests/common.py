@@ -252,9 +252,11 @@ def chat_tokenizer(template='chatml'):
         flat_tokenizer.EOT, '<|im_start|>', '<|im_end|>', '<s>', '</s>',
                                                      '<|eot_id|>', '<|begin_of_text|>',
                                                      '<|start_header_id|>', '<|end_header_id|>'])}
-    source = flat_tokenizer.bpe_json({char: b for b, char in flat_tokenizer.byte_chars().items()}, [], None, marks)
+    source = flat_tokenizer.bpe_json({char: b for b, char in flat_tokenizer.byte_chars().items()}, [], None,
+                                     marks)
     end = {'llama2': '</s>', 'llama3': '<|eot_id|>'}.get(template, '<|im_end|>')
-    return flat_tokenizer.JsonTokenizer(source, {'chat_template': CHAT_TEMPLATES[template], 'bos_token': '<s>',
+    return flat_tokenizer.JsonTokenizer(source,
+                                        {'chat_template': CHAT_TEMPLATES[template], 'bos_token': '<s>',
                                           'eos_token': end})
 
 

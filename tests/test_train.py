@@ -3,15 +3,12 @@ import contextlib
 import csv
 import dataclasses
 import functools
-import gc
 import glob
 import json
 import math
 import os
-import pickle
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +22,6 @@ import torch
 from common import (
     ROOT,
     TOY,
-    Evil,
     log_rows,
     run,
     same_weights,
@@ -41,12 +37,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import hub
 import model as flat
 import prepare
-import sample as flat_sample
 import train as flat_train
 from model import GPT, GPTConfig
 from test_model import tiny, tokens
 
-transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')
+NO_SCALER = torch.amp.GradScaler('cpu', enabled=False)
 # see test_loss_curve
 RECORDED_LOSSES = [2.6980, 2.1581, 1.7870, 1.6431, 1.1573, 1.1623, 1.0397, 0.9056, 0.6555, 1.1280, 0.9401,
                    0.7939]
@@ -56,40 +51,34 @@ def make_optimizers(model, **settings):
     return flat_train.make_optimizers(model, {**flat_train.config, **settings})
 
 
+def saved(out, name='ckpt.pt'):
+    return torch.load(f'{out}/{name}', weights_only=True)
 
 
-def test_windows_are_each_seen_once_an_epoch():
+# data and schedules -----------------------------------------------------------------------------------------
+
+def test_sequences_are_each_seen_once_an_epoch():
     n, seed = 37, 5
     for epoch in range(3):
         assert sorted(flat_train.sequence_indices(epoch * n, n, n, seed)) == list(range(n))
     orders = [flat_train.sequence_indices(e * n, n, n, seed).tolist() for e in range(2)]
     assert orders[0] != orders[1] and orders[0] != list(range(n))
-    whole = flat_train.sequence_indices(0, 80, n, seed).tolist()  # batches that cross an epoch's end
+    unbroken = flat_train.sequence_indices(0, 80, n, seed).tolist()  # batches that cross an epoch's end
     found = [flat_train.sequence_indices(i, 7, n, seed).tolist() for i in range(0, 77, 7)]
-    assert sum(found, []) == whole[:77]
+    assert sum(found, []) == unbroken[:77]
 
 
 @pytest.mark.parametrize('accumulation, size, ranks, expected', [
     (40, 12, 1, (40, 12)), (40, 12, 8, (5, 12)), (1, 64, 2, (1, 32)), (1, 64, 4, (1, 16)),
-    (40, 12, 3, (16, 10)), (3, 4, 2, (2, 3)), (40, 10**11 - 1, 8, (5, 10**11 - 1)),
-    (10**11 - 1, 1, 1, (10**11 - 1, 1)), (3, 10**11, 2, (2, 75 * 10**9))])
+    (40, 12, 3, (16, 10)), (3, 4, 2, (2, 3)), (3, 10**11, 2, (2, 75 * 10**9))])
 def test_ranks_share_a_batch(accumulation, size, ranks, expected):
     assert flat_train.share_batch(accumulation, size, ranks) == expected
-    micro, each = flat_train.share_batch(accumulation, size, ranks)
-    assert micro * each * ranks == accumulation * size
-
-
-def test_a_batch_that_ranks_do_not_divide_names_the_nearest():
-    with pytest.raises(ValueError, match='64 windows, which 3 ranks do not divide; 63 or 66'):
+    assert math.prod(expected) * ranks == accumulation * size
+    with pytest.raises(ValueError, match='64 sequences, which 3 ranks do not divide; 66 would work'):
         flat_train.share_batch(1, 64, 3)
-    with pytest.raises(ValueError, match='at least 1'):
-        flat_train.share_batch(0, 64, 1)
 
 
-def test_learning_rate_schedules(monkeypatch):
-    monkeypatch.setitem(flat_train.SCHEDULES, 'odd', lambda done, cooldown: 2 * done)
-    with pytest.raises(ValueError, match="lr_schedule='odd' is at 1.5 of the way to the peak"):
-        flat_train.lr_at(75, 1.0, 0.0, 0, 100, 'odd')
+def test_learning_rate_schedules():
     lr = functools.partial(flat_train.lr_at, peak=1.0, floor=0.1, warmup=10, end=110)
     for it in (0, 4, 9):
         assert lr(it) == pytest.approx((it + 1) / 11)
@@ -101,6 +90,16 @@ def test_learning_rate_schedules(monkeypatch):
             1.0 if done <= 0.6 else 0.1 + 0.9 * (1 - done) / 0.4)
         assert lr(it, schedule=None) == 1.0
 
+
+def test_batches_for_a_gpu_are_pinned_whole(folder, monkeypatch):
+    pinned, batch = [], prepare.Bins('data/toy', 'train').batch(range(4), 16)
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, 'to', lambda self, *args, **kwargs: self)
+    assert all(map(np.array_equal, flat_train.to_device(batch, 'cuda'), batch))
+    assert len(pinned) == 2 and all(tensor.is_contiguous() for tensor in pinned)
+
+
+# optimizers -------------------------------------------------------------------------------------------------
 
 def test_muon_equals_torch():
     torch.manual_seed(0)
@@ -122,65 +121,90 @@ def test_muon_equals_torch():
         other.step()
     for a, b in zip([*ours, *fused.split(8), *stack], [*theirs, *theirs[:2], *theirs[:2]]):
         torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-2)  # bfloat16 inside, products in another order
-    u = flat_train.orthogonalise(torch.randn(3, 20, 50)).float()
-    values = torch.linalg.svdvals(u)
+    values = torch.linalg.svdvals(flat_train.orthogonalise(torch.randn(3, 20, 50)).float())
     assert values.min() > 0.5 and values.max() < 1.3
 
 
 @pytest.mark.parametrize('kind', flat_train.OPTIMIZERS)
 def test_every_parameter_has_one_optimizer(kind):
     model = tiny(bias=True, pos='learned', n_expert=4)
-    opts = make_optimizers(model, optimizer=kind)
-    seen = [w for opt in opts for group in opt.param_groups for w in group['params']]
-    assert sorted(map(id, seen)) == sorted(map(id, model.parameters()))
-    matrices = [w for name, w in model.named_parameters() if name.endswith('weight') and w.ndim > 1]
-    decayed = [w for opt in opts for g in opt.param_groups if g['weight_decay'] for w in g['params']]
-    assert sorted(map(id, decayed)) == sorted(map(id, matrices))
+    groups = [group for opt in make_optimizers(model, optimizer=kind) for group in opt.param_groups]
+    decayed = [id(w) for group in groups if group['weight_decay'] for w in group['params']]
+    assert sorted(decayed) == sorted(id(w) for name, w in model.named_parameters()
+                                     if name.endswith('weight') and w.ndim > 1)
 
 
 def test_a_new_optimizer_is_one_entry_and_must_take_every_parameter(monkeypatch):
-    model = tiny()
-
-    def sgd(model, config):
-        return [torch.optim.SGD(model.parameters(), lr=config['learning_rate'])]
-
-    def forgetful(model, config):
-        return [torch.optim.SGD(list(model.parameters())[1:], lr=config['learning_rate'])]
-    monkeypatch.setitem(flat_train.OPTIMIZERS, 'sgd', sgd)
-    monkeypatch.setitem(flat_train.OPTIMIZERS, 'forgetful', forgetful)
-    flat_train.check_settings({**flat_train.config, 'optimizer': 'sgd'})
-    opt, = make_optimizers(model, optimizer='sgd', learning_rate=0.5)
+    for name, first in (('sgd', 0), ('forgetful', 1)):
+        monkeypatch.setitem(flat_train.OPTIMIZERS, name, lambda model, config, first=first: [
+            torch.optim.SGD(list(model.parameters())[first:], lr=config['learning_rate'])])
+        flat_train.check_settings({**flat_train.config, 'optimizer': name})
+    opt, = make_optimizers(tiny(), optimizer='sgd', learning_rate=0.5)
     assert opt.param_groups[0]['lr'] == 0.5
     with pytest.raises(ValueError, match="optimizer='forgetful' .* wte.weight"):
-        make_optimizers(model, optimizer='forgetful')
-    for name, wrong, message in (
-            ('alone', lambda model, config: sgd(model, config)[0], 'must give a list of torch optimizers'),
-            ('more', lambda model, config: [torch.optim.SGD([*model.parameters(), torch.ones(3)], lr=1.0)],
-             'tensors that are no parameters')):
-        monkeypatch.setitem(flat_train.OPTIMIZERS, name, wrong)
-        with pytest.raises(ValueError, match=f"optimizer='{name}' .*{message}"):
-            make_optimizers(model, optimizer=name)
+        make_optimizers(tiny(), optimizer='forgetful')
 
 
-@pytest.mark.parametrize('options', [
-    ['--optimizer=adamw'], ['--optimizer=muon'],
-    ['--optimizer=muon', '--n_expert=4', '--n_shared_expert=1', '--balance_bias=True', '--z_loss=0.001',
-     '--document_token=3', '--window=6', '--window_pattern=SL', '--residual_lambdas=True']])
-def test_resumed_equals_uninterrupted(folder, options):
-    common = ['--dropout=0.2', '--log_interval=1', *options]
-    whole = train('--out_dir=whole', *common)
-    train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
-    parts = run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=20')
-    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'parts'))
-    assert same_weights(a['model'], b['model']) and a['iter_num'] == b['iter_num'] == 20
-    rows = [[(r['iter'], r['loss'], r['val_loss'], r['lr'], r['grad_norm']) for r in log_rows(out)]
-            for out in ('whole', 'parts')]
-    assert rows[0] == rows[1] and len(rows[0]) == 20
-    assert same_weights(whole['model'].state_dict(), parts['model'].state_dict())
-    for key in ('exp_avg', 'momentum_buffer'):
-        states = [[s[key] for o in c['optimizer'] for s in o['state'].values() if key in s] for c in (a, b)]
-        assert all(torch.equal(x, y) for x, y in zip(*states))
+def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
+    """Else its steps stay on the CPU, and fused AdamW crashes on CUDA. Here their dtype shows it."""
+    w = torch.nn.Parameter(torch.ones(3))
+    was = torch.optim.AdamW([w], lr=1.0, fused=False).state_dict()
+    was['state'] = {0: {'step': torch.tensor(4.0, dtype=torch.float64), 'exp_avg': torch.zeros(3),
+                        'exp_avg_sq': torch.ones(3)}}
+    opt = torch.optim.AdamW([w], lr=0.5, fused=True)
+    flat_train.load_optimizers([opt], was)
+    assert opt.state[w]['step'].dtype == torch.float32 and opt.state[w]['step'] == 4
+    assert opt.param_groups[0]['lr'] == 0.5 and opt.param_groups[0]['fused'] is True
 
+
+@pytest.mark.parametrize('kind', ['adamw', 'muon', 'neither'])
+def test_an_update_that_is_not_finite_leaves_everything_as_it_was(kind, monkeypatch):
+    """Wherever that is decided: on the device, by AdamW, or here, by an optimizer that cannot."""
+    if kind == 'neither':
+        monkeypatch.setattr(flat_train, 'takes_found_inf', lambda opt, w: False)
+    torch.manual_seed(0)
+    model, plain = tiny(n_expert=4, balance_bias=True), tiny(n_expert=4, balance_bias=True)
+    plain.load_state_dict(model.state_dict())
+    name = 'adamw' if kind == 'neither' else kind
+    optimizers, unbroken = (make_optimizers(m, optimizer=name, learning_rate=1e-2) for m in (model, plain))
+    x = torch.randint(61, (6, 2, 17))
+    for it in range(6):
+        bad = it in (2, 3)
+        for m, opts in [(model, optimizers)] if bad else [(model, optimizers), (plain, unbroken)]:
+            loss, aux = m(x[it][:, :-1], x[it][:, 1:])
+            loss.backward()
+            if bad:
+                next(m.parameters()).grad.view(-1)[it] = (math.nan, math.inf)[it - 2]
+            _, moved = flat_train.update(m, list(m.parameters()), opts, NO_SCALER, 1.0, aux['load'], 0.01)
+            assert bool(moved) != bad
+    assert same_weights(model.state_dict(), plain.state_dict())
+    for a, b in zip(optimizers, unbroken):
+        assert all(map(same_weights, a.state.values(), b.state.values()))
+
+
+@pytest.mark.parametrize('options', [{}, dict(n_expert=4, balance_bias=True)], ids=['dense', 'experts'])
+def test_an_iteration_waits_for_nothing_that_the_device_computes(options, monkeypatch):
+    """A tensor without data raises where somebody asks for its value."""
+    monkeypatch.setattr(GPT, 'init_weights', lambda self: None)
+    # on CPUs alone the model looks at its targets
+    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
+    asks, autocast = [], functools.partial(torch.autocast, 'cpu', torch.bfloat16)
+    for kind in 'adamw', 'muon':
+        with FakeTensorMode():
+            model, idx = tiny(**options), torch.zeros(2, 16, dtype=torch.long)
+            optimizers = make_optimizers(model, optimizer=kind)
+            for _ in range(2):
+                _, load, _ = flat_train.gradients(model, (idx, idx, None), iter([(idx, idx, None)]), 2,
+                                                  autocast, NO_SCALER, 0.01, 0.0)
+                try:
+                    flat_train.update(model, list(model.parameters()), optimizers, NO_SCALER, 1.0, load, 0.01)
+                except DataDependentOutputException:
+                    asks.append(kind)
+                    break
+    assert asks == ['muon']  # which cannot leave an update out by itself
+
+
+# runs -------------------------------------------------------------------------------------------------------
 
 def test_training_computes_what_a_plain_loop_computes(folder):
     """AdamW, clipping, accumulation, schedule and data order, against torch's own pieces in a plain loop."""
@@ -208,27 +232,212 @@ def test_training_computes_what_a_plain_loop_computes(folder):
     assert float(log_rows('out')[-1]['loss']) == pytest.approx(loss.item(), rel=1e-4)
 
 
-def test_accumulation_and_one_large_batch_are_the_same(folder):
-    model, losses = tiny().train(), []
-    x, y = torch.randint(61, (2, 8, 16))
-    for size in (8, 2):
-        model.zero_grad()
-        for i in range(0, 8, size):
-            loss = model(x[i:i + size], y[i:i + size])[0] * size / 8
-            loss.backward()
-        losses.append([w.grad.clone() for w in model.parameters()])
-    for a, b in zip(*losses):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
-    a = train('--out_dir=a', '--batch_size=2', '--gradient_accumulation_steps=4', '--max_iters=5',
-              '--log_interval=1')
-    b = train('--out_dir=b', '--batch_size=8', '--gradient_accumulation_steps=1', '--max_iters=5',
-              '--log_interval=1')
-    for x, y in zip(a['model'].parameters(), b['model'].parameters()):
-        # AdamW divides small differences by small gradients
-        torch.testing.assert_close(x, y, atol=2e-4, rtol=1e-3)
-    for key in ('loss', 'grad_norm', 'lr'):
-        assert [float(r[key]) for r in log_rows('a')] == pytest.approx([float(r[key]) for r in log_rows('b')],
-                                                                       rel=1e-4)
+def test_loss_curve_is_the_recorded_one(folder):
+    torch.set_num_threads(1)
+    train('--out_dir=out', '--log_interval=4', '--learning_rate=1e-2', '--max_iters=40')
+    losses = [float(row['loss']) for row in log_rows('out')]
+    assert losses == pytest.approx(RECORDED_LOSSES, rel=2e-3), losses
+
+
+def test_losses_of_experts_train_but_are_not_reported(folder):
+    args = ['--n_expert=4', '--log_interval=1', '--max_iters=11']
+    with pytest.raises(ValueError, match='its router learns nothing: --norm_topk_prob=False'):
+        train('--out_dir=one', *args, '--n_expert_active=1')
+    runs = {}
+    for name, more in dict(plain=['--balance_loss=0'], pushed=['--balance_loss=3'], z=['--z_loss=0.5'],
+                           bias=['--balance_loss=0', '--balance_bias=True', '--balance_rate=0.02']).items():
+        weights = train(f'--out_dir={name}', *args, *more)['model'].state_dict()
+        runs[name] = log_rows(name)
+    assert len({rows[0]['loss'] for rows in runs.values()}) == 1
+    assert len({rows[-1]['loss'] for rows in runs.values()}) == 4
+    assert all(1 <= float(row['load_max']) <= 4 for rows in runs.values() for row in rows)
+    bias, = (w for name, w in weights.items() if name.startswith('h.0.') and name.endswith('_bias'))
+    steps = bias / 0.02  # a step of balance_rate an iteration, and 11 of them
+    assert (steps - steps.round()).abs().max() < 1e-4 and bias.any() and steps.abs().max() < 11.1
+
+
+def test_evaluation_is_the_mean_over_sequences_and_disturbs_nothing(folder, capsys):
+    story = train('--out_dir=out', '--max_iters=2', '--dropout=0.5', '--eval_iters=8')
+    model, state = story['model'], torch.get_rng_state()
+    evaluate = functools.partial(flat_train.evaluate, model, model, batch_size=4, device='cpu',
+                                 autocast=contextlib.nullcontext)
+    loss, count = evaluate(story['val_bins'], 1000)
+    some, few = evaluate(story['val_bins'], 8)
+    assert model.training and torch.equal(state, torch.get_rng_state())
+    printed = re.search(r'step 2: train loss (\S+), val loss (\S+?),', capsys.readouterr().out)
+    assert [float(x) for x in printed.groups()] == pytest.approx([evaluate(story['train_bins'], 2)[0], some],
+                                                                 abs=1e-4)
+    data = torch.from_numpy(np.fromfile('data/toy/val.bin', '<u2').astype(np.int64))
+    model.eval()
+    losses = [model(data[None, i:i + 16], data[None, i + 1:i + 17])[0].item() for i in range(0, 800, 16)]
+    assert count == 16 * len(losses) == 800 and loss == pytest.approx(sum(losses) / 50, rel=1e-5)
+    chosen = [losses[i * 50 // 32] for i in range(32)]
+    assert few == 32 * 16 and some == pytest.approx(sum(chosen) / 32, rel=1e-5)
+    row = log_rows('out')[-1]
+    assert float(row['val_bpb']) == pytest.approx(float(row['val_loss']) / math.log(2) / 2.0, rel=1e-4)
+
+
+def test_the_length_given_last_counts(folder, capsys):
+    (folder / 'long.py').write_text('epochs = 6.0\nwarmup_iters = 20\n', encoding='utf-8')
+    for flags, n, said in (
+            (['long.py'], math.ceil(6 * (3000 // 16) / 12), 'epochs=6'),
+            (['long.py', '--max_iters=12'], 12, 'max_iters=12'),
+            (['--max_iters=12', 'long.py'], 94, 'epochs=6'),
+            (['--max_iters=12', '--epochs=6', '--tokens_per_param=2', '--epochs=1'], 16, 'epochs=1'),
+            (['long.py', '--tokens_per_param=0.1', '--epochs=None'], 14, 'tokens_per_param=0.1')):
+        story = train('--out_dir=out', '--eval_only', *flags)
+        assert f'\nrun: {n} iterations ({said}' in capsys.readouterr().out
+        assert sum(story['config'][name] is not None for name in ('epochs', 'tokens_per_param')) <= 1
+    assert n == math.ceil(0.1 * story['model'].num_params() / (12 * 16)) and not os.path.exists('out')
+    train('--out_dir=out', 'long.py', '--max_iters=2')
+    assert ('warmup_iters=20 goes on to the end: the learning rate comes to 10% of its peak'
+            in capsys.readouterr().out)
+
+
+def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
+    settings = {**flat_train.config, **vars(GPTConfig())}
+    flat_train.check_effect(dict.fromkeys(flat_train.UNUSED, 'config/x.py'), settings)
+    for name, (other, values) in flat_train.UNUSED.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f'--{name} has no effect with {other}={value}'):
+                flat_train.check_effect({name: 'flags'}, {**settings, other: value})
+        flat_train.check_effect({name: 'flags'}, {**settings, other: 'one of a fork'})
+    with pytest.raises(ValueError, match="optimizer='sgd' is none of .*; grad_clip=-1 must be at least 0"):
+        flat_train.check_settings({**flat_train.config, 'optimizer': 'sgd', 'grad_clip': -1})
+
+
+@pytest.mark.parametrize('compile, device, seconds, expected', [
+    ('auto', 'cpu', 119, False), ('auto', 'cpu', 121, True), ('auto', 'mps', 1e9, False),
+    ('auto', 'cuda:0', 1, True), (True, 'cpu', 1, True), (False, 'cpu', 1e9, False)])
+def test_runs_that_earn_it_are_compiled(compile, device, seconds, expected, monkeypatch):
+    monkeypatch.setattr(flat_train, 'can_compile', lambda device: True)
+    assert flat_train.resolve_compile(compile, device, seconds) is expected
+
+
+def test_flops_are_those_of_the_card_that_is_named(monkeypatch):
+    for name, tflops in {'Tesla V100-SXM2-16GB': 125, 'Tesla V100-PCIE-32GB': 112, 'NVIDIA L40S': 362,
+                         'NVIDIA A100-SXM4-80GB': 312, 'NVIDIA GeForce RTX 3090': 71,
+                         'NVIDIA GeForce RTX 3090 Ti': None, 'NVIDIA GeForce GT 730': None}.items():
+        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device, name=name: name)
+        assert flat_train.peak_flops('cuda:0', torch.bfloat16) == (tflops and tflops * 1e12), name
+
+
+def test_the_first_iterations_are_always_said(folder, capsys):
+    train('--out_dir=out', '--log_interval=10', '--max_iters=12')
+    lines = re.findall('^iter .*', capsys.readouterr().out, re.M)
+    assert [line.partition(':')[0] for line in lines] == ['iter 1', 'iter 4', 'iter 10', 'iter 12']
+    assert [row['iter'] for row in log_rows('out')] == ['10', '12']
+
+
+def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
+    runs, rows = [], []
+
+    def init(**options):
+        runs.append(options)
+        return types.SimpleNamespace(id='abc', log=lambda values, step: rows.append(values))
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init))
+    train('--out_dir=out', '--max_iters=3', '--log_interval=1', '--wandb_log=True', '--wandb_project=mine')
+    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=5', '--eval_interval=2')
+    assert [options['id'] for options in runs] == [None, 'abc'] and runs[1]['project'] == 'mine'
+    names = {'loss': 'train/loss', 'val_loss': 'val/loss'}
+    for values, row in zip(rows, log_rows('out'), strict=True):
+        expected = {names.get(name, name): float(value) for name, value in row.items() if value}
+        assert values == pytest.approx(expected, rel=1e-2, abs=1e-2)
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=6')
+    assert 'no wandb logging, log.csv has everything' in capsys.readouterr().out
+
+
+def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, monkeypatch, capsys):
+    forward = GPT.forward
+
+    def broken(self, idx, targets=None, **rest):
+        found = forward(self, idx, targets, **rest)
+        if targets is None or not self.training:
+            return found
+        calls.append(1)
+        return (found[0] * math.nan, found[1]) if (len(calls) - 1) // 3 in bad else found
+    monkeypatch.setattr(flat_train.GPT, 'forward', broken)
+    calls, bad = [], {3, 4}
+    train('--out_dir=out', '--max_iters=10', '--log_interval=1')
+    assert [row['skipped'] for row in log_rows('out')] == ['0'] * 3 + ['1'] + ['2'] * 6
+    assert 'iter 5: a loss or gradient was not finite, updates skipped: 1, 2 ' in capsys.readouterr().out
+    good = Path('out/ckpt.pt').read_bytes()
+    assert saved('out')['skipped'] == 2
+    calls, bad = [], set(range(3, 99))
+    with pytest.raises(ValueError, match='10 losses or gradients in a row were not finite at iteration 23: .*'
+                                         'out/ keeps the checkpoint before; lower --learning_rate'):
+        train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--eval_interval=40')
+    assert Path('out/ckpt.pt').read_bytes() == good
+
+
+# memory and ranks -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('options', [
+    {}, dict(dropout=0.3, document_token=3, window=5, window_pattern='SL', residual_lambdas=True),
+    dict(n_expert=4, n_shared_expert=1, dropout=0.2), dict(kv_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8)])
+def test_activations_computed_twice_give_the_same_gradients_with_less_memory(options):
+    def gradients(every):
+        torch.manual_seed(0)
+        model = tiny(n_layer=4, norm_placement='sandwich', **options).train()
+        if every:
+            flat_train.checkpoint_blocks(model, every)
+        kept = {}
+
+        def keep(x):
+            if not isinstance(x, torch.nn.Parameter):
+                kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+        x, y = torch.randint(61, (2, 4, 16))
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            loss, aux = model(x, y)
+        size = sum(storage.nbytes() for storage in kept.values())
+        (loss + aux.get('balance', 0) + aux.get('z', 0)).backward()
+        return [w.grad for w in model.parameters()], size
+    (plain, size), (each, smallest), (second, between) = (gradients(every) for every in (0, 1, 2))
+    assert all(map(torch.equal, plain, each)) and all(map(torch.equal, plain, second))
+    assert smallest < between < size and smallest < size / 2
+
+
+def test_what_a_block_hands_on_is_not_lost_in_silence(monkeypatch):
+    @dataclasses.dataclass
+    class Context(flat.ForwardContext):
+        handed: torch.Tensor | None = None
+    monkeypatch.setattr(flat, 'ForwardContext', Context)
+    forward = flat.Block.forward
+
+    def hands_on(self, x, context):
+        context.handed = x
+        return forward(self, x, context)
+    monkeypatch.setattr(flat.Block, 'forward', hands_on)
+    model = tiny(n_layer=2).train()
+    flat_train.checkpoint_blocks(model, 2)
+    with pytest.raises(ValueError, match='checkpoint_activations would lose handed, which a block hands on'):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_sharded_models_are_compiled(tmp_path, monkeypatch):
+    """On one rank, whose shards are whole: the gradients of three micro-batches, some blocks recomputed."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda f, **_: compile(f, backend='aot_eager', dynamic=False))
+    torch._dynamo.reset()
+    plain, model = (tiny(n_layer=3, residual_lambdas=True).train() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    found, store = [], torch.distributed.FileStore(str(tmp_path / 'store'), 1)
+    torch.distributed.init_process_group('gloo', rank=0, world_size=1, store=store)
+    try:
+        flat_train.checkpoint_blocks(model, 2)
+        flat_train.shard_model(model, types.SimpleNamespace(device_type='cpu', dtype=torch.float32))
+        for m, forward in (plain, plain), (model, flat_train.compile_model(model, 'cpu')):
+            torch.manual_seed(0)
+            batches = iter([(tokens(m, 2, 8), tokens(m, 2, 8), None) for _ in range(3)])
+            loss, _, _ = flat_train.gradients(forward, next(batches), batches, 3, contextlib.nullcontext,
+                                              NO_SCALER, 0.0, 0.0)
+            found.append([loss, *(flat_train.gather(w.grad) for w in m.parameters())])
+    finally:
+        torch.distributed.destroy_process_group()
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
 def on_ranks(count, *runs, patch=''):
@@ -269,116 +478,12 @@ def test_two_ranks_equal_one(folder, options):
     torch.set_num_threads(1)  # another rounding might choose another expert
     one = run('train.py', '--out_dir=one', *args)
     assert two_ranks('--out_dir=two', *args).count('step 10: train loss') == 1  # one rank speaks
-    two = torch.load('two/ckpt.pt', weights_only=True)['model']
+    two = saved('two')['model']
     for name, w in one['model'].state_dict().items():
         torch.testing.assert_close(w, two[name], atol=1e-4, rtol=1e-3, msg=name)
     for a, b in zip(log_rows('one'), log_rows('two')):
         assert float(a['loss']) == pytest.approx(float(b['loss']), rel=1e-4)
-        assert (not a['val_loss']) == (not b['val_loss'])
-        assert not a['val_loss'] or float(a['val_loss']) == pytest.approx(float(b['val_loss']), rel=1e-4)
-
-
-def test_without_memory_the_same_batch_in_smaller_parts_is_named(folder, monkeypatch, capsys):
-    for accumulation, size, ranks in ((40, 12, 8), (1, 64, 4), (3, 4, 2), (1, 17, 1), (5, 1, 1)):
-        micro, each = flat_train.share_batch(accumulation, size, ranks)
-        plain = {'checkpoint_activations': False, 'shard': False, 'lora_rank': 0}
-        advice = flat_train.smaller_batches(micro, each, ranks, plain)
-        assert ('--shard' in advice) == (ranks > 1) and '--shard' not in flat_train.smaller_batches(
-            micro, each, ranks, {**plain, 'lora_rank': 8})
-        pairs = re.findall(r'--batch_size=(\d+) --gradient_accumulation_steps=(\d+)', advice)
-        assert bool(pairs) == (each not in (1, 17)) and '--checkpoint_activations=True' in advice
-        for smaller, steps in pairs:
-            more, part = flat_train.share_batch(int(steps), int(smaller), ranks)
-            assert part == int(smaller) < each and more * part * ranks == accumulation * size
-    everything = {'checkpoint_activations': 2, 'shard': True, 'lora_rank': 0}
-    assert flat_train.smaller_batches(4, 1, 2, everything) == 'a smaller model is needed'
-    hooks = []
-
-    def forward(self, *args):
-        hooks.append(sys.excepthook)
-        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
-    monkeypatch.setattr(flat_train.GPT, 'forward', forward)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        train('--out_dir=out')
-    hooks[0](error.type, error.value, None)
-    assert capsys.readouterr().err.endswith(
-        'out of memory; the same batch in smaller parts: --batch_size=2 --gradient_accumulation_steps=6 or '
-        '--batch_size=1 --gradient_accumulation_steps=12; or --checkpoint_activations=True\n')
-
-
-@pytest.mark.parametrize('options', [
-    {}, dict(dropout=0.3, document_token=3, window=5, window_pattern='SL', residual_lambdas=True),
-    dict(n_expert=4, n_shared_expert=1, dropout=0.2), dict(kv_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8)])
-def test_activations_computed_twice_give_the_same_gradients_with_less_memory(options):
-    def gradients(every):
-        torch.manual_seed(0)
-        model = tiny(n_layer=4, norm_placement='sandwich', **options).train()
-        if every:
-            flat_train.checkpoint_blocks(model, every)
-        kept = []
-
-        def keep(x):
-            if not isinstance(x, torch.nn.Parameter):
-                kept.append(x.untyped_storage())
-            return x
-        x, y = torch.randint(61, (2, 4, 16))
-        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
-            loss, aux = model(x, y)
-        size = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
-        (loss + aux.get('balance', 0) + aux.get('z', 0)).backward()
-        return [w.grad for w in model.parameters()], size
-    (plain, size), (each, smallest), (second, between) = (gradients(every) for every in (0, 1, 2))
-    assert all(map(torch.equal, plain, each)) and all(map(torch.equal, plain, second))
-    assert smallest < between < size and smallest < size / 2
-    with pytest.raises(ValueError, match='checkpoint_activations=3 names no block of 2: give True'):
-        flat_train.checkpoint_blocks(tiny(n_layer=2), 3)
-
-
-def test_what_a_block_hands_on_is_not_lost_in_silence(monkeypatch):
-    @dataclasses.dataclass
-    class Context(flat.ForwardContext):
-        handed: torch.Tensor | None = None
-    monkeypatch.setattr(flat, 'ForwardContext', Context)
-    forward = flat.Block.forward
-
-    def hands_on(self, x, context):
-        context.handed = x
-        return forward(self, x, context)
-    monkeypatch.setattr(flat.Block, 'forward', hands_on)
-    model = tiny(n_layer=2).train()
-    model(torch.zeros(1, 4, dtype=torch.long))
-    flat_train.checkpoint_blocks(model, 2)
-    with pytest.raises(ValueError, match='checkpoint_activations would lose handed, which a block hands on'):
-        model(torch.zeros(1, 4, dtype=torch.long))
-
-
-def test_what_a_machine_has_is_named(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
-    with pytest.raises(ValueError, match='2 ranks on device=mps: .* start one process'):
-        flat_train.start_ranks('auto', 'mps', 2)
-    for name, tflops in {'Tesla V100-SXM2-16GB': 125, 'Tesla V100-PCIE-32GB': 112, 'Tesla T4': 65,
-                         'NVIDIA H200': 989, 'NVIDIA H200 NVL': 835, 'NVIDIA L40S': 362, 'NVIDIA A10': 125,
-                         'NVIDIA GeForce RTX 3090 Ti': 80, 'NVIDIA GeForce RTX 3090': 71,
-                         'NVIDIA A100-SXM4-80GB': 312, 'NVIDIA GeForce RTX 3080 Ti': None,
-                         'NVIDIA GeForce RTX 4090 Laptop GPU': None, 'NVIDIA GeForce GT 730': None}.items():
-        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device, name=name: name)
-        assert flat_train.peak_flops('cuda:0', torch.bfloat16) == (tflops and tflops * 1e12), name
-    assert flat_train.peak_flops('cuda:0', torch.float32) is flat_train.peak_flops('cpu', torch.bfloat16)
-
-    gpu = types.SimpleNamespace(device_type='cuda', device='cuda:0', dtype=torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
-    assert 'this GPU has no bfloat16 units' in flat_train.dtype_notice(gpu, {'dtype': 'bfloat16'})
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 0))
-    assert flat_train.dtype_notice(gpu, {'dtype': 'bfloat16'}) is None
-    assert flat_train.dtype_notice(gpu, {'dtype': 'float16'}) == 'resume: dtype was float16, is bfloat16'
-    assert flat_train.dtype_notice(gpu, {}) is flat_train.dtype_notice(gpu, None) is None
-
-
-def test_saving_that_takes_long_is_said():
-    assert flat_train.saving_notice(0.9, 2.0, 10) is None
-    assert flat_train.saving_notice(19.0, 1000.0, 10) is None
-    assert (flat_train.saving_notice(30.0, 1000.0, 10) == 'saving took 30.0 s, 3% of the time since the last '
-            'evaluation: a larger --eval_interval (now 10) loses less')
+        assert float(a['val_loss'] or 0) == pytest.approx(float(b['val_loss'] or 0), rel=1e-4)
 
 
 SHARES = {  # kind of model -> its options
@@ -406,23 +511,21 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
                 'both': ['--shard=True', '--checkpoint_activations=2']}
     steps = [[f'--out_dir={out}', *step, *more] for out, more in one_step.items()]
     two = on_ranks(2, *runs(False, 2), *steps)
-    gradients = {out: [s['exp_avg'] for s in torch.load(f'{out}/ckpt.pt')['optimizer'][0]['state'].values()]
-                 for out in one_step}
-    for mine in gradients.values():
-        for a, b in zip(mine, gradients['ddp']):
+    moments = {out: [s['exp_avg'] for s in saved(out)['optimizer'][0]['state'].values()] for out in one_step}
+    for mine in moments.values():
+        for a, b in zip(mine, moments['ddp']):
             assert b.any() and (a - b).norm() <= 1e-5 * b.norm()
     four = on_ranks(4, *runs(True, 4))
     assert 'raised: ' not in two + four, two + four
     assert four.count(' sample:') == 4
-    for kind, options in SHARES.items():
-        plain = torch.load(f'{kind}/ckpt.pt', weights_only=True)
+    for kind in SHARES:
+        plain = saved(kind)
         for out in (f'{kind}_False', f'{kind}_True'):
-            run('train.py', f'--out_dir={out}', *args, *options, '--init_from=resume')
-            found, expected = log_rows(out), log_rows(kind)
+            run('train.py', f'--out_dir={out}', *args, *SHARES[kind], '--init_from=resume')
             for key in ('loss', 'val_loss', 'grad_norm', 'update_ratio', 'load_max'):
-                a, b = ([float(row[key] or 0) for row in rows] for rows in (found, expected))
+                a, b = ([float(row[key] or 0) for row in log_rows(name)] for name in (out, kind))
                 assert a == pytest.approx(b, rel=1e-4 if 'loss' in key else 1e-2), (out, key)
-            mine = torch.load(f'{out}/ckpt.pt', weights_only=True)
+            mine = saved(out)
             assert [list(state['state']) for state in mine['optimizer']] == [
                 list(state['state']) for state in plain['optimizer']]
             for name, w in plain['model'].items():
@@ -431,74 +534,24 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
                 name: type(value) for name, value in plain.items()}
 
 
-def test_sharded_blocks_are_compiled_between_their_hooks(tmp_path, monkeypatch):
-    """On one rank, whose shards are whole: the gradients of three micro-batches, some blocks recomputed."""
-    compile = torch.compile
-    monkeypatch.setattr(torch, 'compile', lambda f, **_: compile(f, backend='aot_eager', dynamic=False))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    plain = tiny(n_layer=3, residual_lambdas=True).train()
-    model = tiny(n_layer=3, residual_lambdas=True).train()
-    model.load_state_dict(plain.state_dict())
-    machine = types.SimpleNamespace(device_type='cpu', dtype=torch.float32)
-    scaler = torch.amp.GradScaler('cpu', enabled=False)
-    found = []
-    torch.distributed.init_process_group('gloo', rank=0, world_size=1, store=torch.distributed.FileStore(
-        str(tmp_path / 'store'), 1))
-    try:
-        flat_train.checkpoint_blocks(model, 2)
-        flat_train.shard_model(model, machine)
-        for m, forward in (plain, plain), (model, flat_train.compile_model(model, 'cpu', by_block=True)):
-            torch.manual_seed(0)
-            batches = iter([(tokens(m, 2, 8), tokens(m, 2, 8), None) for _ in range(3)])
-            loss, _, _ = flat_train.gradients(forward, next(batches), batches, 3, contextlib.nullcontext,
-                                              scaler, 0.0, 0.0)
-            found.append([loss, *(flat_train.whole(w.grad) for w in m.parameters())])
-    finally:
-        torch.distributed.destroy_process_group()
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-    # blocks that are alike are one graph, those recomputed another, the loss a third
-    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 3
-
-
-def test_one_rank_of_each_node_downloads(tmp_path, monkeypatch):
-    fetched = []
-    monkeypatch.setattr(hub, 'fetch', fetched.append)
-    torch.distributed.init_process_group('gloo', rank=0, world_size=1, store=torch.distributed.FileStore(
-        str(tmp_path / 'store'), 1))
-    try:
-        for local_rank in '01':
-            monkeypatch.setenv('LOCAL_RANK', local_rank)
-            flat_train.fetch_once('an/id')
-    finally:
-        torch.distributed.destroy_process_group()
-    assert fetched == ['an/id']
-
-
 def test_two_ranks_stop_together_skip_together_and_read_the_same_files(folder):
     args = [*TOY, '--optimizer=muon', '--gradient_accumulation_steps=2']
     run('train.py', '--out_dir=out', *args, '--max_iters=1')
-    write_toy(folder / 'node2' / 'data' / 'toy')
-    shutil.copytree('out', 'node2/out')
-    run('train.py', '--out_dir=out', *args, '--max_iters=2', '--init_from=resume')
     patch = '''
-import signal, prepare
+import signal, prepare, hub, model
 batch, calls = prepare.Bins.batch, []
 def read(*args):
     calls.append(1)
     if rank == 1 and len(calls) == 5:  # while it computes its fourth
         os.kill(os.getpid(), signal.SIGTERM)
-    if rank == 1 and len(calls) == 6:
-        print('rank 1 goes on')
     return batch(*args)
 prepare.Bins.batch = read
-def elsewhere(name):
-    return os.path.join('node2', name) if rank == 1 and name == 'out' else name
-import model
-path = model.checkpoint_path
-import sample
-sample.checkpoint_path = lambda name, best=True: path(elsewhere(name), best)
+load = hub.load
+def elsewhere(*args, **options):
+    found = load(*args, **options)
+    found[2]['iter_num'] += rank
+    return found
+hub.load = elsewhere
 forward, steps = model.GPT.forward, []
 def broken(self, idx, targets=None, **rest):
     found = forward(self, idx, targets, **rest)
@@ -512,103 +565,47 @@ model.GPT.forward = broken
     many = ['--log_interval=1000', '--max_iters=1000', '--eval_interval=500']
     printed = on_ranks(2, ['--out_dir=both', *args, *many], ['--out_dir=out', *args, '--init_from=resume'],
                        ['--out_dir=skips', *args, '--max_iters=5'], patch=patch)
-    assert torch.load('both/ckpt.pt', weights_only=True)['iter_num'] == 4
-    assert 'rank 1 raised: 143' in printed and printed.count('all is saved; the error that torchrun') == 1
-    assert all(f'rank {rank} raised: rank 1 has read iter_num=1, rank 0 2: all nodes need the same files'
+    assert saved('both')['iter_num'] == 4 and all(f'rank {rank} raised: 143' in printed for rank in (0, 1))
+    assert all(f'rank {rank} raised: rank {rank} has read other files than another, [3001, 801, {1 + rank}]'
                in printed for rank in (0, 1)), printed
-    assert 'iter 4: a loss or gradient was not finite, 1 update skipped, 1 in all' in printed
-    assert log_rows('skips')[-1]['skipped'] == '1'
+    assert [row['skipped'] for row in log_rows('skips')][-1] == '1'
 
 
-def test_losses_of_experts_train_but_are_not_reported(folder):
-    args = ['--n_expert=4', '--log_interval=1', '--max_iters=11']
-    with pytest.raises(ValueError, match='its router learns nothing: --norm_topk_prob=False'):
-        train('--out_dir=one', *args, '--n_expert_active=1')
-    runs = {}
-    for name, more in dict(plain=['--balance_loss=0'], pushed=['--balance_loss=3'], z=['--z_loss=0.5'],
-                           bias=['--balance_loss=0', '--balance_bias=True', '--balance_rate=0.02']).items():
-        story = train(f'--out_dir={name}', *args, *more)
-        runs[name] = log_rows(name), story['model'].state_dict()
-    first = {name: rows[0]['loss'] for name, (rows, _) in runs.items()}
-    assert len(set(first.values())) == 1 and 2.9 < float(first['plain']) < 3.3  # ln 23 is 3.1
-    assert len({rows[-1]['loss'] for rows, _ in runs.values()}) == 4
-    assert all(1 <= float(row['load_max']) <= 4 for rows, _ in runs.values() for row in rows)
-    bias, = (w for name, w in runs['bias'][1].items()
-             if name.startswith('h.0.') and name.endswith('_bias'))
-    steps = bias / 0.02  # a step of balance_rate an iteration, and 11 of them
-    assert (steps - steps.round()).abs().max() < 1e-4 and bias.any() and steps.abs().max() < 11.1
+def test_compiled_ranks_equal_eager_ones(folder):
+    """Compiled training, cut where DDP sends gradients: in buckets of 25 MB, here of 10 KB."""
+    patch = ('import torch\ndist._DEFAULT_FIRST_BUCKET_BYTES = 4096\n'
+             'ddp = torch.nn.parallel.DistributedDataParallel\n'
+             'ddp.__init__ = functools.partialmethod(ddp.__init__, bucket_cap_mb=0.01)')
+    common = [*TOY, '--n_layer=1', '--max_iters=4', '--eval_interval=4', '--log_interval=1', '--dropout=0.2',
+              '--gradient_accumulation_steps=4']
+    kinds = {'dense': [], 'experts': ['--n_expert=4', '--d_expert=16', '--checkpoint_activations=True']}
+    found = on_ranks(2, *([f'--out_dir={kind}_{compile}', *common, *options, f'--compile={compile}']
+                          for kind, options in kinds.items() for compile in (False, True)), patch=patch)
+    assert 'raised: ' not in found, found
+    for kind in kinds:
+        eager, compiled = (log_rows(f'{kind}_{compile}') for compile in (False, True))
+        for key, error in ('loss', 1e-4), ('grad_norm', 1e-3):
+            a, b = ([float(row[key]) for row in rows] for rows in (eager, compiled))
+            assert len(a) == 4 and a == pytest.approx(b, rel=error)
+        assert not any('_orig_mod' in name for name in saved(f'{kind}_True')['model'])
 
 
-def test_evaluation_is_the_mean_over_windows_and_disturbs_nothing(folder):
-    story = train('--out_dir=out', '--max_iters=2', '--dropout=0.5', '--eval_iters=1000')
-    model, bins = story['model'], story['val_bins']
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    args = (model, model, bins, 1000, 4, 'cpu', contextlib.nullcontext)
-    loss, count = flat_train.evaluate(*args)
-    assert (flat_train.evaluate(*args) == (loss, count) and torch.equal(state, torch.get_rng_state())
-            and model.training)
-    data = torch.from_numpy(np.fromfile('data/toy/val.bin', '<u2').astype(np.int64))
-    model.eval()
-    losses = [model(data[None, i:i + 16], data[None, i + 1:i + 17])[0].item() for i in range(0, 800, 16)]
-    assert count == 16 * len(losses) == 800 and loss == pytest.approx(sum(losses) / 50, rel=1e-5)
-    some, count = flat_train.evaluate(model, model, bins, 3, 4, 'cpu', contextlib.nullcontext)
-    chosen = [losses[i * 50 // 12] for i in range(12)]
-    assert count == 12 * 16 and some == pytest.approx(sum(chosen) / 12, rel=1e-5)
-    row = log_rows('out')[-1]
-    assert float(row['val_bpb']) == pytest.approx(float(row['val_loss']) / math.log(2) / 2.0, rel=1e-4)
-
-
-def test_batches_for_a_gpu_are_pinned_whole(folder, monkeypatch):
-    pinned, bins = [], prepare.Bins('data/toy', 'train')
-    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: pinned.append(self) or self)
-    monkeypatch.setattr(torch.Tensor, 'to', lambda self, *args, **kwargs: self)
-    batch = flat_train.to_device(bins.batch(range(4), 16), 'cuda')
-    assert len(pinned) == 2 and all(tensor.is_contiguous() for tensor in pinned)
-    assert all(np.array_equal(a, b) for a, b in zip(batch, bins.batch(range(4), 16)))
-
+# target masks and documents ---------------------------------------------------------------------------------
 
 def masked_loss(model, bins, indices, block_size):
-    """The mean over the targets of all those windows, in one batch, by torch's own function."""
+    """The mean over the targets of all those sequences, in one batch, by torch's own function."""
     x, y = map(torch.from_numpy, bins.batch(indices, block_size))
     return torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
-
-
-def test_targets_outside_the_mask_have_no_gradient(folder):
-    write_masks()
-    model, logits = tiny(vocab_size=23), []
-    x, y = flat_train.to_device(prepare.Bins('data/toy', 'train').batch(range(40), 16), 'cpu')
-    ids = np.fromfile('data/toy/train.bin', '<u2').astype(int)
-    mask = np.fromfile('data/toy/train.mask.bin', np.uint8)
-    assert 100 < mask[1:641].sum() < 600
-    head = model.head
-
-    def watched(x, is_padded):
-        logits.append(head(x, is_padded))
-        logits[0].retain_grad()
-        return logits[0]
-    model.head = watched
-    model(x, y)[0].backward()
-    moved = logits[0].grad.abs().sum(-1).flatten() > 0
-    assert moved.tolist() == (mask[1:641] == 1).tolist()
-    probs, at = logits[0].detach().softmax(-1).flatten(0, 1), torch.arange(640)
-    probs[at, torch.from_numpy(ids[1:641])] -= 1
-    expected = probs * torch.from_numpy(mask[1:641])[:, None] / mask[1:641].sum()
-    torch.testing.assert_close(logits[0].grad.flatten(0, 1), expected, atol=1e-7, rtol=1e-4)
 
 
 @pytest.mark.parametrize('accumulation, size', [(1, 12), (12, 1), (4, 3)])
 def test_splitting_a_masked_batch_changes_nothing(folder, accumulation, size):
     write_masks()
-    bins = prepare.Bins('data/toy', 'train')
-    model = tiny(vocab_size=23).train()
+    bins, model = prepare.Bins('data/toy', 'train'), tiny(vocab_size=23).train()
     for it in range(3):
         batches = flat_train.read_batches(bins, 16, [it], accumulation, size, 1337, 'cpu')
-        first = next(batches)
-        assert first[2] is not None
-        scaler = torch.amp.GradScaler('cpu', enabled=False)
-        loss, _, after = flat_train.gradients(model, first, batches, accumulation, contextlib.nullcontext,
-                                              scaler, 0.0, 0.0)
+        loss, _, after = flat_train.gradients(model, next(batches), batches, accumulation,
+                                              contextlib.nullcontext, NO_SCALER, 0.0, 0.0)
         found = [w.grad.clone() for w in model.parameters()]
         model.zero_grad()
         order = flat_train.sequence_indices(it * 12, 12, bins.n_sequences(16), 1337)
@@ -630,25 +627,21 @@ def test_two_ranks_share_a_masked_batch(folder):
     torch.manual_seed(1337)
     model, bins = GPT(story['model'].config), story['train_bins']
     opt, = make_optimizers(model, learning_rate=5e-3)
-    for it, (one, two) in enumerate(zip(log_rows('one'), log_rows('two'))):
-        rows = flat_train.sequence_indices(it * 16, 16, bins.n_sequences(16), 1337)
-        loss = masked_loss(model, bins, rows, 16)
+    for it, rows in enumerate(zip(log_rows('one'), log_rows('two'))):
+        order = flat_train.sequence_indices(it * 16, 16, bins.n_sequences(16), 1337)
+        loss = masked_loss(model, bins, order, 16)
         loss.backward()
         norm = torch.stack([w.grad.norm() for w in model.parameters()]).norm()
-        for row in (one, two):
+        for row in rows:
             assert float(row['loss']) == pytest.approx(loss.item(), rel=1e-4)
             assert float(row['grad_norm']) == pytest.approx(norm.item(), rel=1e-3)
-        flat_train.set_learning_rate([opt], flat_train.lr_at(it, 5e-3, 5e-4, 3, 3))
+        for group in opt.param_groups:
+            group['lr'] = flat_train.lr_at(it, 5e-3, 5e-4, 3, 3)
         opt.step()
         opt.zero_grad()
-    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True)['model'] for out in ('one', 'two'))
-    for name, w in model.state_dict().items():
-        for other in (a, b):
-            torch.testing.assert_close(other[name], w, atol=2e-4, rtol=1e-3, msg=name)
+    bins = story['val_bins']  # of which TOY asks for 5 batches of 4 sequences, evenly spread
+    expected = masked_loss(story['model'].eval(), bins, np.arange(20) * bins.n_sequences(16) // 20, 16)
     losses = [float(log_rows(out)[-1]['val_loss']) for out in ('one', 'two')]
-    bins, story = story['val_bins'], story['model'].eval()
-    # TOY asks for 5 batches of 4 windows, evenly spread
-    expected = masked_loss(story, bins, np.arange(20) * bins.n_sequences(16) // 20, 16)
     assert losses == pytest.approx([expected.item()] * 2, rel=1e-4)
 
 
@@ -671,7 +664,7 @@ def test_packed_conversations_are_learnt_as_if_each_were_alone(folder, options):
                                         contextlib.nullcontext)
     assert targets == count and loss == pytest.approx((total / count).item(), rel=1e-5)
     assert float(log_rows('out')[-1]['val_loss']) == pytest.approx(loss, abs=1e-6)
-    assert [hub.load(out)[2]['masked'] for out in ('base', 'out')] == [False, True]
+    assert [saved(out)['masked'] for out in ('base', 'out')] == [False, True]
 
 
 def test_packed_data_has_its_block_size_and_its_document_token(folder):
@@ -684,297 +677,91 @@ def test_packed_data_has_its_block_size_and_its_document_token(folder):
 
 def test_a_batch_without_targets_is_zero(folder):
     write_masks()
-    np.zeros(3001, np.uint8).tofile('data/toy/train.mask.bin')
-    with pytest.raises(ValueError, match='train.mask.bin leaves no target'):
-        train('--out_dir=out')
     mask = np.zeros(3001, np.uint8)
-    mask[-20:] = 1  # the last two windows alone
+    mask[-20:] = 1  # the last two sequences alone
     mask.tofile('data/toy/train.mask.bin')
     story = train('--out_dir=out', '--epochs=1', '--log_interval=1')
     rows = log_rows('out')
     assert sum(float(row['loss']) > 0 for row in rows) in (1, 2)
     assert all((float(row['loss']) > 0) == (float(row['grad_norm']) > 0) for row in rows)
     assert all(w.isfinite().all() for w in story['model'].parameters())
-    os.remove('data/toy/val.mask.bin')
-    with pytest.raises(ValueError, match='a mask for only one of train and val'):
-        train('--out_dir=out')
-
-
-def test_loss_curve_is_the_recorded_one(folder):
-    torch.set_num_threads(1)
-    train('--out_dir=out', '--log_interval=4', '--learning_rate=1e-2', '--max_iters=40')
-    losses = [float(row['loss']) for row in log_rows('out')]
-    assert losses == pytest.approx(RECORDED_LOSSES, rel=2e-3), losses
-
-
-def test_one_batch_is_learnt_by_heart():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=61))
-    x, y = torch.randint(61, (2, 4, 16))
-    opts = make_optimizers(model, optimizer='muon', learning_rate=2e-2, weight_decay=0.0)
-    for _ in range(100):
-        loss, _ = model(x, y)
-        loss.backward()
-        for opt in opts:
-            opt.step()
-        model.zero_grad()
-    assert loss.item() < 0.05
-
-
-def test_horizon_by_epochs_and_by_tokens(folder):
-    story = train('--out_dir=a', '--epochs=0.5')
-    assert story['max_iters'] == math.ceil(0.5 * (3000 // 16) / 12) == story['progress'].iter_num
-    story = train('--out_dir=b', '--tokens_per_param=0.1')
-    assert story['max_iters'] == math.ceil(0.1 * story['model'].num_params() / (12 * 16))
-    assert story['progress'].iter_num == story['max_iters']
-
-
-def test_the_length_given_last_counts_and_the_rate_is_looked_at(folder, capsys):
-    (folder / 'long.py').write_text('epochs = 6.0\nwarmup_iters = 20\n', encoding='utf-8')
-    plan = ['--out_dir=out', '--eval_only']
-    for flags, said in (
-            (['long.py'], '94 iterations (epochs=6)'), (['long.py', '--max_iters=12'], '12 iterations (max_'),
-            (['--max_iters=12', 'long.py'], '94 iterations (epochs=6)'),
-            (['--max_iters=12', '--epochs=6', '--tokens_per_param=2', '--epochs=1'], '16 iterations (epo'),
-            (['long.py', '--tokens_per_param=0.1', '--epochs=None'], '14 iterations (tokens_per_param=0.1')):
-        story = train(*plan, *flags)
-        assert f'\nrun: {said}' in capsys.readouterr().out
-        assert sum(story['config'][name] is not None for name in ('epochs', 'tokens_per_param')) <= 1
-    story = train('--out_dir=out', 'long.py', '--max_iters=2', '--min_lr=0.1')
-    said = capsys.readouterr().out
-    assert 'warmup_iters=20 goes on to the end: the learning rate comes to 10% of its peak' in said
-    assert story['lr'] == pytest.approx(2 / 21 * story['learning_rate'])
-    assert 'min_lr=0.1 is above learning_rate=0.005' in said
-
-
-def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
-    settings = {**flat_train.config, **vars(GPTConfig())}
-    flat_train.check_effect(dict.fromkeys(flat_train.UNUSED, 'config/x.py'), settings)
-    for name, (other, values) in flat_train.UNUSED.items():
-        for value in values:
-            with pytest.raises(ValueError, match=f'--{name} has no effect with {other}={value}'):
-                flat_train.check_effect({name: 'flags'}, {**settings, other: value})
-        flat_train.check_effect({name: 'flags'}, {**settings, other: 'one of a fork'})
-
-
-@pytest.mark.parametrize('compile, device, seconds, expected', [
-    ('auto', 'cpu', 119, False), ('auto', 'cpu', 121, True), ('auto', 'mps', 1e9, False),
-    ('auto', 'cuda:0', 1, True), (True, 'cpu', 1, True), (False, 'cpu', 1e9, False)])
-def test_runs_that_earn_it_are_compiled(compile, device, seconds, expected, monkeypatch):
-    monkeypatch.setattr(flat_train, 'can_compile', lambda device: True)
-    assert flat_train.resolve_compile(compile, device, seconds) is expected
-
-
-def test_compiled_ranks_equal_eager_ones(folder):
-    """Compiled training, cut where DDP sends gradients: in buckets of 25 MB, here of 10 KB."""
-    patch = ('import torch\ndist._DEFAULT_FIRST_BUCKET_BYTES = 4096\n'
-             'ddp = torch.nn.parallel.DistributedDataParallel\n'
-             'ddp.__init__ = functools.partialmethod(ddp.__init__, bucket_cap_mb=0.01)')
-    common = [*TOY, '--n_layer=1', '--max_iters=4', '--eval_interval=4', '--log_interval=1', '--dropout=0.2',
-              '--gradient_accumulation_steps=4']
-    kinds = {'dense': [], 'experts': ['--n_expert=4', '--d_expert=16', '--checkpoint_activations=True']}
-    found = on_ranks(2, *([f'--out_dir={kind}_{compile}', *common, *options, f'--compile={compile}']
-                          for kind, options in kinds.items() for compile in (False, True)), patch=patch)
-    assert 'raised: ' not in found, found
-    for kind in kinds:
-        eager, compiled = (log_rows(f'{kind}_{compile}') for compile in (False, True))
-        for key, error in ('loss', 1e-4), ('grad_norm', 1e-3):
-            a, b = ([float(row[key]) for row in rows] for rows in (eager, compiled))
-            assert len(a) == 4 and a == pytest.approx(b, rel=error)
-        saved = torch.load(f'{kind}_True/ckpt.pt', weights_only=True)
-        assert saved['config']['compile'] is True and not any('_orig_mod' in name for name in saved['model'])
 
 
 # checkpoints ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('options', [
+    ['--optimizer=adamw'], ['--optimizer=muon'],
+    ['--optimizer=muon', '--n_expert=4', '--n_shared_expert=1', '--balance_bias=True', '--z_loss=0.001',
+     '--document_token=3', '--window=6', '--window_pattern=SL', '--residual_lambdas=True']])
+def test_resumed_equals_uninterrupted(folder, options):
+    common = ['--dropout=0.2', '--log_interval=1', *options]
+    train('--out_dir=whole', *common)
+    train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
+    run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=20')
+    a, b = map(saved, ('whole', 'parts'))
+    assert same_weights(a['model'], b['model']) and a['iter_num'] == b['iter_num'] == 20
+    rows = [[(r['iter'], r['loss'], r['val_loss'], r['lr'], r['grad_norm']) for r in log_rows(out)]
+            for out in ('whole', 'parts')]
+    assert rows[0] == rows[1] and len(rows[0]) == 20
+    for x, y in zip(a['optimizer'], b['optimizer'], strict=True):
+        assert all(same_weights(x['state'][i], y['state'][i]) for i in x['state'])
+
+
+def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
+    train('--out_dir=base', '--max_iters=5')
+    args = ['--init_from=base', '--lora_rank=2', '--dropout=0.1', '--lr_decay_iters=8']
+    with pytest.raises(ValueError, match='out_dir=base holds .*ckpt.pt, which the adapters need as it is'):
+        train('--out_dir=base', *args)
+    with pytest.raises(ValueError, match='lora_rank=2 needs a trained model without adapters'):
+        train('--out_dir=out', '--lora_rank=2')
+    train('--out_dir=whole', *args, '--max_iters=8')
+    train('--out_dir=parts', *args, '--max_iters=4')
+    with pytest.raises(ValueError, match='lora_rank=3 differs from .*ckpt.pt, which has 2'):
+        run('train.py', '--out_dir=parts', '--init_from=resume', '--lora_rank=3')
+    run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=8')
+    assert same_weights(saved('whole')['model'], saved('parts')['model'])
+
+
 def test_checkpoints_hold_plain_data_and_come_back(folder):
     story = train('--out_dir=out', '--always_save_checkpoint=False', '--max_iters=10')
     for name in ('ckpt.pt', 'best.pt'):
         model, rest = GPT.from_checkpoint(f'out/{name}')  # weights_only=True
         assert same_weights(model.state_dict(), story['model'].state_dict())
-        idx = torch.arange(16)[None]
-        assert torch.equal(model.eval()(idx), story['model'].eval()(idx))
         assert rest['tokenizer']['kind'] == 'char' and rest['model_args'] == vars(model.config)
-    assert 'optimizer' not in torch.load('out/best.pt', weights_only=True)
+        assert ('optimizer' in rest) == (name == 'ckpt.pt')
+    whole = saved('out')
+    for prefix in ('_orig_mod.', 'module.', 'module._orig_mod.'):
+        torch.save({**whole, 'model': {prefix + k: v for k, v in whole['model'].items()}}, 'x.pt')
+        assert same_weights(GPT.from_checkpoint('x.pt')[0].state_dict(), model.state_dict())
     smaller, rest = GPT.from_checkpoint('out/ckpt.pt', block_size=8, dropout=0.1)
     assert smaller.config.block_size == 8 == rest['model_args']['block_size']
 
 
-def test_foreign_prefixes_and_missing_or_unknown_options(folder):
-    train('--out_dir=out', '--max_iters=10')
-    saved = torch.load('out/ckpt.pt', weights_only=True)
-    model, _ = GPT.from_checkpoint('out/ckpt.pt')
-    for prefix in ('_orig_mod.', 'module.', 'module._orig_mod.', '_orig_mod.module.'):
-        torch.save({**saved, 'model': {prefix + k: v for k, v in saved['model'].items()}}, 'x.pt')
-        assert same_weights(GPT.from_checkpoint('x.pt')[0].state_dict(), model.state_dict())
-    # written before there was one
-    args = {k: v for k, v in saved['model_args'].items() if k != 'logit_softcap'}
-    torch.save({**saved, 'model_args': args}, 'x.pt')
-    assert GPT.from_checkpoint('x.pt')[0].config.logit_softcap == 0.0
-    torch.save({**saved, 'model_args': {**args, 'flux': 1}}, 'x.pt')
-    with pytest.raises(ValueError, match='flux'):
-        GPT.from_checkpoint('x.pt')
-    broken = dict(saved['model'])
-    broken['extra'] = broken.pop('ln_f.weight')
-    torch.save({**saved, 'model': broken}, 'x.pt')
-    with pytest.raises(ValueError, match='extra unexpected, ln_f.weight missing'):
-        GPT.from_checkpoint('x.pt')
-
-
-def test_a_state_of_another_vocabulary_is_refused():
-    model = tiny()
-    for rows in (60, 62, 200):
-        with pytest.raises(RuntimeError, match='size mismatch'):
-            model.load_state_dict({**model.state_dict(), 'wte.weight': torch.zeros(rows, 32)})
-
-
-def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
-    """Else its steps stay on the CPU, and fused AdamW crashes on CUDA. Here their dtype shows it."""
-    w = torch.nn.Parameter(torch.ones(3))
-    was = torch.optim.AdamW([w], lr=1.0, fused=False).state_dict()
-    was['state'] = {0: {'step': torch.tensor(4.0, dtype=torch.float64), 'exp_avg': torch.zeros(3),
-                        'exp_avg_sq': torch.ones(3)}}
-    opt = torch.optim.AdamW([w], lr=0.5, fused=True)
-    flat_train.load_optimizers([opt], [was], 'ckpt.pt', updates=4)
-    assert opt.state[w]['step'].dtype == torch.float32 and opt.state[w]['step'] == 4
-    assert opt.param_groups[0]['lr'] == 0.5 and opt.param_groups[0]['fused'] is True
-    assert was['param_groups'][0]['fused'] is False
-
-
-def test_sample_reads_best_only_where_it_is_kept(folder, capsys):
+def test_sample_reads_best_only_where_it_is_kept(folder):
     common = ['--out_dir=out', '--max_iters=10']
     train(*common, '--always_save_checkpoint=False')
     assert hub.load('resume', 'out')[2]['path'] == os.path.join('out', 'best.pt')
-    assert hub.load('out', best=False)[2]['path'] == os.path.join('out', 'ckpt.pt')
     train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=True')
     assert hub.load('out')[2]['path'] == os.path.join('out', 'ckpt.pt')
-    assert 'out/best.pt is kept as best.old-1.pt' in capsys.readouterr().out
-    os.remove('out/best.old-1.pt')
+    assert os.path.exists('out/best.old-1.pt')
     train('--out_dir=out', '--max_iters=21', '--init_from=resume', '--always_save_checkpoint=False',
           '--learning_rate=0', '--min_lr=0')
-    saved = torch.load('out/best.pt', weights_only=True)
-    assert saved['iter_num'] == 20  # the best so far
-    saved['model'] = {name: w + 1 for name, w in saved['model'].items()}
-    torch.save(saved, 'out/best.pt')
+    best = saved('out', 'best.pt')
+    assert best['iter_num'] == 20  # the best so far
+    best['model'] = {name: w + 1 for name, w in best['model'].items()}
+    torch.save(best, 'out/best.pt')
     tuned = train('--out_dir=fine', '--init_from=out', '--max_iters=0')['model']  # as sample.py reads it
-    assert same_weights(tuned.state_dict(), saved['model'])
+    assert same_weights(tuned.state_dict(), best['model'])
 
 
 def test_log_of_another_version_survives_a_resume(folder):
     train('--out_dir=out', '--max_iters=10', '--log_interval=1')
-    with open('out/log.csv', encoding='utf-8') as f:
-        lines = f.read().splitlines()
-    with open('out/log.csv', 'w', encoding='utf-8') as f:
-        f.write('\n'.join([lines[0] + ',extra'] + [line + ',1' for line in lines[1:]] + ['1']))
+    header, *lines = Path('out/log.csv').read_text(encoding='utf-8').splitlines()
+    lines = [header.replace('wall_s', 'extra'), *lines, '1']  # the last is cut
+    Path('out/log.csv').write_text('\n'.join(lines), encoding='utf-8')
     train('--out_dir=out', '--init_from=resume', '--max_iters=12', '--log_interval=1')
     assert [int(row['iter']) for row in log_rows('out')] == list(range(1, 13))
-    rows = [line.rpartition(',')[0] for line in Path('out/log.csv').read_text(encoding='utf-8').splitlines()]
-    Path('out/log.csv').write_text('\n'.join(rows), encoding='utf-8')  # without wall_s
-    train('--out_dir=out', '--init_from=resume', '--max_iters=13', '--log_interval=1')
-    assert [bool(row['wall_s']) for row in log_rows('out')] == [False] * 12 + [True]
-
-
-def test_unreadable_checkpoints_are_one_line(folder):
-    train('--out_dir=out', '--max_iters=10')
-    whole = Path('out/ckpt.pt').read_bytes()
-    bad = {'truncated.pt': whole[:len(whole) // 2], 'empty.pt': b'', 'text.pt': b'hello',
-           'cut.pt': whole[:-200]}
-    for name, content in bad.items():
-        Path(name).write_bytes(content)
-        with pytest.raises(ValueError, match='cannot be read as a checkpoint') as error:
-            GPT.from_checkpoint(name)
-        assert '\n' not in str(error.value)
-    for written, member in ((b'toy', 'data.pkl'), (None, 'data/')):  # a setting, and some weights
-        at = whole.index(written) if written else whole.index(b'PK', len(whole) // 3) - 200
-        Path('flipped.pt').write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
-        with pytest.raises(ValueError, match=f'flipped.pt is damaged, .*/{member}.* in it is not as'):
-            GPT.from_checkpoint('flipped.pt')
-    torch.save({'state_dict': {}}, 'other.pt')
-    with pytest.raises(ValueError, match='holds state_dict, not model'):
-        GPT.from_checkpoint('other.pt')
-    Path('evil.pt').write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match='cannot be read'):
-        GPT.from_checkpoint('evil.pt')
-    assert not os.path.exists('evil_was_here')
-    with pytest.raises(FileNotFoundError, match='no checkpoint at nowhere.pt'):
-        GPT.from_checkpoint('nowhere.pt')
-    with pytest.raises(FileNotFoundError, match='no checkpoint at nothing'):
-        run('sample.py', '--out_dir=nothing')
-
-
-RUNTIME = dict(device_type='cpu', ranks=1, threads=1, dtype='float32', compile=False)
-
-
-def empty_state(states):
-    return states
-
-
-def state_without_step(states):
-    return [{**state, 'state': {0: {'exp_avg': torch.zeros(2), 'exp_avg_sq': torch.zeros(2)}}}
-            for state in states]
-
-
-@pytest.mark.parametrize('damage, message', [
-    (dict(iter_num='5'), "iter_num='5'"), (dict(best_val_loss=None), 'best_val_loss=None'),
-    (dict(best_val_loss=torch.zeros(2)), 'best_val_loss='), (dict(config=None), 'config=None'),
-    (dict(runtime=None), 'runtime=None'), (dict(runtime={'ranks': 1}), "runtime's device_type=None"),
-    (dict(optimizer='adamw'), "optimizer='adamw'"), (dict(optimizer=['adamw']), 'no valid optimizer'),
-    (dict(optimizer=[{'state': {0: {'a': 'text'}}, 'param_groups': [{'params': [0]}]}]), 'not all numbers'),
-    (dict(optimizer=[{'state': {}, 'param_groups': [{'params': [0]}]}]), 'no optimizer state for this'),
-    (dict(iter_num=-1), 'iter_num=-1'), (dict(optimizer=empty_state), 'an empty optimizer state after 1 upd'),
-    (dict(optimizer=state_without_step), 'optimizer state 0 has no step'),
-    (dict(runtime={**RUNTIME, 'threads': 0}), "runtime's threads=0"),
-    (dict(optimizer=[]), 'no optimizer state for this'), (dict(iter_num=...), 'has no iter_num'),
-    (dict(best_val_loss=..., optimizer=...), 'has no best_val_loss and no optimizer')])
-def test_checkpoints_of_another_shape_are_one_line(folder, damage, message):
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=23))
-    states = [opt.state_dict() for opt in make_optimizers(model)]
-    whole = {'model': model.state_dict(), 'model_args': vars(model.config), 'iter_num': 1, 'config': {},
-             'best_val_loss': 3.0, 'optimizer': states, **damage}
-    if callable(whole['optimizer']):
-        whole['optimizer'] = whole['optimizer'](states)
-    os.mkdir('out')
-    torch.save({name: value for name, value in whole.items() if value is not ...}, 'out/ckpt.pt')
-    with pytest.raises(ValueError, match=message) as error:
-        run('train.py', '--dataset=toy', '--out_dir=out', '--init_from=resume', '--device=cpu',
-            '--optimizer=adamw')
-    assert 'ckpt.pt' in str(error.value) and '\n' not in str(error.value)
-
-
-def test_load_reads_whatever_init_from_names(folder, monkeypatch):
-    train('--out_dir=out', '--max_iters=1')
-    model, tokenizer, rest = hub.load('out', dtype=torch.bfloat16, dropout=0.5)
-    assert model.wte.weight.dtype == torch.bfloat16
-    assert model.config.dropout == 0.5 == rest['model_args']['dropout']
-    assert tokenizer.state() == rest['tokenizer'] and rest['iter_num'] == 1
-    saved = torch.load('out/ckpt.pt', weights_only=True)
-    torch.save({**saved, 'tokenizer': None, 'config': {}}, 'bare.pt')
-    _, tokenizer, rest = hub.load('bare.pt')
-    assert tokenizer is None and 'no tokenizer' in rest['no_tokenizer']
-    with pytest.raises(ValueError, match='bare.pt names no tokenizer'):
-        run('sample.py', '--init_from=bare.pt', '--device=cpu')
-    torch.save({**saved, 'tokenizer': {'kind': 'abacus'}}, 'bare.pt')
-    assert hub.load('bare.pt')[1] is None
-
-    class Hub:  # the two functions of hub.py that load calls
-        asked = []
-
-        def fetch(name):
-            Hub.asked.append(name)
-            return 'fetched'
-
-        def from_pretrained(name, dtype, device, int8, **changes):
-            assert (name, dtype, device, int8) == ('fetched', None, 'cpu', False)
-            return tiny(**changes)
-    monkeypatch.setitem(sys.modules, 'hub', Hub)
-    monkeypatch.setattr(flat_sample, 'json_tokenizer', lambda path: f'tokenizer of {path}')
-    os.mkdir('theirs')
-    Path('theirs/config.json').write_text('{}', encoding='utf-8')
-    for name in ('theirs', 'someone/Some-Model-0.5B', 'gpt2', 'gpt2-xl'):
-        model, tokenizer, rest = hub.load(name, dropout=0.25)
-        assert Hub.asked[-1] == name and tokenizer == 'tokenizer of fetched'
-        assert rest == {'model_args': vars(model.config), 'path': 'fetched'} and model.config.dropout == 0.25
-    for name in ('out/ckpt.pt', 'out', 'missing/best.pt', 'missing.pt'):
-        assert not hub.is_published(name)
+    assert [bool(row['wall_s']) for row in log_rows('out')] == [False] * 10 + [True] * 2
 
 
 def test_another_tokenizer_than_the_models_is_said(folder, capsys):
@@ -985,14 +772,16 @@ def test_another_tokenizer_than_the_models_is_said(folder, capsys):
     Path('data/toy/meta.json').write_text(json.dumps(meta), encoding='utf-8')
     train('--out_dir=fine', '--max_iters=1', '--init_from=out')
     assert 'warning: data/toy was prepared with another tokenizer' in capsys.readouterr().out
-    with pytest.raises(ValueError, match='data/toy was prepared with another tokenizer .* resume on data of'):
+    with pytest.raises(ValueError, match='data/toy was prepared with another tokenizer'):
         run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2')
-    write_packed(eot=22)
-    meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
-    Path('data/toy/meta.json').write_text(json.dumps({**meta, 'eot': 4088}), encoding='utf-8')
-    with pytest.raises(ValueError, match="init_from=out names a model with another tokenizer .* end of text, "
-                                         "4088, it does not know"):
-        run('train.py', '--out_dir=chat', '--init_from=out', '--dataset=toy', '--device=cpu')
+    write_toy(folder / 'data' / 'other', vocab_size=26)
+    train('--out_dir=fine', '--dataset=other', '--max_iters=1', '--init_from=out')  # all its ids are below 23
+    ids = np.fromfile('data/other/train.bin', '<u2')
+    ids[2900] = 25
+    ids.tofile('data/other/train.bin')
+    with pytest.raises(ValueError, match='token 25 at position 2900 is outside the vocabulary of 23'):
+        train('--out_dir=not', '--dataset=other', '--init_from=out')
+    assert not os.path.exists('not')
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
@@ -1003,7 +792,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
         Path(path).write_bytes(b'half')
         raise RuntimeError('PytorchStreamWriter failed writing file data/3: file write failed')
     monkeypatch.setattr(torch, 'save', full)
-    with pytest.raises(OSError, match='cannot write .*ckpt.pt.*is the disk full.*is kept'):
+    with pytest.raises(OSError, match='cannot write .*ckpt.pt, what was there is kept; is the disk full'):
         train('--out_dir=out', '--max_iters=20', '--init_from=resume')
     assert Path('out/ckpt.pt').read_bytes() == before
     assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv']
@@ -1012,10 +801,9 @@ def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
 def test_a_diverged_run_stops_and_keeps_finite_weights(folder):
     train('--out_dir=out', '--max_iters=10')
     with pytest.raises(ValueError, match='diverged'):
-        train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--learning_rate=1e30',
+        train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--learning_rate=1e17',
               '--grad_clip=0')
-    model, _ = GPT.from_checkpoint('out/ckpt.pt')
-    assert all(w.isfinite().all() for w in model.parameters())
+    assert all(w.isfinite().all() for w in saved('out')['model'].values())
 
 
 def test_runs_over_runs_are_all_kept(folder, capsys):
@@ -1025,8 +813,7 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
         story = train('--out_dir=out', '--max_iters=2', f'--seed={seed}',
                       f'--always_save_checkpoint={seed > 4}')
         weights.append(story['model'].state_dict())
-        said = capsys.readouterr().out
-    assert 'this one will rename to ckpt.old-2.pt, log.old-2.csv\n' in said
+    assert 'log.csv of the run before is now out/log.old-2.csv\n' in capsys.readouterr().out
     assert sorted(os.listdir('out')) == ['best.old-1.pt', 'ckpt.old-1.pt', 'ckpt.old-2.pt', 'ckpt.pt', 'lock',
                                          'log.csv', 'log.old-1.csv', 'log.old-2.csv']
     for name, expected in zip(('old-1.', 'old-2.', ''), weights):
@@ -1037,209 +824,50 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
         assert float(last['val_loss']) == pytest.approx(rest['best_val_loss'], abs=1e-6)
 
 
-def test_a_run_without_a_checkpoint_leaves_the_one_before_as_it_was(folder):
-    train('--out_dir=out', '--max_iters=2')
-    before = {name: Path('out', name).read_bytes() for name in ('ckpt.pt', 'log.csv')}
-    for _ in range(2):
-        with pytest.raises(ValueError, match='diverged, .*, there is no checkpoint yet'):
-            train('--out_dir=out', '--max_iters=40', '--eval_interval=40', '--learning_rate=1e30',
-                  '--grad_clip=0')
-        gc.collect()  # the process that failed would have ended, and let go of its lock
-        assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv', 'log.new.csv']
-        assert all(Path('out', name).read_bytes() == content for name, content in before.items())
-    train('--out_dir=out', '--max_iters=5', '--eval_interval=3')
-    assert sorted(os.listdir('out')) == ['ckpt.old-1.pt', 'ckpt.pt', 'lock', 'log.csv', 'log.old-1.csv']
-    assert Path('out/log.old-1.csv').read_bytes() == before['log.csv']
-    assert [row['iter'] for row in log_rows('out')] == ['1', '2', '3', '4', '5']
-    os.remove('out/ckpt.pt')
-    with pytest.raises(FileNotFoundError, match='no checkpoint at .*: beside it is out.ckpt.old-1.pt'):
-        hub.load('resume', 'out')
-
-
 def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
     train('--out_dir=out', '--tokens_per_param=0.05', '--eval_interval=3', '--weight_decay=0.3',
           '--optimizer=muon', '--log_interval=7', '--dropout=0.2')
-    before = torch.load('out/ckpt.pt', weights_only=True)['config']
-    assert capsys.readouterr().out.count('warning') == 0
+    before = saved('out')['config']
+    capsys.readouterr()
     story = run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
     said = capsys.readouterr().out
     assert 'default.py' not in said and "out/ckpt.pt: dataset = 'toy', eval_interval = 3," in said
     assert story['config'] == {**before, 'init_from': 'resume', 'eval_only': True}
     assert {name: story[name] for name in story['config']} == story['config']
-    assert story['model'].config.dropout == 0.2
-    stamp = os.stat('out/ckpt.pt').st_mtime_ns
-    with pytest.raises(SystemExit, check=lambda e: e.code is None):
-        run('train.py', '--out_dir=out', '--init_from=resume')
-    said = capsys.readouterr().out
-    assert 'resume: nothing is left to do, max_iters=7; ' in said and 'step 7' not in said
-    assert os.stat('out/ckpt.pt').st_mtime_ns == stamp
+    assert story['model'].config.dropout == 0.2 and saved('out')['config'] == before
     (folder / 'more.py').write_text('max_iters = 9\nbatch_size = 4\nn_layer = 2\n', encoding='utf-8')
     story = run('train.py', 'more.py', '--out_dir=out', '--init_from=resume', '--dropout=0.1', '--eval_only')
-    said = capsys.readouterr().out
-    assert re.findall('^resume: (.* was .*)', said, re.M) == ['dropout was 0.2, is 0.1',
-                                                              'max_iters was 7, is 9']
     assert story['tokens_per_param'] is None and story['max_iters'] == 9 and story['weight_decay'] == 0.3
     assert story['model'].config.dropout == 0.1
-    assert torch.load('out/ckpt.pt', weights_only=True)['config']['eval_only'] is False
-    saved = torch.load('out/ckpt.pt', weights_only=True)
-    torch.save({**saved, 'config': {**saved['config'], 'batch_size': 'four'}}, 'out/ckpt.pt')
-    with pytest.raises(ValueError, match="ckpt.pt is damaged, .* it holds batch_size='four'$"):
-        run('train.py', '--out_dir=out', '--init_from=resume')
-
-
-def test_what_a_run_says_before_it_begins(folder, capsys):
-    train('--out_dir=out', '--tokens_per_param=2', '--eval_only')
-    assert 'warning: tokens_per_param=2 is 18 epochs of this text: prepare more' in capsys.readouterr().out
-    train('--out_dir=out', '--max_iters=1000', '--gradient_accumulation_steps=47', '--eval_only')
-    said = capsys.readouterr().out
-    assert 'warning: an iteration takes 188 sequences, this text has 187: lower --batch_size' in said
-    assert said.count('warning') == 1 and not os.path.exists('out')
-
-
-def test_the_first_iterations_are_always_said(folder, capsys):
-    train('--out_dir=out', '--log_interval=10', '--max_iters=12')
-    lines = re.findall('^iter .*', capsys.readouterr().out, re.M)
-    assert [line.partition(':')[0] for line in lines] == ['iter 1', 'iter 4', 'iter 10', 'iter 12']
-    assert lines[0].endswith(' s with the warm-up') and all(line.endswith(' left') for line in lines[1:])
-    assert [row['iter'] for row in log_rows('out')] == ['10', '12']
-
-
-def test_evaluations_show_the_loss_of_both_splits(folder, capsys):
-    story = train('--out_dir=out', '--max_iters=3', '--dropout=0.5', '--eval_iters=8')
-    train_loss, val_loss = map(float, re.search(r'step 3: train loss (\S+), val loss (\S+?),',
-                                                capsys.readouterr().out).groups())
-    for bins, batches, printed in ((story['train_bins'], 2, train_loss), (story['val_bins'], 8, val_loss)):
-        loss, _ = flat_train.evaluate(story['model'], story['model'], bins, batches, 4, 'cpu',
-                                      contextlib.nullcontext)
-        assert printed == pytest.approx(loss, abs=1e-4)
-
-
-def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
-    class Run:
-        def __init__(self, **options):
-            self.options, self.id, self.rows = options, options['id'] or 'abc', []
-            runs.append(self)
-
-        def log(self, values, step):
-            self.rows.append((step, values))
-    runs = []
-    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=Run))
-    train('--out_dir=out', '--max_iters=3', '--log_interval=1', '--wandb_log=True', '--wandb_project=mine')
-    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=5', '--eval_interval=2')
-    assert [each.options['id'] for each in runs] == [None, 'abc']
-    assert runs[1].options['project'] == 'mine' and runs[1].options['config']['n_layer'] == 2
-    rows = runs[0].rows + runs[1].rows
-    assert [step for step, _ in rows] == [1, 2, 3, 4, 5]
-    names = {'loss': 'train/loss', 'val_loss': 'val/loss'}
-    for (_, values), row in zip(rows, log_rows('out')):
-        expected = {names.get(name, name): float(value) for name, value in row.items() if value}
-        assert values == pytest.approx(expected, rel=1e-2, abs=1e-2)
-    monkeypatch.setitem(sys.modules, 'wandb', None)
-    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=6')
-    assert 'no wandb logging, log.csv has everything' in capsys.readouterr().out
-    assert torch.load('out/ckpt.pt', weights_only=True)['wandb_id'] == 'abc'
-
-
-@pytest.mark.parametrize('kind', ['adamw', 'muon', 'neither'])
-def test_an_update_that_is_not_finite_leaves_everything_as_it_was(kind, monkeypatch):
-    """Wherever that is decided: on the device, by AdamW, or here, by an optimizer that cannot."""
-    if kind == 'neither':
-        monkeypatch.setattr(flat_train, 'takes_found_inf', lambda opt, w: False)
-    torch.manual_seed(0)
-    model, plain = tiny(n_expert=4, balance_bias=True), tiny(n_expert=4, balance_bias=True)
-    plain.load_state_dict(model.state_dict())
-    name = 'adamw' if kind == 'neither' else kind
-    optimizers, unbroken = (make_optimizers(m, optimizer=name, learning_rate=1e-2) for m in (model, plain))
-    scaler, x = torch.amp.GradScaler('cpu', enabled=False), torch.randint(61, (6, 2, 17))
-    for it in range(6):
-        bad = it in (2, 3)
-        for m, opts in [(model, optimizers)] if bad else [(model, optimizers), (plain, unbroken)]:
-            loss, aux = m(x[it][:, :-1], x[it][:, 1:])
-            loss.backward()
-            if bad:
-                next(m.parameters()).grad.view(-1)[it] = (math.nan, math.inf)[it - 2]
-            _, moved = flat_train.update(m, list(m.parameters()), opts, scaler, 1.0, aux['load'], 0.01)
-            assert bool(moved) != bad
-    assert same_weights(model.state_dict(), plain.state_dict())
-    for a, b in zip(optimizers, unbroken):
-        assert all(map(same_weights, a.state.values(), b.state.values()))
-
-
-@pytest.mark.parametrize('options', [{}, dict(n_expert=4, balance_bias=True)], ids=['dense', 'experts'])
-def test_an_iteration_waits_for_nothing_that_the_device_computes(options, monkeypatch):
-    """A tensor without data raises where somebody asks for its value."""
-    monkeypatch.setattr(GPT, 'init_weights', lambda self: None)
-    # on CPUs alone the model looks at its targets
-    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
-    scaler, asks = torch.amp.GradScaler('cpu', enabled=False), []
-    autocast = functools.partial(torch.autocast, 'cpu', torch.bfloat16)
-    for kind in 'adamw', 'muon':
-        with FakeTensorMode():
-            model, idx = tiny(**options), torch.zeros(2, 16, dtype=torch.long)
-            optimizers = make_optimizers(model, optimizer=kind)
-            for _ in range(2):
-                _, load, _ = flat_train.gradients(model, (idx, idx, None), iter([(idx, idx, None)]), 2,
-                                                  autocast, scaler, 0.01, 0.0)
-                try:
-                    flat_train.update(model, list(model.parameters()), optimizers, scaler, 1.0, load, 0.01)
-                except DataDependentOutputException:
-                    asks.append(kind)
-                    break
-    assert asks == ['muon']  # which cannot leave an update out by itself
-
-
-def test_skipped_updates_are_counted():
-    moves = [torch.tensor(moved) for moved in (True, False, False, True, False)]
-    assert flat_train.count_skipped(moves, 0) == (3, 1)
-    assert flat_train.count_skipped(moves[1:3], 5) == (2, 7)
-    good, bad = torch.tensor(True), torch.tensor(False)  # ten in a row, however they are counted
-    assert flat_train.count_skipped([bad] * 5 + [good] * 5, flat_train.count_skipped(
-        [good] + [bad] * 9, 0)[1]) == (5, 10)
-
-
-def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, monkeypatch, capsys):
-    forward, bad = GPT.forward, set()
-
-    def broken(self, idx, targets=None, **rest):
-        found = forward(self, idx, targets, **rest)
-        if targets is None or not self.training:
-            return found
-        calls.append(1)
-        return (found[0] * math.nan, found[1]) if (len(calls) - 1) // 3 in bad else found
-    monkeypatch.setattr(flat_train.GPT, 'forward', broken)
-    calls, bad = [], {3, 4}
-    train('--out_dir=out', '--max_iters=10', '--log_interval=1')
-    assert [row['skipped'] for row in log_rows('out')] == ['0'] * 3 + ['1'] + ['2'] * 6
-    assert 'iter 5: a loss or gradient was not finite, 1 update skipped, 2 in all' in capsys.readouterr().out
-    good = Path('out/ckpt.pt').read_bytes()
-    assert torch.load('out/ckpt.pt', weights_only=True)['skipped'] == 2
-    calls, bad = [], set(range(3, 99))
-    path = re.escape(os.path.join('out', 'ckpt.pt'))
-    with pytest.raises(ValueError, match=rf'10 losses or gradients in a row were not finite at iteration 23: '
-                                         rf'.*the last good checkpoint is {path}; lower --learning_rate'):
-        train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--eval_interval=40')
-    assert Path('out/ckpt.pt').read_bytes() == good
-    state = torch.load('out/ckpt.pt', weights_only=True)
-    state['model']['ln_f.weight'][0] = math.nan
-    with pytest.raises(ValueError, match='ln_f.weight is not finite at iteration 10'):
-        flat_train.save('out/ckpt.pt', state)
-    assert Path('out/ckpt.pt').read_bytes() == good
-
-
-def test_resuming_with_another_architecture_names_both_values(folder):
-    train('--out_dir=out', '--max_iters=10')
-    with pytest.raises(ValueError, match='n_layer=3 differs from .*which has 2'):
-        train('--out_dir=out', '--init_from=resume', '--n_layer=3')
-    weights = torch.load('out/ckpt.pt', weights_only=True)
+    for flag, message in (('--n_layer=3', 'n_layer=3 differs from .*which has 2'),
+                          ('--optimizer=adamw', "optimizer='adamw' differs from .*which has 'muon'")):
+        with pytest.raises(ValueError, match=message):
+            run('train.py', '--out_dir=out', '--init_from=resume', flag)
+    weights = saved('out')
     del weights['optimizer']
     torch.save(weights, 'out/ckpt.pt')
-    with pytest.raises(ValueError, match='has no optimizer'):
-        train('--out_dir=out', '--init_from=resume')
+    with pytest.raises(ValueError, match='has no optimizer state, so it cannot be resumed: fine-tune'):
+        run('train.py', '--out_dir=out', '--init_from=resume')
     fine = train('--out_dir=fine', '--init_from=out/ckpt.pt', '--max_iters=1', '--dropout=0.1')
     assert fine['first_it'] == 0 and fine['model'].config.dropout == 0.1
-    with pytest.raises(ValueError, match='was trained by --optimizer=adamw, not muon'):
-        train('--out_dir=fine', '--init_from=resume', '--optimizer=muon')
 
+
+def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
+    train('--out_dir=out', '--keep=2', '--eval_interval=5')
+    assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-15.pt', 'out/ckpt-20.pt', 'out/ckpt.pt']
+    assert saved('out', 'ckpt-15.pt')['iter_num'] == 15
+    train('--out_dir=out', '--max_iters=1')
+    assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-15.old-1.pt', 'out/ckpt-20.old-1.pt',
+                                             'out/ckpt.old-1.pt', 'out/ckpt.pt']
+    train('--out_dir=whole')
+    with contextlib.suppress(SystemExit):  # with the status of a program that a signal has ended
+        train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')
+    assert saved('cut')['iter_num'] == 1
+    train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
+    assert same_weights(saved('whole')['model'], saved('cut')['model'])
+
+
+# stopping ---------------------------------------------------------------------------------------------------
 
 def test_ctrl_c_saves_and_resumes_exactly(folder):
     """Meanwhile nobody else may train in the folder."""
@@ -1262,25 +890,21 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
         for line in first.stdout:
             if line.startswith('iter 5:'):
                 break
-        with pytest.raises(ValueError, match=rf'out_dir=cut: another training \(process {first.pid} on .*\) '
-                                             'writes there; give another --out_dir') as error:
+        with pytest.raises(ValueError, match='out_dir=cut: another training writes there; give another'):
             train('--out_dir=cut')
-        assert '\n' not in str(error.value) and sorted(os.listdir('cut')) == ['lock', 'log.csv']
+        assert sorted(os.listdir('cut')) == ['lock', 'log.csv']
         two = two_ranks('--out_dir=cut', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
         said = re.findall(r'^\[rank.*', two, re.M)  # one line of each
         assert 'another training' in said[0] and 'this rank ends because another one has' in said[1], two
-        assert len(said) == 2
         Path('go on').touch()
         out, error = first.communicate(timeout=60)
     finally:
         first.kill()
     assert first.returncode == 130 and 'stopping after this iteration' in error, out + error
-    stopped = torch.load('cut/ckpt.pt', weights_only=True)['iter_num']
-    said = re.search('^stopped at ([78]) of 1,000,000; go on with: python [^ ]*train.py (.*)', out, re.M)
-    assert stopped == int(said[1]) and 'done' not in out and 'sample.py' not in out
+    said = re.search('^saved and stopped at ([78]) of 1,000,000; .*: python [^ ]*train.py (.*)', out, re.M)
+    assert saved('cut')['iter_num'] == int(said[1]) and 'done' not in out
     run('train.py', *shlex.split(said[2]), '--max_iters=20')
-    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True) for out in ('whole', 'cut'))
-    assert same_weights(a['model'], b['model'])
+    assert same_weights(saved('whole')['model'], saved('cut')['model'])
 
 
 def test_a_scheduler_that_ends_a_run_learns_so(folder, monkeypatch, capsys):
@@ -1296,10 +920,6 @@ def test_a_scheduler_that_ends_a_run_learns_so(folder, monkeypatch, capsys):
     assert end.value.code == 143
     assert (f"of 20; go on with: python {ROOT / 'train.py'} --out_dir='sp ace' --init_from=resume\n"
             in capsys.readouterr().out)
-    monkeypatch.setenv('LOCAL_WORLD_SIZE', '4')
-    here = 'torchrun --standalone --nproc_per_node=4 '
-    for ranks, start in {1: 'python ', 4: here, 8: 'torchrun ... '}.items():
-        assert flat_train.resume_command('out', ranks).startswith(start)
 
 
 def test_killed_anywhere_it_resumes_exactly(folder):
@@ -1320,44 +940,3 @@ def test_killed_anywhere_it_resumes_exactly(folder):
     cut = run('train.py', *args, '--out_dir=cut', '--init_from=resume')
     assert cut['first_it'] > 0 and same_weights(whole['model'].state_dict(), cut['model'].state_dict())
     assert [row['loss'] for row in log_rows('cut')] == [row['loss'] for row in log_rows('whole')]
-
-
-def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder, monkeypatch):
-    train('--out_dir=out', '--keep=2', '--eval_interval=5')
-    names = ['ckpt-15.pt', 'ckpt-20.pt', 'ckpt.pt', 'log.csv']
-    assert sorted(name for name in os.listdir('out') if name != 'lock') == names
-    assert hub.load('out/ckpt-15.pt')[2]['iter_num'] == 15
-    assert Path('out/ckpt-20.pt').read_bytes() == Path('out/ckpt.pt').read_bytes()
-
-    def refuse(*names):
-        raise OSError('no links here')
-    monkeypatch.setattr(os, 'link', refuse)
-    train('--out_dir=out', '--keep=2', '--max_iters=21', '--init_from=resume')
-    assert sorted(glob.glob('out/ckpt-*.pt')) == ['out/ckpt-20.pt', 'out/ckpt-21.pt']
-    assert Path('out/ckpt-21.pt').read_bytes() == Path('out/ckpt.pt').read_bytes()
-    train('--out_dir=out', '--max_iters=1')
-    assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-20.old-1.pt', 'out/ckpt-21.old-1.pt',
-                                             'out/ckpt.old-1.pt', 'out/ckpt.pt']
-
-    train('--out_dir=whole')
-    with contextlib.suppress(SystemExit):  # with the status of a program that a signal has ended
-        train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')
-    assert torch.load('cut/ckpt.pt', weights_only=True)['iter_num'] == 1
-    train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
-    a, b = (torch.load(f'{out}/ckpt.pt', weights_only=True)['model'] for out in ('whole', 'cut'))
-    assert same_weights(a, b)
-
-
-def test_ids_that_the_model_does_not_know_are_refused_before_the_run(folder, capsys):
-    train('--out_dir=out', '--max_iters=1')
-    write_toy(folder / 'data' / 'other', vocab_size=26)
-    train('--out_dir=fine', '--dataset=other', '--max_iters=1', '--init_from=out')
-    assert (f"warning: {Path('data/other')} was prepared with another tokenizer than {Path('data/toy')}"
-            in capsys.readouterr().out)  # but all its ids are below 23
-    ids = np.fromfile('data/other/train.bin', '<u2')
-    ids[2900] = 25
-    ids.tofile('data/other/train.bin')
-    with pytest.raises(ValueError, match=r'train.bin: token 25 at position 2900 is outside the vocabulary of '
-                                         r"23: prepare it with the model's own .*--tokenizer=data.toy"):
-        train('--out_dir=not', '--dataset=other', '--init_from=out')
-    assert not os.path.exists('not')
