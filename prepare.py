@@ -1,16 +1,14 @@
 """From text to tokens: writes data/<name>/train.bin, val.bin and meta.json, which train.py reads.
 
-    $ python prepare.py                                  # Python's own library: data/pystdlib_bpe4096
-    $ python prepare.py shakespeare --tokenizer=char     # data/shakespeare_char
-    $ python prepare.py shakespeare --tokenizer=gpt2     # data/shakespeare
-    $ python prepare.py shakespeare --tokenizer=bpe:4096 # a vocabulary of 4,096, learnt from the text
+    $ python prepare.py                               # Python's own library: data/pystdlib_bpe4096
+    $ python prepare.py shakespeare --tokenizer=char  # data/shakespeare_char
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
-    $ python prepare.py 'notes/**/*.md'                  # a quoted glob, or a folder: each file is a document
-    $ python prepare.py tales.jsonl.gz --field=story     # JSON lines: each record is a document
-    $ zcat *.gz | python prepare.py -                    # standard input
-    $ python prepare.py fineweb_edu --shards=10          # tokens that others prepared: data/fineweb_edu_gpt2
-    $ python prepare.py chats.jsonl                      # records with messages: data/chats, with masks
-    $ python prepare.py look data/chats                  # what is in a prepared folder
+    $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: each file is a document
+    $ python prepare.py tales.jsonl.gz --field=story  # JSON lines: each record is a document
+    $ zcat *.gz | python prepare.py -                 # standard input
+    $ python prepare.py fineweb_edu --shards=10       # tokens that others prepared
+    $ python prepare.py chats.jsonl                   # records with messages: target masks beside the tokens
+    $ python prepare.py look data/chats               # shows a prepared folder
 
 A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits and else uint32.
 """
@@ -43,21 +41,20 @@ from collections.abc import Callable
 
 from configurator import configure, print0
 
-# pystdlib, shakespeare, tinystories, fineweb, fineweb_edu, minimind, minimind_sft, pydoc_chat, or your own:
-# a file (text, .jsonl, .gz of these), a folder or a glob of them, or - for standard input
+# A name in SOURCES, a file (text, .jsonl, .gz of these), a folder or a glob of them, or - for standard input
 source = 'pystdlib'
-field = 'text'             # JSON lines: the field of a record that has its text, or else its messages
-errors = 'strict'          # text that is not UTF-8: strict refuses it, replace puts U+FFFD in place of bytes
+field = 'text'             # JSON lines: the field of a record with its text, or else its messages
+errors = 'strict'          # text that is not UTF-8: strict refuses it, replace puts U+FFFD there
 # byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, or
-# another dataset's folder; None: byte, for pystdlib bpe:4096, for conversations that of pystdlib's folder
+# another dataset's folder; None: the source's, for conversations that of pystdlib's folder, else byte
 tokenizer: str | None = None
-special_tokens = 'refuse'  # their texts in a document: refuse, or learn them as plain text or as the tokens
+special_tokens = 'refuse'  # their texts in a document: refuse, or learn them as text or as tokens
 pattern: str | None = None  # of bpe:4096: the regular expression that cuts text to words; None: GPT-4's
 out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # whether data of another source may be replaced in out
 val_fraction = 0.1         # kept for validation: each 10th document, or the last tenth of a single text
-block_size = 256           # conversations: the slots they are packed into, sequences of the training to come
-shards = 10                # fineweb, fineweb_edu: how many files of 100M tokens are downloaded to train on
+block_size = 256           # conversations: the slots they are packed into; train.py's
+shards = 10                # fineweb, fineweb_edu: files of 100M tokens to train on
 procs: int | None = None   # processes that encode; None: one for each core
 words = configure(globals(), words=2).words
 
@@ -89,7 +86,7 @@ def named_when_full(path):
     try:
         yield
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise OSError(f'{path} cannot be written ({e.strerror}): free some space') from None
 
@@ -107,8 +104,7 @@ def sha256_of(path):
 def fetch(url, path, sha256=None, instead=''):
     """Download url to path, unless a file with this sha256 (where given) is there; return path.
 
-    A download that breaks off begins again. FileNotFoundError: the server has no such file. OSError: it
-    cannot be reached; `instead` ends the message, it says what else can be done. ValueError: another sha256.
+    FileNotFoundError: the server has no such file. OSError: it cannot be reached; `instead` ends the message.
     """
     if os.path.exists(path) and sha256 in (None, sha256_of(path)):
         return path
@@ -141,7 +137,7 @@ def fetch(url, path, sha256=None, instead=''):
 
 
 # files as documents -----------------------------------------------------------------------------------------
-# A document is an iterable of blocks of text, so that one of many gigabytes is never in memory as a whole.
+# A document is an iterable of blocks of text, so that a large one is never in memory as a whole.
 
 def open_bytes(path):
     """A file's bytes, of a .gz those compressed in it."""
@@ -166,8 +162,8 @@ def read_text(path, errors='strict'):
 
 
 def text_documents(path, field, errors):
-    """A text file is one document, or those between its <|endoftext|> marks, without white space around
-    these. Where none is in the first 16 MB, later ones are no marks."""
+    """A text file is one document, or those between its <|endoftext|> marks, of which the first must stand in
+    the first 16 MB."""
     blocks = read_text(path, errors)
     head = list(itertools.islice(blocks, 16))
     blocks = itertools.chain(head, blocks)
@@ -299,11 +295,9 @@ class Source:
     """Where text comes from.
 
     documents() -> an iterator over documents, each an iterable of blocks of text, the same each time it is
-    called: def documents(): yield ['a text']; yield ['another'].
-    Documents stay whole and end with an end-of-text token; a single one is cut in two, for train and val.
-    chats: True, documents are Conversations.
-    shards: instead of documents, the addresses of files of tokens, the first of which is for validation.
-    tokenizer: the one that is used where the settings name none.
+    called: def documents(): yield ['a text']; yield ['another']. With chats they are Conversations.
+    shards: instead of documents, the addresses of files of tokens, the first for validation.
+    tokenizer: used where the settings name none.
     """
     name: str  # of the dataset
     label: str  # what meta.json says about where it is from
@@ -402,8 +396,8 @@ def find_source(source, field='text', errors='strict'):
 
 
 def keep_standard_input():
-    """Keep standard input in a file, for it may be read twice -> its path, which ends in .jsonl if it begins
-    with a JSON object, else it is text."""
+    """Keep standard input in a file, for it may be read twice -> its path, .jsonl if a JSON object begins
+    it."""
     folder = tempfile.mkdtemp(prefix='flatgpt-')
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     first = sys.stdin.buffer.readline()
@@ -436,7 +430,7 @@ def dataset_name(folder):
 
 # conversations about Python's library -----------------------------------------------------------------------
 
-# What some distributions leave out, is for one system alone, or of no interest.
+# Left out by some distributions, for one system alone, or of no interest
 NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
              'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
 ANSWER = 120  # characters of the longest answer: a small model is to learn them
@@ -475,12 +469,8 @@ def summary_of(doc):
 
 
 def pydoc_chats():
-    """Conversations about the functions and classes of Python's own library: what they do, what they take.
-
-    Each is asked about in two wordings, so most questions that are kept for validation have an answer in what
-    is trained on. One to three are asked about in a conversation, in a random order that is always the same:
-    an answer is to be about the last question, not about those before.
-    """
+    """Conversations about one to three functions, classes or modules of Python's library, each asked about in
+    two wordings, so that most questions of val have their answer in train."""
     asked, order = [], random.Random(0)
     for n, (name, kind, doc, arguments) in enumerate(library_docs()):
         summary = summary_of(doc)
@@ -511,8 +501,7 @@ def documents_of(source):
 
 
 def characters_to_train_on(source, fraction):
-    """How many characters of a single text are for training, as in nanoGPT; None: there are several
-    documents, or conversations, which stay whole."""
+    """How many characters of a single text are for training, as in nanoGPT; None: documents stay whole."""
     if not 0 < fraction <= 0.5:
         raise ValueError(f'val_fraction={fraction}: must lie above 0 and be 0.5 or less, like 0.1')
     if source.chats:
@@ -523,8 +512,8 @@ def characters_to_train_on(source, fraction):
 
 
 def split_texts(source, fraction, n_train):
-    """(split, document, whether it is whole), in order. Of several documents, the second and from there each
-    n-th is for val, n = 1 / fraction; a single one is for val after n_train characters."""
+    """(split, document, whether it is whole). Of several documents, the second and from there each n-th is
+    for val, n = 1 / fraction; a single one is after n_train characters."""
     for n, document in enumerate(documents_of(source)):
         if n_train is None:
             yield 'val' if n % round(1 / fraction) == 1 else 'train', document, True
@@ -545,15 +534,15 @@ def cut_in_two(blocks, n_train):
 
 # encoding ---------------------------------------------------------------------------------------------------
 
-def refuse_special(text, tok, place):
-    """ValueError: a special token's text is in the text."""
-    if tok.special and (found := re.search(tok.special_pattern, text)):
+def refuse_special(text, special, place):
+    """ValueError: the pattern `special`, if it is not None, is in the text."""
+    if special and (found := re.search(special, text)):
         around = text[max(0, found.start() - 20):found.end() + 20]
         raise ValueError(f'{place}: {found[0]!r} in {around!r} is a special token of the tokenizer: remove '
                          'it, or learn it by --special_tokens=tokens as that, by =text as plain text')
 
 
-def text_items(texts, tok, refuse, counts):
+def text_items(texts, tok, special, counts):
     """((split, piece, whether a text begins with it, whether a document ends with it), its characters)."""
     for split, document, whole in texts:
         counts['documents'] += whole
@@ -561,25 +550,22 @@ def text_items(texts, tok, refuse, counts):
             raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart: '
                              'name another by --tokenizer')
         for n, (piece, last) in enumerate(pieces(document, tok)):
-            if refuse:
-                refuse_special(piece, tok, f'document {counts["documents"]:,}')
+            refuse_special(piece, special, f'document {counts["documents"]:,}')
             yield (split, piece, n == 0, last and whole), len(piece)
 
 
-def chat_items(texts, tok, refuse, counts):
+def chat_items(texts, special, counts):
     """((split, Conversation), its characters)."""
     for split, conversation, _ in texts:
         counts['documents'] += 1
         text = '\n'.join(contents(conversation))
-        if refuse:
-            refuse_special(text, tok, conversation.place)
+        refuse_special(text, special, conversation.place)
         yield (split, conversation), len(text)
 
 
 def encode_texts(tok, as_tokens, group):
-    """[(split, text, begins, ends)] -> [(split, ids, None, bytes of text)], with the tokenizer's bos where a
-    text begins, its end-of-text token where a document ends. as_tokens: special tokens' texts become their
-    ids, and count no bytes, else they are text like any other."""
+    """[(split, text, begins, ends)] -> [(split, ids, None, bytes of text)], with bos where a text begins, end
+    of text where a document ends. as_tokens: special tokens' texts become their ids, and count no bytes."""
     encoded, dtype = [], dtype_of(tok.n_vocab)
     encode = tok.encode_chat if as_tokens else tok.encode_array
     for split in SPLITS:
@@ -604,11 +590,10 @@ def encode_chats(tok, group):
 
 
 def encode_conversation(tok, conversation):
-    """(ids, mask) of a Conversation; the mask, uint8, is 1 for what the assistant writes and its end mark.
+    """(ids, mask) of a Conversation; the mask, uint8, is 1 for answers of the assistant and their end marks.
 
-    An answer begins where the ids agree no longer with those of the rendered prompt, to which a model would
-    have answered, and ends with the first stop token. ValueError: the template renders an earlier message
-    otherwise once there are more, so no answer can be told from its prompt.
+    An answer begins where the ids agree no longer with those of the rendered prompt, and ends with the first
+    stop token. ValueError: the template shows no such place.
     """
     place, messages, tools = conversation
     text = tok.render(messages, False, tools)
@@ -637,15 +622,15 @@ def encode_conversation(tok, conversation):
 def pack(encoded, block_size, eot, counts):
     """(split, ids, mask, n_bytes) of conversations -> the same as they stand in slots of block_size tokens.
 
-    Each begins with eot, and none crosses a slot, whose rest is filled with eot; one that is longer is cut.
-    At its end a split has one token more: a sequence's last target is the first token of the next slot.
+    Each begins with eot; the rest of a slot is filled with eot; a longer conversation is cut. A split ends
+    with one token more: a sequence's last target is the first token of the next slot.
     """
     used, room = dict.fromkeys(SPLITS, 0), block_size - 1
     for split, ids, mask, n_bytes in encoded:
         counts['cut'] += len(ids) > room
         for begin in range(0, len(ids), room):
             piece, learnt = ids[begin:begin + room], mask[begin:begin + room].copy()
-            if begin:  # the first token after a cut cannot be known from nothing before it
+            if begin:  # its first token cannot be known from nothing before it
                 learnt[0] = 0
             fill = 0
             if used[split] + 1 + len(piece) > block_size:
@@ -670,21 +655,19 @@ def dtype_of(n_vocab):
 # writing ----------------------------------------------------------------------------------------------------
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='refuse'):
-    """Make a prepared folder of texts, as split_texts gives them; return what its meta.json says.
-
-    With block_size they are conversations, and written with masks. special_tokens: see the settings. A run
-    that fails changes nothing.
-    """
-    counts, eot, refuse = collections.Counter(), tok.eot, special_tokens == 'refuse'
+    """Make a prepared folder of texts, as split_texts gives them, with block_size of conversations; return
+    its meta. A run that fails changes nothing."""
+    counts, eot = collections.Counter(), tok.eot
+    special = tok.special_pattern if tok.special and special_tokens == 'refuse' else None
     if block_size is None:
-        items = text_items(texts, tok, refuse, counts)
+        items = text_items(texts, tok, special, counts)
         encode, least = functools.partial(encode_texts, tok, special_tokens == 'tokens'), 16
     else:
         eot = separator(tok)
         if not tok.chat_template or eot is None:
             raise ValueError(f'the tokenizer {tok.name} has no chat template or no end-of-text token, which '
                              'conversations need: name another by --tokenizer')
-        items = chat_items(texts, tok, refuse, counts)
+        items = chat_items(texts, special, counts)
         encode, least = functools.partial(encode_chats, tok), 2  # rendered anew for each answer: slow
     groups = in_processes(1 if tok.anywhere else procs, encode, gather(items), least)
     encoded = itertools.chain.from_iterable(groups)
@@ -696,21 +679,18 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
 
 
 def write_bins(folder, encoded, label, counts):
-    """Write (split, ids, mask or None, bytes of text) to folder/<split>.bin and .mask.bin, and what meta.json
-    says of them to counts; return {name: sha256}."""
+    """Append (split, ids, mask or None, bytes of text) to folder/<split>.bin and .mask.bin, add to counts ->
+    {name: sha256}."""
     progress = Progress(label)
-    with contextlib.ExitStack() as stack:
-        files = {}
-        for split, ids, mask, n_bytes in encoded:
-            for name, part in {f'{split}.bin': ids, f'{split}.mask.bin': mask}.items():
-                if part is not None:
-                    if name not in files:
-                        files[name] = stack.enter_context(open(os.path.join(folder, name), 'wb'))
-                    files[name].write(part)
-            counts[f'{split}_tokens'] += len(ids)
-            counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
-            counts[f'{split}_bytes'] += n_bytes  # of text that is learnt, not of end of text
-            progress.add(n_bytes)
+    for split, ids, mask, n_bytes in encoded:
+        for end, part in (('.bin', ids), ('.mask.bin', mask)):
+            if part is not None:
+                with open(os.path.join(folder, split + end), 'ab') as f:
+                    f.write(part)
+        counts[f'{split}_tokens'] += len(ids)
+        counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
+        counts[f'{split}_bytes'] += n_bytes  # of text that is learnt, not of end of text
+        progress.add(n_bytes)
     progress.close()
     for split in SPLITS:
         if not counts[f'{split}_learnt']:
@@ -718,7 +698,7 @@ def write_bins(folder, encoded, label, counts):
                              'more, or with a larger --block_size)')
     # val loss / ln 2 / this = bits per byte
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
-    return {name: sha256_of(os.path.join(folder, name)) for name in files}
+    return {name: sha256_of(os.path.join(folder, name)) for name in os.listdir(folder)}
 
 
 FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')],
@@ -736,8 +716,7 @@ def refuse_others(folder, label):
 
 @contextlib.contextmanager
 def new_files(folder):
-    """A temporary folder, whose FILES take the place of those in `folder` if all goes well, meta.json last.
-    Those that an earlier run left there and this one has not are removed."""
+    """A temporary folder, whose FILES replace all those in `folder` if all goes well, meta.json last."""
     os.makedirs(folder, exist_ok=True)
     try:
         with named_when_full(folder), tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
@@ -789,12 +768,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_meta(folder):
-    """A dict with at least vocab_size, dtype, eot, bytes_per_token (None: unknown), tokenizer, and block_size
-    (None, or that of the slots which conversations were packed into).
-
-    tokenizer is its state without what stands in a file of its own (None: GPT-2's). From meta.json, nanoGPT's
-    meta.pkl, or by assumption, which is printed once.
-    """
+    """meta.json's, nanoGPT's meta.pkl's or an assumed dict with at least vocab_size, dtype, eot,
+    bytes_per_token (None: unknown), tokenizer (its state, None: GPT-2's), block_size (of slots, or None)."""
     usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
@@ -866,10 +841,9 @@ def parts_of(shard, size=1 << 22):
 class Bins:
     """The tokens of one split: folder/<split>.bin, or else its shards *<split>*.bin, sorted.
 
-    Sequence i is the block_size + 1 tokens from i * block_size of a shard, so x = s[:, :-1] and y = s[:, 1:]
-    take every token but a shard's first, and its tail, once as a target. With vocab_size, ids are checked as
-    they are read. x.mask.bin beside x.bin is the target mask, a byte for each token; `masks` is empty where
-    there is none. n_tokens and n_targets count both.
+    Sequence i is the block_size + 1 tokens from i * block_size of a shard, so that every token but a shard's
+    first, and its tail, is a target once. With vocab_size, ids are checked as they are read. x.mask.bin
+    beside x.bin is the target mask, a byte for each token; `masks` is empty where there is none.
     """
     def __init__(self, folder, split, dtype=None, vocab_size=None):
         self.vocab_size, self.name = vocab_size, os.path.join(folder, f'{split}.bin')
@@ -950,7 +924,7 @@ def look(folder):
     folder = folder if os.path.isdir(folder) else os.path.join('data', folder)
     splits = [Bins(folder, split) for split in reversed(SPLITS)]
     meta, tok = read_meta(folder), load_tokenizer(folder)
-    print(f'{folder}: {meta.get("source", "of unknown source")}, tokenizer {tok.name}, vocabulary '
+    print(f'{folder}: {meta.get("source")}, tokenizer {tok.name}, vocabulary '
           f'{meta["vocab_size"]:,}, {meta["dtype"]}, {meta["bytes_per_token"] or np.nan:.2f} bytes a token')
     eot = tok.eot if meta['eot'] is None else meta['eot']
     for bins in splits:
