@@ -5,7 +5,7 @@
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
     $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: each file is a document
     $ python prepare.py tales.jsonl.gz --field=story  # JSON lines: each record is a document
-    $ zcat *.gz | python prepare.py -                 # standard input
+    $ zcat *.gz | python prepare.py -
     $ python prepare.py fineweb_edu --shards=10       # tokens that others prepared
     $ python prepare.py chats.jsonl                   # records with messages: target masks beside the tokens
     $ python prepare.py look data/chats               # shows a prepared folder
@@ -41,7 +41,7 @@ from collections.abc import Callable
 
 from configurator import configure, print0
 
-# A name in SOURCES, a file (text, .jsonl, .gz of these), a folder or a glob of them, or - for standard input
+# A name in SOURCES, a file (text, .jsonl, .gz of these), a folder or glob of them, or - for standard input
 source = 'pystdlib'
 field = 'text'             # JSON lines: the field of a record with its text, or else its messages
 errors = 'strict'          # text that is not UTF-8: strict refuses it, replace puts U+FFFD there
@@ -51,7 +51,7 @@ tokenizer: str | None = None
 special_tokens = 'refuse'  # their texts in a document: refuse, or learn them as text or as tokens
 pattern: str | None = None  # of bpe:4096: the regular expression that cuts text to words; None: GPT-4's
 out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
-overwrite = False          # whether data of another source may be replaced in out
+overwrite = False          # replaces data of another source in out
 val_fraction = 0.1         # kept for validation: each 10th document, or the last tenth of a single text
 block_size = 256           # conversations: the slots they are packed into; train.py's
 shards = 10                # fineweb, fineweb_edu: files of 100M tokens to train on
@@ -86,9 +86,9 @@ def named_when_full(path):
     try:
         yield
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise OSError(f'{path} cannot be written ({e.strerror}): free some space') from None
+        if e.errno == errno.ENOSPC:
+            raise OSError(f'{path} cannot be written ({e.strerror}): free some space') from None
+        raise
 
 
 # downloads --------------------------------------------------------------------------------------------------
@@ -535,7 +535,7 @@ def cut_in_two(blocks, n_train):
 # encoding ---------------------------------------------------------------------------------------------------
 
 def refuse_special(text, special, place):
-    """ValueError: the pattern `special`, if it is not None, is in the text."""
+    """ValueError: the pattern `special`, if any, is in the text."""
     if special and (found := re.search(special, text)):
         around = text[max(0, found.start() - 20):found.end() + 20]
         raise ValueError(f'{place}: {found[0]!r} in {around!r} is a special token of the tokenizer: remove '
@@ -572,7 +572,7 @@ def encode_texts(tok, as_tokens, group):
         arrays, n_bytes = [], 0
         for _, text, begins, ends in (item for item in group if item[0] == split):
             arrays += [tok.bos if begins else (), encode(text), (tok.eot,) if ends else ()]
-            plain = re.sub(tok.special_pattern, '', text) if as_tokens and tok.special else text
+            plain = re.sub(tok.special_pattern, '', text) if as_tokens else text
             n_bytes += len(plain.encode())
         if arrays:
             ids = np.concatenate([np.asarray(part, dtype) for part in arrays])
@@ -658,7 +658,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
     """Make a prepared folder of texts, as split_texts gives them, with block_size of conversations; return
     its meta. A run that fails changes nothing."""
     counts, eot = collections.Counter(), tok.eot
-    special = tok.special_pattern if tok.special and special_tokens == 'refuse' else None
+    special = tok.special_pattern if special_tokens == 'refuse' else None
     if block_size is None:
         items = text_items(texts, tok, special, counts)
         encode, least = functools.partial(encode_texts, tok, special_tokens == 'tokens'), 16
@@ -905,9 +905,9 @@ class Bins:
         numbers = np.searchsorted(ends, indices, side='right')
         firsts = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
         sequences = np.empty((len(indices), block_size + 1), np.int64)
-        for row, (number, first) in enumerate(zip(numbers, firsts)):  # a memory map would fill up the RSS
-            path, dtype, offset, _ = shards[number]
-            sequences[row] = np.fromfile(path, dtype, block_size + 1, offset=offset + first * dtype.itemsize)
+        maps = {n: np.memmap(shards[n].path, shards[n].dtype, 'r', shards[n].offset) for n in set(numbers)}
+        for row, (number, first) in enumerate(zip(numbers, firsts)):  # maps that stay would fill up the RSS
+            sequences[row] = maps[number][first:first + block_size + 1]
         return sequences
 
 
@@ -951,7 +951,7 @@ def look(folder):
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leaves nothing behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     if words[:1] == ['look']:
         look(words[1] if words[1:] else FIRST_RUN)
         sys.exit()

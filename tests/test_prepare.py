@@ -1,6 +1,5 @@
 """Tests of prepare.py: sources, splits, conversations, files on disk and reading them."""
 import errno
-import functools
 import gzip
 import hashlib
 import http.server
@@ -14,14 +13,12 @@ import re
 import runpy
 import subprocess
 import sys
-import sysconfig
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from common import (
-    CHAT_TEMPLATES,
     PREP_DATA,
     PREP_DIR,
     TOOLS,
@@ -36,7 +33,6 @@ from common import (
     tok_oracles,
 )
 
-import bench as flat_bench
 import prepare
 import tokenizer as flat_tokenizer
 
@@ -93,21 +89,16 @@ def test_shakespeare_as_nanogpt(tokenizer, n_train, n_val, vocab, name, tmp_path
     chars = sorted(set(text))                                    # nanoGPT's ids
     for split, part in (('train', text[:cut]), ('val', text[cut:])):
         assert prep_ids(folder, split).tolist() == encode(part)
-        digest = hashlib.sha256(Path(folder, f'{split}.bin').read_bytes()).hexdigest()
-        assert meta['checksum'][f'{split}.bin'] == digest
 
 
 def test_default_is_the_standard_library(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = prepare.find_source(prepare.source)
-    assert prepare.output_folder(None, found, found.tokenizer) == prepare.FIRST_RUN
     default = runpy.run_path(os.path.join(PREP_DIR, 'config', 'default.py'))
     assert prepare.dataset_name(prepare.FIRST_RUN) == default['dataset']
     code, stdout, _ = prep_run(['--tokenizer=byte'], monkeypatch, capsys)  # quicker than bpe:4096
     assert code == 0 and stdout.rstrip().endswith('next: python train.py --dataset=pystdlib_byte')
-    root, paths = sysconfig.get_paths()['stdlib'], prepare.library_files()
-    parts = [os.path.relpath(path, root).split(os.sep) for path in paths]
-    assert parts == sorted(parts) and not {'test', 'tests', 'site-packages'} & {*itertools.chain(*parts)}
+    paths = prepare.library_files()
+    assert not [path for path in paths if re.search(r'site-packages|[/\\\\]tests?[/\\\\]', path)]
     paths = [path for path in paths if os.path.getsize(path)]
     for split in ('train', 'val'):
         texts = [Path(path).read_bytes() + b'\0' for n, path in enumerate(paths) if split_of(n) == split]
@@ -116,7 +107,7 @@ def test_default_is_the_standard_library(tmp_path, monkeypatch, capsys):
 
 
 def test_the_same_documents_from_every_kind_of_source(tmp_path, monkeypatch, capsys):
-    """Files, JSON lines, text with marks, compressed or through a pipe: whole documents, each tenth for val."""
+    """Files, JSON lines, text with marks, compressed or through a pipe: whole documents, a tenth for val."""
     monkeypatch.chdir(tmp_path)
     texts = [f'tale {i:02d} goes "on"\u2028' + 'and é🙂 \\ \r\n' * (i % 7 + 1) + 'on' for i in range(60)]
     os.makedirs('files/deep')
@@ -161,24 +152,12 @@ def test_a_single_text_is_cut_by_its_characters(name, tmp_path, monkeypatch, cap
     assert ids == [text[:cut].encode(), text[cut:].encode()]
 
 
-def test_marks_are_found_whatever_the_blocks(monkeypatch):
-    text = ' first<|endoftext|>\n\nsecond \u3000<|endoftext|><|endoftext|>  <|endoftext\n|> é🙂 <|endoftext|>'
-    for size in (2, 100):
-        blocks = [text[:50], *(text[i:i + size] for i in range(50, len(text), size))]
-        monkeypatch.setattr(prepare, 'read_text', lambda path, errors, blocks=blocks: iter(blocks))
-        found = map(''.join, prepare.text_documents('x', 'text', 'strict'))
-        assert [text for text in found if text] == ['first', 'second', '<|endoftext\n|> é🙂']
-
-
 def test_text_that_is_not_utf8_is_replaced_only_when_asked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path('latin.txt').write_bytes(b'caf\xe9 au lait, ' * 100 + b'\xf0\x9f')
-    Path('latin.jsonl').write_bytes(b'{"text": "caf\xe9"}\n' * 3)
-    for name in ('latin.txt', 'latin.jsonl'):
-        assert name in prep_run([name], monkeypatch, capsys)[2]
-        assert prep_run([name, '--errors=replace'], monkeypatch, capsys)[0] == 0
-        ids = [*prep_ids('data/latin_byte', 'train'), *prep_ids('data/latin_byte', 'val')]
-        assert flat_tokenizer.ByteTokenizer().decode(ids).startswith('caf\ufffd')
+    Path('latin.txt').write_bytes(b'caf\xe9 au lait, ' * 9)
+    assert 'latin.txt is not UTF-8' in prep_run(['latin.txt'], monkeypatch, capsys)[2]
+    assert prep_run(['latin.txt', '--errors=replace'], monkeypatch, capsys)[0] == 0
+    assert bytes(prep_ids('data/latin_byte', 'train').tolist()).startswith('caf\ufffd'.encode())
 
 
 def shard_bytes(tokens, magic=20240520, version=1, n=None):
@@ -202,8 +181,7 @@ def test_shards_are_downloaded_and_read_in_place(tmp_path, monkeypatch):
     os.makedirs(folder)
     Path(folder, 'train.bin').write_bytes(b'xx')  # of an earlier run
     meta = prepare.fetch_shards(folder, found, 2)
-    assert asked[2] == ('https://huggingface.co/datasets/kjj0/finewebedu10B-gpt2/resolve/main/'
-                        'finewebedu_train_000002.bin')
+    assert asked[2].endswith('/kjj0/finewebedu10B-gpt2/resolve/main/finewebedu_train_000002.bin')
     train, val = (prepare.Bins(folder, split) for split in ('train', 'val'))
     assert train.n_tokens == meta['train_tokens'] == sum(map(len, ids[1:])) and val.n_tokens == len(ids[0])
     assert meta['bytes_per_token'] == len('Shard number 0. ' * 9) / len(ids[0])
@@ -211,23 +189,19 @@ def test_shards_are_downloaded_and_read_in_place(tmp_path, monkeypatch):
 
 
 def test_much_text_needs_little_memory(tmp_path):
-    """58 MB in one file, then 100,000 records of JSON lines."""
     pytest.importorskip('resource')
-    (tmp_path / 'big.txt').write_bytes(b'many words in a line, and many lines\n' * (1 << 15) * 48)
-    write_jsonl(tmp_path / 'many.jsonl', [{'text': 'a record'}] * 100_000)
+    (tmp_path / 'big.txt').write_bytes(b'many words in a line, and many lines\n' * (1 << 15) * 48)  # 58 MB
     code = ("import resource, sys; sys.argv = ['prepare.py']; import prepare\n"
             "used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-            "tok, before = prepare.make_tokenizer('byte'), used()\n"
-            "for name in ('big.txt', 'many.jsonl'):\n"
-            "    source = prepare.find_source(name); n = prepare.characters_to_train_on(source, 0.1)\n"
-            "    meta = prepare.write_dataset('d', prepare.split_texts(source, 0.1, n), tok, 'x')\n"
-            "    print(meta['train_tokens'] + meta['val_tokens'])\nprint(used() - before)")
+            "tok, before, source = prepare.make_tokenizer('byte'), used(), prepare.find_source('big.txt')\n"
+            "n = prepare.characters_to_train_on(source, 0.1)\n"
+            "prepare.write_dataset('d', prepare.split_texts(source, 0.1, n), tok, 'x')\n"
+            "print(used() - before)")
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([PREP_DIR, os.environ.get('PYTHONPATH', '')])}
     done = subprocess.run([sys.executable, '-c', code], env=env, check=True, capture_output=True, text=True,
                           cwd=tmp_path)
-    n_big, n_many, grown = (int(line) for line in done.stdout.splitlines() if line.isdigit())
-    assert (n_big, n_many) == (37 * 48 << 15, 900_000)
-    assert grown * (1 if sys.platform == 'darwin' else 1024) < 80 << 20
+    grown = int(done.stdout.split()[-1]) * (1 if sys.platform == 'darwin' else 1024)
+    assert grown < 80 << 20 and os.path.getsize(tmp_path / 'd/train.bin') > 100e6
 
 
 def test_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeypatch):
@@ -242,29 +216,25 @@ def test_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeypatch):
     text = prepare.load_tokenizer('data/t').decode(prep_ids('data/t', 'train'))
     assert text.startswith(f'tale 0 goes on{flat_tokenizer.EOT}tale 2') and tok.chars[0] == 't'
     assert prepare.read_meta('data/t')['source'] == 'tales 1.0'
-    assert 'tales' in str(pytest.raises(OSError, prepare.find_source, 'none').value)
 
 
 def test_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, data in (('empty.txt', b''), ('short.txt', b'x'), ('cut.txt', 'abc🙂'.encode()[:-1]),
+    for name, data in (('short.txt', b'x'), ('cut.txt', 'abc🙂'.encode()[:-1]),
                        ('good.txt', b'some good text, enough for two parts'), ('other.txt', b'another text'),
                        ('broken.jsonl', b'{"text": "a"}\n\n{"text": "b"\n'),
-                       ('latin.jsonl', b'{"text": "caf\xe9"}'), ('number.jsonl', b'{"text": 3}')):
+                       ('number.jsonl', b'{"text": 3}')):
         Path(name).write_bytes(data)
-    os.mkdir('nofiles')
     assert prep_run(['good.txt', '--out=d'], monkeypatch, capsys)[0] == 0
     before = files_of('data/d')
     table = [(['cut.txt'], ['cut.txt is not UTF-8', '0xf0', '--errors=replace']),
              (['good.txt', 'cut.txt'], ["'cut.txt' is one source too many"]),
              (['good.txt', '--tokenizer=data/x'], ['python prepare.py my.txt --out=x']),
              (['fineweb', '--shards=104'], ['shards=104: fineweb has 1 to 103']),
-             (['fineweb', '--tokenizer=byte'], ["tokenizer='byte'", "gpt2's"]),
-             (['empty.txt'], ['no token to learn']), (['short.txt'], ['train has no token to learn']),
-             (['nofiles'], ['nofiles', 'no such']), (['*.none'], ['*.none', *prepare.SOURCES]),
-             (['broken.jsonl'], ['broken.jsonl, line 3']), (['latin.jsonl'], ['latin.jsonl, line 1', '0xe9']),
+             (['short.txt'], ['train has no token to learn']),
+             (['*.none'], ['*.none', 'no such', *prepare.SOURCES]),
+             (['broken.jsonl'], ['broken.jsonl, line 3']),
              (['number.jsonl'], ["number.jsonl, line 1: no text in field 'text'", '--field']),
-             (['good.txt', '--val_fraction=1.0'], ['val_fraction=1.0']),
              (['good.txt', '--special_tokens=x'], ['must be refuse or tokens or text'])]
     for argv, parts in table:
         for where in ('d', 'fresh'):                 # over an earlier folder, and to a new one
@@ -274,9 +244,7 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch, 
     stderr = prep_run(['other.txt', '--out=d'], monkeypatch, capsys)[2]
     assert 'data/d holds data of good.txt, not of other.txt' in stderr and '--overwrite=True' in stderr
     assert os.listdir('data') == ['d'] and files_of('data/d') == before
-    for argv in (['good.txt'], ['other.txt', '--overwrite=True']):
-        assert prep_run([*argv, '--out=d'], monkeypatch, capsys)[0] == 0
-    assert prepare.read_meta('data/d')['source'] == 'other.txt'
+    assert prep_run(['other.txt', '--out=d', '--overwrite=True'], monkeypatch, capsys)[0] == 0
 
 
 def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path, monkeypatch):
@@ -284,15 +252,15 @@ def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path
     source, tok = prep_source('one two three\n' * 20), flat_tokenizer.make_tokenizer('byte')
     prepare.write_dataset('data/a', prep_texts(source), prep_toy_bpe(), 'a')
     Path('data/a/train.mask.bin').touch()
-    assert prepare.load_tokenizer('data/a').decode(prep_ids('data/a', 'train')) == ('one two three\n' * 20)[:252]
+    ids = prep_ids('data/a', 'train')
+    assert prepare.load_tokenizer('data/a').decode(ids) == ('one two three\n' * 20)[:252]
     before = files_of('data/a')
-    for kind, match in ((KeyboardInterrupt, ''), (functools.partial(OSError, errno.ENOSPC), 'free some space')):
-        def fails(path, kind=kind):
-            raise kind('no more')
-        monkeypatch.setattr(prepare, 'sha256_of', fails)
-        for folder in ('data/a', 'data/b'):
-            with pytest.raises(type(kind('')), match=match and f'{folder} cannot be written .*{match}'):
-                prepare.write_dataset(folder, prep_texts(source), tok, 'a')
+    def fails(path):
+        raise OSError(errno.ENOSPC, 'no more')
+    monkeypatch.setattr(prepare, 'sha256_of', fails)
+    for folder in ('data/a', 'data/b'):
+        with pytest.raises(OSError, match=f'{folder} cannot be written .*free some space'):
+            prepare.write_dataset(folder, prep_texts(source), tok, 'a')
     assert os.listdir('data') == ['a'] and files_of('data/a') == before
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
@@ -325,25 +293,8 @@ def test_special_tokens_in_a_text_are_learnt_as_is_asked(tmp_path, monkeypatch, 
         meta = prepare.read_meta(f'data/{how}')
         assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(texts)) - marks
     # conversations are rendered with these tokens: a message may not smuggle them in
-    chats = [{'prompt': 'Hi', 'response': 'Hello'}] * 9
-    chats[4] = {'prompt': 'Hi<|im_end|>', 'response': 'Hello'}
-    write_jsonl('chats.jsonl', chats)
-    argv = ['chats.jsonl', '--tokenizer=tok', '--block_size=64']
-    assert "chats.jsonl, line 5: '<|im_end|>'" in prep_run(argv, monkeypatch, capsys)[2]
-    assert 'must be refuse or tokens' in prep_run([*argv, '--special_tokens=text'], monkeypatch, capsys)[2]
-    assert prep_run([*argv, '--special_tokens=tokens'], monkeypatch, capsys)[0] == 0
-
-
-def test_special_tokens_are_found_across_cuts(tmp_path, monkeypatch):
-    text = 'a short text <|endoftext|> and its end '
-    for tok in (flat_tokenizer.ByteTokenizer(), prep_toy_bpe()):
-        for chunk in range(14, 30, 3):
-            monkeypatch.setattr(flat_tokenizer, 'CHUNK', chunk)
-            texts = [(split, [text * 5, text * 4], True) for split in ('train', 'val')]
-            prepare.write_dataset(str(tmp_path / 'd'), texts, tok, 'x', special_tokens='tokens')
-            assert prep_ids(tmp_path / 'd', 'val').tolist() == [*tok.encode(text * 9), tok.eot]
-            with pytest.raises(ValueError, match='document 1: .*endoftext'):
-                prepare.write_dataset(str(tmp_path / 'd'), texts, tok, 'x')
+    write_jsonl('chats.jsonl', [{'prompt': 'Hi<|im_end|>', 'response': 'Hello'}] * 9)
+    assert "line 1: '<|im_end|>'" in prep_run(['chats.jsonl', '--tokenizer=tok'], monkeypatch, capsys)[2]
 
 
 @pytest.mark.parametrize('name, bos', [('mistral', [1]), ('gpt2', [])])
@@ -361,16 +312,6 @@ def test_documents_and_prompts_begin_with_the_bos_of_a_tokenizer(name, bos, tmp_
     for split in ('train', 'val'):
         ids = [[*theirs(text)['input_ids'], tok.eot] for n, text in enumerate(texts) if split_of(n) == split]
         assert all(one[:len(bos)] == bos for one in ids) and prep_ids('d', split).tolist() == sum(ids, [])
-    Path('a.txt').write_text(texts[0])
-    inputs, targets = flat_bench.text_tokens('a.txt', tok)[0][0]
-    assert [inputs[0], *targets] == [tok.eot, *theirs(texts[0])['input_ids']]
-    if bos:
-        tok = flat_tokenizer.JsonTokenizer(library.to_str(), {
-            'chat_template': CHAT_TEMPLATES['llama2'], 'bos_token': '<s>', 'eos_token': '</s>'})
-        messages = prepare.make_messages(('Hi', 'Hello'))
-        ids, _ = prepare.encode_conversation(tok, prepare.Conversation('x', messages))
-        assert ids.tolist().count(1) == 1 == tok.chat(messages[:1]).count(1)
-
 
 @pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'cl100k_base', 'o200k_base'])
 @pytest.mark.parametrize('chunk', [7, 100])
@@ -404,14 +345,6 @@ def test_two_processes_write_what_one_writes(chats, tmp_path, monkeypatch):
     assert pools == [2] and files_of(tmp_path / 'p1') == files_of(tmp_path / 'p2')
 
 
-def test_documents_need_an_end_of_text(tmp_path):
-    tok = flat_tokenizer.make_tokenizer('char', 'ab')
-    with pytest.raises(ValueError, match='tokenizer char has no end-of-text token to keep documents apart'):
-        prepare.write_dataset(str(tmp_path / 'a'), prep_texts(prep_source(*['ab' * 9] * 9)), tok, 'a')
-    meta = prepare.write_dataset(str(tmp_path / 'a'), prep_texts(prep_source('ab' * 9)), tok, 'a')
-    assert meta['train_tokens'] == 16 and meta['eot'] is None  # of a single one it has no need
-
-
 # conversations ----------------------------------------------------------------------------------------------
 def chat_of(rng, turns=2, system=False):
     def words():
@@ -421,14 +354,9 @@ def chat_of(rng, turns=2, system=False):
     return messages + prepare.make_messages(*[(words(), words()) for _ in range(turns)])
 
 
-@pytest.mark.parametrize('template', ['chatml', 'qwen3', 'smollm', 'llama3', 'llama2', 'minimind'])
-def test_the_mask_is_what_the_assistant_writes(template, monkeypatch):
+@pytest.mark.parametrize('template', ['chatml', 'qwen3', 'smollm', 'llama3', 'llama2'])
+def test_the_mask_is_what_the_assistant_writes(template):
     """And its end mark; what stands before an answer is exactly what a model is prompted with."""
-    if template == 'minimind':
-        path = Path(PREP_DATA, 'minimind_tokenizer', 'tokenizer_config.json')
-        if not path.exists():
-            pytest.skip('its file is not at hand')
-        monkeypatch.setitem(CHAT_TEMPLATES, 'minimind', json.loads(path.read_text('utf-8'))['chat_template'])
     tok, rng = chat_tokenizer(template), random.Random(0)
     end = {'llama2': '</s>', 'llama3': '<|eot_id|>'}.get(template, '<|im_end|>')
     for turns in (1, 2, 3):
@@ -449,8 +377,9 @@ def test_the_mask_is_what_the_assistant_writes(template, monkeypatch):
     ('{% for m in messages %}{{ m.content }}{% endfor %}', 'ends this answer')])
 def test_a_template_that_hides_the_answers_is_refused(template, part):
     tok = flat_tokenizer.JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
+    messages = prepare.make_messages(('Hi', 'Hello'))
     with pytest.raises(ValueError, match=f'there, message 2: .*{part}'):
-        prepare.encode_conversation(tok, prepare.Conversation('there', prepare.make_messages(('Hi', 'Hello'))))
+        prepare.encode_conversation(tok, prepare.Conversation('there', messages))
 
 
 def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
@@ -468,8 +397,8 @@ def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
     assert counts == {'cut': 1, 'filled': len(ids) - np.count_nonzero(ids == 9) + 6}
 
 
-@pytest.mark.parametrize('block_size', [64, 200, 1000])
-def test_conversations_are_packed_whole_into_slots(block_size, tmp_path):
+@pytest.mark.parametrize('block_size', [64, 1000])
+def test_conversations_are_packed_in_order_into_slots(block_size, tmp_path):
     tok, rng = chat_tokenizer(), random.Random(1)
     chats = [chat_of(rng, rng.choice([1, 1, 2])) for _ in range(100)]
     meta = write_chats(tmp_path, chats, tok, block_size)
@@ -477,16 +406,11 @@ def test_conversations_are_packed_whole_into_slots(block_size, tmp_path):
         wanted = [prepare.encode_conversation(tok, prepare.Conversation('x', messages))
                   for n, messages in enumerate(chats) if split_of(n) == split]
         ids, mask = prep_ids(tmp_path, split), prep_ids(tmp_path, f'{split}.mask', np.uint8)
-        assert len(ids) == len(mask) and len(ids) % block_size == 1 and (ids[-1], mask[-1]) == (256, 0)
-        slots = ids[:-1].reshape(-1, block_size)
-        assert (slots[:, 0] == 256).all() and not mask[ids == 256].any()
-        assert ids[ids != 256].tolist() == [i for ids, _ in wanted for i in ids]  # in order, nothing lost
-        whole = {tuple(part) for slot in slots for part in np.split(slot, np.flatnonzero(slot == 256)[1:])}
-        assert all((256, *ids) in whole for ids, _ in wanted if len(ids) < block_size)
-        assert mask.sum() == meta[f'{split}_learnt']
-        if not meta['cut']:
+        assert len(ids) % block_size == 1 and (ids[::block_size] == 256).all() and not mask[ids == 256].any()
+        assert ids[ids != 256].tolist() == [i for ids, _ in wanted for i in ids]
+        if block_size == 1000:
             assert mask[ids != 256].tolist() == [i for _, mask in wanted for i in mask]
-    assert meta['block_size'] == block_size and meta['eot'] == 256 and bool(meta['cut']) == (block_size < 1000)
+    assert meta['block_size'] == block_size and bool(meta['cut']) == (block_size == 64)
     answers = [m['content'] for messages in chats for m in messages if m['role'] == 'assistant']
     assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(answers).encode())
 
@@ -511,10 +435,7 @@ def test_all_shapes_of_records_are_the_same_conversations(tmp_path, monkeypatch,
         code, stdout, stderr = prep_run(argv, monkeypatch, capsys)
         assert code == 0 and '50 conversations' in stdout and f'--dataset={name}' in stdout, stderr
         made.add(tuple(data for file, data in sorted(files_of(f'data/{name}').items()) if '.bin' in file))
-    assert len(made) == 1 and len([*made][0]) == 4
-    again = prep_run(['question.jsonl', '--tokenizer=data/talk', '--out=again'], monkeypatch, capsys)
-    assert again[0] == 0 and Path('data/again/val.bin').read_bytes() == Path('data/talk/val.bin').read_bytes()
-    assert prepare.load_tokenizer('data/again').chat_template == tok.chat_template
+    assert len(made) == 1 and prepare.load_tokenizer('data/talk').chat_template == tok.chat_template
     assert prep_run(['talk.jsonl', '--out=talk'], monkeypatch, capsys)[0] == 0  # text: its masks are gone
     assert sorted(os.listdir('data/talk')) == ['meta.json', 'train.bin', 'val.bin']
 
@@ -527,52 +448,36 @@ def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, cap
     table = [({'messages': [answer, user]}, 'take turns'), ({'messages': [user]}, 'take turns'),
              ({'messages': []}, 'no conversation'), ({'text': 'a'}, 'no conversation, its fields are text'),
              ({'messages': [user, {'role': 'assistant', 'content': ' '}]}, 'message 2: '),
-             ({'messages': [user, {**answer, 'content': [1], 'tool_calls': [1]}]}, 'text as its content'),
              ({'messages': [{'from': 'human', 'value': 'x'}, {'from': 'bing', 'value': 'x'}]}, "'bing'")]
     for record, part in table:
         write_jsonl('chats.jsonl', [{'messages': good}, record])
         code, _, stderr = prep_run(['chats.jsonl', '--tokenizer=tok'], monkeypatch, capsys)
         assert code == 1 and 'chats.jsonl, line 2' in stderr and part in stderr, stderr
         assert len(stderr.strip().splitlines()) == 1 and os.listdir('data') == []
-    for n, flags, part in ((1, ['--tokenizer=tok'], 'val has no token to learn'),
-                           (9, ['--tokenizer=byte'], 'no chat template'), (9, [], '`python prepare.py` does it')):
-        write_jsonl('chats.jsonl', [{'messages': good}] * n)
-        code, _, stderr = prep_run(['chats.jsonl', *flags], monkeypatch, capsys)
-        assert code == 1 and part in stderr and len(stderr.strip().splitlines()) == 1, stderr
+    write_jsonl('chats.jsonl', [{'messages': good}] * 9)
+    for flags, part in ((['--tokenizer=byte'], 'no chat template'), ([], '`python prepare.py` does it')):
+        assert part in prep_run(['chats.jsonl', *flags], monkeypatch, capsys)[2]
 
 
-def test_conversations_as_minimind_has_them(tmp_path, monkeypatch):
-    """Tools stand in the system's message, and they and calls are JSON in JSON. And where there is no file by
-    its name of today, that of before is taken."""
-    tools, calls = [{'name': 'translate'}], [{'name': 'translate', 'arguments': {'text': 'x'}}]
+def test_calls_are_learnt_and_tools_are_not(tmp_path, monkeypatch):
+    """As MiniMind has them: tools in the system's message, these and calls as JSON in JSON; the file by its
+    name of before, where there is none of today."""
+    called, system, asked = '[{"function": {"name": "now"}}]', 'Be brief', 'When?'
     write_jsonl(tmp_path / 'sft_mini_512.jsonl', [{'conversations': [
-        {'role': 'system', 'content': '# Tools', 'tools': json.dumps(tools)}, {'role': 'user', 'content': 'Do'},
-        {'role': 'assistant', 'content': '', 'tool_calls': json.dumps(calls)},
-        {'role': 'tool', 'content': '{"text": "y"}'}, {'role': 'assistant', 'content': 'y', 'tool_calls': ''}]}])
+        {'role': 'system', 'content': system, 'tools': json.dumps(TOOLS)}, {'role': 'user', 'content': asked},
+        {'role': 'assistant', 'content': '', 'tool_calls': called},
+        {'role': 'tool', 'content': '12:00'}, {'role': 'assistant', 'content': 'Noon.', 'tool_calls': ''}]}])
 
     def fetch(url, path, *_):
         return os.stat(tmp_path / os.path.basename(path)) and str(tmp_path / os.path.basename(path))
     monkeypatch.setattr(prepare, 'fetch', fetch)
     found, = prepare.find_source('minimind_sft').documents()
-    assert found.tools == tools and found.messages[2]['tool_calls'] == calls
-    with pytest.raises(FileNotFoundError, match='pretrain_hq'):
-        prepare.find_source('minimind').documents()
-
-
-def test_calls_of_tools_are_learnt_and_tools_are_not(tmp_path):
     template = ("{% if tools %}<tools>{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>"
                 "{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n"
                 "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     tok = flat_tokenizer.JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
-    called = '[{"function": {"name": "now"}}]'
-    messages = [{'role': 'user', 'content': 'When?'},
-                {'role': 'assistant', 'content': None, 'tool_calls': json.loads(called)},
-                {'role': 'tool', 'content': '12:00'}, {'role': 'assistant', 'content': 'Noon.'}]
-    write_jsonl(tmp_path / 'calls.jsonl', [{'messages': messages, 'tools': TOOLS}])
-    found, = prepare.find_source(str(tmp_path / 'calls.jsonl')).documents()
     ids, mask = prepare.encode_conversation(tok, found)
-    assert ids.tolist() == tok.chat(messages, tools=TOOLS, add_generation_prompt=False)
-    assert tok.decode(ids).startswith(f'<tools>{json.dumps(TOOLS)}\n<|im_start|>user\nWhen?')
+    assert tok.decode(ids).startswith(f'<tools>{json.dumps(TOOLS)}\n<|im_start|>system\n{system}<|im_end|>')
     runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
     assert [tok.decode([i for i, _ in run]) for learnt, run in runs if learnt] == [
         f'{called}<|im_end|>', 'Noon.<|im_end|>']
@@ -581,13 +486,11 @@ def test_calls_of_tools_are_learnt_and_tools_are_not(tmp_path):
 def test_pydoc_chat_is_short_and_the_same_each_time():
     chats, said = list(prepare.pydoc_chats()), {}
     assert 2000 < len(chats) < 9000 and chats == list(prepare.pydoc_chats())
-    for place, messages, _ in chats:
-        prepare.check_messages(messages, place)
+    for _, messages, _ in chats:
         said |= dict(zip(*([message['content'] for message in messages[i::2]] for i in (0, 1))))
         assert all(len(message['content']) < 200 and '\n' not in message['content'] for message in messages)
     assert said['What does os.path.join do?'].startswith('Join two or more pathname components')
     assert said['What arguments does os.path.join take?'] == 'os.path.join(a, *p)'
-    assert said['Explain os.path.join.'] == said['What does os.path.join do?']
     assert {2, 4, 6} < {len(messages) for _, messages, _ in chats}
 
 
@@ -605,25 +508,14 @@ def test_look_shows_what_a_folder_has(tmp_path, monkeypatch, capsys):
     assert ''.join(re.findall(r'\[\[(.*?)\]\]', shown, re.DOTALL)) == tok.decode(ids[:300][mask[:300] == 1])
     with pytest.raises(OSError, match='nothing is not prepared: no val.bin'):
         prepare.look('nothing')
-    os.makedirs('data/c')  # nanoGPT's
-    np.array([0, 1, 2, 1] * 30, np.uint16).tofile('data/c/train.bin')
-    np.array([1, 0], np.uint16).tofile('data/c/val.bin')
-    Path('data/c/meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3, 'itos': dict(enumerate('ab\n'))}))
-    capsys.readouterr()
-    prepare.look('data/c')
-    out = capsys.readouterr().out
-    assert 'val.bin: 2 tokens' in out and "'b' 50.0%" in out and out.endswith('ab\nb' * 30 + '\n')
 
 
 # reading ----------------------------------------------------------------------------------------------------
 def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
-    chars = sorted(set('hello world\n'))
-    stoi = {char: i for i, char in enumerate(chars)}
-    meta = {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': stoi}
+    meta = {'vocab_size': 3, 'itos': dict(enumerate('\nab')), 'stoi': {'\n': 0, 'a': 1, 'b': 2}}
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(meta))
     tok = prepare.load_tokenizer(str(tmp_path))
-    assert prepare.read_meta(str(tmp_path))['vocab_size'] == tok.n_vocab == len(chars)
-    assert tok.encode('hello') == [stoi[c] for c in 'hello'] and tok.decode(tok.encode('hello')) == 'hello'
+    assert tok.n_vocab == 3 and tok.encode('ab\n') == [1, 2, 0] and tok.decode([1, 2, 0]) == 'ab\n'
 
     class Evil:
         def __reduce__(self):
@@ -649,30 +541,15 @@ def test_bins_dtype_follows_the_vocabulary(n_vocab, dtype, tmp_path):
     tok = flat_tokenizer.make_tokenizer('char', text)
     meta = prepare.write_dataset(str(tmp_path), prep_texts(prep_source(text)), tok, 'a')
     assert meta['dtype'] == dtype and tok.n_vocab == n_vocab
-    assert os.path.getsize(tmp_path / 'val.bin') == meta['val_tokens'] * np.dtype(dtype).itemsize
     bins = prepare.Bins(str(tmp_path), 'val', vocab_size=n_vocab)
-    last = bins.read([bins.n_sequences(1) - 1], 1)
-    assert last.tolist() == [[n_vocab - 2, n_vocab - 1]] and last.dtype == np.int64
-
-
-@pytest.mark.parametrize('n, block', [(11, 10), (20, 10), (21, 10), (22, 10), (2, 1), (1000, 7)])
-def test_sequences_cover_the_file_once(n, block, tmp_path):
-    tokens = np.arange(n, dtype=np.uint16)
-    tokens.tofile(tmp_path / 'train.bin')
-    bins = prepare.Bins(str(tmp_path), 'train', 'uint16')
-    w = bins.read(np.arange(bins.n_sequences(block)), block)
-    x, y = w[:, :-1], w[:, 1:]
-    assert np.array_equal(y, x + 1)                                  # shifted by one, here the ids say so
-    assert np.array_equal(y.ravel(), tokens[1:1 + len(w) * block]) and n - 1 - y.size < block
-    with pytest.raises(IndexError):
-        bins.read([len(w)], block)
+    assert bins.read([bins.n_sequences(1) - 1], 1).tolist() == [[n_vocab - 2, n_vocab - 1]]
 
 
 @pytest.mark.parametrize('name, command', [
     ('shakespeare_char', 'python prepare.py shakespeare --tokenizer=char'),
     ('shakespeare', 'python prepare.py shakespeare --tokenizer=gpt2'),
-    ('pystdlib_bpe4096', 'python prepare.py'), ('pystdlib_byte', 'python prepare.py --tokenizer=byte'),
-    ('fineweb_edu_gpt2', 'python prepare.py fineweb_edu'), ('fineweb_gpt2', 'python prepare.py fineweb'),
+    ('pystdlib_bpe4096', 'python prepare.py'),
+    ('fineweb_edu_gpt2', 'python prepare.py fineweb_edu'),
     ('minimind_bpe6400', 'python prepare.py minimind --tokenizer=bpe:6400'),
     ('minimind_sft', 'python prepare.py minimind_sft'), ('mydata', 'python prepare.py my.txt --out=mydata')])
 def test_missing_data_names_the_command_that_prepares_it(name, command, tmp_path, monkeypatch):
@@ -688,9 +565,8 @@ def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
     ids.tofile(tmp_path / 'val.bin')
     bins = prepare.Bins(str(tmp_path), 'val', 'uint16', vocab_size=700)
     assert bins.n_sequences(299) == 1 and bins.read([0, 1], 99).shape == (2, 100)
-    for use in (bins.n_sequences, functools.partial(bins.read, [0]), functools.partial(bins.read, [])):
-        with pytest.raises(ValueError, match=r'val.bin has 300 tokens, .* = 301: lower --block_size'):
-            use(300)
+    with pytest.raises(ValueError, match=r'val.bin has 300 tokens, .* = 301: lower --block_size'):
+        bins.read([0], 300)
     with pytest.raises(ValueError, match=r'val.bin: token 777 is outside .* of 700'):
         bins.read([0, 1, 2], 99)
     with pytest.raises(ValueError, match=r'val.bin: token 777 is outside .* of 500: mend it'):
@@ -719,7 +595,8 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
     assert np.array_equal(inputs, [expected[i][0] for i in order])
     assert np.array_equal(targets, [expected[i][1] for i in order]) and bool(bins.masks) == masked
     if masked:
-        assert bins.n_targets == sum(np.fromfile(path, np.uint8).sum() for path in tmp_path.glob('*.mask.bin'))
+        masks = [path.read_bytes() for path in tmp_path.glob('*.mask.bin')]
+        assert bins.n_targets == sum(map(sum, masks))
         os.remove(tmp_path / 'train_1.mask.bin')
         with pytest.raises(ValueError, match='mask'):
             prepare.Bins(str(tmp_path), 'train', 'uint16')
@@ -729,22 +606,18 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
             prepare.Bins(str(tmp_path), 'train', 'uint16')
 
 
+@pytest.mark.skipif(not os.path.exists('/proc/self/statm'), reason='the memory in use is read from /proc')
 def test_reading_needs_little_memory(tmp_path):
     def used():
         return int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
-    if not os.path.exists('/proc/self/statm'):
-        pytest.skip('this system has no /proc to read the memory in use from')
-    with open(tmp_path / 'train.bin', 'wb') as f:                             # 200 MB
-        for i in range(13):
-            f.write(np.full(8 << 20, i, np.uint16))
+    for i in range(13):                                                       # 200 MB
+        np.full(8 << 20, i, np.uint16).tofile(tmp_path / f'train_{i:02d}.bin')
     bins = prepare.Bins(str(tmp_path), 'train', 'uint16')
-    order = np.random.default_rng(0).permutation(bins.n_sequences(1024))[:48 * 2000].reshape(2000, 48)
-    bins.read(order[0], 1024)
-    before, peak = used(), 0
+    order, peaks = np.random.default_rng(0).permutation(bins.n_sequences(1024))[:96_000].reshape(2000, 48), []
     for batch in order:
-        assert bins.read(batch, 1024)[0, 0] == batch[0] * 1024 // (8 << 20)
-        peak = max(peak, used())
-    assert peak - before < 100 << 20
+        assert bins.read(batch, 1024)[0, 0] == batch[0] // 8191
+        peaks.append(used())
+    assert max(peaks) - peaks[0] < 100 << 20
 
 
 # downloads --------------------------------------------------------------------------------------------------
@@ -790,9 +663,6 @@ def test_fetch_brings_the_file(path, n_requests, sha256, server, tmp_path):
     for _ in range(2):  # the second time it is there already
         assert prepare.fetch(server + path, str(target), sha256) == str(target)
         assert files_of(tmp_path / 'deep') == {'file': BODY} and len(Handler.seen) == n_requests
-    target.write_bytes(b'another file')
-    prepare.fetch(server + path, str(target), sha256)
-    assert len(Handler.seen) == n_requests + (sha256 is not None)
 
 
 @pytest.mark.parametrize('path, sha256, kind, parts', [
@@ -804,17 +674,3 @@ def test_fetch_says_what_is_wrong_in_one_line(path, sha256, kind, parts, server,
         prepare.fetch(server + path, target, sha256, ', or fly')
     assert all(part in str(e.value) for part in parts) and '\n' not in str(e.value), e.value
     assert not os.path.exists(target)
-
-
-def test_fetch_offline_names_the_way_out(tmp_path, monkeypatch, capsys):
-    requests = pytest.importorskip('requests')
-    monkeypatch.chdir(tmp_path)
-
-    def offline(*_, **__):
-        raise requests.ConnectionError('Failed to resolve host ' * 10)
-    monkeypatch.setattr(requests, 'get', offline)
-    monkeypatch.setattr('time.sleep', lambda _: None)
-    code, _, stderr = prep_run(['shakespeare', '--tokenizer=char'], monkeypatch, capsys)
-    assert code == 1 and len(stderr.strip().splitlines()) == 1
-    assert 'cannot download https://raw.githubusercontent.com' in stderr and 'go online' in stderr
-    assert os.path.join('data', 'shakespeare', 'input.txt') in stderr and 'prepare.py my.txt' in stderr
