@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import functools
 import heapq
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,6 @@ from configurator import print0
 EOT = '<|endoftext|>'         # the text of every tokenizer's end-of-text token
 SPLITS = ('train', 'val')
 CHUNK = 1 << 20               # characters that are encoded at a time
-POOL_BYTES = 16 << 20         # less text than this is encoded sooner than a pool of processes has started
 
 
 def code_points(text):
@@ -62,22 +62,36 @@ def pieces(blocks, tok):
 
 # many processes ---------------------------------------------------------------------------------------------
 
-def usable_procs(procs, tok, n_bytes):
-    """How many processes are worth starting for this much text."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return 1 if tok.anywhere or n_bytes < POOL_BYTES else min(procs or cores, 61)  # Windows allows no more
+def gather(items):
+    """(item, its characters), ... -> [item, ...], whenever there are CHUNK characters: one process's work."""
+    group, size = [], 0
+    for item, n in items:
+        group.append(item)
+        size += n
+        if size >= CHUNK:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
-def in_processes(procs, work, jobs, start=None, *args):
-    """work(job) of every job, in order; no more than two jobs a process are in memory.
-
-    start(*args) is called once in each process. OSError: one of them died.
+def in_processes(procs, work, jobs, least=16):
+    """work(job) of every job, in order, in `procs` processes (None: one for each core), which hold two jobs
+    each; in this one, if there are fewer than `least` jobs, done sooner than others start. OSError: one died.
     """
-    pool = concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(start, *args))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    procs = min(procs or cores, 61)  # Windows allows no more
+    jobs = iter(jobs)
+    first = list(itertools.islice(jobs, least)) if procs > 1 else []
+    jobs = itertools.chain(first, jobs)
+    if procs == 1 or len(first) < least:
+        yield from map(work, jobs)
+        return
+    pool = concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(work,))
     waiting = collections.deque()
     try:
         for job in jobs:
-            waiting.append(pool.submit(work, job))
+            waiting.append(pool.submit(work_in_worker, job))
             if len(waiting) >= 2 * procs:
                 yield waiting.popleft().result()
         while waiting:
@@ -88,11 +102,15 @@ def in_processes(procs, work, jobs, start=None, *args):
         pool.shutdown(cancel_futures=True)
 
 
-def start_worker(start, *args):
+def start_worker(work):
+    global work_of_worker
+    work_of_worker = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if start:
-        start(*args)
+
+
+def work_in_worker(job):
+    return work_of_worker(job)
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
@@ -458,15 +476,15 @@ def compile_template(template):
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = (EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5)))
-SAMPLE_BYTES = 100_000_000  # of more text than this, a sample is learnt from
+SAMPLE = 64                 # groups of CHUNK characters; of those that follow, every tenth counts tenfold
 WORDS_BYTES = 1 << 24       # and of more different words, the commonest: what train_bpe holds in memory
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
           "'<|im_end|>\n' }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
-def bpe_tokenizer(size, texts, n_bytes, procs, pattern, **_):
-    """Byte-level BPE with a vocabulary of `size`, learnt from those texts that are for training.
+def bpe_tokenizer(size, training, procs, pattern, **_):
+    """Byte-level BPE with a vocabulary of `size`, learnt from the texts for training.
 
     Ids: the 256 bytes, then the merges in the order learnt, then BPE_SPECIAL. A text with fewer merges in it
     gives a smaller vocabulary. ValueError: size or pattern are of no use.
@@ -477,11 +495,10 @@ def bpe_tokenizer(size, texts, n_bytes, procs, pattern, **_):
                          f'special tokens) to {1 << 20:,} tokens: choose a size like bpe:4096')
     n_merges = int(size) - least
     words = WordSplitter(pattern or WORD_PATTERN)
-    counts, n_read = count_words(words, texts(), n_bytes, usable_procs(procs, words, 4 * n_bytes))
+    counts, n_read = count_words(words, training, procs)
     learnt = train_bpe(counts, n_merges)
-    sample = f', a sample of {n_bytes / 1e6:,.0f} MB' if n_bytes > SAMPLE_BYTES else ''
     fewer = f' ({n_merges:,} were wanted, but no other pair occurs twice)' if len(learnt) < n_merges else ''
-    print0(f'bpe: learnt {len(learnt):,} merges{fewer} from {n_read / 1e6:,.2f} MB{sample}, with '
+    print0(f'bpe: learnt {len(learnt):,} merges{fewer} from {n_read / 1e6:,.2f} MB, with '
            f'{len(counts):,} different words')
     tokens = [bytes([b]) for b in range(256)] + learnt
     ranks = ''.join(f'{base64.b64encode(token).decode()} {i}\n' for i, token in enumerate(tokens))
@@ -505,36 +522,28 @@ class WordSplitter:
         return self.words(left) + self.words(right) == self.words(left + right)
 
     def count(self, group):
-        """The words of a group, as `groups` gives it -> Counter. ValueError: some text is in no word."""
-        counts = collections.Counter()
-        for text, *_ in group:
+        """The words of [text, ...] -> (Counter, bytes). ValueError: some text is in no word."""
+        counts, n_bytes = collections.Counter(), 0
+        for text in group:
             words = self.words(text)
             if ''.join(words) != text or '' in words:
                 raise ValueError(f'pattern={self.pattern!r} leaves out some text, or matches where there is '
                                  'none: every character must belong to one word')
             counts.update(words)
-        return counts
+            n_bytes += len(text.encode())
+        return counts, n_bytes
 
 
-def count_words(splitter, texts, n_bytes, procs=1):
-    """(Counter of the words in the texts for training, the bytes counted): of all, or of a sample as an even
-    spread of groups. texts: as planned_texts gives them, with n_bytes in all."""
-    progress = Progress(f'counting words, {procs} process{"es" * (procs > 1)}', min(n_bytes, SAMPLE_BYTES))
-    share, seen = min(SAMPLE_BYTES / max(n_bytes, 1), 1), 0
-
-    def sample():
-        nonlocal seen
-        for split, group in groups(texts, splitter):
-            size = sum(len(text.encode()) for text, *_ in group)
-            if split == 'train' and (share == 1 or progress.done <= share * seen):
-                progress.add(size)
-                yield group
-            seen += size
-    counts = collections.Counter()
-    counted = map(splitter.count, sample()) if procs == 1 else in_processes(procs, splitter.count, sample())
-    with contextlib.closing(counted) if procs > 1 else contextlib.nullcontext():
-        for one in counted:
-            counts.update(one)
+def count_words(splitter, texts, procs=None):
+    """(Counter of the words in texts, the bytes counted). texts: an iterable of iterables of blocks of text.
+    Of more than SAMPLE groups every tenth is counted, and stands for ten."""
+    groups = gather((piece, len(piece)) for blocks in texts for piece, _ in pieces(blocks, splitter))
+    sample = (group for n, group in enumerate(groups) if n < SAMPLE or n % 10 == 0)
+    counts, progress = collections.Counter(), Progress('counting words')
+    for n, (counted, n_bytes) in enumerate(in_processes(procs, splitter.count, sample, least=4)):
+        for word, number in counted.items():
+            counts[word] += number * (1 if n < SAMPLE else 10)
+        progress.add(n_bytes)
     progress.close()
     return counts, progress.done
 
@@ -649,27 +658,33 @@ def byte_tokenizer(**_):
     return ByteTokenizer()
 
 
-def char_tokenizer(characters, by_document, **_):
-    return CharTokenizer(characters, len(characters) if by_document else None)
+def char_tokenizer(texts, by_document, **_):
+    used = np.zeros(sys.maxunicode + 1, bool)
+    for blocks in texts:
+        for block in blocks:
+            used[code_points(block)] = True
+    chars = list(map(chr, np.flatnonzero(used)))
+    return CharTokenizer(chars, len(chars) if by_document else None)
 
 
 MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer, 'bpe:N': bpe_tokenizer}  # others: files, tiktoken's
 
 
-def make_tokenizer(name, characters='', by_document=False, texts=None, n_bytes=0, procs=1, pattern=None):
+def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None, pattern=None):
     """A tokenizer for new data: by MAKERS, or one that there is already.
 
-    Makers are called with all of this by keyword, and take what they use: characters, all that occur;
-    by_document, whether an end-of-text token is needed; texts() -> what planned_texts gives, n_bytes in all;
-    procs and pattern, as set; size, what stands for N in a name like bpe:N.
+    Makers are called with all of this by keyword, and take what they use: texts, an iterable of texts, each
+    an iterable of blocks, and training, those of them that are trained on, which are read only where they are
+    used; by_document, whether an end-of-text token is needed; procs and pattern, as set; size, what stands
+    for N in a name like bpe:N.
     """
     kind, colon, size = name.partition(':')
     maker = MAKERS.get(f'{kind}:N' if colon else name)
     if pattern is not None and maker is not bpe_tokenizer:
         raise ValueError(f'pattern={pattern!r} is for --tokenizer=bpe:4096: {name!r} has its own')
     if maker:
-        return maker(size=size, characters=characters, by_document=by_document, texts=texts,
-                     n_bytes=n_bytes, procs=procs, pattern=pattern)
+        return maker(size=size, texts=texts, training=training, by_document=by_document, procs=procs,
+                     pattern=pattern)
     if os.path.isfile(name) or os.path.isfile(os.path.join(name, 'tokenizer.json')):
         return json_tokenizer(name)
     if re.search(r'[/\\]', name):
@@ -721,27 +736,7 @@ def tokenizer_from_state(state):
     return KINDS[state['kind']](**{key: value for key, value in state.items() if key != 'kind'})
 
 
-def groups(texts, tok):
-    """Pieces gathered until a split has CHUNK characters: (split, [(piece, whether a text begins with it,
-    whether a document ends with it)]).
-
-    Each is one process's work. texts: as planned_texts gives them.
-    """
-    return gather((split, (piece, n == 0, last and is_document), len(piece)) for split, blocks, is_document
-                  in texts for n, (piece, last) in enumerate(pieces(blocks, tok)))
-
-
-def gather(items):
-    """(split, item, its characters), ... -> (split, [item, ...]), whenever a split has CHUNK characters."""
-    waiting, sizes = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0)
-    for split, item, size in items:
-        waiting[split].append(item)
-        sizes[split] += size
-        if sizes[split] >= CHUNK:
-            yield split, waiting[split]
-            waiting[split], sizes[split] = [], 0
-    yield from ((split, group) for split, group in waiting.items() if group)
-
+# progress ---------------------------------------------------------------------------------------------------
 
 class Progress:
     """How far and how fast, in bytes: a line rewritten on a terminal, else one every 10 seconds."""
@@ -766,5 +761,3 @@ class Progress:
         speed = (self.done - self.first) / 1e6 / max(seconds, 1e-3)
         line = f'{self.label}: {self.done / 1e6:,.1f}{of} MB in {seconds:.1f} s, {speed:.1f} MB/s'
         print(f'\r{line:<79}' if self.tty else line, end=end, flush=True)
-
-

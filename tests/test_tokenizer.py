@@ -355,9 +355,7 @@ def naive_bpe(counts, n_merges):
 
 def bpe_of(text, size, **more):
     """A bpe:N tokenizer of one text, all of it for training."""
-    def texts():
-        yield 'train', [text], False
-    return flat_tokenizer.make_tokenizer(f'bpe:{size}', texts=texts, n_bytes=len(text.encode()), **more)
+    return flat_tokenizer.make_tokenizer(f'bpe:{size}', training=[[text]], **more)
 
 
 @pytest.mark.parametrize('alphabet', ['a', 'ab', 'abc é', 'é🙂\0中\u0301'])
@@ -390,7 +388,6 @@ def test_bpe_of_a_text_is_that_of_its_words(monkeypatch):
     assert [tok.decode([i]) for i in (292, 293, 294)] == ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
     assert tok.encode('<|im_end|>a') == [294, 97] and tok.encode_array('<|im_end|>').max() < 292
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 3000)
-    monkeypatch.setattr(flat_tokenizer, 'POOL_BYTES', 0)
     for procs in (1, 2):
         assert bpe_of(text, 300, procs=procs).state() == tok.state()
     own = bpe_of(text, 300, pattern=r'\s+|\S+')
@@ -464,15 +461,16 @@ def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch, cap
     assert flat_tokenizer.train_bpe({'gh' * 9: 5, 'ef' * 9: 4, 'cd' * 9: 3, 'ab' * 99: 2}, 2) == [b'gh',
                                                                                                   b'ghgh']
     assert 'learning from the 3 commonest of 4' in capsys.readouterr().out
-    monkeypatch.setattr(flat_tokenizer, 'SAMPLE_BYTES', 5000)
+    monkeypatch.setattr(flat_tokenizer, 'SAMPLE', 5)
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
     monkeypatch.setattr(flat_tokenizer, 'WORDS_BYTES', 1 << 20)
     splitter = flat_tokenizer.WordSplitter(flat_tokenizer.WORD_PATTERN)
-    texts = [('train', [''.join(f'{c}{i} ' for i in range(1000))], True) for c in 'abcdef']
-    counts, n_read = flat_tokenizer.count_words(splitter, texts,
-                                                sum(len(blocks[0]) for _, blocks, _ in texts))
-    assert 4500 < n_read < 6000  # of six times as much: some of all, not all of the first
-    assert len({word.strip() for word in counts if word.strip().isalpha()}) > 4
+    texts = [[''.join(f'{c}{i} ' for i in range(1000))] for c in 'abcdef']
+    counts, n_read = flat_tokenizer.count_words(splitter, texts)
+    assert 4500 < n_read < 7000  # of six times as much: some of all, not all of the first
+    assert len({word.strip() for word in counts if word.strip().isalpha()}) > 2
+    n_words = sum(len(splitter.words(text)) for text, in texts)
+    assert 0.7 < sum(counts.values()) / n_words < 1.4  # a group of ten counts tenfold
 
 
 def test_chats_of_a_trained_tokenizer_are_chatml(tmp_path):
