@@ -156,7 +156,7 @@ def compile_step(model, device):
     compiled for the earlier ones stays in memory."""
     torch._dynamo.config.recompile_limit = 64  # after which torch runs eagerly and says nothing; it has 8
     whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
-    frozen = whole and device.type == 'cpu'
+    frozen = whole and device.type in FROZEN
     state = repr(model.config), model.training, [(w.data_ptr(), w._version if frozen else 0) for w in weights]
     if model not in VERSIONS or VERSIONS[model][0] != state:
         kept = frozen and sum(w.nbytes for w in weights) <= KEPT_BYTES
@@ -211,6 +211,7 @@ def resolve_compile(compile, device, steps):
 
 
 VERSIONS, COUNT = weakref.WeakKeyDictionary(), itertools.count()  # model -> state, version, fingerprint
+FROZEN = ('cpu',)  # types of devices on which a compiled step holds the weights
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',  # torch's names
             'autotune_num_choices_displayed': 0}
 KEPT_BYTES = 2**30  # of weights; a compiled step of more is not kept on disk, where it would hold them all
@@ -219,8 +220,8 @@ EARNS_COMPILING = {'cpu': 4000, 'cuda': 10_000}  # steps; with more layers both 
 
 # many tokens ------------------------------------------------------------------------------------------------
 
-PREFILL = 8192  # tokens, padding among them, that are fed at once
-LAG = 4         # steps that a GPU may be ahead of the tokens that are read: it need not wait for the host
+PREFILL = 8192     # tokens, padding among them, that are fed at once
+LAG = {'cuda': 4}  # steps that a device may be ahead of the tokens that are read: it waits for no host
 
 
 def context_size(model, prompts, n_new, compile):
@@ -233,7 +234,7 @@ def context_size(model, prompts, n_new, compile):
 def new_cache(model, batch_size, max_len, static=False, rolling=True):
     """An empty cache; static: for a compiled step; not rolling: every attention layer can rewind."""
     cache = model.make_cache(batch_size, max_len, static=static, max_rewind=0 if rolling else max_len)
-    if static and cache.length.device.type == 'cuda':
+    if static and cache.length.device.type not in FROZEN:
         # CUDA graphs replay on fixed addresses, and are left out for a step that changes anything else. No
         # guard: other tensors are recorded anew, where a guard would compile anew.
         for tensor in cache.tensors():
@@ -320,7 +321,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     size = context_size(model, prompts, max_new_tokens, compile) if own else cache.max_len
     if compile and own:
         cache = new_cache(model, count, size, static=True)
-    lag = LAG if device.type == 'cuda' and own else 0  # a cache of the caller is not ahead
+    lag = LAG.get(device.type, 0) if own else 0  # a cache of the caller is not ahead
     waiting = [Row(i, list(prompts[i]), max_new_tokens, max(0, len(prompts[i]) - size))
                for i in range(first, len(prompts))]
     # prompts of like length need little padding; not sorted among all, for texts are wanted in order
@@ -343,8 +344,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         token = sample_token(prefill(model, new, cache), noise[0], seen=seen, **sampling)  # (B,)
         unread = collections.deque()
         for n in itertools.count(1):  # tokens that each row has drawn
-            copied = token.to('cpu', non_blocking=lag > 0)
-            event = torch.cuda.current_stream(device).record_event() if lag else None
+            copied = token.to('cpu', non_blocking=token.is_cuda)
+            event = torch.cuda.current_stream(device).record_event() if token.is_cuda else None
             unread.append((rows, copied, event))
             yield from read(unread, lag, stop_tokens, enough)
             going = [i for i, row in enumerate(rows) if row.n_left and n < row.n_draws]
