@@ -11,8 +11,7 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl  # run it again to go on
     python sample.py --speculate=8                          # sooner where text repeats itself
 
-The noise of a token is a function of (seed, sample, position): sample 3 is the same text alone or among a
-hundred others.
+The noise is a function of (seed, sample, position): a sample is the same text alone or among others.
 """
 import codecs
 import collections
@@ -53,7 +52,7 @@ top_p = 1.0                 # only the likeliest tokens that together have this 
 min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
 repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
 seed = 1337                 # of sampling only
-# speed; in float32 on a CPU the text does not depend on speculate, draft and compile
+# speed; in float32 on a CPU speculate, draft and compile do not change the text
 quantize = ''               # int8: large weights in 8 bits, a scale for each row; half the memory of bfloat16
 speculate: int | None = None  # draft tokens at a time, from where the text repeats itself, or by draft
 draft = ''                  # a smaller model of the same tokenizer, as init_from, drafts; speculate None: 4
@@ -81,10 +80,9 @@ def uniforms(seed, sample, position, count):
 def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
                  seen=None):
     """Draws a token for each row: logits (..., V), u (...) uniform in [0, 1) -> (...) int64 on u's device, by
-    inverting the distribution function in vocabulary order; -1 where logits hold NaN. First comes the
-    repetition penalty, for the tokens seen (..., V) bool. Then temperature 0 is the argmax, whatever the rest
-    says; else, in this order: temperature, top_k (exactly k, ties or not), top_p (arXiv:1904.09751), min_p
-    (arXiv:2407.01082)."""
+    inverting the distribution function in vocabulary order; -1 where logits hold NaN. seen (..., V) bool: the
+    tokens to penalise. In this order: penalty, temperature (0: the argmax), top_k (exactly k, ties or not),
+    top_p (arXiv:1904.09751), min_p (arXiv:2407.01082)."""
     logits = logits.to(u.device)
     if seen is not None:
         logits = penalise(logits, seen, repetition_penalty)
@@ -135,25 +133,23 @@ def drawing_device(device):
 # a step -----------------------------------------------------------------------------------------------------
 
 def step(model, tokens, cache, u=None, seen=None, sampling=None):
-    """Feeds tokens (B, T) to the cache. Returns the logits after each, (B, T, V), or with sampling, which is
-    options of sample_token, a token for each row, (B,)."""
+    """Feeds tokens (B, T) to the cache -> the logits after each, (B, T, V), or with sampling, options of
+    sample_token, a token for each row, (B,)."""
     logits = model(tokens, cache=cache)
     return logits if sampling is None else sample_token(logits[:, -1], u, seen=seen, **sampling)
 
 
 def versioned_step(version, *args):
-    """step; the version stands for all of the model, args[0], which torch.compile is told not to look at."""
-    assert abs(version) >= 0  # torch.compile looks at arguments that are used
+    """step; the version stands for the model, args[0], which torch.compile is told not to look at."""
+    assert abs(version) >= 0  # only arguments that are used are looked at
     return step(*args)
 
 
 def compile_step(model, device):
     """`step`, compiled for a static cache: on CUDA as a CUDA graph; on a CPU with the weights as constants
-    ("freezing"), which torch lays out once more in memory, as its kernels read them, and with the kernels
-    that are fastest here. The step for one token is kept on disk for the next run.
-
-    Weights that were changed are compiled anew, unless through `.data`, of which nobody hears; the step
-    compiled for the earlier ones stays in memory."""
+    ("freezing"), laid out once more in memory as the fastest kernels read them. The step for one token is
+    kept on disk for the next run. Weights that were changed are compiled anew, unless through `.data`, of
+    which nobody hears."""
     torch._dynamo.config.recompile_limit = 64  # after which torch runs eagerly and says nothing; it has 8
     whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
     frozen = whole and device.type in FROZEN
@@ -162,8 +158,8 @@ def compile_step(model, device):
         kept = frozen and sum(w.nbytes for w in weights) <= KEPT_BYTES
         VERSIONS[model] = state, next(COUNT), fingerprint(weights) if kept else ''
     _, version, tag = VERSIONS[model]
-    # torch would look at each module and weight before each step, for longer than a layer takes
-    # fullgraph: of a graph in pieces each piece could be reused with the weights of an earlier model
+    # guards of modules and weights would take longer than a layer, before each step
+    # fullgraph: a piece of a graph could be reused with the weights of an earlier model
     compiled = torch.compile(versioned_step, dynamic=False, fullgraph=whole, options={
         'guard_filter_fn': lambda guards: ["L['args'][0]" not in guard.name for guard in guards],
         'triton.cudagraphs': whole and device.type == 'cuda',
@@ -186,9 +182,8 @@ def compile_step(model, device):
 
 
 def is_one_graph(model, device):
-    """Whether a step can be compiled as a whole: with experts only if all of them are one matmul, for which
-    torch has a kernel on the data center GPUs of Hopper and Blackwell. Elsewhere each expert waits for the
-    number of its tokens."""
+    """Whether a step can be compiled as a whole: with experts only if all of them are one matmul, on GPUs
+    those of Hopper and Blackwell. Elsewhere each expert waits for the number of its tokens."""
     experts = [module for module in model.modules() if hasattr(module, 'has_kernel')]
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     return all(native and module.has_kernel(model.compute_dtype(), device.type) for module in experts)
@@ -203,8 +198,7 @@ def fingerprint(weights):
 
 
 def resolve_compile(compile, device, steps):
-    """compile='auto' -> bool: with fewer steps than EARNS_COMPILING[device] compiling takes longer than it
-    saves."""
+    """compile='auto' -> bool: few steps save less time than compiling takes."""
     if compile != 'auto':
         return compile
     return steps >= EARNS_COMPILING.get(device.partition(':')[0], math.inf) and can_compile(device)
@@ -214,8 +208,8 @@ VERSIONS, COUNT = weakref.WeakKeyDictionary(), itertools.count()  # model -> sta
 FROZEN = ('cpu',)  # types of devices on which a compiled step holds the weights
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',  # torch's names
             'autotune_num_choices_displayed': 0}
-KEPT_BYTES = 2**30  # of weights; a compiled step of more is not kept on disk, where it would hold them all
-EARNS_COMPILING = {'cpu': 4000, 'cuda': 10_000}  # steps; with more layers both sides grow alike
+KEPT_BYTES = 2**30  # of weights; a step on disk holds them all, one of more is not kept
+EARNS_COMPILING = {'cpu': 4000, 'cuda': 10_000}  # steps
 
 
 # many tokens ------------------------------------------------------------------------------------------------
@@ -225,26 +219,24 @@ LAG = {'cuda': 4}  # steps that a device may be ahead of the tokens that are rea
 
 
 def context_size(model, prompts, n_new, compile):
-    """Slots of a cache for prompts and n_new tokens after each, at most the model's context; rounded up for a
-    compiled step, which then serves other prompts too."""
+    """Slots for prompts and n_new tokens after each, at most the model's context; a compiled step serves
+    other prompts too."""
     size = max(map(len, prompts)) + n_new
     return min(model.config.block_size, round_up(size) if compile else size)
 
 
 def new_cache(model, batch_size, max_len, static=False, rolling=True):
     """An empty cache; static: for a compiled step; not rolling: every attention layer can rewind."""
-    cache = model.make_cache(batch_size, max_len, static=static, max_rewind=0 if rolling else max_len)
+    cache = model.make_cache(batch_size, max_len, static=static, rolling=rolling)
     if static and cache.length.device.type not in FROZEN:
-        # CUDA graphs replay on fixed addresses, and are left out for a step that changes anything else. No
-        # guard: other tensors are recorded anew, where a guard would compile anew.
+        # CUDA graphs replay on fixed addresses; no guard: for other tensors they are recorded, not compiled
         for tensor in cache.tensors():
             torch._dynamo.mark_static_address(tensor, guard=False)
     return cache
 
 
 def prefill(model, prompts, cache):
-    """Feeds prompts, lists of token ids of any lengths, to the rows of a cache. Returns the logits after the
-    last token of each, (B, V)."""
+    """Feeds prompts, lists of token ids, to the rows of a cache -> logits after the last of each, (B, V)."""
     device, width = cache.length.device, max(1, PREFILL // len(prompts))
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
     lengths, last = torch.tensor(list(map(len, prompts)), device=device), None
@@ -288,7 +280,7 @@ NOBODY = Row(0, [0], n_left=0)
 
 
 def read(unread, lag, stop_tokens, enough):
-    """Yields the tokens of all steps but the last `lag`; unread: (rows, tokens, event or None) of each."""
+    """Yields the tokens of all steps but the last `lag`; unread: (rows, tokens, event or None) each."""
     while len(unread) > lag:
         rows, tokens, copied = unread.popleft()
         if copied:
@@ -302,15 +294,13 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
              batch_size=None, first=0, enough=(), **sampling):
     """Yields (sample, token) for each token drawn, and (sample, None) once a sample has ended.
 
-    prompts: lists of token ids, of any lengths but 0; a sample's number is its place among them, and keys its
-    noise. first: the samples before it are left out. A sample ends before any of stop_tokens, after
-    max_new_tokens, or when its number is in `enough`, a set to which the caller may add meanwhile. A prompt
-    longer than block_size is cropped to its end; a sample whose context is full goes on from the last half of
-    it. compile: one compiled step over a static cache. cache: of one row, for one prompt, whose first tokens
-    it holds already; its max_len is then the context. Until that is full, it is left with all tokens but the
-    last one drawn. batch_size: how many samples are made at once, None: all. sampling: options
-    of sample_token. The model should be in eval mode. Raises ValueError for an empty prompt, and logits that
-    are NaN."""
+    prompts: lists of token ids; a sample's number is its place among them, and keys its noise. A sample ends
+    before any of stop_tokens, after max_new_tokens, or when its number is in `enough`, a set to which the
+    caller may add. A prompt longer than the context is cropped to its end; a full context goes on from its
+    last half. compile: one compiled step over a static cache. cache: of one row, holding the first tokens of
+    the one prompt; its max_len is the context, and all tokens but the last one are left in it. batch_size:
+    samples made at once, None: all. first: samples before it are left out. sampling: options of sample_token.
+    The model should be in eval mode. Raises ValueError for an empty prompt, and logits that are NaN."""
     if not all(prompts):
         raise ValueError('a prompt needs at least one token')
     if len(prompts) <= first:
@@ -380,8 +370,8 @@ def check_rewinds(model):
 
 
 def cache_for(model, cache, cached, ids, n_new, static=False):
-    """A cache of one row, with room for ids and n_new tokens more, that holds as many of the ids as it can
-    but not the last: `cache`, which was fed the tokens `cached`; a new one if there is none, or no room."""
+    """A cache of one row, with room for ids and n_new more, that holds as many of the ids as it can but not
+    the last: `cache`, which was fed the tokens `cached`, or a new one if it is None or too small."""
     if cache is None or len(ids) + n_new > cache.max_len:
         max_len = min(model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
         return new_cache(model, 1, max_len, static, rolling=False)
@@ -398,11 +388,9 @@ def cache_for(model, cache, cached, ids, n_new, static=False):
 
 
 class Lookup:
-    """Drafts the tokens that followed a text's last ones where these stood before: at the latest such place,
-    of the longest such run, of 3 tokens to 1 (prompt lookup, arXiv:2304.04487). A draft that comes to the
-    text's end goes on from that place again.
-
-    Of n_drafted tokens, n_draft at a time, n_accepted were right."""
+    """Drafts the tokens that followed a text's last 3, 2 or 1 where these stood before, at the latest such
+    place (prompt lookup, arXiv:2304.04487); at the text's end the draft goes on from there again. Of
+    n_drafted tokens, n_draft at a time, n_accepted were right."""
 
     def __init__(self, n_draft):
         self.n_draft, self.n_drafted, self.n_accepted = n_draft, 0, 0
@@ -419,12 +407,10 @@ class Lookup:
 
 
 class Draft:
-    """Drafts the n_draft tokens that a smaller model of the same vocabulary draws with the same noise; counts
-    as Lookup does."""
+    """Drafts the tokens that a smaller model of the same vocabulary draws with the same noise."""
 
     def __init__(self, model, n_draft, vocab_size=None):
-        """vocab_size: of the model that it drafts for, None: the same; ids that one of them lacks are no
-        tokens."""
+        """vocab_size: of the model that it drafts for, None: the same; ids beyond the smaller are padding."""
         check_rewinds(model)
         self.model, self.n_draft, self.n_drafted, self.n_accepted = model, n_draft, 0, 0
         self.last_id = min(model.config.vocab_size, vocab_size or model.config.vocab_size) - 1
@@ -434,7 +420,7 @@ class Draft:
         """context: token ids, u: noise of the tokens after them -> n_draft ids."""
         self.cache = cache_for(self.model, self.cache, self.cached, context, self.n_draft)
         new = [min(token, self.last_id) for token in context[int(self.cache.length):]]
-        self.cached, draft = [], []  # of a cache whose use is interrupted nothing is known
+        self.cached, draft = [], []  # nothing is known of a cache whose use is interrupted
         for i in range(self.n_draft):
             drawn = sample_token(prefill(self.model, [new], self.cache), u[i:i + 1], **sampling)
             new = drawn.clamp(0, self.last_id).tolist()
@@ -446,11 +432,10 @@ class Draft:
 @torch.no_grad()
 def speculate(model, prompt, max_new_tokens, drafter, seed=1337, stop_tokens=(), compile=False,  # noqa: F811
               cache=None, sample=0, enough=(), **sampling):
-    """Yields what generate yields for a prompt, `sample` being its number; sooner where a drafter, Lookup or
-    Draft, is often right: its tokens are fed at once, and accepted as far as they are what is drawn after
-    each, by the noise that would have drawn them one by one. So the text is the same (speculative decoding,
-    arXiv:2211.17192, with noise in common). cache: as in generate, and not rolling. Raises ValueError as
-    generate does, and for a model with layers that cannot take tokens back."""
+    """Yields the same as generate for one prompt, whose number is `sample`: speculative decoding
+    (arXiv:2211.17192) with noise in common. A draft is fed at once, and accepted as far as it equals the
+    tokens drawn. drafter: Lookup or Draft; cache: as in generate, not rolling. Raises ValueError as generate
+    does, and for a layer that cannot take tokens back."""
     check_rewinds(model)
     device = model.wte.weight.device
     drawn_on, run_step = drawing_device(device), compile_step(model, device) if compile else step
@@ -493,9 +478,7 @@ def speculate(model, prompt, max_new_tokens, drafter, seed=1337, stop_tokens=(),
 
 class TextStream:
     """Tokens -> text as it becomes certain: whole characters only, and nothing that may begin a stop text.
-
-    tokens, text: all so far; stopped: a stop text has come, which is not part of it; ended: finish() was
-    called."""
+    tokens, text: all so far; stopped: a stop text has come, which is left out; ended: by finish()."""
 
     def __init__(self, tokenizer, stop=()):
         self.tokenizer, self.stop = tokenizer, [text for text in stop if text]
@@ -529,10 +512,9 @@ class TextStream:
 
 def completions(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, drafter=None,
                 batch_size=None, first=0, **options):
-    """Continues prompts, token ids each, from the `first` on. Yields (text, its token ids) of each in their
-    order: it ends before one of the tokenizer's stop_tokens or a stop text, or after max_new_tokens.
-    on_text(row, text) is called with each piece as soon as it is certain. drafter: a Lookup or Draft, for one
-    text after the other. options: as in generate."""
+    """Continues prompts, token ids each, from the `first` on. Yields (text, its token ids) in their order: a
+    text ends before a stop token or stop text, or after max_new_tokens. on_text(row, text) gets each piece as
+    soon as it is certain. drafter: makes texts one by one. options: as in generate."""
     streams, enough = [TextStream(tokenizer, stop) for _ in prompts], set()
     options |= dict(first=first, stop_tokens=tokenizer.stop_tokens, enough=enough)
     if drafter:
@@ -573,8 +555,8 @@ COMMANDS = "/reset forgets the dialogue, /exit or Ctrl-D leaves, Ctrl-C stops an
 
 
 def chat_ids(model, tokenizer, messages, thinking):
-    """messages -> (ids, up to where the answer begins; how the text of the answer begins: '<think>\\n' if
-    the template ends with that, else ''). To a model that knows documents a conversation is one."""
+    """messages -> (ids, how the answer begins: '<think>\\n' if the template ends with that, else ''). To a
+    model that knows documents a conversation is one."""
     ids = list(tokenizer.chat(messages, thinking={'on': True, 'off': False}.get(thinking)))
     first = model.config.document_token
     if first is not None and ids[:1] != [first]:
@@ -604,8 +586,8 @@ class Display:
 
 
 class Chat:
-    """A conversation, `messages`, and a cache of what the model has seen of it: a turn costs its own tokens.
-    options: as in completions."""
+    """A conversation, `messages`, and a cache of it, so that a turn costs its own tokens. options: those of
+    completions."""
 
     def __init__(self, model, tokenizer, system='', thinking='show', max_new_tokens=500, compile=False,
                  **options):
@@ -620,9 +602,8 @@ class Chat:
         self.full = False  # whether turns had to be dropped
 
     def answer(self, question, on_text):
-        """Answers a question; on_text(text) is told of each piece as soon as it is certain. It may be
-        interrupted anywhere. Returns why the answer was cut, or None. ValueError, and the question is
-        forgotten, as in prompt."""
+        """Answers a question, on_text(text) gets each piece; may be interrupted anywhere. Returns why the
+        answer was cut, or None. Raises ValueError as prompt does."""
         block_size = self.model.config.block_size
         messages, ids, begin = self.prompt(question)
         n_new = min(self.max_new_tokens, block_size - len(ids))
@@ -643,9 +624,9 @@ class Chat:
                     f"(cut: the context of {block_size} tokens is full)")
 
     def prompt(self, question):
-        """Returns the messages that go on with a question, and what chat_ids gives for them: (messages, ids,
-        begin). The oldest turns are dropped until there is room for an answer: max_new_tokens, at most half
-        the context. Raises ValueError if the question alone is too long, or the template refuses it."""
+        """The messages with a question, and chat_ids of them: (messages, ids, begin). The oldest turns are
+        dropped until there is room for an answer: max_new_tokens, at most half the context. Raises ValueError
+        if the question alone is too long."""
         size, messages = self.model.config.block_size, [*self.messages, {'role': 'user', 'content': question}]
         room, first = min(self.max_new_tokens, size // 2), int(messages[0]['role'] == 'system')
         ids, begin = chat_ids(self.model, self.tokenizer, messages, self.thinking)
@@ -694,7 +675,7 @@ def converse(chat):
 # the story --------------------------------------------------------------------------------------------------
 
 def check_settings(s):
-    """Raises ValueError for the first setting that is out of range. s: this file's settings, a dict."""
+    """Raises ValueError for a setting that is out of range."""
     least = {'temperature': 0, 'top_k': 0, 'top_p': 0, 'min_p': 0, 'repetition_penalty': 0, 'num_samples': 1,
              'max_new_tokens': 1, 'batch_size': 1, 'speculate': 0}
     known = {'quantize': ('', 'int8'), 'compile': (True, False, 'auto'),
@@ -708,8 +689,7 @@ def check_settings(s):
 
 
 def make_drafter(s, model, tokenizer, machine):
-    """The drafter that the settings speculate and draft name, None for neither. Raises ValueError for a draft
-    of another tokenizer, or a shorter context."""
+    """The drafter that the settings name, or None. Raises ValueError for a draft that does not fit."""
     if not s['draft']:
         return Lookup(s['speculate']) if s['speculate'] else None
     draft, other, _ = load(s['draft'], s['out_dir'], machine.device, machine.dtype)
@@ -727,8 +707,8 @@ def json_line(prompt, sample, **rest):
 
 
 def lines_in(path, rows):
-    """How many of the rows, (prompt, which of its samples), have a line in the file at path; a last line that
-    was cut short is removed. Raises ValueError if the file holds anything else, which stays as it is."""
+    """How many of the rows, (prompt, sample), have a line in the file at path; a line cut short is removed.
+    Raises ValueError if the file holds anything else, which stays as it is."""
     if not os.path.exists(path):
         return 0
     with open(path, 'r+b') as f:
@@ -771,9 +751,6 @@ if __name__ == '__main__':
     if chat and not tokenizer.chat_template:
         raise ValueError(f"{rest['path']} has no chat template, it only continues text: leave out --chat, or "
                          "train it on conversations: python prepare.py pydoc_chat, then config/chat.py")
-    if chat and rest.get('masked') is False:  # a template is no sign: tokenizers trained here have one
-        print(f"warning: {rest['path']} was trained on text, not on conversations, and will hardly answer; "
-              "to train it on some: python prepare.py pydoc_chat && python train.py config/chat.py")
     trained = f", iteration {rest['iter_num']:,}" if 'iter_num' in rest else ''
     print(f"{rest['path']}: {model.eval().num_params():,} parameters{trained}")
     drafter = make_drafter(config, model, tokenizer, machine)

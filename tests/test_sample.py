@@ -8,13 +8,13 @@ import signal
 import numpy as np
 import pytest
 import torch
-from common import CHAT_TEMPLATES, dequantized
+from common import CHAT_TEMPLATES, dequantized, made
 
 import model as flat
 import sample as flat_sample
 import tokenizer as flat_tokenizer
 from sample import TextStream, generate, sample_token, speculate
-from test_model import MLA, YARN, made, near, tiny
+from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
 
 LEARNED = dict(n_kv_head=2, pos='learned', norm='layernorm')

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, TOY, bench, dequantized, run
+from common import ROOT, TOY, bench, dequantized, made, run
 from test_sample import by_hand, byte_chat_tokenizer, chat_model, from_nothing, new_chat
 
 import hub
@@ -19,7 +19,6 @@ import sample as flat_sample
 import train as flat_train
 from configurator import configure
 from model import GPT, GPTConfig
-from test_model import made
 
 CPU = ['--device=cpu', '--dtype=float32']
 
