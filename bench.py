@@ -63,7 +63,7 @@ from model import (
     quantize_weights,
 )
 from prepare import Bins, ending, find_source, json_records, load_tokenizer, read_meta
-from sample import Lookup, generate
+from sample import Lookup, generate, speculate  # noqa: F811 (the setting of this name is in config)
 from tokenizer import pieces
 
 
@@ -421,14 +421,14 @@ def measure_decode(config, model_args, words):
         sides['nanoGPT'] = functools.partial(time_nanogpt, other, prompts, new)
     if config['quantize']:
         quantize_weights(model, machine.dtype)
-    proposer = Lookup(config['speculate']) if greedy else None
+    drafter = Lookup(config['speculate']) if greedy else None
 
-    def ours(prompts, proposer=None):
-        seconds = token_seconds(first_sample(generate(
-            model, prompts, new, temperature=0.0 if greedy else 0.8, top_k=200, seed=config['seed'],
-            compile=compile, proposer=proposer)))
+    def ours(prompts, drafter=None):
+        options = dict(temperature=0.0 if greedy else 0.8, top_k=200, seed=config['seed'], compile=compile)
+        seconds = token_seconds(first_sample(speculate(model, prompts[0], new, drafter, **options) if drafter
+                                             else generate(model, prompts, new, **options)))
         return seconds[1:].mean(keepdims=True) if greedy else seconds[1:]  # guesses come several at once
-    sides = {'flatgpt': functools.partial(ours, prompts, proposer), **sides}
+    sides = {'flatgpt': functools.partial(ours, prompts, drafter), **sides}
     if batch_size > 1:
         guesses = Lookup(config['speculate']) if greedy else None
         sides['one row'] = functools.partial(ours, prompts[:1], guesses)
@@ -441,7 +441,7 @@ def measure_decode(config, model_args, words):
             print(f"compiled, and a first sample made, in {time.perf_counter() - begun:.0f} s")
     times, bandwidths = {name: [] for name in sides}, []
     if greedy:
-        proposer.kept = proposer.fed = 0
+        drafter.n_accepted = drafter.n_drafted = 0
     for _ in range(config['rounds']):
         for name, side in sides.items():
             times[name].append(side())
@@ -454,13 +454,13 @@ def measure_decode(config, model_args, words):
     numbers = {'prefill_ms': round(float(np.median(prefill)) * 1e3, 3)}
     print(f"{config['prompt_len']} tokens of prompt: {numbers['prefill_ms']:.2f} ms")
     if greedy:
-        numbers['guesses_right'] = round(proposer.kept / max(1, proposer.fed), 4)
-        print(f"{proposer.kept:,} of {proposer.fed:,} guesses right")
+        numbers['guesses_right'] = round(drafter.n_accepted / max(1, drafter.n_drafted), 4)
+        print(f"{drafter.n_accepted:,} of {drafter.n_drafted:,} draft tokens accepted")
     else:
         shares = read / np.median(times['flatgpt'], axis=1) / bandwidths
         numbers['bandwidth_share'] = round(float(np.median(shares)), 4)
     if config['operators']:
-        print_operators(functools.partial(ours, prompts, proposer), new, machine.device_type)
+        print_operators(functools.partial(ours, prompts, drafter), new, machine.device_type)
     return report(model, machine, batch_size, times, 'a step', tokens, compile=compile,
                   quantize=config['quantize'], **numbers)
 

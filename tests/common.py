@@ -17,12 +17,9 @@ import torch
 
 import model as flat
 import prepare
-import sample as flat_sample
 import tokenizer as flat_tokenizer
 from model import GPT
-from sample import generate, sample_token
-from test_model import tiny
-from tokenizer import make_tokenizer
+from sample import generate
 
 ROOT = Path(flat.__file__).resolve().parent
 
@@ -371,19 +368,6 @@ class Evil:
 
 
 
-def by_hand(model, prompt, n, sample=0, seed=7, **options):
-    """Generation without cache or batch: what generate must equal."""
-    context, out = list(prompt[-model.config.block_size:]), []
-    for i in range(n):
-        if len(context) > model.config.block_size:
-            context = context[-(model.config.block_size // 2):]
-        u = torch.tensor(flat_sample.uniforms(seed, sample, len(prompt) + i, 1), dtype=torch.float32)
-        with torch.no_grad():
-            out.append(sample_token(model(torch.tensor([context]))[:, -1], u, **options).item())
-        context.append(out[-1])
-    return out
-
-
 def dequantized(model):
     """The same model with the weights that an int8 one stands for, in float32."""
     plain = GPT(model.config)
@@ -394,37 +378,6 @@ def dequantized(model):
             weights[f'{name}.weight'] = rows * module.scale[:len(rows)].float()[..., None]
     plain.load_state_dict(weights)
     return plain.eval()
-
-
-CHAT_SETTINGS = {**flat_sample.config, 'system': 'Be short.', 'max_new_tokens': 8, 'temperature': 0.0,
-                 'compile': False}
-
-
-@functools.cache
-def byte_chat_tokenizer(template='chatml'):
-    """Bytes, ChatML's two marks and a chat template, as a tokenizer.json."""
-    library = pytest.importorskip('tokenizers').Tokenizer.from_str(make_tokenizer('byte').to_json())
-    library.add_special_tokens(['<|im_start|>', '<|im_end|>'])
-    return flat_tokenizer.JsonTokenizer(library.to_str(), {'chat_template': CHAT_TEMPLATES[template]})
-
-
-def chat_model(**options):
-    return tiny(**{**dict(block_size=600, vocab_size=259), **options})
-
-
-def new_chat(model, template='chatml', **settings):
-    return flat_sample.Chat(model, byte_chat_tokenizer(template), {**CHAT_SETTINGS, **settings})
-
-
-def from_nothing(chat, question, n=8):
-    """The answer of a model that reads the whole conversation anew for each token."""
-    ids, begin = flat_sample.chat_ids(chat.model, chat.tokenizer, [
-        *chat.messages, {'role': 'user', 'content': question}], chat.settings['thinking'])
-    ids = by_hand(chat.model, ids, n, temperature=0)
-    ends = [i for i, token in enumerate(ids) if token in chat.tokenizer.stop_tokens]
-    return begin + chat.tokenizer.decode(ids[:min(ends, default=n)])
-
-
 
 
 def bench(capsys, *args):
