@@ -114,7 +114,7 @@ def report(model, machine, batch_size, times, tokens, **numbers):
         times_faster[name] = float(np.median(ratios))
         rows[name] = [f"{ms:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens[name] / ms * 1e3:,.1f}",
                       f"{times_faster[name]:.2f} ({ratios.min():.2f} to {ratios.max():.2f})"]
-    print_table('a step', ['ms', '10th to 90th percentile', 'tok/s', 'times as fast is flatgpt'], rows)
+    print_table('a step', ['ms', '10th to 90th percentile', 'tok/s', 'our speed to its'], rows)
     for name, value in numbers.items():
         if name.endswith('_share') and value is not None:
             print(f"{name.replace('_', ' ')}: {value:.1%}")

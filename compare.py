@@ -2,10 +2,10 @@
 Which choice is better, and by how much: trains variants of one run with the same seeds and data.
 
     python compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
-    python compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']" --seeds=5
+    python compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
     python compare.py ladder --png=docs/ladder.png     # a list of config/variants.py
     python compare.py plot out-a out-b --by=time       # the curves of any runs
-    python compare.py plot lengths.jsonl               # what bench.py eval --lengths --json=lengths.jsonl found
+    python compare.py plot lengths.jsonl               # of bench.py eval --lengths --json=lengths.jsonl
 
 Runs are made by train.py, whose settings compare.py takes too. A variant is what is added to the command
 line, a git revision and a colon in front of it, or both; WORK, the default, is the working tree as it stands,
@@ -120,8 +120,8 @@ def make_variants(texts, base, place):
         revision, args = parse_variant(text)
         code, args = place / revision.replace('/', '_'), [*base, *args]
         if any(arg.startswith(('--out_dir=', '--seed=')) for arg in args):
-            raise ValueError(f"variant {name!r}: leave out out_dir and seed, each run has a folder of its own "
-                             "and one of the --seeds from --seed on")
+            raise ValueError(f"variant {name!r}: leave out out_dir and seed: each run has its own folder, "
+                             "and seeds go from compare.py's --seed on")
         if revision not in digests:
             digests[revision] = worktree(revision, code)
         if not any(is_config(arg) or arg.startswith('--init_from=') for arg in args):
@@ -157,8 +157,8 @@ def match_size(variant, target, active):
             print(f"{variant.name}: {name}={wanted} (was {width}), {model.num_params(active):,} parameters")
             variant.args.append(f'--{name}={wanted}')
             return
-    raise ValueError(f"variant {variant.name!r}: no {name} gives it the {target:,} parameters of the first to "
-                     "within 1%: change its width or depth")
+    raise ValueError(f"variant {variant.name!r}: no {name} gives it the {target:,} parameters of the first, "
+                     "to within 1%: change its width or depth")
 
 
 # runs -------------------------------------------------------------------------------------------------------
@@ -218,8 +218,8 @@ def run_variant(variant, seed, runs_left):
             ms = number_of(r'^iter .* ([\d.]+) ms', text)
             if ms:
                 told, left = True, number_of(RUN_LENGTH, text) * ms / 1e3 * runs_left
-                print(f"{variant.name}, seed {seed}: {ms:.0f} ms a step, about {train.duration(left)} for all "
-                      f"{runs_left} to come", flush=True)
+                print(f"{variant.name}, seed {seed}: {ms:.0f} ms a step, about {train.duration(left)} for "
+                      f"all {runs_left} to come", flush=True)
             time.sleep(0.1)
     finally:
         if process.poll() is None:
@@ -308,8 +308,8 @@ def print_comparison(rows, n_seeds):
         table[row['variant']] = [loss, difference, verdict, f"{row['ms']:.1f}", f"{row['peak_mb']:.0f}",
                                  f"{row['params']:,.0f}", f"{row['cache_bytes_per_token'] or 0:,}"]
     loss = 'val loss' if column == 'val_loss' else 'bits per byte'
-    print_table('variant', [loss, 'to the first, 95% confidence', 'verdict', 'ms/step', 'peak MB', 'parameters',
-                            'cache B/token'], table)
+    heads = ['to the first, 95% confidence', 'verdict', 'ms/step', 'peak MB', 'parameters', 'cache B/token']
+    print_table('variant', [loss, *heads], table)
     print(f"± is the spread over {n_seeds} seeds, the difference is paired by seed, each interval by itself"
           if n_seeds > 1 else 'one seed tells nothing of the spread between seeds: --seeds=3')
 

@@ -63,7 +63,7 @@ def test_speeds_of_a_table_agree(capsys, args, others):
     if args[0] == 'decode':
         args = [*args, '--max_new_tokens=8', '--prompt_len=5']
     out, numbers = bench(capsys, *args, *SMALL)
-    found = re.findall(r'^(\w[\w ]*?) +(\S+)  .* to \S+ +(\S+) +(\S+) \(', out, re.M)
+    found = re.findall(r'^(\w+(?: \w+)?) {2,}(\S+) .* to \S+ +(\S+) +(\S+) \(', out, re.M)
     assert [name for name, *_ in found] == ['flatgpt', *others] == [*numbers['times_faster']]
     for name, ms, speed, ratio in found:
         tokens = 12 * 16 if args[0] == 'train' else 2 if '--batch_size=2' in args and name != 'one row' else 1
