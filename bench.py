@@ -12,11 +12,9 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py eval texts.jsonl --init_from=out         # of each {"text": ...}, by itself
     python bench.py eval hellaswag_val.jsonl --init_from=gpt2
 
---vs names a clone of nanoGPT: the same shape in its model.py, as it runs on this device, takes turns with
-ours in the same process; to decode, --vs=transformers its generate with the same weights. --json=True prints
-all numbers as a last line. Speeds are medians after a warm-up; the spread is between the 10th and 90th
-percentile. Shares compare with what this machine reaches on one large matmul, and on one large sum, in the
-same run.
+--vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in the same process; to
+decode, --vs=transformers its generate with the same weights. Speeds are medians after a warm-up. Shares are
+of the speed of one large matmul, or one large sum, in the same run. --json=True prints all numbers too.
 """
 import contextlib
 import functools
@@ -71,31 +69,33 @@ def synchronize():
         torch.accelerator.synchronize()
 
 
+def seconds_each(items):
+    """Seconds that each item of an iterator takes, (items,)."""
+    stamps = [time.perf_counter()]
+    for _ in items:
+        stamps.append(time.perf_counter())
+    return np.diff(stamps)
+
+
 def timed(f, steps):
-    """A side of take_turns: a function that calls f and returns the seconds of each call, (steps,)."""
+    """A side of take_turns: calls f, and returns the seconds of each call, (steps,)."""
     def side():
         f()  # another side has left the caches cold
         synchronize()
-        stamps = [time.perf_counter()]
-        for _ in range(steps):
-            f()
-            synchronize()
-            stamps.append(time.perf_counter())
-        return np.diff(stamps)
+        return seconds_each((f(), synchronize()) for _ in range(steps))
     return side
 
 
 def take_turns(sides, rounds):
-    """sides: name -> a function that returns seconds; they alternate, after a call of each to warm up.
-    Returns name -> (rounds, ...) seconds."""
-    for side in sides.values():
+    """Calls sides, name -> a function that returns seconds, by turns: name -> (rounds, ...) seconds."""
+    for side in sides.values():  # to warm up
         side()
     turns = [{name: side() for name, side in sides.items()} for _ in range(rounds)]
     return {name: np.array([turn[name] for turn in turns]) for name in sides}
 
 
 def print_table(title, heads, rows):
-    """rows: name -> texts, one below each of heads. Columns are as wide as the longest text in them."""
+    """rows: name -> texts, one below each of heads."""
     first = max(len(name) for name in (title, *rows))
     widths = [max(map(len, column)) for column in zip(heads, *rows.values())]
     print()
@@ -103,9 +103,9 @@ def print_table(title, heads, rows):
         print(f"{name:<{first}}" + ''.join(f"  {cell:>{width}}" for cell, width in zip(cells, widths)))
 
 
-def report(model, machine, batch_size, times, tokens, **numbers):
-    """Prints the speeds of steps and `numbers`, and returns both. times: from take_turns, of 'flatgpt' and
-    maybe others; tokens: name -> tokens a step."""
+def report(model, machine, times, tokens, **numbers):
+    """Prints the speeds of steps and returns them with `numbers`. times: of 'flatgpt' and maybe others, from
+    take_turns; tokens: name -> tokens a step."""
     rows, times_faster, peak_mb = {}, {}, train.peak_mb(machine.device)
     per_token = {name: np.median(t, axis=1) / tokens[name] for name, t in times.items()}  # of each turn
     for name, t in times.items():
@@ -122,7 +122,7 @@ def report(model, machine, batch_size, times, tokens, **numbers):
     ms = float(np.median(times['flatgpt'])) * 1e3
     return {'tok_per_s': tokens['flatgpt'] / ms * 1e3, 'ms': ms, 'times_faster': times_faster,
             'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
-            'params': model.num_params(), 'batch_size': batch_size, 'peak_mb': peak_mb, **numbers}
+            'params': model.num_params(), 'peak_mb': peak_mb, **numbers}
 
 
 def print_json(where, **numbers):
@@ -147,8 +147,7 @@ def fields_asked(config, model_args, **others):
 
 
 def fill_zeros(model):
-    """Gives matrices of zeros, with which branches start, random values, as if they had begun to learn: zeros
-    make some kernels' work too easy, and hide what is wrong in a branch."""
+    """Gives matrices of zeros, with which branches start, random values, as if they had begun to learn."""
     for w in model.parameters():
         if w.ndim > 1 and not w.any():
             torch.nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
@@ -232,8 +231,8 @@ def measure_params(config, model_args, words):
 
 
 def measure_layer(model, numbers):
-    """Prints the parameters of a layer, of which others, with these numbers, have as many; returns their
-    counts. The rows of fused projections stand one by one: 4096 + 1024 + 1024 of queries, keys, values."""
+    """Prints, and returns as a dict, the parameters of one of the layers with these numbers, which are alike;
+    fused projections as sums, 4096 + 1024 + 1024 rows of queries, keys, values."""
     counts, rows = {}, {}
     for name, w in model.h[numbers[0]].named_parameters():
         fused, shape = model.tags[f'h.{numbers[0]}.{name}'].rows, list(map(str, w.shape))
@@ -251,27 +250,21 @@ def measure_layer(model, numbers):
 
 def our_step(model, forward, machine, batch_size, config):
     """A function that does one update as train.py does it, on random tokens."""
-    tokens = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
-                           device=machine.device)
-    settings = {**train.config, 'optimizer': config['optimizer'], 'grad_clip': config['grad_clip'],
-                'learning_rate': 1e-4}
+    x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
+                         device=machine.device)
+    settings = {**train.config, **{name: config[name] for name in ('optimizer', 'grad_clip')}}
+    optimizers, params = train.make_optimizers(model, settings), list(model.parameters())
     scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
-    return functools.partial(update, model, forward, (*tokens, None), train.make_optimizers(model, settings),
-                             scaler, machine.autocast, settings)
 
-
-def update(model, forward, batch, optimizers, scaler, autocast, settings):
-    """An update of the weights as train.py does it; returns the loss before it."""
-    loss, expert_load, _ = train.gradients(forward, batch, iter(()), 1, autocast, scaler,
-                                           settings['balance_loss'], settings['z_loss'])
-    train.update(model, list(model.parameters()), optimizers, scaler, settings['grad_clip'], expert_load,
-                 settings['balance_rate'])
-    return loss
+    def step():
+        _, load, _ = train.gradients(forward, (x, y, None), iter(()), 1, machine.autocast, scaler,
+                                     settings['balance_loss'], settings['z_loss'])
+        train.update(model, params, optimizers, scaler, settings['grad_clip'], load, settings['balance_rate'])
+    return step
 
 
 def their_step(model, machine, batch_size, grad_clip):
-    """The same for nanoGPT's model, as its train.py runs it: on CPUs without autocast, at the default
-    precision, uncompiled."""
+    """The same for nanoGPT's model, as its train.py runs it: on CPUs without autocast, uncompiled."""
     cpu = machine.device == 'cpu'
     x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                          device=machine.device)
@@ -311,18 +304,8 @@ def measure_train(config, model_args, words):
     flops = model.flops_per_token() * tokens / float(np.median(times['flatgpt']))
     print(f"{flops / 1e9:,.0f} GFLOP/s, a large matmul reaches {matmul / 1e9:,.0f}")
     peak = train.peak_flops(device, machine.dtype)
-    return report(model, machine, batch_size, times, dict.fromkeys(times, tokens), compile=compile,
+    return report(model, machine, times, dict.fromkeys(times, tokens), batch_size=batch_size, compile=compile,
                   mfu=flops / peak if peak else None, matmul_share=flops / matmul)
-
-
-def token_seconds(events):
-    """Seconds that each token of the first sample takes, (tokens,), the first of them with the prompt.
-    events: what generate or speculate yields."""
-    stamps = [time.perf_counter()]
-    for row, token in events:
-        if row == 0 and token is not None:
-            stamps.append(time.perf_counter())
-    return np.diff(stamps)
 
 
 @torch.no_grad()
@@ -331,10 +314,7 @@ def time_nanogpt(model, prompts, new):
     idx, count = torch.tensor(prompts, device=model.lm_head.weight.device), max(8, new // 10)
     idx = F.pad(idx, (0, (new - count) // 2))
     with precision_of_nanogpt(str(idx.device)):
-        begun = time.perf_counter()
-        model.generate(idx, count, top_k=200)
-        synchronize()
-    return np.array([(time.perf_counter() - begun) / count])
+        return seconds_each((model.generate(idx, count, top_k=200), synchronize()) for _ in range(1)) / count
 
 
 def time_transformers(model, prompts, new, greedy):
@@ -352,8 +332,8 @@ def time_transformers(model, prompts, new, greedy):
 
 
 def measure_decode(config, model_args, words):
-    """Seconds a step, in turns with another implementation, with one row alone if there are several, and with
-    no draft tokens if there are some; and the share of the memory's bandwidth."""
+    """Seconds a step, in turns with another implementation, with one row alone, without draft tokens; and the
+    share of the memory's bandwidth."""
     compile, n_draft, new = config['compile'] is True, config['speculate'], config['max_new_tokens']
     model, machine = model_and_machine(config, model_args, compile or config['quantize'] == 'int8')
     model.to(machine.dtype).eval()
@@ -364,7 +344,7 @@ def measure_decode(config, model_args, words):
         options = dict(temperature=0.0 if n_draft else 0.8, top_k=200, seed=config['seed'], compile=compile)
         events = (sample.speculate(model, prompts[0], new, drafter, **options) if drafter else
                   sample.generate(model, prompts, new, **options))
-        seconds = token_seconds(events)[1:]
+        seconds = seconds_each(token for row, token in events if row == 0 and token is not None)[1:]
         return seconds.mean(keepdims=True) if n_draft else seconds  # accepted tokens come several at once
     sides = {'flatgpt': lambda: ours(prompts, drafter)}
     if config['vs'] == 'transformers':
@@ -396,12 +376,12 @@ def measure_decode(config, model_args, words):
         read = sum(w.nbytes for w in (*model.parameters(), *model.buffers())) + cache.nbytes
         numbers['bandwidth_share'] = float(np.median(read / np.median(times['flatgpt'], axis=1) / bandwidth))
     tokens = {name: 1 if name == 'one row' else batch_size for name in times}
-    return report(model, machine, batch_size, times, tokens, compile=compile, quantize=config['quantize'],
-                  **numbers)
+    return report(model, machine, times, tokens, batch_size=batch_size, compile=compile,
+                  quantize=config['quantize'], **numbers)
 
 
 def print_operators(generation, device_type):
-    """Prints the operators (kernels, if compiled) that take most of the time, on CUDA of the GPU's."""
+    """Prints the operators (kernels, if compiled) that take most of the time, on CUDA the GPU's."""
     from torch._inductor import config as inductor
     from torch.profiler import profile
     inductor.cpp.enable_kernel_profile = True  # names the kernels
@@ -425,8 +405,8 @@ def measure_eval(config, model_args, words):
     model, tokenizer, rest = train.load_to_train(init_from, 'out', model_args, meta)
     base = model.config.block_size
     if lengths:
-        longest = {**model_args, 'block_size': base * max(lengths)}
-        model, tokenizer, rest = train.load_to_train(init_from, 'out', longest, meta)
+        model_args = {**model_args, 'block_size': base * max(lengths)}
+        model, tokenizer, rest = train.load_to_train(init_from, 'out', model_args, meta)
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
     if config['quantize']:  # under autocast, which leaves the residual stream of float16 in float32
@@ -442,19 +422,20 @@ def measure_eval(config, model_args, words):
     if words and ending(name) == '.jsonl' and 'endings' in next(json_records(name, 'strict'))[1]:
         found = evaluate_choices(name, tokenizer, model.config.block_size, losses)
     else:
-        documents, n_bytes = (text_tokens(name, tokenizer) if words
-                              else prepared_tokens(name, model, tokenizer, rest['path']))
+        if words:
+            documents, n_bytes = text_tokens(name, tokenizer)
+        else:
+            documents, n_bytes = prepared_tokens(name, tokenizer, rest['path'])
+            base = read_meta(name)['block_size'] or base  # conversations are packed into so many tokens
         found = evaluate_text(name, documents, n_bytes, base, lengths, losses)
     return {'path': rest['path'], 'params': model.num_params(), 'data': name, 'device': machine.device,
             'dtype': train.dtype_name(machine.dtype), **found}
 
 
-def prepared_tokens(folder, model, tokenizer, path):
-    """All of folder's val: [(inputs, targets)], one for each file, -1 for a target that is not learned; and
-    the bytes of the text that the targets are, None without a tokenizer. Raises ValueError if they are not
-    the tokens of the model that was read from path."""
+def prepared_tokens(folder, tokenizer, path):
+    """All of folder's val: [(inputs, targets)] of each file, -1 for a target that is masked; and the bytes of
+    text that the targets are, None without a tokenizer, which is that of the model read from path."""
     bins = Bins(folder, 'val')
-    train.check_data(folder, read_meta(folder), bins, bins, model.config, path)
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
                          f"stand for different text: prepare it with --tokenizer={path}")
@@ -469,7 +450,7 @@ def prepared_tokens(folder, model, tokenizer, path):
 
 def text_tokens(path, tokenizer):
     """The same of a text file. End of text stands before each document, so that its first token is a target
-    too. Documents follow each other in one stream, but for JSON lines, each of which is read by itself."""
+    too. Documents follow each other in one stream; JSON lines are read one by one."""
     start = [*([] if tokenizer.eot is None else [tokenizer.eot]), *tokenizer.bos]
     documents, n_bytes = [], 0
     for document in find_source(path).documents():
@@ -486,8 +467,7 @@ def text_tokens(path, tokenizer):
 @torch.no_grad()
 def row_losses(model, rows, machine, batch_size):
     """The loss of each target of each row, in nats, 0 where the target is -1: rows (inputs, targets), arrays
-    of one length (T,) -> a list of (T,) float64. batch_size None: 256 MB of logits at a time. Says how long
-    it will take, if that is long."""
+    of one length (T,) -> a list of (T,) float64. batch_size None: 256 MB of logits at a time."""
     losses, begun, said = [None] * len(rows), time.perf_counter(), False
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # alike in length, little padding
     while order:
@@ -510,8 +490,8 @@ def row_losses(model, rows, machine, batch_size):
 
 
 def summary(rows, losses, last=0):
-    """Of rows' losses: how many targets the last so many positions have, 0: all; and their mean loss, its
-    perplexity, and the losses from the 1st, 2nd, 3rd, 5th, 9th... position on, up to the next of these."""
+    """Of rows' losses: the number of targets at the last so many positions, 0: at all, their mean loss and
+    perplexity; and the mean losses from position 1, 2, 3, 5, 9... up to the next of these."""
     longest = max(map(len, losses))
     sums, counts = np.zeros(longest), np.zeros(longest, int)
     for (_, targets), each in zip(rows, losses):
@@ -529,10 +509,9 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     """Loss, perplexity and bits per byte of documents (inputs, targets), as a dict, printed; of JSON lines
     those of each too. losses: row_losses of a model.
 
-    Each target counts once, in rows of base tokens that do not overlap, of which a document's last may be
-    shorter. Or with lengths, in times of base: each stretch of base tokens is predicted at the end of a row
-    of every length, but for the first stretches, which have no room for the longest, so that the targets are
-    the same for all lengths."""
+    Each target counts once, in rows of base tokens that do not overlap. Or with lengths, in times of base:
+    each stretch of base tokens ends a row of every length, but for the first stretches, which have no room
+    for the longest, so that the targets are the same for all lengths."""
     found, longest = {}, base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
         rows = [(inputs[end - length:end], targets[end - length:end]) for inputs, targets in documents
@@ -560,14 +539,12 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
 
 
 def evaluate_choices(path, tokenizer, block_size, losses):
-    """HellaSwag (arXiv:1905.07830) from its JSON lines: the ending that the model finds likeliest after the
-    context, as a dict, printed. acc takes the largest sum of its tokens' log-probabilities, acc_norm the
-    largest mean.
+    """HellaSwag (arXiv:1905.07830) from its JSON lines: how often the right ending of four has the largest
+    sum of its tokens' log-probabilities (acc), or the largest mean (acc_norm), as a dict, printed.
 
-    GPT-2 124M has acc 0.2859 and acc_norm 0.2955 on the 10,042 questions of hellaswag_val.jsonl in
-    github.com/karpathy/build-nanogpt, hellaswag.py, which this follows: the field ctx as it is, a space, the
-    ending, in tokens. lm-evaluation-harness has acc 0.2892, acc_norm 0.3114 there: it puts activity_label in
-    front, removes what is in brackets, and divides by bytes; so these are other numbers."""
+    As hellaswag.py of github.com/karpathy/build-nanogpt: ctx, a space, the ending. There GPT-2 124M has acc
+    0.2859 and acc_norm 0.2955 on the 10,042 questions of hellaswag_val.jsonl. lm-evaluation-harness has other
+    numbers (0.2892, 0.3114), as it changes the context and divides by bytes."""
     rows, labels = [], []  # four rows, of as many endings, for each label
     for _, record in json_records(path, 'strict'):
         context = [*tokenizer.bos, *tokenizer.encode(record['ctx'])]
@@ -591,14 +568,12 @@ def evaluate_choices(path, tokenizer, block_size, losses):
 MOVED = {'check': 'check.py', 'compare': 'compare.py', 'plot': 'compare.py plot', 'cost': 'docs/cost.py'}
 MACHINE = 'init_from dataset device dtype json'
 COMMANDS = {
-    # first word of the command line: (function, how many words may follow, the settings that it reads besides
-    # GPTConfig's). The function takes this file's settings, the fields of GPTConfig that are given and those
-    # words, and returns the numbers that --json asks for
-    'train': (measure_train, 0, f'{MACHINE} vs batch_size steps rounds optimizer grad_clip compile seed'),
-    'decode': (measure_decode, 0, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
-                                  'operators rounds compile seed'),
-    'params': (measure_params, 0, 'init_from dataset dtype json'),
-    'eval': (measure_eval, 1, f'{MACHINE} batch_size lengths quantize'),
+    # the settings that each reads besides GPTConfig's
+    'train': (measure_train, f'{MACHINE} vs batch_size steps rounds optimizer grad_clip compile seed'),
+    'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
+                               'operators rounds compile seed'),
+    'params': (measure_params, 'init_from dataset dtype json'),
+    'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
 }
 CHOICES = {'optimizer': train.OPTIMIZERS, 'compile': (True, False, 'auto'), 'quantize': ('', 'int8')}
 
@@ -608,8 +583,8 @@ if __name__ == '__main__':
         raise ValueError(f"{what} is a script of its own now: python {MOVED[what]} ..." if what in MOVED else
                          f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
-    measure, n_words, known = COMMANDS[what]
-    unused = more[n_words:] + [f'--{name}' for name, label in given.items() if label == 'flags'
+    measure, known = COMMANDS[what]
+    unused = more[what == 'eval':] + [f'--{name}' for name, label in given.items() if label == 'flags'
                                and name in config and name not in known.split()]
     if unused:  # config files serve several scripts, and may have more
         raise ValueError(f"{what} has no use for {unused[0]}; its settings are GPTConfig's, {known}")

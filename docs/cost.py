@@ -40,9 +40,9 @@ from bench import (
     fill_zeros,
     our_step,
     print_table,
+    seconds_each,
     take_turns,
     timed,
-    token_seconds,
 )
 from model import GPT, GPTConfig, Mask, Norm, attend, eager_attention, gated_delta_rule, visible
 from sample import generate
@@ -159,19 +159,19 @@ def cost_without_cache(size, machine, most, rounds):
     model = random_model(size, machine, block_size=most + 1).to(machine.dtype).eval()
 
     def with_cache(count):
-        return generate(model, [[0]], count, temperature=0)
+        return (token for _, token in generate(model, [[0]], count, temperature=0) if token is not None)
 
     def without(count):
         idx = torch.zeros(1, 1, dtype=torch.long, device=machine.device)
         for _ in range(count):
             idx = torch.cat((idx, model(idx, keep=1).argmax(-1)), dim=1)
-            yield 0, int(idx[0, -1])
+            yield int(idx[0, -1])
     sides, times = {'cache': with_cache, 'none': without}, {'cache': [], 'none': []}
     for side in sides.values():
-        token_seconds(side(min(10, most)))  # to warm up
+        seconds_each(side(min(10, most)))  # to warm up
     for _ in range(rounds):
         for name, side in sides.items():
-            times[name].append(token_seconds(side(most)).cumsum())
+            times[name].append(seconds_each(side(most)).cumsum())
     found = {}
     for n in (most // 2, most):
         cache, none = (round(float(np.median([each[n - 1] for each in times[name]])), 5) for name in sides)
