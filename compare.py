@@ -7,14 +7,13 @@ Which choice is better, and by how much: trains variants of one run with the sam
     python compare.py plot out-a out-b --by=time       # the curves of any runs
     python compare.py plot lengths.jsonl               # of bench.py eval --lengths --json=lengths.jsonl
 
-Runs are made by train.py, whose settings compare.py takes too. A variant is what is added to the command
-line, a git revision and a colon in front of it, or both; WORK, the default, is the working tree as it stands,
-with new files if they are Python. All are checked out first, so the code may be edited meanwhile. The
-difference to the first variant is paired by seed. --json=True prints all numbers as a last line.
+Runs are train.py's, whose settings compare.py takes too. A variant is an addition to the command line, a git
+revision and a colon in front of it, or both; WORK, the default, is the working tree with its new Python
+files. All are checked out first: the code may be edited meanwhile. Differences are paired by seed.
 
-out-compare/ has a folder for each run, named by a hash of code, arguments and seed. A run that is finished is
-used again, so a comparison can be stopped, and go on with more seeds or variants; remove the folder when the
-data, or a checkpoint that runs start from, have changed.
+out-compare/ has a folder for each run, named by a hash of code, arguments and seed. A finished run is used
+again, so a comparison can be stopped, and go on with more seeds or variants; remove the folder when the data,
+or a checkpoint that runs start from, have changed.
 
 At equal wall clock: --time_limit=5 --decay_lr=False, and more --max_iters than fit into these minutes.
 """
@@ -89,8 +88,8 @@ def git(*args, cwd=None):
 
 
 def worktree(revision, folder):
-    """Checks out a revision, or WORK, to a new folder. Returns a digest of the Python files that runs may
-    depend on, which is the same before and after a commit of the work."""
+    """Checks out a revision, or WORK, to a new folder. Returns git's hashes of the Python files that runs
+    depend on, the same before and after a commit of the work."""
     git('worktree', 'add', '--detach', str(folder), 'HEAD' if revision == 'WORK' else revision)
     if revision == 'WORK':
         patch = f'{folder}.patch'
@@ -113,8 +112,8 @@ def parse_variant(text):
 
 
 def make_variants(texts, base, place):
-    """texts: name -> what is added to base, a command line of train.py -> Variants with their code in the
-    folder `place`. Mistakes that the working tree's code can tell are raised before any run."""
+    """texts: name -> additions to base, a command line of train.py -> Variants, their code in folder `place`.
+    Mistakes that the working tree's code can tell are raised before any run."""
     digests, found = {}, []
     for name, text in texts.items():
         revision, args = parse_variant(text)
@@ -143,8 +142,7 @@ def new_model(args):
 
 
 def match_size(variant, target, active):
-    """Sets d_ff, of a model with experts d_expert, so that the variant has `target` parameters, active or
-    all, to within 1%. Raises ValueError if none does."""
+    """Sets d_ff, or experts' d_expert, so that the variant has `target` parameters, active or all, to 1%."""
     name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
     width, have = getattr(variant.model.config, name), variant.model.num_params(active)
     if abs(have / target - 1) <= 0.01:
@@ -184,8 +182,7 @@ RUN_LENGTH = r'^run: ([\d,]+) iterations'
 
 
 def read_run(folder):
-    """A run that is over: 'error', None or why it would fail again, the 'rows' of its log, and numbers; else
-    None."""
+    """Of a run that is over: 'error' (None, or why it would fail again), 'rows' of its log, numbers."""
     text, log = read_text(os.path.join(folder, 'printed.txt')), os.path.join(folder, 'log.csv')
     diverged = re.search(r'^train.py: (the run diverged.*)', text, re.M)
     if diverged:
@@ -201,8 +198,8 @@ def read_run(folder):
 
 
 def run_variant(variant, seed, runs_left):
-    """Runs a variant with a seed, or goes on with its run that was stopped. Ctrl-C asks the run to save its
-    state, and waits for that. Returns what read_run does; an error that may not come again is not kept."""
+    """Runs a variant with a seed, or goes on with its stopped run. Ctrl-C asks the run to save its state, and
+    waits for that. Returns read_run's dict; an error that may not come again is not kept."""
     folder, told = variant.folder(seed), False
     os.makedirs(folder, exist_ok=True)
     printed, args = os.path.join(folder, 'printed.txt'), [*variant.args, f'--seed={seed}']
@@ -232,8 +229,7 @@ def run_variant(variant, seed, runs_left):
 
 
 def run_all(variants, seeds):
-    """What read_run returns of each variant and seed, [[of each seed] of each variant]. Runs what is not over
-    yet, the variants by turns."""
+    """read_run's dicts, [[of each seed] of each variant], after running what is not over, by turns."""
     runs = {variant.folder(seed): (variant, seed) for seed in seeds for variant in variants}
     found = {folder: read_run(folder) for folder in runs}
     todo = [folder for folder, run in found.items() if not run]
@@ -270,8 +266,8 @@ def judge(mean, half):
 
 
 def comparison(variants, runs):
-    """The table's rows, dicts, from runs[i][j], of variant i with the j-th seed, as read_run has them; losses
-    of different data are compared as bits per byte."""
+    """The table's rows, dicts, from runs[i][j], read_run's of variant i with the j-th seed. Losses on
+    different data are compared as bits per byte."""
     data, rows = {run['data'] for own in runs for run in own if 'data' in run}, []
     column = 'val_loss' if len(data) < 2 else 'val_bpb'
     for variant, own in zip(variants, runs):
@@ -331,7 +327,7 @@ def curve(logs, by, column='val_loss'):
 
 def draw(path, curves, xlabel, ylabel, rows=()):
     """Writes a PNG. curves: name -> x, y and the spread of y; rows: of a comparison, whose last losses stand
-    beside, each with the interval of its difference to the first. Raises ImportError without matplotlib."""
+    beside, each with the interval of its difference to the first."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -352,13 +348,12 @@ def draw(path, curves, xlabel, ylabel, rows=()):
         axes.invert_yaxis()
         axes.grid(alpha=0.3)
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
     print(f"picture: {path}")
 
 
 def plot(names, by, path):
-    """Draws the validation loss of runs, named by their folders; or perplexity against the context, from
-    .jsonl files of bench.py."""
+    """Draws the validation loss of runs, given by folder; or perplexity, from .jsonl files of bench.py."""
     curves = {}
     for name in names:
         if name.endswith('.jsonl'):
@@ -376,9 +371,8 @@ def plot(names, by, path):
 # ------------------------------------------------------------------------------------------------------------
 
 def compare(config, args, name='compare'):
-    """Trains variants of one run with the same seeds and data, and says which is better, by how much and how
-    sure that is. args: train.py's; name: maybe of a list in config/variants.py, which has them where config
-    and args do not."""
+    """Trains variants and prints the comparison. args: train.py's; name: of a list in config/variants.py, for
+    what config and args do not say."""
     chosen = runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS'].get(name, {})
     texts, match = config['variants'] or chosen.get('variants'), config['match'] or chosen.get('match')
     if not texts:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import EVAL, ROOT, bench, dequantized, log_rows, run, train, write_packed
+from common import EVAL, ROOT, bench, log_rows, run, train, write_packed
 
 import model as flat
 from model import GPT
@@ -32,18 +32,16 @@ def test_params_of_published_shapes(capsys):
     assert numbers['params'] == 463_533_056 and numbers['cache_bytes_per_token'] == 2 * 24 * (512 + 64)
 
 
-@pytest.mark.parametrize('options', [
-    {}, dict(n_kv_head=2, window=10, window_pattern='SL', pos='alibi'),
-    dict(mixer_pattern='DDA', n_expert=4, d_expert=8, n_dense_layer=1, mlp='gelu', attn_gate=True)])
-def test_params_counts_a_real_model(capsys, options):
-    size = dict(n_layer=4, n_head=4, n_embd=32, block_size=24, vocab_size=61, **options)
+def test_params_counts_a_real_model(capsys):
+    size = dict(n_layer=4, n_head=4, n_embd=32, block_size=24, vocab_size=61, mixer_pattern='DDA', n_expert=4,
+                d_expert=8, n_dense_layer=1, mlp='gelu', window=8, window_pattern='SL')
     model = GPT(flat.GPTConfig(**size))
     out, numbers = bench(capsys, 'params', '--dtype=float32', *(f'--{k}={v}' for k, v in size.items()))
     assert numbers['params'] == sum(w.numel() for w in model.state_dict().values())
-    assert numbers['params'] - sum(len(kind['numbers']) * kind['params'] for kind in numbers['layers']) == (
-        61 * 32 + 32)  # embedding, last norm
+    layers = sum(len(kind['numbers']) * kind['params'] for kind in numbers['layers'])
+    assert numbers['params'] - layers == 61 * 32 + 32  # embedding, last norm
     assert numbers['cache_bytes'] == 4 * model.cache_elements(24)
-    rows = [[int(cell) for cell in re.findall(r' (\d[\d,]*)(?= |$)', line.replace(',', ''))]
+    rows = [[int(cell) for cell in re.findall(r' (\d+)(?= |$)', line.replace(',', ''))]
             for line in out.splitlines() if '%' in line]
     assert rows[-1] == np.sum(rows[:-1], axis=0).tolist() == [
         numbers[name] for name in ('params', 'active_params', 'flops_per_token')]
@@ -63,14 +61,11 @@ def test_speeds_of_a_table_agree(capsys, args, others):
     if args[0] == 'decode':
         args = [*args, '--max_new_tokens=8', '--prompt_len=5']
     out, numbers = bench(capsys, *args, *SMALL)
-    found = re.findall(r'^(\w+(?: \w+)?) {2,}(\S+) .* to \S+ +(\S+) +(\S+) \(', out, re.M)
-    assert [name for name, *_ in found] == ['flatgpt', *others] == [*numbers['times_faster']]
-    for name, ms, speed, ratio in found:
+    assert [*numbers['times_faster']] == ['flatgpt', *others] and numbers['peak_mb'] > 0
+    for name in numbers['times_faster']:
+        ms, speed = re.search(rf'^{name} +(\S+) .* to \S+ +(\S+)', out.replace(',', ''), re.M).groups()
         tokens = 12 * 16 if args[0] == 'train' else 2 if '--batch_size=2' in args and name != 'one row' else 1
-        ms, speed = (float(cell.replace(',', '')) for cell in (ms, speed))
-        assert speed == pytest.approx(tokens * 1e3 / ms, rel=0.02)
-        assert float(ratio) == pytest.approx(numbers['times_faster'][name], abs=0.01)
-    assert numbers['tok_per_s'] > 0 and numbers['peak_mb'] > 0
+        assert float(speed) == pytest.approx(tokens * 1e3 / float(ms), rel=0.02)
     if '--operators=True' in args:
         assert 0 <= numbers['accepted_share'] <= 1 and 'aten::' in out
 
@@ -160,20 +155,14 @@ def test_eval_of_texts_counts_their_bytes(folder, capsys):
 
 
 def test_eval_is_what_training_has_logged(folder, capsys):
-    """In rows that divide the text, as those of the toy do; in 8 bits the weights that these stand for."""
+    """In rows that divide the text, as those of the toy do; in 8 bits it differs."""
     torch.set_num_threads(1)
     train('--out_dir=out', '--max_iters=10', '--eval_iters=99')
-    _, numbers = bench(capsys, 'eval', '--init_from=out', *EVAL)
-    assert numbers['loss'] == pytest.approx(float(log_rows('out')[-1]['val_loss']), abs=2e-6)
-    assert numbers['targets'] == numbers['bytes'] == 800
-    model, rest = GPT.from_checkpoint('out/ckpt.pt')
-    flat.quantize_weights(model, torch.float32)
-    os.mkdir('plain')
-    torch.save({**rest, 'model_args': dataclasses.asdict(model.config),
-                'model': dequantized(model).state_dict()}, 'plain/ckpt.pt')
-    (_, int8), (_, plain) = (bench(capsys, 'eval', *EVAL, *flags) for flags in (
-        ['--init_from=out', '--quantize=int8'], ['--init_from=plain']))
-    assert int8['loss'] == pytest.approx(plain['loss'], abs=1e-6) != pytest.approx(numbers['loss'], abs=1e-6)
+    exact, int8 = (bench(capsys, 'eval', '--init_from=out', *flags, *EVAL)[1] for flags in (
+        [], ['--quantize=int8']))
+    assert exact['loss'] == pytest.approx(float(log_rows('out')[-1]['val_loss']), abs=2e-6)
+    assert exact['targets'] == exact['bytes'] == 800
+    assert 0 < abs(int8['loss'] - exact['loss']) < 1e-2
 
 
 def test_eval_keeps_conversations_apart(folder, capsys):

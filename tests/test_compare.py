@@ -59,7 +59,6 @@ def test_runs_are_ordinary_stopped_and_continued(folder, no_git, capsys, monkeyp
     assert row['losses'] == [float(log_rows('out')[-1]['val_loss'])]
     assert numbers['runs'] == {'b': [stopped[:-1]]}
     assert (row['params'], row['cache_bytes_per_token']) == (33728, 2 * 2 * 2 * 32)
-    assert row['ms'] == np.median([float(r['ms_per_iter']) for r in log_rows(stopped)])
     assert row['peak_mb'] > 50 and row['seconds'] == float(log_rows(stopped)[-1]['wall_s'])
     capsys.readouterr()
     assert flat_compare.compare(config, TOY) == numbers
@@ -91,14 +90,6 @@ def test_what_is_kept_of_a_run(tmp_path):
     assert flat_compare.read_run(tmp_path / 'done')['params'] == 1234
     fake_run(tmp_path / 'diverged', {}, printed='train.py: the run diverged at 3: x')
     assert flat_compare.read_run(tmp_path / 'diverged') == {'error': 'the run diverged at 3: x'}
-
-
-def test_an_error_that_may_not_come_again_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path('train.py').write_text("import os\nprint('no memory', flush=True)\nos.kill(os.getpid(), 9)")
-    variant = Variant('x', tmp_path, '', [])
-    assert flat_compare.run_variant(variant, 1, 1) == {'error': 'no memory (exit status -9)'}
-    assert flat_compare.read_run(variant.folder(1)) is None
 
 
 def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
@@ -143,9 +134,8 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
 
 
 @pytest.mark.parametrize('text, revision, args', [
-    ('', 'WORK', []), ('WORK:', 'WORK', []), ('HEAD~1:', 'HEAD~1', []),
+    ('', 'WORK', []), ('HEAD~1:', 'HEAD~1', []),
     ('--device=cuda:1', 'WORK', ['--device=cuda:1']),
-    ("HEAD: --norm=layernorm --start='a b'", 'HEAD', ['--norm=layernorm', '--start=a b']),
     (' my/branch^2:--mlp=gelu', 'my/branch^2', ['--mlp=gelu'])])
 def test_variants_are_read(text, revision, args):
     assert flat_compare.parse_variant(text) == (revision, args)
@@ -153,10 +143,9 @@ def test_variants_are_read(text, revision, args):
 
 @pytest.mark.parametrize('args, message', [
     (["--variants=['', '--n_head=3']"], 'n_head must divide'),
-    (["--variants=['', '--optimizer=sgd']"], "optimizer='sgd' is none of"),
     (["--variants=['', '--out_dir=x']"], "variant '--out_dir=x': leave out out_dir"),
     (["--variants=['', '--n_embd=512']", '--match=params'], "--n_embd=512': no d_ff gives it the 33,728"),
-    ([], 'say what to compare'), (['--match=loss'], 'match=loss'), (['--by=steps'], 'by=steps must be')])
+    ([], 'say what to compare'), (['--match=loss'], 'match=loss')])
 def test_mistakes_show_before_any_run(folder, args, message):
     with pytest.raises(ValueError, match=message):
         run('compare.py', *TOY, *args)
