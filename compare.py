@@ -332,7 +332,7 @@ def draw(path, curves, xlabel, ylabel, rows=()):
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError('pictures need matplotlib: pip install matplotlib') from None
-    figure = Figure(figsize=(11 if rows else 7, 4), layout='constrained')
+    figure = Figure(figsize=(9 if rows else 6, 3.4), layout='constrained')
     axes, *beside = figure.subplots(1, 1 + bool(rows), squeeze=False)[0]
     for name, (x, y, spread) in curves.items():
         line, = axes.plot(x, y, marker='.', label=name)
@@ -348,7 +348,7 @@ def draw(path, curves, xlabel, ylabel, rows=()):
         axes.invert_yaxis()
         axes.grid(alpha=0.3)
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=80, pil_kwargs={'optimize': True})
     print(f"picture: {path}")
 
 
