@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import train
-from bench import fields_asked, fill_zeros, print_json, update
+from bench import fields_asked, fill_zeros, print_json
 from model import (
     GPT,
     ROPE_SCALINGS,
@@ -35,6 +35,15 @@ from model import (
     LatentAttention,
 )
 from prepare import Bins
+
+def update(model, forward, batch, optimizers, scaler, autocast, settings):
+    """An update of the weights as train.py does it; returns the loss before it."""
+    loss, expert_load, _ = train.gradients(forward, batch, iter(()), 1, autocast, scaler,
+                                           settings['balance_loss'], settings['z_loss'])
+    train.update(model, list(model.parameters()), optimizers, scaler, settings['grad_clip'], expert_load,
+                 settings['balance_rate'])
+    return loss
+
 
 # checking ---------------------------------------------------------------------------------------------------
 

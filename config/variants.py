@@ -1,4 +1,4 @@
-# Lists for `python bench.py compare NAME`: what is varied, and around which run. Flags on the command line
+# Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line
 # come after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
 # cores that do nothing else, but for `classic`. The data: `python prepare.py --tokenizer=byte`; for `classic`
 # that of `python prepare.py shakespeare --tokenizer=char`.
@@ -35,7 +35,7 @@ LISTS = {
                    '--learning_rate=1e-3', variants={
         'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--norm_placement=post',
         'post, no warm-up': '--norm_placement=post --warmup_iters=0'}),
-    'experts': dict(base=QUICK, match='active', variants={  # --match=time: at equal wall clock
+    'experts': dict(base=QUICK, match='active', variants={
         'dense': '', '4 experts, 2 active': '--n_expert=4', '8 experts, 2 active': '--n_expert=8',
         '4 experts, 2 and a shared': '--n_expert=4 --n_shared_expert=1'}),
     'mixers': dict(base=QUICK, match='params', variants={
@@ -51,7 +51,7 @@ LISTS = {
         'wsd, last 40%': '', 'wsd, last 80%': '--cooldown=0.8', 'wsd, last 20%': '--cooldown=0.2',
         'cosine': '--lr_schedule=cosine', 'cosine to a tenth': '--lr_schedule=cosine --min_lr=None',
         'linear': '--lr_schedule=linear', 'constant': '--decay_lr=False'}),
-    'size': dict(base=QUICK, match='time', variants={
+    'size': dict(base=f'{QUICK} --max_iters=100000 --time_limit=1 --decay_lr=False', variants={
         '4 x 128': '', '2 x 128': '--n_layer=2', '8 x 128': '--n_layer=8', '4 x 64': '--n_embd=64',
         '4 x 192': '--n_embd=192'}),
     'ladder': dict(base=GPT2, match='params', variants={  # each with all that is above it

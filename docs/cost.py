@@ -19,7 +19,9 @@ from configurator import configure, runtime
 lengths: list | None = None       # tokens, None: 256 to 4096
 max_new_tokens = 200              # decoding without a cache: these and half of them
 batch_size: int | None = None     # sequences; None: 8 or 12
-dataset = ''
+n_layer = 6
+n_head = 6
+n_embd = 384
 rounds = 5                        # turns
 optimizer = 'adamw'               # adamw, muon
 grad_clip = 1.0                   # 0: no clipping
@@ -27,7 +29,7 @@ device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
 seed = 1337                       # of weights and tokens
-config, model_args = configure(globals())[:2]
+config = configure(globals()).config
 
 import numpy as np
 import torch
@@ -35,36 +37,28 @@ import torch
 import train
 from bench import (
     cache_per_token,
-    fields_asked,
     fill_zeros,
-    first_sample,
     our_step,
     print_table,
+    seconds_each,
     take_turns,
-    token_seconds,
+    timed,
 )
 from model import GPT, GPTConfig, Mask, Norm, attend, eager_attention, gated_delta_rule, visible
 from sample import generate
 
 # what parts cost --------------------------------------------------------------------------------------------
 
-COST_SIZE = dict(n_layer=6, n_head=6, n_embd=384, vocab_size=4096)  # what the flags do not say
 COST_WINDOW = 256
-COST_OWN = ('n_kv_head', 'kv_lora_rank', 'mixer_pattern', 'norm', 'mlp', 'block_size', 'window', 'pos',
-            'attn_softcap', 'attn_sink')  # that it varies, or that its ways to attend do not have
 
 
-def measure_cost(config, model_args, words):
+def measure_cost(config):
     """What the parts of a decoder cost on this device, alternating: attention against length, a cache against
     none, what kinds of attention cache and how fast they decode, norms and MLPs alone and in a step. Nothing
     is trained, weights are random."""
-    for name in COST_OWN:
-        if name in model_args:
-            raise ValueError(f"{name}={model_args[name]!r}: cost compares what it chooses itself; leave it "
-                             "out")
     machine = runtime(config['device'], config['dtype'], config['seed'])
     lengths = config['lengths'] or [256, 512, 1024, 2048, 4096]
-    size = fields_asked(config, model_args, **COST_SIZE)
+    size = {name: config[name] for name in ('n_layer', 'n_head', 'n_embd')} | {'vocab_size': 4096}
     shape = GPTConfig(**size)
     rows, rounds = config['batch_size'] or 8, config['rounds']
     print(f"{shape.n_layer} layers, {shape.n_embd} wide, {shape.n_head} heads of {shape.head_dim}; medians "
@@ -76,9 +70,9 @@ def measure_cost(config, model_args, words):
             'norms': cost_of_norms(size, machine, rounds), 'steps': cost_of_steps(size, machine, config)}
 
 
-def milliseconds(sides, rounds, device):
+def milliseconds(sides, rounds):
     """Name -> median of take_turns, of one call a turn."""
-    times = take_turns(sides, rounds, 1, device, warmup=1)
+    times = take_turns({name: timed(f, 1) for name, f in sides.items()}, rounds)
     return {name: round(float(np.median(t)) * 1e3, 4) for name, t in times.items()}
 
 
@@ -133,8 +127,8 @@ def cost_of_attention(shape, lengths, machine, rounds):
         forward = {name: torch.no_grad()(functools.partial(path, *qkv)) for name, path in paths.items()}
         both = {name: functools.partial(with_gradients, path, qkv) for name, path in paths.items()}
         peaks = {name: peak_bytes(f, device) for name, f in both.items()}
-        for what, each in {'forward, ms': milliseconds(forward, rounds, device),
-                           'forward and backward, ms': milliseconds(both, rounds, device),
+        for what, each in {'forward, ms': milliseconds(forward, rounds),
+                           'forward and backward, ms': milliseconds(both, rounds),
                            'peak of both, bytes': peaks}.items():
             for name, value in each.items():
                 found.setdefault(what, {}).setdefault(name, []).append(value)
@@ -165,7 +159,7 @@ def cost_without_cache(size, machine, most, rounds):
     model = random_model(size, machine, block_size=most + 1).to(machine.dtype).eval()
 
     def with_cache(count):
-        return first_sample(generate(model, [[0]], count, temperature=0))
+        return (token for _, token in generate(model, [[0]], count, temperature=0) if token is not None)
 
     def without(count):
         idx = torch.zeros(1, 1, dtype=torch.long, device=machine.device)
@@ -174,10 +168,10 @@ def cost_without_cache(size, machine, most, rounds):
             yield int(idx[0, -1])
     sides, times = {'cache': with_cache, 'none': without}, {'cache': [], 'none': []}
     for side in sides.values():
-        token_seconds(side(min(10, most)))  # to warm up
+        seconds_each(side(min(10, most)))  # to warm up
     for _ in range(rounds):
         for name, side in sides.items():
-            times[name].append(token_seconds(side(most)).cumsum())
+            times[name].append(seconds_each(side(most)).cumsum())
     found = {}
     for n in (most // 2, most):
         cache, none = (round(float(np.median([each[n - 1] for each in times[name]])), 5) for name in sides)
@@ -204,19 +198,17 @@ def kinds_of_attention(shape):
 def cost_of_decoding(size, length, machine, batch_size, rounds):
     """What each kind of attention caches, and how fast it makes a token after `length` cached ones: name ->
     numbers."""
-    found, sides = {}, {}
-    for name, options in kinds_of_attention(GPTConfig(**size)).items():
+    found, sides, shape = {}, {}, GPTConfig(**size)
+    for name, options in kinds_of_attention(shape).items():
         model = random_model(size, machine, **options, block_size=length + 1).to(machine.dtype).eval()
-        cache = model.make_cache(batch_size, length + 1)
-        for slots in cache.slots:
-            for tensor in slots.tensors:
-                tensor.normal_()
-        cache.advance(length)  # of random content, as good as any to be read
+        cache = model.make_cache(1, length + 1)
+        model(torch.randint(shape.vocab_size, (1, length), device=machine.device), cache=cache, keep=1)
+        cache.select([0] * batch_size)
         sides[name] = functools.partial(decode_one, model, cache)
         found[name] = {'params': model.num_params(),
                        'cache_bytes_per_token': cache_per_token(model) * machine.dtype.itemsize}
     most = found['MHA']['cache_bytes_per_token']
-    for name, ms in milliseconds(sides, 4 * rounds, machine.device).items():
+    for name, ms in milliseconds(sides, 4 * rounds).items():
         found[name].update(ms=ms, tok_per_s=round(batch_size * 1e3 / ms, 2),
                            cache_share=round(found[name]['cache_bytes_per_token'] / most, 4))
     print_table(f"decoding after {length:,} tokens, {batch_size} rows",
@@ -234,9 +226,9 @@ def decode_one(model, cache):
     cache.rewind(1)
 
 
-def cost_of_choices(title, sides, rounds, device):
+def cost_of_choices(title, sides, rounds):
     """sides: name -> (function, how many parameters it has). Prints and returns their milliseconds."""
-    ms = milliseconds({name: f for name, (f, _) in sides.items()}, rounds, device)
+    ms = milliseconds({name: f for name, (f, _) in sides.items()}, rounds)
     found = {name: {'ms': ms[name], 'params': params} for name, (_, params) in sides.items()}
     first = next(iter(ms.values()))
     print_table(title, ['parameters', 'ms', 'of the first'], {
@@ -255,8 +247,7 @@ def cost_of_norms(size, machine, rounds):
         for w in weights:
             torch.nn.init.ones_(w)
         sides[name] = functools.partial(with_gradients, norm, [x], weights), sum(w.numel() for w in weights)
-    return cost_of_choices('a norm over 4,096 tokens, forward and backward', sides, 4 * rounds,
-                           machine.device)
+    return cost_of_choices('a norm over 4,096 tokens, forward and backward', sides, 4 * rounds)
 
 
 STEPS = {  # of training: name -> options; the MLPs have about the same parameters
@@ -275,8 +266,8 @@ def cost_of_steps(size, machine, config):
         sides[name] = our_step(model, forward, machine, batch_size, config), model.num_params()
     compiled = ', compiled' if config['compile'] is True else ''
     return cost_of_choices(f"a training step of {batch_size} rows of 256 tokens{compiled}", sides,
-                           config['rounds'], machine.device)
+                           config['rounds'])
 
 
 if __name__ == '__main__':
-    measure_cost(config, model_args, [])
+    measure_cost(config)
