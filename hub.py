@@ -13,7 +13,6 @@ pickles. A new family is an entry of FAMILIES: see Family.
 import contextlib
 import dataclasses
 import fnmatch
-import functools
 import json
 import math
 import os
@@ -30,15 +29,18 @@ config, _, words, *_ = configure(globals(), words=3)
 import torch
 
 from model import (
-    ATTENTION_ONLY,
+    CHANGEABLE,
     GPT,
+    Attention,
     GPTConfig,
+    add_lora,
     changed_config,
     checkpoint_path,
     fill_rows,
     letter,
     merge_lora,
     quantize_weights,
+    read_checkpoint,
 )
 from prepare import load_tokenizer
 from tokenizer import json_tokenizer, tokenizer_from_state
@@ -274,7 +276,7 @@ def read_hybrid(c, args):
                                      for i in range(n)]
     args['mixer_pattern'] = ''.join('D' if kind == 'linear_attention' else 'A' for kind in kinds)
     if 'A' not in args['mixer_pattern']:
-        for name in ('attn_gate', *ATTENTION_ONLY):
+        for name in Attention.fields:
             args.pop(name, None)
     if 'D' not in args['mixer_pattern']:
         for name in LINEAR_FIELDS:  # theirs are written all the same
@@ -966,13 +968,6 @@ def copy(parts, stored, model):
         if source.ndim > w.ndim:
             source = source.flatten(1)  # a convolution's
         fill_rows(model, part.ours, w, part.index, source)
-    for head in (model.wte, model.lm_head):
-        if head is not None:  # rows that pad the vocabulary
-            head.weight[model.config.vocab_size:] = 0
-            if hasattr(head, 'scale'):
-                head.scale[model.config.vocab_size:] = 0
-            if getattr(head, 'bias', None) is not None:
-                head.bias[model.config.vocab_size:] = 0
 
 
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
@@ -1269,9 +1264,20 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
         rest = {'model_args': dataclasses.asdict(model.config)}
     else:
         path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
-        # the base of a LoRA run may be a published model; float32: adapters are exact, their checksum too
-        model, rest = GPT.from_checkpoint(path, functools.partial(load, dtype=torch.float32), **changes)
+        rest = read_checkpoint(path)
         check_rest(rest, path)
+        state, args, lora = rest.pop('model'), rest['model_args'], rest.get('lora')
+        if lora:
+            base = lora['base']  # an id, or a path; in older files relative to the file, with a dot
+            if base.startswith('.'):
+                base = os.path.normpath(os.path.join(os.path.dirname(path), base))
+            changes = {**{name: args[name] for name in CHANGEABLE if name in args}, **changes}
+            model = load(base, dtype=torch.float32, **changes)[0]
+            add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+            model.load_state_dict(state, strict=False)
+        else:
+            model = GPT.from_state(state, args, **changes)
+        rest['model_args'] = dataclasses.asdict(model.config)
         if merge and rest.get('lora'):
             merge_lora(model)
         if int8:

@@ -17,140 +17,135 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import glob
 import inspect
+import itertools
 import math
 import os
 import pickle
-import types
+import re
 import typing
-import zipfile
-import zlib
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # configuration ----------------------------------------------------------------------------------------------
 
-
 @dataclasses.dataclass
 class GPTConfig:
     """Everything that defines a model, as plain data. A config that cannot be computed, or has an option
-    without effect, raises a ValueError that names all problems. Patterns have a letter for each layer and are
-    repeated: 'SSSL' is three S, then an L, and so on."""
+    without effect, raises a ValueError that names all problems. None lets a field follow from others.
+    Patterns have a letter for each layer and are repeated: 'SSSL' is three S, then an L, and so on."""
     # size
     block_size: int = 1024           # context: the maximum sequence length
     vocab_size: int = 50304          # GPT-2's 50257 rounded up, as nanoGPT has it
     n_layer: int = 12                # blocks
     n_head: int = 12                 # query heads
-    n_kv_head: int | None = None     # k/v heads; None: n_head (multi-head), 1: multi-query, between: grouped
+    n_kv_head: int | None = None     # key/value heads; None: n_head (multi-head), 1: multi-query
+                                     # (arXiv:1911.02150), between: grouped-query (arXiv:2305.13245)
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head
     d_ff: int | None = None          # MLP width; None: 4 n_embd; if gated 8/3 n_embd up to a multiple of 64
     # positions
-    pos: str = 'rope'                # rope, alibi, learned, sinusoidal, none
+    pos: str = 'rope'                # rope (arXiv:2104.09864), alibi (arXiv:2108.12409), learned (GPT-2),
+                                     # sinusoidal (arXiv:1706.03762), none
     alibi_scale: float = 1.0         # of ALiBi's slopes (Falcon)
-    pos_pattern: str = 'P'           # P: as pos says, N: a layer without (rope and alibi only); 'PPPN'
-    rope_base: float = 10000.0       # the slowest rotation's base (RoFormer, arXiv:2104.09864)
-    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0, ...}, see ROPE_SCALINGS
-    partial_rotary_factor: float = 1.0  # share of each head that is rotated
+    pos_pattern: str = 'P'           # P: as pos says, N: a layer without (rope, alibi); 'PPPN' (SmolLM3)
+    rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
+    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
+    partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
     document_token: int | None = None  # end of text: nothing before the last one is seen, positions restart
     # mixers: what mixes tokens in a block
-    mixer_pattern: str | None = None  # A: attention, M: latent attention, D: Gated DeltaNet; None: A, or M
+    mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet;
+                                     # 'DDDA' (Qwen3-Next); None: A, or M with kv_lora_rank
     # attention
-    window: int | None = None        # tokens that an S layer sees: its own and the window - 1 before it
-    window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL', 'SSSL'
-    qk_norm: bool | str | None = None  # norm on queries and keys: True (per head), False, whole
+    window: int | None = None        # tokens that an S layer sees, its own among them (Mistral)
+    window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL'
+    qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3), False, whole
+                                     # (all heads at once, OLMo 2); None: True, in MLA False
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
-    attn_softcap: float = 0.0        # c * tanh(scores / c); 0 is off
-    attn_sink: bool = False          # a learned logit for each head in the softmax's denominator
+    attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
+    attn_sink: bool = False          # a learned logit for each head in the softmax's denominator (gpt-oss)
     attn_gate: bool = False          # the output times the sigmoid of a projection (arXiv:2505.06708)
-    # multi-head latent attention (MLA), on with kv_lora_rank
+    # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), on with kv_lora_rank
     kv_lora_rank: int | None = None  # width of the latent
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
     qk_nope_head_dim: int | None = None  # part of a head without positions; None: 128
     qk_rope_head_dim: int | None = None  # part with, its key shared by all heads; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
-    # Gated DeltaNet, in D layers
+    # Gated DeltaNet (arXiv:2412.06464, as in Qwen3-Next), in D layers
     linear_n_key_head: int | None = None  # query and key heads; None: n_head
     linear_n_value_head: int | None = None  # value heads, a multiple of them; None: as many
     linear_key_head_dim: int | None = None  # None: n_embd / n_head
     linear_value_head_dim: int | None = None  # None: as a key
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
     # norm and where it stands
-    norm: str = 'rmsnorm'            # rmsnorm, layernorm
+    norm: str = 'rmsnorm'            # rmsnorm (arXiv:1910.07467), layernorm (arXiv:1607.06450)
     norm_eps: float = 1e-6           # inside the root
     norm_bias: bool | None = None    # None: layernorm follows bias, rmsnorm has none
-    norm_placement: str = 'pre'      # pre, post, output, sandwich, parallel, parallel_2: NORM_PLACEMENTS
-    embed_norm: bool = False         # a norm after the embedding
-    embed_scale: float | None = None  # of the embedding; None: 1, or sqrt(n_embd) under sinusoidal positions
-    residual_scale: float = 1.0      # of what attention and MLP add
+    norm_placement: str = 'pre'      # pre, post, output, sandwich, parallel, parallel_2: see NORM_PLACEMENTS
+    embed_norm: bool = False         # a norm after the embedding (BLOOM)
+    embed_scale: float | None = None  # of the embedding (Gemma: sqrt(n_embd), also the default if sinusoidal)
+    residual_scale: float = 1.0      # of what attention and MLP add (Granite)
     residual_lambdas: bool = False   # learned weights of stream and embedding before each layer, from 1 and 0
+                                     # (modded-nanogpt)
     # MLP, biases
-    mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...; see ACTIVATIONS
+    mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
     bias: bool = False               # in the linear layers, and in layernorm
-    qkv_bias: bool | None = None     # of queries, keys, values; None: as bias
+    qkv_bias: bool | None = None     # of queries, keys, values (Qwen2); None: as bias
     proj_bias: bool | None = None    # of attention's output; None: as bias
     mlp_bias: bool | None = None     # of MLP, experts and router; None: as bias
-    # experts
+    # mixture of experts (arXiv:1701.06538)
     n_expert: int | None = None      # experts that replace the MLP; None or 0: a dense model
     n_expert_active: int | None = None  # of them for each token; None: 2
-    n_shared_expert: int | None = None  # experts that every token passes as well, as one MLP
+    n_shared_expert: int | None = None  # that every token passes as well (arXiv:2401.06066), as one MLP
     shared_gate: bool = False        # these times the sigmoid of a projection to one element (Qwen2-MoE)
     d_expert: int | None = None      # an expert's width; None: d_ff
-    n_dense_layer: int = 0           # first layers that keep the MLP
+    n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
     expert_pattern: str = 'E'        # E: experts, D: dense
-    router: str = 'softmax'          # softmax, sigmoid
+    router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437)
     norm_topk_prob: bool = True      # the chosen experts' weights sum to 1
     routed_scaling_factor: float = 1.0  # of these weights
-    n_group: int | None = None       # groups of experts, of which each token uses
+    n_group: int | None = None       # groups of experts, of which each token uses (DeepSeek-V2)
     topk_group: int | None = None    # so many
-    balance_bias: bool = False       # a bias that follows the load, in choosing only; train.py moves it
+    balance_bias: bool = False       # a bias in choosing that follows the load (arXiv:2408.15664)
     balance_per_sequence: bool = False  # balance loss for each row of the batch, not over all of it
     # head
-    tie_word_embeddings: bool = True  # the head reads the embedding's rows
-    head_bias: bool = False          # of an untied head
-    logit_softcap: float = 0.0       # c * tanh(logits / c); 0 is off
+    tie_word_embeddings: bool = True  # the head reads the embedding's rows (arXiv:1608.05859)
+    head_bias: bool = False          # of an untied head (GPT-J, Phi)
+    logit_softcap: float = 0.0       # c * tanh(logits / c) (Gemma 2); 0 is off
     # training
     dropout: float = 0.0             # on embedding, attention weights and both residual branches
 
     def __post_init__(self):
         self.n_expert = self.n_expert or None  # so that a flag can say it: --n_expert=0
-        given = types.SimpleNamespace(**vars(self))
-        # types come before values, and values before what follows from several of them
-        problems = wrong_types(self) or wrong_values(self)
-        if not problems:
-            defaults = self.fill_defaults()
-            problems = wrong_combinations(self, given, defaults)
+        # what follows from several fields is looked at once each of them is sound
+        problems = wrong_values(self) or wrong_combinations(self, self.fill_defaults())
         if problems:
             raise ValueError('invalid config: ' + '; '.join(problems))
 
     def fill_defaults(self):
         """Replaces None by what it stands for; returns that for all such fields."""
-        if self.mixer_pattern is None:
-            self.mixer_pattern = 'A' if self.kv_lora_rank is None else 'M'
-        self.rope_scaling = complete_scaling(self.rope_scaling, self.block_size)
-        defaults = dict(qkv_bias=self.bias, proj_bias=self.bias, mlp_bias=self.bias,
-                        norm_bias=self.bias and self.norm == 'layernorm', qk_norm=self.kv_lora_rank is None,
-                        embed_scale=self.n_embd ** 0.5 if self.pos == 'sinusoidal' else 1.0)
-        if ACTIVATIONS[self.mlp][1]:
-            defaults['d_ff'] = round_up(8 * self.n_embd / 3)
-        else:
-            defaults['d_ff'] = 4 * self.n_embd
-        if self.kv_lora_rank is None:
-            defaults |= dict(n_kv_head=self.n_head, head_dim=self.n_embd // self.n_head)
-        else:
+        is_latent, is_gated = self.kv_lora_rank is not None, ACTIVATIONS[self.mlp][1]
+        defaults = dict(mixer_pattern='M' if is_latent else 'A', qk_norm=not is_latent, qkv_bias=self.bias,
+                        proj_bias=self.bias, mlp_bias=self.bias,
+                        norm_bias=self.bias and self.norm == 'layernorm',
+                        embed_scale=self.n_embd ** 0.5 if self.pos == 'sinusoidal' else 1.0,
+                        d_ff=round_up(8 * self.n_embd / 3) if is_gated else 4 * self.n_embd)
+        if is_latent:
             defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-        for mixer in self.mixers:
-            defaults |= mixer.defaults(self)
+        else:
+            defaults |= dict(n_kv_head=self.n_head, head_dim=quotient(self.n_embd, self.n_head))
         if self.n_expert is not None:
             defaults |= dict(n_expert_active=min(2, self.n_expert), d_expert=self.d_ff or defaults['d_ff'])
+        self.mixer_pattern = self.mixer_pattern or defaults['mixer_pattern']
+        for mixer in self.mixers:
+            defaults |= mixer.defaults(self)
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        self.rope_scaling = complete_scaling(self.rope_scaling, self.block_size)
         return defaults
 
     @property
@@ -193,7 +188,7 @@ class GPTConfig:
 
     def window_of(self, layer):
         """The window of a layer; None: it sees all."""
-        slides = self.window and letter(self.window_pattern, layer) == 'S'
+        slides = self.window and self.window_pattern and letter(self.window_pattern, layer) == 'S'
         return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
 
     def has_experts(self, layer):
@@ -209,172 +204,77 @@ def round_up(n, multiple=64):
     return math.ceil(n / multiple) * multiple
 
 
-def wrong_types(config):
-    """Fields that are not of their type. A whole number is a float too, a bool is not a number."""
-    problems = []
-    for field in dataclasses.fields(config):
-        value, kinds = getattr(config, field.name), typing.get_args(field.type) or (field.type,)
-        fits = type(value) in kinds
-        if type(value) in (int, float) and float in kinds:
-            fits = math.isfinite(value)
-        if not fits:
-            names = ['None' if kind is types.NoneType else f"{'an' if kind is int else 'a'} {kind.__name__}"
-                     for kind in kinds]
-            problems.append(f"{field.name}={value!r} is not {' or '.join(names)}")
-    return problems
+def quotient(n, parts):
+    """None if parts do not divide n."""
+    return None if n % parts else n // parts
 
 
-MAY_BE_ZERO = ('n_dense_layer', 'document_token')  # all other integers must be at least 1
-MAX_PARAMETERS = 1e14
+MAY_BE_ZERO = ('n_dense_layer', 'document_token', 'attn_softcap', 'logit_softcap', 'dropout')
+AT_MOST = {'dropout': 1, 'partial_rotary_factor': 1}
 
 
 def wrong_values(config):
-    """Fields whose own value is out of range or unknown."""
-    problems = []
-    for field in dataclasses.fields(config):
-        value, least = getattr(config, field.name), 0 if field.name in MAY_BE_ZERO else 1
-        if type(value) is int and field.type in (int, int | None) and value < least:
-            problems.append(f"{field.name}={value} must be at least {least}")
-    for name, most in dict(n_layer=10_000, block_size=2**30).items():  # beyond this building would not end
-        if getattr(config, name) > most:
-            problems.append(f"{name}={getattr(config, name)} must be at most {most:,}")
-    choices = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), qk_norm=(True, False, 'whole', None),
-                   mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
-    for name, known in choices.items():
-        if getattr(config, name) not in known:
-            problems.append(f"{name}={getattr(config, name)!r} is none of {', '.join(map(str, known))}")
+    """Fields that are out of range or unknown, as texts."""
+    known = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), qk_norm=(True, False, 'whole', None),
+                 mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
     patterns = dict(pos_pattern='PN', window_pattern='SL', expert_pattern='ED', mixer_pattern=MIXERS)
-    for name, letters in patterns.items():
-        pattern = getattr(config, name)
-        if pattern is not None and (not pattern or set(pattern) - set(letters)):
-            problems.append(f"{name}={pattern!r} must be made of {', '.join(letters)}")
-    return problems
-
-
-NEEDS = {  # field: those that have no effect without it
-    'window': ['window_pattern'], 'window_pattern': ['window'],
-    'n_group': ['topk_group'], 'topk_group': ['n_group'], 'n_shared_expert': ['shared_gate'],
-    'kv_lora_rank': ['q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim'],
-    'n_expert': ['n_expert_active', 'n_shared_expert', 'd_expert', 'n_dense_layer', 'expert_pattern',
-                 'router', 'norm_topk_prob', 'routed_scaling_factor', 'n_group', 'topk_group', 'balance_bias',
-                 'balance_per_sequence'],
-}
-
-
-ATTENTION_ONLY = (  # fields without effect in a model without attention
-    'n_kv_head', 'head_dim', 'qk_norm', 'attn_scale', 'attn_softcap', 'attn_sink', 'alibi_scale',
-    'pos_pattern', 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'qkv_bias', 'proj_bias')
-
-
-def wrong_combinations(config, given, defaults):
-    """What several fields together make impossible or without effect; given: the fields before
-    fill_defaults, defaults: what it returned. Returns a list of texts."""
     problems = []
-
-    def check(holds, names, reason):
-        if not holds:
-            values = {name: getattr(given, name) for name in names.split()}
-            values = {name: getattr(config, name) if v is None else v for name, v in values.items()}
-            problems.append(', '.join(f'{name}={v!r}' for name, v in values.items()) + f': {reason}')
-
-    for needed, names in NEEDS.items():
-        for field in dataclasses.fields(config):
-            if (field.name in names and getattr(given, needed) is None
-                    and getattr(given, field.name) != field.default):
-                problems.append(f"{field.name}={getattr(given, field.name)!r} needs {needed}")
-
-    # size and heads
-    latent, rope, mixers = config.kv_lora_rank is not None, config.pos == 'rope', config.mixer_pattern
-    check(given.head_dim or latent or config.n_embd % config.n_head == 0, 'n_embd n_head',
-          'n_head must divide n_embd, or set head_dim')
-    check(latent or config.n_head % config.n_kv_head == 0, 'n_kv_head n_head', 'n_kv_head must divide n_head')
-    check(not latent or given.n_kv_head is None, 'n_kv_head kv_lora_rank',
-          'latent attention has no k/v heads to share')
-    check(not latent or given.head_dim is None, 'head_dim kv_lora_rank',
-          'latent attention has qk_nope_head_dim, qk_rope_head_dim and v_head_dim')
-    check(not latent or not given.qk_norm, 'qk_norm kv_lora_rank',
-          'latent attention normalises the latents instead')
-    width, ff = config.n_embd, (config.d_expert or 0) * (config.n_expert or 0) + config.d_ff
-    heads = config.n_head * (config.head_dim or config.v_head_dim) + sum(
-        (getattr(config, f'linear_n_{part}_head') or 0) * (getattr(config, f'linear_{part}_head_dim') or 0)
-        for part in ('key', 'value'))
-    rough = config.n_layer * width * (4 * heads + 3 * ff) + config.vocab_size * width
-    check(rough <= MAX_PARAMETERS, 'n_layer n_embd n_head',
-          f'about {rough:.0e} parameters, more than can be built')
-
-    # mixers
-    check(set(mixers) <= {config.mixer_of(layer) for layer in range(config.n_layer)},
-          'mixer_pattern n_layer', 'there are fewer layers than letters')
-    for mixer in config.mixers:
-        mixer.check(config, given, check)
-    check(not latent or any(issubclass(mixer, LatentAttention) for mixer in config.mixers),
-          'kv_lora_rank mixer_pattern', 'no layer has latent attention')
-    check(not config.attn_gate or any(issubclass(mixer, Attention) for mixer in config.mixers),
-          'attn_gate mixer_pattern', 'no layer has an attention with a gate')
-    for field in dataclasses.fields(config):
-        if getattr(given, field.name) not in (field.default, defaults.get(field.name)):
-            kinds = [kind for kind, mixer in MIXERS.items() if field.name in mixer.defaults(config)
-                     or field.name in ATTENTION_ONLY and issubclass(mixer, BaseAttention)]
-            check(not kinds or set(kinds) & set(mixers), f'{field.name} mixer_pattern',
-                  f"only {' and '.join(kinds)} layers have this")
-    check(config.pos != 'alibi' or config.has_attention, 'pos mixer_pattern', 'no layer has attention')
-    check(config.window is None or config.window_pattern is None
-          or any(config.window_of(layer) for layer in range(config.n_layer)), 'window window_pattern',
-          'no layer has a window')
-
-    # positions
-    check(0 < config.partial_rotary_factor <= 1, 'partial_rotary_factor', 'must be in (0, 1]')
-    check(config.partial_rotary_factor == 1 or rope and not latent, 'partial_rotary_factor pos',
-          'only rope outside latent attention rotates a share of a head')
-    if rope and (config.rope_dim < 2 or config.rope_dim % 2):
-        problems.append(f"rope_dim={config.rope_dim}: rope rotates pairs, its width must be even")
-    check(rope or config.rope_base == 10000, 'rope_base pos', 'only rope has a base')
-    check(rope or config.rope_scaling is None, 'rope_scaling pos', 'only rope can be scaled')
-    check('N' not in config.pos_pattern or config.pos in ('rope', 'alibi'), 'pos_pattern pos',
-          'all layers share these positions')
-    check(config.pos != 'sinusoidal' or config.n_embd % 2 == 0, 'pos n_embd',
-          'sinusoidal positions are pairs')
-    check(config.document_token is None or config.document_token < config.vocab_size,
-          'document_token vocab_size', 'the vocabulary has no such token')
-
-    # norm placement and scales
-    check(config.norm_placement not in ('output', 'sandwich') or config.residual_scale == 1,
-          'residual_scale norm_placement',
-          'the norm after a branch undoes its scale')
-    check(not config.embed_norm or config.embed_scale == 1 or config.pos in ('learned', 'sinusoidal'),
-          'embed_scale embed_norm', 'the norm after the embedding undoes its scale')
-    for name in ('rope_base', 'norm_eps', 'residual_scale', 'alibi_scale', 'routed_scaling_factor',
-                 'embed_scale', 'attn_scale'):
-        check(getattr(config, name) is None or getattr(config, name) > 0, name, 'must be above 0')
-    for name in ('attn_softcap', 'logit_softcap'):
-        check(getattr(config, name) >= 0, name, 'must be 0 (off) or above')
-    check(0 <= config.dropout < 1, 'dropout', 'must be in [0, 1)')
-    check(not config.head_bias or not config.tie_word_embeddings, 'head_bias tie_word_embeddings',
-          'only an untied head has a bias')
-
-    # experts
-    if config.n_expert is not None:
-        check(any(config.has_experts(layer) for layer in range(config.n_layer)),
-              'n_expert n_dense_layer expert_pattern n_layer', 'no layer has experts')
-        check(config.n_expert > 1, 'n_expert', 'one expert is an MLP, and its router has nothing to choose')
-        check(config.n_expert_active <= config.n_expert, 'n_expert_active n_expert',
-              'a token cannot use more experts than there are')
-    if config.n_expert is not None and config.n_group is not None and config.topk_group is not None:
-        each = config.n_expert // config.n_group
-        check(config.n_expert % config.n_group == 0, 'n_group n_expert', 'n_group must divide n_expert')
-        check(config.topk_group <= config.n_group, 'topk_group n_group',
-              'a token cannot use more groups than there are')
-        check(config.n_expert_active <= each * config.topk_group,
-              'n_expert_active n_expert n_group topk_group', 'the groups of a token have fewer experts')
-        check(config.router != 'sigmoid' or each > 1, 'router n_expert n_group',
-              'sigmoid ranks a group by its best two experts')
-
-    if rope and config.rope_scaling and config.rope_dim >= 2:
-        try:
-            rope_table(config.rope_kind, torch.arange(2), config.block_size)
-        except ValueError as error:
-            problems.append(str(error))
+    for name, value in vars(config).items():
+        most, is_number = AT_MOST.get(name, 1e300), type(value) in (int, float)
+        if name in known and value not in known[name]:
+            problems.append(f"{name}={value!r} is none of {', '.join(map(str, known[name]))}")
+        elif name in patterns and value is not None and not (value and set(value) <= set(patterns[name])):
+            problems.append(f"{name}={value!r} must be made of {', '.join(patterns[name])}")
+        elif is_number and not (0 < value <= most or value == 0 and name in MAY_BE_ZERO):
+            problems.append(f"{name}={value!r} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0"
+                            f"{f' and at most {most}' if name in AT_MOST else ''}")
     return problems
+
+
+NEEDS = (
+    # (what is needed, the fields that have no effect without it, whether a config has it); a mixer's own
+    # options need a layer of it, see Mixer.fields
+    ('window_pattern, and an S layer of attention', 'window',
+     lambda c: any(map(c.window_of, range(c.n_layer)))),
+    ('window', 'window_pattern', lambda c: c.window),
+    ('a layer for each letter', 'mixer_pattern',
+     lambda c: set(c.mixer_pattern) == set(c.mixer_pattern[:c.n_layer])),
+    ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
+    ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
+    ('positions that layers use: rope or alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
+    ('a layer of attention for alibi', 'pos', lambda c: c.pos != 'alibi' or c.has_attention),
+    ('a larger vocab_size: there is no such token', 'document_token',
+     lambda c: c.document_token < c.vocab_size),
+    ('mixers that all keep documents apart', 'document_token',
+     lambda c: all(mixer.documents for mixer in c.mixers)),
+    ('branches that do not end in a norm, which undoes it', 'residual_scale', lambda c: not ends_in_norm(c)),
+    ('no norm right after it, which undoes it', 'embed_scale',
+     lambda c: not c.embed_norm or c.pos in ('learned', 'sinusoidal')),
+    ('n_expert, and a layer that has experts',
+     'n_expert n_expert_active n_shared_expert d_expert n_dense_layer expert_pattern router norm_topk_prob '
+     'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence',
+     lambda c: any(map(c.has_experts, range(c.n_layer)))),
+    ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
+    ('both n_group and topk_group', 'n_group topk_group', lambda c: c.n_group and c.topk_group),
+    ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
+)
+
+
+def wrong_combinations(config, defaults):
+    """What several fields together make impossible or leave without effect, as texts. defaults: what
+    fill_defaults returned."""
+    given = [field.name for field in dataclasses.fields(config)
+             if getattr(config, field.name) not in (field.default, defaults.get(field.name))]
+    problems = [(name, f"needs {needed}") for needed, names, has_it in NEEDS for name in names.split()
+                if name in given and not has_it(config)]
+    for name in given:
+        kinds = {kind for kind, mixer in MIXERS.items() if name in mixer.fields}
+        if kinds and not kinds & set(config.mixer_pattern):
+            problems.append((f'{name} mixer_pattern', f"only {' and '.join(sorted(kinds))} layers have this"))
+    for module in (*config.mixers, MoE):
+        problems += module.check(config)
+    return [', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f': {reason}'
+            for names, reason in problems]
 
 
 # parameters and linear layers -------------------------------------------------------------------------------
@@ -401,21 +301,15 @@ def parameter(*shape, init, group, rows=None):
 
 
 def collect_tags(model):
-    """Name -> Tag of every parameter. Raises ValueError for one that has none, or one that does not fit."""
+    """Name -> Tag of every parameter. Raises ValueError for one that has none, or one that is no matrix."""
     tags = {}
     for name, w in model.named_parameters():
-        found = getattr(w, 'tag', None)
-        if found is None:
-            raise ValueError(f"{name} {tuple(w.shape)} has no tag: make it with parameter(...), or call "
-                             "tag(...) on it, with its initial value and its optimizer group")
-        if found.group not in ('matrix', 'embedding', 'vector'):
-            raise ValueError(f"{name} is tagged group={found.group!r}: use matrix, embedding or vector")
-        if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
+        tags[name] = getattr(w, 'tag', None)
+        if tags[name] is None:
+            raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
+        if tags[name].group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
             raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
                              "'embedding' for one that is decayed")
-        if found.rows is not None and sum(found.rows) != w.shape[-2]:
-            raise ValueError(f"{name} {tuple(w.shape)} is tagged rows={found.rows}, which are not its rows")
-        tags[name] = found
     return tags
 
 
@@ -424,10 +318,15 @@ def hidden_init(w):
     nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
 
 
+def ends_in_norm(config):
+    """Whether a norm follows attention and MLP before they are added."""
+    return config.norm_placement in ('output', 'sandwich')
+
+
 def branch_init(config):
     """The initial value of a branch's output projection: zeros, so that blocks start as the identity; but a
     norm of zeros would have a gradient of 1 / sqrt(eps), so where one follows it starts as the others do."""
-    return hidden_init if config.norm_placement in ('output', 'sandwich') else nn.init.zeros_
+    return hidden_init if ends_in_norm(config) else nn.init.zeros_
 
 
 class Linear(nn.Linear):
@@ -454,6 +353,13 @@ class Embedding(nn.Embedding):
     def reset_parameters(self):
         if not self.weight.is_meta:  # where torch's normal_ would import the compiler, in a second or two
             super().reset_parameters()
+
+
+def aligned_linear(x, w, bias):
+    """x @ w^T + bias, by a product of a multiple of 64 columns, the last of them zeros: GPUs are slow with
+    rows that are not aligned. The one place where a vocabulary is padded."""
+    y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
+    return y if bias is None else y + bias
 
 
 class FusedLinear(Linear):
@@ -513,8 +419,6 @@ class Norm(nn.Module):
         weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
         if self.kind == 'layernorm':
             return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
-        if bias is None and counts_operators(x):
-            return RMSNorm.apply(x, weight, self.eps)
         y = F.rms_norm(x.float(), weight.shape, weight, self.eps)
         return (y if bias is None else y + bias).type_as(x)
 
@@ -526,14 +430,17 @@ def dropout(x, p):
     return cpu_dropout(x, p) if x.device.type == 'cpu' else F.dropout(x, p)
 
 
+def cpu_dropout(x, p):
+    """Random bits are the cost of dropout on a CPU: 16 an element, drawn 64 at a time, take a fifth of
+    F.dropout's time."""
+    limit = max(1, round(p * 65536))
+    bits = torch.randint(-2**63, 2**63 - 1, (-(-x.numel() // 4),)).view(torch.int16)[:x.numel()].view(x.shape)
+    return torch.where(bits >= limit - 32768, x * (65536 / (65536 - limit)), 0.0)
+
+
 # positions --------------------------------------------------------------------------------------------------
 
 POSITIONS = ('rope', 'alibi', 'learned', 'sinusoidal', 'none')
-
-
-def at_least_one(factor):
-    if not factor >= 1:
-        raise ValueError(f"factor={factor} is below 1, which would speed rotations up")
 
 
 def yarn_mscale(factor, weight=1.0):
@@ -543,20 +450,17 @@ def yarn_mscale(factor, weight=1.0):
 
 def linear(freq, base, length, *, factor):
     """Every position divided by factor. Chen et al. 2023, arXiv:2306.15595."""
-    at_least_one(factor)
     return freq / factor, 1.0
 
 
 def ntk(freq, base, length, *, factor):
     """The base times factor^(d / (d - 2)): the slowest pair slowed by factor, the fastest kept (bloc97)."""
-    at_least_one(factor)
     d = 2 * len(freq)
     return freq * factor ** (-torch.arange(0, d, 2, device=freq.device) / max(1, d - 2)), 1.0
 
 
 def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
     """ntk by as much as a context of this length needs (emozilla)."""
-    at_least_one(factor)
     needed = factor * length / original_max_position_embeddings - (factor - 1)
     return ntk(freq, base, length, factor=max(1.0, needed))
 
@@ -565,7 +469,6 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
     """Pairs that turn more than beta_fast times in the original context are kept, those that turn less than
     beta_slow times are slowed by factor, with a ramp between. Peng et al. 2023, arXiv:2309.00071, 3.2."""
-    at_least_one(factor)
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(base)
                  for turns in (beta_fast, beta_slow))  # the pair that turns so often
@@ -583,7 +486,6 @@ def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
            original_max_position_embeddings):
     """As yarn, with the ramp over the turns in the original context, low_freq_factor to high_freq_factor, and
     nothing sharpened. Llama 3.1, arXiv:2407.21783."""
-    at_least_one(factor)
     turns = original_max_position_embeddings * freq / (2 * math.pi)
     keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return torch.lerp(freq / factor, freq, keep), 1.0
@@ -592,7 +494,6 @@ def llama3(freq, base, length, *, factor, low_freq_factor, high_freq_factor,
 def longrope(freq, base, length, *, short_factor, long_factor, original_max_position_embeddings, factor,
              attention_factor=None):
     """A factor for each pair: from one list within the original context, another beyond. arXiv:2402.13753."""
-    at_least_one(factor)
     each = long_factor if length > original_max_position_embeddings else short_factor
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
@@ -633,20 +534,29 @@ def rope_table(kind, position_ids, length):
     """cos and sin of the rotation angles at position_ids (...), each (..., dimensions / 2) float32, for a
     kind of rotation (base, dimensions, items of a scaling): position p turns pair i by
     p * base^(-2i / dimensions). RoFormer, arXiv:2104.09864, equation 15. length: of the context, for scalings
-    that depend on it. Raises ValueError if the scaling cannot be computed."""
-    (base, width, scaling), device = kind, position_ids.device
-    freq, factor = 1.0 / base ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width), 1.0
+    that depend on it."""
+    (base, width, scaling), options = kind, dict(kind[2])
+    pair = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32)
+    freq, factor = 1.0 / base ** (pair / width), 1.0
     if scaling:
-        options = dict(scaling)
-        name = str(options.pop('rope_type', None))
-        if name not in ROPE_SCALINGS:
-            raise ValueError(f"rope_scaling's rope_type={name!r} is none of {', '.join(ROPE_SCALINGS)}")
-        try:
-            freq, factor = ROPE_SCALINGS[name](freq, base, length, **options)
-        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(f"rope_scaling={dict(scaling)}: {error}") from None
+        freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[..., None] * freq
     return angle.cos() * factor, angle.sin() * factor
+
+
+def check_rope(config):
+    """As Mixer.check, for a config with rotations."""
+    scaling = config.rope_scaling
+    if config.rope_dim < 2 or config.rope_dim % 2:
+        yield 'pos', f"rope rotates pairs, so rope_dim={config.rope_dim}, a head's part, must be even"
+    elif scaling is not None:
+        try:
+            rope_table(config.rope_kind, torch.zeros(1, device='cpu'), config.block_size)
+            if not scaling.get('factor', 1) >= 1:
+                yield 'rope_scaling', 'a factor below 1 would speed rotations up'
+        except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
+            yield 'rope_scaling', (f"{type(error).__name__} {error}; rope_type is one of "
+                                   f"{', '.join(ROPE_SCALINGS)}")
 
 
 def rotate(x, rope):
@@ -721,15 +631,15 @@ def visible(q_pos, k_pos, first=0):
 class Mixer(nn.Module, abc.ABC):
     """What mixes the tokens of a row in a block: attention, latent attention, Gated DeltaNet, yours. This is
     all that one needs to know to add a mixer: write the class, give it a letter in MIXERS, put the letter
-    into the grid of test_model.py.
+    into the grid of test_model.py. For another attention the shortest way is a subclass of Attention that
+    overrides attend(q, k, v, context), and head_widths if its products are wider.
 
     forward(x, context): x (B, T, C), normed or not as the block's norm placement has it -> (B, T, C). Tokens
     must not see later ones. `context` is the ForwardContext; from it a mixer takes
-    - context.ropes[self.rope_kind], for rotate(), made before the first layer; rope_kind is (base, dimensions
-      that turn, items of a scaling), or None, for which there is None. config.rope_kind is what the config
-      asks for; another base is (500.0, *config.rope_kind[1:]). context.position_ids is for other positions;
-    - context.masks[self.mask_kind], made before the first layer, if mask_kind is not None. It is (window,
-      whether ALiBi's bias is in it);
+    - context.ropes[self.rope_kind], for rotate(); rope_kind is (base, dimensions that turn, items of a
+      scaling), or None, for which there is None. config.rope_kind is what the config asks for; another base
+      is (500.0, *config.rope_kind[1:]). context.position_ids is for other positions;
+    - context.masks[self.mask_kind], if mask_kind is not None. It is (window, whether ALiBi's bias is in it);
     - context.idx, (B, T), the token ids, as for embeddings of its own;
     - context.cache, None in training. A mixer says in __init__ what it keeps there:
       `slots`, (heads, width) of each tensor that has a slot for each token: append new ones, get all to
@@ -737,36 +647,32 @@ class Mixer(nn.Module, abc.ABC):
       `states`, (shape, dtype or None for the compute dtype) of each tensor of fixed size that a row keeps:
       read cache.states[self.layer], a list of (B, *shape), zero for a new row, and write with .copy_(); or,
       for a convolution and whatever else looks a few tokens back, use self.after_last(x, context);
-    - context.lengths, (B,), where rows have other numbers of new tokens and padding follows them: slots take
-      care of themselves, a state must not be changed by padding;
+    - context.lengths, (B,), where rows have different numbers of new tokens and padding follows them: slots
+      take care of themselves, a state must not be changed by padding;
     - context.document_starts: tokens of a document must not see those of another. A mixer that keeps them
-      apart sets `documents`; without it a model with a document_token is refused.
+      apart sets `documents`; without it a model with a document_token is refused;
     - context.weights: a list if attention weights are asked for; attention appends (B, H, T, S).
 
     flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
-    linear layers and parameters tagged as matrices, which GPT.account counts. Parameters are made by
-    parameter(...) or tag(...); c_proj is the projection that ends the branch. `window` is how many tokens the
-    slots are for, None for all; a class that can have one sets `can_slide` and asks config.window_of(layer).
-    The class methods defaults and check are for fields of GPTConfig that are its own: those that defaults
-    names may not be given to a model without such a layer. Norm follows config.norm.
+    weights, which GPT.account counts. Parameters are made by parameter(...) or tag(...); c_proj is the
+    projection that ends the branch. `window` is how many tokens the slots are for, None for all; a class that
+    can have one sets `can_slide` and asks config.window_of(layer). `fields` names the options of GPTConfig
+    that have an effect in its layers alone: a config without such a layer may not set them. Norm follows
+    config.norm."""
 
-    For another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context),
-    and head_widths if its products are wider."""
-
-    slots = states = ()
+    slots = states = fields = ()
     mask_kind = rope_kind = window = None
     documents = can_slide = False
 
     @classmethod
     def defaults(cls, config):
-        """Field of GPTConfig -> the value that None stands for. Called for models without such a layer too:
-        other fields of its own may still be None."""
+        """Field of GPTConfig -> the value that None stands for in a model with such a layer."""
         return {}
 
     @classmethod
-    def check(cls, config, given, check):
-        """Calls check(holds, 'field other_field', reason) for what the mixer needs of the config; given: the
-        fields before defaults."""
+    def check(cls, config):
+        """What it cannot compute: pairs ('field other_field', reason)."""
+        return ()
 
     def __init__(self, config, layer):
         super().__init__()
@@ -776,15 +682,16 @@ class Mixer(nn.Module, abc.ABC):
         """x (B, T, ...) -> (B, n + T, ...): x behind the values of each row's n tokens before it, zeros
         before the first token. They come from the state of this number, of shape (n, ...), which then holds
         those of the row's last n tokens; padding is left out."""
-        cache, n = context.cache, self.states[state][0][0]
-        before = (x.new_zeros(len(x), n, *x.shape[2:]) if cache is None
-                  else cache.states[self.layer][state])
+        cache, lengths, n = context.cache, context.lengths, self.states[state][0][0]
+        if cache is None:
+            return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
+        before = cache.states[self.layer][state]
         x = torch.cat((before, x), dim=1)
-        if cache is not None and context.lengths is None:
+        if lengths is None:
             before.copy_(x[:, x.shape[1] - n:])
-        elif cache is not None:
+        else:
             row = torch.arange(len(x), device=x.device)[:, None]
-            before.copy_(x[row, context.lengths[:, None] + torch.arange(n, device=x.device)])
+            before.copy_(x[row, lengths[:, None] + torch.arange(n, device=x.device)])
         return x
 
     @abc.abstractmethod
@@ -799,8 +706,9 @@ class Mixer(nn.Module, abc.ABC):
 # attention --------------------------------------------------------------------------------------------------
 
 def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
-    """softmax(scale q k^T + bias) v, with dropout p on the weights: the one entry point of attention.
-    q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K dividing H (arXiv:2305.13245) -> (B, H, T, D')."""
+    """softmax(scale q k^T + bias) v, with dropout p on the weights: the one entry point of attention, which
+    takes the first of these paths that computes it. q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K
+    dividing H (grouped queries, arXiv:2305.13245) -> (B, H, T, D')."""
     (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
     if context.eager:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
@@ -808,44 +716,25 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
         from torch.nn.attention.flex_attention import flex_attention
         block_mask, score_mod = mask.flex
         return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
-    is_causal = mask.is_causal and T > 1
+    is_causal = bias is None and mask.is_causal and T > 1
     if (H // K * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
             and (bias is not None or q.device.type == 'cpu' and not is_causal)):
-        return attend_few(q, k, v, bias, scale)
+        return eager_attention(q.float(), k.float(), v.float(), mask, scale, few=True).type_as(v)
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
                                    is_causal and torch.is_grad_enabled())
     if H > K and sharing == 'rows':
-        if bias is None and is_causal:
-            bias = q.new_full((T, S), -math.inf).triu(1)[None, None]
-        if bias is not None:
-            bias = bias.repeat(1, 1, H // K, 1) if bias.shape[1] == 1 else bias.reshape(-1, K, H // K * T, S)
         q = q.reshape(B, K, H // K * T, D)
+        if bias is not None:  # (1 or B, 1 or K, H / K T, S)
+            bias = bias.expand(-1, max(bias.shape[1], H // K), -1, -1).reshape(len(bias), -1, H // K * T, S)
     elif H > K and sharing == 'repeat':
         k, v = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1)
     with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale,
-                                           is_causal=is_causal and bias is None,
+        y = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal, scale=scale,
                                            enable_gqa=q.shape[1] > k.shape[1])
     return y.reshape(B, H, T, -1)  # some kernels return the heads innermost but one
 
 
-FEW_QUERIES = 16  # of a head of keys, as in decoding
-
-
-def attend_few(q, k, v, bias, scale):
-    """attend, for few queries in a compiled step: products that the compiler makes two loops of, which read
-    keys and values once. SDPA's kernels are made for long sequences: on a CPU they take ten times as long, on
-    CUDA those that take a bias give all keys of a head to one multiprocessor."""
-    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    q = (q.float() * scale).reshape(B, K, H // K * T, 1, D)
-    score = (q * k.float()[:, :, None]).sum(dim=-1)                                  # (B, K, H / K T, S)
-    if bias is not None:
-        score = (score.view(B, H, T, S) + bias.float()).view(B, K, -1, S)
-    weight = score.softmax(dim=-1)
-    y = (weight[..., None] * v.float()[:, :, None]).sum(dim=-2)
-    return y.type_as(v).view(B, H, T, -1)
-
-
+FEW_QUERIES = 16  # of a head of keys, as in decoding; SDPA's kernels are made for long sequences
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -860,9 +749,9 @@ def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
     - whether cuDNN may compute it. It is the fastest in training, but builds a plan for each new shape, in
       tenths of a second, and has been wrong with masks (pytorch issues 196678, 193893)."""
     use_cudnn = device != 'cuda' or is_training and not has_bias
-    if T == 1 or has_bias or device == 'mps':
+    if T == 1 or has_bias:
         return 'rows', use_cudnn
-    if device == 'cuda' and not (dtype is torch.bfloat16 and fits_flash):
+    if device == 'mps' or device == 'cuda' and not (dtype is torch.bfloat16 and fits_flash):
         return 'repeat', use_cudnn
     return 'gqa', use_cudnn
 
@@ -894,18 +783,22 @@ def flex_mask(T, window, starts, slopes, device):
             None if slopes is None else add_alibi)
 
 
-def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=128):
-    """attend, written out, in blocks of queries; softmax statistics are float32 inside. For what no kernel
-    does: capped scores, a sink, attention weights on request; and for training on CPUs, see `eager` in
-    GPT.context."""
+def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=128, few=False):
+    """attend, written out, in blocks of queries, which leave out keys that a causal mask hides from all of
+    them. For what no kernel does: capped scores, a sink, attention weights on request; for training on CPUs,
+    see `eager` in GPT.context; and for few queries in a compiled step, by sums that the compiler makes two
+    loops of, which read keys and values once: on a CPU SDPA takes ten times as long, and CUDA's kernels that
+    take a bias give all keys of a head to one multiprocessor."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    q, out, seen_weights = q * scale, [], []
+    q, out, block = q * scale, [], T if few or weights is not None else block
     for start in range(0, T, block):
         end = min(start + block, T)
         first = max(0, start + 1 - mask.window) if mask.is_causal and mask.window else 0
         last = end if mask.is_causal else S
-        # a group's heads are rows of one product: (B, K, G t, D) @ (B, K, D, seen)
-        score = q[:, :, start:end].reshape(B, K, -1, D) @ k[:, :, first:last].transpose(-2, -1)
+        keys, values = k[:, :, first:last], v[:, :, first:last]
+        # a group's heads are rows of one product: (B, K, H / K t, D) @ (B, K, D, seen)
+        rows = q[:, :, start:end].reshape(B, K, -1, D)
+        score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
         score = score.view(B, H, end - start, last - first)
         if softcap:
             score = softcap * torch.tanh(score / softcap)
@@ -915,11 +808,10 @@ def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights
             score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
         weight = score.softmax(dim=-1)[..., :last - first]
         if weights is not None:
-            seen_weights.append(F.pad(weight, (first, S - last)))
+            weights.append(weight)
         weight = dropout(weight, p).reshape(B, K, -1, last - first)
-        out.append((weight @ v[:, :, first:last]).view(B, H, end - start, -1))
-    if weights is not None:
-        weights.append(torch.cat(seen_weights, dim=2))
+        y = (weight[..., None] * values[:, :, None]).sum(dim=-2) if few else weight @ values
+        out.append(y.view(B, H, end - start, -1))
     return torch.cat(out, dim=2)
 
 
@@ -928,6 +820,13 @@ class BaseAttention(Mixer):
     a head's key and value together, which the two products run over."""
 
     documents = can_slide = True
+    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'qkv_bias', 'proj_bias', 'attn_scale',
+              'attn_softcap', 'attn_sink')
+
+    @classmethod
+    def check(cls, config):
+        if config.pos == 'rope' and (config.head_dim or config.qk_rope_head_dim):
+            yield from check_rope(config)
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -953,10 +852,17 @@ class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention, by n_kv_head; with attn_gate its output is gated
     element by element (arXiv:2505.06708)."""
 
+    fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'partial_rotary_factor', 'attn_gate')
+
     @classmethod
-    def check(cls, config, given, check):
-        check(config.kv_lora_rank is None, 'mixer_pattern kv_lora_rank',
-              'a model has attention (A) or latent attention (M), not both')
+    def check(cls, config):
+        yield from super().check(config)
+        if config.kv_lora_rank is not None:
+            yield 'mixer_pattern kv_lora_rank', 'a model has attention (A) or latent attention (M), not both'
+        elif config.head_dim is None:
+            yield 'n_embd n_head', 'n_head must divide n_embd, or set head_dim'
+        if config.n_head % (config.n_kv_head or 1):
+            yield 'n_kv_head n_head', 'n_kv_head must divide n_head'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -969,19 +875,13 @@ class Attention(BaseAttention):
         self.q_norm, self.k_norm = (Norm(width, config) if config.qk_norm else nn.Identity()
                                     for _, width in self.normed)
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
-        # what NormRotate knows
-        self.joint = config.qk_norm is True and config.norm == 'rmsnorm' and not config.norm_bias
 
     def forward(self, x, context):
         (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
-        if self.joint and rope is not None and counts_operators(x):
-            q, k = NormRotate.apply(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *rope)
-        else:
-            q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
-            k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
-            q, k = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k)]
-            q, k = rotate(q, rope), rotate(k, rope)
-        v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # as q and k (B, heads, T, D)
+        q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
+        k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
+        q, k = rotate(q, rope), rotate(k, rope)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, context, k, v)
         y = self.attend(q, k, v, context).transpose(1, 2).flatten(2)
@@ -993,108 +893,105 @@ class Attention(BaseAttention):
 class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
     are projections of one latent a token, which is all that is cached, beside one rotary key that the heads
-    share. Where it costs less, decoding does not project latents up but queries and outputs down ("absorbed",
-    its section 2.1.2): then the latents are keys and values of multi-query attention."""
+    share. Training computes them ("expanded"). Where that costs less, as in decoding, queries are projected
+    down to the latents, and outputs up from them ("absorbed", its section 2.1.2): then the latents are keys
+    and values of multi-query attention."""
+
+    fields = (*BaseAttention.fields, 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim',
+              'v_head_dim')
 
     @classmethod
-    def check(cls, config, given, check):
-        check(config.kv_lora_rank is not None, 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank')
+    def check(cls, config):
+        yield from super().check(config)
+        if config.kv_lora_rank is None:
+            yield 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        H, C, rank = config.n_head, config.n_embd, config.kv_lora_rank
-        self.nope, self.rope, self.v = (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
-        q_width = H * (self.nope + self.rope)
-        self.c_attn = FusedLinear(C, (config.q_lora_rank or q_width, rank, self.rope), bias=config.qkv_bias)
-        self.q_norm = Norm(config.q_lora_rank, config) if config.q_lora_rank else None
-        self.c_q = Linear(config.q_lora_rank, q_width) if config.q_lora_rank else None
+        H, C, rank, q_rank = config.n_head, config.n_embd, config.kv_lora_rank, config.q_lora_rank
+        self.rank, self.nope, self.rope = rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.v, q_width = config.v_head_dim, H * (self.nope + self.rope)
+        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, self.rope), bias=config.qkv_bias)
+        self.q_norm = Norm(q_rank, config) if q_rank else nn.Identity()
+        self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config)
         self.c_kv = Linear(rank, H * (self.nope + self.v))  # of each head its k, then its v
         self.c_proj = Linear(H * self.v, C, bias=config.proj_bias, init=branch_init(config))
-        self.rank, self.slots = rank, [(1, rank + self.rope)]
-        self.head_widths = self.nope + self.rope + self.v
+        self.slots, self.head_widths = [(1, rank + self.rope)], self.nope + self.rope + self.v
 
     def forward(self, x, context, absorb=None):
-        q, latent, k_rope = self.c_attn(x)
-        if self.c_q is not None:
-            q = self.c_q(self.q_norm(q))
-        q, rope = q.unflatten(-1, (self.n_head, -1)).transpose(1, 2), context.ropes[self.rope_kind]
+        (q, latent, k_rope), rope = self.c_attn(x), context.ropes[self.rope_kind]
+        q = self.c_q(self.q_norm(q)).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
         q, q_rope = q.split((self.nope, self.rope), dim=-1)
-        q_rope = rotate(q_rope, rope)
-        kept = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], rope)), dim=-1)
+        latent = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], rope)), dim=-1)
         if context.cache is not None:
-            kept, = context.cache.append(self.layer, context, kept)
+            latent, = context.cache.append(self.layer, context, latent)  # (B, 1, S, rank + rope)
         w_k, w_v = self.c_kv.weight.view(self.n_head, -1, self.rank).split((self.nope, self.v), dim=1)
-        T, S, up = q.shape[2], kept.shape[2], self.rank * (self.nope + self.v)
-        if absorb is None:  # which is less work, a head
-            absorb = (context.cache is not None and T * (up + S * (2 * self.rank + self.rope))
-                      < S * (up + T * (self.nope + self.rope + self.v)))
+        T, S, up = q.shape[2], latent.shape[2], self.rank * (self.nope + self.v)
+        if absorb is None:  # multiplications a head
+            absorb = (context.cache is not None
+                      and T * (up + S * (2 * self.rank + self.rope)) < S * (up + T * self.head_widths))
         if absorb:
-            q, k, v = q @ w_k, kept, kept[..., :self.rank]  # (B, H, T, rank); (B, 1, S, ...)
+            q, k, v = q @ w_k, latent, latent[..., :self.rank]
         else:
-            kv = self.c_kv(kept[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            kv = self.c_kv(latent[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
             k, v = kv.split((self.nope, self.v), dim=-1)
-            k = torch.cat((k, kept[..., self.rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
-        y = self.attend(torch.cat((q, q_rope), dim=-1), k, v, context)
+            k = torch.cat((k, latent[..., self.rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
+        y = self.attend(torch.cat((q, rotate(q_rope, rope)), dim=-1), k, v, context)
         return self.c_proj((y @ w_v.mT if absorb else y).transpose(1, 2).flatten(2))
 
 
 # the cache --------------------------------------------------------------------------------------------------
 
-class FullSlots:
-    """What one layer keeps of all tokens: a token's slot is its position.
+class KVCache:
+    """One layer's keys and values, or latents, of all tokens: a token's slot is its position.
 
         max_len 6, rows of 3 and 5 tokens:     slot   0  1  2  3  4  5 | 6
                                                row 0  a  b  c  .  .  . |
                                                row 1  a  b  c  d  e  . |
 
-    What a slot holds beyond its row's length is masked. The last slot takes what padding would write, so that
-    rows may have other numbers of new tokens; nothing reads it."""
+    Slots beyond a row's length are masked. The last slot takes padding, so that rows may have different
+    numbers of new tokens; nothing reads it."""
 
-    def __init__(self, cache, shapes, count, device, dtype):
-        self.cache, self.count = cache, count
-        self.tensors = [torch.zeros(len(cache.length), heads, count + 1, width, device=device, dtype=dtype)
+    def __init__(self, cache, shapes, n_slots, device, dtype):
+        self.cache, self.n_slots = cache, n_slots
+        self.tensors = [torch.zeros(len(cache.length), heads, n_slots + 1, width, device=device, dtype=dtype)
                         for heads, width in shapes]
 
     def used(self, T):
         """How many slots to attend to once T new tokens are in."""
-        return self.count if self.cache.static else min(self.cache.longest + T, self.count)
+        return self.n_slots if self.cache.static else min(self.cache.longest + T, self.n_slots)
 
     def key_positions(self, positions):
-        """(1 or B, S): positions of what append returns for new tokens at positions (1 or B, T); -1 for an
-        empty slot."""
+        """(1 or B, S): positions of the keys that append returns for new tokens at positions (1 or B, T); -1
+        for an empty slot."""
         return torch.arange(self.used(positions.shape[1]), device=positions.device)[None]
 
     def append(self, new, context):
-        """Puts new tensors (B, heads, T, width) at context.positions; returns what to attend to, (B, heads,
-        S, width) each."""
+        """Puts new tensors (B, heads, T, width) at context.positions; returns all to attend to, (B, heads, S,
+        width) each."""
         self.write(new, context)
         return [old[:, :, :self.used(context.positions.shape[1])] for old in self.tensors]
 
     def write(self, new, context):
-        T, cache = context.positions.shape[1], self.cache
-        kept = min(T, self.count)  # of a sequence longer than a window only the end is kept
+        T, cache, device = context.positions.shape[1], self.cache, context.positions.device
         if cache.same_length and context.lengths is None:
-            start = (cache.longest + T - kept) % self.count
-            if start + kept <= self.count:  # adjacent slots, the same in all rows
+            start = cache.longest % self.n_slots
+            if start + T <= self.n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
                 for old, add in zip(self.tensors, new):
-                    old[:, :, start:start + kept] = add[:, :, T - kept:]
+                    old[:, :, start:start + T] = add
                 return
-        slot = context.positions % self.count
-        if context.lengths is None:
-            slot, new = slot[:, T - kept:], [add[:, :, T - kept:] for add in new]
-        else:
-            column = torch.arange(T, device=slot.device)
-            last = context.lengths[:, None]
-            slot = slot.where((column < last) & (column >= last - kept), self.count)
-        row = torch.arange(len(cache.length), device=slot.device)[:, None]
+        column, row = torch.arange(T, device=device), torch.arange(len(new[0]), device=device)[:, None]
+        end = T if context.lengths is None else context.lengths[:, None]
+        kept = (column < end) & (column >= end - self.n_slots)  # no padding, and of a long text its end
+        slot = (context.positions % self.n_slots).where(kept, self.n_slots)
         for old, add in zip(self.tensors, new):
             old[row, :, slot] = add.transpose(1, 2).to(old.dtype)
 
 
-class WindowSlots(FullSlots):
-    """What one layer keeps of the tokens in its window, and of max_rewind more: a ring, a token's slot is its
-    position modulo their number.
+class RollingKVCache(KVCache):
+    """One layer's keys and values of the tokens in its window: a token's slot is its position modulo their
+    number.
 
         window 4, a row of 6 tokens:           slot   0  1  2  3 | 4
                                                row 0  e  f  c  d |
@@ -1104,7 +1001,7 @@ class WindowSlots(FullSlots):
         T = positions.shape[1]
         slot = torch.arange(self.used(int(T == 1)), device=positions.device)
         last = positions[:, :1] - int(T > 1)
-        old = (last - (last - slot) % self.count).clamp(min=-1)  # the last position that falls to each slot
+        old = (last - (last - slot) % self.n_slots).clamp(min=-1)  # the last position that falls to each slot
         return old if T == 1 else torch.cat((old, positions), dim=1)
 
     def append(self, new, context):
@@ -1117,33 +1014,31 @@ class WindowSlots(FullSlots):
 
 
 class Cache:
-    """What the layers keep of the tokens so far. Made by GPT.make_cache, owned by the caller. `slots` has for
-    each layer its FullSlots or WindowSlots, `states` a list of tensors (B, ...) of fixed size; see Mixer.
+    """The tokens so far, as each layer keeps them. Made by GPT.make_cache, owned by the caller. `slots` has a
+    KVCache or RollingKVCache for each layer, `states` a list of tensors (B, ...) of fixed size; see Mixer.
 
     Rows may have different lengths: `length` (B,) counts each row's tokens, `longest` is their maximum, on
     the host, and `same_length` says that all are alike. If `static`, only tensors may change, so that one
     compiled step serves every position: then the caller keeps count, `longest` is None, and each step attends
     to all slots, empty ones masked."""
 
-    def __init__(self, mixers, batch_size, max_len, device, dtype, static=False, max_rewind=0,
-                 documents=False):
-        self.max_len, self.static, self.max_rewind = max_len, static, max_rewind
+    def __init__(self, mixers, batch_size, max_len, device, dtype, static, rolling, documents):
+        self.max_len, self.static = max_len, static
         self.longest, self.same_length = (None, False) if static else (0, True)
         self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.peak = self.length.clone()  # most tokens that a row has held since it was empty
         # the position where each position's document starts, and a last column for padding
         self.starts = torch.zeros(batch_size, (max_len + 1) * documents, dtype=torch.long, device=device)
-        self.slots, self.states = [], []
         self.windows = [mixer.window if mixer.slots else 'no slots' for mixer in mixers]
+        self.slots, self.states = [], []
         for mixer in mixers:
-            ring = mixer.window is not None and mixer.window + max_rewind < max_len
-            kind, count = (WindowSlots, mixer.window + max_rewind) if ring else (FullSlots, max_len)
-            self.slots.append(kind(self, mixer.slots, count, device, dtype))
+            rolls = rolling and mixer.window is not None and mixer.window < max_len
+            kind, n_slots = (RollingKVCache, mixer.window) if rolls else (KVCache, max_len)
+            self.slots.append(kind(self, mixer.slots, n_slots, device, dtype))
             self.states.append([torch.zeros(batch_size, *shape, device=device, dtype=own or dtype)
                                 for shape, own in mixer.states])
 
     def slots_of(self, window):
-        """Slots of a layer with this window; all layers of a window have the same positions in theirs."""
+        """The KV cache of a layer with this window; all of them hold the same positions."""
         return self.slots[self.windows.index(window)]
 
     def append(self, layer, context, *new):
@@ -1154,50 +1049,38 @@ class Cache:
     def positions(self, T, lengths=None):
         """Positions of the next T tokens: (1, T) if all rows are alike, else (B, T). Raises ValueError if
         they do not fit."""
-        new = torch.arange(T, device=self.length.device)
-        if lengths is not None:
-            longest = int((self.length + lengths).max())
-        elif not self.static:
-            longest = self.longest + T
-        if (lengths is not None or not self.static) and longest > self.max_len:
-            raise ValueError(f"cache is full: {longest} tokens into {self.max_len} slots; "
-                             "make_cache with a larger max_len")
-        return self.longest + new[None] if self.same_length else self.length[:, None] + new
+        if lengths is not None or not self.static:
+            longest = self.longest + T if lengths is None else int((self.length + lengths).max())
+            if longest > self.max_len:
+                raise ValueError(f"cache is full: {longest} tokens into {self.max_len} slots; "
+                                 "make_cache with a larger max_len")
+        start = self.longest if self.same_length else self.length[:, None]
+        return start + torch.arange(T, device=self.length.device)[None]
 
     def advance(self, T, lengths=None):
         """Counts the tokens that have been appended."""
         self.length += T if lengths is None else lengths
-        torch.maximum(self.peak, self.length, out=self.peak)
         if lengths is not None:
             self._recount()
         elif not self.static:
             self.longest += T
 
     def rewind(self, n):
-        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Layers with a window
-        allow max_rewind tokens, those with a state none. Raises ValueError for more."""
-        length = self.length - n
-        if (length < 0).any() or (length > self.length).any():
-            raise ValueError(f"cannot rewind {n} tokens: the cache holds {self.length.tolist()}")
-        if any(self.states) and (length < self.length).any():
-            raise ValueError(f"cannot rewind {n} tokens: layer {[bool(s) for s in self.states].index(True)} "
-                             "keeps a state, from which no token can be taken back; reset() empties rows")
-        slots = min(slots.count for slots in self.slots)
-        if slots < self.max_len and ((self.peak > slots) & (self.peak - length > self.max_rewind)
-                                     & (length > 0)).any():
-            raise ValueError(f"cannot rewind {n} tokens: the windows keep max_rewind={self.max_rewind} more "
-                             "than they need; make_cache with a larger one")
-        self.length.copy_(length)
-        self.peak.masked_fill_(length == 0, 0)
+        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Raises ValueError if
+        a row is shorter, or for a layer that keeps no earlier tokens: one with a state, or a rolling KV cache
+        that has wrapped."""
+        n = torch.as_tensor(n, device=self.length.device)
+        n_slots = 0 if any(self.states) else min(slots.n_slots for slots in self.slots)
+        if ((n < 0) | (n > self.length) | (n > 0) & (self.length > n_slots) & (n_slots < self.max_len)).any():
+            raise ValueError(f"cannot rewind {n.tolist()} of {self.length.tolist()} tokens: there are not so "
+                             "many, or a layer keeps but a state or its window (for a window: rolling=False)")
+        self.length -= n
         self._recount()
 
-    def reset(self, rows=None):
-        """Empties all rows, or those where rows (B,) bool is True."""
-        rows = torch.ones_like(self.length, dtype=torch.bool) if rows is None else rows
-        self.length.masked_fill_(rows, 0)
-        self.peak.masked_fill_(rows, 0)
-        for state in self._state_tensors():
-            state.masked_fill_(rows.view(-1, *[1] * (state.ndim - 1)), 0)
+    def reset(self):
+        """Empties all rows."""
+        for tensor in [self.length, *itertools.chain(*self.states)]:
+            tensor.zero_()
         self._recount()
 
     def select(self, rows):
@@ -1206,19 +1089,7 @@ class Cache:
         for slots in self.slots:
             slots.tensors = [old[rows] for old in slots.tensors]
         self.states = [[state[rows] for state in layer] for layer in self.states]
-        self.length, self.peak, self.starts = self.length[rows], self.peak[rows], self.starts[rows]
-        self._recount()
-
-    def put(self, rows, other):
-        """Replaces rows, given by their numbers, by those of another cache, which is not static and was made
-        for as many tokens."""
-        for old, new in zip(self.tensors()[:3] + self._state_tensors(),
-                            other.tensors()[:3] + other._state_tensors()):
-            old[rows] = new
-        for mine, others in zip(self.slots, other.slots):
-            used = min(other.longest, mine.count)
-            for old, new in zip(mine.tensors, others.tensors):
-                old[rows, :, :used] = new[:, :, :used]
+        self.length, self.starts = self.length[rows], self.starts[rows]
         self._recount()
 
     def _recount(self):
@@ -1226,17 +1097,14 @@ class Cache:
             shortest, self.longest = int(self.length.min()), int(self.length.max())
             self.same_length = shortest == self.longest
 
-    def _state_tensors(self):
-        return [state for layer in self.states for state in layer]
-
     def tensors(self):
         """All tensors that a step changes: CUDA graphs want to know."""
-        kept = [old for slots in self.slots for old in slots.tensors]
-        return [self.length, self.peak, self.starts, *kept, *self._state_tensors()]
+        kept = [slots.tensors for slots in self.slots]
+        return [self.length, self.starts, *itertools.chain(*kept, *self.states)]
 
     @property
     def nbytes(self):
-        return sum(t.nbytes for t in self.tensors()[3:])
+        return sum(t.nbytes for t in self.tensors()[2:])
 
 
 # Gated DeltaNet ---------------------------------------------------------------------------------------------
@@ -1253,7 +1121,7 @@ def short_convolution(x, weight, context):
     return y
 
 
-def gated_delta_rule(q, k, v, decay, beta, state, starts=None, first=None, chunk=64):
+def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, chunk=64):
     """Linear attention whose state S (keys x values) forgets, and corrects what it holds for a key:
 
         S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(decay_t) S_{t-1})^T,    y_t = S_t^T q_t
@@ -1261,25 +1129,25 @@ def gated_delta_rule(q, k, v, decay, beta, state, starts=None, first=None, chunk
     arXiv:2412.06464, equation 10, in chunks (its section 3.3): within one the corrections depend on each
     other by a triangular system, between them the state is handed on. A chunk of one token is the recurrence
     itself. q, k (B, heads, T, keys); v (B, heads, T, values); decay <= 0 and beta (B, heads, T); state (B,
-    heads, keys, values); all float32. starts (B, T): positions where the tokens' documents start, a document
-    sees nothing of others; first (1 or B, 1): the position of the first token. Returns y (B, heads, T,
-    values) and the state after the last token."""
+    heads, keys, values); all float32. is_start (B, T) bool: where documents start, which see nothing of
+    others. Returns y (B, heads, T, values) and the state after the last token."""
     T, C = q.shape[2], min(chunk, q.shape[2])
-    more = -T % C  # padding to whole chunks: beta is 0, so that it writes nothing, and decay is 0
-    q, k, v, decay, beta = (F.pad(x, (0, 0) * (x.ndim - 3) + (0, more)).unflatten(2, (-1, C))
-                            for x in (q, k, v, decay, beta))  # (B, heads, chunks, C, ...)
+
+    def chunks(x, dim):  # padded with zeros, so that nothing is written and nothing decays
+        return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % C)).unflatten(dim, (-1, C))
+
+    q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, C, ...)
     total = decay.cumsum(-1)  # log of how much the state from before the chunk has decayed
     hidden = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
     carried = total.exp()
-    if starts is not None:
-        starts = torch.cat((starts, starts[:, -1:].expand(-1, more)), dim=1).unflatten(1, (-1, C))[:, None]
-        hidden = hidden | (starts[..., :, None] != starts[..., None, :])
-        chunk_first = first[:, None] + C * torch.arange(starts.shape[2], device=q.device)  # (B, 1, chunks)
-        carried = carried * (starts < chunk_first[..., None])  # of documents that began before the chunk
+    if is_start is not None:
+        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0 began before the chunk
+        hidden = hidden | (document[..., :, None] != document[..., None, :])
+        carried = carried * (document == 0)
     # decayed from j to i, (B, heads, chunks, C, C)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -math.inf).exp()
     k_beta = k * beta[..., None]
-    system = (k_beta @ k.mT) * between  # only what is below the diagonal counts
+    system = (k_beta @ k.mT) * between  # only the part below the diagonal counts
     right = torch.cat((v * beta[..., None], k_beta * carried[..., None]), dim=-1)
     right = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
@@ -1298,36 +1166,39 @@ class GatedDeltaNet(Mixer):
     gated. A row keeps the last inputs of the convolution and a float32 state, whatever its length."""
 
     documents = True
+    fields = ('linear_n_key_head', 'linear_n_value_head', 'linear_key_head_dim', 'linear_value_head_dim',
+              'linear_conv_kernel_dim')
 
     @classmethod
     def defaults(cls, config):
-        heads, width = config.linear_n_key_head or config.n_head, config.n_embd // config.n_head
+        heads, width = config.linear_n_key_head or config.n_head, quotient(config.n_embd, config.n_head)
         return dict(linear_n_key_head=heads, linear_n_value_head=heads, linear_key_head_dim=width,
                     linear_value_head_dim=config.linear_key_head_dim or width, linear_conv_kernel_dim=4)
 
     @classmethod
-    def check(cls, config, given, check):
-        check(given.linear_key_head_dim or config.n_embd % config.n_head == 0, 'n_embd n_head',
-              'n_head must divide n_embd, or set linear_key_head_dim')
-        check(config.linear_n_value_head % config.linear_n_key_head == 0,
-              'linear_n_value_head linear_n_key_head', 'key heads must divide value heads')
+    def check(cls, config):
+        if config.linear_key_head_dim is None:
+            yield 'n_embd n_head', 'n_head must divide n_embd, or set linear_key_head_dim'
+        if config.linear_n_value_head % config.linear_n_key_head:
+            yield 'linear_n_value_head linear_n_key_head', 'key heads must divide value heads'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.n_key, self.n_value = config.linear_n_key_head, config.linear_n_value_head
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        keys, values, kernel = self.n_key * self.key_dim, self.n_value * self.value_dim, \
-            config.linear_conv_kernel_dim
+        keys, values = self.n_key * self.key_dim, self.n_value * self.value_dim
+        kernel = config.linear_conv_kernel_dim
+        self.qkv = (keys, keys, values)
         # queries, keys, values, the output's gate, and for each value head beta and decay
-        self.c_attn = FusedLinear(config.n_embd, (keys, keys, values, values, self.n_value, self.n_value))
-        self.conv = parameter(2 * keys + values, kernel, group='vector',
+        self.c_attn = FusedLinear(config.n_embd, (*self.qkv, values, self.n_value, self.n_value))
+        self.conv = parameter(sum(self.qkv), kernel, group='vector',
                               init=functools.partial(nn.init.uniform_, a=-kernel ** -0.5, b=kernel ** -0.5))
         self.dt_bias = parameter(self.n_value, init=dt_init, group='vector')
         self.A_log = parameter(self.n_value, init=decay_init, group='vector')
         self.o_norm = parameter(self.value_dim, init=nn.init.ones_, group='vector')
         self.c_proj = Linear(values, config.n_embd, init=branch_init(config))
         self.eps = config.norm_eps
-        self.states = [((kernel - 1, 2 * keys + values), None),
+        self.states = [((kernel - 1, sum(self.qkv)), None),
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
 
     def flops(self, length):
@@ -1336,25 +1207,22 @@ class GatedDeltaNet(Mixer):
 
     def forward(self, x, context):
         cache, is_token = context.cache, context.is_token()
-        q, k, v, gate, beta, decay = self.c_attn(x)
-        qkv = torch.cat((q, k, v), dim=-1)
-        shape, dtype = self.states[1]
-        state = (x.new_zeros(len(x), *shape, dtype=dtype or qkv.dtype) if cache is None
-                 else cache.states[self.layer][1])
+        *qkv, gate, beta, decay = self.c_attn(x)
+        qkv = torch.cat(qkv, dim=-1)
         mixed = F.silu(short_convolution(self.after_last(qkv, context), self.conv.type_as(qkv), context))
-        q, k, v = mixed.split((q.shape[-1], k.shape[-1], v.shape[-1]), dim=-1)
-        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2).float()  # (B, heads, T, width)
-                   for y, heads in ((q, self.n_key), (k, self.n_key), (v, self.n_value)))
+        q, k, v = (y.unflatten(-1, (-1, width)).transpose(1, 2).float()  # (B, heads, T, width)
+                   for y, width in zip(mixed.split(self.qkv, dim=-1),
+                                       (self.key_dim, self.key_dim, self.value_dim)))
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
         q, k = (y.repeat_interleave(self.n_value // self.n_key, dim=1) for y in (q, k))
         beta = beta.float().sigmoid()
         decay = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias.float())
         if is_token is not None:  # padding writes nothing, and nothing is forgotten over it
             beta, decay = beta * is_token[..., None], decay * is_token[..., None]
+        state = q.new_zeros(len(x), *self.states[1][0]) if cache is None else cache.states[self.layer][1]
+        is_start = None if context.document_starts is None else context.position_ids == 0
         with torch.autocast(x.device.type, enabled=False):
-            y, after = gated_delta_rule(q * self.key_dim ** -0.5, k, v, decay.transpose(1, 2),
-                                        beta.transpose(1, 2), state, context.document_starts,
-                                        context.positions[:, :1])
+            y, after = gated_delta_rule(q * self.key_dim ** -0.5, k, v, decay.mT, beta.mT, state, is_start)
         if cache is not None:
             state.copy_(after)
         y = F.rms_norm(y.transpose(1, 2), (self.value_dim,), self.o_norm.float(), self.eps)
@@ -1441,24 +1309,6 @@ class Experts(nn.Module):
         return y
 
 
-class MoveRows(torch.autograd.Function):
-    """Permutes rows of x: x[source], zeros where source is len(x); back: where x's own rows went.
-    The backward is a gather as well, where that of indexing is a scatter, slow or not deterministic."""
-
-    @staticmethod
-    def forward(ctx, x, source, back):
-        ctx.save_for_backward(source, back)
-        return take_rows(x, source)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return take_rows(grad, ctx.saved_tensors[1]), None, None
-
-
-def take_rows(x, source):
-    return (F.pad(x, (0, 0, 0, 1)) if len(source) > len(x) else x)[source]
-
-
 ROUTERS = {
     # name: (logits -> logs of the experts' scores, scores of a group's experts -> the group's score)
     'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
@@ -1470,6 +1320,22 @@ class MoE(nn.Module):
     """Mixture of experts: each token passes through the n_expert_active experts that its router scores
     highest (Shazeer et al. 2017, arXiv:1701.06538), and through the shared ones (DeepSeekMoE,
     arXiv:2401.06066). No token is dropped."""
+
+    @classmethod
+    def check(cls, config):
+        """As Mixer.check."""
+        if config.n_expert is None:
+            return
+        n_groups, used = config.n_group or 1, config.topk_group or 1
+        each = config.n_expert // n_groups
+        if config.n_expert < 2:
+            yield 'n_expert', 'one expert is an MLP, and its router has nothing to choose'
+        if config.n_expert % n_groups or used > n_groups:
+            yield 'n_group topk_group n_expert', 'n_group must divide n_expert, and topk_group not be larger'
+        if config.n_expert_active > each * used:
+            yield 'n_expert_active n_expert n_group topk_group', 'a token cannot use more experts than it has'
+        if config.n_group and config.router == 'sigmoid' and each < 2:
+            yield 'router n_expert n_group', 'sigmoid ranks a group by its best two experts'
 
     def __init__(self, config):
         super().__init__()
@@ -1483,12 +1349,14 @@ class MoE(nn.Module):
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
-        flat = x.flatten(0, 1)  # (n, C)
+        flat, k = x.flatten(0, 1), self.config.n_expert_active  # (n, C)
         weight, chosen, logits, score = self.route(flat)
-        source, back, offsets = self.dispatch(chosen)
-        each = flat.to(context.dtype)[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)  # a row a choice
-        y = MoveRows.apply(self.experts(MoveRows.apply(each, source, back), offsets), back, source)
-        y = y.unflatten(0, (-1, chosen.shape[1]))  # (n, k, C)
+        order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
+        ends = self.load(chosen, 1)[0].cumsum(0, dtype=torch.int32)
+        each = flat.to(context.dtype)[:, None].expand(-1, k, -1).flatten(0, 1)  # a row a choice
+        # index_select: the backward of indexing is slow, or not deterministic
+        y = self.experts(each.index_select(0, order), ends)
+        y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
         y = (y * weight[..., None].type_as(y)).sum(1).view_as(x)
         if context.routing is not None:
             context.routing.append(self.statistics(chosen, logits, score, len(x)))
@@ -1518,126 +1386,19 @@ class MoE(nn.Module):
         weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
         return weight * config.routed_scaling_factor, chosen, logits, score
 
-    def dispatch(self, chosen):
-        """Sorts choices by expert: chosen (n, k) -> source (rows,), the choice that each row for the experts
-        is of, n k for a row of zeros; back (n k,), the row of each choice; offsets (E,) int32, where each
-        expert's rows end."""
-        expert, order = chosen.flatten().sort(stable=True)  # (n k,)
-        offsets, n = self.expert_offsets(expert[None])[0], len(expert)
-        if chosen.device.type == 'cpu':
-            row, offsets, rows = fill_blocks(expert, offsets, self.config.n_expert)
-        else:
-            row, rows = torch.arange(n, device=chosen.device), n
-        back = row[order.argsort()]
-        source = torch.full((rows,), n, device=chosen.device)
-        return source.scatter(0, back, torch.arange(n, device=chosen.device)), back, offsets.int()
-
-    def expert_offsets(self, expert):
-        """expert (rows, n), sorted -> (rows, E), where each expert's entries end."""
-        every = torch.arange(self.config.n_expert, device=expert.device).expand(len(expert), -1).contiguous()
-        return torch.searchsorted(expert, every, right=True)
+    def load(self, chosen, rows):
+        """chosen (n, k), the tokens of so many rows of a batch -> (rows, E): choices of each expert."""
+        every = torch.arange(self.config.n_expert, device=chosen.device)
+        return (chosen.view(rows, -1, 1) == every).sum(1)
 
     def statistics(self, chosen, logits, score, rows):
         """balance (0-d): 1 when experts are used evenly (Switch, arXiv:2101.03961, equations 4 to 6); z
         (0-d): ST-MoE's, arXiv:2202.08906; load (E,): choices of each expert."""
         rows = rows if self.config.balance_per_sequence else 1
-        ends = self.expert_offsets(chosen.view(rows, -1).sort().values)
-        load = ends.diff(dim=1, prepend=ends.new_zeros(rows, 1))
+        load = self.load(chosen, rows)
         share = score.softmax(-1).view(rows, -1, self.config.n_expert).mean(1)  # of the scores, (rows, E)
         balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
-
-
-# CPU-only code paths ----------------------------------------------------------------------------------------
-
-def counts_operators(x):
-    """Whether a step on x takes as long as it has operators, each of some microseconds: uncompiled, on a CPU.
-    RMSNorm and NormRotate have a third of those that autograd makes of the same formulas."""
-    return x.device.type == 'cpu' and not torch.compiler.is_compiling()
-
-
-def rms_norm(x, weight, eps):
-    """x (..., width), weight that fits it -> the norm; and for the backward x over its root mean square, and
-    one over that."""
-    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    normed = x * scale
-    return normed * weight, normed, scale
-
-
-def rms_norm_backward(grad, weight, normed, scale):
-    """The gradients of x and, still to be summed, of weight."""
-    direct = grad * weight
-    inner = (direct * normed).mean(-1, keepdim=True)
-    return torch.addcmul(direct, normed, inner, value=-1).mul_(scale), grad * normed
-
-
-class RMSNorm(torch.autograd.Function):
-    """F.rms_norm in float32, backward written out: x (..., width), weight (width,) -> as x."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, normed, scale = rms_norm(x.float(), weight, eps)
-        ctx.save_for_backward(weight, normed, scale)
-        return y.type_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        grad_x, grad_weight = rms_norm_backward(grad.float(), *ctx.saved_tensors)
-        return grad_x.type_as(grad), grad_weight.flatten(0, -2).sum(0), None
-
-
-class NormRotate(torch.autograd.Function):
-    """Queries and keys together, RMS-normed by head and rotated: q (B, T, H D), k (B, T, K D), weights (D,),
-    cos and sin as rotate takes them -> (B, H, T, D), (B, K, T, D)."""
-
-    @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, eps, cos, sin):
-        width = q_weight.shape[-1]
-        ctx.heads = H, K = q.shape[-1] // width, k.shape[-1] // width
-        x = torch.cat((q, k), dim=-1).float().unflatten(-1, (-1, width))
-        weight = torch.cat((q_weight.expand(H, -1), k_weight.expand(K, -1))).float()
-        y, normed, scale = rms_norm(x, weight, eps)
-        ctx.save_for_backward(weight, normed, scale, cos, sin)
-        y = rotate(y.transpose(1, 2), (cos, sin))
-        return tuple(part.type_as(q).contiguous() for part in y.split((H, K), dim=1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_q, grad_k):
-        *saved, cos, sin = ctx.saved_tensors
-        grad = torch.cat((grad_q, grad_k), dim=1).float()
-        grad = rotate(grad, (cos, -sin)).transpose(1, 2)  # the transpose of a rotation turns back
-        grad_x, grad_weight = rms_norm_backward(grad, *saved)
-        H, K = ctx.heads
-        q, k = grad_x.type_as(grad_q).flatten(2).split((H * grad.shape[-1], K * grad.shape[-1]), dim=-1)
-        q_weight, k_weight = grad_weight.sum((0, 1)).split((H, K))
-        return q, k, q_weight.sum(0), k_weight.sum(0), None, None, None
-
-
-def cpu_dropout(x, p):
-    """Random bits are what dropout costs on a CPU: 16 an element, drawn 64 at a time, take a fifth of
-    F.dropout's time."""
-    limit = max(1, round(p * 65536))
-    bits = torch.randint(-2**63, 2**63 - 1,
-                         ((x.numel() + 3) // 4,)).view(torch.int16)[:x.numel()].view(x.shape)
-    return torch.where(bits >= limit - 32768, x * (65536 / (65536 - limit)), 0.0)
-
-
-def fill_blocks(expert, offsets, n_expert):
-    """oneDNN builds a kernel for every new number of rows, 5 to 8 ms each, which halves the speed of experts:
-    so each expert's rows are filled up to a multiple of a block with zeros, at most a sixteenth of all.
-    expert (n,) sorted, offsets (E,) where each one's rows end -> the row of each entry (n,), the new offsets,
-    and how many rows there are in all."""
-    n = len(expert)
-    block = max(1, min(128, n // (16 * n_expert)))
-    count = offsets.diff(prepend=offsets.new_zeros(1))
-    filled = (count + block - 1) // block * block
-    before = (filled - count).cumsum(0) - (filled - count)  # zero rows before each expert's first
-    total = round_up(n + n_expert * (block - 1), block)
-    offsets = filled.cumsum(0)
-    offsets[-1] = total
-    return torch.arange(n, device=expert.device) + before[expert], offsets, total
 
 
 # block ------------------------------------------------------------------------------------------------------
@@ -1729,54 +1490,46 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        tied = config.tie_word_embeddings
+        tied, C = config.tie_word_embeddings, config.n_embd
         # With blocks that are the identity and the embedding as head, a token's own repetition has the logit
         # n_embd * std, which in wide models would be far above all others.
-        std = min(0.02, 4 / config.n_embd) if tied else 0.02
-        embedding_init = functools.partial(nn.init.normal_, std=std)
-        rows = round_up(config.vocab_size)  # padded for the kernels' sake; never counted, saved or returned
-        self.wte, self.wpe = Embedding(rows, config.n_embd, embedding_init), None
-        if config.pos == 'learned':
-            self.wpe = Embedding(config.block_size, config.n_embd, embedding_init)
-        self.ln_embd = Norm(config.n_embd, config) if config.embed_norm else nn.Identity()
+        embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
+        n_drawn = round_up(config.vocab_size)
+        self.wte = Embedding(n_drawn, C, embedding_init)
+        self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
+        self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if config.residual_lambdas:
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='vector')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='vector')
-        self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(config.n_embd, config)
-        self.lm_head = None if tied else Linear(config.n_embd, rows, config.head_bias, nn.init.zeros_,
-                                                group='embedding')
-        for block in self.h:
-            if config.document_token is not None and not block.attn.documents:
-                raise ValueError(f"document_token={config.document_token}: {type(block.attn).__name__} does "
-                                 "not keep documents apart; leave document_token out")
+        self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
+        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'embedding')
         self.tags = collect_tags(self)
-        self.ropes = {}
-        if not self.wte.weight.is_meta:  # where torch would import the compiler, in a second or two
-            self._make_ropes()
-        self.register_state_dict_post_hook(_trim_rows)
-        self.register_load_state_dict_pre_hook(_pad_rows)
+        self.make_ropes()
         self.init_weights()
+        # more were drawn, so that a seed gives the weights that it gave when vocabularies were padded
+        for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
+            w.data = w.data[:config.vocab_size].clone()
+        self.wte.num_embeddings = config.vocab_size
 
-    def _make_ropes(self):
-        """The rotary table of all positions for each kind that a mixer has: kind -> (cos, sin)."""
-        length = self.config.block_size
-        positions = torch.arange(length, device=self.wte.weight.device)
-        self.ropes = {kind: kind and rope_table(kind, positions, length)
-                      for kind in dict.fromkeys(block.attn.rope_kind for block in self.h)}
+    def make_ropes(self):
+        """ropes: the rotary table of all positions for each kind that a mixer has, (cos, sin); computed in a
+        compiled step the angles would be computed anew by each layer."""
+        length, device = self.config.block_size, self.wte.weight.device
+        if device.type != 'meta':  # where torch would import the compiler, in a second or two
+            positions = torch.arange(length, device=device)
+            kinds = dict.fromkeys(block.attn.rope_kind for block in self.h)
+            self.ropes = {kind: kind and rope_table(kind, positions, length) for kind in kinds}
 
     def _apply(self, fn, recurse=True):
-        """What .to() and .cuda() call. It must not round the angles of rotary tables, nor expert biases,
-        when the model is cast to 16 bits: so the tables are no buffers and are made anew on a new device, and
-        the biases are put back as they were."""
+        """What .to() and .cuda() call. A cast to 16 bits must round neither rotary tables nor expert biases:
+        so the tables are no buffers and are made anew, and the biases are put back as they were."""
         exact = [(m, m.expert_bias) for m in self.modules() if hasattr(m, 'expert_bias')]
         super()._apply(fn, recurse)
         for m, bias in exact:
             if not bias.is_meta:
                 m.expert_bias = bias.to(m.expert_bias.device)
-        if not self.ropes or any(table and table[0].device != self.wte.weight.device
-                                 for table in self.ropes.values()):
-            self._make_ropes()
+        self.make_ropes()
         return self
 
     @torch.no_grad()
@@ -1800,7 +1553,6 @@ class GPT(nn.Module):
             self.tags[name].init(w)
             if w.isnan().any():
                 raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
-        self.wte.weight[self.config.vocab_size:] = 0.0
 
     def compute_dtype(self):
         """The dtype that matmuls run in: autocast's where it is on, else the weights'."""
@@ -1811,78 +1563,30 @@ class GPT(nn.Module):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
         ignored, the mean cross entropy and aux: {} for a dense model, else 'balance' and 'z' (0-d, means over
         the sparse layers, not weighted, not in the loss) and 'load' (sparse layers, experts), choices made.
-        With a cache the tokens are appended to it; lengths (B,) then says how many of the T are each row's
-        own, padding follows, and `keep` takes each row's own last ones. weights: a list that takes the
-        attention weights of each attention layer, (B, H, T, S). Raises ValueError if the tokens do not fit
-        into block_size or the cache."""
+        With a cache the tokens are appended to it. lengths (B,) says how many of the T are each row's own,
+        padding follows, and `keep` takes each row's own last ones. weights: a list that takes the attention
+        weights of each attention layer, (B, H, T, S). Raises ValueError if the tokens do not fit into
+        block_size or the cache."""
         T, config = idx.shape[1], self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
-        if cache is not None and len(idx) != len(cache.length):
-            raise ValueError(f"{len(idx)} rows of tokens for a cache of {len(cache.length)}")
-        if lengths is not None and cache is None:
-            raise ValueError("lengths need a cache; without one, set the targets of padding to -1")
-        if targets is not None and targets.device.type == 'cpu' and not torch.compiler.is_compiling() \
-                and targets.min() < -1:
-            raise ValueError(f"targets hold {int(targets.min())}: use -1 for targets to ignore")
         context = self.context(idx, cache, lengths, weights, [] if targets is not None else None)
-        x = self.embed(idx, context.position_ids)                                                # (B, T, C)
-        x = x0 = dropout(x, config.dropout if self.training else 0.0)
+        x = x0 = self.embed(context)                                                              # (B, T, C)
         for i, block in enumerate(self.h):
             if config.residual_lambdas:
                 x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
             x = block(x, context)
         if cache is not None:
             cache.advance(T, lengths)
-        x = self.last(x, keep, lengths)
+        logits = self.head(self.last(x, keep, lengths))
         if targets is None:
-            return self.head(x)
-        loss, aux = self.loss(x, targets), {}
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
+        aux = {}
         if context.routing:
             balance, z, load = map(torch.stack, zip(*context.routing))
             aux = {'balance': balance.mean(), 'z': z.mean(), 'load': load}
-        return loss, aux
-
-    def embed(self, idx, position_ids):
-        """idx (B, T) -> (B, T, C), what the first block gets."""
-        config, x = self.config, self.wte(idx)
-        if config.embed_scale != 1:
-            x = x * config.embed_scale
-        if self.wpe is not None:
-            x = x + self.wpe(position_ids)
-        if config.pos == 'sinusoidal':
-            x = x + sinusoid(position_ids, config.n_embd).type_as(x)
-        x = self.ln_embd(x)
-        # a bfloat16 residual stream; under float16 it stays float32: no overflow
-        return x.bfloat16() if self.compute_dtype() is torch.bfloat16 else x
-
-    def last(self, x, keep, lengths):
-        """x (B, T, C) -> (B, keep, C): the last `keep` tokens of each row; None: all."""
-        T = x.shape[1]
-        if keep is None or lengths is None:
-            return x if keep is None else x[:, max(0, T - keep):]
-        column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
-        return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
-
-    def head(self, x, is_padded=False):
-        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32. is_padded: for a loss,
-        all columns, -inf where they pad the vocabulary; GPUs are slow with rows that are not aligned."""
-        config, x = self.config, self.ln_f(x)
-        x = self.wte.logits(x) if self.lm_head is None else self.lm_head(x)
-        logits = (x if is_padded else x[..., :config.vocab_size]).float()
-        if config.logit_softcap:
-            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
-        if is_padded and logits.shape[-1] > config.vocab_size:
-            column = torch.arange(logits.shape[-1], device=x.device)
-            logits = logits + torch.where(column < config.vocab_size, 0.0, -math.inf)
-        return logits
-
-    def loss(self, x, targets):
-        """x (B, T, C), what the last block gives -> the mean cross entropy over targets (B, T) that are not
-        -1."""
-        logits = self.head(x, is_padded=x.device.type != 'cpu')
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
-        return loss / (targets != -1).sum().clamp(min=1)
+        return loss / (targets != -1).sum().clamp(min=1), aux
 
     def context(self, idx, cache=None, lengths=None, weights=None, routing=None):
         """The ForwardContext of the new tokens idx (B, T): positions, rotations, masks."""
@@ -1895,23 +1599,20 @@ class GPT(nn.Module):
         context = ForwardContext(idx, positions, positions, None, {}, {}, cache, lengths, eager,
                                  self.compute_dtype(), weights, routing)
         if config.document_token is not None:
-            context.document_starts = self.document_starts(idx, context)
+            context.document_starts = self.document_starts(context)
             context.position_ids = positions - context.document_starts
         if lengths is not None:  # padding may stand beyond the last position that has a rotation
             context.position_ids = context.position_ids.clamp(max=config.block_size - 1)
-        if not self.ropes:
-            self._make_ropes()
         for kind, tables in self.ropes.items():
             context.ropes[kind] = tables and tuple(table[context.position_ids][:, None] for table in tables)
         for kind in dict.fromkeys(block.attn.mask_kind for block in self.h):
-            if kind is not None:
-                context.masks[kind] = self.mask(context, *kind)
+            context.masks[kind] = kind and self.mask(context, *kind)
         return context
 
-    def document_starts(self, idx, context):
+    def document_starts(self, context):
         """(B, T): the position where each new token's document starts: its last document_token, or 0."""
         positions, cache, is_token = context.positions, context.cache, context.is_token()
-        starts_here = idx == self.config.document_token
+        starts_here = context.idx == self.config.document_token
         if is_token is not None:
             starts_here = starts_here & is_token
         start = torch.where(starts_here, positions, 0).cummax(dim=1).values
@@ -1927,20 +1628,20 @@ class GPT(nn.Module):
         """The Mask of the layers with this window, None for all, and with or without ALiBi's bias."""
         positions, cache, starts = context.positions, context.cache, context.document_starts
         T, longest = positions.shape[1], 0 if cache is None else cache.longest
-        is_causal = longest == 0  # nothing cached: the keys are the new tokens; None: static, unknown
-        all_in_window = window is None or longest is not None and longest + T <= window
-        if starts is None and not alibi:
-            if is_causal and all_in_window and T > 1 and not context.eager:
-                return Mask(None, True, None)  # the kernel knows this one
-            if T == 1 and (cache is None or cache.same_length and context.lengths is None and (
-                    all_in_window or cache.max_rewind == 0 and window < cache.max_len)):
-                return Mask(None, is_causal, None)  # one token that sees all that is there
         slots = None if cache is None else cache.slots_of(window)
+        is_causal = longest == 0  # nothing cached: the keys are the new tokens; None: static, unknown
+        sees_all = window is None or longest is not None and longest + T <= window
+        if T > 1:  # the kernel knows this one
+            is_plain = is_causal and sees_all and not context.eager
+        else:      # one token that sees all that is there
+            is_plain = cache is None or cache.same_length and context.lengths is None and (
+                sees_all or slots.n_slots <= window)
+        if is_plain and starts is None and not alibi:
+            return Mask(None, is_causal, None)
         k_pos = positions if cache is None else slots.key_positions(positions)
         first = 0 if starts is None else starts
         if window is not None:
-            first = torch.maximum(positions - (window - 1), starts if starts is not None
-                                  else torch.zeros_like(positions))
+            first = (positions - (window - 1)).clamp(min=first)
         bias, slopes, flex = torch.zeros((), dtype=context.dtype, device=positions.device), None, None
         if alibi:
             slopes = alibi_slopes(self.config.n_head, positions.device) * self.config.alibi_scale
@@ -1951,43 +1652,70 @@ class GPT(nn.Module):
             flex = flex_mask(T, window, starts, slopes, positions.device)
         return Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window, flex)
 
-    def make_cache(self, batch_size, max_len, static=False, max_rewind=0):
-        """An empty Cache in the compute dtype. static: for a compiled step; max_rewind: see Cache."""
-        if not (batch_size > 0 and 0 < max_len <= self.config.block_size and max_rewind >= 0):
-            raise ValueError(f"batch_size={batch_size}, max_len={max_len}, max_rewind={max_rewind}: a cache "
-                             f"has rows, and 1 to block_size={self.config.block_size} tokens")
+    def embed(self, context):
+        """-> (B, T, C), what the first block gets."""
+        config, x = self.config, self.wte(context.idx)
+        if config.embed_scale != 1:
+            x = x * config.embed_scale
+        if self.wpe is not None:
+            x = x + self.wpe(context.position_ids)
+        if config.pos == 'sinusoidal':
+            x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
+        x = self.ln_embd(x)
+        # a bfloat16 residual stream; under float16 it stays float32: no overflow
+        x = x.bfloat16() if context.dtype is torch.bfloat16 else x
+        return dropout(x, config.dropout if self.training else 0.0)
+
+    def last(self, x, keep, lengths):
+        """x (B, T, C) -> (B, keep, C): the last `keep` tokens of each row; None: all."""
+        T = x.shape[1]
+        if keep is None or lengths is None:
+            return x if keep is None else x[:, max(0, T - keep):]
+        column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
+        return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
+
+    def head(self, x):
+        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
+        x, head, cap = self.ln_f(x), self.lm_head or self.wte, self.config.logit_softcap
+        if self.training and x.is_cuda and len(head.weight) % 64:
+            logits = aligned_linear(x, head.weight, getattr(head, 'bias', None)).float()
+        else:
+            logits = (head(x) if self.lm_head else head.logits(x)).float()
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def make_cache(self, batch_size, max_len, static=False, rolling=True):
+        """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
+        keep that alone, in a ring; False: all tokens, so that rewind can take any back."""
+        if not (batch_size > 0 and 0 < max_len <= self.config.block_size):
+            raise ValueError(f"batch_size={batch_size}, max_len={max_len}: a cache has rows, and 1 to "
+                             f"block_size={self.config.block_size} tokens")
         mixers = [block.attn for block in self.h]
         for mixer in mixers:
             if not (mixer.slots or mixer.states):
                 raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
                                  "states, so that nothing of it can be cached: see Mixer")
         return Cache(mixers, batch_size, max_len, self.wte.weight.device, self.compute_dtype(), static,
-                     max_rewind, self.config.document_token is not None)
+                     rolling, self.config.document_token is not None)
 
     # accounting
 
     def account(self, block_size=None):
-        """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once,
-        padding not at all. A multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it
-        is frozen: matrices of linear layers, and parameters tagged as matrices unless they are looked up.
-        'mixing' is what mixers do besides, at a length of block_size."""
-        config, table = self.config, {}
-        used = (config.n_expert_active or 0) / (config.n_expert or 1)
+        """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once. A
+        multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it is frozen: matrices
+        that no Embedding looks up. 'mixing' is what mixers do besides, at a length of block_size."""
+        config, parts = self.config, {}
+        share = config.n_expert_active / config.n_expert if config.n_expert else 1
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
-            n = (w[:config.vocab_size] if name in PADDED else w).numel()
-            active = round(n * used) if part == 'experts' else n
-            owner = self.get_submodule(name.rpartition('.')[0])
-            is_linear = isinstance(owner, (nn.Linear, LoRALinear, Int8Linear)) and w.ndim == 2
-            is_matrix = self.tags[name].group == 'matrix' and not isinstance(owner, nn.Embedding)
-            matmul = is_linear or is_matrix
-            table.setdefault(part, []).append((n, active, (6 if w.requires_grad else 4) * active * matmul))
-        if self.lm_head is None:
-            each = 6 if self.wte.weight.requires_grad else 4
-            table['head'] = [(0, 0, each * config.vocab_size * config.n_embd)]
-        length = block_size or config.block_size
-        table['mixing'] = [(0, 0, block.attn.flops(length)) for block in self.h]
-        return {part: tuple(map(sum, zip(*rows))) for part, rows in table.items()}
+            active = round(w.numel() * share) if part == 'experts' else w.numel()
+            is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), (nn.Embedding, Int8Embedding))
+            is_product = self.tags[name].group != 'vector' and not is_table
+            each = 6 if w.requires_grad else 4
+            parts.setdefault(part, []).append((w.numel(), active, each * active * is_product))
+            if name == 'wte.weight' and self.lm_head is None:
+                parts['head'] = [(0, 0, each * active)]
+        parts['mixing'] = [(0, 0, block.attn.flops(block_size or config.block_size)) for block in self.h]
+        return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
 
     def num_params(self, active=False):
         return sum(row[active] for row in self.account().values())
@@ -2026,38 +1754,29 @@ class GPT(nn.Module):
             moe.expert_bias += rate * (one.mean() - one).sign()
 
     @classmethod
-    def from_checkpoint(cls, path, read_base=None, **changes):
+    def from_checkpoint(cls, path, **changes):
         """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU and in float32, and
-        the rest of the file, a dict. changes: config fields to set otherwise (dropout, a smaller
-        block_size). A LoRA run's has its adapters, see merge_lora; read_base reads the model that they are
-        for, None: a checkpoint. Raises FileNotFoundError, or ValueError for a file that is damaged or no
-        checkpoint."""
+        the rest of the file, a dict. changes: see from_state; what is raised: see read_checkpoint too."""
         rest = read_checkpoint(path)
-        if rest.get('lora') is not None:
-            return from_adapters(path, rest, read_base or cls.from_checkpoint, changes)
-        state, args = our_names(rest.pop('model'), rest['model_args'])
-        if unknown := args.keys() - {field.name for field in dataclasses.fields(GPTConfig)}:
-            raise ValueError(f"{path} needs model options that this version lacks: "
-                             f"{', '.join(sorted(unknown))}")
-        try:
-            trained = GPTConfig(**args)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+        model = cls.from_state(rest.pop('model'), rest['model_args'], **changes)
+        return model, {**rest, 'model_args': dataclasses.asdict(model.config)}
+
+    @classmethod
+    def from_state(cls, state, model_args, **changes):
+        """The model of a state dict and the fields of its config. changes: fields to set otherwise, of those
+        in CHANGEABLE. Raises ValueError for more positions than were learned, RuntimeError for weights that
+        are missing or of another shape."""
+        trained = GPTConfig(**model_args)
         config = changed_config(trained, changes)
-        if 'wpe.weight' in state and config.block_size != trained.block_size:
+        if 'wpe.weight' in state:
             if config.block_size > trained.block_size:
                 raise ValueError(f"block_size={config.block_size} is more than the {trained.block_size} "
-                                 f"positions that {path} has learned")
-            state['wpe.weight'] = state['wpe.weight'][:config.block_size]
+                                 "positions that the model has learned")
+            state = {**state, 'wpe.weight': state['wpe.weight'][:config.block_size]}
         with torch.device('meta'):
-            model = cls(config)
-        if wrong := misfits(state, model.state_dict()):
-            raise ValueError(f"{path} does not fit its own model_args: " + ', '.join(wrong[:5])
-                             + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else ''))
-        model = model.to_empty(device='cpu')
+            model = cls(config).to_empty(device='cpu')
         model.load_state_dict(state)
-        rest['model_args'] = dataclasses.asdict(config)
-        return model, rest
+        return model
 
 
 # low-rank adapters ------------------------------------------------------------------------------------------
@@ -2092,20 +1811,14 @@ class LoRALinear(nn.Module):
 def add_lora(model, rank, alpha, targets):
     """Freezes a GPT, and puts a LoRALinear of scale alpha / rank in the place of each linear layer of its
     blocks whose name is one of targets or ends in it, as 'c_attn' or 'mlp.c_proj' do. Raises ValueError for a
-    target that is the name of no layer, or of one that is not plain, as the experts' are."""
-    if rank < 1:
-        raise ValueError(f"lora_rank={rank} must be at least 1")
-    modules = {name: module for name, module in model.h.named_modules() if name}
+    target that names no layer, or one that is not plain, as the experts' are."""
+    modules, chosen = dict(model.h.named_modules()), set()
     plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
-    chosen = set()
     for target in targets:
         named = {name for name in modules if f'.{name}'.endswith(f'.{target}')}
         if not named or not named <= plain:
-            other = sorted(named - plain)[:1]
-            what = f"h.{other[0]}, a {type(modules[other[0]]).__name__}" if other else 'no layer'
-            layers = sorted({name.partition('.')[2] for name in plain})
-            raise ValueError(f"lora_targets: {target!r} is the name of {what}; adapters are for "
-                             f"{', '.join(layers)}")
+            raise ValueError(f"lora_targets: {target!r} is not the name of linear layers alone; adapters are "
+                             f"for {', '.join(sorted({name.partition('.')[2] for name in plain}))}")
         chosen |= named
     model.requires_grad_(False)
     for name in sorted(chosen):
@@ -2133,81 +1846,23 @@ def lora_state(model):
     return {name: w for name, w in model.state_dict().items() if '.lora_' in name}
 
 
-def checksum(model):
-    """A number that tells a model from others: the CRC-32 of its weights as float32. Learned positions, which
-    may be cropped, do not count."""
-    value = 0
-    for name, w in model.state_dict().items():
-        if name != 'wpe.weight':
-            w = w.detach().float().cpu().contiguous().numpy()
-            value = zlib.crc32(w, zlib.crc32(name.encode(), value))
-    return value
-
-
-def base_name(path, folder):
-    """How a checkpoint in `folder` names its base at `path`: relative to itself, with a dot in front, so that
-    both can move together. See base_path."""
-    try:
-        return os.path.join(os.curdir, os.path.relpath(path, folder)).replace(os.sep, '/')
-    except ValueError:  # another drive
-        return os.path.abspath(path)
-
-
-def base_path(name, folder):
-    """What base_name has named, or the id of a published model as it is."""
-    return os.path.normpath(os.path.join(folder, name)) if name.startswith('.') else name
-
-
-def from_adapters(path, rest, read_base, changes):
-    """The model of a LoRA run's checkpoint, and the rest of it. What the file names as its base is read by
-    read_base(path or id, **changes) -> (model, ...); its adapters stand beside it, not merged. Raises
-    ValueError if it is not the model that they were trained on."""
-    lora, state, args = rest['lora'], rest.pop('model'), rest['model_args']
-    kinds = {'rank': int, 'alpha': (int, float), 'targets': list, 'base': str, 'checksum': int}
-    if not (isinstance(lora, dict) and all(isinstance(lora.get(name), kind) for name, kind in kinds.items())):
-        raise ValueError(f"{path} is damaged, or not written by train.py: it holds lora={lora!r:.80}")
-    base, advice = base_path(lora['base'], os.path.dirname(path)), 'put back the one they were trained on'
-    if lora['base'].startswith('.') and not os.path.exists(base):  # what is no file might be taken for an id
-        raise FileNotFoundError(f"{path} holds adapters of {base}, which is not there: {advice}")
-    changes = {**{name: args[name] for name in CHANGEABLE if name in args}, **changes}
-    in_its_place = os.path.realpath(base) == os.path.realpath(path)
-    model = None if in_its_place else read_base(base, **changes)[0]
-    if model is None or checksum(model) != lora['checksum']:
-        raise ValueError(f"{path} holds adapters of {base}, which is another model now: {advice}")
-    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
-    if wrong := misfits(state, lora_state(model)):
-        raise ValueError(f"{path} does not fit {base}: {', '.join(wrong[:5])}")
-    model.load_state_dict(state, strict=False)
-    rest['model_args'] = dataclasses.asdict(model.config)
-    return model, rest
-
-
 # eight bits -------------------------------------------------------------------------------------------------
 
 def quantize_rows(w, dtype):
     """w (..., n_in) -> int8 of the same shape and a scale for each row, (...) of dtype, whose product is w to
     within half a scale: the largest value of a row becomes 127 ("vector-wise" in arXiv:2208.07339)."""
-    rows, scale = w.flatten(0, -2), w.new_empty(w.shape[:-1], dtype=dtype)
-    quantized = torch.empty_like(rows, dtype=torch.int8)
-    for one, into, scales in zip(*(each.split(4096) for each in (rows, quantized, scale.view(-1)))):
-        one = one.float()
-        scales.copy_(one.abs().amax(dim=-1) / 127)
-        steps = one / scales.float().masked_fill(scales == 0, 1.0)[:, None]
-        into.copy_(steps.round().clamp(-127, 127))
-    return quantized.view(w.shape), scale
+    scale = (w.abs().amax(dim=-1).float() / 127).to(dtype)
+    steps = w / scale.float().masked_fill(scale == 0, 1.0)[..., None]
+    return steps.round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 class Int8(nn.Module):
-    """What replaces a module with one large weight: `weight` in 8 bits, and `scale`, one number for each of
-    its rows. It cannot be trained."""
+    """Replaces a module with one large weight: `weight` in 8 bits, and `scale`, one number for each of its
+    rows. It cannot be trained."""
 
     def __init__(self, module, dtype):
         super().__init__()
-        weight = module.weight.detach()
-        if weight.is_meta:  # to be filled later, see fill_rows
-            weight, scale = weight.to(torch.int8), weight[..., 0].to(dtype)
-        else:
-            weight, scale = quantize_rows(weight, dtype)
+        weight, scale = quantize_rows(module.weight.detach(), dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
         self.bias, self.widths = getattr(module, 'bias', None), getattr(module, 'widths', None)
@@ -2217,9 +1872,7 @@ class Int8Linear(Int8):
     """A Linear or FusedLinear."""
 
     def forward(self, x):
-        y = int8_linear(x, self.weight, self.scale)
-        if self.bias is not None:
-            y = y + self.bias.type_as(y)
+        y = int8_linear(x, self.weight, self.scale, self.bias)
         return y if self.widths is None else y.split(self.widths, dim=-1)
 
 
@@ -2238,14 +1891,9 @@ class Int8Experts(Int8):
 
 
 def loop_over_int8_experts(x, w, scale, bias, offsets):
-    y, begin = x.new_empty(len(x), w.shape[1]), 0
-    for expert, end in enumerate(offsets.tolist()):
-        if end > begin:
-            y[begin:end] = int8_linear(x[begin:end], w[expert], scale[expert])
-            if bias is not None:
-                y[begin:end] += bias[expert].type_as(y)
-        begin = end
-    return y
+    segments = x.tensor_split(offsets[:-1].long().cpu())
+    return torch.cat([int8_linear(rows, w[i], scale[i], None if bias is None else bias[i])
+                      for i, rows in enumerate(segments) if len(rows)])
 
 
 class Int8Embedding(Int8):
@@ -2258,21 +1906,19 @@ class Int8Embedding(Int8):
         return int8_linear(x, self.weight, self.scale)
 
 
-def int8_linear(x, w, scale):
-    """x (..., n_in), w (n_out, n_in) int8, scale (n_out,) -> x @ (w scale)^T, (..., n_out)."""
+def int8_linear(x, w, scale, bias=None):
+    """x (..., n_in), w (n_out, n_in) int8, scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
     rows, scale, is_cpu = x.numel() // x.shape[-1], scale.to(x.dtype), x.device.type == 'cpu'
-    if is_cpu and rows <= INT8_ROWS:
-        # torch's kernel reads 16 columns at a time, looks for no end of them, and is fast in bfloat16 alone
-        if x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:
-            y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale)
-            return y.view(*x.shape[:-1], -1)
-        if torch.compiler.is_compiling():  # one loop; a cast of its own would be a constant, kept in 32 bits
-            return (x[..., None, :] * w).sum(dim=-1) * scale
-    if x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
-        return F.linear(x, w.to(x.dtype) * scale[:, None])
-    # in parts whose copies stay in a CPU's cache
-    parts = w.split(max(1, 2**18 // x.shape[-1])) if is_cpu and not torch.compiler.is_compiling() else [w]
-    return torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1) * scale
+    few = is_cpu and rows <= INT8_ROWS
+    if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is fast in no other
+        y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale).view(*x.shape[:-1], -1)
+    elif few and torch.compiler.is_compiling():  # one loop; a cast of its own would be kept, in 32 bits
+        y = (x[..., None, :] * w).sum(dim=-1) * scale
+    elif x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
+        y = F.linear(x, w.to(x.dtype) * scale[:, None])
+    else:
+        y = F.linear(x, w.to(x.dtype)) * scale
+    return y if bias is None else y + bias.type_as(y)
 
 
 INT8_ROWS = 16  # more are multiplied faster by the weight in their own dtype
@@ -2282,8 +1928,8 @@ INT8 = {Linear: Int8Linear, FusedLinear: Int8Linear, GroupedLinear: Int8Experts,
 @torch.no_grad()
 def quantize_weights(model, dtype):
     """Replaces the large weights of a model by 8 bits, with scales of dtype; norms, biases, learned positions
-    and routers stay, and so does what a mixer multiplies by itself. On the meta device it prepares for
-    fill_rows."""
+    and routers stay, and so does c_kv, which its mixer multiplies by itself. On the meta device it prepares
+    for fill_rows."""
     for path, module in list(model.named_modules()):
         owner, _, name = path.rpartition('.')
         kind = INT8.get(type(module))
@@ -2297,7 +1943,7 @@ def fill_rows(model, name, w, index, values):
     module = model.get_submodule(name.rpartition('.')[0])
     if w.dtype is torch.int8:
         values, scale = quantize_rows(values.to(w.device), module.scale.dtype)
-        module.scale[:len(w)][index] = scale  # a vocabulary is padded in the model only
+        module.scale[index] = scale
     w[index] = values.to(w.device, w.dtype)
 
 
@@ -2317,74 +1963,23 @@ def checkpoint_path(name, best=True):
 
 
 def read_checkpoint(path):
-    """The dict in a file of torch.save, with tensors 'model' and options 'model_args'; runs no code of it."""
+    """The dict in a file of train.py's or nanoGPT's, its weights, 'model', and options, 'model_args', named
+    as they are now; runs no code of it. Raises FileNotFoundError, or ValueError for another kind of file."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
+                                "--out_dir or --init_from")
     try:
         # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
-        is_zip = zipfile.is_zipfile(path)  # torch's files before 1.6 were none
-        found = torch.load(path, map_location='cpu', weights_only=True, mmap=is_zip and os.name == 'posix')
-        with zipfile.ZipFile(path) if is_zip else contextlib.nullcontext() as file:
-            damaged = file and file.testzip()  # torch.load does not look at the checksums
-    except FileNotFoundError:
-        beside = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), 'ckpt[.-]?*.pt'))
-        advice = 'train one with `python train.py`, or set --out_dir or --init_from'
-        if beside:
-            last = max(beside, key=os.path.getmtime)
-            advice = f"beside it is {last}: name that by --init_from, or rename it"
-        raise FileNotFoundError(f"no checkpoint at {path}: {advice}") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError, AttributeError,
-            IndexError, TypeError, zipfile.BadZipFile) as error:  # raised for damaged and foreign files
-        raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged or another "
-                         "kind of file; use another one") from error
-    if damaged:
-        raise ValueError(f"{path} is damaged, {damaged} in it is not as it was written: use another one")
-    if not isinstance(found, dict) or not {'model', 'model_args'} <= found.keys():
-        keys = ', '.join(map(str, list(found)[:5])) if isinstance(found, dict) else type(found).__name__
-        raise ValueError(f"{path} is not a checkpoint of train.py: it holds {keys}, not model and model_args")
-    state, args = found['model'], found['model_args']
-    if not (isinstance(state, dict) and isinstance(args, dict) and all(type(name) is str for name in args)
-            and all(type(name) is str and torch.is_tensor(w) and w.layout == torch.strided
-                    and w.is_floating_point() for name, w in state.items())):
-        raise ValueError(f"{path} is not a checkpoint of train.py: model must name dense tensors of floats, "
-                         "model_args options")
-    return found
-
-
-def our_names(state, args):
-    """Weights and options of a checkpoint of ours, of an older version or of nanoGPT, as they are called
-    now."""
-    renamed = {}
-    for name, w in state.items():
-        name = name.replace('_orig_mod.', '').replace('module.', '')  # of compiled models, and of DDP
-        renamed[name.replace('.mlp.balance_bias', '.mlp.expert_bias')] = w
+        found = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
+        state, args = found['model'], found['model_args']
+    except (RuntimeError, pickle.UnpicklingError, LookupError, TypeError, EOFError) as error:
+        raise ValueError(f"{path} is no checkpoint of train.py, or is damaged: use another one") from error
+    is_nanogpt = any('transformer.' in name for name in state)
+    prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
+    state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
+             for name, w in state.items()}
     args = {{'wiring': 'norm_placement'}.get(name, name): value for name, value in args.items()}
-    if 'transformer.wte.weight' in renamed:  # nanoGPT: its names less a prefix, its head tied
-        renamed = {name.removeprefix('transformer.'): w for name, w in renamed.items()
-                   if name != 'lm_head.weight'}
+    if is_nanogpt:
+        state.pop('lm_head.weight', None)  # the same as wte's
         args = {**dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False), **args}
-    return renamed, args
-
-
-def misfits(state, expected):
-    """What keeps a state dict from being loaded, as sorted texts."""
-    wrong = [f"{name} missing" for name in expected.keys() - state.keys()]
-    wrong += [f"{name} unexpected" for name in state.keys() - expected.keys()]
-    wrong += [f"{name} {tuple(state[name].shape)} instead of {tuple(expected[name].shape)}"
-              for name in expected.keys() & state.keys() if state[name].shape != expected[name].shape]
-    return sorted(wrong)
-
-
-PADDED = ('wte.weight', 'lm_head.weight', 'lm_head.bias')
-
-
-def _trim_rows(model, state, prefix, metadata):
-    for name in PADDED:
-        if prefix + name in state:
-            state[prefix + name] = state[prefix + name][:model.config.vocab_size]
-
-
-def _pad_rows(model, state, prefix, *_):
-    for name in PADDED:
-        if prefix + name in state:
-            w, rows = state[prefix + name], model.wte.num_embeddings
-            if len(w) == model.config.vocab_size:  # any other size is for strict loading to refuse
-                state[prefix + name] = F.pad(w, (0, 0) * (w.ndim - 1) + (0, rows - len(w)))
+    return {**found, 'model': state, 'model_args': args}

@@ -1,11 +1,11 @@
 """Tests of model."""
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import math
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,36 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import check as flat_check
-import hub
 import model as flat
-import sample as flat_sample
-import train as flat_train
 from model import GPT, GPTConfig
-from sample import generate, sample_token
 
-transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')
 ROOT = Path(flat.__file__).resolve().parent
 
 
 # model ------------------------------------------------------------------------------------------------------
-def same_weights(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def make_optimizers(model, **settings):
-    return flat_train.make_optimizers(model, {**flat_train.config, **settings})
-
-
-def made(model, prompts, n, **options):
-    """The tokens that generate makes for each prompt; each ends once, with None."""
-    found = [[] for _ in prompts]
-    for sample, token in generate(model, prompts, n, **options):
-        found[sample].append(token)
-    assert all(tokens.index(None) == len(tokens) - 1 for tokens in found if tokens)
-    return [tokens[:-1] if tokens else None for tokens in found]
-
-
 def near(a, b, tolerance=1e-4):
     assert (a - b).abs().max() <= tolerance * b.abs().max(), ((a - b).abs().max(), b.abs().max())
 
@@ -156,83 +133,82 @@ def tokens(model, *shape):
 
 
 def naive_attention(q, k, v, q_pos, k_pos, scale, window=None, slopes=None, softcap=0.0, sink=None):
-    """Loops over rows, heads, queries and keys, in float64 -> outputs and weights."""
+    """Loops over rows, heads, queries and keys, in float64 -> outputs and weights. q_pos (B, T), k_pos (B,
+    S): lists."""
     q, k, v = q.double(), k.double(), v.double()
     (B, H, T, _), (K, S) = q.shape, k.shape[1:3]
-    y, weights = torch.zeros(B, H, T, v.shape[-1]).double(), torch.zeros(B, H, T, S).double()
-    for b, h, t in itertools.product(range(B), range(H), range(T)):
-        total, parts = math.exp(sink[h]) if sink is not None else 0.0, {}
-        for s in range(S):
-            age = q_pos[b][t] - k_pos[b][s]
-            if k_pos[b][s] < 0 or not 0 <= age < (window or 10**9):
-                continue
+    weights = torch.zeros(B, H, T, S).double()
+    for b, h, t, s in itertools.product(range(B), range(H), range(T), range(S)):
+        age = q_pos[b][t] - k_pos[b][s]
+        if k_pos[b][s] >= 0 and 0 <= age < (window or math.inf):
             score = float(q[b, h, t] @ k[b, h * K // H, s]) * scale
             score = softcap * math.tanh(score / softcap) if softcap else score
-            parts[s] = math.exp(score - (slopes[h] * age if slopes else 0.0))
-        for s, part in parts.items():
-            weights[b, h, t, s] = part / (total + sum(parts.values()))
-            y[b, h, t] += weights[b, h, t, s] * v[b, h * K // H, s]
-    return y, weights
+            weights[b, h, t, s] = math.exp(score - (slopes[h] * age if slopes else 0.0))
+    total = weights.sum(-1) + (sink.double().exp()[:, None] if sink is not None else 0.0)
+    weights /= total[..., None]
+    return weights @ v.repeat_interleave(H // K, dim=1), weights
 
 
-@pytest.mark.parametrize('K', [4, 2, 1])
-@pytest.mark.parametrize('T, S, start', [(7, 7, 0), (1, 9, 8), (3, 9, 6)])
+@pytest.fixture(params=['written out', 'blocks', 'few', 'cpu', 'cuda', 'mps'])
+def attend(request, monkeypatch):
+    """A path of attention: attend, called as on a device or in a compiled step."""
+    path, plan, kernel = request.param, flat.sdpa_plan, F.scaled_dot_product_attention
+    if path == 'blocks':
+        monkeypatch.setattr(flat, 'eager_attention', functools.partial(flat.eager_attention, block=2))
+
+    def run(q, k, v, mask, *rest):
+        def sdpa(q, k, v, *args, enable_gqa, **kwargs):
+            assert path in ('cpu', 'few') or not enable_gqa  # kernels of float32 on CUDA know no groups
+            if path == 'cuda':  # cuDNN in training alone, and never with a mask
+                assert torch.backends.cuda.cudnn_sdp_enabled() == (
+                    torch.is_grad_enabled() and mask.is_causal and mask.bias is None)
+            return kernel(q, k, v, *args, enable_gqa=enable_gqa, **kwargs)
+        with monkeypatch.context() as patch:
+            patch.setattr(F, 'scaled_dot_product_attention', sdpa)
+            patch.setattr(torch.compiler, 'is_compiling', lambda: path == 'few')
+            if path in ('cuda', 'mps'):
+                patch.setattr(flat, 'sdpa_plan', lambda device, *rest: plan(path, *rest))
+            return flat.attend(q, k, v, bare_context(path in ('written out', 'blocks')), mask, *rest)
+    run.is_written_out = path in ('written out', 'blocks')
+    return run
+
+
 @pytest.mark.parametrize('window, alibi, softcap, sunk', [
     (None, False, 0.0, False), (3, False, 0.0, False), (None, True, 0.0, False), (4, True, 1.5, True)])
-@pytest.mark.parametrize('grad', [True, False])
-def test_attend_equals_naive_loops(K, T, S, start, window, alibi, softcap, sunk, grad):
-    g = torch.Generator().manual_seed(T)
-    q, k, v = (torch.randn(2, n, t, d, generator=g) for n, t, d in ((4, T, 6), (K, S, 6), (K, S, 10)))
+def test_every_path_of_attention_equals_naive_loops(window, alibi, softcap, sunk, attend):
+    if (softcap or sunk) and not attend.is_written_out:
+        pytest.skip('no kernel does this')
+    g, slopes = torch.Generator().manual_seed(0), flat.alibi_slopes(4) if alibi else None
     sink = torch.randn(4, generator=g) if sunk else None
-    config = GPTConfig(n_head=4, n_embd=32, block_size=16, n_layer=1, vocab_size=9,
-                       **(dict(window=window, window_pattern='S') if window else {}))
-    model = GPT(config)
-    q_pos, k_pos = torch.arange(start, start + T)[None], torch.arange(S)[None]
-    cache = model.make_cache(2, 16, max_rewind=16) if start else None
-    if cache is not None:
-        cache.length += start
-        cache.longest = start
-    expected, weights = naive_attention(q, k, v, q_pos.expand(2, T).tolist(), k_pos.expand(2, S).tolist(),
-                                        0.3, window, flat.alibi_slopes(4).tolist() if alibi else None,
-                                        softcap, sink)
-    with torch.set_grad_enabled(grad):
-        context = model.context(torch.zeros(2, T, dtype=torch.long), cache)
-        for context.eager in (False, True) if not (softcap or sunk) else (True,):
-            mask = model.mask(context, window, alibi)
-            y = flat.attend(q, k, v, context, mask, 0.3, 0.0, softcap, sink)
-            torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
-        seen = []
-        for block in (1, 2, 4):
-            y = flat.eager_attention(q, k, v, mask, 0.3, 0.0, softcap, sink, seen, block=block)
-            torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(seen[-1].double(), weights, atol=1e-5, rtol=1e-4)
-
-
-def test_rows_at_different_places_equal_naive_loops():
-    g = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(3, n, t, 6, generator=g) for n, t in ((4, 2), (2, 9), (2, 9)))
-    q_pos = torch.tensor([[3, 4], [7, 8], [0, 1]])
-    k_pos = torch.arange(9).expand(3, 9)
-    bias = torch.zeros(3, 1, 2, 9).masked_fill(~flat.visible(q_pos, k_pos), -math.inf)
-    for eager in (True, False):
-        y = flat.attend(q, k, v, bare_context(eager), flat.Mask(bias, False, None), 0.4)
-        expected, _ = naive_attention(q, k, v, q_pos.tolist(), k_pos.tolist(), 0.4)
+    shapes = [(7, 7, [6, 6]), (1, 9, [8, 8]), (3, 9, [8, 8]), (2, 9, [4, 8])]  # queries, keys, last positions
+    for K, (T, S, last), grad in itertools.product([4, 2, 1], shapes, [True, False]):
+        q, k, v = (torch.randn(2, n, t, d, generator=g) for n, t, d in ((4, T, 6), (K, S, 6), (K, S, 10)))
+        q_pos, k_pos = torch.tensor(last)[:, None] - torch.arange(T).flip(0), torch.arange(S).expand(2, S)
+        expected, weights = naive_attention(q, k, v, q_pos.tolist(), k_pos.tolist(), 0.3, window,
+                                            slopes.tolist() if alibi else None, softcap, sink)
+        age = (q_pos[:, :, None] - k_pos[:, None])[:, None]
+        bias = torch.zeros(()) if slopes is None else -slopes[:, None, None] * age
+        bias = bias.where((age >= 0) & (age < (window or S)), -math.inf)
+        mask = flat.Mask(bias, T == S, window)
+        if not (window or alibi) and (T == S and not attend.is_written_out or T == 1):
+            mask = flat.Mask(None, T == S, None)
+        with torch.set_grad_enabled(grad):
+            y = attend(q, k, v, mask, 0.3, 0.0, softcap, sink)
         torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+        if attend.is_written_out:
+            seen = []
+            flat.eager_attention(q, k, v, mask, 0.3, 0.0, softcap, sink, seen)
+            torch.testing.assert_close(seen[0].double(), weights, atol=1e-5, rtol=1e-4)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.parametrize('device, dtype, T, fits_flash, has_bias, is_training, expected', [
-    ('cpu', torch.float32, 7, True, False, True, ('gqa', True)),
-    ('cpu', torch.bfloat16, 1, True, False, False, ('rows', True)),
-    ('mps', torch.float32, 7, True, False, True, ('rows', True)),
-    ('cuda', torch.bfloat16, 7, True, False, True, ('gqa', True)),       # training: the only cuDNN
-    ('cuda', torch.bfloat16, 7, True, False, False, ('gqa', False)),     # prefill: a new shape each time
-    ('cuda', torch.bfloat16, 1, True, False, False, ('rows', False)),    # decoding
-    ('cuda', torch.bfloat16, 7, True, True, True, ('rows', False)),      # a mask
-    ('cuda', torch.float32, 7, True, False, True, ('repeat', True)),     # no flash attention
-    ('cuda', torch.float16, 7, True, False, False, ('repeat', False)),   # none before Ampere
-    ('cuda', torch.bfloat16, 7, False, False, False, ('repeat', False))])
-def test_which_kernel_attends(device, dtype, T, fits_flash, has_bias, is_training, expected):
-    assert flat.sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training) == expected
+@pytest.mark.parametrize('dtype, T, fits_flash, is_training, expected', [
+    (torch.bfloat16, 7, True, True, ('gqa', True)),       # training: the only cuDNN
+    (torch.bfloat16, 7, True, False, ('gqa', False)),     # prefill: a new shape each time
+    (torch.float16, 7, True, False, ('repeat', False)),   # no flash attention before Ampere
+    (torch.bfloat16, 7, False, False, ('repeat', False))])
+def test_kernels_of_half_precision_on_cuda(dtype, T, fits_flash, is_training, expected):
+    assert flat.sdpa_plan('cuda', dtype, T, fits_flash, False, is_training) == expected
 
 
 @pytest.fixture
@@ -242,93 +218,33 @@ def as_cuda(monkeypatch):
     monkeypatch.setattr(flat, 'sdpa_plan', lambda device, *rest: plan('cuda', *rest))
 
 
-@pytest.mark.parametrize('K, compiled', [(4, False), (2, False), (1, False), (2, True)])
-def test_attention_as_called_on_cuda_equals_naive_loops(K, compiled, as_cuda, monkeypatch):
-    cudnn, kernel = [], F.scaled_dot_product_attention
-
-    def spy(*args, **kwargs):
-        assert not kwargs['enable_gqa'] and args[0].shape[1] == args[1].shape[1]  # float32 kernels have none
-        cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return kernel(*args, **kwargs)
-    if not compiled:
-        monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
-    attend, context = flat.attend, bare_context(eager=False)
-    if compiled:
-        attend = torch.compile(attend, fullgraph=True, dynamic=False, backend='aot_eager')
-    g = torch.Generator().manual_seed(0)
-    for T, S, masked, grad in ((7, 7, False, True), (7, 7, False, False), (7, 7, True, True),
-                               (1, 7, False, False)):
-        q, k, v = (torch.randn(2, n, t, 6, generator=g) for n, t in ((4, T), (K, S), (K, S)))
-        q_pos, k_pos = torch.arange(S - T, S)[None], torch.arange(S)[None]
-        window, bias = (3, torch.zeros(())) if masked else (None, None)
-        if masked:
-            bias = bias.where(flat.visible(q_pos, k_pos, q_pos - 2), -math.inf)
-        with torch.set_grad_enabled(grad):
-            y = attend(q, k, v, context, flat.Mask(bias, T == S, window), 0.4)
-        expected, _ = naive_attention(q, k, v, q_pos.expand(2, T).tolist(), k_pos.expand(2, S).tolist(), 0.4,
-                                      window)
-        torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
-    assert compiled or cudnn == [True, False, False, False]
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@pytest.mark.parametrize('window, alibi, documents', [(9, False, False), (None, True, True)])
-def test_flex_attention_equals_the_dense_mask(window, alibi, documents, monkeypatch):
-    import torch.nn.attention.flex_attention as flex
-    monkeypatch.setattr(flex, '_validate_device', lambda *tensors: None)  # it has a backward, but none to use
-    T, g = 40, torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, n, T, 16, generator=g).requires_grad_() for n in (4, 2, 2))
-    starts = torch.tensor([0, 7, 30])[torch.tensor([[0] * 7 + [1] * 23 + [2] * 10, [0] * 30 + [2] * 10])]
-    slopes = flat.alibi_slopes(4)
-
-    def attend(q, k, v, starts, slopes, is_flex):
-        positions = torch.arange(T)[None]
-        first = torch.zeros_like(positions) if starts is None else starts
-        bias = 0.0 if slopes is None else -slopes[:, None, None] * (positions[..., None] - positions)
-        first = torch.maximum(first, positions - (window or T) + 1)
-        bias = torch.as_tensor(bias).where(flat.visible(positions, positions, first), -math.inf)
-        mask = flat.flex_mask(T, window, starts, slopes, q.device) if is_flex else None
-        return flat.attend(q, k, v, bare_context(eager=False), flat.Mask(bias, True, window, mask), 0.4)
-    given = (q, k, v, starts if documents else None, slopes if alibi else None)
-    compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend='aot_eager')
-    dense, sparse = attend(*given, False), compiled(*given, True)
-    torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-4)
-    grads = [torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (dense, sparse)]
-    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
-
-
+@torch.no_grad()
 def test_masks_are_left_to_flex_attention_where_it_pays(monkeypatch):
     import torch.nn.attention.flex_attention as flex
     assert not flat.use_flex('cuda', torch.bfloat16, 1024, 0.0)  # not compiled
-    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
-    for change, expected in [({}, True), (dict(device='cpu'), False), (dict(dtype=torch.float32), False),
-                             (dict(T=64), False), (dict(dropout=0.1), False)]:
-        assert flat.use_flex(**{**dict(device='cuda', dtype=torch.bfloat16, T=1024, dropout=0.0),
-                                **change}) == expected
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, 'is_compiling', lambda: True)
+        assert flat.use_flex('cuda', torch.bfloat16, 1024, 0.0)
+        for other in (('cpu', torch.bfloat16, 1024, 0.0), ('cuda', torch.float32, 1024, 0.0),
+                      ('cuda', torch.bfloat16, 64, 0.0), ('cuda', torch.bfloat16, 1024, 0.1)):
+            assert not flat.use_flex(*other)
     model = tiny(n_kv_head=2, head_dim=16, window=5, window_pattern='SL', pos='alibi', document_token=3)
     idx, calls, kernel = tokens(model, 2, 24), [], flex.flex_attention
 
     def spy(*args, **kwargs):
         calls.append(1)
         return kernel(*args, **kwargs)
-    with torch.no_grad():
-        expected = model(idx)
-        monkeypatch.setattr(flat, 'use_flex', lambda *a: True)
-        monkeypatch.setattr(flex, 'flex_attention', spy)
-        y = torch.compile(model, fullgraph=True, dynamic=False, backend='aot_eager')(idx)
-        torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
-        assert len(calls) == 2
-        model(idx, cache=model.make_cache(2, 24))
-        assert len(calls) == 2
+    expected = model(idx)
+    monkeypatch.setattr(flat, 'use_flex', lambda *a: True)
+    monkeypatch.setattr(flex, 'flex_attention', spy)
+    y = torch.compile(model, fullgraph=True, dynamic=False, backend='aot_eager')(idx)
+    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+    model(idx, cache=model.make_cache(2, 24))
+    assert len(calls) == 2  # a layer each, and none with a cache
 
 
 def feed(model, idx, chunks, cache):
-    out, at = [], 0
-    for n in chunks:
-        out.append(model(idx[:, at:at + n], cache=cache))
-        at += n
-    return torch.cat(out, dim=1)
+    return torch.cat([model(part, cache=cache) for part in idx[:, :sum(chunks)].split(chunks, dim=1)], dim=1)
 
 
 def memory_efficient_layout(*args, kernel=F.scaled_dot_product_attention, **kwargs):
@@ -342,55 +258,48 @@ def test_cached_equals_uncached(options, monkeypatch):
     torch.set_num_threads(1)  # small tensors: a second one only waits
     model = tiny(**options)
     idx = tokens(model, 3, 24)
-    full = model(idx)
+    full, close = model(idx), functools.partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
     assert full.std() > 0.1  # else equality would say little
     with torch.enable_grad():  # the path that trains
-        torch.testing.assert_close(model(idx).detach(), full, atol=1e-4, rtol=1e-4)
-    def close(a, b):
-        return torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        close(model(idx).detach(), full)
+
+    def at(source, rows, places, n):  # (rows, n, ...), from another place in each row
+        return torch.stack([source[row, place:place + n] for row, place in zip(rows, places)])
     for static, splits in ((False, ([24], [1] * 24, [3, 5, 4, 12])),
                            (True, ([23, 1], [4, 1, 1, 6, 9, 2, 1]))):
         if static:  # each kind of attention, by the kernel that a static cache gets on CUDA
             monkeypatch.setattr(F, 'scaled_dot_product_attention', memory_efficient_layout)
         for chunks in splits:
             close(feed(model, idx, chunks, model.make_cache(3, 24, static)), full)
-        close(model(idx[:, :5], cache=model.make_cache(3, 8, static), keep=2), full[:, 3:5])
-        for has_rewound in (False, True):  # rows of different lengths, by padding or by taking tokens back
-            cache, at = model.make_cache(3, 24, static, max_rewind=5), [14, 11, 9]
-            if not has_rewound:
-                last = model(idx[:, :14], cache=cache, keep=2, lengths=torch.tensor(at))
-                close(last, torch.stack([full[row, a - 2:a] for row, a in enumerate(at)]))
-            elif any(cache.states):
-                continue  # refused, see test_a_state_is_reset_and_never_rewound
-            else:
-                model(idx[:, :14], cache=cache, keep=0)
+        rows, held = [0, 1, 2], [14, 11, 9]
+        for rolling in (True, False):  # rows of different lengths, by padding or by taking tokens back
+            cache = model.make_cache(3, 24, static, rolling)
+            if not rolling and any(cache.states):
+                continue  # refused, see test_caches_refuse...
+            last = model(idx[:, :14], cache=cache, keep=2, lengths=torch.tensor(held) if rolling else None)
+            if not rolling:
                 cache.rewind(torch.tensor([0, 3, 5]))
-            for n in (2, 1, 1, 4):
-                new = torch.stack([idx[row, a:a + n] for row, a in enumerate(at)])
-                close(model(new, cache=cache), torch.stack([full[row, a:a + n] for row, a in enumerate(at)]))
-                at = [a + n for a in at]
+            close(last, at(full, rows, [a - 2 for a in (held if rolling else [14] * 3)], 2))
+            now = held
+            for n in (2, 1, 4):
+                close(model(at(idx, rows, now, n), cache=cache), at(full, rows, now, n))
+                now = [a + n for a in now]
             lengths = torch.tensor([1, 0, 2])  # two rows go on, by other numbers of tokens
-            new = torch.stack([idx[row, a:a + 2] for row, a in enumerate(at)])
-            last = model(new, cache=cache, keep=1, lengths=lengths)[[0, 2], 0]
-            close(last, torch.stack((full[0, at[0]], full[2, at[2] + 1])))
-            at = [at[0] + 1, at[1], at[2] + 2]
-            cache.select([2, 0, 1, 2])
-            new = torch.stack([idx[row, at[row]:at[row] + 1] for row in (2, 0, 1, 2)])
-            close(model(new, cache=cache), torch.stack([full[row, at[row]:at[row] + 1]
-                                                        for row in (2, 0, 1, 2)]))
-            assert cache.length.tolist() == [at[2] + 1, at[0] + 1, at[1] + 1, at[2] + 1]
-            cache.reset(torch.tensor([False, True, False, True]))  # two rows begin anew
-            new, lengths = idx[[0, 1, 2, 0], :9], torch.tensor([0, 7, 0, 9])
-            last = model(new, cache=cache, keep=1, lengths=lengths)[[1, 3], 0]
-            close(last, torch.stack((full[1, 6], full[0, 8])))
-            close(model(idx[[2, 1, 1, 0], [at[2] + 1, 7, at[1] + 1, 9]][:, None], cache=cache)[:, 0],
-                  full[[2, 1, 1, 0], [at[2] + 1, 7, at[1] + 1, 9]])
+            last = model(at(idx, rows, now, 2), cache=cache, keep=1, lengths=lengths)
+            close(last[[0, 2]], at(full, [0, 2], [now[0], now[2] + 1], 1))
+            now = [a + n for a, n in zip(now, (1, 0, 2))]
+            mixed = [2, 0, 1, 2]
+            cache.select(mixed)
+            now = [now[row] for row in mixed]
+            close(model(at(idx, mixed, now, 1), cache=cache), at(full, mixed, now, 1))
+            assert cache.length.tolist() == [a + 1 for a in now]
+            cache.reset()
+            close(feed(model, idx[mixed], [9, 1], cache), full[mixed, :10])
         cache = model.make_cache(2, 24, static)  # a row that ends with the cache, beside a longer one
         model(idx[:2, :20], cache=cache, lengths=torch.tensor([20, 3]))
-        new, lengths = torch.stack((idx[0, 4:24], idx[1, 3:23])), torch.tensor([4, 20])
-        new[0, :4] = idx[0, 20:]
-        last = model(new, cache=cache, keep=2, lengths=lengths)
-        close(last, torch.stack((full[0, 22:24], full[1, 21:23])))
+        new, lengths = F.pad(idx[:2], (0, 20)), torch.tensor([4, 20])
+        last = model(at(new, [0, 1], [20, 3], 20), cache=cache, keep=2, lengths=lengths)
+        close(last, at(full, [0, 1], [22, 21], 2))
 
 
 @pytest.mark.parametrize('options', GRID, ids=grid_name)
@@ -406,13 +315,19 @@ def test_every_parameter_learns(options):
     assert not [name for name in without if not name.endswith('k_norm.bias')]
 
 
-@pytest.mark.parametrize('options', GRID, ids=grid_name)
-def test_documents_are_as_if_alone_and_rotations_as_configured(options):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = GPTConfig(**{**TINY, **options})
-    flat_check.check_documents(config)
-    flat_check.check_rotation(config)
+@pytest.mark.parametrize('options', [
+    {}, dict(pos='learned'), dict(pos='alibi', n_kv_head=1), MLA, dict(window=4, window_pattern='S'),
+    dict(mixer_pattern='DA')], ids=grid_name)
+def test_a_document_after_another_equals_it_alone(options):
+    model = tiny(document_token=3, **options)
+    idx = torch.randint(4, 61, (2, 20), generator=torch.Generator().manual_seed(2))
+    idx[0, [6, 15]] = idx[1, 11] = 3
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            logits = model(idx)
+            for row, start, end in ((0, 6, 15), (0, 15, 20), (1, 11, 20)):
+                torch.testing.assert_close(logits[row, start:end], model(idx[row:row + 1, start:end])[0],
+                                           atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize('options', GRID, ids=grid_name)
@@ -433,90 +348,73 @@ def test_no_token_sees_the_future_or_past_its_window(options):
 
 
 @torch.no_grad()
-def test_caches_refuse_what_does_not_fit_and_keep_to_their_size():
-    model = tiny(n_kv_head=2)
-    cache = model.make_cache(2, 8)
-    # rows, slots and one for padding, k/v heads, width, layers, bytes
-    assert cache.nbytes == 2 * (8 + 1) * (2 + 2) * 8 * 2 * 4
-    assert cache.slots[0].tensors[0].shape == (2, 2, 9, 8)
-    model(tokens(model, 2, 8), cache=cache)
-    with pytest.raises(ValueError, match='cache is full: 9 tokens into 8 slots'):
-        model(tokens(model, 2, 1), cache=cache)
-    for n in (1, -1):
-        with pytest.raises(ValueError, match='cannot rewind'):
-            model.make_cache(1, 8).rewind(n)
-    for options in ({}, dict(pos='learned'), dict(pos='alibi'), dict(document_token=3), MLA):
-        other = tiny(**options)
-        cache = other.make_cache(2, 24)
-        other(tokens(other, 2, 24), cache=cache)
-        with pytest.raises(ValueError, match='cache is full: 25 tokens into 24 slots'):
-            other(tokens(other, 2, 1), cache=cache)
-    with pytest.raises(ValueError, match='3 rows of tokens for a cache of 2'):
-        model(tokens(model, 3, 1), cache=model.make_cache(2, 8))
-    for rows, length, rewind in ((1, 25, 0), (1, 0, 0), (0, 4, 0), (1, 4, -1)):
-        with pytest.raises(ValueError, match='block_size=24'):
-            model.make_cache(rows, length, max_rewind=rewind)
-    with pytest.raises(ValueError, match='25 tokens do not fit into block_size=24'):
-        model(tokens(model, 1, 25))
-    with torch.autocast('cpu', torch.bfloat16):
-        assert model.make_cache(1, 4).slots[0].tensors[0].dtype == torch.bfloat16
-    latent = tiny(**MLA)
-    assert latent.make_cache(2, 8).nbytes == 2 * (8 + 1) * (16 + 4) * 2 * 4
-    assert latent.cache_elements() == (16 + 4) * 2 and latent.cache_elements(8) == 8 * (16 + 4) * 2
-
-
-@torch.no_grad()
-def test_a_window_keeps_a_window_and_what_may_be_taken_back():
-    model = tiny(window=5, window_pattern='SL', n_layer=3, block_size=80)
-    for rewind in (0, 3):
-        cache = model.make_cache(2, 80, max_rewind=rewind)
-        assert [slots.count for slots in cache.slots] == [5 + rewind, 80, 5 + rewind]
-        size, idx = cache.nbytes, tokens(model, 2, 80)
+def test_caches_keep_to_their_size_and_refuse_the_rest():
+    latent = dict(window=5, window_pattern='SL', block_size=80, **MLA)
+    for options, rows, elements in (  # of two layers, for each row: slots and one for padding, their width
+            (dict(n_kv_head=2, block_size=80), [80, 80], 2 * 81 * 2 * 2 * 8),
+            (dict(window=5, window_pattern='SL', block_size=80), [5, 80], (6 + 81) * 2 * 4 * 8),
+            (latent, [5, 80], (6 + 81) * (16 + 4)),
+            (dict(mixer_pattern='DA', block_size=80), [80, 80], 3 * 96 + 4 * 8 * 8 + 81 * 2 * 4 * 8)):
+        model = tiny(**options)
+        cache, idx = model.make_cache(2, 80), tokens(model, 2, 80)
+        assert [slots.n_slots for slots in cache.slots] == rows and cache.nbytes == 2 * 4 * elements
+        assert model.cache_elements(79) <= elements  # without that for padding
         full = model(idx)
-        for at in range(0, 70, 7):
-            torch.testing.assert_close(model(idx[:, at:at + 7], cache=cache), full[:, at:at + 7],
+        for _ in range(2):
+            torch.testing.assert_close(feed(model, idx, [7] * 10, cache), full[:, :70], atol=1e-4, rtol=1e-4)
+            cache.rewind(0)
+            if rows[0] < 80 or any(cache.states):
+                with pytest.raises(ValueError, match='cannot rewind .*rolling=False'):
+                    cache.rewind(torch.tensor([0, 1]))
+            cache.reset()
+        if not any(cache.states):  # a rolling cache that has not wrapped
+            model(idx[:, :5], cache=cache)
+            cache.rewind(torch.tensor([2, 0]))
+            new = torch.stack((idx[0, 3:6], idx[1, 5:8]))
+            torch.testing.assert_close(model(new, cache=cache), torch.stack((full[0, 3:6], full[1, 5:8])),
                                        atol=1e-4, rtol=1e-4)
-        assert cache.nbytes == size
-        if rewind:
-            cache.rewind(2)
-            cache.rewind(torch.tensor([1, 0]))  # together as far as is allowed
-            new = torch.stack((idx[0, 67:70], idx[1, 68:71]))
-            torch.testing.assert_close(model(new, cache=cache),
-                                       torch.stack((full[0, 67:70], full[1, 68:71])), atol=1e-4, rtol=1e-4)
-        with pytest.raises(ValueError, match=f'max_rewind={rewind}'):
-            cache.rewind(rewind + 2)
-        cache.rewind(cache.length.clone())  # all of it always may
-        torch.testing.assert_close(feed(model, idx, [9, 1, 30], cache), full[:, :40], atol=1e-4, rtol=1e-4)
+        for n in (-1, 9):
+            with pytest.raises(ValueError, match='cannot rewind'):
+                cache.rewind(n)
+    with torch.autocast('cpu', torch.bfloat16):
+        cache = model.make_cache(2, 80)
+        half = feed(model, idx, [7, 1, 72], cache)
+    assert (half - full).abs().mean() < 0.1 * full.std()
+    dtypes = [tensor.dtype for tensor in (*cache.slots[1].tensors, *cache.states[0])]
+    assert dtypes == [torch.bfloat16] * 3 + [torch.float32]
+    with pytest.raises(ValueError, match='cache is full: 81 tokens into 80 slots'):
+        model(idx[:, :1], cache=cache)
+    for rows, length in ((1, 81), (1, 0), (0, 4)):
+        with pytest.raises(ValueError, match='block_size=80'):
+            model.make_cache(rows, length)
 
 
 @pytest.mark.parametrize('options', [{}, dict(q_lora_rank=12), dict(rope_scaling={**YARN, 'mscale': 0.7,
                                                                                  'mscale_all_dim': 0.9})])
 @torch.no_grad()
-def test_absorbed_latent_attention_equals_expanded(options):
+def test_latent_attention_absorbed_and_expanded_follows_the_paper(options):
     model = tiny(**MLA, **options)
-    idx, attn = tokens(model, 2, 20), model.h[0].attn
-    x, pos, context = torch.randn(2, 20, 32), torch.arange(20)[None], model.context(idx)
-    expanded, absorbed = attn(x, context, absorb=False), attn(x, context, absorb=True)
-    torch.testing.assert_close(absorbed, expanded, atol=1e-4, rtol=1e-4)
-    # and both equal the paper's equations, head by head: arXiv:2405.04434, equations 9 to 19
+    x, attn, pos = torch.randn(2, 20, 32), model.h[0].attn, [list(range(20))] * 2
+    context = model.context(torch.zeros(2, 20, dtype=torch.long))
+    # arXiv:2405.04434, equations 9 to 19, head by head
     def norm(v, w):
         return v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+    def turn(v):
+        return flat.rotate(v[:, None], tuple(r.double() for r in context.ropes[attn.rope_kind]))
     w = {name: v.double() for name, v in attn.state_dict().items()}
     q, latent, k_rope = (x.double() @ w['c_attn.weight'].T).split(attn.c_attn.widths, -1)
     if 'q_lora_rank' in options:
         q = norm(q, w['q_norm.weight']) @ w['c_q.weight'].T
     kv = norm(latent, w['kv_norm.weight']) @ w['c_kv.weight'].T
-    scale = (8 + 4) ** -0.5 * ((0.1 * 0.9 * math.log(4) + 1) ** 2 if 'rope_scaling' in options else 1)
-    def turn(v):
-        return flat.rotate(v[:, None], tuple(r.double() for r in context.ropes[attn.rope_kind]))
-    heads = []
-    for h in range(4):
-        q_h = torch.cat((q[..., 12 * h:12 * h + 8][:, None], turn(q[..., 12 * h + 8:12 * h + 12])), -1)
-        k_h = torch.cat((kv[..., 20 * h:20 * h + 8][:, None], turn(k_rope)), -1)
-        heads.append(naive_attention(q_h, k_h, kv[..., 20 * h + 8:20 * h + 20][:, None],
-                                     *[pos.expand(2, 20).tolist()] * 2, scale)[0])
-    y = torch.cat(heads, -1)[:, 0] @ w['c_proj.weight'].T
-    torch.testing.assert_close(expanded.double(), y, atol=1e-4, rtol=1e-4)
+    grown, heads = 0.1 * 0.9 * math.log(4) + 1 if 'rope_scaling' in options else 1, []
+    for q_h, kv_h in zip(q.split(12, -1), kv.split(20, -1)):
+        q_h = torch.cat((q_h[:, None, :, :8], turn(q_h[..., 8:])), -1)
+        k_h = torch.cat((kv_h[:, None, :, :8], turn(k_rope)), -1)
+        heads.append(naive_attention(q_h, k_h, kv_h[:, None, :, 8:], pos, pos,
+                                     12 ** -0.5 * grown ** 2)[0][:, 0])
+    y = torch.cat(heads, -1) @ w['c_proj.weight'].T
+    for absorb in (False, True):
+        torch.testing.assert_close(attn(x, context, absorb).double(), y, atol=1e-4, rtol=1e-4)
 
 
 def pretend_device(monkeypatch):
@@ -545,7 +443,9 @@ def test_all_tensors_are_on_the_models_device(options, as_cuda, monkeypatch):
                 model = GPT(config)
             finally:
                 torch.set_default_dtype(torch.float32)
-            idx, u = torch.empty(3, 8, dtype=torch.long), torch.empty(3)
+            idx = torch.empty(3, 8, dtype=torch.long)
+            model.ropes = {kind: kind and flat.rope_table(kind, torch.arange(24), 24)
+                           for kind in {block.attn.rope_kind for block in model.h}}
             lengths = idx[:, 0]
         loss, aux = model(idx, idx)
         (loss + sum(aux[name] for name in ('balance', 'z') if aux)).backward()
@@ -556,139 +456,72 @@ def test_all_tensors_are_on_the_models_device(options, as_cuda, monkeypatch):
             for static in (False, True):
                 cache = model.make_cache(3, 24, static)
                 logits = model(idx, cache=cache, keep=1, lengths=lengths if static else None)[:, -1]
-                logits = flat_sample.penalise(logits, logits > 0, 1.2)
-                token = sample_token(logits, u, top_k=5, top_p=0.9, min_p=0.1)
+                token = logits.argmax(-1)
                 assert model(token[:, None], cache=cache, keep=1).device == idx.device
-                cache.reset(lengths > 0)
+                cache.reset()
 
 
-def test_a_tensor_on_another_device_is_noticed(as_cuda, monkeypatch):
-    visible = flat.visible
-    monkeypatch.setattr(flat, 'visible', lambda q_pos, k_pos, first: visible(
-        q_pos, torch.arange(k_pos.shape[1])[None], first))
-    with pytest.raises(RuntimeError, match='same device'):
-        test_all_tensors_are_on_the_models_device(dict(window=5, window_pattern='S'), None, monkeypatch)
-
-
-def naive_delta_rule(q, k, v, decay, beta, state, starts=None):
+def naive_delta_rule(q, k, v, decay, beta, state, is_start):
     """arXiv:2412.06464, equation 10, token by token, in float64."""
     out, state = [], state.double()
     q, k, v, decay, beta = (x.double() for x in (q, k, v, decay, beta))
     for t in range(q.shape[2]):
-        if starts is not None:  # a document that starts here has seen nothing
-            state = state * (starts[:, t] < t)[:, None, None, None] if t else state
-        state = state * decay[:, :, t, None, None].exp()
+        state = state * decay[:, :, t, None, None].exp() * ~is_start[:, t, None, None, None]
         wrong = v[:, :, t] - (k[:, :, t, None] @ state)[:, :, 0]
         state = state + beta[:, :, t, None, None] * k[:, :, t, :, None] * wrong[:, :, None]
         out.append((q[:, :, t, None] @ state)[:, :, 0])
     return torch.stack(out, dim=2), state
 
 
-@pytest.mark.parametrize('T', [1, 5, 64, 150])
+@pytest.mark.parametrize('T', [1, 5, 150])
 @pytest.mark.parametrize('documents', [False, True])
 def test_the_chunked_delta_rule_is_the_recurrence(T, documents):
     g = torch.Generator().manual_seed(T)
     q, k, v = (torch.randn(2, 3, T, width, generator=g) for width in (4, 4, 6))
     k = k / k.norm(dim=-1, keepdim=True)
     decay, beta = -torch.rand(2, 3, T, generator=g) * 2, torch.rand(2, 3, T, generator=g)
-    state, starts, first = torch.randn(2, 3, 4, 6, generator=g), None, None
-    if documents and T > 1:
-        is_start = torch.rand(2, T, generator=g) < 0.1
-        is_start[0, -1], is_start[1, 2:] = True, False
-        starts = torch.where(is_start, torch.arange(T), 0).cummax(dim=1).values
-        starts[:, :3] = torch.where(starts[:, :3] > 0, starts[:, :3], -5)  # one that goes on from before
-        starts[starts == 0] = -5
-        first = torch.tensor([[0]])
-    inputs = [x.requires_grad_() for x in (q, k, v, decay, beta, state)]
-    expected, last = naive_delta_rule(*inputs, starts)
+    is_start = torch.rand(2, T, generator=g) < 0.1 * documents
+    is_start[0, -1] = documents
+    inputs = [x.requires_grad_() for x in (q, k, v, decay, beta, torch.randn(2, 3, 4, 6, generator=g))]
+    expected = naive_delta_rule(*inputs, is_start)
     for chunk in (64, 7):
-        y, after = flat.gated_delta_rule(*inputs, starts, first, chunk=chunk)
-        torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(after.double(), last, atol=1e-4, rtol=1e-4)
-    weight = torch.randn(y.shape, generator=g)
-    got = torch.autograd.grad((y * weight).sum() + after.sum(), inputs)
-    wanted = torch.autograd.grad((expected * weight).sum() + last.sum(), inputs)
-    for a, b in zip(got, wanted):
+        found = flat.gated_delta_rule(*inputs, is_start if documents else None, chunk=chunk)
+        for a, b in zip(found, expected):
+            torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
+    weight = torch.randn(found[0].shape, generator=g)
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum() + after.sum(), inputs)
+                      for y, after in (found, expected))):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
-
-
-@torch.no_grad()
-def test_gated_deltanet_equals_transformers():
-    modeling = transformers.models.qwen3_next.modeling_qwen3_next
-    config = transformers.Qwen3NextConfig(hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
-                                          linear_key_head_dim=6, linear_value_head_dim=10,
-                                          linear_conv_kernel_dim=4, num_hidden_layers=4)
-    other = modeling.Qwen3NextGatedDeltaNet(config, 0).float().eval()
-    model = tiny(mixer_pattern='D', linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
-                 linear_value_head_dim=10, block_size=150)
-    mixer = model.h[0].attn
-    q, k, v, z, b, a = mixer.c_attn.weight.split(mixer.c_attn.widths)
-    by_key_head = [w.unflatten(0, (2, -1)) for w in (q, k, v, z)]
-    state = {'conv1d.weight': mixer.conv[:, None], 'dt_bias': mixer.dt_bias, 'A_log': mixer.A_log,
-             'norm.weight': mixer.o_norm, 'out_proj.weight': mixer.c_proj.weight,
-             'in_proj_qkvz.weight': torch.cat(by_key_head, dim=1).flatten(0, 1),
-             'in_proj_ba.weight': torch.cat([w.unflatten(0, (2, -1)) for w in (b, a)], dim=1).flatten(0, 1)}
-    other.load_state_dict(state)
-    x = torch.randn(2, 150, 32)
-    y = mixer(x, model.context(torch.zeros(2, 150, dtype=torch.long)))
-    assert y.std() > 0.1
-    torch.testing.assert_close(y, other(x), atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_a_state_is_reset_and_never_rewound():
-    model = tiny(mixer_pattern='DA')
-    idx = tokens(model, 2, 24)
-    cache = model.make_cache(2, 24, max_rewind=5)
-    assert [tuple(s.shape) for s in cache.states[0]] == [(2, 3, 96), (2, 4, 8, 8)] and not cache.states[1]
-    assert cache.states[0][1].dtype == torch.float32
-    assert model.cache_elements(10) == 3 * 96 + 4 * 8 * 8 + 10 * 64
-    model(idx[:, :9], cache=cache)
-    for n in (1, torch.tensor([0, 1]), cache.length.clone()):
-        with pytest.raises(ValueError, match='layer 0 keeps a state'):
-            cache.rewind(n)
-    cache.rewind(0)
-    cache.reset()
-    torch.testing.assert_close(feed(model, idx, [20, 1, 3], cache), model(idx), atol=1e-4, rtol=1e-4)
-    with torch.autocast('cpu', torch.bfloat16):
-        cache = model.make_cache(2, 24)
-        half = feed(model, idx, [7, 1, 16], cache)
-    assert [s.dtype for s in cache.states[0]] == [torch.bfloat16, torch.float32]
-    assert (half - model(idx)).abs().mean() < 0.1 * half.std()
 
 
 def dense_experts(moe, x):
     """Every expert for every token, in float64, weighted by a loop that reads like the papers."""
     config, x = moe.config, x.double()
-    logits = x @ moe.router.weight.double().T + (0 if moe.router.bias is None else moe.router.bias.double())
+    w = {name: w.double() for name, w in moe.named_parameters()}
+
+    def linear(x, name, e):
+        return x @ w[f'{name}.weight'][e].T + (w[f'{name}.bias'][e] if f'{name}.bias' in w else 0)
+
+    def mlp(x, name, e=...):  # one of the experts, or all that are shared
+        up = linear(x, f'{name}.c_fc', e).chunk(len(moe.experts.c_fc.widths), -1)
+        return linear(moe.experts.act(*up), f'{name}.c_proj', e)
+    logits = x @ w['router.weight'].T + w.get('router.bias', 0)
     score = logits.softmax(-1) if config.router == 'softmax' else logits.sigmoid()
-    choice = score + (moe.expert_bias.double() if config.balance_bias else 0)
-    y = torch.zeros_like(x)
+    choice, rows = score + (moe.expert_bias.double() if config.balance_bias else 0), []
     for t in range(len(x)):
-        allowed = set(range(config.n_expert))
+        allowed = range(config.n_expert)
         if config.n_group:
             groups = choice[t].view(config.n_group, -1)
             group_score = groups.amax(1) if config.router == 'softmax' else groups.topk(2).values.sum(1)
             best = group_score.topk(config.topk_group).indices.tolist()
-            allowed = {e for e in allowed if e // groups.shape[1] in best}
+            allowed = [e for e in allowed if e // groups.shape[1] in best]
         chosen = sorted(allowed, key=lambda e: -choice[t, e])[:config.n_expert_active]
         total = sum(score[t, e] for e in chosen) if config.norm_topk_prob else 1.0
-        for e in chosen:
-            up = x[t] @ moe.experts.c_fc.weight[e].double().T
-            if moe.experts.c_fc.bias is not None:
-                up = up + moe.experts.c_fc.bias[e].double()
-            up = moe.experts.act(*up.split(moe.experts.c_fc.widths))
-            down = up @ moe.experts.c_proj.weight[e].double().T
-            if moe.experts.c_proj.bias is not None:
-                down = down + moe.experts.c_proj.bias[e].double()
-            y[t] += down * score[t, e] / total * config.routed_scaling_factor
-    if moe.shared is not None:
-        gate, up = (x @ moe.shared.c_fc.weight.double().T).chunk(2, -1)
-        more = (torch.nn.functional.silu(gate) * up) @ moe.shared.c_proj.weight.double().T
-        if moe.shared_gate is not None:
-            more = more * (x @ moe.shared_gate.weight.double().T).sigmoid()
-        y = y + more
-    return y
+        rows.append(sum(mlp(x[t], 'experts', e) * score[t, e] / total for e in chosen))
+    y = torch.stack(rows) * config.routed_scaling_factor
+    if moe.shared is None:
+        return y
+    return y + mlp(x, 'shared') * ((x @ w['shared_gate.weight'].T).sigmoid() if config.shared_gate else 1)
 
 
 @pytest.mark.parametrize('options', [
@@ -699,92 +532,52 @@ def dense_experts(moe, x):
     dict(n_expert=8, n_group=4, topk_group=2, n_expert_active=3, norm_topk_prob=False),
     dict(n_expert=8, n_group=2, topk_group=1, router='sigmoid', balance_bias=True, n_expert_active=4),
     dict(mlp='gelu', mlp_bias=True)])
-@pytest.mark.parametrize('n', [1, 5, 300])  # 300: rows are filled up to blocks
+@pytest.mark.parametrize('n', [1, 5, 300])
 def test_sorted_experts_equal_the_dense_sum(options, n):
     moe = tiny(**{**dict(n_expert=4, d_expert=24), **options}).h[0].mlp
-    x = torch.randn(1, n, 32, requires_grad=True)
-    y, expected = moe(x, bare_context()), dense_experts(moe, x[0])
+    if n == 5 and moe.config.balance_bias:
+        moe.expert_bias[0] = -9.0  # an expert without tokens
+    x, g = torch.randn(1, n, 32, requires_grad=True), torch.randn(n, 32)
+    y, expected, params = moe(x, bare_context()), dense_experts(moe, x[0]), [x, *moe.parameters()]
     torch.testing.assert_close(y[0].double(), expected, atol=1e-4, rtol=1e-4)
-    params, g = [x, *moe.parameters()], torch.randn(n, 32)
     for got, wanted in zip(torch.autograd.grad((y[0] * g).sum(), params),
                            torch.autograd.grad((expected * g).sum(), params)):
         torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
 
 
-def test_an_expert_without_tokens_has_a_gradient_of_zero():
-    moe = tiny(n_expert=4, n_expert_active=1, norm_topk_prob=False, balance_bias=True, d_expert=24).h[0].mlp
-    moe.expert_bias.copy_(torch.tensor([0.0, 0.0, 0.0, -9.0]))
-    moe(torch.randn(1, 40, 32), bare_context()).square().sum().backward()
-    for w in (moe.experts.c_fc.weight, moe.experts.c_proj.weight):
-        assert not w.grad[3].any() and w.grad[0].any()
-
-
-def moe_aux(model, idx):
-    loss, aux = model(idx[:, :-1], idx[:, 1:])
-    return loss, aux
-
-
-@pytest.mark.parametrize('k', [1, 2, 4])
-@pytest.mark.parametrize('router', ['softmax', 'sigmoid'])
+@pytest.mark.parametrize('router, k', [('softmax', 1), ('softmax', 4), ('sigmoid', 2)])
 @pytest.mark.parametrize('per_sequence', [False, True])
-def test_uniform_routing_has_a_balance_loss_of_one(k, router, per_sequence):
-    model = tiny(n_expert=8, n_expert_active=k, router=router, balance_per_sequence=per_sequence,
-                 norm_topk_prob=False)
-    idx = tokens(model, 3, 20)
-    with torch.no_grad():
-        for block in model.h:
-            block.mlp.router.weight.zero_()  # every expert as likely: the scores are even, whoever is chosen
-    loss, aux = moe_aux(model, idx)
-    assert aux['balance'].item() == pytest.approx(1.0, abs=1e-5)
-    assert aux['z'].item() == pytest.approx(math.log(8) ** 2, rel=1e-5)
-    assert aux['load'].shape == (2, 8) and aux['load'].sum(1).tolist() == [3 * 19 * k] * 2
-    for block in model.h:  # one expert takes all: as bad as it gets
-        block.mlp.router.weight.data[0] = 0
-    model.h[0].mlp.router.weight.data.normal_()
-    model.h[1].mlp.router.weight.data.normal_()
-    assert moe_aux(model, idx)[1]['balance'] > 1.0
+def test_aux_losses_follow_their_formulas(router, k, per_sequence):
+    moe = tiny(n_expert=8, n_expert_active=k, router=router, balance_per_sequence=per_sequence).h[0].mlp
+    x = torch.randn(3, 10, 32)
 
-
-def test_aux_losses_follow_their_formulas_and_train_the_router_alone():
-    model = tiny(n_expert=4, n_dense_layer=1, balance_per_sequence=True)
-    x, routing = torch.randn(3, 10, 32), []
-    moe = model.h[1].mlp
-    moe(x, bare_context(routing=routing))
-    balance, z, load = routing[0]
-    logits = x @ moe.router.weight.T
-    each = []
-    for row in logits:  # arXiv:2101.03961, equations 4 to 6, for k = 2 experts a token
-        f = torch.bincount(row.topk(2).indices.flatten(), minlength=4) / 20
-        each.append(4 * (f * row.softmax(-1).mean(0)).sum())
+    def statistics():
+        routing = []
+        moe(x, bare_context(routing=routing))
+        return routing[0]
+    balance, z, load = statistics()
+    logits = (x @ moe.router.weight.T).view(3 if per_sequence else 1, -1, 8)
+    score, each = logits.softmax(-1) if router == 'softmax' else logits.sigmoid(), []
+    for row in score:  # arXiv:2101.03961, equations 4 to 6, for k experts a token
+        f = torch.bincount(row.topk(k).indices.flatten(), minlength=8) / (len(row) * k)
+        each.append(8 * (f * (row / row.sum(-1, keepdim=True)).mean(0)).sum())
     torch.testing.assert_close(balance, torch.stack(each).mean())
     torch.testing.assert_close(z, logits.exp().sum(-1).log().square().mean())
-    assert torch.equal(load, torch.bincount(logits.topk(2).indices.flatten(), minlength=4).float())
-    idx = tokens(model, 2, 12)
-    loss, aux = moe_aux(model, idx)
-    grads = torch.autograd.grad(aux['balance'], [moe.router.weight, moe.experts.c_fc.weight],
-                                allow_unused=True, retain_graph=True)
+    assert torch.equal(load, torch.bincount(score.topk(k).indices.flatten(), minlength=8).float())
+    grads = torch.autograd.grad(balance, [moe.router.weight, moe.experts.c_fc.weight], allow_unused=True)
     assert grads[0].abs().sum() > 0 and grads[1] is None
-    before, descent = aux['balance'].item(), torch.optim.SGD([moe.router.weight], lr=0.1)
-    for _ in range(100):
-        descent.zero_grad()
-        aux['balance'].backward(retain_graph=True)
-        descent.step()
-        loss, aux = moe_aux(model, idx)
-    assert aux['balance'] < 1.05 < 1.15 < before
-    # a weight of 0 leaves the gradients of the cross entropy alone
-    params = list(model.parameters())
-    off = loss + 0.0 * aux['balance'] + 0.0 * aux['z']
-    for a, b in zip(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True),
-                    torch.autograd.grad(off, params, allow_unused=True)):
-        assert torch.equal(a, b)
+    with torch.no_grad():
+        moe.router.weight.zero_()  # the scores are even, whoever is chosen
+    balance, z, load = statistics()
+    assert balance.item() == pytest.approx(1.0, abs=1e-5) and z.item() == pytest.approx(math.log(8) ** 2)
+    assert load.sum() == 3 * 10 * k
 
 
 def test_a_router_deep_in_underflow_still_weighs_to_one():
-    moe = tiny(n_expert=4, router='sigmoid', mlp_bias=True).h[0].mlp
+    moe, routing = tiny(n_expert=4, router='sigmoid', mlp_bias=True).h[0].mlp, []
     with torch.no_grad():
         moe.router.weight.zero_()
         moe.router.bias.copy_(torch.tensor([-60.0, -60.5, -61.0, -200.0]))
-    routing = []
     weight, chosen, _, _ = moe.route(torch.randn(7, 32))
     moe(torch.randn(1, 7, 32), bare_context(routing=routing))
     torch.testing.assert_close(weight.sum(-1), torch.ones(7))
@@ -794,24 +587,19 @@ def test_a_router_deep_in_underflow_still_weighs_to_one():
 def test_the_balance_bias_moves_choices_not_weights_and_follows_the_load():
     model = tiny(n_expert=4, router='sigmoid', balance_bias=True)
     moe, x = model.h[0].mlp, torch.randn(50, 32)
-    assert 'h.0.mlp.expert_bias' in model.state_dict() and model.num_params() == sum(
-        w.numel() for w in model.parameters()) - 3 * 32
-    moe.expert_bias.zero_()
-    weight, chosen, _, score = moe.route(x)
     moe.expert_bias.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0]))
-    weight, now, _, _ = moe.route(x)
-    assert (now == 2).any(1).all() and not (chosen == 2).any(1).all()
-    s = score.exp().gather(1, now)
+    weight, chosen, _, score = moe.route(x)
+    assert (chosen == 2).any(1).all()
+    s = score.exp().gather(1, chosen)
     torch.testing.assert_close(weight, s / s.sum(-1, keepdim=True))
     moe.expert_bias.zero_()
     model.move_balance(torch.tensor([[5.0, 1.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]), rate=0.5)
     assert moe.expert_bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
-    for to in (torch.bfloat16, torch.float64):
-        assert model.to(to).h[0].mlp.expert_bias.dtype == torch.float32  # like angles, never rounded
+    assert model.to(torch.bfloat16).h[0].mlp.expert_bias.dtype == torch.float32  # like angles, never rounded
+    model.float()
     for _ in range(300):  # it balances a router that is not
-        model.float().move_balance(torch.stack([torch.bincount(block.mlp.route(x)[1].flatten(), minlength=4)
-                                                for block in model.h]).float(), rate=0.01)
-    load = torch.bincount(moe.route(x)[1].flatten(), minlength=4)
+        load = torch.bincount(moe.route(x)[1].flatten(), minlength=4)
+        model.move_balance(load.expand(2, 4).float(), rate=0.01)
     assert load.max() < 1.3 * load.float().mean()
 
 
@@ -863,35 +651,6 @@ def test_rotary_scalings_follow_their_papers():
     assert rope(**long, original_max_position_embeddings=512)[0] == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize('kind', ['linear', 'dynamic', 'yarn', 'llama3', 'longrope'])
-@pytest.mark.parametrize('factor', [1.0, 4.0])
-@pytest.mark.parametrize('partial', [1.0, 0.5])
-def test_rotary_scalings_equal_transformers(kind, factor, partial):
-    pairs = int(32 * partial) // 2
-    scaling = {'rope_type': kind, 'factor': factor}
-    if kind != 'linear':
-        scaling['original_max_position_embeddings'] = 64
-    if kind == 'llama3':
-        scaling |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
-    if kind == 'longrope':
-        scaling |= dict(short_factor=[1.0 + i / 9 for i in range(pairs)],
-                        long_factor=[2.0 + i for i in range(pairs)])
-    their = transformers.LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=256,
-                                     rope_parameters={**scaling, 'rope_theta': 5000.0,
-                                                      'partial_rotary_factor': partial})
-    if kind == 'dynamic':
-        their.max_position_embeddings = 64
-    init = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
-    freq, attention = init(their, 'cpu', seq_len=256)
-    pos = torch.arange(256)
-    config = GPTConfig(head_dim=32, block_size=256, rope_base=5000.0, rope_scaling=scaling,
-                       partial_rotary_factor=partial)
-    cos, sin = flat.rope_table(config.rope_kind, pos, 256)
-    angle = pos[:, None] * freq
-    torch.testing.assert_close(cos, angle.cos() * attention, atol=2e-5, rtol=0)
-    torch.testing.assert_close(sin, angle.sin() * attention, atol=2e-5, rtol=0)
-
-
 def test_a_scaling_is_told_the_trained_length(tmp_path):
     """A new model's is its block_size; one that is read with a longer context keeps its own."""
     short, told = {'rope_type': 'yarn', 'factor': 4.0}, {**YARN, 'original_max_position_embeddings': 16}
@@ -907,9 +666,6 @@ def test_a_scaling_is_told_the_trained_length(tmp_path):
         kind = GPTConfig(**{**vars(longer.config), 'rope_scaling': told}).rope_kind
         expected = flat.rope_table(kind, torch.arange(64), 64)
         assert all(torch.equal(a, b) for a, b in zip(longer.ropes[kind], expected))
-    hub.save_pretrained(model, None, tmp_path / 'published')
-    assert hub.from_pretrained(tmp_path / 'published', block_size=64, rope_scaling={
-        **short, 'beta_fast': 16}).config.rope_scaling == {**told, 'beta_fast': 16}
 
 
 def test_scaling_by_one_changes_nothing_bit_for_bit():
@@ -921,69 +677,6 @@ def test_scaling_by_one_changes_nothing_bit_for_bit():
         assert torch.equal(tiny(rope_scaling={**scaling, 'factor': 1.0})(idx), plain(idx)), scaling
         if scaling['rope_type'] != 'dynamic':  # within the original length that changes nothing at any factor
             assert not torch.equal(tiny(rope_scaling={**scaling, 'factor': 2.0})(idx), plain(idx)), scaling
-
-
-def plain_norm_rotate(q, k, q_weight, k_weight, eps, cos, sin):
-    """NormRotate by its definition, position by position of a head's pairs."""
-    turned = []
-    for x, weight in (q, q_weight), (k, k_weight):
-        x = x.unflatten(-1, (-1, len(weight)))
-        x = (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight).transpose(1, 2)
-        pairs, parts = cos.shape[-1], list(x.unbind(-1))
-        for i in range(pairs):
-            a, b = x[..., i], x[..., i + pairs]
-            parts[i] = a * cos[..., i] - b * sin[..., i]
-            parts[i + pairs] = b * cos[..., i] + a * sin[..., i]
-        turned.append(torch.stack(parts, -1))
-    return turned
-
-
-@pytest.mark.parametrize('rows', [1, 3])
-@pytest.mark.parametrize('heads, pairs, dtype, tolerance', [
-    ((4, 4), 4, torch.float32, 1e-5), ((4, 1), 3, torch.float32, 1e-5), ((6, 2), 4, torch.bfloat16, 2e-2)])
-def test_written_backward_of_norms_and_rotations_is_autograds(heads, pairs, dtype, tolerance, rows):
-    torch.manual_seed(0)
-    (H, K), B, T, D, eps = heads, 3, 5, 8, 1e-2
-    position_ids = torch.randint(0, 50, (rows, T))
-    config = GPTConfig(n_layer=1, n_head=1, n_embd=2 * pairs, rope_scaling=dict(
-        rope_type='yarn', factor=4.0, original_max_position_embeddings=16))  # whose cos^2 + sin^2 is not 1
-    rope = flat.rope_table(config.rope_kind, position_ids[:, None], 64)
-    inputs = [torch.randn(B, T, H * D).to(dtype), torch.randn(B, T, K * D).to(dtype),
-              torch.rand(D) + 0.5, torch.rand(D) + 0.5]
-    exact = [x.double().requires_grad_() for x in inputs]
-    inputs = [x.requires_grad_() for x in inputs]
-    outputs = flat.NormRotate.apply(*inputs, eps, *rope)
-    expected = plain_norm_rotate(*exact, eps, *(table.double() for table in rope))
-    grads = [torch.randn_like(y) for y in outputs]
-    torch.autograd.backward(outputs, grads)
-    torch.autograd.backward(expected, [grad.double() for grad in grads])
-    for y, wanted in zip(outputs, expected):
-        assert y.dtype == dtype
-        torch.testing.assert_close(y.double(), wanted, atol=tolerance, rtol=tolerance)
-    for x, wanted in zip(inputs, exact):
-        torch.testing.assert_close(x.grad.double(), wanted.grad, atol=5 * tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_written_backward_of_rmsnorm_is_autograds(dtype, tolerance):
-    torch.manual_seed(0)
-    x, weight, grad = torch.randn(3, 5, 16).to(dtype), torch.rand(16) + 0.5, torch.randn(3, 5, 16).to(dtype)
-    (a, v), (b, w) = ([y.clone().to(kind).requires_grad_() for y in (x, weight)]
-                      for kind in (None, torch.float64))
-    y, wanted = flat.RMSNorm.apply(a, v, 1e-2), b / (b.square().mean(-1, keepdim=True) + 1e-2).sqrt() * w
-    torch.autograd.backward([y, wanted], [grad, grad.double()])
-    for mine, exact in (y, wanted), (a.grad, b.grad), (v.grad, w.grad):
-        torch.testing.assert_close(mine.double(), exact, atol=5 * tolerance, rtol=tolerance)
-
-
-def test_written_backwards_refuse_what_they_cannot():
-    model, idx = tiny().train(), torch.zeros(1, 4, dtype=torch.long)
-    grad, = torch.autograd.grad(model(idx, idx)[0], [model.h[0].attn.c_attn.weight], create_graph=True)
-    with pytest.raises(RuntimeError, match='once_differentiable'):
-        grad.sum().backward()
-    with pytest.raises(RuntimeError, match='setup_context'):
-        torch.func.grad(lambda w: torch.func.functional_call(model, {'ln_f.weight': w}, (idx, idx))[0])(
-            model.ln_f.weight.detach())
 
 
 def test_rotation_depends_on_distance_alone():
@@ -1012,11 +705,6 @@ def test_positions_without_rotation_follow_their_papers():
                                                   + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)])
     assert flat.alibi_slopes(6).tolist() == pytest.approx([2.0 ** -(2 * i) for i in range(1, 5)]
                                                  + [2.0 ** -1, 2.0 ** -3])
-    for n in (*range(1, 72), 112):
-        ours = flat.alibi_slopes(n).tolist()
-        theirs = transformers.models.bloom.modeling_bloom.build_alibi_tensor(
-            torch.ones(1, 2), n, torch.float32)[:, 0, 1]
-        assert len(ours) == n and ours == pytest.approx(theirs.tolist())
     model = tiny(pos='alibi', n_head=6, head_dim=4)
     mask = model.context(torch.zeros(1, 12, dtype=torch.long)).masks[None, True].bias
     for h, i, j in itertools.product(range(6), range(12), range(12)):
@@ -1041,7 +729,7 @@ def test_documents_begin_again_where_a_cache_goes_on(options):
     idx = torch.randint(4, 61, (2, 20), generator=torch.Generator().manual_seed(2))
     idx[0, [6, 7, 15]] = idx[1, 11] = 3
     logits = model(idx)
-    cache = model.make_cache(2, 24, max_rewind=9)
+    cache = model.make_cache(2, 24, rolling=False)
     if 'mixer_pattern' in options:
         model(idx[:, :11], cache=cache, lengths=torch.tensor([7, 11]))
     else:
@@ -1054,16 +742,13 @@ def test_documents_begin_again_where_a_cache_goes_on(options):
 
 @torch.no_grad()
 def test_attention_weights_on_request():
-    for options in (dict(n_kv_head=2), MLA, dict(window=3, window_pattern='SL'), dict(attn_sink=True)):
+    for options in (dict(n_kv_head=2), MLA, dict(window=3, window_pattern='S')):
         model, weights = tiny(**options), []
         idx = tokens(model, 2, 12)
         torch.testing.assert_close(model(idx, weights=weights), model(idx), atol=1e-4, rtol=1e-4)
-        assert [tuple(w.shape) for w in weights] == [(2, 4, 12, 12)] * 2
         for w in weights:
-            assert (w.triu(1) == 0).all() and (w.sum(-1) < 1 + 1e-5).all()
-            assert torch.allclose(w.sum(-1), torch.ones(())) == ('attn_sink' not in options)
-        if 'window' in options:
-            assert (weights[0].tril(-3) == 0).all() and (weights[1].tril(-3) > 0).any()
+            torch.testing.assert_close(w.triu(1).sum(-1) + w.sum(-1), torch.ones(2, 4, 12))
+    assert len(weights) == 2 and not weights[0].tril(-3).any()
 
 
 @pytest.mark.parametrize('norm_placement', flat.NORM_PLACEMENTS)
@@ -1175,10 +860,9 @@ def test_a_new_choice_is_one_entry(monkeypatch):
     torch.testing.assert_close(feed(model, idx, [5, 1, 6], model.make_cache(2, 12)), model(idx),
                                atol=1e-4, rtol=1e-4)
     cache = model.make_cache(2, 12)
-    model(idx, cache=cache, keep=0, lengths=torch.tensor([12, 5]))
-    cache.reset(torch.tensor([True, False]))
-    new = torch.stack((idx[0, :3], idx[1, 5:8]))
-    torch.testing.assert_close(model(new, cache=cache), torch.stack((model(idx)[0, :3], model(idx)[1, 5:8])),
+    model(idx, cache=cache, keep=0, lengths=torch.tensor([2, 5]))
+    new = torch.stack((idx[0, 2:5], idx[1, 5:8]))
+    torch.testing.assert_close(model(new, cache=cache), torch.stack((model(idx)[0, 2:5], model(idx)[1, 5:8])),
                                atol=1e-4, rtol=1e-4)
     assert model.num_params() == sum(w.numel() for w in model.state_dict().values())
     groups = model.param_groups()
@@ -1259,16 +943,12 @@ FORKS = dict(W=WindowBase, V=ValueEmbedding, C=ShortConvolution, N=NgramEmbeddin
 @pytest.mark.parametrize('options', [
     dict(mixer_pattern='W', window=5, window_pattern='SL', n_kv_head=2),
     dict(mixer_pattern='CV', n_kv_head=1), dict(mixer_pattern='NW', document_token=3)], ids=str)
-def test_what_a_fork_adds_is_held_by_the_grid_and_the_checks(options, monkeypatch):
+def test_the_grid_holds_what_a_fork_adds(options, monkeypatch):
     for kind, mixer in FORKS.items():
         monkeypatch.setitem(flat.MIXERS, kind, mixer)
     test_cached_equals_uncached(options, monkeypatch)
-    for held in (test_every_parameter_learns, test_no_token_sees_the_future_or_past_its_window,
-                 test_documents_are_as_if_alone_and_rotations_as_configured):
-        held(options)
-    small = flat_check.tiny_config(GPTConfig(**{**TINY, **options}))
-    for check in (flat_check.check_windows, flat_check.check_rotation, flat_check.check_attention):
-        check(small)
+    for test in (test_every_parameter_learns, test_no_token_sees_the_future_or_past_its_window):
+        test(options)
 
 
 @torch.no_grad()
@@ -1304,50 +984,39 @@ def test_only_products_are_counted_as_such(monkeypatch):
 def test_options_that_no_layer_has_are_refused_by_any_letter(monkeypatch):
     monkeypatch.setattr(flat, 'MIXERS', {'X': LeakyAverage, 'G': flat.GatedDeltaNet, 'B': WindowBase})
     for options, message in ((dict(mixer_pattern='X', linear_conv_kernel_dim=3), 'only G layers have this'),
-                             (dict(mixer_pattern='B', linear_n_key_head=2), 'only G layers have this'),
                              (dict(mixer_pattern='X', attn_sink=True), 'only B layers have this'),
                              (dict(mixer_pattern='XG', rope_base=5.0), 'only B layers have this'),
-                             (dict(mixer_pattern='X', pos='alibi'), 'no layer has attention')):
+                             (dict(mixer_pattern='X', pos='alibi'), 'needs a layer of attention')):
         with pytest.raises(ValueError, match=message):
             GPTConfig(**options)
-    monkeypatch.setattr(LeakyAverage, 'defaults', lambda config: dict(rope_base=1.0, linear_n_key_head=1))
+    monkeypatch.setattr(LeakyAverage, 'fields', ('rope_base', 'linear_n_key_head'))
     GPTConfig(mixer_pattern='X', rope_base=5.0, linear_n_key_head=3)  # its own now
-    GPTConfig(mixer_pattern='GB', attn_sink=True, linear_conv_kernel_dim=3)
 
 
-def test_what_a_fork_forgets_fails_loudly(monkeypatch):
+@pytest.mark.parametrize('forgotten, message', [
+    ('tag', r'h\.0\.attn\.scale has no tag: make it with parameter'),
+    ('group', r'h\.0\.attn\.scale \(3,\) is tagged as a matrix'), ('init', 'scale holds NaN after its init'),
+    ('column', r'scale \(3, 1\) is tagged as a matrix'),
+    ('row', r'scale\.weight \(1, 32\) is tagged as a matrix'),
+    ('documents', 'needs mixers that all keep documents apart'),
+    ('states', 'Forgetful of layer 0 says neither slots nor')])
+def test_what_a_fork_forgets_fails_loudly(forgotten, message, monkeypatch):
     class Forgetful(LeakyAverage):
         def __init__(self, config, layer):
             super().__init__(config, layer)
-            self.states = []
-            if forgets == 'tag':
-                self.scale = torch.nn.Parameter(torch.ones(3, 4))
-            if forgets == 'group':
-                self.scale = flat.parameter(3, init=torch.nn.init.ones_, group='matrix')
-            if forgets == 'name':
-                self.scale = flat.parameter(3, init=torch.nn.init.ones_, group='vectors')
-            if forgets == 'init':
-                self.scale = flat.parameter(3, init=torch.ones_like, group='vector')
-            if forgets == 'column':
-                self.scale = flat.parameter(3, 1, init=torch.nn.init.ones_, group='matrix')
-            if forgets == 'row':
-                self.scale = flat.Linear(config.n_embd, 1)
-            if forgets == 'rows':
-                self.scale = flat.parameter(3, 4, init=torch.nn.init.ones_, group='matrix', rows=(1, 1))
+            ones, init = dict(init=torch.nn.init.ones_), dict(init=torch.ones_like)
+            self.states, self.scale = [], {
+                'tag': lambda: torch.nn.Parameter(torch.ones(3, 4)),
+                'group': lambda: flat.parameter(3, **ones, group='matrix'),
+                'init': lambda: flat.parameter(3, **init, group='vector'),
+                'column': lambda: flat.parameter(3, 1, **ones, group='matrix'),
+                'row': lambda: flat.Linear(config.n_embd, 1)}.get(forgotten, lambda: None)()
     monkeypatch.setitem(flat.MIXERS, 'X', Forgetful)
-    for forgets, message in (  # noqa: B007 (Forgetful reads it)
-            ('mark', r'h\.0\.attn\.scale \(3, 4\) has no tag: make it with parameter'),
-            ('group', r'h\.0\.attn\.scale \(3,\) is tagged as a matrix'), ('name', "group='vectors'"),
-            ('rows', r'rows=\(1, 1\)'), ('init', 'scale holds NaN after its init'),
-            ('column', r'scale \(3, 1\) is tagged as a matrix'),
-            ('row', r"scale\.weight \(1, 32\) is tagged as a matrix: use group='vector', or 'embedding'")):
-        with pytest.raises(ValueError, match=message):
-            tiny(mixer_pattern='X')
-    forgets = 'slots and states'
-    with pytest.raises(ValueError, match='Forgetful of layer 0 says neither slots nor states'):
-        tiny(mixer_pattern='X').make_cache(1, 5)
-    with pytest.raises(ValueError, match='Forgetful does not keep documents apart'):
-        tiny(mixer_pattern='X', document_token=3)
+    with pytest.raises(ValueError, match=message):
+        tiny(mixer_pattern='X', document_token=3 if forgotten == 'documents' else None).make_cache(1, 5)
+
+
+def test_a_fork_is_a_class_with_costs(monkeypatch):
     monkeypatch.setitem(flat.ACTIVATIONS, 'shared', (XIELU(), False))
     with pytest.raises(ValueError, match="ACTIVATIONS\\['shared'\\] is a module"):
         tiny(mlp='shared')
@@ -1368,72 +1037,9 @@ def test_bfloat16_is_near_float32():
     assert model.ropes[model.config.rope_kind][0].dtype == torch.float32  # angles are never rounded
 
 
-def as_transformers(model, config, names):
-    """A transformers model with our weights: names maps its names to ours, as (name, rows) or a name."""
-    other = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval().float()
-    ours = model.state_dict()
-    theirs = {}
-    for key, w in other.state_dict().items():
-        layer = re.search(r'\.(\d+)\.', key)
-        name, part = names[re.sub(r'\.\d+\.', '.N.', key)]
-        v = ours[name.replace('N', layer[1]) if layer else name]
-        v = v if part is None else v.split(part[0])[part[1]]
-        theirs[key] = (v.T if v.shape != w.shape
-                       or key.split('.')[-2] in ('c_attn', 'c_fc', 'c_proj') and v.ndim > 1 else v)
-    other.load_state_dict(theirs)
-    return other
-
-
-def test_logits_equal_transformers_qwen3():
-    model = tiny(n_kv_head=2, head_dim=10, rope_base=5000.0)
-    config = transformers.Qwen3Config(
-        vocab_size=61, hidden_size=32, intermediate_size=model.config.d_ff, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=10, max_position_embeddings=24,
-        rope_parameters={'rope_type': 'default', 'rope_theta': 5000.0}, rms_norm_eps=1e-6,
-        tie_word_embeddings=True)
-    qkv, mlp = [40, 20, 20], [model.config.d_ff] * 2
-    block = 'model.layers.N.'
-    names = {
-        'model.embed_tokens.weight': ('wte.weight', None), 'lm_head.weight': ('wte.weight', None),
-        'model.norm.weight': ('ln_f.weight', None),
-        block + 'input_layernorm.weight': ('h.N.ln_1.weight', None),
-        block + 'post_attention_layernorm.weight': ('h.N.ln_2.weight', None),
-        **{block + f'self_attn.{c}_proj.weight': ('h.N.attn.c_attn.weight', (qkv, i))
-           for i, c in enumerate('qkv')},
-        **{block + f'self_attn.{c}_norm.weight': (f'h.N.attn.{c}_norm.weight', None) for c in 'qk'},
-        block + 'self_attn.o_proj.weight': ('h.N.attn.c_proj.weight', None),
-        block + 'mlp.gate_proj.weight': ('h.N.mlp.c_fc.weight', (mlp, 0)),
-        block + 'mlp.up_proj.weight': ('h.N.mlp.c_fc.weight', (mlp, 1)),
-        block + 'mlp.down_proj.weight': ('h.N.mlp.c_proj.weight', None)}
-    idx = tokens(model, 2, 24)
-    with torch.no_grad():
-        torch.testing.assert_close(model(idx), as_transformers(model, config, names)(idx).logits,
-                                   atol=1e-4, rtol=1e-4)
-
-
-def test_logits_and_loss_equal_transformers_gpt2():
-    model = tiny(**GPT2)
-    config = transformers.GPT2Config(vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4)
-    names = {key.replace('h.N', 'transformer.h.N'): (key, None) for key in (
-        f'h.N.{part}.{kind}'
-        for part in ('ln_1', 'ln_2', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')
-        for kind in ('weight', 'bias'))}
-    names |= {f'transformer.{key}': (key, None)
-              for key in ('wte.weight', 'wpe.weight', 'ln_f.weight', 'ln_f.bias')}
-    names['lm_head.weight'] = ('wte.weight', None)
-    other, idx = as_transformers(model, config, names), tokens(model, 2, 24)
-    with torch.no_grad():
-        torch.testing.assert_close(model(idx), other(idx).logits, atol=1e-4, rtol=1e-4)
-        loss, aux = model(idx[:, :-1], idx[:, 1:])
-        torch.testing.assert_close(loss, other(idx, labels=idx).loss, atol=1e-5, rtol=1e-5)
-    assert aux == {}
-
-
 def test_loss_counts_only_targets():
     model = tiny()
     idx, targets = tokens(model, 2, 8), tokens(model, 2, 8)
-    with pytest.raises(ValueError, match='targets hold -100'):
-        model(idx, torch.full_like(targets, -100))
     targets[0, :5] = -1
     logp = model(idx).log_softmax(-1)
     kept = [-logp[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0]
@@ -1506,41 +1112,13 @@ def test_a_wide_model_starts_at_the_loss_of_guessing():
     assert model(idx, targets)[0].item() == pytest.approx(math.log(5000), rel=0.02)
 
 
-def test_padding_of_the_vocabulary_is_never_seen():
-    model = tiny(vocab_size=61, tie_word_embeddings=False)
-    assert model.wte.num_embeddings == 64 and model(tokens(model, 1, 3)).shape == (1, 3, 61)
-    state = model.state_dict()
-    assert state['wte.weight'].shape == state['lm_head.weight'].shape == (61, 32)
-    assert model.num_params() == sum(w.numel() for w in state.values())
-    other = tiny(vocab_size=61, tie_word_embeddings=False)
-    torch.nn.init.zeros_(other.wte.weight)
-    other.load_state_dict(state)
-    assert torch.equal(model(tokens(model, 1, 3)), other(tokens(model, 1, 3)))
-    loss, _ = model(tokens(model, 1, 8), tokens(model, 1, 8))
-    loss.backward()
-    assert not model.wte.weight.grad[61:].any() and not model.lm_head.weight.grad[61:].any()
-
-
-@pytest.mark.parametrize('options', [{}, dict(logit_softcap=5.0), dict(tie_word_embeddings=False,
-                                                                      head_bias=True)])
-def test_loss_over_the_padding_too_is_the_same(options, monkeypatch):
-    """GPUs compute it so, for the sake of alignment."""
-    model, head, widths = tiny(**options), GPT.head, []
-    with torch.no_grad():
-        model.wte.weight[61:] = 1.0
-    idx, targets = tokens(model, 2, 24), tokens(model, 2, 24).roll(-1, 1)
-
-    def padded_head(self, x, is_padded):
-        logits = head(self, x, is_padded=True)
-        widths.append(logits.shape[-1])
-        return logits
-    results = []
-    for head_used in (head, padded_head):
-        monkeypatch.setattr(GPT, 'head', head_used)
-        loss, _ = model(idx, targets)
-        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-    assert widths == [64]
-    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize('bias', [None, torch.randn(61)])
+def test_the_padded_product_of_a_vocabulary_is_the_product(bias):
+    x, w = torch.randn(2, 5, 32, requires_grad=True), torch.randn(61, 32, requires_grad=True)
+    padded, plain = flat.aligned_linear(x, w, bias), F.linear(x, w, bias)
+    torch.testing.assert_close(padded, plain)
+    for a, b in zip(*(torch.autograd.grad(y.sin().sum(), (x, w)) for y in (padded, plain))):
+        torch.testing.assert_close(a, b)
 
 
 def test_counts_of_parameters_and_flops():
@@ -1578,70 +1156,51 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 
 
 @pytest.mark.parametrize('options, parts', [
-    (dict(n_embd=100, n_head=12, n_kv_head=5, dropout=1.5),
-     ['n_embd=100, n_head=12: n_head must divide n_embd', 'n_kv_head=5, n_head=12', 'dropout=1.5']),
-    (dict(mlp='swoglu', n_layer=0, norm_placement='serial', pos_pattern='PX'),
-     ["mlp='swoglu' is none of swiglu", 'n_layer=0',
-      "norm_placement='serial' is none of pre", "pos_pattern='PX'"]),
-    (dict(head_dim=7), ['rope_dim=7: rope rotates pairs']),
+    (dict(n_embd=100, n_head=12, n_kv_head=5, dropout=1.5), ['dropout=1.5 must be at least 0 and at most 1']),
+    (dict(n_embd=100, n_head=12, n_kv_head=5, head_bias=True),  # of three modules
+     ['n_embd=100, n_head=12: n_head must divide n_embd', 'n_kv_head=5, n_head=12', 'head_bias=True: needs']),
+    (dict(mlp='swoglu', n_layer=0, norm_placement='serial', pos_pattern='PX', qk_norm='half', norm_eps=0.0,
+          attn_scale=-1.0, logit_softcap=-1.0, rope_base=math.inf),
+     ["mlp='swoglu' is none of swiglu", 'n_layer=0 must be above 0', "norm_placement='serial' is none of pre",
+      "pos_pattern='PX' must be made of P, N", "qk_norm='half' is none of True, False, whole", 'norm_eps=0.0',
+      'attn_scale=-1.0', 'logit_softcap=-1.0 must be at least 0', 'rope_base=inf']),
     (dict(head_dim=8, partial_rotary_factor=0.4), ['rope_dim=3']),
     (dict(kv_lora_rank=8, n_kv_head=2, head_dim=64, qk_norm=True, qk_rope_head_dim=5),
-     ['n_kv_head=2, kv_lora_rank=8', 'head_dim=64', 'qk_norm=True', 'rope_dim=5']),
-    (dict(q_lora_rank=8, v_head_dim=4), ['q_lora_rank=8 needs kv_lora_rank', 'v_head_dim=4 needs']),
-    (dict(pos='alibi', rope_scaling=YARN, partial_rotary_factor=0.5),
-     ["'original_max_position_embeddings': 12}, pos='alibi': only rope can be scaled",
-      'partial_rotary_factor=0.5']),
-    (dict(pos='learned', pos_pattern='PN'), ["pos_pattern='PN', pos='learned'"]),
+     ['n_kv_head=2', 'head_dim=64', "qk_norm=True, mixer_pattern='M': only A layers", 'rope_dim=5']),
+    (dict(q_lora_rank=8, v_head_dim=4), ['q_lora_rank=8', "v_head_dim=4, mixer_pattern='A': only M"]),
+    (dict(pos='alibi', rope_scaling=YARN, partial_rotary_factor=0.5, rope_base=5e5),
+     ["12}: needs pos='rope'", 'partial_rotary_factor=0.5', 'rope_base=5']),
+    (dict(pos='learned', pos_pattern='PN', alibi_scale=2.0), ["pos_pattern='PN': needs", 'alibi_scale=2.0']),
     (dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0, 'beta': 1}), ["keyword argument 'beta'"]),
-    (dict(rope_scaling={'rope_type': 'warp', 'factor': 2.0}), ["rope_type='warp' is none of linear"]),
-    (dict(rope_scaling={'rope_type': 'linear', 'factor': 0.5}), ["factor=0.5 is below 1"]),
-    (dict(window=8), ['window=8 needs window_pattern']), (dict(window_pattern='S'), ['needs window']),
-    (dict(n_expert=4, n_expert_active=5, n_group=3, topk_group=4, dropout=-1.0),
-     ['n_expert_active=5, n_expert=4', 'n_group=3', 'topk_group=4, n_group=3', 'dropout=-1.0']),
+    (dict(rope_scaling={'rope_type': 'warp', 'factor': 2.0}), ["'warp'; rope_type is one of linear"]),
+    (dict(rope_scaling={'rope_type': 'linear', 'factor': 0.5}), ['factor below 1']),
+    (dict(rope_scaling={'rope_type': 'linear', 'factor': '4'}), ['TypeError']),
+    (dict(rope_scaling={**YARN, 'original_max_position_embeddings': 0}), ['rope_scaling=']),
+    (dict(rope_scaling={'rope_type': 'longrope', 'short_factor': [1.0], 'long_factor': [1.0, 2.0],
+                        'factor': 2.0, 'original_max_position_embeddings': 99}), ['rope_scaling=']),
+    (dict(window=8), ['window=8: needs window_pattern']), (dict(window_pattern='S'), ['needs window']),
+    (dict(window=4, window_pattern='L'), ['needs window_pattern, and an S layer']),
+    (dict(window=4, window_pattern='SL', mixer_pattern='DA'), ['an S layer of attention']),
+    (dict(n_expert=4, n_expert_active=5, n_group=3, topk_group=4),
+     ['n_expert_active=5, n_expert=4', 'n_group=3, topk_group=4']),
     (dict(n_expert=8, n_group=8, topk_group=2, router='sigmoid'), ['best two']),
     (dict(n_expert=8, n_group=4, topk_group=1, n_expert_active=3), ['n_expert_active=3']),
-    (dict(n_expert=8, n_group=4), ['n_group=4 needs topk_group']),
-    (dict(n_shared_expert=1, router='sigmoid'),
-     ['n_shared_expert=1 needs n_expert', "router='sigmoid' needs"]),
-    (dict(head_bias=True), ['only an untied head']),
+    (dict(n_expert=8, n_group=4), ['n_group=4: needs both']), (dict(n_expert=1), ['one expert is an MLP']),
+    (dict(n_shared_expert=1, router='sigmoid'), ['n_shared_expert=1: needs n_expert', "router='sigmoid'"]),
+    (dict(shared_gate=True, n_expert=4), ['shared_gate=True: needs n_shared_expert']),
+    (dict(n_expert=4, n_dense_layer=12), ['a layer that has experts']),
     (dict(document_token=99, vocab_size=99), ['no such token']),
-    (dict(attn_scale=-1.0, logit_softcap=-1.0, norm_eps=0.0),
-     ['attn_scale=-1.0', 'logit_softcap=-1.0', 'eps']),
-    (dict(rope_scaling={'rope_type': 'linear', 'factor': '4'}), ["rope_scaling={'rope_type': 'linear'"]),
-    (dict(rope_scaling={'rope_type': ['a']}), ["is none of linear"]),
-    (dict(rope_scaling={**YARN, 'original_max_position_embeddings': 0}), ['rope_scaling=']),
-    (dict(rope_scaling={**YARN, 'beta_fast': 0}), ['rope_scaling=']),
-    (dict(rope_scaling={'rope_type': 'ntk', 'factor': math.nan}), ['factor=nan is below 1']),
-    (dict(rope_scaling={'rope_type': 'longrope', 'short_factor': [1.0], 'long_factor': [1.0, 2.0],
-                        'factor': 2.0, 'original_max_position_embeddings': 99}),
-     ["rope_scaling={'rope_type': 'longrope'"]),
-    (dict(rope_base=math.inf, head_dim='8', bias='no', dropout=None, mlp=['a'], norm_eps=True),
-     ['rope_base=inf is not a float', "head_dim='8' is not an int or None", "bias='no' is not a bool",
-      'dropout=None', "mlp=['a'] is not a str", 'norm_eps=True']),
-    (dict(n_layer=99999999), ['n_layer=99999999 must be at most 10,000']),
-    (dict(block_size=10**12), ['block_size=1000000000000 must be at most']),
-    (dict(n_embd=2**24, n_head=2**10, n_layer=1000), ['more than can be built']),
-    (dict(n_head=10**9, head_dim=64), ['more than can be built']),
     (dict(mixer_pattern='AX'), ["mixer_pattern='AX' must be made of"]),
-    (dict(mixer_pattern='DM'), ["mixer_pattern='DM'", 'M layers need kv_lora_rank']),
-    (dict(mixer_pattern='DA', **MLA), ['not both', 'no layer has latent attention']),
+    (dict(mixer_pattern='DM'), ['M layers need kv_lora_rank']),
+    (dict(mixer_pattern='DA', **MLA), ['not both', 'kv_lora_rank=16']),
     (dict(linear_n_key_head=3, linear_n_value_head=4, mixer_pattern='DA'), ['key heads must divide']),
     (dict(linear_conv_kernel_dim=3), ['linear_conv_kernel_dim=3', 'only D layers']),
-    (dict(mixer_pattern='D', attn_sink=True, n_kv_head=2, pos='alibi', qkv_bias=True),
+    (dict(mixer_pattern='D', attn_sink=True, n_kv_head=2, pos='alibi', attn_gate=True),
      ["attn_sink=True, mixer_pattern='D': only A and M layers have this", 'n_kv_head=2', "pos='alibi'",
-      'qkv_bias=True']),
-    (dict(attn_gate=True, mixer_pattern='D'), ['no layer has an attention with a gate']),
-    (dict(window=4, window_pattern='SL', mixer_pattern='DA'), ['no layer has a window']),
-    (dict(mixer_pattern='DDDA', n_layer=3), ['fewer layers than letters']),
-    (dict(shared_gate=True, n_expert=4), ['shared_gate=True needs n_shared_expert']),
-    (dict(n_expert=4, n_dense_layer=12), ['no layer has experts']),
-    (dict(n_expert=1, norm_topk_prob=False), ['n_expert=1: one expert is an MLP']),
-    (dict(n_expert=4, expert_pattern='D'), ['no layer has experts']),
-    (dict(window=4, window_pattern='L'), ['no layer has a window']),
-    (dict(pos='alibi', rope_base=5e5), ['only rope has a base']),
-    (dict(norm_placement='output', residual_scale=0.5), ['undoes']),
-    (dict(embed_norm=True, embed_scale=2.0), ['undoes']),
-    (dict(qk_norm='half'), ["qk_norm='half' is none of True, False, whole"]),
+      'attn_gate=True']),
+    (dict(mixer_pattern='DDDA', n_layer=3), ['a layer for each letter']),
+    (dict(norm_placement='output', residual_scale=0.5, embed_norm=True, embed_scale=2.0),
+     ['residual_scale=0.5: needs', 'embed_scale=2.0: needs']),
 ])
 def test_an_invalid_config_names_every_problem(options, parts):
     with pytest.raises(ValueError) as error:
@@ -1671,8 +1230,6 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     assert {name for name, w in model.named_parameters() if w.requires_grad} == set(adapters)
     assert model.num_params() == n + sum(w.numel() for w in adapters.values())
     assert 4 / 6 * flops < model.flops_per_token() < flops * 1.3
-    opts = [make_optimizers(model, optimizer=name) for name in ('adamw', 'muon')]
-    assert all(len(g['params']) in (0, len(adapters)) for one in opts for o in one for g in o.param_groups)
     for w in model.parameters():
         if w.requires_grad:
             w.data += torch.randn_like(w) * 0.1
@@ -1680,14 +1237,15 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     loss.backward()
     assert all((w.grad is not None and bool(w.grad.any())) == w.requires_grad for w in model.parameters())
     expected, effective = model(idx).detach(), dict(before)  # W + alpha / rank B A, by hand
-    continued = made(model, [[1, 2, 3], [4]], 10, temperature=0)  # with a cache
+    cached = feed(model, idx, [9, 1, 6], model.make_cache(2, 16)).detach()
+    near(cached, expected, 2e-5)
     for name, a in adapters.items():
         if name.endswith('lora_a'):
             weight = name.removesuffix('lora_a') + 'weight'
             update = 6 / 3 * adapters[name[:-1] + 'b'].double() @ a.double()
             effective[weight] = (before[weight] + update).float()
     state = {name.replace('.base.', '.'): w for name, w in model.state_dict().items() if name not in adapters}
-    assert same_weights(state, before)
+    assert state.keys() == before.keys() and all(torch.equal(state[name], w) for name, w in before.items())
     flat.merge_lora(model)
     assert model.state_dict().keys() == before.keys()
     assert all(w.requires_grad for w in model.parameters())
@@ -1695,20 +1253,14 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
         torch.testing.assert_close(w, effective[name], atol=1e-6, rtol=1e-5, msg=name)
     assert (expected - logits).abs().max() > 0.01
     near(model(idx), expected, 2e-5)
-    assert made(model, [[1, 2, 3], [4]], 10, temperature=0) == continued
 
 
 def test_what_cannot_have_an_adapter_is_named():
     model = tiny(n_expert=4, n_shared_expert=1, d_expert=8)
-    for target, message in {
-            'c_fc': "h.0.mlp.experts.c_fc, a GroupedLinear; adapters are for attn.c_attn, attn.c_proj, ",
-            'q_proj': "'q_proj' is the name of no layer", 'attn': "h.0.attn, a Attention",
-            '': "'' is the name of no layer", 'lm_head': 'no layer'}.items():
-        with pytest.raises(ValueError, match=re.escape(message)):
+    for target in ('c_fc', 'q_proj', 'attn', '', 'lm_head'):
+        with pytest.raises(ValueError, match=f'{target!r} is not the name of linear layers.* attn.c_attn, '):
             flat.add_lora(model, 2, 1, ['c_attn', target])
         assert all(w.requires_grad for w in model.parameters())
-    with pytest.raises(ValueError, match='lora_rank=0 must be at least 1'):
-        flat.add_lora(model, 0, 1, ['c_attn'])
 
 
 def test_importing_and_building_a_model_leaves_the_compiler_alone():

@@ -116,9 +116,7 @@ from model import (
     GPT,
     GPTConfig,
     add_lora,
-    base_name,
     changed_config,
-    checksum,
     lora_state,
 )
 from prepare import Bins, load_tokenizer, read_meta
@@ -414,16 +412,11 @@ def load_optimizers(optimizers, states, path, updates=0):
             for name, value in state['state'].get(i, {}).items():
                 if not torch.is_tensor(value) or not value.ndim:
                     continue
-                if value.shape == w.shape:
-                    state['state'][i][name] = shard_like(w, value)
-                    continue
-                if w.ndim != 2 or value.shape[1:] != w.shape[1:] or not 0 < len(w) - len(value) < 64:
+                value = value[:len(w)]  # older files pad a vocabulary
+                if value.shape != w.shape:
                     raise ValueError(f"{path}: optimizer state {i} is {tuple(value.shape)}, its parameter "
                                      f"{tuple(w.shape)}; {fine_tune}")
-                # rows that pad the vocabulary are not in nanoGPT's files
-                padded = torch.zeros(w.shape, dtype=w.dtype)
-                padded.index_copy_(0, torch.arange(len(value)), value.to(w.dtype))
-                state['state'][i][name] = shard_like(w, padded)
+                state['state'][i][name] = shard_like(w, value)
         # the settings of this run, not the file's; before loading, which puts states where `fused` wants them
         ours = [{k: v for k, v in group.items() if k != 'params'} for group in opt.param_groups]
         groups = [{**group, **mine} for group, mine in zip(state['param_groups'], ours)]
@@ -754,7 +747,7 @@ def lora_of(config, rest, resumed):
         raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is, and "
                          "which this run would rename: give another --out_dir")
     hub_id = is_published(config['init_from']) and not os.path.exists(config['init_from'])
-    return {**wanted, 'base': config['init_from'] if hub_id else base_name(path, config['out_dir'])}
+    return {**wanted, 'base': config['init_from'] if hub_id else os.path.abspath(path)}
 
 
 def resume(rest, config, optimizers, scaler):
@@ -1320,7 +1313,6 @@ if __name__ == '__main__':
     check_effect(given, {**config, **vars(model.config)})
     lora = lora_of(config, rest, resumed)
     if lora and not resumed:
-        lora['checksum'] = checksum(model)
         add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))

@@ -20,11 +20,24 @@ import prepare
 import sample as flat_sample
 import tokenizer as flat_tokenizer
 from model import GPT
-from sample import sample_token
+from sample import generate, sample_token
 from test_model import tiny
 from tokenizer import make_tokenizer
 
 ROOT = Path(flat.__file__).resolve().parent
+
+
+def same_weights(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def made(model, prompts, n, **options):
+    """The tokens that generate makes for each prompt; each ends once, with None."""
+    found = [[] for _ in prompts]
+    for sample, token in generate(model, prompts, n, **options):
+        found[sample].append(token)
+    assert all(tokens.index(None) == len(tokens) - 1 for tokens in found if tokens)
+    return [tokens[:-1] if tokens else None for tokens in found]
 
 
 # prepare ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, TOY, Evil, log_rows, run, train, two_ranks, write_masks
+from common import ROOT, TOY, Evil, log_rows, made, run, same_weights, train, two_ranks, write_masks
 
 import hub
 import model as flat
@@ -24,7 +24,7 @@ import tokenizer as flat_tokenizer
 import train as flat_train
 from configurator import configure
 from model import GPT, GPTConfig
-from test_model import made, near, same_weights, tiny, tokens
+from test_model import near, tiny, tokens
 from tokenizer import make_tokenizer
 
 transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')

@@ -16,6 +16,7 @@ from common import (
     chat_model,
     dequantized,
     from_nothing,
+    made,
     new_chat,
 )
 
@@ -24,7 +25,7 @@ import model as flat
 import sample as flat_sample
 import tokenizer as flat_tokenizer
 from sample import TextStream, generate, sample_token
-from test_model import MLA, YARN, made, near, tiny
+from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
 
 transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')

@@ -23,6 +23,7 @@ from common import (
     chat_model,
     dequantized,
     from_nothing,
+    made,
     new_chat,
     run,
     train,
@@ -34,7 +35,7 @@ import sample as flat_sample
 import train as flat_train
 from configurator import configure
 from model import GPT, GPTConfig
-from test_model import MLA, made
+from test_model import MLA
 
 transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')
 

@@ -28,6 +28,7 @@ from common import (
     Evil,
     log_rows,
     run,
+    same_weights,
     torchrun,
     train,
     two_ranks,
@@ -43,12 +44,16 @@ import prepare
 import sample as flat_sample
 import train as flat_train
 from model import GPT, GPTConfig
-from test_model import make_optimizers, same_weights, tiny, tokens
+from test_model import tiny, tokens
 
 transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')
 # see test_loss_curve
 RECORDED_LOSSES = [2.6980, 2.1581, 1.7870, 1.6431, 1.1573, 1.1623, 1.0397, 0.9056, 0.6555, 1.1280, 0.9401,
                    0.7939]
+
+
+def make_optimizers(model, **settings):
+    return flat_train.make_optimizers(model, {**flat_train.config, **settings})
 
 
 
