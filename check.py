@@ -306,7 +306,8 @@ def check_formulas(config):
         losses += [rest] * sparse
         x = same(name, norm(n[5], between + norm(n[3], config.residual_scale * same(f'{name}.mlp', z))))
     x = x if config.norm_placement == 'post' else norm_of(config, model.ln_f, x)
-    logits = (linear(model.lm_head, x) if model.lm_head else x @ model.wte.weight.mT)[..., :config.vocab_size]
+    logits = x @ model.wte.weight.mT if config.tie_word_embeddings else linear(model.lm_head, x)
+    logits = logits[..., :config.vocab_size]
     if config.logit_softcap:
         logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
     require_close(loss, cross_entropy(same('', logits), targets), 'the loss')
@@ -458,7 +459,7 @@ def check_compiling(config):
 @contextlib.contextmanager
 def training_data(config):
     """(tokens, targets, Bins) of ten sequences with a target mask, in a folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):  # a notice
         tokens = random_tokens(config, 10 * config.block_size + 1)
         mask = torch.arange(len(tokens)) % 7 < torch.linspace(1, 7, len(tokens))  # the later the more
         for name, values, dtype in ('train', tokens, '<u2'), ('train.mask', mask, 'u1'):
@@ -582,7 +583,7 @@ def check_resuming(config):
             train.update(model, list(model.parameters()), optimizers, scaler, 1.0, load, 0.3)
     for kind in train.OPTIMIZERS:
         settings, model = {**train.config, 'learning_rate': 0.01, 'optimizer': kind}, GPT(config)
-        with training_data(config) as (_, _, bins), contextlib.redirect_stdout(io.StringIO()):
+        with training_data(config) as (_, _, bins):
             path, optimizers = bins.name + '.pt', train.make_optimizers(model, settings)
             run(model, optimizers, 0, bins)
             state = train.snapshot(model, train.Progress(iter_num=2), optimizers, scaler)
