@@ -1,5 +1,5 @@
 """
-Published models and ours: fetches one from the Hugging Face hub, or writes ours for transformers and vLLM.
+Models in and out: ours, nanoGPT's, and published ones of the Hugging Face hub.
 
     python hub.py Qwen/Qwen3-0.6B                         # fetches it, shows what it is and the next commands
     python hub.py folder                                  # the same for a folder with config.json
@@ -10,28 +10,31 @@ train.py, sample.py and bench.py read published models with --init_from=<id or f
 HF_ENDPOINT and HF_HUB_OFFLINE have the meaning that huggingface_hub gives them. Only safetensors are read, no
 pickles. A new family is an entry of FAMILIES: see Family.
 """
-import contextlib
 import dataclasses
 import fnmatch
+import functools
+import importlib
 import json
 import math
 import os
+import pathlib
 import re
 import shlex
 import shutil
+import tempfile
 import typing
 
 from configurator import configure
 
 dtype: str | None = None  # of exported weights: float32, bfloat16, float16; None: as they are stored
-config, _, words, _ = configure(globals(), words=3)
+config, _, words, *_ = configure(globals(), words=3)
 
 import torch
 
 from model import (
     CHANGEABLE,
     GPT,
-    Attention,
+    MIXERS,
     GPTConfig,
     add_lora,
     changed_config,
@@ -45,7 +48,6 @@ from model import (
 from prepare import load_tokenizer
 from tokenizer import json_tokenizer, tokenizer_from_state
 
-INSTALL = 'pip install safetensors tokenizers huggingface_hub'
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
 
 
@@ -54,44 +56,53 @@ def plain(dtype):
     return str(dtype).removeprefix('torch.')
 
 
+def package(name):
+    """A module that only published models need. Raises ImportError that says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f"published models need {name}: pip install safetensors tokenizers "
+                          "huggingface_hub") from None
+
+
 # families ---------------------------------------------------------------------------------------------------
 
-def no_op(*_):
-    """A function of a family that has nothing to add: it changes no field and no name."""
-    return {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
+class Family(typing.NamedTuple):
     """How transformers writes the models of one model_type: their config.json and the names of their tensors.
 
     To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors first;
-    then, if its config.json has fields that no name carries over, a pair of functions `read` and `write`.
-    A field, name or row order set to None is removed. What a table forgets is an error that names it: fields
-    of config.json that are neither in the tables nor harmless are refused, and so are tensors without a name.
-    Add a tiny model of it to HF_MODELS in test_model.py, which compares it with transformers, in and out.
+    then, where their layout is another, an entry of `rows` or `layouts`; then, for fields of config.json that
+    no name carries over, a Rule. A name may be a function of the config; 'D.attn.c_attn' is for the layers of
+    mixer D alone. Fields and tensors that a table forgets are refused by name. Add a tiny model to HF_MODELS
+    in tests/test_hub.py, which compares it with transformers, in and out.
     """
     arch: str                   # the class in transformers
-    fields: dict                # field of GPTConfig: field of config.json; a tuple: the first that is there
+    fields: dict                # field of GPTConfig: field of config.json; several: the first that is there
     ours: dict                  # GPTConfig's fields that this family fixes, unless a field above is given
     names: dict                 # our module or tensor: theirs; several, of which ours is the rows, in order
     layer: str                  # what precedes the names inside block N; an expert's number is E
-    theirs: dict = dataclasses.field(default_factory=dict)  # their fields that must have this value if given
-    known: tuple = ()           # their fields that `read` reads, or that do not matter
-    names_at: typing.Callable = no_op  # (config, layer) -> names that differ in this model or layer
-    rows: dict = dataclasses.field(default_factory=dict)  # where the order of rows differs: our module:
-    #                             (config, layer) -> for each of their tensors, its rows as indices of ours
-    transposed: tuple = ()      # our modules whose matrices are transposed there
-    convolution: tuple = ()     # our tensors (channels, kernel) that are (channels, 1, kernel) there
-    plus_one: tuple = ()        # our norms whose weights are stored less 1
+    theirs: dict = {}           # their fields that must have this value if given
+    defaults: dict = {}         # their fields as they are if not given
+    rules: tuple = ()           # of Rule
+    rows: dict = {}             # where rows have another order, our module: a function (config, the rows of
+    #                             each projection that is fused in it) -> those of each of theirs
+    layouts: dict = {}          # our tensor: Layout
     ignored: tuple = ()         # patterns of tensors that are left out; N: the layer after the last
-    windows: str = ''           # letters of the layers, as in window_pattern, unless layer_types is given
-    windows_off: bool = False   # use_sliding_window is False unless given
-    one_window: bool = False    # transformers does not look at layer_types: all layers have the window
-    first_full: int | None = None  # max_window_layers, if not given: so many first layers have no window
-    hybrid: bool = False        # layer_types may be linear_attention
-    read: typing.Callable = no_op   # (config.json, GPTConfig's fields so far) -> None: sets the rest
-    write: typing.Callable = no_op  # (GPTConfig, config.json so far) -> None: sets the rest
+    layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
+    layer_types: str = ''       # the types that their layer_types may have; '': transformers does not look
+
+
+class Rule(typing.NamedTuple):
+    """Fields of config.json that no name carries over."""
+    theirs: dict                # these, with their values if not given
+    read: typing.Callable       # (config.json, GPTConfig's fields so far) -> None: sets the rest
+    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far) -> None: sets the rest
+
+
+class Layout(typing.NamedTuple):
+    """Two functions of a tensor."""
+    read: typing.Callable       # theirs -> ours
+    write: typing.Callable      # ours -> theirs
 
 
 def like(base, **changes):
@@ -100,98 +111,82 @@ def like(base, **changes):
         if isinstance(value, dict):
             merged = {**getattr(base, key), **value}
             changes[key] = {name: one for name, one in merged.items() if one is not None}
-    return dataclasses.replace(base, **changes)
+    return base._replace(**changes)
 
 
-# the order of rows
+def refuse(c, **fields):
+    """Raises ValueError if any fields of a config.json are given, which names them."""
+    if fields:
+        given = ', '.join(f"{name}={value!r:.80}" for name, value in fields.items())
+        raise ValueError(f"{c['model_type']} with {given} is unsupported")
+
+
+# the layout of tensors
+
+SAME = Layout(lambda w: w, lambda w: w)
+TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
+PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # stored less 1; exact in float32 only
+CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
+
 
 def shares(groups, *parts):
-    """Rows of one of their tensors that is made of `groups` groups: each holds its share of each part, one
-    after the other. parts: indices of our rows, (n,) each."""
+    """The rows of a tensor that is made of `groups` groups: each holds its share of each part, one after the
+    other. parts: indices of our rows, (n,) each."""
     return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
 
 
 def interleaved(rows):
-    """Rows in two halves -> pairs of one of each half: how some families lay out the pairs that rotate."""
-    return shares(len(rows) // 2, *rows.chunk(2))
+    """(..., n), two halves -> pairs of one of each: how some families lay out what rotates together."""
+    return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
-def rows_by_kv_head(config, layer):
-    """One tensor: for each k/v head its queries, its key, its value."""
-    H, K, D = config.n_head, config.n_kv_head, config.head_dim
-    return [shares(K, *torch.arange((H + 2 * K) * D).split((H * D, K * D, K * D)))]
+def rows_by_kv_head(config, *qkv):
+    """For each k/v head its queries, its key, its value."""
+    return [shares(config.n_kv_head, *qkv)]
 
 
-def rotated_last(rows, heads, turned):
-    """rows of `heads` heads, in each of which the last `turned` rows are interleaved pairs."""
-    return torch.cat([torch.cat((head[:-turned], interleaved(head[-turned:])))
-                      for head in rows.view(heads, -1)])
+def rows_latent_query(config, query):
+    """Of each head the last rows are interleaved, which rotate."""
+    still, turned = query.view(config.n_head, -1).split((config.qk_nope_head_dim, config.qk_rope_head_dim), 1)
+    return [torch.cat((still, interleaved(turned)), dim=1).flatten()]
 
 
-def rows_latent_query(config, layer):
-    rows = torch.arange(config.n_head * (config.qk_nope_head_dim + config.qk_rope_head_dim))
-    return [rotated_last(rows, config.n_head, config.qk_rope_head_dim)]
-
-
-def rows_latent_in(config, layer):
+def rows_latent_in(config, query, latent, key):
     """Two tensors: the query, compressed or not; the latent with the rotary key."""
-    query = (rows_latent_query(config, layer)[0] if config.q_lora_rank is None
-             else torch.arange(config.q_lora_rank))
-    latent = len(query) + torch.arange(config.kv_lora_rank + config.qk_rope_head_dim)
-    return [query, rotated_last(latent, 1, config.qk_rope_head_dim)]
+    if config.q_lora_rank is None:
+        query, = rows_latent_query(config, query)
+    return [query, torch.cat((latent, interleaved(key)))]
 
 
-def rows_gate_up(config, layer):
-    """One tensor: a row of the gate, a row of up, and so on."""
-    return [interleaved(torch.arange(2 * config.d_expert))]
+def rows_gate_up(config, *gate_up):
+    """A row of the gate, a row of up, and so on."""
+    return [interleaved(torch.cat(gate_up))]
 
 
-def rows_gated_attention(config):
+def rows_gated_attention(config, q, k, v, gate):
     """Three tensors: for each head its query and its gate; the keys; the values."""
-    H, K, D = config.n_head, config.n_kv_head, config.head_dim
-    q, k, v, gate = torch.arange(2 * (H + K) * D).split((H * D, K * D, K * D, H * D))
-    return [shares(H, q, gate), k, v]
+    return [shares(config.n_head, q, gate), k, v]
 
 
-def rows_delta_net(config):
-    """Ours: queries, keys, values, gates z, betas b and decays a."""
-    key = config.linear_n_key_head * config.linear_key_head_dim
-    heads = config.linear_n_value_head
-    value = heads * config.linear_value_head_dim
-    return torch.arange(2 * (key + value + heads)).split((key, key, value, value, heads, heads))
+def rows_qwen3_next(config, q, k, v, z, b, a):
+    """Two tensors: for each key head its q, k, v and z; for each its b and a."""
+    return [shares(config.linear_n_key_head, q, k, v, z), shares(config.linear_n_key_head, b, a)]
 
 
-def rows_qwen3_next(config, layer):
-    """Gated attention; or two tensors: for each key head its q, k, v and z; for each its b and a."""
-    if not is_linear(config, layer):
-        return rows_gated_attention(config)
-    q, k, v, z, b, a = rows_delta_net(config)
-    groups = config.linear_n_key_head
-    return [shares(groups, q, k, v, z), shares(groups, b, a)]
-
-
-def rows_qwen3_5(config, layer):
-    """Gated attention; or four tensors: q, k and v; z; b; a."""
-    if not is_linear(config, layer):
-        return rows_gated_attention(config)
-    q, k, v, z, b, a = rows_delta_net(config)
+def rows_qwen3_5(config, q, k, v, z, b, a):
     return [torch.cat((q, k, v)), z, b, a]
-
-
-def is_linear(config, layer):
-    return config.mixer_of(layer) == 'D'
 
 
 # fields of config.json that no name carries over
 
 def read_falcon(c, args):
-    new, heads = c.get('new_decoder_architecture'), c.get('num_kv_heads') or c.get('n_head_kv')
-    args['n_kv_head'] = heads if new else 1 if c.get('multi_query', True) else None
+    new, heads = c['new_decoder_architecture'], c['num_kv_heads'] or c['n_head_kv']
+    args['n_kv_head'] = heads if new else 1 if c['multi_query'] else None
     if new:
-        args['norm_placement'] = 'parallel' if c.get('num_ln_in_parallel_attn') == 1 else 'parallel_2'
+        args['norm_placement'] = 'parallel' if c['num_ln_in_parallel_attn'] == 1 else 'parallel_2'
     else:
-        args['norm_placement'] = 'parallel' if c.get('parallel_attn', True) else 'pre'
-    if c.get('alibi'):  # Falcon scales the bias with the scores
+        args['norm_placement'] = 'parallel' if c['parallel_attn'] else 'pre'
+    if c['alibi']:  # Falcon scales the bias with the scores
         args.update(pos='alibi', alibi_scale=(args['n_embd'] // args['n_head']) ** -0.5)
 
 
@@ -202,17 +197,10 @@ def write_falcon(config, c):
              num_ln_in_parallel_attn=1 + (config.norm_placement == 'parallel_2') if new else None)
 
 
-def names_falcon(config, layer):
-    return {'ln_1': 'ln_attn', 'ln_2': 'ln_mlp'} if config.norm_placement == 'parallel_2' else {}
-
-
 def read_mpt(c, args):
-    attn = c.get('attn_config') or {}
-    for name, value in dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, prefix_lm=False,
-                            attn_type='multihead_attention', attn_uses_sequence_id=False).items():
-        if attn.get(name, value) != value:
-            raise ValueError(f"attn_config with {name}={attn[name]!r} is unsupported")
-    args['attn_scale'] = attn.get('softmax_scale')
+    given = {**MPT_ATTENTION, **c['attn_config']}
+    refuse(c, **{name: value for name, value in given.items() if MPT_ATTENTION.get(name, value) != value})
+    args['attn_scale'] = given.get('softmax_scale')
 
 
 def write_mpt(config, c):
@@ -221,8 +209,8 @@ def write_mpt(config, c):
 
 def read_deepseek(c, args):
     if args.get('qkv_bias') and not args.get('q_lora_rank'):
-        raise ValueError('attention_bias without q_lora_rank is unsupported')
-    if (args.get('n_group') or 1) == 1 or c.get('topk_method') == 'greedy':
+        refuse(c, attention_bias=True, q_lora_rank=None)
+    if (args.get('n_group') or 1) == 1 or c['topk_method'] == 'greedy':
         args.update(n_group=None, topk_group=None)
 
 
@@ -231,21 +219,12 @@ def write_deepseek(config, c):
         raise ValueError('DeepSeek has experts and shared experts')
     c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1,
              num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim, num_nextn_predict_layers=0)
-
-
-def write_deepseek_v2(config, c):
-    write_deepseek(config, c)
-    c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
-
-
-def names_deepseek(config, layer):
-    whole = {'attn.c_attn': 'self_attn.q_proj self_attn.kv_a_proj_with_mqa'}
-    return whole if config.q_lora_rank is None else {}
+    if config.router == 'softmax':  # version 2
+        c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
 
 
 def read_sparse_layers(c, args):
-    """Qwen's choice of the layers that have experts."""
-    step, dense = c.get('decoder_sparse_step', 1), c.get('mlp_only_layers') or ()
+    step, dense = c['decoder_sparse_step'], c['mlp_only_layers'] or ()
     args['expert_pattern'] = ''.join('D' if i in dense or (i + 1) % step else 'E'
                                      for i in range(args['n_layer']))
 
@@ -256,64 +235,31 @@ def write_sparse_layers(config, c):
 
 
 def read_shared_expert(c, args):
-    read_sparse_layers(c, args)
     shared, width = c['shared_expert_intermediate_size'], c['moe_intermediate_size']
     if shared % width:
-        raise ValueError(f"shared_expert_intermediate_size={shared} is unsupported: it must be a multiple of "
-                         f"moe_intermediate_size={width}")
+        refuse(c, shared_expert_intermediate_size=shared, moe_intermediate_size=width)
     args['n_shared_expert'] = shared // width
 
 
 def write_shared_expert(config, c):
-    write_sparse_layers(config, c)
     c['shared_expert_intermediate_size'] = config.n_shared_expert * config.d_expert
 
 
 def read_hybrid(c, args):
-    """Which layers are linear attention."""
-    n, every = args['n_layer'], c.get('full_attention_interval', 4)
-    kinds = c.get('layer_types') or ['full_attention' if (i + 1) % every == 0 else 'linear_attention'
-                                     for i in range(n)]
-    args['mixer_pattern'] = ''.join('D' if kind == 'linear_attention' else 'A' for kind in kinds)
-    if 'A' not in args['mixer_pattern']:
-        for name in Attention.fields:
-            args.pop(name, None)
-    if 'D' not in args['mixer_pattern']:
-        for name in LINEAR_FIELDS:  # theirs are written all the same
-            args.pop(name, None)
+    """Their fields of a mixer that no layer has are written all the same."""
+    for mixer in MIXERS.keys() - set(args['mixer_pattern']):
+        unused = set(MIXERS[mixer].fields).difference(*(MIXERS[one].fields for one in args['mixer_pattern']))
+        args.update({name: getattr(GPTConfig, name) for name in unused & args.keys()})
 
 
 def write_hybrid(config, c):
-    layers = range(config.n_layer)
-    c['layer_types'] = ['linear_attention' if is_linear(config, i) else 'full_attention' for i in layers]
     for name in LINEAR_FIELDS.values():
         if c[name] is None:  # without linear layers there is nothing to set
             del c[name]
 
 
-def read_qwen3_next(c, args):
-    read_shared_expert(c, args)
-    read_hybrid(c, args)
-
-
-def write_qwen3_next(config, c):
-    write_shared_expert(config, c)
-    write_hybrid(config, c)
-
-
-def names_qwen3_next(config, layer):
-    return LINEAR_NAMES if is_linear(config, layer) else {}
-
-
-def names_qwen3_5(config, layer):
-    projections = ' '.join(f'linear_attn.in_proj_{part}' for part in ('qkv', 'z', 'b', 'a'))
-    return {**LINEAR_NAMES, 'attn.c_attn': projections} if is_linear(config, layer) else {}
-
-
 def read_gemma2(c, args):
-    args.update(embed_scale=args['n_embd'] ** 0.5, attn_scale=c['query_pre_attn_scalar'] ** -0.5,
-                attn_softcap=c.get('attn_logit_softcapping', 50.0) or 0.0,
-                logit_softcap=c.get('final_logit_softcapping', 30.0) or 0.0)
+    args.update(embed_scale=args['n_embd'] ** 0.5, attn_scale=c['query_pre_attn_scalar'] ** -0.5)
 
 
 def write_gemma2(config, c):
@@ -324,9 +270,9 @@ def write_gemma2(config, c):
 
 
 def read_smollm3(c, args):
-    every, n = c.get('no_rope_layer_interval', 4), args['n_layer']
-    turns = c.get('no_rope_layers') or [int((i + 1) % every != 0) for i in range(n)]
-    args['pos_pattern'] = ''.join('NP'[bool(turn)] for turn in turns)
+    every, n = c['no_rope_layer_interval'], args['n_layer']
+    turns = c['no_rope_layers'] or [(i + 1) % every for i in range(n)]
+    args['pos_pattern'] = ''.join('P' if turn else 'N' for turn in turns)
 
 
 def write_smollm3(config, c):
@@ -334,7 +280,7 @@ def write_smollm3(config, c):
 
 
 def read_neox(c, args):
-    args['norm_placement'] = 'parallel_2' if c.get('use_parallel_residual', True) else 'pre'
+    args['norm_placement'] = 'parallel_2' if c['use_parallel_residual'] else 'pre'
 
 
 def write_neox(config, c):
@@ -343,16 +289,23 @@ def write_neox(config, c):
 
 def read_minimind(c, args):
     """Of version 3 on, a Qwen3; before, with n_routed_experts in its config.json, a Llama."""
-    args['qk_norm'] = 'n_routed_experts' not in c
-    if not c.get('use_moe'):
+    args['qk_norm'] = c['n_routed_experts'] is None
+    if not c['use_moe']:
         for name in QWEN_EXPERTS:  # theirs are written all the same
             args.pop(name, None)
     elif not args['qk_norm']:
-        raise ValueError("minimind with use_moe=True and n_routed_experts is unsupported")
+        refuse(c, use_moe=True, n_routed_experts=c['n_routed_experts'])
 
 
 def write_gpt_oss(config, c):
     c['sliding_window'] = config.window or config.block_size
+
+
+MPT_ATTENTION = dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, prefix_lm=False,
+                     attn_type='multihead_attention', attn_uses_sequence_id=False)
+SPARSE_LAYERS = Rule(dict(decoder_sparse_step=1, mlp_only_layers=()), read_sparse_layers, write_sparse_layers)
+SHARED_EXPERT = Rule(dict(shared_expert_intermediate_size=None), read_shared_expert, write_shared_expert)
+HYBRID = Rule(dict(full_attention_interval=None), read_hybrid, write_hybrid)
 
 
 # the table
@@ -378,68 +331,67 @@ LLAMA = Family(
         'mlp.experts.c_proj': 'mlp.experts.E.down_proj',
         'mlp.shared.c_fc': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj',
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'})
-MISTRAL = like(LLAMA, arch='MistralForCausalLM', windows='S', one_window=True,
+MISTRAL = like(LLAMA, arch='MistralForCausalLM', layers='S',
                fields=dict(qkv_bias=None, proj_bias=None, mlp_bias=None))
-QWEN2 = like(MISTRAL, arch='Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), one_window=False,
-             windows_off=True, first_full=28)
+QWEN2 = like(MISTRAL, arch='Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
+             defaults=dict(use_sliding_window=False, max_window_layers=28))
 QWEN3 = like(LLAMA, arch='Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
-             windows='S', windows_off=True, first_full=28)
-EXPERTS = dict(n_expert=('num_local_experts', 'num_experts', 'n_routed_experts'),
-               n_expert_active=('num_experts_per_tok', 'experts_per_token'))
+             layers='S', layer_types='SL', defaults=QWEN2.defaults)
+EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
+               n_expert_active='num_experts_per_tok experts_per_token')
 QWEN_EXPERTS = dict(
-    n_expert=('num_experts', 'num_local_experts'), n_expert_active='num_experts_per_tok',
+    n_expert='num_experts num_local_experts', n_expert_active='num_experts_per_tok',
     d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')
 QWEN3_MOE = like(
-    QWEN3, arch='Qwen3MoeForCausalLM', one_window=True, first_full=None, ours=dict(norm_topk_prob=False),
-    fields=QWEN_EXPERTS, known=('decoder_sparse_step', 'mlp_only_layers'),
-    read=read_sparse_layers, write=write_sparse_layers)
-SHARED_EXPERT = {
+    QWEN3, arch='Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
+    ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=(SPARSE_LAYERS,))
+SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
 LINEAR_FIELDS = dict(
     linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads',
     linear_key_head_dim='linear_key_head_dim', linear_value_head_dim='linear_value_head_dim',
     linear_conv_kernel_dim='linear_conv_kernel_dim')
-LINEAR_NAMES = {
-    'attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba', 'attn.c_proj': 'linear_attn.out_proj',
-    'attn.conv': 'linear_attn.conv1d.weight', 'attn.A_log': 'linear_attn.A_log',
-    'attn.dt_bias': 'linear_attn.dt_bias', 'attn.o_norm': 'linear_attn.norm.weight'}
 QWEN3_NEXT = like(
-    QWEN3_MOE, arch='Qwen3NextForCausalLM', windows='', one_window=False, hybrid=True, fields=LINEAR_FIELDS,
+    QWEN3_MOE, arch='Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
     ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
     theirs=dict(hidden_act='silu'),  # the convolution's activation as well
-    known=('decoder_sparse_step', 'mlp_only_layers', 'shared_expert_intermediate_size',
-           'full_attention_interval'),
-    names=SHARED_EXPERT, names_at=names_qwen3_next, rows={'attn.c_attn': rows_qwen3_next},
-    convolution=('attn.conv',), plus_one=('ln_1', 'ln_2', 'ln_f', 'attn.q_norm', 'attn.k_norm'),
-    ignored=('mtp.*',), read=read_qwen3_next, write=write_qwen3_next)
+    names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
+           'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
+           'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
+           'D.attn.c_proj': 'linear_attn.out_proj'},
+    rows={'attn.c_attn': rows_gated_attention, 'D.attn.c_attn': rows_qwen3_next},
+    layouts={'attn.conv': CONVOLUTION, **dict.fromkeys(
+        ('ln_1.weight', 'ln_2.weight', 'ln_f.weight', 'attn.q_norm.weight', 'attn.k_norm.weight'), PLUS_ONE)},
+    ignored=('mtp.*',), rules=(SPARSE_LAYERS, SHARED_EXPERT, HYBRID))
 QWEN3_5 = like(
     QWEN3_NEXT, arch='Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
-    theirs=dict(attn_output_gate=True), known=('full_attention_interval', 'mlp_only_layers'),
+    theirs=dict(attn_output_gate=True), defaults=dict(mlp_only_layers=None),
     fields=dict(n_expert=None, n_expert_active=None, d_expert=None, norm_topk_prob=None),
-    names_at=names_qwen3_5, rows={'attn.c_attn': rows_qwen3_5}, ignored=('mtp.*', 'model.visual.*'),
-    read=read_hybrid, write=write_hybrid)
+    names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
+                            'linear_attn.in_proj_a'},
+    rows={'D.attn.c_attn': rows_qwen3_5}, ignored=('mtp.*', 'model.visual.*'), rules=(HYBRID,))
 DEEPSEEK_V3 = like(
     LLAMA, arch='DeepseekV3ForCausalLM', ignored=('model.layers.N.*',),  # the extra prediction layer
     fields=dict(n_kv_head=None, head_dim=None, mlp_bias=None, n_shared_expert='n_shared_experts',
-                n_expert=('n_routed_experts', 'num_local_experts'), n_expert_active='num_experts_per_tok',
+                n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
                 d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
                 **{name: name for name in (
                     'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim',
                     'norm_topk_prob', 'routed_scaling_factor', 'n_group', 'topk_group')}),
     ours=dict(qk_norm=None, router='sigmoid', balance_bias=True),
     theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid', rope_interleave=True),
-    known=('topk_method', 'num_nextn_predict_layers', 'seq_aux', 'ep_size', 'qk_head_dim'),
-    names={'attn.c_attn': 'self_attn.q_a_proj self_attn.kv_a_proj_with_mqa',
+    names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
+                                         "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj',
            'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
-    names_at=names_deepseek, rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query},
-    read=read_deepseek, write=write_deepseek)
+    rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query},
+    rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
-    fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer=('n_layer', 'num_hidden_layers'),
-                n_head=('n_head', 'num_attention_heads'), n_embd=('hidden_size', 'n_embed'),
+    fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer='n_layer num_hidden_layers',
+                n_head='n_head num_attention_heads', n_embd='hidden_size n_embed',
                 norm_eps='layer_norm_epsilon', tie_word_embeddings='tie_word_embeddings'),
     ours=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
               mlp='gelu_tanh', embed_norm=True),
@@ -452,13 +404,16 @@ BLOOM = Family(
     rows={'attn.c_attn': rows_by_kv_head})
 FALCON = like(
     BLOOM, arch='FalconForCausalLM', theirs=dict(ff_factor=4),
-    fields=dict(block_size='max_position_embeddings', n_layer=('num_hidden_layers', 'n_layer'), bias='bias',
-                n_head=('num_attention_heads', 'n_head'), n_embd='hidden_size', d_ff='ffn_hidden_size',
+    fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
+                n_head='num_attention_heads n_head', n_embd='hidden_size', d_ff='ffn_hidden_size',
                 mlp='activation'),
     ours=dict(bias=False, norm_bias=True, pos='rope', mlp='gelu', embed_norm=False),
-    known=('alibi', 'multi_query', 'parallel_attn', 'new_decoder_architecture', 'num_ln_in_parallel_attn',
-           'num_kv_heads', 'n_head_kv'),
-    names_at=names_falcon, read=read_falcon, write=write_falcon)
+    names={'ln_1': lambda config: 'ln_attn' if config.norm_placement == 'parallel_2' else 'input_layernorm',
+           'ln_2': lambda config: ('ln_mlp' if config.norm_placement == 'parallel_2'
+                                   else 'post_attention_layernorm')},
+    rules=(Rule(dict(alibi=False, multi_query=True, parallel_attn=True, new_decoder_architecture=False,
+                     num_ln_in_parallel_attn=None, num_kv_heads=None, n_head_kv=None),
+                read_falcon, write_falcon),))
 NEOX = like(
     BLOOM, arch='GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
     theirs=dict(apply_residual_connection_post_layernorm=None),
@@ -466,31 +421,28 @@ NEOX = like(
             'norm_eps': 'layer_norm_eps'},
     ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
               partial_rotary_factor=0.25),
-    known=('use_parallel_residual',),
     names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
            'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
-    read=read_neox, write=write_neox)
+    rules=(Rule(dict(use_parallel_residual=True), read_neox, write_neox),))
 GPT2 = like(
     BLOOM, arch='GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
     theirs=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
-    fields=dict(block_size=('n_positions', 'n_ctx'), n_embd='n_embd', d_ff='n_inner',
-                mlp='activation_function'),
+    fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
            'mlp.c_proj': 'mlp.c_proj'},
-    transposed=('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'))
+    layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
+                           'mlp.c_proj.weight'), TRANSPOSED))
 MPT = like(
     BLOOM, arch='MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
     fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model'),
     ours=dict(bias=False, mlp='gelu', embed_norm=False),
     theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4,
                 norm_type='low_precision_layernorm'),
-    known=('attn_config', 'init_config', 'init_device', 'name', 'verbose', 'learned_pos_emb',
-           'tokenizer_name'),
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
-    read=read_mpt, write=write_mpt)
+    rules=(Rule(dict(attn_config={}, learned_pos_emb=None), read_mpt, write_mpt),))
 FAMILIES = {  # model_type: what is tried in this order when ours is written
     'qwen3': QWEN3,
     'llama': LLAMA,
@@ -506,8 +458,7 @@ FAMILIES = {  # model_type: what is tried in this order when ours is written
     'deepseek_v2': like(
         DEEPSEEK_V3, arch='DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
         ours=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
-        theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
-        write=write_deepseek_v2),
+        theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False)),
     'bloom': BLOOM,
     'falcon': FALCON,
     'gpt_neox': NEOX,
@@ -518,14 +469,15 @@ FAMILIES = {  # model_type: what is tried in this order when ours is written
         ours=dict(qk_norm='whole', norm_placement='output'),
         names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
     'gemma2': like(
-        LLAMA, arch='Gemma2ForCausalLM', windows='SL', known=('query_pre_attn_scalar',),
-        plus_one=('ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f'),
-        fields=dict(mlp=('hidden_activation', 'hidden_act'), mlp_bias=None,
+        LLAMA, arch='Gemma2ForCausalLM', layers='SL', layer_types='SL',
+        fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
                     attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
+        defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
         ours=dict(norm_placement='sandwich', tie_word_embeddings=True),
         names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
                'ln_4': 'post_feedforward_layernorm'},
-        read=read_gemma2, write=write_gemma2),
+        layouts={f'{norm}.weight': PLUS_ONE for norm in ('ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f')},
+        rules=(Rule(dict(query_pre_attn_scalar=256), read_gemma2, write_gemma2),)),
     'phi': like(
         LLAMA, arch='PhiForCausalLM', theirs=dict(qk_layernorm=False),
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
@@ -534,11 +486,11 @@ FAMILIES = {  # model_type: what is tried in this order when ours is written
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
                'mlp.c_proj': 'mlp.fc2'}),
     'smollm3': like(
-        LLAMA, arch='SmolLM3ForCausalLM', windows='S', windows_off=True,
-        ours=dict(tie_word_embeddings=True, rope_base=2e6),
-        known=('no_rope_layers', 'no_rope_layer_interval'), read=read_smollm3, write=write_smollm3),
+        LLAMA, arch='SmolLM3ForCausalLM', layers='S', layer_types='SL',
+        defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
+        rules=(Rule(dict(no_rope_layers=None, no_rope_layer_interval=4), read_smollm3, write_smollm3),)),
     'gpt_oss': like(
-        LLAMA, arch='GptOssForCausalLM', windows='SL',
+        LLAMA, arch='GptOssForCausalLM', layers='SL', layer_types='SL',
         theirs=dict(swiglu_limit=7.0, swiglu_alpha=1.702, hidden_act='silu'),
         fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
@@ -547,106 +499,81 @@ FAMILIES = {  # model_type: what is tried in this order when ours is written
                'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
                'mlp.experts.c_proj.weight': 'mlp.experts.down_proj',
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
-        rows={'mlp.experts.c_fc': rows_gate_up}, transposed=('mlp.experts.c_fc', 'mlp.experts.c_proj'),
-        write=write_gpt_oss),
+        rows={'mlp.experts.c_fc': rows_gate_up},
+        layouts={'mlp.experts.c_fc.weight': TRANSPOSED, 'mlp.experts.c_proj.weight': TRANSPOSED},
+        rules=(Rule({}, lambda c, args: None, write_gpt_oss),)),
     'minimind': like(
-        LLAMA, arch='MiniMindForCausalLM', fields=QWEN_EXPERTS, read=read_minimind,
-        ours=dict(tie_word_embeddings=True),
-        known=('use_moe', 'n_routed_experts', 'n_shared_experts', 'scoring_func', 'seq_aux')),
+        LLAMA, arch='MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
+        rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
+                    read_minimind),)),
     'qwen2_moe': like(
-        QWEN2, arch='Qwen2MoeForCausalLM', windows='', first_full=None,
+        QWEN2, arch='Qwen2MoeForCausalLM', layers='L', layer_types='', defaults=dict(max_window_layers=None),
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
-        ours=dict(norm_topk_prob=False, shared_gate=True), names=SHARED_EXPERT,
-        known=('decoder_sparse_step', 'mlp_only_layers', 'shared_expert_intermediate_size'),
-        read=read_shared_expert, write=write_shared_expert),
+        ours=dict(norm_topk_prob=False, shared_gate=True), names=SHARED_NAMES,
+        rules=(SPARSE_LAYERS, SHARED_EXPERT)),
     'qwen3_next': QWEN3_NEXT,
     'qwen3_5_text': QWEN3_5,
 }
-NESTED = ('qwen3_5',)  # model_types whose text_config is a family of this name with _text: vision is left out
+LAYER_TYPES = {  # by the letter of our mixer, where it is not attention with S, a window, or L, without
+    'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention'}
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
     'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
     'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh'}
-HARMLESS = {  # fields of any config.json that change nothing that is computed here, or that are read below
-    'architectures', 'attention_softmax_in_fp32', 'attn_implementation', 'auto_map', 'bias_dropout_fusion',
-    'dtype', 'flash_attn', 'head_dim', 'hidden_act', 'hidden_size', 'id2label', 'init_std',
-    'initial_context_length', 'initializer_range', 'intermediate_size', 'is_decoder', 'is_llama_config',
-    'label2id', 'language', 'layer_types', 'mamba_ssm_dtype', 'masked_softmax_fusion', 'max_sequence_length',
-    'max_window_layers', 'model_type', 'n_ctx', 'num_key_value_heads', 'num_local_experts', 'offset_alibi',
-    'output_attentions', 'output_hidden_states', 'output_router_logits', 'partial_rotary_factor',
-    'pretraining_tp', 'rope_interleave', 'rope_parameters', 'rope_scaling', 'rope_theta', 'rotary_emb_base',
-    'rotary_pct', 'router_jitter_noise', 'slow_but_exact', 'tokenizer_name', 'torch_dtype',
-    'transformers.js_config', 'transformers_version'}
-HARMLESS_PATTERNS = (
-    '_*', '*_pdrop', '*_token', '*_token_id', '*aux_loss*', '*cache*', '*checkpointing', '*dropout*',
-    '*loss_alpha', '*original_max_position_embeddings', '*sliding_window', 'classifier_*', 'inference_rope_*',
-    'mtp_*', 'reorder_and_*', 'skip_bias_add*', 'summary_*', 'task_*')
+HARMLESS = '''
+    _* *_pdrop *_token *_token_id *aux_loss* *cache* *checkpointing *dropout* *loss_alpha
+    *original_max_position_embeddings *sliding_window architectures attention_softmax_in_fp32
+    attn_implementation auto_map bias_dropout_fusion classifier_* dtype ep_size flash_attn head_dim hidden_act
+    hidden_size id2label inference_rope_* init_config init_device init_std initial_context_length
+    initializer_range intermediate_size is_decoder is_llama_config label2id language layer_types
+    mamba_ssm_dtype masked_softmax_fusion max_sequence_length max_window_layers model_type mtp_* n_ctx name
+    num_key_value_heads num_local_experts num_nextn_predict_layers offset_alibi output_attentions
+    output_hidden_states output_router_logits partial_rotary_factor pretraining_tp qk_head_dim reorder_and_*
+    rope_interleave rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise
+    seq_aux skip_bias_add* slow_but_exact summary_* task_* tokenizer_name torch_dtype transformers.js_config
+    transformers_version verbose
+'''  # fields of any config.json that change nothing that is computed here, or that are read below
 
 
 # config.json ------------------------------------------------------------------------------------------------
 
 def config_from_hf(c):
     """config.json, as a dict, in transformers' old form or its new -> GPTConfig. Raises ValueError that names
-    what is unsupported, missing or malformed."""
-    kind = c.get('model_type')
-    if kind in NESTED:
-        if not isinstance(c.get('text_config'), dict):
-            raise ValueError(f"{kind} has no text_config")
-        outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
-        c = {**outer, **c['text_config'], 'model_type': f'{kind}_text'}
-    try:
-        return read_config(c)
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError, OverflowError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{kind} with a missing or malformed field ({what})") from None
-
-
-def read_config(c):
-    kind = c.get('model_type')
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"model_type={kind!r} is unsupported; these are supported: "
-                         f"{', '.join(sorted([*FAMILIES, *NESTED]))}")
-    if c.get('quantization_config'):
-        raise ValueError(f"the weights are quantized ({c['quantization_config'].get('quant_method')}): use a "
-                         "checkpoint in bfloat16 or float32")
-    family = FAMILIES[kind]
-    args = dict(family.ours)
+    all that is unsupported."""
+    c = text_config(c)
+    if c.get('model_type') not in FAMILIES:
+        raise ValueError(f"model_type={c.get('model_type')!r} is unsupported; these are supported: "
+                         f"{', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[c['model_type']]
+    known = [*HARMLESS.split(), *family.theirs, *' '.join(family.fields.values()).split()]
+    for defaults in (family.defaults, *(rule.theirs for rule in family.rules)):
+        c, known = {**defaults, **c}, [*known, *defaults]
+    args, activations = dict(family.ours), activations_of(family)
     for ours, theirs in family.fields.items():
-        given = [c[name] for name in their_fields(theirs) if c.get(name) is not None]
+        given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
-            args[ours] = activations_of(family).get(given[0]) if ours == 'mlp' else given[0]
-    missing = [' or '.join(their_fields(family.fields[ours]))
-               for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd') if ours not in args]
-    if missing:
-        raise ValueError(f"{kind} without {', '.join(missing)}")
-    GPTConfig(n_layer=args['n_layer'])  # refuses an absurd count before lists of that length are made
-    unsupported = [f"{name}={value!r}" for name, value in c.items() if not is_supported(name, value, family)]
-    for name in their_fields(family.fields.get('mlp', ())):
-        if c.get(name) is not None and c[name] not in activations_of(family):
-            unsupported.append(f"{name}={c[name]!r}")
-    if unsupported:
-        raise ValueError(f"{kind} with {', '.join(unsupported)} is unsupported")
+            args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
+    missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
+               if ours not in args}
+    wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
+    unknown = {name: value for name, value in c.items() if value and name not in known
+               and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
+    refuse(c, **missing, **wrong, **unknown)
     if args.get('pos', 'rope') == 'rope':
         read_rope(c, args)
-    read_windows(c, args, family)
-    family.read(c, args)
+    read_layers(c, args, family)
+    for rule in family.rules:
+        rule.read(c, args)
     return GPTConfig(**args)
 
 
-def their_fields(theirs):
-    return theirs if isinstance(theirs, tuple) else (theirs,)
-
-
-def is_supported(name, value, family):
-    """Whether a field of config.json has a meaning here, or none that could matter."""
-    if name in family.theirs:
-        return value is None or value == family.theirs[name]
-    if not value or name in HARMLESS or name in family.known:
-        return True
-    if any(name in their_fields(theirs) for theirs in family.fields.values()):
-        return True
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in HARMLESS_PATTERNS)
+def text_config(c):
+    """The part of a config.json that is about text, if the model reads images too: these are left out."""
+    if 'text_config' not in c:
+        return c
+    outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
+    return {**outer, 'model_type': f"{c['model_type']}_text", **c['text_config']}
 
 
 def activations_of(family):
@@ -655,31 +582,28 @@ def activations_of(family):
 
 def read_rope(c, args):
     """rope_parameters, or as once published rope_scaling, rope_theta and others -> our fields. If both are
-    there, transformers takes rope_scaling alone (modeling_rope_utils, 5.23), and so do we."""
-    rope = dict(c.get('rope_scaling') or c.get('rope_parameters') or {})
-    for name in ('mrope_section', 'mrope_interleaved'):  # of images: for text all their positions are equal
-        rope.pop(name, None)
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"{c['model_type']} with rope_parameters for each type of layer is unsupported")
-    old_type = rope.pop('type', None)
-    kind = rope.pop('rope_type', None) or old_type or 'default'
+    there, transformers takes rope_scaling alone (modeling_rope_utils, 5.23), and so do we. Of mrope, which is
+    for images, nothing is read: for text all its positions are equal."""
+    given = c.get('rope_scaling') or c.get('rope_parameters') or {}
+    rope = {'rope_type' if name == 'type' else name: value for name, value in given.items()
+            if value is not None and not name.startswith('mrope_')}
+    if any(isinstance(value, dict) for value in rope.values()):  # for each type of layer
+        refuse(c, rope_parameters=rope)
     base = rope.pop('rope_theta', None) or c.get('rope_theta') or c.get('rotary_emb_base')
     args['rope_base'] = float(base or args.get('rope_base', 10000.0))
     share = rope.pop('partial_rotary_factor', None) or c.get('partial_rotary_factor') or c.get('rotary_pct')
     if 'partial_rotary_factor' in args:
         args['partial_rotary_factor'] = share or args['partial_rotary_factor']
-    elif share and share != 1:
-        raise ValueError(f"{c['model_type']} with partial_rotary_factor={share} is unsupported")
-    if kind == 'default':
-        return
-    scaling = {'rope_type': kind, **{name: value for name, value in rope.items() if value is not None}}
-    length = c['max_position_embeddings']
-    if kind not in ('linear', 'ntk'):
-        scaling.setdefault('original_max_position_embeddings',
-                           c.get('original_max_position_embeddings') or length)
-    if kind == 'longrope':
-        scaling.setdefault('factor', length / scaling['original_max_position_embeddings'])
-    args['rope_scaling'] = scaling
+    elif share not in (None, 1):
+        refuse(c, partial_rotary_factor=share)
+    kind = rope.pop('rope_type', 'default')
+    if kind != 'default':
+        args['rope_scaling'] = scaling = {'rope_type': kind, **rope}
+        length, trained = c['max_position_embeddings'], 'original_max_position_embeddings'
+        if kind not in ('linear', 'ntk'):
+            scaling.setdefault(trained, c.get(trained) or length)
+        if kind == 'longrope':
+            scaling.setdefault('factor', length / scaling[trained])
 
 
 THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope')  # transformers' rope_types
@@ -695,36 +619,34 @@ def write_rope(config, c):
         c['rope_parameters']['partial_rotary_factor'] = config.partial_rotary_factor
 
 
-def read_windows(c, args, family):
-    """sliding_window, layer_types, max_window_layers -> window and window_pattern."""
-    size, n = c.get('sliding_window'), args['n_layer']
-    used = bool(size) and c.get('use_sliding_window', not family.windows_off)
-    if used and not family.windows:
-        raise ValueError(f"{c['model_type']} with sliding_window={size} is unsupported")
-    letters = {'sliding_attention': 'S', 'full_attention': 'L'}
-    if family.hybrid:
-        letters['linear_attention'] = 'L'
-    kinds = c.get('layer_types') or ()
-    unknown = sorted({kind for kind in kinds if kind not in letters}, key=str)
-    if unknown:
-        raise ValueError(f"layer_types with {', '.join(map(repr, unknown))} is unsupported")
-    pattern = family.windows
-    if kinds and not family.one_window:
-        pattern = ''.join(letters[kind] for kind in kinds)
-    elif family.first_full is not None:
-        full = c.get('max_window_layers')
-        full = min(n, family.first_full if full is None else full)
-        pattern = 'L' * full + 'S' * (n - full)
-    if used and 'S' in pattern:
-        args.update(window=size, window_pattern=pattern)
+def read_layers(c, args, family):
+    """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
+    size, every = c.get('sliding_window'), c.get('full_attention_interval')
+    is_used = size and c.get('use_sliding_window', True)
+    if is_used and 'S' not in family.layers:
+        refuse(c, sliding_window=size)
+    layers = 'D' * (every - 1) + 'L' if every else family.layers
+    if 'max_window_layers' in family.defaults:  # so many first ones have none
+        layers = 'L' * (c['max_window_layers'] or 0) + layers * args['n_layer']
+    if family.layer_types and c.get('layer_types'):
+        letters = {LAYER_TYPES[one]: one for one in family.layer_types}
+        if unknown := set(c['layer_types']) - letters.keys():
+            refuse(c, layer_types=unknown)
+        layers = ''.join(letters[one] for one in c['layer_types'])
+    layers = layers[:args['n_layer']]
+    if is_used and 'S' in layers:
+        args.update(window=size, window_pattern=re.sub('[^S]', 'L', layers))
+    if 'D' in family.layer_types:
+        args['mixer_pattern'] = re.sub('[SL]', 'A', layers)
 
 
-def write_windows(config, c, family):
-    if not family.windows:
-        return
-    c.update(sliding_window=config.window, use_sliding_window=config.window is not None, max_window_layers=0)
-    if not family.one_window:
-        c['layer_types'] = ['full_attention' if config.window_of(i) is None else 'sliding_attention'
+def write_layers(config, c, family):
+    if 'S' in family.layers:
+        c.update(sliding_window=config.window, use_sliding_window=config.window is not None,
+                 max_window_layers=0)
+    if family.layer_types:
+        c['layer_types'] = [LAYER_TYPES.get(config.mixer_of(i)) or
+                            LAYER_TYPES['L' if config.window_of(i) is None else 'S']
                             for i in range(config.n_layer)]
 
 
@@ -744,22 +666,22 @@ def write_config(config, kind):
     family = FAMILIES[kind]
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.theirs}
+    activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
     for ours, theirs in family.fields.items():
-        c[their_fields(theirs)[0]] = getattr(config, ours)
-    if 'mlp' in family.fields:
-        written = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
-        c[their_fields(family.fields['mlp'])[0]] = written.get(config.mlp)
-    write_windows(config, c, family)
+        value = getattr(config, ours)
+        c[theirs.split()[0]] = activations.get(value) if ours == 'mlp' else value
+    write_layers(config, c, family)
     if config.pos == 'rope' and family.ours.get('pos', 'rope') == 'rope':
         write_rope(config, c)
-    family.write(config, c)
+    for rule in family.rules:
+        rule.write(config, c)
     return c
 
 
 def config_to_hf(config):
     """GPTConfig -> config.json of a family that computes the same, as a dict: the family whose reading of
     what is written gives the same model back. Raises ValueError that names what the nearest family lacks."""
-    ours, nearest = canonical(config), None
+    ours, nearest = canonical(config), []
     for kind in FAMILIES:
         try:
             c = write_config(config, kind)
@@ -769,14 +691,10 @@ def config_to_hf(config):
         lacks = [name for name in ours if ours[name] != read[name]]
         if not lacks:
             return c
-        if nearest is None or len(lacks) < len(nearest[1]):
-            nearest = kind, lacks
-    if nearest is None:
-        raise ValueError("no published family computes this model, nor anything near it; "
-                         f"rope_scaling={config.rope_scaling}")
-    differs = ', '.join(f"{name} (here {getattr(config, name)!r})" for name in nearest[1])
-    raise ValueError(f"no published family computes this model; the nearest, {nearest[0]}, differs in "
-                     f"{differs}")
+        nearest.append((kind, lacks))
+    kind, lacks = min(nearest, key=lambda one: len(one[1]), default=('none', ['rope_scaling']))
+    raise ValueError(f"no published family computes this model; the nearest, {kind}, differs in "
+                     + ', '.join(f"{name} (here {getattr(config, name)!r})" for name in lacks))
 
 
 # tensors ----------------------------------------------------------------------------------------------------
@@ -788,238 +706,155 @@ class Stored(typing.NamedTuple):
     shape: tuple
     dtype: torch.dtype
 
-    @property
-    def nbytes(self):
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 class Part(typing.NamedTuple):
-    """A tensor of theirs and where it stands in ours."""
-    theirs: str
-    ours: str          # our tensor, as state_dict() names it
-    index: tuple       # ours[index] are the elements of theirs
-    transposed: bool   # as matrices
-    plus_one: bool     # ours is 1 more
-    shape: tuple       # of theirs
+    """A tensor of theirs: these elements of one of ours, in this layout."""
+    name: str
+    index: tuple
+    layout: Layout
+    shape: tuple
 
 
-def weight_files(folder):
-    """The paths of a folder's safetensors. Raises FileNotFoundError, or ValueError for an invalid
-    index."""
-    index = os.path.join(folder, 'model.safetensors.index.json')
-    files = {'model.safetensors'}
-    if os.path.exists(index) and not os.path.exists(os.path.join(folder, 'model.safetensors')):
-        weight_map = read_json(index).get('weight_map')
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no weight_map of tensor names and files: download it again")
-        for file in weight_map.values():
-            if not isinstance(file, str) or os.path.basename(file) != file \
-                    or not file.endswith('.safetensors'):
-                raise ValueError(f"{index} names {file!r}, which is no safetensors file of its own folder")
-        files = set(weight_map.values())
-    missing = sorted(file for file in files if not os.path.exists(os.path.join(folder, file)))
-    if missing:
-        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: download it again (other formats of "
-                                "weights are not read)")
-    return [os.path.join(folder, file) for file in sorted(files)]
-
-
-def open_safetensors(path):
-    """A memory map of a safetensors file. Raises ImportError, or ValueError for a damaged file."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError(f"published models need safetensors: {INSTALL}") from None
-    try:
-        return safe_open(path, 'pt')
-    except (SafetensorError, ValueError, OSError) as error:
-        raise ValueError(f"{path} is damaged or truncated ({error}): download it again") from None
-
-
-def read_headers(folder):
-    """name -> Stored, of all tensors in a folder's safetensors."""
+def plan(model, family):
+    """Our tensor, as state_dict() names it -> the Parts that it is made of. Raises ValueError for a tensor
+    that the family has no name for."""
     found = {}
-    for path in weight_files(folder):
-        with open_safetensors(path) as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
-                header = file.get_slice(name)
-                kind = header.get_dtype()
-                if kind not in DTYPES:
-                    raise ValueError(f"{path}: {name} has dtype {kind}; {', '.join(DTYPES)} are supported")
-                found[name] = Stored(path, name, tuple(header.get_shape()), DTYPES[kind])
-    if not found:
-        raise ValueError(f"{folder} holds no tensors: download it again")
+    for ours, w in model.state_dict().items():
+        layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
+        module, _, kind = name.rpartition('.')
+        before, after, names, orders = '', '', family.names, family.rows
+        if layer:
+            mixer = model.config.mixer_of(int(layer))
+            before, names, orders = family.layer.replace('N', layer), of(mixer, names), of(mixer, orders)
+        if name not in names:
+            name, after = module, f'.{kind}'
+        if name not in names:
+            raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in hub.py")
+        theirs = names[name](model.config) if callable(names[name]) else names[name]
+        theirs = [before + one + after for one in theirs.split()]
+
+        widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
+        if module in orders:
+            rows = orders[module](model.config, *torch.arange(sum(widths)).split(list(widths)))
+        else:  # one after the other, the last takes the rest
+            begins = [sum(widths[:i]) for i in range(len(theirs))]
+            rows = [slice(begin, end) for begin, end in zip(begins, [*begins[1:], None])]
+        experts = [()]
+        if module.startswith('mlp.experts'):  # ours are one tensor, (expert, row, column)
+            experts = [(e,) for e in range(len(w))] if '.E.' in theirs[0] else [(slice(None),)]
+        layout, found[ours] = family.layouts.get(name + after, SAME), []
+        for expert in experts:
+            for one, row in zip(theirs, rows, strict=True):
+                index, one = (*expert, row), one.replace('.E.', f'.{expert[0]}.') if expert else one
+                found[ours].append(Part(one, index, layout, tuple(layout.write(w.to('meta')[index]).shape)))
     return found
 
 
-def largest(stored):
-    return max(stored.values(), key=lambda one: one.nbytes)
+def of(mixer, table):
+    """A table of a family as it is for layers with this mixer."""
+    own = {name.removeprefix(f'{mixer}.'): one for name, one in table.items() if name.startswith(f'{mixer}.')}
+    return {**table, **own}
+
+
+def read_json(folder, name):
+    with open(os.path.join(folder, name), encoding='utf-8') as f:
+        return json.load(f)
+
+
+WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+
+
+def weight_names(folder):
+    """The names of a folder's safetensors."""
+    if os.path.exists(os.path.join(folder, INDEX)):
+        return sorted(set(read_json(folder, INDEX)['weight_map'].values()))
+    return [WEIGHTS]
+
+
+def read_headers(folder):
+    """name -> Stored, of all tensors in a folder's safetensors. Raises FileNotFoundError if it lacks one."""
+    found = {}
+    for path in [os.path.join(folder, name) for name in weight_names(folder)]:
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{path} is missing; weights are read from safetensors alone")
+        with package('safetensors').safe_open(path, 'pt') as file:
+            for name in file.keys():  # noqa: SIM118 (it is no dict)
+                header = file.get_slice(name)
+                found[name] = Stored(path, name, tuple(header.get_shape()), DTYPES[header.get_dtype()])
+    return found
+
+
+def stored_dtype(stored):
+    """That of the largest tensor."""
+    return max(stored.values(), key=lambda one: math.prod(one.shape)).dtype
 
 
 def by_family_names(stored, family):
     """The same with the family's names: some files lack what all names begin with ('transformer.', GPT-2 and
-    BLOOM as first published), others nest the text model in a larger one."""
+    BLOOM as first published), others nest the text model in a larger one ('model.language_model.')."""
     first, head = f"{family.names['wte']}.weight", family.names['lm_head']
-    prefix = first.partition('.')[0] + '.'
+    prefix, _, rest = first.partition('.')
     if first in stored:
         return stored
-    if first.removeprefix(prefix) in stored:
-        return {name if name.startswith(head) else prefix + name: one for name, one in stored.items()}
-    nested = prefix + 'language_model.'
-    return {prefix + name.removeprefix(nested) if name.startswith(nested) else name: one
-            for name, one in stored.items()}
+    theirs = min((name for name in stored if name.endswith(rest)), key=len, default=first).removesuffix(rest)
+    return {f'{prefix}.{name.removeprefix(theirs)}' if name.startswith(theirs) and not name.startswith(head)
+            else name: one for name, one in stored.items()}
 
 
-def names_of(ours, family, config):
-    """Our tensor's name -> (module, layer, the names of theirs that are its rows, in order)."""
-    layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
-    module, _, kind = name.rpartition('.')
-    prefix, names = '', family.names
-    if layer is not None:
-        prefix = family.layer.replace('N', layer)
-        names = {**names, **family.names_at(config, int(layer))}
-    if name in names:
-        theirs, ending = names[name], ''
-    elif module in names:
-        theirs, ending = names[module], '.' + kind
-    else:
-        raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in hub.py")
-    module = re.sub(r'\.(weight|bias)$', '', name)
-    return module, int(layer or 0), [prefix + one + ending for one in theirs.split()]
-
-
-def plan(model, family):
-    """Which of their tensors are which elements of ours: a list of Part, one for each of theirs."""
-    config, parts = model.config, []
-    for ours, w in model.state_dict().items():
-        module, layer, theirs = names_of(ours, family, config)
-        if module in family.rows:
-            rows = family.rows[module](config, layer)
-        elif len(theirs) == 1:
-            rows = [slice(None)]
-        else:
-            rows = consecutive(model.get_submodule(ours.rpartition('.')[0]).widths, len(theirs))
-        transposed = module in family.transposed and not ours.endswith('bias')
-        experts = range(config.n_expert) if '.E.' in theirs[0] else [None]
-        for expert in experts:
-            for name, one in zip(theirs, rows, strict=True):
-                index = (one,)
-                if expert is not None:
-                    name, index = name.replace('.E.', f'.{expert}.'), (expert, one)
-                elif module.startswith('mlp.experts'):  # all experts in one tensor
-                    index = (slice(None), one)
-                shape = w.to('meta')[index].shape
-                if transposed:
-                    shape = (*shape[:-2], shape[-1], shape[-2])
-                elif module in family.convolution:
-                    shape = (shape[0], 1, shape[1])
-                parts.append(Part(name, ours, index, transposed, module in family.plus_one, tuple(shape)))
-    return parts
-
-
-def consecutive(widths, count):
-    """Row counts of the projections fused in one of ours -> rows of `count` of theirs: the last takes the
-    rest."""
-    ends = [sum(widths[:i]) for i in range(count)] + [sum(widths)]
-    return [slice(begin, end) for begin, end in zip(ends, ends[1:])]
+IGNORED = ('*.attn.bias', '*.attn.masked_bias', '*.attention.bias', '*.attention.masked_bias', '*inv_freq')
 
 
 def check(parts, stored, model, family, folder):
     """Raises ValueError that names all tensors that are missing, unexpected or of another shape."""
-    used = {part.theirs for part in parts}
-    ignored = ['*.attn.bias', '*.attn.masked_bias', '*.attention.bias', '*.attention.masked_bias',
-               '*inv_freq', *(one.replace('N', str(model.config.n_layer)) for one in family.ignored)]
+    ignored = [*IGNORED, *(one.replace('N', str(model.config.n_layer)) for one in family.ignored)]
     if model.lm_head is None:
         ignored.append(f"{family.names['lm_head']}.*")
-    wrong = [f"{name} is missing" for name in sorted(used - stored.keys())]
-    wrong += [f"{name} is unexpected" for name in sorted(stored.keys() - used)
-              if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)]
-    for part in parts:
-        if part.theirs in stored:
-            shape = stored[part.theirs].shape
-            if part.ours == 'wpe.weight' and len(shape) == 2 and shape[0] > part.shape[0]:
-                shape = (part.shape[0], shape[1])  # a smaller context crops learned positions
-            if shape != part.shape:
-                wrong.append(f"{part.theirs} {shape} instead of {part.shape}")
+    wanted = {part.name: part.shape for ours in parts for part in parts[ours]}
+    found = {name: one.shape for name, one in stored.items()
+             if name in wanted or not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)}
+    found |= {part.name: part.shape for part in parts.get('wpe.weight', ())}  # a smaller context crops these
+    wrong = [f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}"
+             for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
     if wrong:
-        raise ValueError(f"{folder} does not fit its config.json: " + '; '.join(wrong[:60])
-                         + (f" and {len(wrong) - 60} more" if len(wrong) > 60 else ''))
+        raise ValueError(f"{folder} does not fit its config.json: {'; '.join(wrong[:60])}")
 
 
 @torch.no_grad()
-def copy(parts, stored, model):
-    """Fills the model from the files, one tensor at a time: a file is opened anew before it has brought more
-    bytes into memory than its largest tensor."""
-    state, limit = model.state_dict(), max(stored[part.theirs].nbytes for part in parts)
-    file, path, read = None, None, 0
-    for part in sorted(parts, key=lambda part: stored[part.theirs][:2]):  # file after file
-        one, w = stored[part.theirs], state[part.ours]
-        if path != one.path or read + one.nbytes > limit:
-            source = file = None  # unmaps the old one
-            file, path, read = open_safetensors(one.path), one.path, 0
-        read += one.nbytes
-        source = file.get_tensor(one.name)
-        if part.ours == 'wpe.weight':
-            source = source[:len(w)]
-        if part.transposed:
-            source = source.mT
-        if part.plus_one:
-            source = source.float() + 1
-        if source.ndim > w.ndim:
-            source = source.flatten(1)  # a convolution's
-        fill_rows(model, part.ours, w, part.index, source)
+def fill(model, parts, stored):
+    """Copies the files' tensors into the model, one of ours after the other."""
+    for ours, w in model.state_dict().items():
+        # mapped files are opened anew for each: what has been read of them counts as memory
+        opened = functools.cache(functools.partial(package('safetensors').safe_open, framework='pt'))
+        for part in parts[ours]:
+            path, name, *_ = stored[part.name]
+            theirs = part.layout.read(opened(path).get_tensor(name))
+            fill_rows(model, ours, w, part.index, theirs[:len(w)] if ours == 'wpe.weight' else theirs)
 
 
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
-    """A folder with config.json and safetensors, as transformers writes them, or an id on the hub -> the
-    model, in eval mode. dtype: of the weights; None: as they are stored. int8: the large ones are quantized
-    as they are read, so that they are never there as a whole. changes: config fields to set otherwise. Raises
-    OSError if something cannot be fetched or is missing, or ValueError that names what is unsupported or does
-    not fit."""
+    """A folder with config.json and safetensors, or an id on the hub -> the model, in eval mode. dtype: of
+    the weights; None: as they are stored. int8: the large ones are quantized as they are read, so that they
+    are never there as a whole. changes: config fields to set otherwise. Raises OSError for files that are
+    missing, ValueError that names all that is unsupported or does not fit."""
     folder = fetch(folder_or_id)
-    c = read_json(os.path.join(folder, 'config.json'))
-    config = checked_config(c, folder)
+    c = text_config(read_json(folder, 'config.json'))
+    config = config_from_hf(c)
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
         # the list for short texts, by which transformers reads them; a larger block_size takes the other
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings'], **changes}
-    config = changed_config(config, changes)
-    family = FAMILIES[c['model_type'] + '_text' * (c['model_type'] in NESTED)]
-    stored = read_headers(folder)
-    dtype = dtype or largest(stored).dtype
-    stored = by_family_names(stored, family)
+    family, stored = FAMILIES[c['model_type']], read_headers(folder)
+    dtype, stored = dtype or stored_dtype(stored), by_family_names(stored, family)
     with torch.device('meta'):
-        model = GPT(config)
+        model = GPT(changed_config(config, changes))
     parts = plan(model, family)
     check(parts, stored, model, family, folder)
-    exact = {part.ours for part in parts if part.plus_one}  # 1 + w is exact in float32 only
     for name, w in model.named_parameters():
-        w.data = w.data.to(torch.float32 if name in exact else dtype)
+        w.data = w.data.to(torch.float32 if parts[name][0].layout is PLUS_ONE else dtype)
     if int8:
         quantize_weights(model, dtype)
     model = model.to_empty(device=device)
-    copy(parts, stored, model)
+    fill(model, parts, stored)
     return model.eval()
-
-
-def checked_config(c, folder):
-    try:
-        return config_from_hf(c)
-    except ValueError as error:
-        raise ValueError(f"{os.path.join(folder, 'config.json')}: {error}") from None
-
-
-def read_json(path):
-    try:
-        with open(path, encoding='utf-8') as f:
-            found = json.load(f)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no {os.path.basename(path)} in {os.path.dirname(path)}: it holds no "
-                                "checkpoint of transformers") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
-    return found
 
 
 # export -----------------------------------------------------------------------------------------------------
@@ -1028,19 +863,10 @@ def read_json(path):
 def their_tensors(model, family, dtype):
     """name -> tensor, in the family's layout: views of ours where layout and dtype agree. Buffers (the biases
     of experts) keep their own dtype, as in the model."""
-    state, tensors, buffers = model.state_dict(), {}, dict(model.named_buffers())
-    if torch.int8 in {w.dtype for w in state.values()}:
-        raise ValueError("the model's weights are in 8 bits: export the one that it was made from")
-    for part in plan(model, family):
-        w = state[part.ours][part.index]
-        if part.plus_one:
-            w = w.float() - 1
-        if part.ours not in buffers:
-            w = w.to(dtype)
-        if part.transposed:
-            w = w.mT
-        tensors[part.theirs] = w.reshape(part.shape).contiguous()
-    return tensors
+    state, buffers = model.state_dict(), dict(model.named_buffers())
+    return {part.name: part.layout.write(state[ours][part.index]).to(
+                state[ours].dtype if ours in buffers else dtype).contiguous()
+            for ours, parts in plan(model, family).items() for part in parts}
 
 
 def tokenizer_files(tokenizer, model):
@@ -1054,154 +880,86 @@ def tokenizer_files(tokenizer, model):
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
-EXPORTED = ('model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'config.json')
+EXPORTED = (WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', 'config.json')
 EXPORTED_BY = {'exported_by': 'flatgpt'}  # in the header of the weights
 
 
-def not_exported(folder):
-    """The names in a folder that no earlier export has left there."""
-    there, ours = os.listdir(folder) if os.path.isdir(folder) else [], False
-    if EXPORTED[0] in there:
-        with contextlib.suppress(ValueError), open_safetensors(os.path.join(folder, EXPORTED[0])) as file:
-            ours = EXPORTED_BY.items() <= (file.metadata() or {}).items()
-    return sorted(name for name in there if not (ours and name in EXPORTED))
-
-
 def save_pretrained(model, tokenizer, folder, dtype=None):
-    """Writes what AutoModelForCausalLM and AutoTokenizer open: config.json, model.safetensors, and with a
-    tokenizer (None: without) tokenizer.json and tokenizer_config.json. dtype: of the weights; None: the
-    model's. Files are renamed when all are complete, config.json last. Raises ValueError if no family
-    computes what this model does or the folder holds something that was not written here, and OSError,
-    leaving nothing behind, if they cannot be written."""
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        raise ImportError(f"published models need safetensors: {INSTALL}") from None
+    """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: None for none; dtype: of the
+    weights, None: the model's. Files are moved there when all are complete, config.json last. Raises
+    ValueError if no family computes the same or the folder holds files of another origin, and OSError, with
+    nothing changed, if they cannot be written."""
+    safetensors, folder = package('safetensors'), pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
-    if dtype not in DTYPES.values():
-        raise ValueError(f"weights in {plain(dtype)} cannot be written: use float32, bfloat16 or float16")
+    if model.wte.weight.dtype not in DTYPES.values():
+        raise ValueError(f"weights in {plain(model.wte.weight.dtype)} are not exported: use another dtype")
     c = {**config_to_hf(model.config), 'dtype': plain(dtype)}
-    if other := not_exported(folder):
-        raise ValueError(f"{folder} holds {', '.join(other):.60}, of no earlier export: give an empty folder")
+    there = {path.name for path in folder.glob('*')}
+    if WEIGHTS in there and EXPORTED_BY.items() <= (
+            safetensors.safe_open(folder / WEIGHTS, 'pt').metadata() or {}).items():
+        there -= {*EXPORTED}
+    if there:
+        raise ValueError(f"{folder} holds {', '.join(sorted(there)):.60}, of no earlier export: give another")
     texts = {}
     if tokenizer is not None:
         stops = list(tokenizer.stop_tokens)  # of a chat, the end of an answer too
         c['eos_token_id'] = stops if len(stops) > 1 else tokenizer.eot
-        texts.update(tokenizer_files(tokenizer, model))
+        texts = tokenizer_files(tokenizer, model)
     texts['config.json'] = json.dumps(c, indent=2)
-    names = ['model.safetensors', *texts]
-    temporary = {name: os.path.join(folder, name + '.tmp') for name in names}
-    made = not os.path.isdir(folder)
-    try:
-        os.makedirs(folder, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        temporary = pathlib.Path(temporary)
         for name, text in texts.items():
-            with open(temporary[name], 'w', encoding='utf-8', newline='') as f:
-                f.write(text)
+            (temporary / name).write_text(text, encoding='utf-8', newline='')
         tensors = their_tensors(model, FAMILIES[c['model_type']], dtype)
-        save_file(tensors, temporary['model.safetensors'], metadata={'format': 'pt', **EXPORTED_BY})
-        shutil.copymode(temporary['config.json'], temporary['model.safetensors'])  # else its owner's alone
-        for name in names:
-            os.replace(temporary[name], os.path.join(folder, name))
-        for name in set(EXPORTED) - set(names):  # the tokenizer of an earlier export
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(folder, name))
-        made = False
-    except (SafetensorError, OSError) as error:
-        raise OSError(f"{folder} cannot be written: {error}") from None
-    finally:
-        for path in temporary.values():
-            with contextlib.suppress(OSError):  # there is none, or it has been renamed
-                os.remove(path)
-        if made:
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+        try:
+            package('safetensors.torch').save_file(
+                tensors, temporary / WEIGHTS, {'format': 'pt', **EXPORTED_BY})
+        except safetensors.SafetensorError as error:  # a full disk
+            raise OSError(f"{folder} cannot be written: {error}") from None
+        shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else its owner's alone
+        folder.mkdir(exist_ok=True)
+        for name in EXPORTED:
+            if (temporary / name).exists():
+                (temporary / name).replace(folder / name)
+            else:  # the tokenizer of an earlier export
+                (folder / name).unlink(missing_ok=True)
 
 
 # the hub ----------------------------------------------------------------------------------------------------
 
-GPT2_IDS = {name: f'openai-community/{name}' for name in ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')}
-SMALL_FILES = ['config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja',
-               'model.safetensors.index.json']
+SMALL_FILES = ['config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', INDEX]
 
 
-def fetch(name, weights=True):
-    """A folder, or an id on the hub -> the folder that holds it. What the cache of huggingface_hub lacks is
-    downloaded: config.json and the tokenizer; then, if the config is supported here, the safetensors.
-    Raises ImportError, ValueError, or OSError that says what to do."""
-    if os.path.isfile(name):
-        command = shlex.join(['python', 'hub.py', 'export', os.fspath(name), 'FOLDER'])
-        raise ValueError(f"{name} is a file: name a folder with a config.json; a checkpoint of train.py "
-                         f"becomes one by `{command}`")
+def fetch(name):
+    """A folder, or an id on the hub -> the folder that holds it. Downloads what is not in the cache:
+    config.json and the tokenizer; then, if the config is supported, the safetensors. Raises OSError."""
     if os.path.exists(name):
         return os.fspath(name)
-    repo = GPT2_IDS.get(name, name)
-    folder = download(repo, SMALL_FILES)
-    if not weights:
-        return folder
-    checked_config(read_json(os.path.join(folder, 'config.json')), repo)
-    index = os.path.join(folder, 'model.safetensors.index.json')
-    files = ['model.safetensors']
-    if os.path.exists(index):
-        weight_map = read_json(index).get('weight_map')
-        files += list(weight_map.values()) if isinstance(weight_map, dict) else []
-    files = sorted({file for file in files if isinstance(file, str) and file.endswith('.safetensors')})
-    folder = download(repo, files, revision=os.path.basename(folder))  # of the same commit
+    download = package('huggingface_hub').snapshot_download
+    repo = name if '/' in name else f'openai-community/{name}'  # nanoGPT's names of GPT-2
     try:
-        weight_files(folder)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{repo} has no safetensors, and other formats of weights are not read: "
-                                "use another checkpoint") from None
-    return folder
-
-
-def download(repo, patterns, revision=None):
-    """huggingface_hub's snapshot_download, its errors as one line."""
-    try:
-        from huggingface_hub import constants, errors, snapshot_download
-    except ImportError:
-        raise ImportError(f"{repo} is not a folder; fetching it needs huggingface_hub: {INSTALL}") from None
-    instead = f"name a folder with the config.json, tokenizer.json and safetensors of {repo}"
-    try:
-        return snapshot_download(repo, revision=revision, allow_patterns=patterns)
-    except errors.HFValidationError:
-        raise ValueError(f"{repo} is not a folder, checkpoint or id on the hub (owner/name)") from None
-    except errors.GatedRepoError:
-        raise OSError(f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo}, then set HF_TOKEN, "
-                      f"or {instead}") from None
-    except errors.RepositoryNotFoundError:
-        raise OSError(f"{repo} is not a folder; {constants.ENDPOINT} has no such model, or it is private: "
-                      f"check the id, set HF_TOKEN, or {instead}") from None
-    except errors.LocalEntryNotFoundError as error:
-        reason = f"{constants.ENDPOINT} cannot be reached ({type(error.__cause__ or error).__name__})"
-        if constants.HF_HUB_OFFLINE:
-            reason = 'HF_HUB_OFFLINE is set'
-        raise OSError(f"{repo} is not a folder and not in the cache, and {reason}: go online, or "
-                      f"{instead}") from None
-    except Exception as error:  # its HTTP library differs between versions, and so do the errors
-        reason = ' '.join(str(error).split())[:200]
-        raise OSError(f"{repo} cannot be fetched from {constants.ENDPOINT} "
-                      f"({type(error).__name__}: {reason}): try again, or {instead}") from error
+        folder = download(repo, allow_patterns=SMALL_FILES)
+        config_from_hf(read_json(folder, 'config.json'))
+        return download(repo, revision=os.path.basename(folder), allow_patterns=weight_names(folder))
+    except OSError as error:
+        raise OSError(f"{repo} is not a folder here, and cannot be fetched: {' '.join(str(error).split())}"
+                      ) from error
 
 
 def describe(name, folder):
     """Prints what a published model is, and what can be done with it."""
-    c = read_json(os.path.join(folder, 'config.json'))
-    config = checked_config(c, folder)
+    c = text_config(read_json(folder, 'config.json'))
+    config = config_from_hf(c)
     with torch.device('meta'):
         model = GPT(config)
     size = f"{model.num_params():,} parameters"
     if config.n_expert:
         size += f", {model.num_params(active=True):,} active"
-    stored = largest(read_headers(folder)).dtype
-    kind = c['model_type'] + ' (its text model)' * (c['model_type'] in NESTED)
-    print(f"{name}: {kind}, {size}, stored in {plain(stored)}")
+    print(f"{name}: {c['model_type']}, {size}, stored in {plain(stored_dtype(read_headers(folder)))}")
     print(f"context {config.block_size:,} tokens, vocabulary {config.vocab_size:,}")
-    commands = []
     try:
         tokenizer = json_tokenizer(folder)
-        commands += [f"sample.py --init_from={shlex.quote(name)} --start='Once upon a time'",
-                     f"prepare.py my.txt --tokenizer={shlex.quote(folder)} --out=mine"]
         chat = 'with a chat template' if tokenizer.chat_template else 'no chat template'
         eot = 'no end-of-text token'
         if tokenizer.eot is not None:
@@ -1209,34 +967,13 @@ def describe(name, folder):
         print(f"tokenizer: {tokenizer.n_vocab:,} tokens, {eot}, {chat}")
     except (OSError, ImportError, ValueError) as error:  # the model can be used without
         print(f"tokenizer: none ({error})")
-    print(f"folder: {folder}")
-    shorter = ' --block_size=1024' if config.block_size > 1024 else ''
-    commands.append(f"train.py --init_from={shlex.quote(name)} --dataset=mine{shorter}")
-    print('next:', *[f"    python {command}" for command in commands], sep='\n')
+    name, shorter = shlex.quote(name), ' --block_size=1024' * (config.block_size > 1024)
+    print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} --start='Once upon a time'",
+          f"prepare.py my.txt --tokenizer={shlex.quote(folder)} --out=mine",
+          f"train.py --init_from={name} --dataset=mine{shorter}", sep='\n    python ')
 
 
 # loading ----------------------------------------------------------------------------------------------------
-
-CHECKPOINT = {  # what is read of a checkpoint besides the model; any of it may be missing
-    'iter_num': int, 'best_val_loss': (int, float, torch.Tensor), 'optimizer': (list, dict), 'scaler': dict,
-    'skipped': int, 'wall_s': (int, float), 'config': dict, 'tokenizer': (dict, type(None)), 'runtime': dict,
-    'lora': (dict, type(None)), 'masked': bool, 'wandb_id': (str, type(None)),
-}
-RUNTIME = {'device_type': str, 'ranks': int, 'threads': int, 'dtype': str, 'compile': bool}
-LOWEST = {'iter_num': 0, 'skipped': 0, "runtime's ranks": 1, "runtime's threads": 1}
-
-
-def check_rest(rest, path):
-    """Raises ValueError if parts of a checkpoint have other types than train.py writes, or are too low."""
-    parts = [(name, rest[name], kind) for name, kind in CHECKPOINT.items() if name in rest]
-    if isinstance(rest.get('runtime'), dict):
-        parts += [(f"runtime's {name}", rest['runtime'].get(name), kind) for name, kind in RUNTIME.items()]
-    wrong = [f"{name}={value!r:.40}" for name, value, kind in parts
-             if not isinstance(value, kind) or torch.is_tensor(value) and value.numel() != 1
-             or name in LOWEST and value < LOWEST[name]]
-    if wrong:
-        raise ValueError(f"{path} is damaged, or not written by train.py: it holds {', '.join(wrong)}")
-
 
 def is_published(name):
     """Whether init_from is a published model: a folder with config.json, or what looks like an id on the hub,
@@ -1260,30 +997,22 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     published = init_from != 'resume' and is_published(init_from)
     if published:
         path = fetch(init_from)
-        model = from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes)
-        rest = {'model_args': dataclasses.asdict(model.config)}
+        model, rest = from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes), {}
     else:
         path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
         rest = read_checkpoint(path)
-        check_rest(rest, path)
-        state, args, lora = rest.pop('model'), rest['model_args'], rest.get('lora')
-        if lora:
-            base = lora['base']  # an id, or a path; in older files relative to the file, with a dot
-            if base.startswith('.'):
-                base = os.path.normpath(os.path.join(os.path.dirname(path), base))
-            changes = {**{name: args[name] for name in CHANGEABLE if name in args}, **changes}
-            model = load(base, dtype=torch.float32, **changes)[0]
-            add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
-            model.load_state_dict(state, strict=False)
+        state, args = rest.pop('model'), rest['model_args']
+        if rest.get('lora'):
+            model = adapted_model(path, rest, state, {**{
+                name: args[name] for name in CHANGEABLE if name in args}, **changes})
+            if merge:
+                merge_lora(model)
         else:
             model = GPT.from_state(state, args, **changes)
-        rest['model_args'] = dataclasses.asdict(model.config)
-        if merge and rest.get('lora'):
-            merge_lora(model)
         if int8:
             quantize_weights(model, dtype or torch.float32)
         model.to(device, dtype)
-    rest['path'] = path
+    rest.update(path=path, model_args=dataclasses.asdict(model.config))
     try:
         tokenizer = json_tokenizer(path) if published else find_tokenizer(rest, path)
     except (OSError, ImportError, ValueError) as error:  # it may still be trained, measured, exported
@@ -1291,43 +1020,50 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     return model, tokenizer, rest
 
 
+def adapted_model(path, rest, state, changes):
+    """The model that a checkpoint of adapters names as its base, with these beside its weights."""
+    lora, base = rest['lora'], rest['lora']['base']
+    if base.startswith('.'):  # in files of older versions it is relative to their folder
+        base = os.path.join(os.path.dirname(path), base)
+    if not (os.path.exists(base) or is_published(base)):
+        raise FileNotFoundError(f"{path} holds adapters of {base}, which is not there: put it back")
+    model, *_ = load(base, dtype=torch.float32, **changes)
+    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    kept = {name: w for name, w in model.state_dict().items() if '.lora_' not in name}
+    model.load_state_dict({**kept, **state})
+    return model
+
+
 def find_tokenizer(rest, path):
-    """The tokenizer of a checkpoint, given what it holds beside the weights: its own, or for nanoGPT's files
-    that of the dataset they name. FileNotFoundError: that is not here. ValueError: there is none, it is
-    damaged, or it has more tokens than the model."""
+    """The tokenizer of a checkpoint: its own, or for nanoGPT's files that of the dataset they name."""
     if rest.get('tokenizer'):
-        try:
-            return tokenizer_from_state(rest['tokenizer'])
-        except ValueError as e:
-            raise ValueError(f'{path}: {e}') from e
-    dataset = rest.get('config', {}).get('dataset')
-    if not isinstance(dataset, str):
-        raise ValueError(f"{path} names no tokenizer and no dataset: nothing can turn its tokens into text")
-    folder, n_vocab = os.path.join('data', dataset), rest['model_args']['vocab_size']
+        return tokenizer_from_state(rest['tokenizer'])
+    dataset, n_vocab = rest.get('config', {}).get('dataset'), rest['model_args']['vocab_size']
+    folder = os.path.join('data', str(dataset))
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f'{folder} is not there, whose tokenizer {path} needs: prepare it here')
-    tok = load_tokenizer(folder)
-    if tok.n_vocab > -(-n_vocab // 64) * 64:  # padded, as GPT-2's 50257 tokens to 50304
-        raise ValueError(f'{folder} has a tokenizer of {tok.n_vocab:,} tokens, but {path} has '
-                         f'vocab_size={n_vocab}: prepare the dataset that it was trained on here')
-    return tok
+        raise FileNotFoundError(f"{path} names no tokenizer, and the data that it was trained on, {folder}, "
+                                "is not here: prepare it")
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.n_vocab > n_vocab:
+        raise ValueError(f"{folder} has a tokenizer of {tokenizer.n_vocab:,} tokens, but {path} has "
+                         f"vocab_size={n_vocab}: prepare the dataset that it was trained on here")
+    return tokenizer
 
 
 if __name__ == '__main__':
     if len(words) == 3 and words[0] == 'export':
-        kinds = {None: None, **{plain(kind): kind for kind in DTYPES.values()}}
-        if dtype not in kinds:
-            raise ValueError(f"dtype={dtype!r} is none of {', '.join(map(plain, DTYPES.values()))}")
-        path, folder = checkpoint_path(words[1]), words[2]
-        model, tokenizer, rest = load(path)
+        kinds = {plain(kind): kind for kind in DTYPES.values()}
+        if dtype and dtype not in kinds:
+            raise ValueError(f"dtype={dtype!r} is none of {', '.join(kinds)}")
+        model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
         if model.config.document_token is not None:  # transformers' models have no such thing
             print(f"document_token={model.config.document_token} is left out, which a single document or "
                   "conversation does not miss")
             model.config.document_token = None
-        save_pretrained(model, tokenizer, folder, kinds[dtype])
-        print(f"{path} is in {folder} for transformers and vLLM: {', '.join(sorted(os.listdir(folder)))}")
+        save_pretrained(model, tokenizer, words[2], kinds.get(dtype))
+        print(f"{rest['path']} is in {words[2]} for transformers and vLLM")
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))
     else:
