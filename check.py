@@ -533,7 +533,8 @@ def check_optimizers(config):
         model = randomized(config)
         theirs, before, steps = copy.deepcopy(model), copy.deepcopy(model), {}
         optimizers = train.make_optimizers(model, {**settings, 'optimizer': kind})
-        train.set_learning_rate(optimizers, 0.1)
+        for group in [group for opt in optimizers for group in opt.param_groups]:
+            group['lr'] = 0.1
         for name, w in theirs.named_parameters():
             group, w.grad = model.tags[name].group, torch.zeros_like(w)
             if kind == 'muon' and group == 'matrix' and name.startswith('h.'):
