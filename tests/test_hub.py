@@ -346,7 +346,8 @@ def test_hf_dtypes_and_contexts(tmp_path):
     (dict(rope_parameters={'full_attention': {'rope_type': 'default'}}), 'rope_parameters={.*full_attention'),
     (dict(model_type='qwen2', layer_types=['chunked_attention']), "layer_types={'chunked_attention'}"),
     (dict(model_type='phi', qk_layernorm=True), 'phi with qk_layernorm=True'),
-    (dict(rope_parameters={'rope_type': 'mrope', 'rope_theta': 1e4}), "KeyError 'mrope'; rope_type is one of"),
+    (dict(rope_parameters={'rope_type': 'mrope', 'rope_theta': 1e4}),
+     "KeyError 'mrope'; rope_type is one of"),
     (dict(partial_rotary_factor=0.5), 'partial_rotary_factor=0.5')])
 def test_hf_refuses_by_name_what_it_does_not_support(change, message):
     with pytest.raises(ValueError, match=message):
