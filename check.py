@@ -39,16 +39,18 @@ from model import GPT, MIXERS, ROPE_SCALINGS, Attention, GPTConfig
 SHORT, LONG = 24, 136  # tokens; LONG is longer than the blocks of attention and of DeltaNet
 SMALL = dict(  # sizes of whatever the config has; several of each, for one has no order to be confused
     n_embd=48, n_head=6, d_ff=40, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
-    q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6, linear_value_head_dim=10,
-    n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=24, n_group=4, topk_group=2)
+    q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
+    linear_value_head_dim=10, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=24, n_group=4,
+    topk_group=2)
 
 
 def tiny_config(config):
     """A config of the same kind, small, in which patterns have room; norm_eps is large enough to matter."""
     changes = {name: n for name, n in SMALL.items() if getattr(config, name)}
     patterns = [value for name, value in vars(config).items() if name.endswith('_pattern') and value]
-    changes.update(n_layer=max(2, *map(len, patterns)) + changes.get('n_dense_layer', 0), block_size=LONG, vocab_size=61, norm_eps=0.01,
-                   dropout=0.25, document_token=config.document_token and 3)
+    changes.update(n_layer=max(2, *map(len, patterns)) + changes.get('n_dense_layer', 0), block_size=LONG,
+                   vocab_size=61, norm_eps=0.01, dropout=0.25,
+                   document_token=config.document_token and 3)
     if config.n_kv_head:
         changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),
                        head_dim=math.ceil(8 / config.partial_rotary_factor))  # four pairs turn
@@ -106,15 +108,18 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 # modules by their formulas ----------------------------------------------------------------------------------
 
 def norm_of(config, module, x):
-    if config.norm == 'layernorm':
-        return F.layer_norm(x, x.shape[-1:], module.weight, module.bias, config.norm_eps)
-    y = F.rms_norm(x, x.shape[-1:], module.weight, config.norm_eps)
+    plain = F.layer_norm if config.norm == 'layernorm' else F.rms_norm
+    y = module.weight * plain(x, x.shape[-1:], eps=config.norm_eps)
     return y if module.bias is None else y + module.bias
 
 
+def capped(x, cap):
+    return cap * torch.tanh(x / cap) if cap else x
+
+
 def frequencies(config):
-    """Of four pairs, base^(-i / 4), and the factor on the rotation: YaRN's (arXiv:2309.00071, 3.2), or another
-    kind's as ROPE_SCALINGS has them."""
+    """Of four pairs, base^(-i / 4), and the factor on the rotation: YaRN's (arXiv:2309.00071, 3.2), or
+    another kind's as ROPE_SCALINGS has them."""
     pair, options = torch.arange(4), dict(config.rope_scaling or {})
     freq, kind = config.rope_base ** (-pair / 4), options.pop('rope_type', None)
     if kind == 'yarn' and not options.keys() - {'factor', 'original_max_position_embeddings'}:
@@ -141,9 +146,8 @@ def attention(config, layer, module, x):
         for y in q, k:
             z = torch.complex(y[..., :4], y[..., 4:8]) * turn
             y[..., :8] = torch.cat((z.real, z.imag), dim=-1)
-    score, age = q @ k.mT * (config.attn_scale or config.head_dim ** -0.5), position - position.T
-    if config.attn_softcap:
-        score = config.attn_softcap * torch.tanh(score / config.attn_softcap)
+    age = position - position.T
+    score = capped(q @ k.mT * (config.attn_scale or config.head_dim ** -0.5), config.attn_softcap)
     if config.pos == 'alibi' and positions:  # as the code of arXiv:2108.12409 has it, for 6 heads
         score = score - config.alibi_scale * 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3])[:, None, None] * age
     weight = score.exp() * ((age >= 0) & (age < (window or LONG)))
@@ -190,9 +194,10 @@ def moe(config, module, x):
 @torch.no_grad()
 def check_formulas(config):
     """Each module of a tiny_config on what those before it gave: embedding, mixers, MLPs, blocks, head."""
-    chosen = (config.norm_placement, config.mlp, config.router)
-    if not all(name in known for name, known in zip(chosen, (PLACEMENTS, ACTIVATIONS, SCORES))):
-        return f"none for {' or '.join(chosen)}"
+    unknown = ({config.norm_placement, config.mlp, config.router}
+               - PLACEMENTS.keys() - ACTIVATIONS.keys() - SCORES.keys())
+    if unknown:
+        return f"none for {' or '.join(unknown)}"
     model, idx, seen = randomized(config, document_token=None), random_tokens(config, 2, LONG), {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda module, args, y, name=name: seen.update({name: y}))
@@ -225,9 +230,7 @@ def check_formulas(config):
         x = same(name, norm(n[5], between + norm(n[3], scale * z)))
     x = x if config.norm_placement == 'post' else norm_of(config, model.ln_f, x)
     logits = x @ model.wte.weight.mT if config.tie_word_embeddings else model.lm_head(x)
-    cap = config.logit_softcap
-    logits = same('', cap * torch.tanh(logits / cap) if cap else logits)
-    require_equal(model(idx), logits, 'logits where no gradient is asked for')
+    require_equal(model(idx), same('', capped(logits, config.logit_softcap)), 'logits where no gradient is asked for')
     others = {MIXERS[letter].__name__ for letter in config.mixer_pattern} - {'Attention'}
     return f"none for {', '.join(others)}" if others else None
 
@@ -291,8 +294,8 @@ def check_gradients(config):
         return loss + weighted(aux)
     with mock.patch.object(torch.Tensor, 'float', torch.Tensor.double):
         for name, w in reversed([*model.named_parameters()]):  # the first that fails is next to the fault
-            same = torch.autograd.gradcheck(objective, w, atol=1e-6, check_undefined_grad=False, fast_mode=True,
-                                            raise_exception=False)
+            same = torch.autograd.gradcheck(objective, w, atol=1e-6, check_undefined_grad=False,
+                                            fast_mode=True, raise_exception=False)
             require(same, f"{name} has another gradient than differences say; those after it are right")
 
 
@@ -341,8 +344,7 @@ class Sequences:
 
 
 def cross_entropy(logits, targets):
-    """The mean over all targets that are not -1."""
-    return -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0][targets != -1].mean()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 def check_data(config):
@@ -389,8 +391,8 @@ def reload(model, optimizers, scaler, settings, it):
 
 
 def check_updates(config, resumes=False):
-    """An iteration that is clipped and one that is not, of two micro-batches, against the gradient of the mean
-    over all targets and torch's own optimizers; then NaN."""
+    """An iteration that is clipped and one that is not, of two micro-batches, against the gradient of the
+    mean over all targets and torch's own optimizers; then NaN."""
     data = Sequences(config)
     for kind in {'adamw', 'muon'} & train.OPTIMIZERS.keys():
         settings = {**train.config, 'learning_rate': 0.1, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99,
@@ -451,7 +453,8 @@ CHECKS = {  # name: (function of a small config, where to look)
     'first loss near ln(vocabulary)': (check_start, 'parameter() and tag() where it is made, GPT.head'),
     'documents do not see each other': (check_documents, 'document_starts in the mixer, GPT.mask'),
     'modules equal their formulas': (check_formulas, 'its forward; expected, if this is your change'),
-    'cache equals no cache, no token sees what follows': (check_cache, 'GPT.mask, Cache, slots and states of the mixer'),
+    'cache equals no cache, and no token sees later ones': (
+        check_cache, 'GPT.mask, Cache, slots and states of the mixer'),
     'gradients equal differences': (check_gradients, 'detach, no_grad, in-place changes, backward functions'),
     'dropout in training only': (check_dropout, 'dropout, self.training, seed_dropout in train.py'),
     'data and evaluation': (check_data, 'sequence_order, read_batches, evaluate in train.py; Bins'),
