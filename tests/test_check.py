@@ -15,8 +15,9 @@ import train as flat_train
 from model import GPT, GPTConfig
 from test_model import MLA, YARN
 
-SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, head_dim=8, n_embd=32, block_size=136, vocab_size=61, d_ff=40)
-HYBRID = dict(n_kv_head=None, head_dim=None, mixer_pattern='DA', linear_n_key_head=2)
+SMALL = dict(n_layer=2, n_head=6, n_kv_head=2, n_embd=48, block_size=136, vocab_size=61, d_ff=40,
+             dropout=0.25)
+HYBRID = dict(n_kv_head=None, mixer_pattern='DA', linear_n_key_head=2)
 MOE = dict(n_expert=4, router='sigmoid', balance_bias=True, d_expert=24)
 
 
@@ -37,8 +38,8 @@ def mean_of_rows(forward):
 
 
 def decay_all(model, config):
-    return [torch.optim.AdamW(model.parameters(), betas=(config['beta1'], config['beta2']),
-                              weight_decay=config['weight_decay'])]
+    return [torch.optim.AdamW(model.parameters(), config['learning_rate'],
+                              betas=(config['beta1'], config['beta2']), weight_decay=config['weight_decay'])]
 
 
 def counting(forward):
@@ -51,33 +52,22 @@ def counting(forward):
 MISTAKES = [
     # mistake, options of the model, where it is planted, correct -> wrong, the check, its message
     ('a mask sees one token ahead', {}, flat, 'visible', lambda f: lambda q, k, *first: f(q + 1, k, *first),
-     check.check_causal, '1 tokens without those that follow them: first differs at row 0, position 0'),
+     check.check_formulas, r'h\.0\.attn: .*, first at \[0, 0, 0\]'),
     ('a window one too wide', dict(window=5, window_pattern='LS'), GPTConfig, 'window_of',
-     lambda f: lambda self, layer: f(self, layer) and 6, check.check_formulas, r'h\.1\.attn: first differs'),
-    ('rotations backwards', dict(qk_norm=False), flat, 'rotate',
-     lambda f: lambda x, rope: f(x, (rope[0], -rope[1])),
-     check.check_formulas, r'h\.0\.attn: first differs at row 0, position 1'),
+     lambda f: lambda self, layer: f(self, layer) and 6, check.check_formulas, r'h\.1\.attn: .*, first at \[0, 5, 0\]'),
     ("YaRN's turns the other way round", dict(rope_scaling=YARN), flat.ROPE_SCALINGS, 'yarn',
      lambda f: lambda *args, **rest: f(*args, **rest, beta_fast=1, beta_slow=32),
      check.check_formulas, r'h\.0\.attn'),
-    ("ALiBi's slopes begin too late", dict(pos='alibi', qk_norm=False), flat, 'alibi_slopes',
-     lambda f: lambda *args: f(*args) / 2, check.check_formulas, r'h\.0\.attn'),
     ('queries that do not learn', {}, flat.BaseAttention, 'attend',
      lambda f: lambda self, q, *rest: f(self, q.detach(), *rest),
      check.check_gradients, r'h\.1\.attn\.\w+\.weight'),
     ('documents that see each other', dict(document_token=3), GPT, 'document_starts',
-     lambda f: lambda self, *args: 0 * f(self, *args), check.check_documents, 'position 64'),
-    ('norms with statistics in bfloat16', {}, flat.Norm, 'forward',
-     lambda f: lambda self, x: f(self, x.bfloat16()).type_as(x),
-     check.check_norms, r'h\.0\.ln_1 in torch\.float32'),
+     lambda f: lambda self, *args: 0 * f(self, *args), check.check_documents, r'first at \[0, 64, 0\]'),
     ('a NaN', {}, flat.Norm, 'forward', lambda f: lambda self, x: f(self, x) * math.nan,
-     check.check_causal, 'NaN'),
-    ('no residual around the mixer', {}, flat.NORM_PLACEMENTS, 'pre',
-     lambda f: (lambda x, attn, mlp, *norms: f[0](0 * x, lambda y: attn(norms[0](x)), mlp, *norms), 2),
-     check.check_formulas, r'h\.0\.mlp|h\.0:'),
-    ('the mean of rows for a loss', {}, GPT, 'forward', mean_of_rows, check.check_formulas, 'the loss is'),
+     check.check_cache, 'NaN'),
+    ('the mean of rows for a loss', {}, GPT, 'forward', mean_of_rows, check.check_updates, 'the loss reported'),
     ('dropout in evaluation', {}, flat.Block, 'branch',
-     lambda f: lambda self, y: f(self, F.dropout(y, self.p)), check.check_dropout, 'evaluated with dropout'),
+     lambda f: lambda self, y: f(self, F.dropout(y, self.p)), check.check_formulas, r'h\.0'),
     ('select forgets states', HYBRID, flat.Cache, 'select', select_but_states,
      check.check_cache, 'copied by select'),
     ('a block that counts its calls', {}, flat.Block, 'forward', counting,
@@ -89,11 +79,11 @@ MISTAKES = [
     ('one order for all epochs', {}, flat_train, 'sequence_order', lambda f: functools.cache(
         lambda seed, epoch, n: f(seed, 0, n)), check.check_data, 'in one order'),
     ('the auxiliary losses twice', MOE, flat_train, 'gradients',
-     lambda f: lambda *args: f(*args[:-2], 2 * args[-2], 2 * args[-1]), check.check_update, 'gradient'),
+     lambda f: lambda *args: f(*args[:-2], 2 * args[-2], 2 * args[-1]), check.check_updates, 'gradient'),
     ('norms that decay', {}, flat_train.OPTIMIZERS, 'adamw', lambda f: decay_all,
-     check.check_optimizers, 'ln_1.weight'),
+     check.check_updates, 'the move of h.0.ln_1.weight'),
     ('moments that are not restored', {}, flat_train, 'load_optimizers', lambda f: lambda *args: None,
-     check.check_resuming, 'unbroken run'),
+     check.check_resuming, 'iteration 1, then NaN, by adamw: the move of wte.weight|by muon'),
 ]
 
 
@@ -110,7 +100,7 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
 
 
 @pytest.mark.parametrize('options', [
-    {}, dict(n_kv_head=None, head_dim=None, n_dense_layer=1, **MLA, **MOE),
+    {}, dict(n_kv_head=None, n_dense_layer=1, **MLA, **MOE),
     dict(HYBRID, attn_gate=True, document_token=3, window=5, window_pattern='LS'),
     dict(pos='alibi', norm='layernorm', bias=True, norm_placement='post', mlp='gelu_tanh', embed_norm=True)],
     ids=str)
