@@ -40,7 +40,8 @@ SHORT, LONG = 24, 136  # tokens; LONG is longer than the blocks of attention and
 SMALL = dict(  # sizes of whatever the config has; several of each, for one has no order to be confused
     n_embd=48, n_head=6, d_ff=40, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
     q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
-    linear_value_head_dim=10, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=24, n_group=4,
+    linear_value_head_dim=10, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=24,
+    n_group=4,
     topk_group=2)
 
 
@@ -230,7 +231,8 @@ def check_formulas(config):
         x = same(name, norm(n[5], between + norm(n[3], scale * z)))
     x = x if config.norm_placement == 'post' else norm_of(config, model.ln_f, x)
     logits = x @ model.wte.weight.mT if config.tie_word_embeddings else model.lm_head(x)
-    require_equal(model(idx), same('', capped(logits, config.logit_softcap)), 'logits where no gradient is asked for')
+    require_equal(model(idx), same('', capped(logits, config.logit_softcap)),
+                  'logits where no gradient is asked for')
     others = {MIXERS[letter].__name__ for letter in config.mixer_pattern} - {'Attention'}
     return f"none for {', '.join(others)}" if others else None
 
