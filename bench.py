@@ -426,7 +426,7 @@ def measure_eval(config, model_args, words):
             documents, n_bytes = text_tokens(name, tokenizer)
         else:
             documents, n_bytes = prepared_tokens(name, tokenizer, rest['path'])
-            base = read_meta(name)['block_size'] or base  # conversations are packed into so many tokens
+            base = read_meta(name)['block_size'] or base  # the length to which conversations are packed
         found = evaluate_text(name, documents, n_bytes, base, lengths, losses)
     return {'path': rest['path'], 'params': model.num_params(), 'data': name, 'device': machine.device,
             'dtype': train.dtype_name(machine.dtype), **found}
@@ -490,8 +490,8 @@ def row_losses(model, rows, machine, batch_size):
 
 
 def summary(rows, losses, last=0):
-    """Of rows' losses: the number of targets at the last so many positions, 0: at all, their mean loss and
-    perplexity; and the mean losses from position 1, 2, 3, 5, 9... up to the next of these."""
+    """Counts the targets in rows and averages their losses. Returns their number, mean loss and perplexity,
+    at the last `last` positions (0: at all), and the means from position 1, 2, 3, 5, 9... to the next."""
     longest = max(map(len, losses))
     sums, counts = np.zeros(longest), np.zeros(longest, int)
     for (_, targets), each in zip(rows, losses):

@@ -174,7 +174,7 @@ def mlp(config, module, x):
 
 def moe(config, module, x):
     """x (B, T, C), every expert on every token."""
-    function, n_best = SCORES[config.router]  # of the best so many experts a group's score is made
+    function, n_best = SCORES[config.router]  # a group scores as its n_best best experts
     scores = function(module.router(x))
     rank = scores + module.expert_bias if config.balance_bias else scores
     if config.n_group:
@@ -349,7 +349,7 @@ class Sequences:
         return self.inputs[indices].numpy(), self.targets[indices].numpy()
 
     def read(self, first, last):
-        """Two micro-batches of two sequences for each of these iterations."""
+        """For each iteration from first to last two micro-batches of two sequences."""
         return train.read_batches(self, LONG, range(first, last), 2, 2, 7, 'cpu')
 
 

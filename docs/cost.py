@@ -154,8 +154,8 @@ def random_model(size, machine, **options):
 
 @torch.no_grad()
 def cost_without_cache(size, machine, most, rounds):
-    """Seconds of the likeliest tokens after one, half of `most` and all of them, with a cache and without:
-    tokens -> numbers. Without, token n takes a pass over the n before it: so many tokens are counted."""
+    """Seconds to generate half of `most` tokens, and all, greedily, with a cache and without: tokens
+    -> numbers. Without a cache token n takes a pass over the n tokens before it, which are counted too."""
     model = random_model(size, machine, block_size=most + 1).to(machine.dtype).eval()
 
     def with_cache(count):
