@@ -182,10 +182,6 @@ class GPTConfig:
         """The classes of its layers' mixers, each once."""
         return [MIXERS[kind] for kind in dict.fromkeys(self.mixer_pattern)]
 
-    @property
-    def has_attention(self):
-        return any(issubclass(mixer, BaseAttention) for mixer in self.mixers)
-
     def window_of(self, layer):
         """The window of a layer; None: it sees all."""
         slides = self.window and self.window_pattern and letter(self.window_pattern, layer) == 'S'
@@ -242,14 +238,13 @@ NEEDS = (
     ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
     ('positions that layers use: rope or alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
-    ('a layer of attention for alibi', 'pos', lambda c: c.pos != 'alibi' or c.has_attention),
+    ('a layer of attention for alibi', 'pos',
+     lambda c: c.pos != 'alibi' or any(issubclass(mixer, BaseAttention) for mixer in c.mixers)),
     ('a larger vocab_size: there is no such token', 'document_token',
      lambda c: c.document_token < c.vocab_size),
     ('mixers that all keep documents apart', 'document_token',
      lambda c: all(mixer.documents for mixer in c.mixers)),
     ('branches that do not end in a norm, which undoes it', 'residual_scale', lambda c: not ends_in_norm(c)),
-    ('no norm right after it, which undoes it', 'embed_scale',
-     lambda c: not c.embed_norm or c.pos in ('learned', 'sinusoidal')),
     ('n_expert, and a layer that has experts',
      'n_expert n_expert_active n_shared_expert d_expert n_dense_layer expert_pattern router norm_topk_prob '
      'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence',
@@ -382,26 +377,31 @@ class GroupedLinear(nn.Module):
         self.widths = tuple(widths)
         self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=self.widths)
         self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
-        # its segments have other lengths each time; a decorator would import the compiler with this file
+        # a segment has another length each time; a decorator would import the compiler with this file
         self.loop = torch.compiler.disable(loop_over_experts)
 
     def has_kernel(self, dtype, device):
         """Whether torch multiplies all experts at once: in bfloat16, and rows of whole 16 bytes."""
         return dtype is torch.bfloat16 and device != 'mps' and not any(n % 8 for n in self.weight.shape[1:])
 
-    def forward(self, x, offsets):
+    def product(self, x, offsets):
         w = self.weight.to(x.dtype)
-        fast = self.has_kernel(x.dtype, x.device.type)
-        y = F.grouped_mm(x, w.mT, offs=offsets) if fast else self.loop(x, w, offsets)
+        if self.has_kernel(x.dtype, x.device.type):
+            return F.grouped_mm(x, w.mT, offs=offsets)
+        return self.loop(x, offsets, F.linear, w.unbind())
+
+    def forward(self, x, offsets):
+        y = self.product(x, offsets)
         if self.bias is not None:
             expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
             y = y + self.bias[expert].type_as(y)
         return y.split(self.widths, dim=-1)
 
 
-def loop_over_experts(x, w, offsets):
+def loop_over_experts(x, offsets, product, *weights):
+    """As GroupedLinear.product, for a function of rows and of one expert's part of each of weights."""
     segments = x.tensor_split(offsets[:-1].long().cpu())
-    return torch.cat([F.linear(rows, one) for rows, one in zip(segments, w.unbind())])
+    return torch.cat([product(rows, *each) for rows, *each in zip(segments, *weights) if len(rows)])
 
 
 class Norm(nn.Module):
@@ -515,9 +515,9 @@ ROPE_SCALINGS = {
 def complete_scaling(scaling, length):
     """A rope_scaling (None: none) with the length that the model was trained at, if its kind needs to know
     that and it does not say."""
-    kind, told = ROPE_SCALINGS.get(str((scaling or {}).get('rope_type'))), 'original_max_position_embeddings'
+    kind, told = ROPE_SCALINGS.get((scaling or {}).get('rope_type')), 'original_max_position_embeddings'
     if kind and told in inspect.signature(kind).parameters:
-        return {**scaling, told: scaling.get(told, length)}
+        return {told: length, **scaling}
     return scaling
 
 
@@ -530,8 +530,8 @@ def changed_config(trained, changes):
 
 
 def rope_table(kind, position_ids, length):
-    """cos and sin of the rotation angles at position_ids (...), each (..., dimensions / 2) float32, for a
-    kind of rotation (base, dimensions, items of a scaling): position p turns pair i by
+    """cos and sin of the rotation angles at position_ids (1 or B, T), each (1 or B, 1, T, dimensions / 2)
+    float32, for a kind of rotation (base, dimensions, items of a scaling): position p turns pair i by
     p * base^(-2i / dimensions). RoFormer, arXiv:2104.09864, equation 15. length: of the context, for scalings
     that depend on it."""
     (base, width, scaling), options = kind, dict(kind[2])
@@ -539,23 +539,16 @@ def rope_table(kind, position_ids, length):
     freq, factor = 1.0 / base ** (pair / width), 1.0
     if scaling:
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
-    angle = position_ids[..., None] * freq
+    angle = position_ids[:, None, :, None] * freq
     return angle.cos() * factor, angle.sin() * factor
 
 
 def check_rope(config):
     """As Mixer.check, for a config with rotations."""
-    scaling = config.rope_scaling
     if config.rope_dim < 2 or config.rope_dim % 2:
         yield 'pos', f"rope rotates pairs, so rope_dim={config.rope_dim}, a head's part, must be even"
-    elif scaling is not None:
-        try:
-            rope_table(config.rope_kind, torch.zeros(1, device='cpu'), config.block_size)
-            if not scaling.get('factor', 1) >= 1:
-                yield 'rope_scaling', 'a factor below 1 would speed rotations up'
-        except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
-            yield 'rope_scaling', (f"{type(error).__name__} {error}; rope_type is one of "
-                                   f"{', '.join(ROPE_SCALINGS)}")
+    if config.rope_scaling and config.rope_scaling.get('rope_type') not in ROPE_SCALINGS:
+        yield 'rope_scaling', f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
 
 
 def rotate(x, rope):
@@ -678,13 +671,10 @@ class Mixer(nn.Module, abc.ABC):
         cache, lengths, n = context.cache, context.lengths, self.states[state][0][0]
         if cache is None:
             return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
+        end = x.shape[1] if lengths is None else lengths[:, None]
         before = cache.states[self.layer][state]
-        x = torch.cat((before, x), dim=1)
-        if lengths is None:
-            before.copy_(x[:, x.shape[1] - n:])
-        else:
-            row = torch.arange(len(x), device=x.device)[:, None]
-            before.copy_(x[row, lengths[:, None] + torch.arange(n, device=x.device)])
+        x, row = torch.cat((before, x), dim=1), torch.arange(len(x), device=x.device)[:, None]
+        before.copy_(x[row, end + torch.arange(n, device=x.device)])
         return x
 
     @abc.abstractmethod
@@ -936,79 +926,18 @@ class LatentAttention(BaseAttention):
 
 # the cache --------------------------------------------------------------------------------------------------
 
-class KVCache:
-    """One layer's keys and values, or latents, of all tokens: a token's slot is its position.
-
-        max_len 6, rows of 3 and 5 tokens:     slot   0  1  2  3  4  5 | 6
-                                               row 0  a  b  c  .  .  . |
-                                               row 1  a  b  c  d  e  . |
-
-    Slots beyond a row's length are masked. The last slot takes padding, so that rows may have different
-    numbers of new tokens; nothing reads it."""
-
-    def __init__(self, cache, shapes, n_slots, device, dtype):
-        self.cache, self.n_slots = cache, n_slots
-        self.tensors = [torch.zeros(len(cache.length), heads, n_slots + 1, width, device=device, dtype=dtype)
-                        for heads, width in shapes]
-
-    def used(self, T):
-        """How many slots to attend to once T new tokens are in."""
-        return self.n_slots if self.cache.static else min(self.cache.longest + T, self.n_slots)
-
-    def key_positions(self, positions):
-        """(1 or B, S): positions of the keys that append returns for new tokens at positions (1 or B, T); -1
-        for an empty slot."""
-        return torch.arange(self.used(positions.shape[1]), device=positions.device)[None]
-
-    def append(self, new, context):
-        """Puts new tensors (B, heads, T, width) at context.positions; returns all to attend to, (B, heads, S,
-        width) each."""
-        self.write(new, context)
-        return [old[:, :, :self.used(context.positions.shape[1])] for old in self.tensors]
-
-    def write(self, new, context):
-        T, cache, device = context.positions.shape[1], self.cache, context.positions.device
-        if cache.same_length and context.lengths is None:
-            start = cache.longest % self.n_slots
-            if start + T <= self.n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
-                for old, add in zip(self.tensors, new):
-                    old[:, :, start:start + T] = add
-                return
-        column, row = torch.arange(T, device=device), torch.arange(len(new[0]), device=device)[:, None]
-        end = T if context.lengths is None else context.lengths[:, None]
-        kept = (column < end) & (column >= end - self.n_slots)  # no padding, and of a long text its end
-        slot = (context.positions % self.n_slots).where(kept, self.n_slots)
-        for old, add in zip(self.tensors, new):
-            old[row, :, slot] = add.transpose(1, 2).to(old.dtype)
-
-
-class RollingKVCache(KVCache):
-    """One layer's keys and values of the tokens in its window: a token's slot is its position modulo their
-    number.
-
-        window 4, a row of 6 tokens:           slot   0  1  2  3 | 4
-                                               row 0  e  f  c  d |
-    """
-
-    def key_positions(self, positions):
-        T = positions.shape[1]
-        slot = torch.arange(self.used(int(T == 1)), device=positions.device)
-        last = positions[:, :1] - int(T > 1)
-        old = (last - (last - slot) % self.n_slots).clamp(min=-1)  # the last position that falls to each slot
-        return old if T == 1 else torch.cat((old, positions), dim=1)
-
-    def append(self, new, context):
-        if context.positions.shape[1] == 1:
-            return super().append(new, context)
-        # several tokens: the first of them sees what the last will overwrite
-        seen = [torch.cat((old[:, :, :self.used(0)], add), dim=2) for old, add in zip(self.tensors, new)]
-        self.write(new, context)
-        return seen
-
-
 class Cache:
-    """The tokens so far, as each layer keeps them. Made by GPT.make_cache, owned by the caller. `slots` has a
-    KVCache or RollingKVCache for each layer, `states` a list of tensors (B, ...) of fixed size; see Mixer.
+    """The tokens so far, as each layer keeps them. Made by GPT.make_cache, owned by the caller. `slots` has for
+    each layer a list of tensors (B, heads, its number of slots + 1, width), its KV cache, and `states` one of
+    tensors (B, ...) of fixed size; see Mixer. A token's slot is its position, or if the layer's KV cache is a
+    rolling one, which holds a window alone, its position modulo their number:
+
+        max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
+        slot   0  1  2  3  4  5 | 6            slot   0  1  2  3 | 4
+        row 0  a  b  c  .  .  . |              row 0  e  f  c  d |
+        row 1  a  b  c  d  e  . |
+
+    Slots beyond a row's length are masked. The last takes padding; nothing reads it.
 
     Rows may have different lengths: `length` (B,) counts each row's tokens, `longest` is their maximum, on
     the host, and `same_length` says that all are alike. If `static`, only tensors may change, so that one
@@ -1016,28 +945,63 @@ class Cache:
     to all slots, empty ones masked."""
 
     def __init__(self, mixers, batch_size, max_len, device, dtype, static, rolling, documents):
-        self.max_len, self.static = max_len, static
+        self.max_len, self.static, self.rolling = max_len, static, rolling
         self.longest, self.same_length = (None, False) if static else (0, True)
         self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
         # the position where each position's document starts, and a last column for padding
         self.starts = torch.zeros(batch_size, (max_len + 1) * documents, dtype=torch.long, device=device)
-        self.windows = [mixer.window if mixer.slots else 'no slots' for mixer in mixers]
-        self.slots, self.states = [], []
-        for mixer in mixers:
-            rolls = rolling and mixer.window is not None and mixer.window < max_len
-            kind, n_slots = (RollingKVCache, mixer.window) if rolls else (KVCache, max_len)
-            self.slots.append(kind(self, mixer.slots, n_slots, device, dtype))
-            self.states.append([torch.zeros(batch_size, *shape, device=device, dtype=own or dtype)
-                                for shape, own in mixer.states])
+        self.slots = [[torch.zeros(batch_size, heads, self.n_slots(mixer.window) + 1, width, device=device,
+                                   dtype=dtype) for heads, width in mixer.slots] for mixer in mixers]
+        self.states = [[torch.zeros(batch_size, *shape, device=device, dtype=own or dtype)
+                        for shape, own in mixer.states] for mixer in mixers]
 
-    def slots_of(self, window):
-        """The KV cache of a layer with this window; all of them hold the same positions."""
-        return self.slots[self.windows.index(window)]
+    def n_slots(self, window):
+        """The number of tokens that a layer with this window keeps."""
+        return min(window, self.max_len) if self.rolling and window else self.max_len
+
+    def used(self, n_slots, T):
+        """The number of slots to attend to once T new tokens are in."""
+        return n_slots if self.static else min(self.longest + T, n_slots)
+
+    def key_positions(self, window, positions):
+        """(1 or B, S): positions of the keys that append returns in a layer with this window for new tokens at
+        positions (1 or B, T); -1 for an empty slot."""
+        n_slots, T = self.n_slots(window), positions.shape[1]
+        if n_slots == self.max_len:
+            return torch.arange(self.used(n_slots, T), device=positions.device)[None]
+        beside = T > 1  # see append
+        slot = torch.arange(self.used(n_slots, int(not beside)), device=positions.device)
+        last = positions[:, :1] - int(beside)
+        old = (last - (last - slot) % n_slots).clamp(min=-1)  # the last position that falls to each slot
+        return torch.cat((old, positions), dim=1) if beside else old
 
     def append(self, layer, context, *new):
-        """Puts a layer's new tensors (B, heads, T, width) into its slots; returns all that is to be attended
-        to, (B, heads, S, width) each."""
-        return self.slots[layer].append(new, context)
+        """Puts a layer's new tensors (B, heads, T, width) into its slots at context.positions; returns all that
+        is to be attended to, (B, heads, S, width) each."""
+        slots, T = self.slots[layer], new[0].shape[2]
+        n_slots = slots[0].shape[2] - 1
+        if T == 1 or n_slots == self.max_len:
+            self.write(slots, n_slots, context, new)
+            return [old[:, :, :self.used(n_slots, T)] for old in slots]
+        # of several tokens the first sees what the last will overwrite
+        seen = [torch.cat((old[:, :, :self.used(n_slots, 0)], add), dim=2) for old, add in zip(slots, new)]
+        self.write(slots, n_slots, context, new)
+        return seen
+
+    def write(self, slots, n_slots, context, new):
+        T, device = new[0].shape[2], self.length.device
+        if self.same_length and context.lengths is None:
+            start = self.longest % n_slots
+            if start + T <= n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
+                for old, add in zip(slots, new):
+                    old[:, :, start:start + T] = add
+                return
+        column, row = torch.arange(T, device=device), torch.arange(len(self.length), device=device)[:, None]
+        end = T if context.lengths is None else context.lengths[:, None]
+        kept = (column < end) & (column >= end - n_slots)  # no padding, and of a long text its end
+        slot = (context.positions % n_slots).where(kept, n_slots)
+        for old, add in zip(slots, new):
+            old[row, :, slot] = add.transpose(1, 2).to(old.dtype)
 
     def positions(self, T, lengths=None):
         """Positions of the next T tokens: (1, T) if all rows are alike, else (B, T). Raises ValueError if
@@ -1063,8 +1027,8 @@ class Cache:
         a row is shorter, or for a layer that keeps no earlier tokens: one with a state, or a rolling KV cache
         that has wrapped."""
         n = torch.as_tensor(n, device=self.length.device)
-        n_slots = 0 if any(self.states) else min(slots.n_slots for slots in self.slots)
-        if ((n < 0) | (n > self.length) | (n > 0) & (self.length > n_slots) & (n_slots < self.max_len)).any():
+        kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots) - 1
+        if ((n < 0) | (n > self.length) | (n > 0) & (self.length > kept) & (kept < self.max_len)).any():
             raise ValueError(f"cannot rewind {n.tolist()} of {self.length.tolist()} tokens: there are not so "
                              "many, or a layer keeps but a state or its window (for a window: rolling=False)")
         self.length -= n
@@ -1079,9 +1043,8 @@ class Cache:
     def select(self, rows):
         """Keeps, reorders or copies rows: a list or (B',) of row numbers."""
         rows = torch.as_tensor(rows, device=self.length.device)
-        for slots in self.slots:
-            slots.tensors = [old[rows] for old in slots.tensors]
-        self.states = [[state[rows] for state in layer] for layer in self.states]
+        self.slots, self.states = ([[tensor[rows] for tensor in layer] for layer in layers]
+                                   for layers in (self.slots, self.states))
         self.length, self.starts = self.length[rows], self.starts[rows]
         self._recount()
 
@@ -1092,8 +1055,7 @@ class Cache:
 
     def tensors(self):
         """All tensors that a step changes: CUDA graphs want to know."""
-        kept = [slots.tensors for slots in self.slots]
-        return [self.length, self.starts, *itertools.chain(*kept, *self.states)]
+        return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
 
     @property
     def nbytes(self):
@@ -1268,9 +1230,6 @@ ACTIVATIONS = {
 def activation(config):
     """The activation of config.mlp and whether it is gated; a class becomes an instance, with parameters."""
     act, gated = ACTIVATIONS[config.mlp]
-    if isinstance(act, nn.Module):
-        raise ValueError(f"ACTIVATIONS[{config.mlp!r}] is a module, which all layers would share: enter its "
-                         "class")
     return act() if isinstance(act, type) else act, gated
 
 
@@ -1320,15 +1279,10 @@ class MoE(nn.Module):
         if config.n_expert is None:
             return
         n_groups, used = config.n_group or 1, config.topk_group or 1
-        each = config.n_expert // n_groups
-        if config.n_expert < 2:
-            yield 'n_expert', 'one expert is an MLP, and its router has nothing to choose'
         if config.n_expert % n_groups or used > n_groups:
             yield 'n_group topk_group n_expert', 'n_group must divide n_expert, and topk_group not be larger'
-        if config.n_expert_active > each * used:
+        if config.n_expert_active > config.n_expert // n_groups * used:
             yield 'n_expert_active n_expert n_group topk_group', 'a token cannot use more experts than it has'
-        if config.n_group and config.router == 'sigmoid' and each < 2:
-            yield 'router n_expert n_group', 'sigmoid ranks a group by its best two experts'
 
     def __init__(self, config):
         super().__init__()
@@ -1497,31 +1451,19 @@ class GPT(nn.Module):
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
         self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'embedding')
         self.tags = collect_tags(self)
-        self.make_ropes()
         self.init_weights()
         # more were drawn, so that a seed gives the weights that it gave when vocabularies were padded
         for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
             w.data = w.data[:config.vocab_size].clone()
         self.wte.num_embeddings = config.vocab_size
 
-    def make_ropes(self):
-        """ropes: the rotary table of all positions for each kind that a mixer has, (cos, sin); computed in a
-        compiled step the angles would be computed anew by each layer."""
-        length, device = self.config.block_size, self.wte.weight.device
-        if device.type != 'meta':  # where torch would import the compiler, in a second or two
-            positions = torch.arange(length, device=device)
-            kinds = dict.fromkeys(block.attn.rope_kind for block in self.h)
-            self.ropes = {kind: kind and rope_table(kind, positions, length) for kind in kinds}
-
     def _apply(self, fn, recurse=True):
-        """What .to() and .cuda() call. A cast to 16 bits must round neither rotary tables nor expert biases:
-        so the tables are no buffers and are made anew, and the biases are put back as they were."""
+        """What .to() and .cuda() call. A cast to 16 bits must not round expert biases: they are put back."""
         exact = [(m, m.expert_bias) for m in self.modules() if hasattr(m, 'expert_bias')]
         super()._apply(fn, recurse)
         for m, bias in exact:
             if not bias.is_meta:
                 m.expert_bias = bias.to(m.expert_bias.device)
-        self.make_ropes()
         return self
 
     @torch.no_grad()
@@ -1591,10 +1533,9 @@ class GPT(nn.Module):
         if config.document_token is not None:
             context.document_starts = self.document_starts(context)
             context.position_ids = positions - context.document_starts
-        if lengths is not None:  # padding may stand beyond the last position that has a rotation
-            context.position_ids = context.position_ids.clamp(max=config.block_size - 1)
-        for kind, tables in self.ropes.items():
-            context.ropes[kind] = tables and tuple(table[context.position_ids][:, None] for table in tables)
+        # of each kind that layers have, None among them
+        for kind in dict.fromkeys(block.attn.rope_kind for block in self.h):
+            context.ropes[kind] = kind and rope_table(kind, context.position_ids, config.block_size)
         for kind in dict.fromkeys(block.attn.mask_kind for block in self.h):
             context.masks[kind] = kind and self.mask(context, *kind)
         return context
@@ -1618,17 +1559,16 @@ class GPT(nn.Module):
         """The Mask of the layers with this window, None for all, and with or without ALiBi's bias."""
         positions, cache, starts = context.positions, context.cache, context.document_starts
         T, longest = positions.shape[1], 0 if cache is None else cache.longest
-        slots = None if cache is None else cache.slots_of(window)
         is_causal = longest == 0  # nothing cached: the keys are the new tokens; None: static, unknown
         sees_all = window is None or longest is not None and longest + T <= window
         if T > 1:  # the kernel knows this one
             is_plain = is_causal and sees_all and not context.eager
         else:      # one token that sees all that is there
             is_plain = cache is None or cache.same_length and context.lengths is None and (
-                sees_all or slots.n_slots <= window)
+                sees_all or cache.n_slots(window) <= window)
         if is_plain and starts is None and not alibi:
             return Mask(None, is_causal, None)
-        k_pos = positions if cache is None else slots.key_positions(positions)
+        k_pos = positions if cache is None else cache.key_positions(window, positions)
         first = 0 if starts is None else starts
         if window is not None:
             first = (positions - (window - 1)).clamp(min=first)
@@ -1855,7 +1795,7 @@ class Int8(nn.Module):
         weight, scale = quantize_rows(module.weight.detach(), dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
-        self.bias, self.widths = getattr(module, 'bias', None), getattr(module, 'widths', None)
+        self.bias, self.widths, self.loop = (getattr(module, name, None) for name in ('bias', 'widths', 'loop'))
 
 
 class Int8Linear(Int8):
@@ -1869,21 +1809,13 @@ class Int8Linear(Int8):
 class Int8Experts(Int8):
     """A GroupedLinear. Only experts that have rows are read."""
 
-    def __init__(self, module, dtype):
-        super().__init__(module, dtype)
-        self.loop = torch.compiler.disable(loop_over_int8_experts)  # as in GroupedLinear
+    forward = GroupedLinear.forward
 
     def has_kernel(self, dtype, device):
         return False
 
-    def forward(self, x, offsets):
-        return self.loop(x, self.weight, self.scale, self.bias, offsets).split(self.widths, dim=-1)
-
-
-def loop_over_int8_experts(x, w, scale, bias, offsets):
-    segments = x.tensor_split(offsets[:-1].long().cpu())
-    return torch.cat([int8_linear(rows, w[i], scale[i], None if bias is None else bias[i])
-                      for i, rows in enumerate(segments) if len(rows)])
+    def product(self, x, offsets):
+        return self.loop(x, offsets, int8_linear, self.weight.unbind(), self.scale.unbind())
 
 
 class Int8Embedding(Int8):
