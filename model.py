@@ -927,10 +927,10 @@ class LatentAttention(BaseAttention):
 # the cache --------------------------------------------------------------------------------------------------
 
 class Cache:
-    """The tokens so far, as each layer keeps them. Made by GPT.make_cache, owned by the caller. `slots` has for
-    each layer a list of tensors (B, heads, its number of slots + 1, width), its KV cache, and `states` one of
-    tensors (B, ...) of fixed size; see Mixer. A token's slot is its position, or if the layer's KV cache is a
-    rolling one, which holds a window alone, its position modulo their number:
+    """The tokens so far, as each layer keeps them. Made by GPT.make_cache, owned by the caller. For each layer
+    `slots` has a list of tensors (B, heads, number of slots + 1, width), its KV cache, and `states` a list of
+    tensors (B, ...) of fixed size; see Mixer. The slot of a token is its position, and in a rolling KV cache,
+    which holds a window alone, its position modulo the number of slots:
 
         max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
         slot   0  1  2  3  4  5 | 6            slot   0  1  2  3 | 4
@@ -964,8 +964,8 @@ class Cache:
         return n_slots if self.static else min(self.longest + T, n_slots)
 
     def key_positions(self, window, positions):
-        """(1 or B, S): positions of the keys that append returns in a layer with this window for new tokens at
-        positions (1 or B, T); -1 for an empty slot."""
+        """(1 or B, S): the positions of the keys that append returns in a layer with this window, for new
+        tokens at positions (1 or B, T); -1 for an empty slot."""
         n_slots, T = self.n_slots(window), positions.shape[1]
         if n_slots == self.max_len:
             return torch.arange(self.used(n_slots, T), device=positions.device)[None]
@@ -976,8 +976,8 @@ class Cache:
         return torch.cat((old, positions), dim=1) if beside else old
 
     def append(self, layer, context, *new):
-        """Puts a layer's new tensors (B, heads, T, width) into its slots at context.positions; returns all that
-        is to be attended to, (B, heads, S, width) each."""
+        """Puts a layer's new tensors (B, heads, T, width) into the slots of context.positions; returns all to
+        attend to, (B, heads, S, width) each."""
         slots, T = self.slots[layer], new[0].shape[2]
         n_slots = slots[0].shape[2] - 1
         if T == 1 or n_slots == self.max_len:
@@ -1588,7 +1588,8 @@ class GPT(nn.Module):
         if config.embed_scale != 1:
             x = x * config.embed_scale
         if self.wpe is not None:
-            x = x + self.wpe(context.position_ids)
+            # padding may stand beyond the last position
+            x = x + self.wpe(context.position_ids.clamp(max=config.block_size - 1))
         if config.pos == 'sinusoidal':
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
         x = self.ln_embd(x)
@@ -1795,7 +1796,8 @@ class Int8(nn.Module):
         weight, scale = quantize_rows(module.weight.detach(), dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
-        self.bias, self.widths, self.loop = (getattr(module, name, None) for name in ('bias', 'widths', 'loop'))
+        self.bias, self.widths, self.loop = (getattr(module, name, None)
+                                             for name in ('bias', 'widths', 'loop'))
 
 
 class Int8Linear(Int8):

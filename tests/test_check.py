@@ -104,7 +104,10 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
 @pytest.mark.parametrize('options', [
     {}, dict(n_kv_head=None, n_dense_layer=1, **MLA, **MOE),
     dict(HYBRID, attn_gate=True, document_token=3, window=5, window_pattern='LS'),
-    dict(pos='alibi', norm='layernorm', bias=True, norm_placement='post', mlp='gelu_tanh', embed_norm=True)],
+    dict(pos='alibi', norm='layernorm', bias=True, norm_placement='post', mlp='gelu_tanh', embed_norm=True),
+    dict(norm_placement='sandwich', attn_softcap=3.0, logit_softcap=5.0, residual_lambdas=True),
+    dict(norm_placement='parallel_2', residual_scale=0.7, embed_scale=3.0, pos='learned',
+         tie_word_embeddings=False)],
     ids=str)
 def test_sound_models_pass(options):
     for function, look_at in check.CHECKS.values():
