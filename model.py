@@ -322,13 +322,22 @@ def branch_init(config):
 
 
 class Linear(nn.Linear):
-    """x (..., n_in) -> (..., n_out)."""
+    """x (..., n_in) -> (..., n_out). scale: of each row, once the weight has 8 bits; see quantize_weights."""
 
     def __init__(self, n_in, n_out, bias=False, init=hidden_init, group='matrix', rows=None):
         super().__init__(n_in, n_out, bias=bias)
+        self.register_buffer('scale', None, persistent=False)
         tag(self.weight, init, group, rows)
         if bias:
             tag(self.bias, nn.init.zeros_, 'vector')
+
+    def forward(self, x):
+        return product(x, self.weight, self.bias, self.scale)
+
+
+def product(x, w, bias=None, scale=None):
+    """x @ w^T + bias, for a weight in 8 bits with a scale for each row."""
+    return F.linear(x, w, bias) if scale is None else int8_linear(x, w, bias, scale)
 
 
 class Embedding(nn.Embedding):
@@ -336,11 +345,12 @@ class Embedding(nn.Embedding):
 
     def __init__(self, rows, width, init):
         super().__init__(rows, width)
+        self.register_buffer('scale', None, persistent=False)  # as in Linear
         tag(self.weight, init, 'embedding')
 
-    def logits(self, x):
-        """x (..., width) -> (..., rows), as the head of a model with tied weights."""
-        return F.linear(x, self.weight)
+    def forward(self, idx):
+        x = F.embedding(idx, self.weight)
+        return x if self.scale is None else x.to(self.scale.dtype) * self.scale[idx][..., None]
 
     def reset_parameters(self):
         if not self.weight.is_meta:  # where torch's normal_ would import the compiler, in a second or two
@@ -375,31 +385,31 @@ class GroupedLinear(nn.Module):
         self.widths = tuple(widths)
         self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=self.widths)
         self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
+        self.register_buffer('scale', None, persistent=False)  # as in Linear
         # a segment has another length each time; a decorator would import the compiler with this file
         self.loop = torch.compiler.disable(loop_over_experts)
 
     def has_kernel(self, dtype, device):
         """Whether torch multiplies all experts at once: in bfloat16, and rows of whole 16 bytes."""
-        return dtype is torch.bfloat16 and device != 'mps' and not any(n % 8 for n in self.weight.shape[1:])
-
-    def product(self, x, offsets):
-        w = self.weight.to(x.dtype)
-        if self.has_kernel(x.dtype, x.device.type):
-            return F.grouped_mm(x, w.mT, offs=offsets)
-        return self.loop(x, offsets, F.linear, w.unbind())
+        return (dtype is torch.bfloat16 and device != 'mps' and self.scale is None
+                and not any(n % 8 for n in self.weight.shape[1:]))
 
     def forward(self, x, offsets):
-        y = self.product(x, offsets)
+        if self.has_kernel(x.dtype, x.device.type):
+            y = F.grouped_mm(x, self.weight.to(x.dtype).mT, offs=offsets)
+        else:
+            y = self.loop(x, self.weight, self.scale, offsets)
         if self.bias is not None:
             expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
             y = y + self.bias[expert].type_as(y)
         return y.split(self.widths, dim=-1)
 
 
-def loop_over_experts(x, offsets, product, *weights):
-    """As GroupedLinear.product, for a function of rows and of one expert's part of each of weights."""
+def loop_over_experts(x, weight, scale, offsets):
     segments = x.tensor_split(offsets[:-1].long().cpu())
-    return torch.cat([product(rows, *each) for rows, *each in zip(segments, *weights) if len(rows)])
+    each = weight.to(x.dtype) if scale is None else weight  # in 8 bits only experts that have rows are read
+    return torch.cat([product(rows, w, scale=None if scale is None else scale[i])
+                      for i, (rows, w) in enumerate(zip(segments, each.unbind())) if len(rows)])
 
 
 class Norm(nn.Module):
@@ -1488,8 +1498,10 @@ class GPT(nn.Module):
 
     def compute_dtype(self):
         """The dtype that matmuls run in: autocast's where it is on, else the weights'."""
-        device, kept = self.wte.weight.device.type, getattr(self.wte, 'scale', self.wte.weight)  # see Int8
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else kept.dtype
+        w, scale = self.wte.weight, self.wte.scale
+        if torch.is_autocast_enabled(w.device.type):
+            return torch.get_autocast_dtype(w.device.type)
+        return w.dtype if scale is None else scale.dtype
 
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
@@ -1606,10 +1618,9 @@ class GPT(nn.Module):
     def head(self, x):
         """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
         x, head, cap = self.ln_f(x), self.lm_head or self.wte, self.config.logit_softcap
-        if self.training and x.is_cuda and len(head.weight) % 64:
-            logits = aligned_linear(x, head.weight, getattr(head, 'bias', None)).float()
-        else:
-            logits = (head(x) if self.lm_head else head.logits(x)).float()
+        w, bias = head.weight, getattr(head, 'bias', None)
+        padded = self.training and x.is_cuda and len(w) % 64
+        logits = (aligned_linear(x, w, bias) if padded else product(x, w, bias, head.scale)).float()
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
@@ -1637,7 +1648,7 @@ class GPT(nn.Module):
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
             active = round(w.numel() * share) if part == 'experts' else w.numel()
-            is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), (nn.Embedding, Int8Embedding))
+            is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), nn.Embedding)
             is_product = self.tags[name].group != 'vector' and not is_table
             each = 6 if w.requires_grad else 4
             parts.setdefault(part, []).append((w.numel(), active, each * active * is_product))
@@ -1785,51 +1796,8 @@ def quantize_rows(w, dtype):
     return steps.round_().clamp_(-127, 127).to(torch.int8), scale
 
 
-class Int8(nn.Module):
-    """Replaces a module with one large weight: `weight` in 8 bits, and `scale`, one number for each of its
-    rows. It cannot be trained."""
-
-    def __init__(self, module, dtype):
-        super().__init__()
-        weight, scale = quantize_rows(module.weight.detach(), dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer('scale', scale, persistent=False)
-        self.bias, self.widths, self.loop = (getattr(module, name, None)
-                                             for name in ('bias', 'widths', 'loop'))
-
-
-class Int8Linear(Int8):
-    """A Linear or FusedLinear."""
-
-    def forward(self, x):
-        y = int8_linear(x, self.weight, self.scale, self.bias)
-        return y if self.widths is None else y.split(self.widths, dim=-1)
-
-
-class Int8Experts(Int8):
-    """A GroupedLinear. Only experts that have rows are read."""
-
-    forward = GroupedLinear.forward
-
-    def has_kernel(self, dtype, device):
-        return False
-
-    def product(self, x, offsets):
-        return self.loop(x, offsets, int8_linear, self.weight.unbind(), self.scale.unbind())
-
-
-class Int8Embedding(Int8):
-    """An Embedding, which may be the head too."""
-
-    def forward(self, idx):
-        return F.embedding(idx, self.weight).to(self.scale.dtype) * self.scale[idx][..., None]
-
-    def logits(self, x):
-        return int8_linear(x, self.weight, self.scale)
-
-
-def int8_linear(x, w, scale, bias=None):
-    """x (..., n_in), w (n_out, n_in) int8, scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
+def int8_linear(x, w, bias, scale):
+    """x (..., n_in), w (n_out, n_in) int8, bias, scale (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
     rows, scale, is_cpu = x.numel() // x.shape[-1], scale.to(x.dtype), x.device.type == 'cpu'
     few = is_cpu and rows <= INT8_ROWS
     if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is fast in no other
@@ -1845,19 +1813,18 @@ def int8_linear(x, w, scale, bias=None):
 
 
 INT8_ROWS = 16  # more are multiplied faster by the weight in their own dtype
-INT8 = {Linear: Int8Linear, FusedLinear: Int8Linear, GroupedLinear: Int8Experts, Embedding: Int8Embedding}
 
 
 @torch.no_grad()
 def quantize_weights(model, dtype):
-    """Replaces the large weights of a model by 8 bits, with scales of dtype; norms, biases, learned positions
-    and routers stay, and so does c_kv, which its mixer multiplies by itself. On the meta device it prepares
-    for fill_rows."""
-    for path, module in list(model.named_modules()):
-        owner, _, name = path.rpartition('.')
-        kind = INT8.get(type(module))
-        if kind and name not in ('c_kv', 'wpe', 'router'):
-            setattr(model.get_submodule(owner), name, kind(module, dtype))
+    """Puts the large weights of a model into 8 bits, with scales of dtype; it cannot be trained any more.
+    Norms, biases, learned positions and routers stay, and so does c_kv, which its mixer multiplies by itself.
+    On the meta device it prepares for fill_rows."""
+    for name, module in model.named_modules():
+        is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 'router')
+        if is_large and isinstance(module, (Linear, Embedding, GroupedLinear)):
+            weight, module.scale = quantize_rows(module.weight, dtype)
+            module.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def fill_rows(model, name, w, index, values):

@@ -67,7 +67,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hub import load
-from model import Int8, round_up
+from model import round_up
 
 # one token --------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ def compile_step(model, device):
         'guard_filter_fn': lambda guards: ["L['args'][0]" not in guard.name for guard in guards],
         'triton.cudagraphs': whole and device.type == 'cuda',
         # so that for one row the cast of eight bits becomes a part of the product
-        'coordinate_descent_tuning': any(isinstance(m, Int8) for m in model.modules())})
+        'coordinate_descent_tuning': model.wte.scale is not None})
     shapes = set() if frozen else None  # of tokens that it was called with
 
     def run(model, tokens, *args):

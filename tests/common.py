@@ -373,7 +373,7 @@ def dequantized(model):
     plain = GPT(model.config)
     weights = dict(model.state_dict())
     for name, module in model.named_modules():
-        if hasattr(module, 'scale') and f'{name}.weight' in weights:
+        if torch.is_tensor(getattr(module, 'scale', None)) and f'{name}.weight' in weights:
             rows = weights[f'{name}.weight']  # without those that pad the vocabulary
             weights[f'{name}.weight'] = rows * module.scale[:len(rows)].float()[..., None]
     plain.load_state_dict(weights)

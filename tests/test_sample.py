@@ -312,7 +312,7 @@ def test_int8_is_the_model_of_its_dequantized_weights(variant):
 def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, width, dtype, tolerance):
     x = 100 * torch.randn(rows, 5, width).to(dtype)[:, :2]  # not contiguous; too large a sum for float16
     q, scale = flat.quantize_rows(torch.randn(48, width), dtype)
-    found = flat.int8_linear(x, q, scale)
+    found = flat.int8_linear(x, q, None, scale)
     assert found.dtype is dtype
     near(found.double(), x.double() @ (q.double() * scale.double()[:, None]).T, tolerance)
 
