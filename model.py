@@ -10,7 +10,7 @@ norm, positions, attention, the cache, Gated DeltaNet, MLP and experts, block, G
     logits = model(idx, cache=cache, keep=1)     # appends; logits of the last new token only
 
 Shapes in comments: B batch rows, T new tokens, S tokens to attend to, C = n_embd, H query heads, K key/value
-heads, D = head_dim, E experts, V = vocab_size. This file prints nothing, picks no device, reads no globals,
+heads, D = head_dim, E experts. This file prints nothing, picks no device, reads no globals,
 downloads nothing.
 """
 import abc
@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 @dataclasses.dataclass
 class GPTConfig:
     """Everything that defines a model, as plain data. A config that cannot be computed, or has an option
-    without effect, raises a ValueError that names all problems. None lets a field follow from others.
+    without effect, raises a ValueError that names all problems. A field that is None follows from others.
     Patterns have a letter for each layer and are repeated: 'SSSL' is three S, then an L, and so on."""
     # size
     block_size: int = 1024           # context: the maximum sequence length
@@ -51,11 +51,11 @@ class GPTConfig:
     pos: str = 'rope'                # rope (arXiv:2104.09864), alibi (arXiv:2108.12409), learned (GPT-2),
                                      # sinusoidal (arXiv:1706.03762), none
     alibi_scale: float = 1.0         # of ALiBi's slopes (Falcon)
-    pos_pattern: str = 'P'           # P: as pos says, N: a layer without (rope, alibi); 'PPPN' (SmolLM3)
+    pos_pattern: str = 'P'           # P: as pos says, N: none (rope and alibi only); 'PPPN' (SmolLM3)
     rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
     rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
     partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
-    document_token: int | None = None  # end of text: nothing before the last one is seen, positions restart
+    document_token: int | None = None  # starts a document: nothing before it is seen, positions restart
     # mixers: what mixes tokens in a block
     mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet;
                                      # 'DDDA' (Qwen3-Next); None: A, or M with kv_lora_rank
@@ -72,11 +72,11 @@ class GPTConfig:
     kv_lora_rank: int | None = None  # width of the latent
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
     qk_nope_head_dim: int | None = None  # part of a head without positions; None: 128
-    qk_rope_head_dim: int | None = None  # part with, its key shared by all heads; None: 64
+    qk_rope_head_dim: int | None = None  # part with them; one key for all heads; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
     # Gated DeltaNet (arXiv:2412.06464, as in Qwen3-Next), in D layers
     linear_n_key_head: int | None = None  # query and key heads; None: n_head
-    linear_n_value_head: int | None = None  # value heads, a multiple of them; None: as many
+    linear_n_value_head: int | None = None  # value heads, n times as many; None: as many
     linear_key_head_dim: int | None = None  # None: n_embd / n_head
     linear_value_head_dim: int | None = None  # None: as a key
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
@@ -98,8 +98,8 @@ class GPTConfig:
     mlp_bias: bool | None = None     # of MLP, experts and router; None: as bias
     # mixture of experts (arXiv:1701.06538)
     n_expert: int | None = None      # experts that replace the MLP; None or 0: a dense model
-    n_expert_active: int | None = None  # of them for each token; None: 2
-    n_shared_expert: int | None = None  # that every token passes as well (arXiv:2401.06066), as one MLP
+    n_expert_active: int | None = None  # experts for each token; None: 2
+    n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066), as one MLP
     shared_gate: bool = False        # these times the sigmoid of a projection to one element (Qwen2-MoE)
     d_expert: int | None = None      # an expert's width; None: d_ff
     n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
@@ -107,8 +107,8 @@ class GPTConfig:
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437)
     norm_topk_prob: bool = True      # the chosen experts' weights sum to 1
     routed_scaling_factor: float = 1.0  # of these weights
-    n_group: int | None = None       # groups of experts, of which each token uses (DeepSeek-V2)
-    topk_group: int | None = None    # so many
+    n_group: int | None = None       # groups of experts (DeepSeek-V2)
+    topk_group: int | None = None    # groups that a token may use
     balance_bias: bool = False       # a bias in choosing that follows the load (arXiv:2408.15664)
     balance_per_sequence: bool = False  # balance loss for each row of the batch, not over all of it
     # head
@@ -120,13 +120,13 @@ class GPTConfig:
 
     def __post_init__(self):
         self.n_expert = self.n_expert or None  # so that a flag can say it: --n_expert=0
-        # what follows from several fields is looked at once each of them is sound
+        # combinations are checked only where each field by itself is sound
         problems = wrong_values(self) or wrong_combinations(self, self.fill_defaults())
         if problems:
             raise ValueError('invalid config: ' + '; '.join(problems))
 
     def fill_defaults(self):
-        """Replaces None by what it stands for; returns that for all such fields."""
+        """Replaces each None by its default; returns all these defaults."""
         is_latent, is_gated = self.kv_lora_rank is not None, ACTIVATIONS[self.mlp][1]
         defaults = dict(mixer_pattern='M' if is_latent else 'A', qk_norm=not is_latent, qkv_bias=self.bias,
                         proj_bias=self.bias, mlp_bias=self.bias,
@@ -163,7 +163,7 @@ class GPTConfig:
 
     @property
     def scale(self):
-        """What scores are multiplied by; in MLA YaRN's mscale_all_dim is squared in, as DeepSeek does."""
+        """The factor on scores; in MLA it includes YaRN's mscale_all_dim term squared, as in DeepSeek."""
         if self.attn_scale is not None:
             return self.attn_scale
         if self.kv_lora_rank is None:
@@ -205,9 +205,6 @@ def quotient(n, parts):
     return None if n % parts else n // parts
 
 
-MAY_BE_ZERO = ('n_dense_layer', 'document_token', 'attn_softcap', 'logit_softcap', 'dropout')
-
-
 def wrong_values(config):
     """Fields that are out of range or unknown, as texts."""
     known = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), qk_norm=(True, False, 'whole', None),
@@ -215,7 +212,7 @@ def wrong_values(config):
     patterns = dict(pos_pattern='PN', window_pattern='SL', expert_pattern='ED', mixer_pattern=MIXERS)
     problems = []
     for name, value in vars(config).items():
-        may_be_zero = name in MAY_BE_ZERO
+        may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
         if name in known and value not in known[name]:
             problems.append(f"{name}={value!r} is none of {', '.join(map(str, known[name]))}")
         elif name in patterns and value is not None and not (value and set(value) <= set(patterns[name])):
@@ -254,8 +251,8 @@ NEEDS = (
 
 
 def wrong_combinations(config, defaults):
-    """What several fields together make impossible or leave without effect, as texts. defaults: what
-    fill_defaults returned."""
+    """Impossible combinations of fields, and fields without effect, as texts. defaults: from
+    fill_defaults."""
     given = [field.name for field in dataclasses.fields(config)
              if getattr(config, field.name) not in (field.default, defaults.get(field.name))]
     problems = [(name, f"needs {needed}") for needed, names, has_it in NEEDS for name in names.split()
@@ -280,9 +277,8 @@ class Tag(typing.NamedTuple):
 
 
 def tag(w, init, group, rows=None):
-    """Notes on a parameter how it starts and what an optimizer does with it; returns it. init fills it in
-    place, like nn.init.zeros_; group: 'matrix' for what Muon may orthogonalise (rows x columns, or a stack
-    of such), 'embedding' for what AdamW decays, 'vector' for what nothing decays; rows: see Tag."""
+    """Gives a parameter its Tag; returns the parameter. group: 'matrix' if Muon may orthogonalise it (rows x
+    columns, or a stack of such), 'embedding' if AdamW decays it, 'vector' if nothing does."""
     w.tag = Tag(init, group, rows)
     return w
 
@@ -293,7 +289,7 @@ def parameter(*shape, init, group, rows=None):
 
 
 def collect_tags(model):
-    """Name -> Tag of every parameter. Raises ValueError for one that has none, or one that is no matrix."""
+    """Name -> Tag of every parameter. Raises ValueError for one without a tag, or a false 'matrix'."""
     tags = {}
     for name, w in model.named_parameters():
         tags[name] = getattr(w, 'tag', None)
@@ -316,8 +312,8 @@ def ends_in_norm(config):
 
 
 def branch_init(config):
-    """The initial value of a branch's output projection: zeros, so that blocks start as the identity; but a
-    norm of zeros would have a gradient of 1 / sqrt(eps), so where one follows it starts as the others do."""
+    """The initial value of a branch's output projection: zeros, so that blocks start as the identity; but
+    hidden_init where a norm follows: at zeros the norm's gradient would be 1 / sqrt(eps)."""
     return hidden_init if ends_in_norm(config) else nn.init.zeros_
 
 
@@ -353,13 +349,13 @@ class Embedding(nn.Embedding):
         return x if self.scale is None else x.to(self.scale.dtype) * self.scale[idx][..., None]
 
     def reset_parameters(self):
-        if not self.weight.is_meta:  # where torch's normal_ would import the compiler, in a second or two
+        if not self.weight.is_meta:  # on meta normal_ would import the compiler, in a second or two
             super().reset_parameters()
 
 
 def aligned_linear(x, w, bias):
-    """x @ w^T + bias, by a product of a multiple of 64 columns, the last of them zeros: GPUs are slow with
-    rows that are not aligned. The one place where a vocabulary is padded."""
+    """x @ w^T + bias, with w padded by rows of zeros to a multiple of 64: GPUs are slow with results whose
+    rows are not aligned. The one place where a vocabulary is padded."""
     y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
     return y if bias is None else y + bias
 
@@ -386,7 +382,7 @@ class GroupedLinear(nn.Module):
         self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=self.widths)
         self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
         self.register_buffer('scale', None, persistent=False)  # as in Linear
-        # a segment has another length each time; a decorator would import the compiler with this file
+        # not compiled: lengths vary; not a decorator: that would import the compiler with this file
         self.loop = torch.compiler.disable(loop_over_experts)
 
     def has_kernel(self, dtype, device):
@@ -478,7 +474,7 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
     beta_slow times are slowed by factor, with a ramp between. Peng et al. 2023, arXiv:2309.00071, 3.2."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(base)
-                 for turns in (beta_fast, beta_slow))  # the pair that turns so often
+                 for turns in (beta_fast, beta_slow))  # pairs that turn this often
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
@@ -521,8 +517,8 @@ ROPE_SCALINGS = {
 
 
 def complete_scaling(scaling, length):
-    """A rope_scaling (None: none) with the length that the model was trained at, if its kind needs to know
-    that and it does not say."""
+    """A rope_scaling (None: none) with the length that the model was trained at, where its kind needs that
+    and it is missing."""
     kind, told = ROPE_SCALINGS.get((scaling or {}).get('rope_type')), 'original_max_position_embeddings'
     if kind and told in inspect.signature(kind).parameters:
         return {told: length, **scaling}
@@ -553,8 +549,8 @@ def rope_table(kind, position_ids, length):
 
 def check_rope(config):
     """As Mixer.check, for a config with rotations."""
-    if config.rope_dim < 2 or config.rope_dim % 2:
-        yield 'pos', f"rope rotates pairs, so rope_dim={config.rope_dim}, a head's part, must be even"
+    if config.rope_dim < 2 or config.rope_dim % 2 or config.partial_rotary_factor > 1:
+        yield 'pos', f"rope rotates pairs: rope_dim={config.rope_dim} must be even, from 2 to a head's width"
     if config.rope_scaling and config.rope_scaling.get('rope_type') not in ROPE_SCALINGS:
         yield 'rope_scaling', f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
 
@@ -591,19 +587,19 @@ def alibi_slopes(n_head, device=None):
 class Mask(typing.NamedTuple):
     """Which keys each query sees, in the layers of one kind."""
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
-    is_causal: bool               # the keys are the queries' own tokens, T == S, and no query sees later ones
-    window: int | None            # and none sees more than the last so many
+    is_causal: bool               # the keys are the queries' own tokens, T == S; no query sees later ones
+    window: int | None            # the most keys that a query sees; None: all
     flex: tuple | None = None     # the same for flex_attention, where that is faster: see flex_mask
 
 
 @dataclasses.dataclass
 class ForwardContext:
-    """What all layers of one forward pass share, made once by GPT.context. What a layer hands on to later
-    ones is a further field, with a default: it is about the new tokens only."""
-    idx: torch.Tensor             # (B, T), the new tokens' ids; of padding any
-    positions: torch.Tensor       # (1 or B, T), each new token's in its row: what masks and the cache go by
-    position_ids: torch.Tensor    # the same, counted from the start of its document: what rotations go by
-    document_starts: torch.Tensor | None  # (B, T): positions where the tokens' documents start; None: one
+    """What all layers of one forward pass share, made once by GPT.context. To hand a tensor on
+    to later layers, add a field with a default: for the new tokens only."""
+    idx: torch.Tensor             # (B, T), the new tokens' ids; any in padding
+    positions: torch.Tensor       # (1 or B, T), the new tokens' in their rows: for masks and the cache
+    position_ids: torch.Tensor    # the same, counted from each document's start: for rotations
+    document_starts: torch.Tensor | None  # (B, T): positions where the tokens' documents start; None: 0
     ropes: dict                   # a mixer's rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
     masks: dict                   # a mixer's mask_kind -> Mask
     cache: 'Cache | None'
@@ -673,9 +669,9 @@ class Mixer(nn.Module, abc.ABC):
         self.layer = layer
 
     def after_last(self, x, context, state=0):
-        """x (B, T, ...) -> (B, n + T, ...): x behind the values of each row's n tokens before it, zeros
-        before the first token. They come from the state of this number, of shape (n, ...), which then holds
-        those of the row's last n tokens; padding is left out."""
+        """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's
+        first token. states[state], of shape (n, ...), holds those n tokens, and then takes the n that end
+        the row with x, padding left out."""
         cache, lengths, n = context.cache, context.lengths, self.states[state][0][0]
         if cache is None:
             return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
@@ -687,11 +683,11 @@ class Mixer(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, x, context):
-        """x (B, T, C) -> (B, T, C)"""
+        ...
 
     @abc.abstractmethod
     def flops(self, length):
-        """Training FLOPs a token at a sequence length, besides those of weights."""
+        ...
 
 
 # attention --------------------------------------------------------------------------------------------------
@@ -756,8 +752,8 @@ def use_flex(device, dtype, T, dropout):
 
 def flex_mask(T, window, starts, slopes, device):
     """The mask of T tokens as flex_attention takes it, (block mask, function that changes scores or None):
-    of a window, from the starts (B, T) of documents on, with ALiBi's slopes (H,); None for what there is not.
-    The bias of the same Mask then costs nothing: the compiler drops what nobody reads."""
+    of a window, from the starts (B, T) of documents on, with ALiBi's slopes (H,); None where there is
+    none. The bias of the same Mask then costs nothing: the compiler drops it unread."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def is_seen(b, h, q, k):
@@ -807,8 +803,8 @@ def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights
 
 
 class BaseAttention(Mixer):
-    """What both kinds of attention have: scores that are scaled, capped, masked, and a sink. head_widths: of
-    a head's key and value together, which the two products run over."""
+    """Common to both kinds of attention: scores that are scaled, capped and masked, and a sink. head_widths:
+    a head's key width plus its value width, for flops."""
 
     documents = can_slide = True
     fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'qkv_bias', 'proj_bias', 'attn_scale',
@@ -861,16 +857,16 @@ class Attention(BaseAttention):
         gate = (H * D,) if config.attn_gate else ()
         self.c_attn = FusedLinear(C, (H * D, K * D, K * D, *gate), bias=config.qkv_bias)
         self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
-        # (heads, width) that a norm sees at once
-        self.normed = [(1, n * D) if config.qk_norm == 'whole' else (n, D) for n in (H, K)]
+        # elements of a token that are normalised together: a head's, or all heads'
+        self.normed = [n * D if config.qk_norm == 'whole' else D for n in (H, K)]
         self.q_norm, self.k_norm = (Norm(width, config) if config.qk_norm else nn.Identity()
-                                    for _, width in self.normed)
+                                    for width in self.normed)
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
 
     def forward(self, x, context):
         (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
-        q = self.q_norm(q.unflatten(-1, self.normed[0])).flatten(2)
-        k = self.k_norm(k.unflatten(-1, self.normed[1])).flatten(2)
+        q = self.q_norm(q.unflatten(-1, (-1, self.normed[0]))).flatten(2)
+        k = self.k_norm(k.unflatten(-1, (-1, self.normed[1]))).flatten(2)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
         q, k = rotate(q, rope), rotate(k, rope)
         if context.cache is not None:
@@ -906,7 +902,7 @@ class LatentAttention(BaseAttention):
         self.q_norm = Norm(q_rank, config) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config)
-        self.c_kv = Linear(rank, H * (self.nope + self.v))  # of each head its k, then its v
+        self.c_kv = Linear(rank, H * (self.nope + self.v))  # for each head k, then v
         self.c_proj = Linear(H * self.v, C, bias=config.proj_bias, init=branch_init(config))
         self.slots, self.head_widths = [(1, rank + self.rope)], self.nope + self.rope + self.v
 
@@ -977,11 +973,11 @@ class Cache:
         n_slots, T = self.n_slots(window), positions.shape[1]
         if n_slots == self.max_len:
             return torch.arange(self.used(n_slots, T), device=positions.device)[None]
-        beside = T > 1  # see append
-        slot = torch.arange(self.used(n_slots, int(not beside)), device=positions.device)
-        last = positions[:, :1] - int(beside)
+        n_in = int(T == 1)  # new tokens that are in a slot already, see append
+        slot = torch.arange(self.used(n_slots, n_in), device=positions.device)
+        last = positions[:, :1] - 1 + n_in
         old = (last - (last - slot) % n_slots).clamp(min=-1)  # the last position that falls to each slot
-        return torch.cat((old, positions), dim=1) if beside else old
+        return old if n_in else torch.cat((old, positions), dim=1)
 
     def append(self, layer, context, *new):
         """Puts a layer's new tensors (B, heads, T, width) into the slots of context.positions; returns all to
@@ -1038,7 +1034,7 @@ class Cache:
         kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots) - 1
         if ((n < 0) | (n > self.length) | (n > 0) & (self.length > kept) & (kept < self.max_len)).any():
             raise ValueError(f"cannot rewind {n.tolist()} of {self.length.tolist()} tokens: there are not so "
-                             "many, or a layer keeps but a state or its window (for a window: rolling=False)")
+                             "many, or a layer keeps only a state or a window (for a window: rolling=False)")
         self.length -= n
         self._recount()
 
@@ -1062,7 +1058,7 @@ class Cache:
             self.same_length = shortest == self.longest
 
     def tensors(self):
-        """All tensors that a step changes: CUDA graphs want to know."""
+        """All tensors that a step changes, for CUDA graphs."""
         return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
 
     @property
@@ -1199,7 +1195,7 @@ def decay_init(w):
 
 
 def dt_init(w):
-    """softplus of it is log-uniform from 0.001 to 0.1."""
+    """Its softplus is log-uniform from 0.001 to 0.1."""
     step = nn.init.uniform_(w, math.log(0.001), math.log(0.1)).exp_()
     w.copy_(step + torch.log(-torch.expm1(-step)))
 
@@ -1412,7 +1408,7 @@ class Block(nn.Module):
         self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
         self.ln_1 = Norm(config.n_embd, config)
         self.attn = MIXERS[config.mixer_of(layer)](config, layer)
-        for name in self.norms[1:]:  # in this order, as nanoGPT's files have optimizer states by number
+        for name in self.norms[1:]:  # nanoGPT's files number optimizer states in this order
             setattr(self, name, Norm(config.n_embd, config))
         self.sparse = config.has_experts(layer)
         self.mlp = MoE(config) if self.sparse else MLP(config, config.d_ff)
@@ -1446,7 +1442,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         tied, C = config.tie_word_embeddings, config.n_embd
-        # with blocks that start as the identity, a tied head gives a token's own repetition n_embd * std
+        # blocks start as the identity: with a tied head a token's logit for itself is n_embd * std
         embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
         n_drawn = round_up(config.vocab_size)
         self.wte = Embedding(n_drawn, C, embedding_init)
@@ -1460,7 +1456,7 @@ class GPT(nn.Module):
         self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'embedding')
         self.tags = collect_tags(self)
         self.init_weights()
-        # more were drawn, so that a seed gives the weights that it gave when vocabularies were padded
+        # drawn as if the vocabulary were padded: a seed gives the same weights as in older versions
         for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
             w.data = w.data[:config.vocab_size].clone()
         self.wte.num_embeddings = config.vocab_size
@@ -1507,8 +1503,8 @@ class GPT(nn.Module):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
         ignored, the mean cross entropy and aux: {} for a dense model, else 'balance' and 'z' (0-d, means over
         the sparse layers, not in the loss) and 'load' (sparse layers, experts), choices made. A cache takes
-        the tokens; lengths (B,) says how many of the T are each row's own, padding follows, and `keep` asks
-        for the logits of each row's last ones. weights: a list that takes each attention layer's, (B, H, T,
+        the tokens; lengths (B,): how many of the T are each row's own; padding follows them. keep: logits
+        of each row's last tokens only. weights: a list that takes each attention layer's, (B, H, T,
         S). Raises ValueError if the tokens do not fit into block_size or the cache."""
         T, config = idx.shape[1], self.config
         if config.block_size < T:
@@ -1569,9 +1565,9 @@ class GPT(nn.Module):
         """The Mask of the layers with this window, None for all, and with or without ALiBi's bias."""
         positions, cache, starts = context.positions, context.cache, context.document_starts
         T, longest = positions.shape[1], 0 if cache is None else cache.longest
-        is_causal = longest == 0  # nothing cached: the keys are the new tokens; None: static, unknown
+        is_causal = longest == 0  # nothing cached: the keys are the new tokens; static: False
         sees_all = window is None or longest is not None and longest + T <= window
-        if T > 1:  # the kernel knows this one
+        if T > 1:  # SDPA has this mask
             is_plain = is_causal and sees_all and not context.eager
         else:      # one token that sees all that is there
             is_plain = cache is None or cache.same_length and context.lengths is None and (
@@ -1582,6 +1578,8 @@ class GPT(nn.Module):
         first = 0 if starts is None else starts
         if window is not None:
             first = (positions - (window - 1)).clamp(min=first)
+            if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
+                first = first.clamp(max=cache.max_len - 1)
         bias, slopes, flex = torch.zeros((), dtype=context.dtype, device=positions.device), None, None
         if alibi:
             slopes = alibi_slopes(self.config.n_head, positions.device) * self.config.alibi_scale
@@ -1609,9 +1607,10 @@ class GPT(nn.Module):
 
     def last(self, x, keep, lengths):
         """x (B, T, C) -> (B, keep, C): the last `keep` tokens of each row; None: all."""
-        T = x.shape[1]
-        if keep is None or lengths is None:
-            return x if keep is None else x[:, max(0, T - keep):]
+        if keep is None:
+            return x
+        if lengths is None:
+            return x[:, max(0, x.shape[1] - keep):]
         column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
         return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
 
@@ -1641,8 +1640,8 @@ class GPT(nn.Module):
 
     def account(self, block_size=None):
         """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once. A
-        multiply-add is two FLOPs; 6 a matmul weight, forward and backward, 4 where it is frozen: matrices
-        that no Embedding looks up. 'mixing' is what mixers do besides, at a length of block_size."""
+        multiply-add is two FLOPs: 6 for a matmul weight, forward and backward, 4 if frozen, 0 for a looked-up
+        table. 'mixing': the mixers' products without weights, at a length of block_size."""
         config, parts = self.config, {}
         share = config.n_expert_active / config.n_expert if config.n_expert else 1
         for name, w in self.named_parameters():
@@ -1695,7 +1694,7 @@ class GPT(nn.Module):
     @classmethod
     def from_checkpoint(cls, path, **changes):
         """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU and in float32, and
-        the rest of the file, a dict. changes: see from_state; what is raised: see read_checkpoint too."""
+        the rest of the file, a dict. changes: see from_state. Raises as these two do."""
         rest = read_checkpoint(path)
         model = cls.from_state(rest.pop('model'), rest['model_args'], **changes)
         return model, {**rest, 'model_args': dataclasses.asdict(model.config)}
@@ -1722,8 +1721,8 @@ class GPT(nn.Module):
 # low-rank adapters ------------------------------------------------------------------------------------------
 
 class LoRALinear(nn.Module):
-    """A linear layer that stays as it is, and a trained update of its weight, scale * lora_b @ lora_a, of a
-    low rank (Hu et al. 2021, arXiv:2106.09685). It starts at zero: lora_a (rank, n_in) random, lora_b (n_out,
+    """A frozen linear layer with a trained low-rank update of its weight, scale * lora_b @ lora_a (Hu et al.
+    2021, arXiv:2106.09685). It starts at zero: lora_a (rank, n_in) random, lora_b (n_out,
     rank) zeros. The projections of a FusedLinear share lora_a. AdamW takes both."""
 
     def __init__(self, base, rank, scale):
@@ -1800,11 +1799,11 @@ def int8_linear(x, w, bias, scale):
     """x (..., n_in), w (n_out, n_in) int8, bias, scale (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
     rows, scale, is_cpu = x.numel() // x.shape[-1], scale.to(x.dtype), x.device.type == 'cpu'
     few = is_cpu and rows <= INT8_ROWS
-    if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is fast in no other
+    if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is slow otherwise
         y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale).view(*x.shape[:-1], -1)
     elif few and torch.compiler.is_compiling():  # one loop; a cast of its own would be kept, in 32 bits
         y = (x[..., None, :] * w).sum(dim=-1) * scale
-    elif x.dtype is torch.float16:  # in which a product that is not scaled yet may be too large
+    elif x.dtype is torch.float16:  # where the product may overflow before it is scaled
         y = F.linear(x, w.to(x.dtype) * scale[:, None])
     else:  # few rows in parts, whose copies stay in a CPU's cache
         parts = w.split(max(1, 2**18 // x.shape[-1])) if few else [w]
@@ -1844,8 +1843,7 @@ CHANGEABLE = ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence', '
 
 
 def checkpoint_path(name, best=True):
-    """The checkpoint that is meant: name itself, or of a run's folder best.pt, if it is there and wanted, or
-    else ckpt.pt."""
+    """name itself, or if it is a run's folder, its best.pt where wanted and there, else its ckpt.pt."""
     if not os.path.isdir(name):
         return name
     path = os.path.join(name, 'best.pt')
@@ -1868,7 +1866,7 @@ def read_checkpoint(path):
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
     state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
              for name, w in state.items()}
-    args = {{'wiring': 'norm_placement'}.get(name, name): value for name, value in args.items()}
+    args = {'norm_placement' if name == 'wiring' else name: value for name, value in args.items()}
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # the same as wte's
         args = {**dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False), **args}

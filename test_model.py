@@ -332,6 +332,15 @@ def test_no_token_sees_the_future_or_past_its_window(options):
         assert not seen[:7].any() and seen[7:end].float().mean() > 0.8 and not seen[end:].any()
 
 
+@torch.no_grad()
+def test_padding_beyond_the_cache_leaves_states_finite():
+    model = tiny(mixer_pattern='ADA', n_layer=3, window=3, window_pattern='S', attn_softcap=3.0, block_size=8)
+    idx, cache = tokens(model, 2, 6), model.make_cache(2, 8, rolling=False)
+    for lengths in ([6, 1], [1, 6]):
+        model(idx, cache=cache, lengths=torch.tensor(lengths))
+    assert all(state.isfinite().all() for layer in cache.states for state in layer)
+
+
 @pytest.mark.parametrize('options, slots, elements', [  # slots and one for padding, each of a width
     (dict(n_kv_head=2), [80, 80], 2 * 81 * 2 * 2 * 8),
     (dict(window=5, window_pattern='SL'), [5, 80], (6 + 81) * 2 * 4 * 8),
