@@ -551,8 +551,12 @@ def check_rope(config):
     """As Mixer.check, for a config with rotations."""
     if config.rope_dim < 2 or config.rope_dim % 2 or config.partial_rotary_factor > 1:
         yield 'pos', f"rope rotates pairs: rope_dim={config.rope_dim} must be even, from 2 to a head's width"
-    if config.rope_scaling and config.rope_scaling.get('rope_type') not in ROPE_SCALINGS:
-        yield 'rope_scaling', f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
+    elif config.rope_scaling:
+        try:
+            rope_table(config.rope_kind, torch.zeros(1, 1, device='cpu'), config.block_size)
+        except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
+            yield 'rope_scaling', (f"{type(error).__name__} {error}; rope_type is one of "
+                                   f"{', '.join(ROPE_SCALINGS)}")
 
 
 def rotate(x, rope):
@@ -1549,13 +1553,9 @@ class GPT(nn.Module):
     def document_starts(self, context):
         """(B, T): the position where each new token's document starts: its last document_token, or 0."""
         positions, cache, is_token = context.positions, context.cache, context.is_token()
-        starts_here = context.idx == self.config.document_token
-        if is_token is not None:
-            starts_here = starts_here & is_token
-        start = torch.where(starts_here, positions, 0).cummax(dim=1).values
+        start = torch.where(context.idx == self.config.document_token, positions, 0).cummax(dim=1).values
         if cache is not None:
-            length = cache.length[:, None]
-            before = torch.where(length > 0, cache.starts.gather(1, (length - 1).clamp(min=0)), 0)  # (B, 1)
+            before = cache.starts.gather(1, (cache.length[:, None] - 1).clamp(min=0))  # (B, 1)
             start = torch.maximum(start, before)
             at = positions if is_token is None else positions.where(is_token, cache.max_len)
             cache.starts.scatter_(1, at.expand_as(start), start)
