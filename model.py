@@ -1553,7 +1553,10 @@ class GPT(nn.Module):
     def document_starts(self, context):
         """(B, T): the position where each new token's document starts: its last document_token, or 0."""
         positions, cache, is_token = context.positions, context.cache, context.is_token()
-        start = torch.where(context.idx == self.config.document_token, positions, 0).cummax(dim=1).values
+        starts_here = context.idx == self.config.document_token
+        if is_token is not None:  # padding starts none: a state would forget its document
+            starts_here = starts_here & is_token
+        start = torch.where(starts_here, positions, 0).cummax(dim=1).values
         if cache is not None:
             before = cache.starts.gather(1, (cache.length[:, None] - 1).clamp(min=0))  # (B, 1)
             start = torch.maximum(start, before)

@@ -271,13 +271,16 @@ def test_cached_equals_uncached(options, monkeypatch):
             monkeypatch.setattr(F, 'scaled_dot_product_attention', memory_efficient_layout)
         for chunks in splits:
             close(feed(model, idx, chunks, model.make_cache(3, 24, static)), full)
-        rows, held = [0, 1, 2], [14, 11, 9]
+        rows, held, padded = [0, 1, 2], [14, 11, 9], idx[:, :14].clone()
+        padded[1, 11:] = padded[2, 9:] = 3  # which may start a document
         for rolling in (True, False):  # rows of different lengths, by padding or by taking tokens back
             cache = model.make_cache(3, 24, static, rolling)
             if not rolling and any(cache.states):
                 continue  # refused, see test_caches_refuse...
-            last = model(idx[:, :14], cache=cache, keep=2, lengths=torch.tensor(held) if rolling else None)
-            if not rolling:
+            if rolling:
+                last = model(padded, cache=cache, keep=2, lengths=torch.tensor(held))
+            else:
+                last = model(idx[:, :14], cache=cache, keep=2)
                 cache.rewind(torch.tensor([0, 3, 5]))
             close(last, at(full, rows, [a - 2 for a in (held if rolling else [14] * 3)], 2))
             now = held
