@@ -85,8 +85,8 @@ class Family(typing.NamedTuple):
     theirs: dict = {}           # their fields that must have this value if given
     defaults: dict = {}         # their fields as they are if not given
     rules: tuple = ()           # of Rule
-    rows: dict = {}             # our module whose rows have another order: a function (config, the rows of
-    #                             each projection that is fused in it) -> those of each of theirs
+    rows: dict = {}             # our module with rows in another order: a function (config, the rows of
+    #                             each projection fused in it) -> those of each of theirs
     layouts: dict = {}          # our tensor: Layout
     ignored: tuple = ()         # patterns of tensors; N: the layer after the last
     layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
@@ -125,7 +125,7 @@ def refuse(c, **fields):
 
 SAME = Layout(lambda w: w, lambda w: w)
 TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
-PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # stored less 1; exact in float32 only
+PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # exact in float32 only
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
 
 
@@ -631,7 +631,7 @@ def read_layers(c, args, family):
 
 def write_layers(config, c, family):
     if 'S' in family.layers:
-        none = config.block_size if 'L' in family.layers else None  # families with both want a number
+        none = config.block_size if 'L' in family.layers else None  # with both, a number is expected
         c.update(sliding_window=config.window or none, use_sliding_window=config.window is not None,
                  max_window_layers=0)
     if family.layer_types:
@@ -682,7 +682,7 @@ def config_to_hf(config):
         if not lacks:
             return c
         nearest.append((kind, lacks))
-    kind, lacks = min(nearest, key=lambda one: len(one[1]), default=('none', ['rope_scaling']))
+    kind, lacks = min(nearest, key=lambda one: len(one[1]))
     raise ValueError(f"no published family computes this model; the nearest, {kind}, differs in "
                      + ', '.join(f"{name} (here {getattr(config, name)!r})" for name in lacks))
 
@@ -698,15 +698,14 @@ class Stored(typing.NamedTuple):
 
 
 class Part(typing.NamedTuple):
-    """A tensor of theirs: these elements of one of ours, in this layout."""
+    """Their tensor: these elements of one of ours, in this layout."""
     name: str
     index: tuple
     layout: Layout
 
 
 def plan(model, family):
-    """Our tensor, as state_dict() names it -> the Parts that it is made of. Raises ValueError for a tensor
-    that the family has no name for."""
+    """Our tensor, as state_dict() names it -> its Parts. Raises ValueError for one without a name."""
     found = {}
     for ours, w in model.state_dict().items():
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()

@@ -3,11 +3,11 @@
     $ python prepare.py                               # Python's library: data/pystdlib_bpe4096
     $ python prepare.py shakespeare --tokenizer=char  # data/shakespeare_char
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
-    $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: each file is a document
-    $ python prepare.py tales.jsonl.gz --field=story  # JSON lines: each record is a document
+    $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: a document for each file
+    $ python prepare.py tales.jsonl.gz --field=story  # a document for each record
     $ zcat *.gz | python prepare.py -
     $ python prepare.py fineweb_edu --shards=10       # tokens that others prepared
-    $ python prepare.py chats.jsonl                   # records with messages: target masks beside the tokens
+    $ python prepare.py chats.jsonl                   # conversations: with target masks
     $ python prepare.py look data/chats               # shows a prepared folder
 
 A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits and else uint32.
@@ -41,19 +41,19 @@ from collections.abc import Callable
 
 from configurator import configure, print0
 
-# A name in SOURCES, a file (text, .jsonl, .gz of these), a folder or glob of them, or - for standard input
+# A name in SOURCES, a file (text, .jsonl, .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
-field = 'text'             # JSON lines: the field of a record with its text, or else its messages
-errors = 'strict'          # text that is not UTF-8: strict refuses it, replace puts U+FFFD there
+field = 'text'             # JSON lines: the field with a record's text or messages
+errors = 'strict'          # bytes that are not UTF-8: strict refuses them, replace puts U+FFFD
 # byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json or of
 # another dataset; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
 tokenizer: str | None = None
-special_tokens = 'refuse'  # their texts in a document: refuse, or learn them as text or as tokens
-pattern: str | None = None  # of bpe:4096: the regular expression that cuts text to words; None: GPT-4's
-out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
+special_tokens = 'refuse'  # in a document: refuse, or learn them as text or as tokens
+pattern: str | None = None  # of bpe:4096: the regular expression of words; None: GPT-4's
+out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replaces data of another source in out
-val_fraction = 0.1         # kept for validation: each 10th document, or the last tenth of a single text
-block_size = 256           # conversations: the slots they are packed into; train.py's
+val_fraction = 0.1         # for validation: each 10th document, or the last tenth of one text
+block_size = 256           # of the slots that conversations are packed into; train.py's
 shards = 10                # fineweb, fineweb_edu: files of 100M tokens to train on
 procs: int | None = None   # processes that encode; None: one for each core
 words = configure(globals(), words=2).words
@@ -148,7 +148,7 @@ def ending(path):
 
 
 def read_text(path, errors='strict'):
-    """The file's text, a block at a time. ValueError: it is not UTF-8."""
+    """The file's text in blocks. ValueError: it is not UTF-8."""
     with open_bytes(path) as f:
         try:
             yield from codecs.iterdecode(iter(functools.partial(f.read, 1 << 20), b''), 'utf-8', errors)
@@ -206,7 +206,7 @@ def file_documents(paths, field='text', errors='strict'):
 
 # place: named in errors; messages: [{'role': 'user', 'content': text}, ...]; tools: JSON schemas
 Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
-MESSAGES = ('messages', 'conversations')  # the fields that may have a list of messages
+MESSAGES = ('messages', 'conversations')  # fields with a list of messages
 PAIRS = (('prompt', 'response'), ('prompt', 'completion'), ('prompt', 'answer'), ('instruction', 'output'),
          ('instruction', 'response'), ('question', 'answer'), ('question', 'response'))
 SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages, {'from': ..., 'value': ...}
@@ -215,7 +215,7 @@ ORDER = re.compile('s?(ua(t+a)*)+u?')  # of roles
 
 
 def find_messages(record, field):
-    """The messages of a record, or None: `field` comes first, then MESSAGES and PAIRS."""
+    """A record's messages, by `field`, else MESSAGES, else PAIRS; or None."""
     for name in (field, *MESSAGES):
         if isinstance(record.get(name), list):
             return [{'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
@@ -234,7 +234,7 @@ def make_messages(*turns):
 
 
 def check_messages(messages, place):
-    """ValueError: they are no conversation that can be learnt from."""
+    """ValueError: they are no conversation to learn from."""
     for n, message in enumerate(messages, 1):
         content = message.get('content') or ''
         if (message.get('role') not in ROLES or not isinstance(content, str)
@@ -255,7 +255,7 @@ def from_json(value):
 
 
 def conversations(paths, field='text', errors='strict'):
-    """The Conversations of files of JSON lines. ValueError names file and line."""
+    """The Conversations of JSON lines. ValueError names file and line."""
     for path in paths:
         for place, record in json_records(path, errors):
             messages = find_messages(record, field)
@@ -576,8 +576,8 @@ def encode_chats(tok, group):
 def encode_conversation(tok, conversation):
     """(ids, mask); the mask, uint8, is 1 for the assistant's answers and their end marks.
 
-    An answer begins where the ids no longer agree with the rendered prompt's, and ends with the first stop
-    token. ValueError: the template shows no such place.
+    An answer begins where the ids differ from the rendered prompt's, and ends with the first stop token.
+    ValueError: the template shows no such place.
     """
     place, messages, tools = conversation
     text = tok.render(messages, False, tools)
@@ -800,7 +800,7 @@ def prepare_command(folder):
     return shlex.join(['python', 'prepare.py', *[source] * (source != 'pystdlib'), *flags])
 
 
-HEADER_BYTES, HEADER_MAGIC = 1024, 20240520  # of foreign shards: 256 int32 that begin magic, version, tokens
+HEADER_BYTES, HEADER_MAGIC = 1024, 20240520  # of foreign shards: int32 magic, version, tokens, zeros
 Shard = collections.namedtuple('Shard', 'path dtype offset n_tokens')
 
 
@@ -912,7 +912,7 @@ def look(folder):
     for bins in splits:
         ids = next(parts_of(bins.shards[0]))
         mask = next(parts_of(bins.masks[0])) if bins.masks else None
-        lengths = np.diff(np.flatnonzero(np.concatenate([[True], ids == eot, [True]]))) - 1
+        lengths = np.diff(np.flatnonzero(ids == eot), prepend=-1, append=len(ids)) - 1
         lengths = lengths[lengths > 0]
         print(f'{bins.name}: {bins.n_tokens:,} tokens, {bins.n_targets / bins.n_tokens:.1%} learnt; in the '
               f'first {len(ids):,} {len(lengths):,} documents of',

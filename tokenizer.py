@@ -1,5 +1,5 @@
-"""Text to token ids and back: bytes, characters, tiktoken's encodings, tokenizer.json, byte-pair encoding
-trained here, and chat templates."""
+"""Text to token ids and back: bytes, characters, tiktoken, tokenizer.json, BPE trained here; chat templates.
+"""
 import base64
 import collections
 import concurrent.futures
@@ -294,12 +294,12 @@ def rank_table(ranks):
 
 def two_parts(token, ranks):
     """A token's bytes after all merges of lower rank; None unless two parts are left."""
-    parts, limit, never = [token[i:i + 1] for i in range(len(token))], ranks[token], 1 << 60
+    parts, limit = [bytes([b]) for b in token], ranks[token]
     while len(parts) > 2:
-        best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], never))
-        if ranks.get(parts[best] + parts[best + 1], never) >= limit:
+        rank, i = min((ranks.get(parts[i] + parts[i + 1], limit), i) for i in range(len(parts) - 1))
+        if rank >= limit:
             return None
-        parts[best:best + 2] = [parts[best] + parts[best + 1]]
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return tuple(parts)
 
 

@@ -107,10 +107,6 @@ def prep_patterns():
                 for name in ('gpt2', 'cl100k_base', 'o200k_base')}
 
 
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-                r"\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
 DEEPSEEK_SPLIT = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
                   r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
@@ -141,8 +137,8 @@ def tok_oracles():
     def split(pattern):
         return pre.Split(tk.Regex(pattern), 'isolated')
 
-    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',), **model):
-        t = tk.Tokenizer(tk.models.BPE(**model))
+    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',)):
+        t = tk.Tokenizer(tk.models.BPE())
         if pretok:
             t.pre_tokenizer = pretok
         if normalizer:
@@ -157,13 +153,9 @@ def tok_oracles():
 
     found = {
         'gpt2': trained(level()), 'gpt2 prefix': trained(level(prefix=True)),
-        'llama3': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), ignore_merges=True),
-        'qwen': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), norm.NFC()),
+        'qwen': trained(pre.Sequence([split(flat_tokenizer.WORD_PATTERN), level(regex=False)]), norm.NFC()),
         'deepseek': trained(pre.Sequence([split(r'\p{N}{1,3}'), split('[一-龥぀-ゟ゠-ヿ]+'),
-                                          split(DEEPSEEK_SPLIT), level(regex=False)])),
-        'falcon': trained(pre.Sequence([pre.Punctuation('contiguous'), level(), pre.Digits(False),
-                                        split('[0-9][0-9][0-9]')])),
-        'smollm': trained(pre.Sequence([pre.Digits(True), level()]))}
+                                          split(DEEPSEEK_SPLIT), level(regex=False)]))}
     pieces = dec.Sequence([dec.Replace('▁', ' '), dec.ByteFallback(), dec.Fuse(), dec.Strip(' ', 1, 0)])
     llama2 = json.loads(trained(
         None, norm.Sequence([norm.Prepend('▁'), norm.Replace(' ', '▁')]), pieces, 1300,

@@ -1,5 +1,6 @@
 """Tests of prepare.py: sources, splits, conversations, files on disk and reading them."""
 import collections
+import concurrent.futures
 import errno
 import gzip
 import hashlib
@@ -61,7 +62,7 @@ def prep_texts(source, fraction=0.1):
 def write_chats(folder, chats, tok, block_size, procs=1):
     source = prepare.Source('x', 'x', lambda: [prepare.Conversation(f'chat {i}', messages)
                                                for i, messages in enumerate(chats)], chats=True)
-    return prepare.write_dataset(str(folder), prep_texts(source), tok, 'x', procs, block_size)
+    return prepare.write_dataset(folder, prep_texts(source), tok, 'x', procs, block_size)
 
 
 def files_of(folder):
@@ -203,17 +204,16 @@ def test_much_text_needs_little_memory(tmp_path):
 
 
 def test_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(prepare.SOURCES, 'tales', lambda: prepare.Source(
         'tales', 'tales 1.0', lambda: ([f'tale {i} ', 'goes on'] for i in range(20))))
     monkeypatch.setitem(flat_tokenizer.MAKERS, 'reversed', lambda texts, **_: CharTokenizer(
         sorted({char for blocks in texts for block in blocks for char in block})[::-1], 99))
     source = prepare.find_source('tales')
     tok = make_tokenizer('reversed', (document for _, document, _ in prep_texts(source)))
-    prepare.write_dataset('data/t', prep_texts(source), tok, source.label)
-    text = prepare.load_tokenizer('data/t').decode(prep_ids('data/t', 'train'))
+    meta = prepare.write_dataset(tmp_path / 'd', prep_texts(source), tok, source.label)
+    assert meta['source'] == 'tales 1.0'
+    text = prepare.load_tokenizer(tmp_path / 'd').decode(prep_ids(tmp_path / 'd', 'train'))
     assert text.startswith(f'tale 0 goes on{EOT}tale 2') and tok.chars[0] == 't'
-    assert prepare.read_meta('data/t')['source'] == 'tales 1.0'
 
 
 def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
@@ -247,18 +247,16 @@ def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path
     source, tok = prep_source('one two three\n' * 20), make_tokenizer('byte')
     prepare.write_dataset('data/a', prep_texts(source), prep_toy_bpe(), 'a')
     Path('data/a/train.mask.bin').touch()
-    ids = prep_ids('data/a', 'train')
-    assert prepare.load_tokenizer('data/a').decode(ids) == ('one two three\n' * 20)[:252]
     before = files_of('data/a')
+
     def fails(path):
         raise OSError(errno.ENOSPC, 'no more')
-    monkeypatch.setattr(prepare, 'sha256_of', fails)
-    for folder in ('data/a', 'data/b'):
-        with pytest.raises(OSError, match=f'{folder} cannot be written .*free some space'):
-            prepare.write_dataset(folder, prep_texts(source), tok, 'a')
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, 'sha256_of', fails)
+        for folder in ('data/a', 'data/b'):
+            with pytest.raises(OSError, match=f'{folder} cannot be written .*free some space'):
+                prepare.write_dataset(folder, prep_texts(source), tok, 'a')
     assert os.listdir('data') == ['a'] and files_of('data/a') == before
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
     prepare.write_dataset('data/a', prep_texts(source), tok, 'a')
     assert sorted(os.listdir('data/a')) == ['meta.json', 'train.bin', 'val.bin']
 
@@ -315,7 +313,7 @@ def test_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch):
     monkeypatch.setattr(flat_tokenizer, 'AROUND', 0)
     blocks = [text[i:i + 1000] for i in range(0, len(text), 1000)]
     source = prepare.Source('x', 'x', lambda: [iter(blocks)])
-    prepare.write_dataset(str(tmp_path / 'd'), prep_texts(source), tok, 'a')
+    prepare.write_dataset(tmp_path / 'd', prep_texts(source), tok, 'a')
     cut = int(len(text) * 0.9)
     for split, part in (('train', text[:cut]), ('val', text[cut:])):
         assert prep_ids(tmp_path / 'd', split).tolist() == tok.encode(part, allow_special=False)
@@ -324,8 +322,8 @@ def test_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch):
 @pytest.mark.parametrize('chats', [False, True])
 def test_two_processes_write_what_one_writes(chats, tmp_path, monkeypatch):
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
-    pools, real = [], flat_tokenizer.concurrent.futures.ProcessPoolExecutor
-    monkeypatch.setattr(flat_tokenizer.concurrent.futures, 'ProcessPoolExecutor',
+    pools, real = [], concurrent.futures.ProcessPoolExecutor
+    monkeypatch.setattr(concurrent.futures, 'ProcessPoolExecutor',
                         lambda n, **more: pools.append(n) or real(n, **more))
     rng, source = random.Random(2), prep_source(*[prep_awkward(300 + 50 * i, seed=i) for i in range(12)])
     talks = [chat_of(rng) for _ in range(60)]
@@ -333,7 +331,7 @@ def test_two_processes_write_what_one_writes(chats, tmp_path, monkeypatch):
         if chats:
             write_chats(tmp_path / f'p{n}', talks, chat_tokenizer(), 100, n)
         else:
-            prepare.write_dataset(str(tmp_path / f'p{n}'), prep_texts(source), prep_toy_bpe(), 'x', n)
+            prepare.write_dataset(tmp_path / f'p{n}', prep_texts(source), prep_toy_bpe(), 'x', n)
     assert pools == [2] and files_of(tmp_path / 'p1') == files_of(tmp_path / 'p2')
 
 
@@ -389,22 +387,20 @@ def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
     assert counts == {'cut': 1, 'filled': len(ids) - np.count_nonzero(ids == 9) + 6}
 
 
-@pytest.mark.parametrize('block_size', [64, 1000])
-def test_conversations_are_packed_in_order_into_slots(block_size, tmp_path):
+def test_conversations_are_packed_in_order_into_slots(tmp_path):
     tok, rng = chat_tokenizer(), random.Random(1)
     chats = [chat_of(rng, rng.choice([1, 1, 2])) for _ in range(100)]
-    meta = write_chats(tmp_path, chats, tok, block_size)
+    meta = write_chats(tmp_path, chats, tok, 1000)
     for split in ('train', 'val'):
         wanted = [prepare.encode_conversation(tok, prepare.Conversation('x', messages))
                   for n, messages in enumerate(chats) if split_of(n) == split]
         ids, mask = prep_ids(tmp_path, split), prep_ids(tmp_path, f'{split}.mask', np.uint8)
-        assert len(ids) % block_size == 1 and (ids[::block_size] == 256).all() and not mask[ids == 256].any()
+        assert len(ids) % 1000 == 1 and (ids[::1000] == 256).all() and not mask[ids == 256].any()
         assert ids[ids != 256].tolist() == [i for ids, _ in wanted for i in ids]
-        if block_size == 1000:
-            assert mask[ids != 256].tolist() == [i for _, mask in wanted for i in mask]
-    assert meta['block_size'] == block_size and bool(meta['cut']) == (block_size == 64)
+        assert mask[ids != 256].tolist() == [i for _, mask in wanted for i in mask]
     answers = [m['content'] for messages in chats for m in messages if m['role'] == 'assistant']
     assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(answers).encode())
+    assert meta['block_size'] == 1000 and not meta['cut']
 
 
 def test_all_shapes_of_records_are_the_same_conversations(prep):
@@ -474,11 +470,11 @@ def test_pydoc_chat_is_short_and_the_same_each_time():
     chats, said = list(prepare.pydoc_chats()), {}
     assert 2000 < len(chats) < 9000 and chats == list(prepare.pydoc_chats())
     for _, messages, _ in chats:
-        said |= dict(zip(*([message['content'] for message in messages[i::2]] for i in (0, 1))))
-        assert all(len(message['content']) < 200 and '\n' not in message['content'] for message in messages)
+        texts = [message['content'] for message in messages]
+        said |= dict(zip(texts[::2], texts[1::2]))
+        assert len(texts) % 2 == 0 and max(map(len, texts)) < 200 and '\n' not in ''.join(texts)
     assert said['What does os.path.join do?'].startswith('Join two or more pathname components')
     assert said['What arguments does os.path.join take?'] == 'os.path.join(a, *p)'
-    assert {2, 4, 6} < {len(messages) for _, messages, _ in chats}
 
 
 def test_look_shows_what_a_folder_has(prep):
@@ -497,7 +493,7 @@ def test_look_shows_what_a_folder_has(prep):
 def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
     meta = {'vocab_size': 3, 'itos': dict(enumerate('\nab')), 'stoi': {'\n': 0, 'a': 1, 'b': 2}}
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(meta))
-    tok = prepare.load_tokenizer(str(tmp_path))
+    tok = prepare.load_tokenizer(tmp_path)
     assert tok.n_vocab == 3 and tok.encode('ab\n') == [1, 2, 0] and tok.decode([1, 2, 0]) == 'ab\n'
 
     class Evil:
@@ -506,14 +502,14 @@ def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
     for bad in ({**meta, 'x': Evil()}, {'vocab_size': np.int64(3)}):
         (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(bad))
         with pytest.raises(ValueError, match='only plain data is read'):
-            prepare.read_meta(str(tmp_path))
+            prepare.read_meta(tmp_path)
     assert not (tmp_path / 'pwned').exists()
 
 
 def test_without_meta_gpt2_is_assumed_and_said_once(tmp_path, capsys):
     np.arange(50, dtype=np.uint16).tofile(tmp_path / 'train.bin')
-    bins = prepare.Bins(str(tmp_path), 'train')
-    meta = prepare.read_meta(str(tmp_path))
+    bins = prepare.Bins(tmp_path, 'train')
+    meta = prepare.read_meta(tmp_path)
     assert (meta['vocab_size'], meta['dtype'], meta['tokenizer']) == (50304, 'uint16', None)
     assert bins.n_tokens == 50 and capsys.readouterr().out.count('GPT-2') == 1
 
@@ -522,9 +518,9 @@ def test_without_meta_gpt2_is_assumed_and_said_once(tmp_path, capsys):
 def test_bins_dtype_follows_the_vocabulary(n_vocab, dtype, tmp_path):
     text = ''.join(chr(0x10000 + i) for i in range(n_vocab))
     tok = make_tokenizer('char', text)
-    meta = prepare.write_dataset(str(tmp_path), prep_texts(prep_source(text)), tok, 'a')
+    meta = prepare.write_dataset(tmp_path, prep_texts(prep_source(text)), tok, 'a')
     assert meta['dtype'] == dtype and tok.n_vocab == n_vocab
-    bins = prepare.Bins(str(tmp_path), 'val', vocab_size=n_vocab)
+    bins = prepare.Bins(tmp_path, 'val', vocab_size=n_vocab)
     assert bins.read([bins.n_sequences(1) - 1], 1).tolist() == [[n_vocab - 2, n_vocab - 1]]
 
 
@@ -545,7 +541,7 @@ def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
     ids = np.zeros(300, np.uint16)
     ids[222] = 777
     ids.tofile(tmp_path / 'val.bin')
-    bins = prepare.Bins(str(tmp_path), 'val', 'uint16', vocab_size=700)
+    bins = prepare.Bins(tmp_path, 'val', 'uint16', vocab_size=700)
     assert bins.n_sequences(299) == 1 and bins.read([0, 1], 99).shape == (2, 100)
     with pytest.raises(ValueError, match=r'val.bin has 300 tokens, .* = 301: lower --block_size'):
         bins.read([0], 300)
@@ -555,7 +551,7 @@ def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
         bins.check_vocabulary(500, 'mend it')
     (tmp_path / 'val.mask.bin').write_bytes(b'\1' * 98)
     with pytest.raises(ValueError, match='val.bin: .* mask'):
-        prepare.Bins(str(tmp_path), 'val', 'uint16')
+        prepare.Bins(tmp_path, 'val', 'uint16')
 
 
 @pytest.mark.parametrize('masked', [True, False])
@@ -570,7 +566,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
         for at in range(0, n - 10, 10):  # a sequence of 11 tokens ends before n
             learnt = [int(ids[j]) if mask[j] else -1 for j in range(at + 1, at + 11)]
             expected.append((ids[at:at + 10].tolist(), learnt))
-    bins = prepare.Bins(str(tmp_path), 'train', 'uint16')
+    bins = prepare.Bins(tmp_path, 'train', 'uint16')
     order = rng.permutation(len(expected))
     inputs, targets = bins.batch(order, 10)
     assert bins.n_sequences(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
@@ -581,7 +577,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
         assert bins.n_targets == sum(map(sum, masks))
         os.remove(tmp_path / 'train_1.mask.bin')
         with pytest.raises(ValueError, match='mask'):
-            prepare.Bins(str(tmp_path), 'train', 'uint16')
+            prepare.Bins(tmp_path, 'train', 'uint16')
 
 
 # downloads --------------------------------------------------------------------------------------------------
@@ -620,12 +616,11 @@ def server(monkeypatch):
     server.server_close()
 
 
-@pytest.mark.parametrize('path, n_requests', [('/ok', 1), ('/500x2', 3), ('/cut', 2)])
-@pytest.mark.parametrize('sha256', [BODY_SUM, None])
+@pytest.mark.parametrize('path, n_requests, sha256', [
+    ('/ok', 1, None), ('/ok', 1, BODY_SUM), ('/500x2', 3, BODY_SUM), ('/cut', 2, None)])
 def test_fetch_brings_the_file(path, n_requests, sha256, server, tmp_path):
-    target = tmp_path / 'deep' / 'file'
     for _ in range(2):  # the second time it is there already
-        assert prepare.fetch(server + path, str(target), sha256) == str(target)
+        prepare.fetch(server + path, str(tmp_path / 'deep' / 'file'), sha256)
         assert files_of(tmp_path / 'deep') == {'file': BODY} and len(Handler.seen) == n_requests
 
 
