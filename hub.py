@@ -631,9 +631,10 @@ def read_layers(c, args, family):
 
 def write_layers(config, c, family):
     if 'S' in family.layers:
-        none = config.block_size if 'L' in family.layers else None  # with both, a number is expected
-        c.update(sliding_window=config.window or none, use_sliding_window=config.window is not None,
-                 max_window_layers=0)
+        size = config.window
+        if size is None and 'L' in family.layers:  # a number is expected
+            size = config.block_size
+        c.update(sliding_window=size, use_sliding_window=config.window is not None, max_window_layers=0)
     if family.layer_types:
         c['layer_types'] = [LAYER_TYPES.get(config.mixer_of(i)) or
                             LAYER_TYPES['L' if config.window_of(i) is None else 'S']
@@ -769,13 +770,13 @@ def read_headers(folder):
 
 
 def stored_dtype(stored):
-    """The largest tensor's."""
+    """The dtype of the largest tensor."""
     return max(stored.values(), key=lambda one: math.prod(one.shape)).dtype
 
 
 def by_family_names(stored, family):
-    """The same with the family's names. Some files lack what all begin with ('transformer.', GPT-2 and BLOOM
-    as first published), others nest the text model in a larger one ('model.language_model.')."""
+    """stored with the family's names. Some files lack their prefix ('transformer.', GPT-2 and BLOOM as first
+    published), others nest the text model in a larger one ('model.language_model.')."""
     first, head = f"{family.names['wte']}.weight", family.names['lm_head']
     prefix, _, rest = first.partition('.')
     theirs = min((name for name in stored if name.endswith(rest)), key=len, default=first).removesuffix(rest)

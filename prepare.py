@@ -248,7 +248,7 @@ def check_messages(messages, place):
 
 
 def from_json(value):
-    """The value of a text of JSON, as MiniMind writes tools and tool_calls; else the value itself."""
+    """A text of JSON, as MiniMind writes tools and tool_calls -> its value; others stay."""
     with contextlib.suppress(TypeError, ValueError):
         return json.loads(value)
     return value
@@ -336,7 +336,7 @@ def pystdlib():
 
 
 def fineweb(name, prefix, count):
-    """FineWeb in GPT-2's tokens, by Keller Jordan: files of 100M."""
+    """FineWeb in GPT-2's tokens, by Keller Jordan: files of 100M, the first for val."""
     names = [f'{prefix}_val_000000.bin', *[f'{prefix}_train_{i:06d}.bin' for i in range(1, count + 1)]]
     urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{file}' for file in names]
     return Source(name, name, shards=urls, tokenizer='gpt2')
@@ -502,7 +502,7 @@ def characters_to_train_on(source, fraction):
 
 
 def split_texts(source, fraction, n_train):
-    """(split, document, whether it is whole). For val are the second document and from there each n-th,
+    """(split, document, whether it is whole). The second document and from there each n-th is for val,
     n = 1 / fraction; of a single one the text after n_train characters."""
     for n, document in enumerate(documents_of(source)):
         if n_train is None:

@@ -24,7 +24,6 @@ EOT = '<|endoftext|>'         # the text of every tokenizer's end-of-text token
 SPLITS = ('train', 'val')
 CHUNK = 1 << 20               # characters that are encoded at a time
 
-
 # A letter or digit, then a space, a line end or a CJK stop: none of tiktoken's patterns matches across this
 # or looks ahead from there
 CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')  # [^\W_] is exactly \p{L} and \p{N}
@@ -47,7 +46,7 @@ def last_cut(text, end, tok):
 
 
 def pieces(blocks, tok):
-    """(piece, whether it is the last), of about CHUNK characters, with the ids of the whole text."""
+    """(piece, whether it is the last), of about CHUNK characters; together they have the text's ids."""
     text, limit = '', CHUNK
     for block in blocks:
         text += block
@@ -78,7 +77,7 @@ def gather(items):
 
 def in_processes(procs, work, jobs, least=16):
     """work(job) of every job, in order, in `procs` processes (None: one for each core), which hold two jobs
-    each; fewer than `least` jobs are done here sooner than others start. OSError: a process died."""
+    each; in this one, if there are fewer than `least`. OSError: a process died."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     procs = min(procs or cores, 61)  # Windows allows no more
     jobs = iter(jobs)

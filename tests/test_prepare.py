@@ -499,19 +499,18 @@ def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / 'pwned'),)
-    for bad in ({**meta, 'x': Evil()}, {'vocab_size': np.int64(3)}):
-        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(bad))
-        with pytest.raises(ValueError, match='only plain data is read'):
-            prepare.read_meta(tmp_path)
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({**meta, 'x': Evil()}))
+    with pytest.raises(ValueError, match='only plain data is read'):
+        prepare.read_meta(tmp_path)
     assert not (tmp_path / 'pwned').exists()
 
 
 def test_without_meta_gpt2_is_assumed_and_said_once(tmp_path, capsys):
     np.arange(50, dtype=np.uint16).tofile(tmp_path / 'train.bin')
-    bins = prepare.Bins(tmp_path, 'train')
+    assert prepare.Bins(tmp_path, 'train').n_tokens == 50
     meta = prepare.read_meta(tmp_path)
     assert (meta['vocab_size'], meta['dtype'], meta['tokenizer']) == (50304, 'uint16', None)
-    assert bins.n_tokens == 50 and capsys.readouterr().out.count('GPT-2') == 1
+    assert capsys.readouterr().out.count('GPT-2') == 1
 
 
 @pytest.mark.parametrize('n_vocab, dtype', [(65536, 'uint16'), (65537, 'uint32')])

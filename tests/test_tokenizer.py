@@ -32,12 +32,18 @@ import prepare
 import tokenizer as flat_tokenizer
 from test_model import tiny
 from tokenizer import (
+    BPE_SPECIAL,
+    CHATML,
     EOT,
+    WORD_PATTERN,
     ByteTokenizer,
     JsonTokenizer,
     TiktokenTokenizer,
+    WordSplitter,
+    count_words,
     json_tokenizer,
     make_tokenizer,
+    pieces,
     tokenizer_from_state,
     train_bpe,
 )
@@ -175,7 +181,7 @@ def test_tokenizer_json_in_pieces_is_as_in_one_piece(name, monkeypatch):
     ours = JsonTokenizer(tok_oracles()[name].to_str())
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
     for text in (tok_texts()[0][:9000], ' ' + tok_texts()[4][40_000:46_000], prep_awkward(900)):
-        parts = [part for part, _ in flat_tokenizer.pieces([text[:4000], text[4000:]], ours)]
+        parts = [part for part, _ in pieces([text[:4000], text[4000:]], ours)]
         ids = np.concatenate([ours.encode_array(part) for part in parts])
         assert ''.join(parts) == text and ids.tolist() == ours.encode_array(text).tolist()
         assert len(parts) == 1 if name == 'llama2' else len(parts) > 3  # it puts a space before every text
@@ -365,11 +371,11 @@ def test_bpe_of_a_text_is_that_of_its_words(monkeypatch):
     regex = pytest.importorskip('regex')
     text = tok_texts()[0][:20_000] + prep_awkward(2000) + 'end'  # space at the end is cut otherwise there
     words = regex.findall(prep_patterns()['cl100k_base'], text)
-    assert regex.findall(flat_tokenizer.WORD_PATTERN, text) == words
+    assert regex.findall(WORD_PATTERN, text) == words
     learnt, _ = naive_bpe({word: words.count(word) for word in words}, 36)
     tok = bpe_of(text, 300)
     assert list(tok.bpe._mergeable_ranks) == [*(bytes([b]) for b in range(256)), *learnt]
-    assert tok.special == dict(zip(flat_tokenizer.BPE_SPECIAL, range(292, 300))) and tok.n_vocab == 300
+    assert tok.special == dict(zip(BPE_SPECIAL, range(292, 300))) and tok.n_vocab == 300
     assert [tok.decode([i]) for i in (292, 293, 294)] == ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
     assert tok.encode('<|im_end|>a') == [294, 97] and tok.encode_array('<|im_end|>').max() < 292
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 3000)
@@ -425,9 +431,9 @@ def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch, cap
     monkeypatch.setattr(flat_tokenizer, 'SAMPLE', 5)
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
     monkeypatch.setattr(flat_tokenizer, 'WORDS_BYTES', 1 << 20)
-    splitter = flat_tokenizer.WordSplitter(flat_tokenizer.WORD_PATTERN)
+    splitter = WordSplitter(WORD_PATTERN)
     texts = [[''.join(f'{c}{i} ' for i in range(1000))] for c in 'abcdef']
-    counts, n_read = flat_tokenizer.count_words(splitter, texts)
+    counts, n_read = count_words(splitter, texts)
     assert 4500 < n_read < 7000  # of six times as much: some of all, not all of the first
     assert len({word.strip() for word in counts if word.strip().isalpha()}) > 2
     n_words = sum(len(splitter.encode_array(text)) for text, in texts)
@@ -440,7 +446,7 @@ def test_chats_of_a_trained_tokenizer_are_chatml(tmp_path):
     for name, text in hub.tokenizer_files(tok, tiny()).items():
         (tmp_path / name).write_text(text, encoding='utf-8')
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    assert tok.chat_template == theirs.chat_template == flat_tokenizer.CHATML
+    assert tok.chat_template == theirs.chat_template == CHATML
     for messages, prompt in itertools.product(CHATS, (True, False)):
         expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
         assert tok.chat(messages, add_generation_prompt=prompt) == expected
