@@ -1,19 +1,20 @@
 """
 Models in and out: ours, nanoGPT's, and published ones of the Hugging Face hub.
 
-    python hub.py Qwen/Qwen3-0.6B                         # fetches it, shows what it is and the next commands
+    python hub.py Qwen/Qwen3-0.6B                         # fetches it, says what it is, and the next commands
     python hub.py folder                                  # the same for a folder with config.json
     python hub.py export out/ folder                      # a run of train.py -> a folder for transformers
     python hub.py export out/ folder --dtype=bfloat16
 
 train.py, sample.py and bench.py read published models with --init_from=<id or folder>. HF_TOKEN, HF_HOME,
-HF_ENDPOINT and HF_HUB_OFFLINE have the meaning that huggingface_hub gives them. Only safetensors are read, no
-pickles. A new family is an entry of FAMILIES: see Family.
+HF_ENDPOINT and HF_HUB_OFFLINE work as in huggingface_hub. Only safetensors are read, no pickles. A new family
+is an entry of FAMILIES: see Family.
 """
 import dataclasses
 import fnmatch
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -57,7 +58,7 @@ def plain(dtype):
 
 
 def package(name):
-    """A module that only published models need. Raises ImportError that says how to install it."""
+    """A module that only published models need. Raises ImportError."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -68,45 +69,44 @@ def package(name):
 # families ---------------------------------------------------------------------------------------------------
 
 class Family(typing.NamedTuple):
-    """How transformers writes the models of one model_type: their config.json and the names of their tensors.
+    """How transformers writes one model_type: its config.json and the names of its tensors.
 
-    To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors first;
-    then, where their layout is another, an entry of `rows` or `layouts`; then, for fields of config.json that
-    no name carries over, a Rule. A name may be a function of the config; 'D.attn.c_attn' is for the layers of
-    mixer D alone. Fields and tensors that a table forgets are refused by name. Add a tiny model to HF_MODELS
-    in tests/test_hub.py, which compares it with transformers, in and out.
+    To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors; where
+    their layout is another, an entry of `rows` or `layouts`; for fields of config.json that no name carries
+    over, a Rule. A name may be a function of the config; 'D.attn.c_attn' is for the layers of mixer D alone.
+    All that a table forgets is refused by name. Add a tiny model to HF_MODELS in tests/test_hub.py, which
+    compares it with transformers, in and out.
     """
     arch: str                   # the class in transformers
-    fields: dict                # field of GPTConfig: field of config.json; several: the first that is there
-    ours: dict                  # GPTConfig's fields that this family fixes, unless a field above is given
-    names: dict                 # our module or tensor: theirs; several, of which ours is the rows, in order
+    fields: dict                # GPTConfig's field: theirs; of several the first that is there
+    ours: dict                  # GPTConfig's fields that are fixed, unless a field above is given
+    names: dict                 # our module or tensor: theirs; several have its rows, in order
     layer: str                  # what precedes the names inside block N; an expert's number is E
     theirs: dict = {}           # their fields that must have this value if given
     defaults: dict = {}         # their fields as they are if not given
     rules: tuple = ()           # of Rule
-    rows: dict = {}             # where rows have another order, our module: a function (config, the rows of
-    #                             each projection that is fused in it) -> those of each of theirs
+    rows: dict = {}             # our module with rows in another order: a function (config, the rows of
+    #                             each projection fused in it) -> those of each of theirs
     layouts: dict = {}          # our tensor: Layout
-    ignored: tuple = ()         # patterns of tensors that are left out; N: the layer after the last
+    ignored: tuple = ()         # patterns of tensors; N: the layer after the last
     layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
-    layer_types: str = ''       # the types that their layer_types may have; '': transformers does not look
+    layer_types: str = ''       # that their layer_types may have; '': transformers does not look
 
 
 class Rule(typing.NamedTuple):
     """Fields of config.json that no name carries over."""
-    theirs: dict                # these, with their values if not given
+    theirs: dict                # the fields: their values if not given
     read: typing.Callable       # (config.json, GPTConfig's fields so far) -> None: sets the rest
     write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far) -> None: sets the rest
 
 
 class Layout(typing.NamedTuple):
-    """Two functions of a tensor."""
     read: typing.Callable       # theirs -> ours
     write: typing.Callable      # ours -> theirs
 
 
 def like(base, **changes):
-    """The family `base` with changes: dicts are merged, where None removes an entry; the rest is replaced."""
+    """The family `base` with changes. Dicts are merged; None removes an entry."""
     for key, value in changes.items():
         if isinstance(value, dict):
             merged = {**getattr(base, key), **value}
@@ -115,7 +115,7 @@ def like(base, **changes):
 
 
 def refuse(c, **fields):
-    """Raises ValueError if any fields of a config.json are given, which names them."""
+    """Raises ValueError that names these fields of a config.json, if any."""
     if fields:
         given = ', '.join(f"{name}={value!r:.80}" for name, value in fields.items())
         raise ValueError(f"{c['model_type']} with {given} is unsupported")
@@ -125,18 +125,18 @@ def refuse(c, **fields):
 
 SAME = Layout(lambda w: w, lambda w: w)
 TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
-PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # stored less 1; exact in float32 only
+PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # exact in float32 only
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
 
 
 def shares(groups, *parts):
-    """The rows of a tensor that is made of `groups` groups: each holds its share of each part, one after the
-    other. parts: indices of our rows, (n,) each."""
+    """The rows of a tensor of `groups` groups, each of which holds its share of each part in turn. parts:
+    indices of our rows, (n,) each."""
     return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
 
 
 def interleaved(rows):
-    """(..., n), two halves -> pairs of one of each: how some families lay out what rotates together."""
+    """(..., n), two halves -> pairs of one of each, as some families lay out what rotates together."""
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
@@ -146,13 +146,13 @@ def rows_by_kv_head(config, *qkv):
 
 
 def rows_latent_query(config, query):
-    """Of each head the last rows are interleaved, which rotate."""
+    """The last rows of each head, which rotate, are interleaved."""
     still, turned = query.view(config.n_head, -1).split((config.qk_nope_head_dim, config.qk_rope_head_dim), 1)
     return [torch.cat((still, interleaved(turned)), dim=1).flatten()]
 
 
 def rows_latent_in(config, query, latent, key):
-    """Two tensors: the query, compressed or not; the latent with the rotary key."""
+    """The query, compressed or not; the latent with the rotary key."""
     if config.q_lora_rank is None:
         query, = rows_latent_query(config, query)
     return [query, torch.cat((latent, interleaved(key)))]
@@ -164,12 +164,12 @@ def rows_gate_up(config, *gate_up):
 
 
 def rows_gated_attention(config, q, k, v, gate):
-    """Three tensors: for each head its query and its gate; the keys; the values."""
+    """For each head its query and its gate; the keys; the values."""
     return [shares(config.n_head, q, gate), k, v]
 
 
 def rows_qwen3_next(config, q, k, v, z, b, a):
-    """Two tensors: for each key head its q, k, v and z; for each its b and a."""
+    """For each key head its q, k, v and z; for each its b and a."""
     return [shares(config.linear_n_key_head, q, k, v, z), shares(config.linear_n_key_head, b, a)]
 
 
@@ -208,8 +208,6 @@ def write_mpt(config, c):
 
 
 def read_deepseek(c, args):
-    if args.get('qkv_bias') and not args.get('q_lora_rank'):
-        refuse(c, attention_bias=True, q_lora_rank=None)
     if (args.get('n_group') or 1) == 1 or c['topk_method'] == 'greedy':
         args.update(n_group=None, topk_group=None)
 
@@ -235,10 +233,7 @@ def write_sparse_layers(config, c):
 
 
 def read_shared_expert(c, args):
-    shared, width = c['shared_expert_intermediate_size'], c['moe_intermediate_size']
-    if shared % width:
-        refuse(c, shared_expert_intermediate_size=shared, moe_intermediate_size=width)
-    args['n_shared_expert'] = shared // width
+    args['n_shared_expert'] = c['shared_expert_intermediate_size'] // c['moe_intermediate_size']
 
 
 def write_shared_expert(config, c):
@@ -246,7 +241,7 @@ def write_shared_expert(config, c):
 
 
 def read_hybrid(c, args):
-    """Their fields of a mixer that no layer has are written all the same."""
+    """Transformers writes the fields of mixers that no layer has, too."""
     for mixer in MIXERS.keys() - set(args['mixer_pattern']):
         unused = set(MIXERS[mixer].fields).difference(*(MIXERS[one].fields for one in args['mixer_pattern']))
         args.update({name: getattr(GPTConfig, name) for name in unused & args.keys()})
@@ -264,7 +259,6 @@ def read_gemma2(c, args):
 
 def write_gemma2(config, c):
     c.update(query_pre_attn_scalar=round(config.scale ** -2),
-             sliding_window=config.window or config.block_size,
              attn_logit_softcapping=config.attn_softcap or None,
              final_logit_softcapping=config.logit_softcap or None)
 
@@ -288,17 +282,13 @@ def write_neox(config, c):
 
 
 def read_minimind(c, args):
-    """Of version 3 on, a Qwen3; before, with n_routed_experts in its config.json, a Llama."""
+    """A Qwen3 from version 3 on; before, with n_routed_experts in its config.json, a Llama."""
     args['qk_norm'] = c['n_routed_experts'] is None
     if not c['use_moe']:
-        for name in QWEN_EXPERTS:  # theirs are written all the same
+        for name in QWEN_EXPERTS:  # written all the same
             args.pop(name, None)
     elif not args['qk_norm']:
         refuse(c, use_moe=True, n_routed_experts=c['n_routed_experts'])
-
-
-def write_gpt_oss(config, c):
-    c['sliding_window'] = config.window or config.block_size
 
 
 MPT_ATTENTION = dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, prefix_lm=False,
@@ -443,7 +433,7 @@ MPT = like(
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
     rules=(Rule(dict(attn_config={}, learned_pos_emb=None), read_mpt, write_mpt),))
-FAMILIES = {  # model_type: what is tried in this order when ours is written
+FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3': QWEN3,
     'llama': LLAMA,
     'mistral': MISTRAL,
@@ -500,8 +490,7 @@ FAMILIES = {  # model_type: what is tried in this order when ours is written
                'mlp.experts.c_proj.weight': 'mlp.experts.down_proj',
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
         rows={'mlp.experts.c_fc': rows_gate_up},
-        layouts={'mlp.experts.c_fc.weight': TRANSPOSED, 'mlp.experts.c_proj.weight': TRANSPOSED},
-        rules=(Rule({}, lambda c, args: None, write_gpt_oss),)),
+        layouts={'mlp.experts.c_fc.weight': TRANSPOSED, 'mlp.experts.c_proj.weight': TRANSPOSED}),
     'minimind': like(
         LLAMA, arch='MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
         rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
@@ -514,7 +503,7 @@ FAMILIES = {  # model_type: what is tried in this order when ours is written
     'qwen3_next': QWEN3_NEXT,
     'qwen3_5_text': QWEN3_5,
 }
-LAYER_TYPES = {  # by the letter of our mixer, where it is not attention with S, a window, or L, without
+LAYER_TYPES = {  # by the letter of our mixer, or for attention L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention'}
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
@@ -533,14 +522,14 @@ HARMLESS = '''
     rope_interleave rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise
     seq_aux skip_bias_add* slow_but_exact summary_* task_* tokenizer_name torch_dtype transformers.js_config
     transformers_version verbose
-'''  # fields of any config.json that change nothing that is computed here, or that are read below
+'''  # fields of any config.json that change nothing here, or are read below
 
 
 # config.json ------------------------------------------------------------------------------------------------
 
 def config_from_hf(c):
-    """config.json, as a dict, in transformers' old form or its new -> GPTConfig. Raises ValueError that names
-    all that is unsupported."""
+    """config.json, in transformers' old or new form -> GPTConfig. Raises ValueError that names all that is
+    unsupported."""
     c = text_config(c)
     if c.get('model_type') not in FAMILIES:
         raise ValueError(f"model_type={c.get('model_type')!r} is unsupported; these are supported: "
@@ -569,7 +558,7 @@ def config_from_hf(c):
 
 
 def text_config(c):
-    """The part of a config.json that is about text, if the model reads images too: these are left out."""
+    """The part of a config.json that is about text, if the model reads images too."""
     if 'text_config' not in c:
         return c
     outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
@@ -581,9 +570,9 @@ def activations_of(family):
 
 
 def read_rope(c, args):
-    """rope_parameters, or as once published rope_scaling, rope_theta and others -> our fields. If both are
-    there, transformers takes rope_scaling alone (modeling_rope_utils, 5.23), and so do we. Of mrope, which is
-    for images, nothing is read: for text all its positions are equal."""
+    """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
+    takes rope_scaling alone (modeling_rope_utils, 5.23). mrope, for images, is left out: for text all its
+    positions are equal."""
     given = c.get('rope_scaling') or c.get('rope_parameters') or {}
     rope = {'rope_type' if name == 'type' else name: value for name, value in given.items()
             if value is not None and not name.startswith('mrope_')}
@@ -642,8 +631,10 @@ def read_layers(c, args, family):
 
 def write_layers(config, c, family):
     if 'S' in family.layers:
-        c.update(sliding_window=config.window, use_sliding_window=config.window is not None,
-                 max_window_layers=0)
+        size = config.window
+        if size is None and 'L' in family.layers:  # a number is expected
+            size = config.block_size
+        c.update(sliding_window=size, use_sliding_window=config.window is not None, max_window_layers=0)
     if family.layer_types:
         c['layer_types'] = [LAYER_TYPES.get(config.mixer_of(i)) or
                             LAYER_TYPES['L' if config.window_of(i) is None else 'S']
@@ -651,7 +642,7 @@ def write_layers(config, c, family):
 
 
 def canonical(config):
-    """What a config computes, apart from how it is written."""
+    """What a config computes, however it is written."""
     layers = range(config.n_layer)
     sparse = [config.has_experts(i) for i in layers]
     return {**vars(config), 'dropout': 0, 'bias': None, 'balance_per_sequence': None, 'n_dense_layer': sparse,
@@ -662,7 +653,7 @@ def canonical(config):
 
 
 def write_config(config, kind):
-    """config.json of a family as near as its fields allow. Raises ValueError and others if they do not."""
+    """config.json of a family as near as its fields allow. Raises ValueError and others."""
     family = FAMILIES[kind]
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.theirs}
@@ -679,8 +670,8 @@ def write_config(config, kind):
 
 
 def config_to_hf(config):
-    """GPTConfig -> config.json of a family that computes the same, as a dict: the family whose reading of
-    what is written gives the same model back. Raises ValueError that names what the nearest family lacks."""
+    """GPTConfig -> config.json of the first family whose reading of it computes the same. Raises ValueError
+    that names what the nearest family lacks."""
     ours, nearest = canonical(config), []
     for kind in FAMILIES:
         try:
@@ -692,7 +683,7 @@ def config_to_hf(config):
         if not lacks:
             return c
         nearest.append((kind, lacks))
-    kind, lacks = min(nearest, key=lambda one: len(one[1]), default=('none', ['rope_scaling']))
+    kind, lacks = min(nearest, key=lambda one: len(one[1]))
     raise ValueError(f"no published family computes this model; the nearest, {kind}, differs in "
                      + ', '.join(f"{name} (here {getattr(config, name)!r})" for name in lacks))
 
@@ -708,50 +699,44 @@ class Stored(typing.NamedTuple):
 
 
 class Part(typing.NamedTuple):
-    """A tensor of theirs: these elements of one of ours, in this layout."""
+    """Their tensor: these elements of one of ours, in this layout."""
     name: str
     index: tuple
     layout: Layout
-    shape: tuple
 
 
 def plan(model, family):
-    """Our tensor, as state_dict() names it -> the Parts that it is made of. Raises ValueError for a tensor
-    that the family has no name for."""
+    """Our tensor, as state_dict() names it -> its Parts. Raises ValueError for one without a name."""
     found = {}
     for ours, w in model.state_dict().items():
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
-        module, _, kind = name.rpartition('.')
-        before, after, names, orders = '', '', family.names, family.rows
-        if layer:
-            mixer = model.config.mixer_of(int(layer))
-            before, names, orders = family.layer.replace('N', layer), of(mixer, names), of(mixer, orders)
-        if name not in names:
-            name, after = module, f'.{kind}'
-        if name not in names:
+        before = family.layer.replace('N', layer) if layer else ''
+        mixer = model.config.mixer_of(int(layer)) if layer else ''
+        names, orders = of(mixer, family.names), of(mixer, family.rows)
+        module, dot, kind = name.rpartition('.')
+        key, after = (name, '') if name in names else (module, dot + kind)
+        if key not in names:
             raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in hub.py")
-        theirs = names[name](model.config) if callable(names[name]) else names[name]
+        theirs = names[key](model.config) if callable(names[key]) else names[key]
         theirs = [before + one + after for one in theirs.split()]
 
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
         if module in orders:
             rows = orders[module](model.config, *torch.arange(sum(widths)).split(list(widths)))
         else:  # one after the other, the last takes the rest
-            begins = [sum(widths[:i]) for i in range(len(theirs))]
-            rows = [slice(begin, end) for begin, end in zip(begins, [*begins[1:], None])]
-        experts = [()]
-        if module.startswith('mlp.experts'):  # ours are one tensor, (expert, row, column)
-            experts = [(e,) for e in range(len(w))] if '.E.' in theirs[0] else [(slice(None),)]
-        layout, found[ours] = family.layouts.get(name + after, SAME), []
-        for expert in experts:
-            for one, row in zip(theirs, rows, strict=True):
-                index, one = (*expert, row), one.replace('.E.', f'.{expert[0]}.') if expert else one
-                found[ours].append(Part(one, index, layout, tuple(layout.write(w.to('meta')[index]).shape)))
+            begins = [0, *itertools.accumulate(widths)][:len(theirs)]
+            rows = list(map(slice, begins, [*begins[1:], None]))
+        is_experts = module.startswith('mlp.experts')  # ours are one tensor, (expert, row, column)
+        found[ours] = [
+            Part(one.replace('.E.', f'.{e}.'), (e, row) if is_experts else (row,),
+                 family.layouts.get(name, SAME))
+            for e in (range(len(w)) if '.E.' in theirs[0] else [slice(None)])
+            for one, row in zip(theirs, rows, strict=True)]
     return found
 
 
 def of(mixer, table):
-    """A table of a family as it is for layers with this mixer."""
+    """A family's table for layers with this mixer."""
     own = {name.removeprefix(f'{mixer}.'): one for name, one in table.items() if name.startswith(f'{mixer}.')}
     return {**table, **own}
 
@@ -772,7 +757,7 @@ def weight_names(folder):
 
 
 def read_headers(folder):
-    """name -> Stored, of all tensors in a folder's safetensors. Raises FileNotFoundError if it lacks one."""
+    """name -> Stored, of a folder's safetensors. Raises FileNotFoundError."""
     found = {}
     for path in [os.path.join(folder, name) for name in weight_names(folder)]:
         if not os.path.exists(path):
@@ -785,17 +770,15 @@ def read_headers(folder):
 
 
 def stored_dtype(stored):
-    """That of the largest tensor."""
+    """The dtype of the largest tensor."""
     return max(stored.values(), key=lambda one: math.prod(one.shape)).dtype
 
 
 def by_family_names(stored, family):
-    """The same with the family's names: some files lack what all names begin with ('transformer.', GPT-2 and
-    BLOOM as first published), others nest the text model in a larger one ('model.language_model.')."""
+    """stored with the family's names. Some files lack their prefix ('transformer.', GPT-2 and BLOOM as first
+    published), others nest the text model in a larger one ('model.language_model.')."""
     first, head = f"{family.names['wte']}.weight", family.names['lm_head']
     prefix, _, rest = first.partition('.')
-    if first in stored:
-        return stored
     theirs = min((name for name in stored if name.endswith(rest)), key=len, default=first).removesuffix(rest)
     return {f'{prefix}.{name.removeprefix(theirs)}' if name.startswith(theirs) and not name.startswith(head)
             else name: one for name, one in stored.items()}
@@ -805,14 +788,14 @@ IGNORED = ('*.attn.bias', '*.attn.masked_bias', '*.attention.bias', '*.attention
 
 
 def check(parts, stored, model, family, folder):
-    """Raises ValueError that names all tensors that are missing, unexpected or of another shape."""
+    """Raises ValueError that names all missing, unexpected or misshapen tensors."""
     ignored = [*IGNORED, *(one.replace('N', str(model.config.n_layer)) for one in family.ignored)]
     if model.lm_head is None:
         ignored.append(f"{family.names['lm_head']}.*")
-    wanted = {part.name: part.shape for ours in parts for part in parts[ours]}
+    wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     found = {name: one.shape for name, one in stored.items()
              if name in wanted or not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)}
-    found |= {part.name: part.shape for part in parts.get('wpe.weight', ())}  # a smaller context crops these
+    found |= {part.name: wanted[part.name] for part in parts.get('wpe.weight', ())}  # may be cropped
     wrong = [f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}"
              for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
     if wrong:
@@ -821,9 +804,9 @@ def check(parts, stored, model, family, folder):
 
 @torch.no_grad()
 def fill(model, parts, stored):
-    """Copies the files' tensors into the model, one of ours after the other."""
+    """Copies the files' tensors into the model."""
     for ours, w in model.state_dict().items():
-        # mapped files are opened anew for each: what has been read of them counts as memory
+        # mapped files are opened anew for each, for what has been read of them counts as memory
         opened = functools.cache(functools.partial(package('safetensors').safe_open, framework='pt'))
         for part in parts[ours]:
             path, name, *_ = stored[part.name]
@@ -833,14 +816,13 @@ def fill(model, parts, stored):
 
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
     """A folder with config.json and safetensors, or an id on the hub -> the model, in eval mode. dtype: of
-    the weights; None: as they are stored. int8: the large ones are quantized as they are read, so that they
-    are never there as a whole. changes: config fields to set otherwise. Raises OSError for files that are
-    missing, ValueError that names all that is unsupported or does not fit."""
+    the weights; None: as stored. int8: quantizes the large ones as they are read. changes: config fields to
+    set otherwise. Raises OSError for missing files, ValueError that names all that does not fit."""
     folder = fetch(folder_or_id)
     c = text_config(read_json(folder, 'config.json'))
     config = config_from_hf(c)
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
-        # the list for short texts, by which transformers reads them; a larger block_size takes the other
+        # transformers' list for short texts; a larger block_size takes the other
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings'], **changes}
     family, stored = FAMILIES[c['model_type']], read_headers(folder)
     dtype, stored = dtype or stored_dtype(stored), by_family_names(stored, family)
@@ -860,43 +842,40 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
 # export -----------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def their_tensors(model, family, dtype):
-    """name -> tensor, in the family's layout: views of ours where layout and dtype agree. Buffers (the biases
-    of experts) keep their own dtype, as in the model."""
+def their_tensors(model, parts, dtype):
+    """name -> tensor, in the family's layout: views of ours where layout and dtype agree. Buffers, the biases
+    of experts, keep their dtype."""
     state, buffers = model.state_dict(), dict(model.named_buffers())
     return {part.name: part.layout.write(state[ours][part.index]).to(
                 state[ours].dtype if ours in buffers else dtype).contiguous()
-            for ours, parts in plan(model, family).items() for part in parts}
+            for ours in parts for part in parts[ours]}
 
 
 def tokenizer_files(tokenizer, model):
-    """File name -> text, of what AutoTokenizer reads."""
+    """File name -> text, for AutoTokenizer."""
     eot = None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot])
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eot,
               'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
-              **getattr(tokenizer, 'config', {})}  # what came with it: its own end of text, its chat template
+              **getattr(tokenizer, 'config', {})}  # its own end of text, chat template
     if tokenizer.chat_template:
         config['chat_template'] = tokenizer.chat_template
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
 EXPORTED = (WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', 'config.json')
-EXPORTED_BY = {'exported_by': 'flatgpt'}  # in the header of the weights
 
 
 def save_pretrained(model, tokenizer, folder, dtype=None):
-    """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: None for none; dtype: of the
-    weights, None: the model's. Files are moved there when all are complete, config.json last. Raises
-    ValueError if no family computes the same or the folder holds files of another origin, and OSError, with
-    nothing changed, if they cannot be written."""
+    """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: may be None; dtype: of the
+    weights, None: the model's. Raises ValueError if no family computes the same or the folder holds other
+    files, and OSError, with nothing changed, if it cannot be written."""
     safetensors, folder = package('safetensors'), pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     if model.wte.weight.dtype not in DTYPES.values():
         raise ValueError(f"weights in {plain(model.wte.weight.dtype)} are not exported: use another dtype")
     c = {**config_to_hf(model.config), 'dtype': plain(dtype)}
     there = {path.name for path in folder.glob('*')}
-    if WEIGHTS in there and EXPORTED_BY.items() <= (
-            safetensors.safe_open(folder / WEIGHTS, 'pt').metadata() or {}).items():
+    if WEIGHTS in there and 'exported_by' in (safetensors.safe_open(folder / WEIGHTS, 'pt').metadata() or {}):
         there -= {*EXPORTED}
     if there:
         raise ValueError(f"{folder} holds {', '.join(sorted(there)):.60}, of no earlier export: give another")
@@ -911,10 +890,10 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
         temporary = pathlib.Path(temporary)
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding='utf-8', newline='')
-        tensors = their_tensors(model, FAMILIES[c['model_type']], dtype)
+        tensors = their_tensors(model, plan(model, FAMILIES[c['model_type']]), dtype)
         try:
             package('safetensors.torch').save_file(
-                tensors, temporary / WEIGHTS, {'format': 'pt', **EXPORTED_BY})
+                tensors, temporary / WEIGHTS, {'format': 'pt', 'exported_by': 'flatgpt'})
         except safetensors.SafetensorError as error:  # a full disk
             raise OSError(f"{folder} cannot be written: {error}") from None
         shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else its owner's alone
@@ -932,8 +911,8 @@ SMALL_FILES = ['config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_t
 
 
 def fetch(name):
-    """A folder, or an id on the hub -> the folder that holds it. Downloads what is not in the cache:
-    config.json and the tokenizer; then, if the config is supported, the safetensors. Raises OSError."""
+    """A folder, or an id on the hub -> its folder, into which the tokenizer and, if config.json is supported,
+    the safetensors are downloaded. Raises OSError."""
     if os.path.exists(name):
         return os.fspath(name)
     download = package('huggingface_hub').snapshot_download
@@ -948,23 +927,20 @@ def fetch(name):
 
 
 def describe(name, folder):
-    """Prints what a published model is, and what can be done with it."""
+    """Prints what a published model is, and the next commands."""
     c = text_config(read_json(folder, 'config.json'))
     config = config_from_hf(c)
     with torch.device('meta'):
         model = GPT(config)
-    size = f"{model.num_params():,} parameters"
-    if config.n_expert:
-        size += f", {model.num_params(active=True):,} active"
-    print(f"{name}: {c['model_type']}, {size}, stored in {plain(stored_dtype(read_headers(folder)))}")
+    active = f", {model.num_params(active=True):,} active" if config.n_expert else ''
+    print(f"{name}: {c['model_type']}, {model.num_params():,} parameters{active}, "
+          f"stored in {plain(stored_dtype(read_headers(folder)))}")
     print(f"context {config.block_size:,} tokens, vocabulary {config.vocab_size:,}")
     try:
         tokenizer = json_tokenizer(folder)
-        chat = 'with a chat template' if tokenizer.chat_template else 'no chat template'
-        eot = 'no end-of-text token'
-        if tokenizer.eot is not None:
-            eot = f"end of text {tokenizer.decode([tokenizer.eot])!r}"
-        print(f"tokenizer: {tokenizer.n_vocab:,} tokens, {eot}, {chat}")
+        ends = [tokenizer.decode([i]) for i in tokenizer.stop_tokens]
+        print(f"tokenizer: {tokenizer.n_vocab:,} tokens, texts end with {' or '.join(ends) or 'none'}, "
+              f"{'with a' if tokenizer.chat_template else 'no'} chat template")
     except (OSError, ImportError, ValueError) as error:  # the model can be used without
         print(f"tokenizer: none ({error})")
     name, shorter = shlex.quote(name), ' --block_size=1024' * (config.block_size > 1024)
@@ -976,8 +952,7 @@ def describe(name, folder):
 # loading ----------------------------------------------------------------------------------------------------
 
 def is_published(name):
-    """Whether init_from is a published model: a folder with config.json, or what looks like an id on the hub,
-    or like nanoGPT's names of GPT-2."""
+    """Whether this is a folder with config.json, or looks like an id on the hub or nanoGPT's gpt2 names."""
     if os.path.exists(name):
         return os.path.exists(os.path.join(name, 'config.json'))
     hub_id = re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
@@ -985,15 +960,14 @@ def is_published(name):
 
 
 def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
-    """Reads a model, its tokenizer, and what else its checkpoint holds: (model, tokenizer, rest).
+    """(model, tokenizer, rest): rest is what else its checkpoint holds.
 
     init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
-    model: a folder with config.json, an id on the hub, nanoGPT's gpt2 names. dtype: None is the one stored.
-    best: of a run's folder best.pt, if it is there, rather than ckpt.pt. merge: of a LoRA run whether the
-    adapters are added to the weights, else they stand beside them. int8: whether large weights are quantized,
-    a published model's as they are read. changes: fields of GPTConfig to set otherwise. The tokenizer is None
-    where there is none, and rest['no_tokenizer'] says why; rest['path'] is what was read. Raises
-    FileNotFoundError, or ValueError for what is no checkpoint."""
+    model (see is_published). dtype: None: as stored. best: of a run's folder best.pt, if it is there, rather
+    than ckpt.pt. merge: adds a LoRA run's adapters to the weights, else they stand beside them. int8:
+    quantizes large weights. changes: fields of GPTConfig to set otherwise. The tokenizer is None where there
+    is none, and rest['no_tokenizer'] says why; rest['path'] is the file or folder. Raises FileNotFoundError,
+    or ValueError for what is no checkpoint."""
     published = init_from != 'resume' and is_published(init_from)
     if published:
         path = fetch(init_from)
@@ -1021,10 +995,8 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
 
 
 def adapted_model(path, rest, state, changes):
-    """The model that a checkpoint of adapters names as its base, with these beside its weights."""
+    """The base that a checkpoint of adapters names, with these beside its weights."""
     lora, base = rest['lora'], rest['lora']['base']
-    if base.startswith('.'):  # in files of older versions it is relative to their folder
-        base = os.path.join(os.path.dirname(path), base)
     if not (os.path.exists(base) or is_published(base)):
         raise FileNotFoundError(f"{path} holds adapters of {base}, which is not there: put it back")
     model, *_ = load(base, dtype=torch.float32, **changes)
@@ -1035,7 +1007,7 @@ def adapted_model(path, rest, state, changes):
 
 
 def find_tokenizer(rest, path):
-    """The tokenizer of a checkpoint: its own, or for nanoGPT's files that of the dataset they name."""
+    """A checkpoint's own tokenizer, or, of nanoGPT's, that of its dataset."""
     if rest.get('tokenizer'):
         return tokenizer_from_state(rest['tokenizer'])
     dataset, n_vocab = rest.get('config', {}).get('dataset'), rest['model_args']['vocab_size']

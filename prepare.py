@@ -1,13 +1,13 @@
 """From text to tokens: writes data/<name>/train.bin, val.bin and meta.json, which train.py reads.
 
-    $ python prepare.py                               # Python's own library: data/pystdlib_bpe4096
+    $ python prepare.py                               # Python's library: data/pystdlib_bpe4096
     $ python prepare.py shakespeare --tokenizer=char  # data/shakespeare_char
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
-    $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: each file is a document
-    $ python prepare.py tales.jsonl.gz --field=story  # JSON lines: each record is a document
+    $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: a document for each file
+    $ python prepare.py tales.jsonl.gz --field=story  # a document for each record
     $ zcat *.gz | python prepare.py -
     $ python prepare.py fineweb_edu --shards=10       # tokens that others prepared
-    $ python prepare.py chats.jsonl                   # records with messages: target masks beside the tokens
+    $ python prepare.py chats.jsonl                   # conversations: with target masks
     $ python prepare.py look data/chats               # shows a prepared folder
 
 A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits and else uint32.
@@ -41,19 +41,19 @@ from collections.abc import Callable
 
 from configurator import configure, print0
 
-# A name in SOURCES, a file (text, .jsonl, .gz of these), a folder or glob of them, or - for standard input
+# A name in SOURCES, a file (text, .jsonl, .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
-field = 'text'             # JSON lines: the field of a record with its text, or else its messages
-errors = 'strict'          # text that is not UTF-8: strict refuses it, replace puts U+FFFD there
-# byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, or
-# another dataset's folder; None: the source's, for conversations that of pystdlib's folder, else byte
+field = 'text'             # JSON lines: the field with a record's text or messages
+errors = 'strict'          # bytes that are not UTF-8: strict refuses them, replace puts U+FFFD
+# byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json or of
+# another dataset; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
 tokenizer: str | None = None
-special_tokens = 'refuse'  # their texts in a document: refuse, or learn them as text or as tokens
-pattern: str | None = None  # of bpe:4096: the regular expression that cuts text to words; None: GPT-4's
-out: str | None = None     # the dataset's name, or a path with a slash; None: <source>_<tokenizer>
+special_tokens = 'refuse'  # in a document: refuse, or learn them as text or as tokens
+pattern: str | None = None  # of bpe:4096: the regular expression of words; None: GPT-4's
+out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replaces data of another source in out
-val_fraction = 0.1         # kept for validation: each 10th document, or the last tenth of a single text
-block_size = 256           # conversations: the slots they are packed into; train.py's
+val_fraction = 0.1         # for validation: each 10th document, or the last tenth of one text
+block_size = 256           # of the slots that conversations are packed into; train.py's
 shards = 10                # fineweb, fineweb_edu: files of 100M tokens to train on
 procs: int | None = None   # processes that encode; None: one for each core
 words = configure(globals(), words=2).words
@@ -82,7 +82,7 @@ def print_once(text):
 
 @contextlib.contextmanager
 def named_when_full(path):
-    """OSError: the disk is full. It names path."""
+    """OSError that names path: the disk is full."""
     try:
         yield
     except OSError as e:
@@ -101,11 +101,9 @@ def sha256_of(path):
     return digest.hexdigest()
 
 
-def fetch(url, path, sha256=None, instead=''):
+def fetch(url, path, sha256=None):
     """Download url to path, unless a file with this sha256 (where given) is there; return path.
-
-    FileNotFoundError: the server has no such file. OSError: it cannot be reached; `instead` ends the message.
-    """
+    FileNotFoundError: the server has no such file. OSError: it cannot be reached."""
     if os.path.exists(path) and sha256 in (None, sha256_of(path)):
         return path
     import requests
@@ -126,8 +124,8 @@ def fetch(url, path, sha256=None, instead=''):
             break
         except requests.RequestException as e:
             if wait is None:
-                raise OSError(f'cannot download {url} ({e!r:.100}): go online, or bring it by other means to '
-                              f'{path}{instead}') from e
+                raise OSError(f'cannot download {url} ({e!r:.100}): go online, bring it by other means to '
+                              f'{path}, or use a text file that you have: python prepare.py my.txt') from e
             time.sleep(wait)
     progress.close()
     if sha256 not in (None, sha256_of(part)):
@@ -137,10 +135,9 @@ def fetch(url, path, sha256=None, instead=''):
 
 
 # files as documents -----------------------------------------------------------------------------------------
-# A document is an iterable of blocks of text, so that a large one is never in memory as a whole.
+# A document is an iterable of blocks of text, never in memory as a whole.
 
 def open_bytes(path):
-    """A file's bytes, of a .gz those compressed in it."""
     return (gzip.open if path.lower().endswith('.gz') else open)(path, 'rb')
 
 
@@ -151,7 +148,7 @@ def ending(path):
 
 
 def read_text(path, errors='strict'):
-    """The file's text, a block at a time. ValueError: it is not UTF-8."""
+    """The file's text in blocks. ValueError: it is not UTF-8."""
     with open_bytes(path) as f:
         try:
             yield from codecs.iterdecode(iter(functools.partial(f.read, 1 << 20), b''), 'utf-8', errors)
@@ -162,8 +159,7 @@ def read_text(path, errors='strict'):
 
 
 def text_documents(path, field, errors):
-    """A text file is one document, or those between its <|endoftext|> marks, of which the first must stand in
-    the first 16 MB."""
+    """A text file is one document, or those between its <|endoftext|> marks, the first in the first 16 MB."""
     blocks = read_text(path, errors)
     head = list(itertools.islice(blocks, 16))
     blocks = itertools.chain(head, blocks)
@@ -178,7 +174,7 @@ def text_documents(path, field, errors):
 
 
 def json_records(path, errors='strict'):
-    """(place, record) of JSON lines; place names file and line. ValueError: one is no JSON."""
+    """('file, line n', record) of JSON lines. ValueError: one is no JSON."""
     with open_bytes(path) as f:
         for n, line in enumerate(f, 1):
             if line.strip():
@@ -190,7 +186,7 @@ def json_records(path, errors='strict'):
 
 
 def json_documents(path, field, errors):
-    """JSON lines: a document for each record, the text in this field."""
+    """JSON lines: a document for each record's text in this field."""
     for place, record in json_records(path, errors):
         if not isinstance(record.get(field), str):
             raise ValueError(f'{place}: no text in field {field!r}, its fields are '
@@ -208,9 +204,9 @@ def file_documents(paths, field='text', errors='strict'):
 
 # conversations ----------------------------------------------------------------------------------------------
 
-# place: what an error names; messages: [{'role': 'user', 'content': text}, ...]; tools: their JSON schemas
+# place: named in errors; messages: [{'role': 'user', 'content': text}, ...]; tools: JSON schemas
 Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
-MESSAGES = ('messages', 'conversations')  # the fields that may have a list of messages
+MESSAGES = ('messages', 'conversations')  # fields with a list of messages
 PAIRS = (('prompt', 'response'), ('prompt', 'completion'), ('prompt', 'answer'), ('instruction', 'output'),
          ('instruction', 'response'), ('question', 'answer'), ('question', 'response'))
 SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages, {'from': ..., 'value': ...}
@@ -219,7 +215,7 @@ ORDER = re.compile('s?(ua(t+a)*)+u?')  # of roles
 
 
 def find_messages(record, field):
-    """The messages of a record, or None: `field` comes first, then MESSAGES and PAIRS."""
+    """A record's messages, by `field`, else MESSAGES, else PAIRS; or None."""
     for name in (field, *MESSAGES):
         if isinstance(record.get(name), list):
             return [{'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
@@ -238,7 +234,7 @@ def make_messages(*turns):
 
 
 def check_messages(messages, place):
-    """ValueError: they are no conversation that can be learnt from."""
+    """ValueError: they are no conversation to learn from."""
     for n, message in enumerate(messages, 1):
         content = message.get('content') or ''
         if (message.get('role') not in ROLES or not isinstance(content, str)
@@ -252,14 +248,14 @@ def check_messages(messages, place):
 
 
 def from_json(value):
-    """A text of JSON, as MiniMind writes tools and tool_calls -> its value; any other value as it is."""
+    """A text of JSON, as MiniMind writes tools and tool_calls -> its value; others stay."""
     with contextlib.suppress(TypeError, ValueError):
         return json.loads(value)
     return value
 
 
 def conversations(paths, field='text', errors='strict'):
-    """The Conversations of files of JSON lines. ValueError names file and line."""
+    """The Conversations of JSON lines. ValueError names file and line."""
     for path in paths:
         for place, record in json_records(path, errors):
             messages = find_messages(record, field)
@@ -275,7 +271,7 @@ def conversations(paths, field='text', errors='strict'):
 
 
 def holds_conversations(paths, field, errors):
-    """Whether the first record of JSON lines has messages rather than text in this field."""
+    """Whether the first record has messages rather than text in this field."""
     for path in paths:
         if ending(path) == '.jsonl':
             for _, record in json_records(path, errors):
@@ -284,7 +280,6 @@ def holds_conversations(paths, field, errors):
 
 
 def contents(conversation):
-    """The texts of its messages."""
     return [message.get('content') or '' for message in conversation.messages]
 
 
@@ -294,13 +289,13 @@ def contents(conversation):
 class Source:
     """Where text comes from.
 
-    documents() -> an iterator over documents, each an iterable of blocks of text, the same each time it is
-    called: def documents(): yield ['a text']; yield ['another']. With chats they are Conversations.
-    shards: instead of documents, the addresses of files of tokens, the first for validation.
-    tokenizer: used where the settings name none.
+    documents() -> an iterator over documents, iterables of blocks of text, or with chats over Conversations;
+    the same at each call: def documents(): yield ['a text']; yield ['another']
+    shards: instead, the addresses of files of tokens, the first for validation.
+    tokenizer: where the settings name none.
     """
     name: str  # of the dataset
-    label: str  # what meta.json says about where it is from
+    label: str  # the source in meta.json
     documents: Callable | None = None
     chats: bool = False
     shards: list | None = None
@@ -312,15 +307,12 @@ HUB = 'https://huggingface.co/datasets'
 
 
 def download(name, *urls, sha256=None, chats=False):
-    """The Source of one file, text or JSON lines, downloaded to data/<name>; later urls are tried in turn."""
-    def file(url, *others):
-        with contextlib.suppress(*[FileNotFoundError] * len(others)):
-            return fetch(url, os.path.join('data', name, url.rpartition('/')[2]), sha256,
-                         ', or use a text file that you have: python prepare.py my.txt')
-        return file(*others)
-
+    """The Source of one file, downloaded to data/<name> from the first of urls that has it."""
     def documents():
-        return (conversations if chats else file_documents)([file(*urls)])
+        for url in urls:
+            with contextlib.suppress(*[FileNotFoundError] * (url != urls[-1])):
+                path = fetch(url, os.path.join('data', name, url.rpartition('/')[2]), sha256)
+                return (conversations if chats else file_documents)([path])
     return chat_source(name, name, documents) if chats else Source(name, name, documents)
 
 
@@ -329,7 +321,7 @@ def chat_source(name, label, documents):
 
 
 def library_files():
-    """The .py files of the running Python's standard library, without tests and installed packages."""
+    """The .py files of Python's standard library, without tests and installed packages."""
     files, leave_out = [], {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
     for folder, folders, names in os.walk(sysconfig.get_paths()['stdlib']):
         folders[:] = set(folders) - leave_out
@@ -344,7 +336,7 @@ def pystdlib():
 
 
 def fineweb(name, prefix, count):
-    """FineWeb in GPT-2's tokens, by Keller Jordan: the addresses of 100M tokens each, and as many for val."""
+    """FineWeb in GPT-2's tokens, by Keller Jordan: files of 100M, the first for val."""
     names = [f'{prefix}_val_000000.bin', *[f'{prefix}_train_{i:06d}.bin' for i in range(1, count + 1)]]
     urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{file}' for file in names]
     return Source(name, name, shards=urls, tokenizer='gpt2')
@@ -354,7 +346,7 @@ SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/t
 SHAKESPEARE_SUM = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 TINYSTORIES = f'{HUB}/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt'
 MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
-# A name, and a function without arguments that gives its Source; only documents() downloads.
+# Functions that give a Source; only documents() downloads.
 SOURCES = {
     'pystdlib': pystdlib,
     'shakespeare': lambda: download('shakespeare', SHAKESPEARE, sha256=SHAKESPEARE_SUM),
@@ -374,7 +366,7 @@ def sort_files(files):
 
 
 def find_source(source, field='text', errors='strict'):
-    """The Source of this name, or of this file, folder (without hidden files) or glob, or standard input."""
+    """The Source of this name, file, folder (without hidden files), glob, or standard input."""
     if source in SOURCES:
         return SOURCES[source]()
     if source == '-':
@@ -396,8 +388,7 @@ def find_source(source, field='text', errors='strict'):
 
 
 def keep_standard_input():
-    """Keep standard input in a file, for it may be read twice -> its path, .jsonl if a JSON object begins
-    it."""
+    """Standard input in a file, for it may be read twice -> its path, .jsonl if a JSON object begins it."""
     folder = tempfile.mkdtemp(prefix='flatgpt-')
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     first = sys.stdin.buffer.readline()
@@ -413,27 +404,26 @@ def plain_name(text):
 
 
 def output_folder(out, found, tokenizer):
-    """data/<out>, or out itself if it has a slash; without out, data/<source>_<tokenizer>, for conversations
-    data/<source>."""
+    """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or of conversations data/<source>."""
     kind = dataset_name(tokenizer) if is_prepared(tokenizer) else tokenizer.removesuffix('tokenizer.json')
     usual = f'{found.name}_{plain_name(kind.replace("bpe:", "bpe"))}'
-    if found.chats or usual == 'shakespeare_gpt2':  # the latter is data/shakespeare in nanoGPT
+    if found.chats or usual == 'shakespeare_gpt2':  # nanoGPT's name
         usual = found.name
     return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
 
 
 def dataset_name(folder):
-    """What train.py's --dataset calls this folder: its path below data/, else the whole path."""
+    """For train.py's --dataset: the folder's path below data/, else the whole path."""
     path, data = os.path.abspath(folder), os.path.abspath('data') + os.sep
     return (path[len(data):] if path.startswith(data) else path).replace(os.sep, '/')
 
 
 # conversations about Python's library -----------------------------------------------------------------------
 
-# Left out by some distributions, for one system alone, or of no interest
+# Not everywhere, or of no interest
 NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
              'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
-ANSWER = 120  # characters of the longest answer: a small model is to learn them
+ANSWER = 120  # characters of the longest answer
 WORDINGS = {  # by kind
     'function': ('What does {} do?', 'Explain {}.', 'What is {} for?'),
     'class': ('What is {}?', 'Explain {}.', 'What is {} for?'),
@@ -442,7 +432,7 @@ WORDINGS = {  # by kind
 
 
 def library_docs():
-    """(name, kind, docstring, arguments as text) of modules, classes and functions of Python's library."""
+    """(name, kind, docstring, arguments) of the library's modules, classes and functions."""
     root = sysconfig.get_paths()['stdlib']
     for path in library_files():
         parts = os.path.relpath(path, root)[:-3].removesuffix(f'{os.sep}__init__').split(os.sep)
@@ -459,7 +449,7 @@ def library_docs():
 
 
 def summary_of(doc):
-    """The first sentence of a docstring in one line; None unless it is short and has words."""
+    """The first sentence of a docstring; None unless it is short and has words."""
     for paragraph in re.split(r'\n\s*\n', doc or ''):
         text = ' '.join(paragraph.split())
         if not re.match(r'[\w.]+\(', text):  # that is a signature
@@ -469,8 +459,8 @@ def summary_of(doc):
 
 
 def pydoc_chats():
-    """Conversations about one to three functions, classes or modules of Python's library, each asked about in
-    two wordings, so that most questions of val have their answer in train."""
+    """Conversations about one to three functions, classes or modules, each asked about in two wordings, so
+    that most questions of val have their answer in train."""
     asked, order = [], random.Random(0)
     for n, (name, kind, doc, arguments) in enumerate(library_docs()):
         summary = summary_of(doc)
@@ -490,7 +480,7 @@ def pydoc_chats():
 # which text is for what -------------------------------------------------------------------------------------
 
 def documents_of(source):
-    """A source's documents, without those that are empty."""
+    """A source's documents but for empty ones."""
     for document in source.documents():
         if source.chats:
             yield document
@@ -501,7 +491,7 @@ def documents_of(source):
 
 
 def characters_to_train_on(source, fraction):
-    """How many characters of a single text are for training, as in nanoGPT; None: documents stay whole."""
+    """The characters of a single text that are for training, as in nanoGPT; None: documents stay whole."""
     if not 0 < fraction <= 0.5:
         raise ValueError(f'val_fraction={fraction}: must lie above 0 and be 0.5 or less, like 0.1')
     if source.chats:
@@ -512,8 +502,8 @@ def characters_to_train_on(source, fraction):
 
 
 def split_texts(source, fraction, n_train):
-    """(split, document, whether it is whole). Of several documents, the second and from there each n-th is
-    for val, n = 1 / fraction; a single one is after n_train characters."""
+    """(split, document, whether it is whole). The second document and from there each n-th is for val,
+    n = 1 / fraction; of a single one the text after n_train characters."""
     for n, document in enumerate(documents_of(source)):
         if n_train is None:
             yield 'val' if n % round(1 / fraction) == 1 else 'train', document, True
@@ -523,7 +513,6 @@ def split_texts(source, fraction, n_train):
 
 
 def cut_in_two(blocks, n_train):
-    """(split, block): the first n_train characters are for training, the rest is for val."""
     for block in blocks:
         if n_train:
             yield 'train', block[:n_train]
@@ -535,7 +524,7 @@ def cut_in_two(blocks, n_train):
 # encoding ---------------------------------------------------------------------------------------------------
 
 def refuse_special(text, special, place):
-    """ValueError: the pattern `special`, if any, is in the text."""
+    """ValueError: the pattern `special` is in the text."""
     if special and (found := re.search(special, text)):
         around = text[max(0, found.start() - 20):found.end() + 20]
         raise ValueError(f'{place}: {found[0]!r} in {around!r} is a special token of the tokenizer: remove '
@@ -543,7 +532,7 @@ def refuse_special(text, special, place):
 
 
 def text_items(texts, tok, special, counts):
-    """((split, piece, whether a text begins with it, whether a document ends with it), its characters)."""
+    """((split, piece, whether it begins a text, whether it ends a document), its characters)."""
     for split, document, whole in texts:
         counts['documents'] += whole
         if whole and tok.eot is None:
@@ -564,24 +553,19 @@ def chat_items(texts, special, counts):
 
 
 def encode_texts(tok, as_tokens, group):
-    """[(split, text, begins, ends)] -> [(split, ids, None, bytes of text)], with bos where a text begins, end
-    of text where a document ends. as_tokens: special tokens' texts become their ids, and count no bytes."""
-    encoded, dtype = [], dtype_of(tok.n_vocab)
-    encode = tok.encode_chat if as_tokens else tok.encode_array
-    for split in SPLITS:
-        arrays, n_bytes = [], 0
-        for _, text, begins, ends in (item for item in group if item[0] == split):
-            arrays += [tok.bos if begins else (), encode(text), (tok.eot,) if ends else ()]
-            plain = re.sub(tok.special_pattern, '', text) if as_tokens else text
-            n_bytes += len(plain.encode())
-        if arrays:
-            ids = np.concatenate([np.asarray(part, dtype) for part in arrays])
-            encoded.append((split, ids, None, n_bytes))
+    """[(split, text, begins, ends)] -> [(split, ids, None, bytes of text)], with bos and end of text.
+    as_tokens: special tokens' texts become their ids, and count no bytes."""
+    encoded, encode = [], tok.encode_chat if as_tokens else tok.encode_array
+    for split, text, begins, ends in group:
+        parts = tok.bos if begins else (), encode(text), (tok.eot,) if ends else ()
+        ids = np.concatenate([np.asarray(part, dtype_of(tok.n_vocab)) for part in parts])
+        plain = re.sub(tok.special_pattern, '', text) if as_tokens else text
+        encoded.append((split, ids, None, len(plain.encode())))
     return encoded
 
 
 def encode_chats(tok, group):
-    """[(split, Conversation)] -> [(split, ids, mask, bytes of text that is learnt)]."""
+    """[(split, Conversation)] -> [(split, ids, mask, bytes that are learnt)]."""
     encoded = []
     for split, conversation in group:
         ids, mask = encode_conversation(tok, conversation)
@@ -590,10 +574,10 @@ def encode_chats(tok, group):
 
 
 def encode_conversation(tok, conversation):
-    """(ids, mask) of a Conversation; the mask, uint8, is 1 for answers of the assistant and their end marks.
+    """(ids, mask); the mask, uint8, is 1 for the assistant's answers and their end marks.
 
-    An answer begins where the ids agree no longer with those of the rendered prompt, and ends with the first
-    stop token. ValueError: the template shows no such place.
+    An answer begins where the ids differ from the rendered prompt's, and ends with the first stop token.
+    ValueError: the template shows no such place.
     """
     place, messages, tools = conversation
     text = tok.render(messages, False, tools)
@@ -603,16 +587,16 @@ def encode_conversation(tok, conversation):
     for n, message in enumerate(messages):
         if message['role'] == 'assistant':
             prompt = tok.render(messages[:n], True, tools)
-            if not text.startswith(prompt):  # it may think, or not, otherwise than this conversation
+            agrees = text.startswith(prompt)
+            if not agrees:  # it may think, or not, otherwise than this conversation
                 prompt = os.path.commonprefix([prompt, text])
-                if not prompt.startswith(tok.render(messages[:n], False, tools)):
-                    raise ValueError(f'{place}, message {n + 1}: the chat template renders what is before '
-                                     'this answer in another way when more follows')
+                agrees = prompt.startswith(tok.render(messages[:n], False, tools))
             prompt_ids = np.array(tok.encode_chat(prompt)[:len(ids)])
             begin = int(np.argmin(np.append(prompt_ids == ids[:len(prompt_ids)], False)))
             later = stops[stops >= max(begin, end)]
-            if not len(later):
-                raise ValueError(f'{place}, message {n + 1}: the chat template ends this answer with none of '
+            if not (agrees and len(later)):
+                raise ValueError(f'{place}, message {n + 1}: the chat template renders what is before this '
+                                 'answer in another way when more follows, or ends the answer with none of '
                                  f'{[tok.decode([i]) for i in tok.stop_tokens]}')
             end = later[0] + 1
             mask[begin:end] = 1
@@ -620,17 +604,17 @@ def encode_conversation(tok, conversation):
 
 
 def pack(encoded, block_size, eot, counts):
-    """(split, ids, mask, n_bytes) of conversations -> the same as they stand in slots of block_size tokens.
+    """(split, ids, mask, n_bytes) of conversations -> the same in slots of block_size tokens.
 
-    Each begins with eot; the rest of a slot is filled with eot; a longer conversation is cut. A split ends
-    with one token more: a sequence's last target is the first token of the next slot.
+    Each begins with eot, which fills slots too; longer ones are cut. A split ends with one token more: a
+    sequence's last target is the first token of the next slot.
     """
     used, room = dict.fromkeys(SPLITS, 0), block_size - 1
     for split, ids, mask, n_bytes in encoded:
         counts['cut'] += len(ids) > room
         for begin in range(0, len(ids), room):
             piece, learnt = ids[begin:begin + room], mask[begin:begin + room].copy()
-            if begin:  # its first token cannot be known from nothing before it
+            if begin:  # nothing is before its first token
                 learnt[0] = 0
             fill = 0
             if used[split] + 1 + len(piece) > block_size:
@@ -644,7 +628,7 @@ def pack(encoded, block_size, eot, counts):
 
 
 def separator(tok):
-    """The id between conversations: end of text, where a tokenizer has one that ends no message."""
+    """The id between conversations: an end of text that ends no message, if there is one."""
     return next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), tok.eot)
 
 
@@ -655,8 +639,8 @@ def dtype_of(n_vocab):
 # writing ----------------------------------------------------------------------------------------------------
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='refuse'):
-    """Make a prepared folder of texts, as split_texts gives them, with block_size of conversations; return
-    its meta. A run that fails changes nothing."""
+    """Make a prepared folder of split_texts, with block_size of conversations; return its meta. A run that
+    fails changes nothing."""
     counts, eot = collections.Counter(), tok.eot
     special = tok.special_pattern if special_tokens == 'refuse' else None
     if block_size is None:
@@ -679,18 +663,18 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
 
 
 def write_bins(folder, encoded, label, counts):
-    """Append (split, ids, mask or None, bytes of text) to folder/<split>.bin and .mask.bin, add to counts ->
-    {name: sha256}."""
+    """Write (split, ids, mask or None, bytes) to .bin and .mask.bin, add to counts -> {name: sha256}."""
     progress = Progress(label)
-    for split, ids, mask, n_bytes in encoded:
-        for end, part in (('.bin', ids), ('.mask.bin', mask)):
-            if part is not None:
-                with open(os.path.join(folder, split + end), 'ab') as f:
-                    f.write(part)
-        counts[f'{split}_tokens'] += len(ids)
-        counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
-        counts[f'{split}_bytes'] += n_bytes  # of text that is learnt, not of end of text
-        progress.add(n_bytes)
+    with contextlib.ExitStack() as stack:
+        opened = functools.cache(lambda name: stack.enter_context(open(os.path.join(folder, name), 'wb')))
+        for split, ids, mask, n_bytes in encoded:
+            opened(f'{split}.bin').write(ids)
+            if mask is not None:
+                opened(f'{split}.mask.bin').write(mask)
+            counts[f'{split}_tokens'] += len(ids)
+            counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
+            counts[f'{split}_bytes'] += n_bytes  # of text that is learnt, not of end of text
+            progress.add(n_bytes)
     progress.close()
     for split in SPLITS:
         if not counts[f'{split}_learnt']:
@@ -706,7 +690,7 @@ FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')]
 
 
 def refuse_others(folder, label):
-    """ValueError: there is data of another source in the folder."""
+    """ValueError: the folder has data of another source."""
     if any(os.path.exists(os.path.join(folder, name)) for name in FILES):
         there = read_meta(folder).get('source', 'unknown source')
         if there != label:
@@ -716,7 +700,7 @@ def refuse_others(folder, label):
 
 @contextlib.contextmanager
 def new_files(folder):
-    """A temporary folder, whose FILES replace all those in `folder` if all goes well, meta.json last."""
+    """A temporary folder whose FILES replace those in `folder` if all goes well, meta.json last."""
     os.makedirs(folder, exist_ok=True)
     try:
         with named_when_full(folder), tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
@@ -732,7 +716,7 @@ def new_files(folder):
 
 
 def write_meta(folder, tok, label, eot, counts):
-    """Write meta.json and the tokenizer's table; return what meta.json says."""
+    """Write meta.json and the tokenizer's table; return the meta."""
     state, texts = tok.state(), {}
     if state['kind'] in TABLES:
         key, name = TABLES[state['kind']]
@@ -746,13 +730,13 @@ def write_meta(folder, tok, label, eot, counts):
 
 
 def fetch_shards(folder, found, n_train):
-    """Download the first shards of a source, in GPT-2's tokens, to folder; return what its meta.json says."""
+    """Download the first shards of a source, in GPT-2's tokens, to folder; return its meta."""
     if not 1 <= n_train < len(found.shards):
         raise ValueError(f'shards={n_train}: {found.name} has 1 to {len(found.shards) - 1}')
-    tok = make_tokenizer('gpt2')  # before the wait, lest it is missing after that
+    tok = make_tokenizer('gpt2')  # before the long wait, lest it is missing
     val, *train = (read_shard(fetch(url, os.path.join(folder, url.rpartition('/')[2])), np.dtype('<u2'))
                    for url in found.shards[:1 + n_train])
-    n_bytes = sum(int(tok.sizes[ids].sum()) for _, ids in parts_of(val))
+    n_bytes = sum(int(tok.sizes[ids].sum()) for ids in parts_of(val))
     counts = {'train_tokens': sum(shard.n_tokens for shard in train), 'val_tokens': val.n_tokens,
               'bytes_per_token': n_bytes / val.n_tokens}
     with new_files(folder) as temp:
@@ -762,14 +746,14 @@ def fetch_shards(folder, found, n_train):
 # reading ----------------------------------------------------------------------------------------------------
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, numbers, text. A pickle runs code only through classes, and here it gets none."""
+    """Reads dicts, lists, numbers, text, and no classes, the only way for a pickle to run code."""
     def find_class(self, module, name):
         raise ValueError(f'meta.pkl asks for {module}.{name}, but only plain data is read')
 
 
 def read_meta(folder):
-    """meta.json's, nanoGPT's meta.pkl's or an assumed dict with at least vocab_size, dtype, eot,
-    bytes_per_token (None: unknown), tokenizer (its state, None: GPT-2's), block_size (of slots, or None)."""
+    """meta.json, nanoGPT's meta.pkl or an assumed dict with at least vocab_size, dtype, eot, bytes_per_token
+    (None: unknown), tokenizer (its state, None: GPT-2's), block_size (of slots, or None)."""
     usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
@@ -788,12 +772,12 @@ def read_meta(folder):
 
 
 def is_prepared(folder):
-    """Whether this is a folder that prepare.py, or nanoGPT, has made."""
+    """Whether prepare.py, or nanoGPT, has made this folder."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in ('meta.json', 'meta.pkl'))
 
 
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder: from meta.json, from nanoGPT's meta.pkl, or else GPT-2's."""
+    """The tokenizer of a prepared folder."""
     state = read_meta(folder)['tokenizer']
     if state is None:
         return make_tokenizer('gpt2')
@@ -805,7 +789,7 @@ def load_tokenizer(folder):
 
 
 def prepare_command(folder):
-    """The command that most likely prepares this folder, judged by its name."""
+    """The command that prepares this folder, guessed from its name."""
     name = 'shakespeare_gpt2' if dataset_name(folder) == 'shakespeare' else dataset_name(folder)
     names = [source for source in SOURCES if f'{name}_'.startswith(f'{source}_')]
     if not names:
@@ -816,34 +800,34 @@ def prepare_command(folder):
     return shlex.join(['python', 'prepare.py', *[source] * (source != 'pystdlib'), *flags])
 
 
-HEADER_BYTES, HEADER_MAGIC = 1024, 20240520  # of foreign shards: 256 int32 that begin magic, version, tokens
+HEADER_BYTES, HEADER_MAGIC = 1024, 20240520  # of foreign shards: int32 magic, version, tokens, zeros
 Shard = collections.namedtuple('Shard', 'path dtype offset n_tokens')
 
 
 def read_shard(path, dtype):
-    """The Shard at path, with or without a header. ValueError: its size is not what its header says."""
-    size, head = os.path.getsize(path), np.fromfile(path, '<i4', 3)
+    """The Shard at path, with or without a header."""
+    head = np.fromfile(path, '<i4', 3)
     if len(head) < 3 or head[0] != HEADER_MAGIC:
-        return Shard(path, dtype, 0, size // dtype.itemsize)
-    if head[1] != 1 or size != HEADER_BYTES + 2 * int(head[2]):
-        raise ValueError(f'{path}: {size:,} bytes, but its header says version {head[1]}, {head[2]:,} tokens '
-                         'of 2 bytes: remove it and download it again')
+        return Shard(path, dtype, 0, os.path.getsize(path) // dtype.itemsize)
     return Shard(path, np.dtype('<u2'), HEADER_BYTES, int(head[2]))
 
 
+def read_elements(shard, first, n):
+    return np.fromfile(shard.path, shard.dtype, n, offset=shard.offset + first * shard.dtype.itemsize)
+
+
 def parts_of(shard, size=1 << 22):
-    """Yields a shard in parts: (position of its first element, elements)."""
+    """A shard's elements in parts."""
     for first in range(0, shard.n_tokens, size):
-        yield first, np.fromfile(shard.path, shard.dtype, min(size, shard.n_tokens - first),
-                                 offset=shard.offset + first * shard.dtype.itemsize)
+        yield read_elements(shard, first, size)
 
 
 class Bins:
     """The tokens of one split: folder/<split>.bin, or else its shards *<split>*.bin, sorted.
 
-    Sequence i is the block_size + 1 tokens from i * block_size of a shard, so that every token but a shard's
-    first, and its tail, is a target once. With vocab_size, ids are checked as they are read. x.mask.bin
-    beside x.bin is the target mask, a byte for each token; `masks` is empty where there is none.
+    Sequence i is the block_size + 1 tokens from i * block_size of a shard, so that each token but a shard's
+    first, and its tail, is a target once. With vocab_size, ids are checked as they are read. The target mask
+    beside x.bin is x.mask.bin, a byte for each token; `masks` is empty where there is none.
     """
     def __init__(self, folder, split, dtype=None, vocab_size=None):
         self.vocab_size, self.name = vocab_size, os.path.join(folder, f'{split}.bin')
@@ -862,14 +846,14 @@ class Bins:
         if self.masks:
             if [mask.n_tokens for mask in self.masks] != [shard.n_tokens for shard in self.shards]:
                 raise ValueError(f'{self.name}: its mask files have not a byte for each token: prepare again')
-            self.n_targets = sum(np.count_nonzero(part) for mask in self.masks for _, part in parts_of(mask))
+            self.n_targets = sum(np.count_nonzero(part) for mask in self.masks for part in parts_of(mask))
 
     def ends(self, block_size):
-        """How many sequences there are up to the end of each shard."""
+        """The sequences up to the end of each shard."""
         return np.cumsum([max(shard.n_tokens - 1, 0) // block_size for shard in self.shards])
 
     def n_sequences(self, block_size):
-        """How many sequences there are. ValueError: none."""
+        """ValueError: there is none."""
         n = int(self.ends(block_size)[-1])
         if not n:
             raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, a sequence needs block_size+1 = '
@@ -877,21 +861,20 @@ class Bins:
         return n
 
     def check_vocabulary(self, vocab_size, advice):
-        """Reads every token. ValueError: one is no id of such a vocabulary."""
+        """Reads every token. ValueError: one is outside such a vocabulary."""
         for shard in self.shards:
-            for _, part in parts_of(shard):
+            for part in parts_of(shard):
                 check_ids(part, vocab_size, shard.path, advice)
 
     def read(self, indices, block_size):
-        """The sequences with these indices: int64 (len(indices), block_size + 1)."""
+        """int64 (len(indices), block_size + 1)."""
         sequences = self._read(self.shards, indices, block_size)
         if self.vocab_size is not None:
             check_ids(sequences, self.vocab_size, self.name, 'prepare it again, or raise --vocab_size')
         return sequences
 
     def batch(self, indices, block_size):
-        """The sequences with these indices as inputs and targets: int64 (len(indices), block_size) each, -1
-        for a target that the mask leaves out."""
+        """Inputs and targets, int64 (len(indices), block_size); targets that the mask leaves out are -1."""
         sequences = self.read(indices, block_size)
         inputs, targets = sequences[:, :-1], sequences[:, 1:]
         if self.masks:
@@ -899,20 +882,19 @@ class Bins:
         return inputs, targets
 
     def _read(self, shards, indices, block_size):
-        """The sequences in self.shards, or in their masks: int64 (len(indices), block_size + 1)."""
+        """Sequences of self.shards or self.masks."""
         self.n_sequences(block_size)  # an error, if there is none
         ends = self.ends(block_size)
         numbers = np.searchsorted(ends, indices, side='right')
         firsts = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
         sequences = np.empty((len(indices), block_size + 1), np.int64)
-        maps = {n: np.memmap(shards[n].path, shards[n].dtype, 'r', shards[n].offset) for n in set(numbers)}
-        for row, (number, first) in enumerate(zip(numbers, firsts)):  # maps that stay would fill up the RSS
-            sequences[row] = maps[number][first:first + block_size + 1]
+        for row, (number, first) in enumerate(zip(numbers, firsts)):  # a mapped file would fill up the RSS
+            sequences[row] = read_elements(shards[number], first, block_size + 1)
         return sequences
 
 
 def check_ids(ids, vocab_size, path, advice):
-    """ValueError: one of the ids in path is none of such a vocabulary."""
+    """ValueError: an id is outside such a vocabulary."""
     if ids.max(initial=0) >= vocab_size:
         raise ValueError(f'{path}: token {ids.max()} is outside the vocabulary of {vocab_size}: {advice}')
 
@@ -920,7 +902,7 @@ def check_ids(ids, vocab_size, path, advice):
 # looking ----------------------------------------------------------------------------------------------------
 
 def look(folder):
-    """Print what is in a prepared folder: counts, documents by length, commonest tokens, a beginning."""
+    """Print a prepared folder's counts, lengths of documents, commonest tokens and beginning."""
     folder = folder if os.path.isdir(folder) else os.path.join('data', folder)
     splits = [Bins(folder, split) for split in reversed(SPLITS)]
     meta, tok = read_meta(folder), load_tokenizer(folder)
@@ -928,10 +910,9 @@ def look(folder):
           f'{meta["vocab_size"]:,}, {meta["dtype"]}, {meta["bytes_per_token"] or np.nan:.2f} bytes a token')
     eot = tok.eot if meta['eot'] is None else meta['eot']
     for bins in splits:
-        (_, ids), mask = next(parts_of(bins.shards[0])), None
-        if bins.masks:
-            _, mask = next(parts_of(bins.masks[0]))
-        lengths = np.diff(np.flatnonzero(np.concatenate([[True], ids == eot, [True]]))) - 1
+        ids = next(parts_of(bins.shards[0]))
+        mask = next(parts_of(bins.masks[0])) if bins.masks else None
+        lengths = np.diff(np.flatnonzero(ids == eot), prepend=-1, append=len(ids)) - 1
         lengths = lengths[lengths > 0]
         print(f'{bins.name}: {bins.n_tokens:,} tokens, {bins.n_targets / bins.n_tokens:.1%} learnt; in the '
               f'first {len(ids):,} {len(lengths):,} documents of',

@@ -1,5 +1,5 @@
-"""Text to token ids and back: bytes, characters, tiktoken's encodings, tokenizer.json, byte-pair encoding
-trained here, and chat templates."""
+"""Text to token ids and back: bytes, characters, tiktoken, tokenizer.json, BPE trained here; chat templates.
+"""
 import base64
 import collections
 import concurrent.futures
@@ -10,6 +10,7 @@ import heapq
 import itertools
 import json
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -23,30 +24,29 @@ EOT = '<|endoftext|>'         # the text of every tokenizer's end-of-text token
 SPLITS = ('train', 'val')
 CHUNK = 1 << 20               # characters that are encoded at a time
 
-
-def code_points(text):
-    return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4')
-
-
-# A letter or digit, then a space, a line end or a CJK stop: no alternative of tiktoken's patterns matches
-# across this, and none that looks ahead can stand before it, so both sides alone give the same tokens.
+# A letter or digit, then a space, a line end or a CJK stop: none of tiktoken's patterns matches across this
+# or looks ahead from there
 CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')  # [^\W_] is exactly \p{L} and \p{N}
-AROUND = 256  # characters on each side of a cut that a tokenizer may look at
+AROUND = 256  # characters on each side of a cut that are looked at
+
+
+def may_cut(text, n, tok):
+    """Whether text[:n] and text[n:] alone give the ids of the whole. Tried on the text around: tokens may
+    reach across spaces, and Llama 2 puts a prefix before each text, which is thus never cut."""
+    if any(mark in text[max(0, n - len(mark) + 1):n + len(mark) - 1] for mark in tok.special):
+        return False
+    left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
+    return [*tok.encode_array(left), *tok.encode_array(right)] == [*tok.encode_array(left + right)]
 
 
 def last_cut(text, end, tok):
     """The last place before `end` where text can be cut for this tokenizer; 0 if none is found."""
-    if tok.anywhere:
-        return next((n for n in range(end, 0, -1) if not tok.splits_special(text, n)), 0)
-    for begin in (max(0, end - 4096), 0):
-        found = [match.end() for match in CUT.finditer(text, begin, end)]
-        if found:
-            break
-    return next((n for n in reversed(found[-20:]) if tok.may_cut(text, n)), 0)
+    places = (n for n in range(end - 1, 0, -1) if tok.anywhere or CUT.match(text, n - 1))
+    return next((n for n in itertools.islice(places, 20) if may_cut(text, n, tok)), 0)
 
 
 def pieces(blocks, tok):
-    """(piece, is it the last): a text in pieces of about CHUNK characters that have the ids of the whole."""
+    """(piece, whether it is the last), of about CHUNK characters; together they have the text's ids."""
     text, limit = '', CHUNK
     for block in blocks:
         text += block
@@ -63,7 +63,7 @@ def pieces(blocks, tok):
 # many processes ---------------------------------------------------------------------------------------------
 
 def gather(items):
-    """(item, its characters), ... -> [item, ...], whenever there are CHUNK characters: one process's work."""
+    """(item, its characters), ... -> lists of items, of about CHUNK characters each."""
     group, size = [], 0
     for item, n in items:
         group.append(item)
@@ -77,8 +77,7 @@ def gather(items):
 
 def in_processes(procs, work, jobs, least=16):
     """work(job) of every job, in order, in `procs` processes (None: one for each core), which hold two jobs
-    each; in this one, if there are fewer than `least` jobs, done sooner than others start. OSError: one died.
-    """
+    each; in this one, if there are fewer than `least`. OSError: a process died."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     procs = min(procs or cores, 61)  # Windows allows no more
     jobs = iter(jobs)
@@ -115,50 +114,32 @@ def work_in_worker(job):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-# What chat templates call the switch for thinking: those of Qwen3 and most, of MiniMind, of DeepSeek V3.1
+# The switch for thinking in chat templates: of Qwen3 and most, of MiniMind, of DeepSeek V3.1
 THINKING = ('enable_thinking', 'open_thinking', 'thinking')
 
 
 class Tokenizer:
-    """name; n_vocab; eot, the id of the end-of-text token or None; special, {text: id}; bos, the ids that
-    documents and prompts begin with.
-
-    A kind adds encode_array (text -> ids, special tokens being text like any other), state (plain Python that
-    rebuilds it) and to_json (a tokenizer.json, as text).
-    """
+    """A kind adds encode_array (text -> ids, special tokens as plain text), state (plain Python that rebuilds
+    it) and to_json (a tokenizer.json, as text). eot: the id of the end-of-text token, or None; special:
+    {text: id}."""
     anywhere = False  # True: a token depends on one character alone, so text can be cut anywhere
-    bos = ()
-    chat_template = None  # see render_chat
-    chat_variables = {}  # what a chat template may ask for, like bos_token: {name: text}
+    bos = ()  # the ids that documents and prompts begin with
+    chat_template = None
+    chat_variables = {}  # of the template, like bos_token: {name: text}
 
     def __init__(self, name, tokens, special, n_vocab):
         self.name, self.special, self.n_vocab, self.eot = name, special, n_vocab, special.get(EOT)
         self.tokens = {**tokens, **{i: text.encode() for text, i in special.items()}}  # {id: bytes}
 
-    def may_cut(self, text, n):
-        """Whether text[:n] and text[n:] alone give the ids of the whole, at a place that CUT matches.
-
-        Tried on the text around: with some, tokens reach across spaces, or each text gets a prefix. Where no
-        cut holds (Llama 2 puts a space in front of every text), documents are encoded in one piece.
-        """
-        left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
-        parts = [self.encode_array(left), self.encode_array(right)]
-        return (not self.splits_special(text, n)
-                and np.array_equal(np.concatenate(parts), self.encode_array(left + right)))
-
-    def splits_special(self, text, n):
-        """Whether text[:n] and text[n:] have a part each of a special token's text."""
-        return any(mark in text[max(0, n - len(mark) + 1):n + len(mark) - 1] for mark in self.special)
-
     def encode(self, text, allow_special=True):
-        """text -> list of ids. With allow_special, special tokens' texts become their ids."""
+        """text -> list of ids. allow_special: special tokens' texts become their ids."""
         text = without_surrogates(text)
         parts = re.split(f'({self.special_pattern})', text) if allow_special and self.special else [text]
         return [i for n, part in enumerate(parts)  # every second part is a special token
                 for i in ([self.special[part]] if n % 2 else self.encode_array(part).tolist())]
 
     def decode_bytes(self, ids):
-        """Special tokens give their text; ids that are no token, in a padded vocabulary, give nothing."""
+        """Special tokens give their text, the ids that pad a vocabulary nothing."""
         return b''.join(self.tokens.get(int(i), b'') for i in ids)
 
     def decode(self, ids):
@@ -166,52 +147,65 @@ class Tokenizer:
 
     @functools.cached_property
     def sizes(self):
-        """Of each id, how many bytes of text it stands for: none, if it is special or no token."""
+        """The bytes of text that each id stands for: 0 for special tokens and padding."""
         special = set(self.special.values())
         return np.array([0 if i in special else len(self.tokens.get(i, b'')) for i in range(self.n_vocab)])
 
     @functools.cached_property
     def special_pattern(self):
-        """A regular expression that matches the special tokens, the longest first."""
+        """The longest first."""
         return '|'.join(map(re.escape, sorted(self.special, key=len, reverse=True)))
 
     def render(self, messages, add_generation_prompt=True, tools=None, **variables):
-        """The text of a conversation by the chat template, as for render_chat. ValueError: there is none."""
-        if not self.chat_template:
+        """The text of [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders it.
+
+        The template is jinja, or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use'. It
+        runs in jinja's sandbox. ValueError: there is none, or it fails.
+        """
+        template = self.chat_template
+        if not template:
             raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or use one '
                              'that has, like --tokenizer=bpe:4096 of prepare.py')
-        return render_chat(self.chat_template, messages, tools, add_generation_prompt,
-                           **{**self.chat_variables, **variables})
+        if isinstance(template, list):
+            named = {entry['name']: entry['template'] for entry in template}
+            template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
+        messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
+        compiled = compile_template(template)
+        try:
+            return compiled.render(messages=messages, tools=tools, documents=None,
+                                   add_generation_prompt=add_generation_prompt,
+                                   **{**self.chat_variables, **variables})
+        except Exception as e:  # a template can fail in any way that an expression can
+            raise ValueError(f'the chat template fails: {type(e).__name__}: {e}') from e
 
     def chat(self, messages, thinking=None, tools=None, add_generation_prompt=True, **variables):
-        """[{'role': 'user', 'content': text}, ...] -> ids, to where the answer begins.
+        """[{'role', 'content', ...}, ...] -> ids, to where the answer begins.
 
-        thinking: whether it begins with thoughts, under all names in THINKING; None: the template's default.
-        tools: JSON schemas. Without add_generation_prompt, to the end of what is said. ValueError: there is
-        no template.
+        thinking: whether it begins with thoughts; None: the template's default. tools: JSON schemas.
+        variables: others of the template. ValueError: there is no template.
         """
         if thinking is not None:
             variables = {**dict.fromkeys(THINKING, thinking), **variables}
         return self.encode_chat(self.render(messages, add_generation_prompt, tools, **variables))
 
     def encode_chat(self, text):
-        """What render gives -> ids: the special tokens are in it, and nothing is put around it."""
+        """The text of render -> ids, with nothing put around it."""
         return self.encode(text)
 
     @functools.cached_property
     def stop_tokens(self):
-        """The ids that end a text or an answer: eot, and what the chat template puts behind an answer."""
+        """eot, and the special token that the chat template puts behind an answer."""
         ends, answer = [] if self.eot is None else [self.eot], 'the answer'
         if self.chat_template and self.special:
             messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
-            with contextlib.suppress(ValueError, ImportError):  # then there is no chat, which chat() says
+            with contextlib.suppress(ValueError, ImportError):  # chat() raises them
                 after = self.render(messages, add_generation_prompt=False).rpartition(answer)[2]
                 ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
         return tuple(dict.fromkeys(ends))
 
 
 def without_surrogates(text):
-    """Halves of characters, which have no UTF-8, become U+FFFD; two that belong together one character."""
+    """Halves of characters, which have no UTF-8, become U+FFFD, pairs of them one character."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
@@ -233,7 +227,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """chars[id] is a character, or '' where there is none; eot is an id too, if documents need one."""
+    """chars[id] is a character, or '' where there is none."""
     anywhere = True
 
     def __init__(self, chars, eot=None):
@@ -245,7 +239,7 @@ class CharTokenizer(Tokenizer):
         super().__init__('char', tokens, {} if eot is None else {EOT: eot}, len(tokens) + (eot is not None))
 
     def encode_array(self, text):
-        ids = self.ids[code_points(text)]
+        ids = self.ids[np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4')]
         if lacking := sorted({text[i] for i in np.flatnonzero(ids < 0)}):
             raise ValueError(f'prompt has {", ".join(map(repr, lacking[:9]))} (not in this char vocabulary '
                              f'of {self.n_vocab}): leave it out, or prepare text that has it')
@@ -260,7 +254,7 @@ class CharTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Byte-level BPE by tiktoken. ranks is its table as text, one `base64 rank` a line."""
+    """Byte-level BPE by tiktoken. ranks: `base64 rank` lines."""
     def __init__(self, name, pattern, special, ranks, chat_template=None):
         import tiktoken
         self.pattern, self.ranks, self.chat_template = pattern, ranks, chat_template
@@ -279,7 +273,7 @@ class TiktokenTokenizer(Tokenizer):
                 'ranks': self.ranks, **chat}
 
     def to_json(self):
-        """Its merges are not stored: a token's are the two parts that the ranks below its own leave of it."""
+        """The merges, which are not stored: of each token the two parts that lower ranks leave of it."""
         ranks, chars = self.bpe._mergeable_ranks, byte_chars()
 
         def text(token):
@@ -291,14 +285,20 @@ class TiktokenTokenizer(Tokenizer):
         return bpe_json({text(token): i for token, i in ranks.items()}, merges, pattern, self.special)
 
 
+def rank_table(ranks):
+    """{token: rank} -> `base64 rank` lines, by rank."""
+    return ''.join(f'{base64.b64encode(token).decode()} {ranks[token]}\n'
+                   for token in sorted(ranks, key=ranks.get))
+
+
 def two_parts(token, ranks):
-    """What is left of a token's bytes when all pairs of lower rank are merged; None unless that is a pair."""
-    parts, limit, never = [token[i:i + 1] for i in range(len(token))], ranks[token], 1 << 60
+    """A token's bytes after all merges of lower rank; None unless two parts are left."""
+    parts, limit = [bytes([b]) for b in token], ranks[token]
     while len(parts) > 2:
-        best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], never))
-        if ranks.get(parts[best] + parts[best + 1], never) >= limit:
+        rank, i = min((ranks.get(parts[i] + parts[i + 1], limit), i) for i in range(len(parts) - 1))
+        if rank >= limit:
             return None
-        parts[best:best + 2] = [parts[best] + parts[best + 1]]
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return tuple(parts)
 
 
@@ -320,7 +320,7 @@ def bpe_json(vocab, merges, pattern, special, byte_level=True):
 
 
 def byte_chars():
-    """{byte: the character that stands for it in byte-level vocabularies}, GPT-2's table."""
+    """{byte: its character in byte-level vocabularies}, GPT-2's table."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
@@ -330,11 +330,8 @@ SPECIAL_TOKENS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json, by the tokenizers library that it is made for.
-
-    source: the file's text; config: what is used of tokenizer_config.json, {name: text}: SPECIAL_TOKENS and
-    chat_template. ValueError: the file is damaged, or its tokens do not stand for bytes of text.
-    """
+    """A tokenizer.json, by the tokenizers library. source: its text; config: SPECIAL_TOKENS and chat_template
+    of tokenizer_config.json. ValueError: the kind of model is unsupported."""
     def __init__(self, source, config=None):
         self.source, self.config = source, config or {}
         self.library = library_tokenizer(source)
@@ -344,34 +341,28 @@ class JsonTokenizer(Tokenizer):
                   **{i: token.content.encode() for i, token in added.items()}}
         special = {token.content: i for i, token in added.items() if token.special}
         super().__init__('json', tokens, special, max(tokens) + 1)
+        given = {name: self.config[name] for name in SPECIAL_TOKENS if self.config.get(name)}
+        self.chat_variables = {name: token['content'] if isinstance(token, dict) else token
+                               for name, token in given.items()}
+        self.chat_template = self.config.get('chat_template')
         added = {token.content: i for i, token in added.items()}
-        ends = [self.special_text('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
+        ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((added[end] for end in ends if end in added), None)
         some = self.library.encode('a')  # its post-processor, if any, is what puts a bos in front
         self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
-        self.chat_template = self.config.get('chat_template')
-        texts = {name: self.special_text(name) for name in SPECIAL_TOKENS}
-        self.chat_variables = {name: text for name, text in texts.items() if text}
 
-    def special_text(self, name):
-        """The text of config's bos_token and so on, which may stand there as an object; None: it has none."""
-        token = self.config.get(name)
-        return token.get('content') if isinstance(token, dict) else token
-
-    def encode(self, text, allow_special=True):
-        """text -> list of ids, with those the file puts around every text: transformers' tokenizer(text)."""
+    def encode(self, text, allow_special=True, whole=True):
+        """As transformers' tokenizer(text). whole: with the ids that the file puts around every text."""
         self.library.encode_special_tokens = not allow_special  # the library's name for 'as plain text'
-        return self.library.encode(without_surrogates(text)).ids
+        # _fast: half the time, by not counting where in the text each token is
+        encoding, = self.library.encode_batch_fast([without_surrogates(text)], add_special_tokens=whole)
+        return encoding.ids
 
     def encode_array(self, text):
-        self.library.encode_special_tokens = True
-        # _fast: half the time, by not counting where in the text each token is
-        encoding, = self.library.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, np.uint32)
+        return np.array(self.encode(text, allow_special=False, whole=False), np.uint32)
 
     def encode_chat(self, text):
-        self.library.encode_special_tokens = False
-        return self.library.encode(without_surrogates(text), add_special_tokens=False).ids
+        return self.encode(text, whole=False)
 
     def state(self):
         return {'kind': 'json', 'source': self.source, 'config': self.config}
@@ -381,19 +372,14 @@ class JsonTokenizer(Tokenizer):
 
 
 def library_tokenizer(source):
-    """A tokenizers.Tokenizer of a tokenizer.json's text. ValueError: it cannot be read, or is unsupported."""
     try:
         import tokenizers
     except ImportError:
         raise ImportError('a tokenizer.json is read by a library that is not here: pip install '
                           'tokenizers') from None
     tok = tokenizers.Tokenizer.from_str(source)
-    kind = type(tok.model).__name__
-    unsupported = [name for name in ('dropout', 'continuing_subword_prefix', 'end_of_word_suffix')
-                   if getattr(tok.model, name, None)]
-    if kind not in ('BPE', 'Unigram') or unsupported:
-        raise ValueError(f'unsupported model {" with ".join([kind, *unsupported])}; BPE and '
-                         'Unigram are supported, without dropout, prefix and suffix')
+    if (kind := type(tok.model).__name__) not in ('BPE', 'Unigram'):
+        raise ValueError(f'unsupported model {kind}: BPE and Unigram are supported')
     tok.no_truncation()
     tok.no_padding()
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # its threads and our processes do not mix
@@ -401,11 +387,8 @@ def library_tokenizer(source):
 
 
 def token_bytes(vocab, spec):
-    """{id: the bytes that a token of a tokenizer.json's vocabulary stands for}, so that text can be streamed.
-
-    Byte-level vocabularies write a character for each byte; others have U+2581 for a space and may have
-    <0x0A> and so on for bytes that no other token has.
-    """
+    """{id: its bytes} of a tokenizer.json's vocabulary, so that text can be streamed. Byte-level ones write a
+    character for each byte; others U+2581 for a space, and perhaps <0x0A> for a byte of no other token."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = {char: b for b, char in byte_chars().items()}
@@ -421,25 +404,6 @@ def token_bytes(vocab, spec):
 
 
 # chat templates ---------------------------------------------------------------------------------------------
-
-def render_chat(template, messages, tools=None, add_generation_prompt=True, **variables):
-    """The text of a conversation, as transformers' apply_chat_template renders it.
-
-    template: jinja, or [{'name', 'template'}, ...], of which 'default' is used (with tools 'tool_use', if it
-    is there). messages: [{'role', 'content', ...}]. variables: what else it may ask for, like bos_token.
-    It runs in jinja's sandbox and sees only what is given here. ValueError: there is none, or it fails.
-    """
-    if isinstance(template, list):
-        named = {entry['name']: entry['template'] for entry in template}
-        template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
-    messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
-    compiled = compile_template(template)
-    try:
-        return compiled.render(messages=messages, tools=tools, documents=None,
-                               add_generation_prompt=add_generation_prompt, **variables)
-    except Exception as e:  # a template can fail in any way that an expression can
-        raise ValueError(f'the chat template fails: {type(e).__name__}: {e}') from e
-
 
 @functools.lru_cache(maxsize=8)
 def compile_template(template):
@@ -471,26 +435,23 @@ def compile_template(template):
 
 # training a tokenizer ---------------------------------------------------------------------------------------
 
-# How GPT-4 cuts text to words, which no token crosses: cl100k_base's pattern as it was first published, which
-# tiktoken, regex and tokenizers read alike
+# GPT-4's words, which no token crosses: cl100k_base's pattern as first published, which tiktoken, regex and
+# tokenizers read alike
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = (EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5)))
 SAMPLE = 64                 # groups of CHUNK characters; of those that follow, every tenth counts tenfold
-WORDS_BYTES = 1 << 24       # and of more different words, the commonest: what train_bpe holds in memory
+WORDS_BYTES = 1 << 24       # of different words, the commonest, that train_bpe holds in memory
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
           "'<|im_end|>\n' }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
 def bpe_tokenizer(size, training, procs, pattern, **_):
-    """Byte-level BPE with a vocabulary of `size`, learnt from the texts for training.
-
-    Ids: the 256 bytes, then the merges in the order learnt, then BPE_SPECIAL. A text with fewer merges in it
-    gives a smaller vocabulary. ValueError: size or pattern are of no use.
-    """
+    """Byte-level BPE with a vocabulary of `size`, or less if the texts have fewer merges. Ids: the 256 bytes,
+    the merges in the order learnt, BPE_SPECIAL. ValueError: size or pattern are of no use."""
     least = 256 + len(BPE_SPECIAL)
-    if not re.fullmatch('[0-9]{1,7}', size) or not least <= int(size) <= 1 << 20:
+    if not size.isdecimal() or not least <= int(size) <= 1 << 20:
         raise ValueError(f"tokenizer='bpe:{size}': a vocabulary has {least} (256 bytes, {len(BPE_SPECIAL)} "
                          f'special tokens) to {1 << 20:,} tokens: choose a size like bpe:4096')
     n_merges = int(size) - least
@@ -501,31 +462,24 @@ def bpe_tokenizer(size, training, procs, pattern, **_):
     print0(f'bpe: learnt {len(learnt):,} merges{fewer} from {n_read / 1e6:,.2f} MB, with '
            f'{len(counts):,} different words')
     tokens = [bytes([b]) for b in range(256)] + learnt
-    ranks = ''.join(f'{base64.b64encode(token).decode()} {i}\n' for i, token in enumerate(tokens))
     special = {text: len(tokens) + i for i, text in enumerate(BPE_SPECIAL)}
-    return TiktokenTokenizer(f'bpe:{len(tokens) + len(special)}', words.pattern, special, ranks, CHATML)
+    return TiktokenTokenizer(f'bpe:{len(tokens) + len(special)}', words.pattern, special,
+                             rank_table({token: i for i, token in enumerate(tokens)}), CHATML)
 
 
 class WordSplitter:
-    """Cuts text to words by a pattern; `pieces` takes it for a tokenizer whose tokens are words.
-
-    ValueError: it is no regular expression that tiktoken and regex read.
-    """
-    anywhere = False
+    """Cuts text to words by a regular expression: for `pieces` a tokenizer whose ids are words."""
+    anywhere, special = False, ()
 
     def __init__(self, pattern):
         import regex
-        self.pattern, self.words = pattern, regex.compile(pattern).findall
-
-    def may_cut(self, text, n):
-        left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
-        return self.words(left) + self.words(right) == self.words(left + right)
+        self.pattern, self.encode_array = pattern, regex.compile(pattern).findall
 
     def count(self, group):
         """The words of [text, ...] -> (Counter, bytes). ValueError: some text is in no word."""
         counts, n_bytes = collections.Counter(), 0
         for text in group:
-            words = self.words(text)
+            words = self.encode_array(text)
             if ''.join(words) != text or '' in words:
                 raise ValueError(f'pattern={self.pattern!r} leaves out some text, or matches where there is '
                                  'none: every character must belong to one word')
@@ -535,8 +489,7 @@ class WordSplitter:
 
 
 def count_words(splitter, texts, procs=None):
-    """(Counter of the words in texts, the bytes counted). texts: an iterable of iterables of blocks of text.
-    Of more than SAMPLE groups every tenth is counted, and stands for ten."""
+    """(Counter of the words in texts, the bytes counted). texts: iterables of blocks of text."""
     groups = gather((piece, len(piece)) for blocks in texts for piece, _ in pieces(blocks, splitter))
     sample = (group for n, group in enumerate(groups) if n < SAMPLE or n % 10 == 0)
     counts, progress = collections.Counter(), Progress('counting words')
@@ -551,15 +504,14 @@ def count_words(splitter, texts, procs=None):
 def train_bpe(counts, n_merges):
     """{word: how often} -> the tokens that byte pair encoding (arXiv:1508.07909) adds to the 256 bytes.
 
-    Up to n_merges times: of all pairs of neighbours within words, the commonest becomes a token, from left to
-    right in every word; of equally common ones that with the lowest first id, then with the lowest second,
-    where ids are those of the bytes, then of tokens in the order made. Ends early if no pair is there twice.
+    Up to n_merges times the commonest pair of neighbours within words becomes a token, from left to right in
+    every word; of equally common pairs that of the lowest ids. Ends early if no pair is there twice.
 
     Once the younger of its tokens is made everywhere, a pair can only get rarer. So it is counted then, and
     once more whenever that old number brings it to the top of the heap.
     """
     words = TokenizedWords(counts)
-    heap = words.index_pairs(words.all_places())
+    heap = words.index_pairs(np.flatnonzero((words.ids[:-1] >= 0) & (words.ids[1:] >= 0)).astype(np.int32))
     heapq.heapify(heap)
     while heap and heap[0][0] <= -2 and len(words.tokens) < 256 + n_merges:
         old, pair = heapq.heappop(heap)
@@ -575,11 +527,11 @@ def train_bpe(counts, n_merges):
 class TokenizedWords:
     """Words as the tokens of now, in one array. A pair of tokens is one number, first << 20 | second.
 
-    ids: where a token begins its id, else, on its other bytes and between words, -1. begins: where a token
+    ids: a token's id where it begins, else (on its other bytes, between words) -1. begins: where a token
     ends, the place where it begins. weight: how often the word there is in the text.
     """
     def __init__(self, counts):
-        words, lengths, room = [], [], WORDS_BYTES
+        words, room = [], WORDS_BYTES
         by_count = sorted(counts, key=lambda word: (-counts[word], word))
         for word in by_count:
             words.append(word.encode()[:room])
@@ -593,17 +545,11 @@ class TokenizedWords:
         self.weight = np.append(0, np.repeat([counts[word] for word in by_count[:len(words)]], lengths))
         self.begins = np.arange(len(self.ids), dtype=np.int32)
         self.tokens, self.sizes = [bytes([b]) for b in range(256)], np.ones(1 << 20, np.int32)
-        self.index = []  # of the pairs of bytes, then of those with each new token: see index_pairs
-
-    def all_places(self):
-        """Where a pair begins, before the first merge."""
-        return np.flatnonzero((self.ids[:-1] >= 0) & (self.ids[1:] >= 0)).astype(np.int32)
+        self.index = []  # of the pairs of bytes, then of those with each new token
 
     def index_pairs(self, places):
-        """Note where the pairs are that begin at these places -> [(-number, pair)], without those there once.
-
-        What is noted, all sorted by pair: the pairs, where the places of each start and end, the places.
-        """
+        """[(-number, pair)] of the pairs that begin at these places, without those there once. Adds to index,
+        sorted by pair: the pairs, where the places of each start and end, the places."""
         first = self.ids[places]
         pairs = first.astype(np.int64) << 20 | self.ids[places + self.sizes[first]]
         order = np.argsort(pairs, kind='stable')  # the places of one pair remain sorted
@@ -618,7 +564,7 @@ class TokenizedWords:
         return list(zip((-numbers[kept]).tolist(), pairs.tolist()))
 
     def count_again(self, pair):
-        """How often a pair is in the text by now, and its places, sorted."""
+        """How often a pair is in the text now, and its places, sorted."""
         first, second = pair >> 20, pair & (1 << 20) - 1
         pairs, starts, ends, places = self.index[max(first, second, 255) - 255]
         i = np.searchsorted(pairs, pair)
@@ -629,7 +575,7 @@ class TokenizedWords:
         return int(self.weight[found].sum()), found
 
     def merge(self, pair, places):
-        """Make a pair one token at the places that count_again gives; return index_pairs of its own pairs."""
+        """Makes a pair one token at the places of count_again; returns index_pairs of its own pairs."""
         first, second = pair >> 20, pair & (1 << 20) - 1
         width = len(self.tokens[first])
         if first == second:  # of those that overlap, as in aaa, every second one from the left
@@ -650,7 +596,7 @@ class TokenizedWords:
 # tokenizers by name, and as they are stored -----------------------------------------------------------------
 
 KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'json': JsonTokenizer}
-# kind: (the part of its state that has a file of its own beside the .bin, that file's name)
+# kind: (the part of its state that has a file of its own in a prepared folder, that file's name)
 TABLES = {'tiktoken': ('ranks', 'tokenizer.tiktoken'), 'json': ('source', 'tokenizer.json')}
 
 
@@ -659,12 +605,11 @@ def byte_tokenizer(**_):
 
 
 def char_tokenizer(texts, by_document, **_):
-    used = np.zeros(sys.maxunicode + 1, bool)
+    chars = set()
     for blocks in texts:
         for block in blocks:
-            used[code_points(block)] = True
-    chars = list(map(chr, np.flatnonzero(used)))
-    return CharTokenizer(chars, len(chars) if by_document else None)
+            chars.update(block)
+    return CharTokenizer(sorted(chars), len(chars) if by_document else None)
 
 
 MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer, 'bpe:N': bpe_tokenizer}  # others: files, tiktoken's
@@ -673,10 +618,8 @@ MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer, 'bpe:N': bpe_tokenizer
 def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None, pattern=None):
     """A tokenizer for new data: by MAKERS, or one that there is already.
 
-    Makers are called with all of this by keyword, and take what they use: texts, an iterable of texts, each
-    an iterable of blocks, and training, those of them that are trained on, which are read only where they are
-    used; by_document, whether an end-of-text token is needed; procs and pattern, as set; size, what stands
-    for N in a name like bpe:N.
+    Makers get all of this by keyword, and size, the N of bpe:N. texts: iterables of blocks; training: those
+    that are trained on; by_document: whether an end-of-text token is needed.
     """
     kind, colon, size = name.partition(':')
     maker = MAKERS.get(f'{kind}:N' if colon else name)
@@ -706,29 +649,21 @@ def tiktoken_tokenizer(name):
     except requests.RequestException as e:
         raise OSError(f'tokenizer={name!r} cannot be downloaded ({e}): go online once, set '
                       'TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer=byte') from e
-    ranks = sorted(bpe._mergeable_ranks.items(), key=lambda item: item[1])
-    ranks = ''.join(f'{base64.b64encode(token).decode()} {rank}\n' for token, rank in ranks)
-    return TiktokenTokenizer(name, bpe._pat_str, dict(bpe._special_tokens), ranks)
+    return TiktokenTokenizer(name, bpe._pat_str, dict(bpe._special_tokens), rank_table(bpe._mergeable_ranks))
 
 
 def json_tokenizer(path):
-    """The tokenizer of a tokenizer.json, or of a folder with one; tokenizer_config.json and
-    chat_template.jinja beside it count."""
-    folder, name = (path, 'tokenizer.json') if os.path.isdir(path) else os.path.split(path)
-    config, beside = {}, {name: os.path.join(folder, name) for name in (
-        name, 'tokenizer_config.json', 'chat_template.jinja')}
-    if os.path.exists(beside['tokenizer_config.json']):
-        found = json.loads(read_utf8(beside['tokenizer_config.json']))
+    """The tokenizer of a tokenizer.json, or of a folder with one, with the tokenizer_config.json and
+    chat_template.jinja beside it."""
+    path, config = pathlib.Path(path), {}
+    if path.is_dir():
+        path = path / 'tokenizer.json'
+    if (beside := path.with_name('tokenizer_config.json')).exists():
+        found = json.loads(beside.read_bytes())
         config = {key: found[key] for key in (*SPECIAL_TOKENS, 'chat_template') if found.get(key)}
-    if os.path.exists(beside['chat_template.jinja']):
-        config['chat_template'] = read_utf8(beside['chat_template.jinja'])
-    return JsonTokenizer(read_utf8(beside[name]), config)
-
-
-def read_utf8(path):
-    """The text of a file, line ends as they are."""
-    with open(path, encoding='utf-8', newline='') as f:
-        return f.read()
+    if (beside := path.with_name('chat_template.jinja')).exists():
+        config['chat_template'] = beside.read_bytes().decode()
+    return JsonTokenizer(path.read_bytes().decode(), config)  # as bytes: line ends stay as they are
 
 
 def tokenizer_from_state(state):
@@ -740,24 +675,21 @@ def tokenizer_from_state(state):
 
 class Progress:
     """How far and how fast, in bytes: a line rewritten on a terminal, else one every 10 seconds."""
-    def __init__(self, label, total=None, done=0):
-        """total: the bytes to come, if known; done: those that an earlier run has done."""
-        self.label, self.total, self.first, self.done = label, total, done, done
-        self.begin, self.shown, self.tty = time.time(), None, sys.stdout.isatty()
+    def __init__(self, label, total=None):
+        self.label, self.total, self.done = label, total, 0
+        self.begin = self.shown = time.time()
+        self.tty = sys.stdout.isatty()
 
     def add(self, n_bytes):
         self.done += n_bytes
-        now = time.time()
-        if now - (self.shown or self.begin) > (0.2 if self.tty else 10):
-            self.shown = now
+        if time.time() - self.shown > (0.2 if self.tty else 10):
+            self.shown = time.time()
             self.show(f' of {self.total / 1e6:,.1f}' if self.total else '', end='' if self.tty else '\n')
 
     def close(self):
-        """Show what it came to."""
         self.show('', end='\n')
 
     def show(self, of, end):
-        seconds = time.time() - self.begin
-        speed = (self.done - self.first) / 1e6 / max(seconds, 1e-3)
-        line = f'{self.label}: {self.done / 1e6:,.1f}{of} MB in {seconds:.1f} s, {speed:.1f} MB/s'
+        seconds, size = time.time() - self.begin, self.done / 1e6
+        line = f'{self.label}: {size:,.1f}{of} MB in {seconds:.1f} s, {size / max(seconds, 1e-3):.1f} MB/s'
         print(f'\r{line:<79}' if self.tty else line, end=end, flush=True)

@@ -1,5 +1,6 @@
 """Small models, data and runs that several files of tests use."""
 import base64
+import contextlib
 import csv
 import functools
 import json
@@ -37,10 +38,7 @@ def made(model, prompts, n, **options):
     return [tokens[:-1] if tokens else None for tokens in found]
 
 
-# prepare ----------------------------------------------------------------------------------------------------
-PREP_DIR = os.path.dirname(os.path.abspath(prepare.__file__))
-
-
+# text and its tokens ----------------------------------------------------------------------------------------
 PREP_DATA = os.environ.get('FLATGPT_DATA', '')
 
 
@@ -79,25 +77,15 @@ def prep_toy_bpe(pattern=PREP_WORDS):
     return flat_tokenizer.TiktokenTokenizer('toy', pattern, {'<|endoftext|>': len(tokens)}, ranks)
 
 
-def prep_run(argv, monkeypatch, capsys):
-    """prepare.py as a user runs it, in this process: (exit code, stdout, stderr)"""
-    monkeypatch.setattr(sys, 'argv', ['prepare.py', *map(str, argv)])
-    code = 0
+def prep_run(argv, capsys):
+    """prepare.py as a user runs it, in this process: (what it prints, its error)."""
+    error = ''
     try:
-        runpy.run_path(os.path.join(PREP_DIR, 'prepare.py'), run_name='__main__')
-    except SystemExit as e:
-        code = e.code or 0
-    except (ValueError, OSError):
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    finally:
-        sys.excepthook = sys.__excepthook__
-    return code, *capsys.readouterr()
-
-
-def prep_files(folder):
-    paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
-    return sorted(os.path.relpath(path, folder) for path in paths)
+        with contextlib.suppress(SystemExit):
+            run('prepare.py', *argv)
+    except (ValueError, OSError) as e:
+        error = str(e)
+    return capsys.readouterr().out, error
 
 
 def prep_ids(folder, split, dtype='<u2'):
@@ -117,10 +105,6 @@ def prep_patterns():
         monkey.setattr(openai_public, 'data_gym_to_mergeable_bpe_ranks', lambda *a, **k: {})
         return {name: openai_public.ENCODING_CONSTRUCTORS[name]()['pat_str']
                 for name in ('gpt2', 'cl100k_base', 'o200k_base')}
-
-
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-                r"\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 DEEPSEEK_SPLIT = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -153,8 +137,8 @@ def tok_oracles():
     def split(pattern):
         return pre.Split(tk.Regex(pattern), 'isolated')
 
-    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',), **model):
-        t = tk.Tokenizer(tk.models.BPE(**model))
+    def trained(pretok, normalizer=None, decoder=None, size=1100, special=('<|endoftext|>',)):
+        t = tk.Tokenizer(tk.models.BPE())
         if pretok:
             t.pre_tokenizer = pretok
         if normalizer:
@@ -169,13 +153,9 @@ def tok_oracles():
 
     found = {
         'gpt2': trained(level()), 'gpt2 prefix': trained(level(prefix=True)),
-        'llama3': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), ignore_merges=True),
-        'qwen': trained(pre.Sequence([split(LLAMA3_SPLIT), level(regex=False)]), norm.NFC()),
+        'qwen': trained(pre.Sequence([split(flat_tokenizer.WORD_PATTERN), level(regex=False)]), norm.NFC()),
         'deepseek': trained(pre.Sequence([split(r'\p{N}{1,3}'), split('[一-龥぀-ゟ゠-ヿ]+'),
-                                          split(DEEPSEEK_SPLIT), level(regex=False)])),
-        'falcon': trained(pre.Sequence([pre.Punctuation('contiguous'), level(), pre.Digits(False),
-                                        split('[0-9][0-9][0-9]')])),
-        'smollm': trained(pre.Sequence([pre.Digits(True), level()]))}
+                                          split(DEEPSEEK_SPLIT), level(regex=False)]))}
     pieces = dec.Sequence([dec.Replace('▁', ' '), dec.ByteFallback(), dec.Fuse(), dec.Strip(' ', 1, 0)])
     llama2 = json.loads(trained(
         None, norm.Sequence([norm.Prepend('▁'), norm.Replace(' ', '▁')]), pieces, 1300,
@@ -242,19 +222,19 @@ TOOLS = [{'type': 'function', 'function': {'name': 'now', 'description': 'the ti
 
 
 # conversations ----------------------------------------------------------------------------------------------
+CHAT_ENDS = {'llama2': '</s>', 'llama3': '<|eot_id|>'}  # others: <|im_end|>
+
+
 def chat_tokenizer(template='chatml'):
     """Bytes and ChatML's tokens, by the tokenizers library; its end of text is <|im_end|>, as MiniMind's."""
     pytest.importorskip('tokenizers')
-    marks = {text: 256 + i for i, text in enumerate([
-        flat_tokenizer.EOT, '<|im_start|>', '<|im_end|>', '<s>', '</s>',
-                                                     '<|eot_id|>', '<|begin_of_text|>',
-                                                     '<|start_header_id|>', '<|end_header_id|>'])}
-    source = flat_tokenizer.bpe_json({char: b for b, char in flat_tokenizer.byte_chars().items()}, [], None,
-                                     marks)
-    end = {'llama2': '</s>', 'llama3': '<|eot_id|>'}.get(template, '<|im_end|>')
-    return flat_tokenizer.JsonTokenizer(source,
-                                        {'chat_template': CHAT_TEMPLATES[template], 'bos_token': '<s>',
-                                          'eos_token': end})
+    byte = flat_tokenizer.ByteTokenizer()
+    byte.special = {text: 256 + i for i, text in enumerate([
+        flat_tokenizer.EOT, '<|im_start|>', '<|im_end|>', '<s>', '</s>', '<|eot_id|>', '<|begin_of_text|>',
+        '<|start_header_id|>', '<|end_header_id|>'])}
+    return flat_tokenizer.JsonTokenizer(byte.to_json(), {
+        'chat_template': CHAT_TEMPLATES[template], 'bos_token': '<s>',
+        'eos_token': CHAT_ENDS.get(template, '<|im_end|>')})
 
 
 # training ---------------------------------------------------------------------------------------------------
@@ -307,10 +287,6 @@ def log_rows(out_dir):
         return list(csv.DictReader(f))
 
 
-
-
-
-
 def torchrun(count, *command, fails=False):
     """A script on `count` ranks of this machine: what it prints, or if it fails, the finished process."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={count}',
@@ -359,13 +335,6 @@ def write_packed(eot=22, block=16):
         ids.tofile(f'data/toy/{split}.bin')
         mask.tofile(f'data/toy/{split}.mask.bin')
     return list(zip(talks, learnt))
-
-
-class Evil:
-    def __reduce__(self):
-        return open, ('evil_was_here', 'w')
-
-
 
 
 def dequantized(model):

@@ -1,4 +1,6 @@
 """Tests of prepare.py: sources, splits, conversations, files on disk and reading them."""
+import collections
+import concurrent.futures
 import errno
 import gzip
 import hashlib
@@ -10,7 +12,6 @@ import os
 import pickle
 import random
 import re
-import runpy
 import subprocess
 import sys
 import threading
@@ -19,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import (
+    CHAT_ENDS,
     PREP_DATA,
-    PREP_DIR,
+    ROOT,
     TOOLS,
     chat_tokenizer,
     prep_awkward,
@@ -35,8 +37,16 @@ from common import (
 
 import prepare
 import tokenizer as flat_tokenizer
+from tokenizer import EOT, CharTokenizer, JsonTokenizer, make_tokenizer
 
 SHAKESPEARE = os.path.join(PREP_DATA, 'tinyshakespeare.txt')
+
+
+@pytest.fixture
+def prep(tmp_path, monkeypatch, capsys):
+    """prepare.py, in an empty folder: a function of its command line -> (what it prints, its error)."""
+    monkeypatch.chdir(tmp_path)
+    return lambda line: prep_run(line.split(), capsys)
 
 
 def split_of(n):
@@ -52,7 +62,7 @@ def prep_texts(source, fraction=0.1):
 def write_chats(folder, chats, tok, block_size, procs=1):
     source = prepare.Source('x', 'x', lambda: [prepare.Conversation(f'chat {i}', messages)
                                                for i, messages in enumerate(chats)], chats=True)
-    return prepare.write_dataset(str(folder), prep_texts(source), tok, 'x', procs, block_size)
+    return prepare.write_dataset(folder, prep_texts(source), tok, 'x', procs, block_size)
 
 
 def files_of(folder):
@@ -72,31 +82,28 @@ def save_tokenizer(tok, folder):
 # whole runs -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize('tokenizer, n_train, n_val, vocab, name', [
     ('char', 1_003_854, 111_540, 65, 'shakespeare_char'), ('gpt2', 301_966, 36_059, 50257, 'shakespeare')])
-def test_shakespeare_as_nanogpt(tokenizer, n_train, n_val, vocab, name, tmp_path, monkeypatch, capsys):
+def test_shakespeare_as_nanogpt(tokenizer, n_train, n_val, vocab, name, monkeypatch, prep):
     if not os.path.exists(SHAKESPEARE):
         pytest.skip(f'no {SHAKESPEARE}: set FLATGPT_DATA to the folder with tinyshakespeare.txt')
     gpt2 = prep_gpt2(monkeypatch) if tokenizer == 'gpt2' else None
     data = Path(SHAKESPEARE).read_bytes()
-    monkeypatch.chdir(tmp_path)
     os.makedirs('data/shakespeare')
     Path('data/shakespeare/input.txt').write_bytes(data)
-    code, stdout, _ = prep_run(['shakespeare', f'--tokenizer={tokenizer}'], monkeypatch, capsys)
+    out, _ = prep(f'shakespeare --tokenizer={tokenizer}')
     folder, text = f'data/{name}', data.decode()
     meta, cut = prepare.read_meta(folder), int(len(text) * 0.9)
-    assert code == 0 and stdout.rstrip().endswith(f'python train.py --dataset={name}')
+    assert out.rstrip().endswith(f'python train.py --dataset={name}')
     assert (meta['train_tokens'], meta['val_tokens'], meta['vocab_size']) == (n_train, n_val, vocab)
+    chars = sorted(set(text))  # nanoGPT's ids
     encode = gpt2.bpe.encode_ordinary if gpt2 else lambda text: list(map(chars.index, text))
-    chars = sorted(set(text))                                    # nanoGPT's ids
     for split, part in (('train', text[:cut]), ('val', text[cut:])):
         assert prep_ids(folder, split).tolist() == encode(part)
 
 
-def test_default_is_the_standard_library(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    default = runpy.run_path(os.path.join(PREP_DIR, 'config', 'default.py'))
-    assert prepare.dataset_name(prepare.FIRST_RUN) == default['dataset']
-    code, stdout, _ = prep_run(['--tokenizer=byte'], monkeypatch, capsys)  # quicker than bpe:4096
-    assert code == 0 and stdout.rstrip().endswith('next: python train.py --dataset=pystdlib_byte')
+def test_default_is_the_standard_library(prep):
+    default = (ROOT / 'config/default.py').read_text()
+    assert f"dataset = '{prepare.dataset_name(prepare.FIRST_RUN)}'" in default
+    assert prep('--tokenizer=byte')[0].rstrip().endswith('next: python train.py --dataset=pystdlib_byte')
     paths = prepare.library_files()
     assert not [path for path in paths if re.search(r'site-packages|[/\\\\]tests?[/\\\\]', path)]
     paths = [path for path in paths if os.path.getsize(path)]
@@ -106,9 +113,8 @@ def test_default_is_the_standard_library(tmp_path, monkeypatch, capsys):
         assert ids.max() == 256 and ids.astype(np.uint8).tobytes() == b''.join(texts)  # 256 is end of text
 
 
-def test_the_same_documents_from_every_kind_of_source(tmp_path, monkeypatch, capsys):
+def test_the_same_documents_from_every_kind_of_source(monkeypatch, prep):
     """Files, JSON lines, text with marks, compressed or through a pipe: whole documents, a tenth for val."""
-    monkeypatch.chdir(tmp_path)
     texts = [f'tale {i:02d} goes "on"\u2028' + 'and é🙂 \\ \r\n' * (i % 7 + 1) + 'on' for i in range(60)]
     os.makedirs('files/deep')
     for i, text in enumerate(texts):
@@ -126,10 +132,9 @@ def test_the_same_documents_from_every_kind_of_source(tmp_path, monkeypatch, cap
     for source, name in {'files': 'files', 'files/**/*.md': 'files', 'marks.txt': 'marks', '-': 'stdin',
                          'marks.txt.gz': 'marks', 'tales.JSONL': 'tales', 'lines.jsonl.gz': 'lines'}.items():
         monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(marked)))
-        argv = [source, '--tokenizer=char', '--field=story', '--overwrite=True']
-        code, stdout, err = prep_run(argv, monkeypatch, capsys)
+        out, error = prep(f'{source} --tokenizer=char --field=story --overwrite=True')
         folder = f'data/{name}_char'
-        assert code == 0 and '60 documents' in stdout and f'--dataset={name}_char' in stdout, err
+        assert '60 documents' in out and f'--dataset={name}_char' in out, error
         made[source] = [prep_ids(folder, split).tolist() for split in ('train', 'val')]
     chars = sorted(set(''.join(texts)))
     wanted = [[i for n, text in enumerate(texts) if split_of(n) == split
@@ -140,30 +145,24 @@ def test_the_same_documents_from_every_kind_of_source(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize('name', ['one.jsonl', 'one.txt', '-'])
-def test_a_single_text_is_cut_by_its_characters(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_single_text_is_cut_by_its_characters(name, monkeypatch, prep):
     text = 'é🙂 the only document '
     data = (text if name == 'one.txt' else json.dumps({'text': text})).encode()
     Path(name).write_bytes(data)
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(data)))
-    code, stdout, err = prep_run([name, '--out=d', '--val_fraction=0.3'], monkeypatch, capsys)
-    assert code == 0 and 'one text, cut in two' in stdout, err
+    assert 'one text, cut in two' in prep(f'{name} --out=d --val_fraction=0.3')[0]
     cut, ids = int(len(text) * 0.7), [bytes(prep_ids('data/d', split).tolist()) for split in ('train', 'val')]
     assert ids == [text[:cut].encode(), text[cut:].encode()]
 
 
-def test_text_that_is_not_utf8_is_replaced_only_when_asked(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_text_that_is_not_utf8_is_replaced_when_asked(prep):
     Path('latin.txt').write_bytes(b'caf\xe9 au lait, ' * 9)
-    assert 'latin.txt is not UTF-8' in prep_run(['latin.txt'], monkeypatch, capsys)[2]
-    assert prep_run(['latin.txt', '--errors=replace'], monkeypatch, capsys)[0] == 0
+    prep('latin.txt --errors=replace')
     assert bytes(prep_ids('data/latin_byte', 'train').tolist()).startswith('caf\ufffd'.encode())
 
 
-def shard_bytes(tokens, magic=20240520, version=1, n=None):
-    head = np.zeros(256, '<i4')
-    head[:3] = magic, version, len(tokens) if n is None else n
-    return head.tobytes() + tokens.astype('<u2').tobytes()
+def shard_bytes(tokens):
+    return np.array([20240520, 1, len(tokens), *[0] * 253], '<i4').tobytes() + tokens.astype('<u2').tobytes()
 
 
 def test_shards_are_downloaded_and_read_in_place(tmp_path, monkeypatch):
@@ -197,7 +196,7 @@ def test_much_text_needs_little_memory(tmp_path):
             "n = prepare.characters_to_train_on(source, 0.1)\n"
             "prepare.write_dataset('d', prepare.split_texts(source, 0.1, n), tok, 'x')\n"
             "print(used() - before)")
-    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([PREP_DIR, os.environ.get('PYTHONPATH', '')])}
+    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
     done = subprocess.run([sys.executable, '-c', code], env=env, check=True, capture_output=True, text=True,
                           cwd=tmp_path)
     grown = int(done.stdout.split()[-1]) * (1 if sys.platform == 'darwin' else 1024)
@@ -205,86 +204,77 @@ def test_much_text_needs_little_memory(tmp_path):
 
 
 def test_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(prepare.SOURCES, 'tales', lambda: prepare.Source(
         'tales', 'tales 1.0', lambda: ([f'tale {i} ', 'goes on'] for i in range(20))))
-    monkeypatch.setitem(flat_tokenizer.MAKERS, 'reversed', lambda texts, **_: flat_tokenizer.CharTokenizer(
+    monkeypatch.setitem(flat_tokenizer.MAKERS, 'reversed', lambda texts, **_: CharTokenizer(
         sorted({char for blocks in texts for block in blocks for char in block})[::-1], 99))
     source = prepare.find_source('tales')
-    tok = flat_tokenizer.make_tokenizer('reversed', (document for _, document, _ in prep_texts(source)))
-    prepare.write_dataset('data/t', prep_texts(source), tok, source.label)
-    text = prepare.load_tokenizer('data/t').decode(prep_ids('data/t', 'train'))
-    assert text.startswith(f'tale 0 goes on{flat_tokenizer.EOT}tale 2') and tok.chars[0] == 't'
-    assert prepare.read_meta('data/t')['source'] == 'tales 1.0'
+    tok = make_tokenizer('reversed', (document for _, document, _ in prep_texts(source)))
+    meta = prepare.write_dataset(tmp_path / 'd', prep_texts(source), tok, source.label)
+    assert meta['source'] == 'tales 1.0'
+    text = prepare.load_tokenizer(tmp_path / 'd').decode(prep_ids(tmp_path / 'd', 'train'))
+    assert text.startswith(f'tale 0 goes on{EOT}tale 2') and tok.chars[0] == 't'
 
 
-def test_bad_input_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
     for name, data in (('short.txt', b'x'), ('cut.txt', 'abc🙂'.encode()[:-1]),
                        ('good.txt', b'some good text, enough for two parts'), ('other.txt', b'another text'),
                        ('broken.jsonl', b'{"text": "a"}\n\n{"text": "b"\n'),
                        ('number.jsonl', b'{"text": 3}')):
         Path(name).write_bytes(data)
-    assert prep_run(['good.txt', '--out=d'], monkeypatch, capsys)[0] == 0
+    assert not prep('good.txt --out=d')[1]
     before = files_of('data/d')
-    table = [(['cut.txt'], ['cut.txt is not UTF-8', '0xf0', '--errors=replace']),
-             (['good.txt', 'cut.txt'], ["'cut.txt' is one source too many"]),
-             (['good.txt', '--tokenizer=data/x'], ['python prepare.py my.txt --out=x']),
-             (['fineweb', '--shards=104'], ['shards=104: fineweb has 1 to 103']),
-             (['short.txt'], ['train has no token to learn']),
-             (['*.none'], ['*.none', 'no such', *prepare.SOURCES]),
-             (['broken.jsonl'], ['broken.jsonl, line 3']),
-             (['number.jsonl'], ["number.jsonl, line 1: no text in field 'text'", '--field']),
-             (['good.txt', '--special_tokens=x'], ['must be refuse or tokens or text'])]
-    for argv, parts in table:
+    table = [('cut.txt', 'cut.txt is not UTF-8 text: 0xf0 .*--errors=replace'),
+             ('good.txt cut.txt', "'cut.txt' is one source too many"),
+             ('good.txt --tokenizer=data/x', 'python prepare.py my.txt --out=x'),
+             ('fineweb --shards=104', 'shards=104: fineweb has 1 to 103'),
+             ('short.txt', 'train has no token to learn'), ('*.none', 'no such .*, pydoc_chat'),
+             ('broken.jsonl', 'broken.jsonl, line 3'),
+             ('number.jsonl', "number.jsonl, line 1: no text in field 'text'.* --field"),
+             ('good.txt --special_tokens=x', 'must be refuse or tokens or text')]
+    for line, message in table:
         for where in ('d', 'fresh'):                 # over an earlier folder, and to a new one
-            code, _, stderr = prep_run([*argv, f'--out={where}', '--overwrite=True'], monkeypatch, capsys)
-            assert code == 1 and len(stderr.strip().splitlines()) == 1, (argv, code, stderr)
-            assert all(part in stderr for part in parts), stderr
-    stderr = prep_run(['other.txt', '--out=d'], monkeypatch, capsys)[2]
-    assert 'data/d holds data of good.txt, not of other.txt' in stderr and '--overwrite=True' in stderr
+            error = prep(f'{line} --out={where} --overwrite=True')[1]
+            assert re.search(message, error) and '\n' not in error, error
+    error = prep('other.txt --out=d')[1]
+    assert 'data/d holds data of good.txt, not of other.txt' in error and '--overwrite=True' in error
     assert os.listdir('data') == ['d'] and files_of('data/d') == before
-    assert prep_run(['other.txt', '--out=d', '--overwrite=True'], monkeypatch, capsys)[0] == 0
+    assert not prep('other.txt --out=d --overwrite=True')[1]
 
 
 def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source, tok = prep_source('one two three\n' * 20), flat_tokenizer.make_tokenizer('byte')
+    source, tok = prep_source('one two three\n' * 20), make_tokenizer('byte')
     prepare.write_dataset('data/a', prep_texts(source), prep_toy_bpe(), 'a')
     Path('data/a/train.mask.bin').touch()
-    ids = prep_ids('data/a', 'train')
-    assert prepare.load_tokenizer('data/a').decode(ids) == ('one two three\n' * 20)[:252]
     before = files_of('data/a')
+
     def fails(path):
         raise OSError(errno.ENOSPC, 'no more')
-    monkeypatch.setattr(prepare, 'sha256_of', fails)
-    for folder in ('data/a', 'data/b'):
-        with pytest.raises(OSError, match=f'{folder} cannot be written .*free some space'):
-            prepare.write_dataset(folder, prep_texts(source), tok, 'a')
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, 'sha256_of', fails)
+        for folder in ('data/a', 'data/b'):
+            with pytest.raises(OSError, match=f'{folder} cannot be written .*free some space'):
+                prepare.write_dataset(folder, prep_texts(source), tok, 'a')
     assert os.listdir('data') == ['a'] and files_of('data/a') == before
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
     prepare.write_dataset('data/a', prep_texts(source), tok, 'a')
     assert sorted(os.listdir('data/a')) == ['meta.json', 'train.bin', 'val.bin']
 
 
 # encoding ---------------------------------------------------------------------------------------------------
-def test_special_tokens_in_a_text_are_learnt_as_is_asked(tmp_path, monkeypatch, capsys):
+def test_special_tokens_in_a_text_are_learnt_as_is_asked(prep):
     """Refused, or as plain text or as tokens, as transformers' tokenizer has them."""
     transformers = pytest.importorskip('transformers')
-    monkeypatch.chdir(tmp_path)
     tok = chat_tokenizer()
     save_tokenizer(tok, 'tok')
     texts = [f'record {i}' for i in range(30)]
     texts[6] = 'see <|im_start|>user\nHi<|im_end|>'
     write_jsonl('a.jsonl', [{'text': text} for text in texts])
-    code, _, stderr = prep_run(['a.jsonl', '--tokenizer=tok'], monkeypatch, capsys)
-    assert code == 1 and "document 7: '<|im_start|>' in 'see <|im_start|>user" in stderr, stderr
-    assert len(stderr.strip().splitlines()) == 1 and os.listdir('data') == []
+    assert "document 7: '<|im_start|>' in 'see <|im_start|>user" in prep('a.jsonl --tokenizer=tok')[1]
+    assert os.listdir('data') == []
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tok.library)
     for how in ('text', 'tokens'):
-        argv = ['a.jsonl', '--tokenizer=tok', f'--out={how}', f'--special_tokens={how}']
-        assert prep_run(argv, monkeypatch, capsys)[0] == 0
+        prep(f'a.jsonl --tokenizer=tok --out={how} --special_tokens={how}')
         for split in ('train', 'val'):
             ids = [[*theirs(text, split_special_tokens=how == 'text')['input_ids'], tok.eot]
                    for n, text in enumerate(texts) if split_of(n) == split]
@@ -294,7 +284,7 @@ def test_special_tokens_in_a_text_are_learnt_as_is_asked(tmp_path, monkeypatch, 
         assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(texts)) - marks
     # conversations are rendered with these tokens: a message may not smuggle them in
     write_jsonl('chats.jsonl', [{'prompt': 'Hi<|im_end|>', 'response': 'Hello'}] * 9)
-    assert "line 1: '<|im_end|>'" in prep_run(['chats.jsonl', '--tokenizer=tok'], monkeypatch, capsys)[2]
+    assert "line 1: '<|im_end|>'" in prep('chats.jsonl --tokenizer=tok')[1]
 
 
 @pytest.mark.parametrize('name, bos', [('mistral', [1]), ('gpt2', [])])
@@ -306,7 +296,7 @@ def test_documents_and_prompts_begin_with_the_bos_of_a_tokenizer(name, bos, tmp_
     texts = [f'document {i} has a few words, ' * 4 for i in range(20)]
     library = tok_oracles()[name]
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library)
-    tok = flat_tokenizer.JsonTokenizer(library.to_str())
+    tok = JsonTokenizer(library.to_str())
     prepare.write_dataset('d', prep_texts(prep_source(*texts)), tok, 'x')
     tok = prepare.load_tokenizer('d')
     for split in ('train', 'val'):
@@ -317,13 +307,13 @@ def test_documents_and_prompts_begin_with_the_bos_of_a_tokenizer(name, bos, tmp_
 @pytest.mark.parametrize('chunk', [7, 100])
 def test_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch):
     text = prep_awkward(3000) + 'ＡＢＣ' * 2000 + '\n' + prep_awkward(200, 2)  # with one long word
-    tok = flat_tokenizer.make_tokenizer(name, [[text]]) if name in ('byte', 'char') else \
+    tok = make_tokenizer(name, [[text]]) if name in ('byte', 'char') else \
         prep_toy_bpe(prep_patterns()[name])
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', chunk)
     monkeypatch.setattr(flat_tokenizer, 'AROUND', 0)
     blocks = [text[i:i + 1000] for i in range(0, len(text), 1000)]
     source = prepare.Source('x', 'x', lambda: [iter(blocks)])
-    prepare.write_dataset(str(tmp_path / 'd'), prep_texts(source), tok, 'a')
+    prepare.write_dataset(tmp_path / 'd', prep_texts(source), tok, 'a')
     cut = int(len(text) * 0.9)
     for split, part in (('train', text[:cut]), ('val', text[cut:])):
         assert prep_ids(tmp_path / 'd', split).tolist() == tok.encode(part, allow_special=False)
@@ -332,8 +322,8 @@ def test_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch):
 @pytest.mark.parametrize('chats', [False, True])
 def test_two_processes_write_what_one_writes(chats, tmp_path, monkeypatch):
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
-    pools, real = [], flat_tokenizer.concurrent.futures.ProcessPoolExecutor
-    monkeypatch.setattr(flat_tokenizer.concurrent.futures, 'ProcessPoolExecutor',
+    pools, real = [], concurrent.futures.ProcessPoolExecutor
+    monkeypatch.setattr(concurrent.futures, 'ProcessPoolExecutor',
                         lambda n, **more: pools.append(n) or real(n, **more))
     rng, source = random.Random(2), prep_source(*[prep_awkward(300 + 50 * i, seed=i) for i in range(12)])
     talks = [chat_of(rng) for _ in range(60)]
@@ -341,7 +331,7 @@ def test_two_processes_write_what_one_writes(chats, tmp_path, monkeypatch):
         if chats:
             write_chats(tmp_path / f'p{n}', talks, chat_tokenizer(), 100, n)
         else:
-            prepare.write_dataset(str(tmp_path / f'p{n}'), prep_texts(source), prep_toy_bpe(), 'x', n)
+            prepare.write_dataset(tmp_path / f'p{n}', prep_texts(source), prep_toy_bpe(), 'x', n)
     assert pools == [2] and files_of(tmp_path / 'p1') == files_of(tmp_path / 'p2')
 
 
@@ -358,7 +348,7 @@ def chat_of(rng, turns=2, system=False):
 def test_the_mask_is_what_the_assistant_writes(template):
     """And its end mark; what stands before an answer is exactly what a model is prompted with."""
     tok, rng = chat_tokenizer(template), random.Random(0)
-    end = {'llama2': '</s>', 'llama3': '<|eot_id|>'}.get(template, '<|im_end|>')
+    end = CHAT_ENDS.get(template, '<|im_end|>')
     for turns in (1, 2, 3):
         messages = chat_of(rng, turns, system=turns == 2)
         ids, mask = prepare.encode_conversation(tok, prepare.Conversation('here', messages))
@@ -372,20 +362,20 @@ def test_the_mask_is_what_the_assistant_writes(template):
         assert ids[:np.flatnonzero(mask)[0]].tolist() == tok.chat(messages[:first], thinking=None)
 
 
-@pytest.mark.parametrize('template, part', [
-    ('{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}', 'another way'),
-    ('{% for m in messages %}{{ m.content }}{% endfor %}', 'ends this answer')])
-def test_a_template_that_hides_the_answers_is_refused(template, part):
-    tok = flat_tokenizer.JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
+@pytest.mark.parametrize('template', [
+    '{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}',
+    '{% for m in messages %}{{ m.content }}{% endfor %}'])
+def test_a_template_that_hides_the_answers_is_refused(template):
+    tok = JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
     messages = prepare.make_messages(('Hi', 'Hello'))
-    with pytest.raises(ValueError, match=f'there, message 2: .*{part}'):
+    with pytest.raises(ValueError, match='there, message 2: .*another way'):
         prepare.encode_conversation(tok, prepare.Conversation('there', messages))
 
 
 def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
     chats = [('train', np.array(ids, '<u2'), np.ones(len(ids), np.uint8), len(ids))
              for ids in ([11], [21, 22, 23], [31, 32, 33, 34], range(41, 51))]
-    counts = prepare.collections.Counter()
+    counts = collections.Counter()
     _, ids, mask, sizes = zip(*(part for part in prepare.pack(chats, 5, np.array(9, '<u2'), counts)
                                 if part[0] == 'train'))
     ids, mask = np.concatenate(ids), np.concatenate(mask)
@@ -397,26 +387,23 @@ def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
     assert counts == {'cut': 1, 'filled': len(ids) - np.count_nonzero(ids == 9) + 6}
 
 
-@pytest.mark.parametrize('block_size', [64, 1000])
-def test_conversations_are_packed_in_order_into_slots(block_size, tmp_path):
+def test_conversations_are_packed_in_order_into_slots(tmp_path):
     tok, rng = chat_tokenizer(), random.Random(1)
     chats = [chat_of(rng, rng.choice([1, 1, 2])) for _ in range(100)]
-    meta = write_chats(tmp_path, chats, tok, block_size)
+    meta = write_chats(tmp_path, chats, tok, 1000)
     for split in ('train', 'val'):
         wanted = [prepare.encode_conversation(tok, prepare.Conversation('x', messages))
                   for n, messages in enumerate(chats) if split_of(n) == split]
         ids, mask = prep_ids(tmp_path, split), prep_ids(tmp_path, f'{split}.mask', np.uint8)
-        assert len(ids) % block_size == 1 and (ids[::block_size] == 256).all() and not mask[ids == 256].any()
+        assert len(ids) % 1000 == 1 and (ids[::1000] == 256).all() and not mask[ids == 256].any()
         assert ids[ids != 256].tolist() == [i for ids, _ in wanted for i in ids]
-        if block_size == 1000:
-            assert mask[ids != 256].tolist() == [i for _, mask in wanted for i in mask]
-    assert meta['block_size'] == block_size and bool(meta['cut']) == (block_size == 64)
+        assert mask[ids != 256].tolist() == [i for _, mask in wanted for i in mask]
     answers = [m['content'] for messages in chats for m in messages if m['role'] == 'assistant']
     assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(answers).encode())
+    assert meta['block_size'] == 1000 and not meta['cut']
 
 
-def test_all_shapes_of_records_are_the_same_conversations(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_all_shapes_of_records_are_the_same_conversations(prep):
     tok = chat_tokenizer()
     save_tokenizer(tok, 'tok')
     pairs = [(f'What is {i}?\n\nAs a word', f'It is {i}.') for i in range(50)]
@@ -431,32 +418,28 @@ def test_all_shapes_of_records_are_the_same_conversations(tmp_path, monkeypatch,
     made = set()
     for name, records in shapes.items():
         write_jsonl(f'{name}.jsonl', records)
-        argv = [f'{name}.jsonl', '--tokenizer=tok', f'--field={"talk" if name == "talk" else "text"}']
-        code, stdout, stderr = prep_run(argv, monkeypatch, capsys)
-        assert code == 0 and '50 conversations' in stdout and f'--dataset={name}' in stdout, stderr
+        out, error = prep(f'{name}.jsonl --tokenizer=tok --field={"talk" if name == "talk" else "text"}')
+        assert '50 conversations' in out and f'--dataset={name}' in out, error
         made.add(tuple(data for file, data in sorted(files_of(f'data/{name}').items()) if '.bin' in file))
     assert len(made) == 1 and prepare.load_tokenizer('data/talk').chat_template == tok.chat_template
-    assert prep_run(['talk.jsonl', '--out=talk'], monkeypatch, capsys)[0] == 0  # text: its masks are gone
+    prep('talk.jsonl --out=talk')  # text: its masks are gone
     assert sorted(os.listdir('data/talk')) == ['meta.json', 'train.bin', 'val.bin']
 
 
-def test_bad_conversations_are_named_by_file_and_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_bad_conversations_are_named_by_file_and_line(prep):
     save_tokenizer(chat_tokenizer(), 'tok')
     good = prepare.make_messages(('Hi', 'Hello'))
     user, answer = good
-    table = [({'messages': [answer, user]}, 'take turns'), ({'messages': [user]}, 'take turns'),
-             ({'messages': []}, 'no conversation'), ({'text': 'a'}, 'no conversation, its fields are text'),
+    table = [({'messages': [answer, user]}, 'take turns'), ({'text': 'a'}, 'its fields are text'),
              ({'messages': [user, {'role': 'assistant', 'content': ' '}]}, 'message 2: '),
              ({'messages': [{'from': 'human', 'value': 'x'}, {'from': 'bing', 'value': 'x'}]}, "'bing'")]
     for record, part in table:
         write_jsonl('chats.jsonl', [{'messages': good}, record])
-        code, _, stderr = prep_run(['chats.jsonl', '--tokenizer=tok'], monkeypatch, capsys)
-        assert code == 1 and 'chats.jsonl, line 2' in stderr and part in stderr, stderr
-        assert len(stderr.strip().splitlines()) == 1 and os.listdir('data') == []
+        error = prep('chats.jsonl --tokenizer=tok')[1]
+        assert 'chats.jsonl, line 2' in error and part in error and os.listdir('data') == []
     write_jsonl('chats.jsonl', [{'messages': good}] * 9)
-    for flags, part in ((['--tokenizer=byte'], 'no chat template'), ([], '`python prepare.py` does it')):
-        assert part in prep_run(['chats.jsonl', *flags], monkeypatch, capsys)[2]
+    assert 'no chat template' in prep('chats.jsonl --tokenizer=byte')[1]
+    assert '`python prepare.py` does it' in prep('chats.jsonl')[1]
 
 
 def test_calls_are_learnt_and_tools_are_not(tmp_path, monkeypatch):
@@ -475,7 +458,7 @@ def test_calls_are_learnt_and_tools_are_not(tmp_path, monkeypatch):
     template = ("{% if tools %}<tools>{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>"
                 "{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n"
                 "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-    tok = flat_tokenizer.JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
+    tok = JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
     ids, mask = prepare.encode_conversation(tok, found)
     assert tok.decode(ids).startswith(f'<tools>{json.dumps(TOOLS)}\n<|im_start|>system\n{system}<|im_end|>')
     runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
@@ -487,61 +470,56 @@ def test_pydoc_chat_is_short_and_the_same_each_time():
     chats, said = list(prepare.pydoc_chats()), {}
     assert 2000 < len(chats) < 9000 and chats == list(prepare.pydoc_chats())
     for _, messages, _ in chats:
-        said |= dict(zip(*([message['content'] for message in messages[i::2]] for i in (0, 1))))
-        assert all(len(message['content']) < 200 and '\n' not in message['content'] for message in messages)
+        texts = [message['content'] for message in messages]
+        said |= dict(zip(texts[::2], texts[1::2]))
+        assert len(texts) % 2 == 0 and max(map(len, texts)) < 200 and '\n' not in ''.join(texts)
     assert said['What does os.path.join do?'].startswith('Join two or more pathname components')
     assert said['What arguments does os.path.join take?'] == 'os.path.join(a, *p)'
-    assert {2, 4, 6} < {len(messages) for _, messages, _ in chats}
 
 
-def test_look_shows_what_a_folder_has(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_look_shows_what_a_folder_has(prep):
     rng, tok = random.Random(3), chat_tokenizer()
     write_chats('data/chats', [chat_of(rng) for _ in range(30)], tok, 300)
-    assert prep_run(['look', 'chats'], monkeypatch, capsys)[0] == 0
-    prepare.look('data/chats')
-    out = capsys.readouterr().out
+    out, _ = prep('look chats')
     ids, mask = prep_ids('data/chats', 'train'), prep_ids('data/chats', 'train.mask', np.uint8)
     assert f'train.bin: {len(ids):,} tokens, {mask.mean():.1%} learnt' in out and 'documents of' in out
     shown = out.partition('[[learnt]]:\n')[2]
     assert shown.replace('[[', '').replace(']]', '') == tok.decode(ids[:300]) + '\n'
     assert ''.join(re.findall(r'\[\[(.*?)\]\]', shown, re.DOTALL)) == tok.decode(ids[:300][mask[:300] == 1])
-    with pytest.raises(OSError, match='nothing is not prepared: no val.bin'):
-        prepare.look('nothing')
+    assert 'nothing is not prepared: no val.bin' in prep('look nothing')[1]
 
 
 # reading ----------------------------------------------------------------------------------------------------
 def test_meta_pkl_is_read_but_runs_no_code(tmp_path):
     meta = {'vocab_size': 3, 'itos': dict(enumerate('\nab')), 'stoi': {'\n': 0, 'a': 1, 'b': 2}}
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(meta))
-    tok = prepare.load_tokenizer(str(tmp_path))
+    tok = prepare.load_tokenizer(tmp_path)
     assert tok.n_vocab == 3 and tok.encode('ab\n') == [1, 2, 0] and tok.decode([1, 2, 0]) == 'ab\n'
 
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / 'pwned'),)
-    for bad in ({**meta, 'x': Evil()}, {'vocab_size': np.int64(3)}):
-        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(bad))
-        with pytest.raises(ValueError, match='only plain data is read'):
-            prepare.read_meta(str(tmp_path))
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({**meta, 'x': Evil()}))
+    with pytest.raises(ValueError, match='only plain data is read'):
+        prepare.read_meta(tmp_path)
     assert not (tmp_path / 'pwned').exists()
 
 
 def test_without_meta_gpt2_is_assumed_and_said_once(tmp_path, capsys):
     np.arange(50, dtype=np.uint16).tofile(tmp_path / 'train.bin')
-    bins = prepare.Bins(str(tmp_path), 'train')
-    meta = prepare.read_meta(str(tmp_path))
+    assert prepare.Bins(tmp_path, 'train').n_tokens == 50
+    meta = prepare.read_meta(tmp_path)
     assert (meta['vocab_size'], meta['dtype'], meta['tokenizer']) == (50304, 'uint16', None)
-    assert bins.n_tokens == 50 and capsys.readouterr().out.count('GPT-2') == 1
+    assert capsys.readouterr().out.count('GPT-2') == 1
 
 
 @pytest.mark.parametrize('n_vocab, dtype', [(65536, 'uint16'), (65537, 'uint32')])
 def test_bins_dtype_follows_the_vocabulary(n_vocab, dtype, tmp_path):
     text = ''.join(chr(0x10000 + i) for i in range(n_vocab))
-    tok = flat_tokenizer.make_tokenizer('char', text)
-    meta = prepare.write_dataset(str(tmp_path), prep_texts(prep_source(text)), tok, 'a')
+    tok = make_tokenizer('char', text)
+    meta = prepare.write_dataset(tmp_path, prep_texts(prep_source(text)), tok, 'a')
     assert meta['dtype'] == dtype and tok.n_vocab == n_vocab
-    bins = prepare.Bins(str(tmp_path), 'val', vocab_size=n_vocab)
+    bins = prepare.Bins(tmp_path, 'val', vocab_size=n_vocab)
     assert bins.read([bins.n_sequences(1) - 1], 1).tolist() == [[n_vocab - 2, n_vocab - 1]]
 
 
@@ -549,9 +527,8 @@ def test_bins_dtype_follows_the_vocabulary(n_vocab, dtype, tmp_path):
     ('shakespeare_char', 'python prepare.py shakespeare --tokenizer=char'),
     ('shakespeare', 'python prepare.py shakespeare --tokenizer=gpt2'),
     ('pystdlib_bpe4096', 'python prepare.py'),
-    ('fineweb_edu_gpt2', 'python prepare.py fineweb_edu'),
     ('minimind_bpe6400', 'python prepare.py minimind --tokenizer=bpe:6400'),
-    ('minimind_sft', 'python prepare.py minimind_sft'), ('mydata', 'python prepare.py my.txt --out=mydata')])
+    ('mydata', 'python prepare.py my.txt --out=mydata')])
 def test_missing_data_names_the_command_that_prepares_it(name, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as e:
@@ -563,7 +540,7 @@ def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
     ids = np.zeros(300, np.uint16)
     ids[222] = 777
     ids.tofile(tmp_path / 'val.bin')
-    bins = prepare.Bins(str(tmp_path), 'val', 'uint16', vocab_size=700)
+    bins = prepare.Bins(tmp_path, 'val', 'uint16', vocab_size=700)
     assert bins.n_sequences(299) == 1 and bins.read([0, 1], 99).shape == (2, 100)
     with pytest.raises(ValueError, match=r'val.bin has 300 tokens, .* = 301: lower --block_size'):
         bins.read([0], 300)
@@ -573,7 +550,7 @@ def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
         bins.check_vocabulary(500, 'mend it')
     (tmp_path / 'val.mask.bin').write_bytes(b'\1' * 98)
     with pytest.raises(ValueError, match='val.bin: .* mask'):
-        prepare.Bins(str(tmp_path), 'val', 'uint16')
+        prepare.Bins(tmp_path, 'val', 'uint16')
 
 
 @pytest.mark.parametrize('masked', [True, False])
@@ -588,7 +565,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
         for at in range(0, n - 10, 10):  # a sequence of 11 tokens ends before n
             learnt = [int(ids[j]) if mask[j] else -1 for j in range(at + 1, at + 11)]
             expected.append((ids[at:at + 10].tolist(), learnt))
-    bins = prepare.Bins(str(tmp_path), 'train', 'uint16')
+    bins = prepare.Bins(tmp_path, 'train', 'uint16')
     order = rng.permutation(len(expected))
     inputs, targets = bins.batch(order, 10)
     assert bins.n_sequences(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
@@ -599,25 +576,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
         assert bins.n_targets == sum(map(sum, masks))
         os.remove(tmp_path / 'train_1.mask.bin')
         with pytest.raises(ValueError, match='mask'):
-            prepare.Bins(str(tmp_path), 'train', 'uint16')
-    for bad in ({'version': 2}, {'n': 10**8}):
-        (tmp_path / 'train_0.bin').write_bytes(shard_bytes(ids, **bad))
-        with pytest.raises(ValueError, match='train_0.bin.*download it again'):
-            prepare.Bins(str(tmp_path), 'train', 'uint16')
-
-
-@pytest.mark.skipif(not os.path.exists('/proc/self/statm'), reason='the memory in use is read from /proc')
-def test_reading_needs_little_memory(tmp_path):
-    def used():
-        return int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
-    for i in range(13):                                                       # 200 MB
-        np.full(8 << 20, i, np.uint16).tofile(tmp_path / f'train_{i:02d}.bin')
-    bins = prepare.Bins(str(tmp_path), 'train', 'uint16')
-    order, peaks = np.random.default_rng(0).permutation(bins.n_sequences(1024))[:96_000].reshape(2000, 48), []
-    for batch in order:
-        assert bins.read(batch, 1024)[0, 0] == batch[0] // 8191
-        peaks.append(used())
-    assert max(peaks) - peaks[0] < 100 << 20
+            prepare.Bins(tmp_path, 'train', 'uint16')
 
 
 # downloads --------------------------------------------------------------------------------------------------
@@ -656,21 +615,18 @@ def server(monkeypatch):
     server.server_close()
 
 
-@pytest.mark.parametrize('path, n_requests', [('/ok', 1), ('/500x2', 3), ('/cut', 2)])
-@pytest.mark.parametrize('sha256', [BODY_SUM, None])
+@pytest.mark.parametrize('path, n_requests, sha256', [
+    ('/ok', 1, None), ('/ok', 1, BODY_SUM), ('/500x2', 3, BODY_SUM), ('/cut', 2, None)])
 def test_fetch_brings_the_file(path, n_requests, sha256, server, tmp_path):
-    target = tmp_path / 'deep' / 'file'
     for _ in range(2):  # the second time it is there already
-        assert prepare.fetch(server + path, str(target), sha256) == str(target)
+        prepare.fetch(server + path, str(tmp_path / 'deep' / 'file'), sha256)
         assert files_of(tmp_path / 'deep') == {'file': BODY} and len(Handler.seen) == n_requests
 
 
-@pytest.mark.parametrize('path, sha256, kind, parts', [
-    ('/404', None, FileNotFoundError, ['/404 is not there']), ('/503', None, OSError, ['503', 'or fly']),
-    ('/lie', None, OSError, ['/lie', 'or fly']), ('/ok', '0' * 64, ValueError, ['000000000000', 'changed'])])
-def test_fetch_says_what_is_wrong_in_one_line(path, sha256, kind, parts, server, tmp_path):
-    target = str(tmp_path / 'file')
-    with pytest.raises(kind) as e:
-        prepare.fetch(server + path, target, sha256, ', or fly')
-    assert all(part in str(e.value) for part in parts) and '\n' not in str(e.value), e.value
-    assert not os.path.exists(target)
+@pytest.mark.parametrize('path, sha256, kind, message', [
+    ('/404', None, FileNotFoundError, '/404 is not there'), ('/503', None, OSError, '503.*: go online'),
+    ('/lie', None, OSError, '/lie'), ('/ok', '0' * 64, ValueError, '000000000000.*changed')])
+def test_fetch_says_what_is_wrong(path, sha256, kind, message, server, tmp_path):
+    with pytest.raises(kind, match=message):
+        prepare.fetch(server + path, str(tmp_path / 'file'), sha256)
+    assert not (tmp_path / 'file').exists()
