@@ -89,7 +89,7 @@ shard = False                        # spread the weights over the ranks: for mo
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
-settings = configure(globals(), 'GPTConfig', default_file='config/default.py', unless='--init_from=resume')
+settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
 config, given = settings.config, settings.given
 
 import numpy as np
@@ -890,8 +890,7 @@ if __name__ == '__main__':
     check_settings(config)
     model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
     if init_from != 'scratch':
-        asked = {name: value for name, value in settings.model_args.items() if name in given}
-        model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked,
+        model, source_tokenizer, rest = load_to_train(init_from, out_dir, settings.model_args,
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
