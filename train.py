@@ -35,16 +35,16 @@ from pathlib import Path
 from configurator import can_compile, choose_device, configure, print0, runtime, show
 
 # input and output
-out_dir = 'out'                      # checkpoints and log.csv go here
+out_dir = 'out'                      # of checkpoints and log.csv
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations, each with a checkpoint
 eval_iters = 200                     # batches of val.bin in an evaluation; of train.bin a quarter
 eval_only = False                    # evaluate once and stop
 log_interval = 1                     # iterations between lines
-always_save_checkpoint = True        # False: also keep the best weights, best.pt; sample and fine-tune them
+always_save_checkpoint = True        # False: also keep best.pt, to sample from and fine-tune
 keep = 0                             # keep the last n checkpoints too, as ckpt-<iteration>.pt
-sample_tokens = 0                    # length of the sample printed at each evaluation; 0: none
+sample_tokens = 0                    # of the sample printed at each evaluation
 wandb_log = False                    # log to Weights & Biases too
 wandb_project = 'owt'                # its project
 wandb_run_name = 'gpt2'              # and run
@@ -64,12 +64,12 @@ beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
 momentum = 0.95                      # Muon
 grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
-# experts: added to the training objective, never to the loss reported
+# experts: added to the objective, not to the loss reported
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of the router's z-loss; ST-MoE has 1e-3
-balance_rate = 0.001                 # how far balance_bias moves an iteration, where the model has it
+balance_rate = 0.001                 # how far balance_bias moves an iteration
 # low-rank adapters (LoRA) of what init_from names, which itself stays as it is
-lora_rank = 0                        # of each adapter; 0: none, all weights are trained
+lora_rank = 0                        # 0: none, all weights are trained
 lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank
 lora_targets = 'c_attn,c_proj,c_fc'  # names of the linear layers that get one; or attn.c_proj alone
 # learning rate
@@ -84,7 +84,7 @@ backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA,
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
-shard = False                        # spread the weights over the ranks: for models larger than a GPU
+shard = False                        # spread weights over the ranks: for models larger than a GPU
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
@@ -112,7 +112,7 @@ SCHEDULES = {  # (share of the decay done, cooldown) -> share of the way from mi
 
 
 def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
-    """The rate of iteration `it`, from 0: warm-up, then the schedule (None: constant) to `floor` at `end`."""
+    """Learning rate of iteration `it`: warm-up, then the schedule (None: constant) to `floor` at `end`."""
     if it < warmup:
         return peak * (it + 1) / (warmup + 1)
     if schedule is None:
@@ -144,14 +144,14 @@ def sequence_order(seed, epoch, n):
 
 
 def sequence_indices(first, count, n, seed):
-    """(count,) sequences of the global samples first, first + 1, ...; an epoch has n."""
+    """(count,) sequences of the global samples from `first` on; an epoch has n."""
     sample = np.arange(first, first + count)
     return np.array([sequence_order(seed, int(s // n), n)[s % n] for s in sample])
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
-    """(micro-batches of a rank, sequences in each, at most batch_size). ValueError: it does not come out
-    even."""
+    """(micro-batches of a rank, sequences in each, at most batch_size). ValueError: the ranks do not divide
+    them."""
     total = gradient_accumulation_steps * batch_size
     if total % ranks:
         raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
@@ -189,8 +189,8 @@ def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, 
 
 
 def loss_weights(counts, device):
-    """(micro-batches,) weights that make the mean of a rank's mean losses, given their numbers of targets,
-    that over all targets of the iteration."""
+    """(micro-batches,) weights of a rank's mean losses, from their numbers of targets: the mean of all
+    products is the mean over all targets of the iteration."""
     counts = torch.tensor(counts, dtype=torch.float32).to(device)
     total = all_reduce(counts.sum())
     return counts * (len(counts) * world()[1]) / total.clamp(min=1)
@@ -355,8 +355,8 @@ def load_optimizers(optimizers, states):
 # memory -----------------------------------------------------------------------------------------------------
 
 def shard_model(model, machine):
-    """Moves the model to the device, weights, gradients and optimizer states spread over the ranks by FSDP2
-    (arXiv:2304.11277), which gathers a block's weights, in the compute dtype, while it computes."""
+    """Moves the model to the device, spread over the ranks by FSDP2 (arXiv:2304.11277), which gathers a
+    block's weights, in the compute dtype, while it computes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
@@ -560,7 +560,7 @@ class Progress:
     iter_num: int = 0                # updates so far
     best_val_loss: float = math.inf
     skipped: int = 0                 # updates left out: a loss or gradient was not finite
-    wall_s: float = 0.0              # seconds of its processes
+    wall_s: float = 0.0              # seconds that its processes have run
     wandb_id: str | None = None      # of its run on Weights & Biases
 
 
@@ -610,7 +610,7 @@ def save(path, state):
 
 
 def keep_last(out_dir, it, keep):
-    """Copies ckpt.pt, of iteration `it`; removes all but the last `keep` copies."""
+    """Copies ckpt.pt, and removes all but the last `keep` copies."""
     shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, f'ckpt-{it}.pt'))
     copies = [path for path in Path(out_dir).glob('ckpt-*.pt') if '.old-' not in path.name]
     for path in sorted(copies, key=os.path.getmtime)[:-keep]:
@@ -633,7 +633,7 @@ def lock_folder(out_dir):
 
 def prepare_out_dir(out_dir, resumed, keep_best):
     """Renames the files of an earlier run, ckpt.pt to ckpt.old-3.pt; of a resumed one only a best.pt that is
-    no longer kept, which sample.py would read."""
+    not kept any more."""
     names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
     earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
     if resumed and keep_best:
@@ -763,12 +763,11 @@ def dtype_name(dtype):
 def resolve_runtime(device, dtype, seed, compile, was):
     """(configurator.runtime, compile); on the device and number of ranks of a checkpoint's runtime (was)
     'auto' means the same as there, for an exact resume."""
-    threads = None
-    if was and (was['device_type'], was['ranks']) == (choose_device(device)[0], world()[1]):
-        threads = was['threads']
-        dtype, compile = (was[name] if value == 'auto' else value
-                          for name, value in (('dtype', dtype), ('compile', compile)))
-    return runtime(device, dtype, seed, threads), compile
+    if not was or (was['device_type'], was['ranks']) != (choose_device(device)[0], world()[1]):
+        return runtime(device, dtype, seed), compile
+    dtype = was['dtype'] if dtype == 'auto' else dtype
+    return (runtime(device, dtype, seed, threads=was['threads']),
+            was['compile'] if compile == 'auto' else compile)
 
 
 def resolve_compile(compile, device, seconds):
@@ -848,7 +847,8 @@ def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
 
 
 def stop_on_signals(rank):
-    """A list that Ctrl-C and SIGTERM fill, to end the run after the iteration; a second signal is obeyed."""
+    """A list that Ctrl-C and SIGTERM fill, to end the run after the iteration; a second one ends it at
+    once."""
     stop = []
 
     def ask(number, frame):
