@@ -2,10 +2,9 @@
 
     $ python train.py config/small.py --batch_size=8 --compile=False      # overrides, from left to right
 
-A script's settings are the lower-case names that it assigns at the top level, above configure(...); the type
-of one is its annotation, else its default's. Text stays text; 1e6 may be an int, an int a float, and true,
-false, 1, 0 a bool. They are read from the script's source, and GPTConfig's fields from model.py's, so --help
-and typos are answered before anything slow is imported.
+A script's settings are the lower-case names that it assigns above configure(...), of the type of their
+annotation, else of their default. 1e6 may be an int, an int a float, and true, false, 1, 0 a bool. They are
+read from the source, as GPTConfig's fields are, so --help and typos do not wait for slow imports.
 """
 import ast
 import builtins
@@ -29,9 +28,9 @@ from pathlib import Path
 
 SCRIPTS = ('train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check')  # a config file serves them all
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
-# what gloo and NCCL tell the ranks that wait for one that has ended
+# of gloo and NCCL, on ranks that wait for one that has ended
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
-OUT_OF_MEMORY = {  # a setting that the script has: how to use less memory
+OUT_OF_MEMORY = {  # the first of these settings that the script has: how to use less
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
     'num_samples': 'lower --batch_size or --max_new_tokens',
     'procs': 'lower --procs',
@@ -40,7 +39,7 @@ OUT_OF_MEMORY = {  # a setting that the script has: how to use less memory
 
 
 def print0(*values):
-    """Print on rank 0 only, at once: under torchrun one process speaks for all."""
+    """Prints on rank 0 only, at once."""
     if os.environ.get('RANK', '0') == '0':
         print(*values, flush=True)
 
@@ -48,23 +47,22 @@ def print0(*values):
 # settings ---------------------------------------------------------------------------------------------------
 
 class Setting(typing.NamedTuple):
-    """A setting as the source declares it."""
     kinds: list | None  # the types of its annotation
     default: ast.expr
     source: str         # the lines that assign it, and the comments right above them
 
 
 def declared(path, class_name=None):
-    """{name: Setting} of a script, above configure(...), or of a class in a file. The file is not run."""
+    """{name: Setting} of a script, above configure(...), or of a class in a file, which is not run."""
     source = path.read_text('utf-8')
     lines, found, body = source.splitlines(), {}, ast.parse(source).body
     if class_name:
         body = next(node.body for node in body if getattr(node, 'name', '') == class_name)
     for node in body:
-        if any(getattr(getattr(part, 'func', None), 'id', '') == 'configure' for part in ast.walk(node)):
+        if any(getattr(part, 'id', '') == 'configure' for part in ast.walk(node)):
             break
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
-        name = getattr(target, 'id', '_')
+        name = getattr(target, 'id', '')
         if name.startswith('_') or not name.islower():
             continue
         kinds = None
@@ -88,7 +86,7 @@ def fit(value, kinds):
 
 
 def parse(text, kinds):
-    """A flag's text as one of the types `kinds`: a literal (True, 3e-4, [1, 2]) before plain text."""
+    """A flag's text, or True, as one of the types `kinds`: a literal (3e-4, [1, 2]) before plain text."""
     literal = {'true': 'True', 'false': 'False'}.get(text, text)
     with contextlib.suppress(ValueError, SyntaxError, OverflowError):
         return fit(ast.literal_eval(literal), [kind for kind in kinds if kind is not str])
@@ -96,42 +94,35 @@ def parse(text, kinds):
 
 
 def checked(arg, name, value, kinds):
-    """The value of a setting in its type. ValueError: there is no such setting, or it has another type."""
+    """The value of a setting in its type. ValueError: unknown name, or wrong type."""
     if name not in kinds:
         near = difflib.get_close_matches(name.strip('-').replace('-', '_').lower(), kinds)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
         raise ValueError(f"{arg}: unknown setting {name!r}; {hint}")
     try:
-        from_flag = arg.startswith('-') and isinstance(value, str)
-        return parse(value, kinds[name]) if from_flag else fit(value, kinds[name])
-    except (ValueError, OverflowError):
+        return (parse if arg.startswith('-') else fit)(value, kinds[name])
+    except ValueError:
         wanted = {bool: 'True or False', type(None): 'None'}
         wanted = ' or '.join(wanted.get(kind, kind.__name__) for kind in kinds[name])
         raise ValueError(f"{arg}: {name} must be {wanted}, got {value!r}") from None
 
 
 def run_file(name, folder, values):
-    """What a config file assigns: plain Python that sees the settings so far. It is looked for here, then
-    beside the script. Names of our other scripts are left out."""
+    """The settings that a config file assigns: plain Python, which sees those so far. It is looked for here,
+    then beside the script. Settings of other scripts are left out."""
     path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
     if path is None:
         known = ', '.join(sorted(path.name for path in folder.glob('config/*.py')))
         raise ValueError(f"there is no config file {name}; config/ has {known or 'none'}")
+    others = {key for path in folder.glob('*.py') if path.stem in (*SCRIPTS, 'model')
+              for key in declared(path, 'GPTConfig' if path.stem == 'model' else None)}
     # the settings so far come as builtins, so that the globals afterwards are what the file assigned
     found = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
-    found = {key: value for key, value in found.items() if key in values or (
-        key.islower() and not key.startswith('_') and type(value) in PLAIN.values())}
-    if found.keys() <= values.keys():
-        return found
-    others = {key for script in SCRIPTS if (folder / f'{script}.py').exists()
-              for key in declared(folder / f'{script}.py')}
-    if (folder / 'model.py').exists():
-        others |= declared(folder / 'model.py', 'GPTConfig').keys()
-    return {key: value for key, value in found.items() if key in values or key not in others}
+    return {key: value for key, value in found.items() if key in values or (
+        key.islower() and not key.startswith('_') and key not in others and type(value) in PLAIN.values())}
 
 
 def show(label, values):
-    """Prints 'label: name = value, ...' in lines of up to 100 characters."""
     items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'nothing for this script'
     print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
@@ -139,52 +130,48 @@ def show(label, values):
 # configure --------------------------------------------------------------------------------------------------
 
 class Configured(typing.NamedTuple):
-    """A script's settings once files and flags have been read."""
     config: dict      # all settings of the script
     model_args: dict  # fields of model_config that were given
     words: list       # plain words of the command line
     given: dict       # name -> 'flags' or its config file, of all that was set, the last one last
 
 
-def configure(settings, model_config=None, words=0, argv=None, default_file=None, unless=None, also=None):
+def configure(settings, model_config=None, words=0, argv=None, default_file=None, also=None):
     """Override a script's settings by config files and flags, and print which.
 
-    settings: the script's globals(). model_config: the name of a dataclass in the model.py beside the script,
-    whose fields are settings too. words: how many plain words the command line may have. argv: instead of the
-    command line, which an imported script leaves alone. default_file: a config file that is loaded unless the
-    command line names one, or has the flag `unless`; fields of model_config are left out of it where
-    --init_from names a model that has its own. also: another script, whose flags are let through.
-    ValueError: there is no such setting or file, or a value has another type.
+    settings: the script's globals(). model_config: the dataclass in the model.py beside the script whose
+    fields are settings too. words: how many plain words the command line may have. argv: the command line of
+    an imported script. default_file: a config file that is loaded unless the command line names one, or
+    resumes; without the fields of model_config if --init_from names a model. also: another script, whose
+    flags are let through. ValueError: there is no such setting or file, or a value has another type.
     """
     path, launched = Path(settings['__file__']), settings['__name__'] == '__main__'
     own = declared(path)
     fields = declared(path.with_name('model.py'), model_config) if model_config else {}
-    twice = own.keys() & fields.keys()
+    known, twice = own | fields, own.keys() & fields.keys()
     assert not twice, f"{path.name} and {model_config} both have {', '.join(twice)}"
     config = {name: settings[name] for name in own}
     values = config | {name: ast.literal_eval(field.default) for name, field in fields.items()}
-    kinds = {name: setting.kinds or list(PLAIN.values()) if values[name] is None or setting.kinds
-             else [type(values[name])] for name, setting in {**own, **fields}.items()}
+    kinds = {name: setting.kinds or [type(values[name])] for name, setting in known.items()}
     others = declared(path.with_name(also)).keys() - kinds.keys() if also else set()
 
-    is_read, argv = launched or argv is not None, sys.argv[1:] if launched and argv is None else argv or []
+    argv = sys.argv[1:] if launched else argv or []
     if launched:
         sys.excepthook = functools.partial(one_line_errors, settings=values)
         with contextlib.suppress(AttributeError):  # a terminal that is not UTF-8 gets ? for what it lacks
             sys.stdout.reconfigure(errors='replace')
     if {'-h', '--help'} & {*argv}:
-        print(settings['__doc__'], *(setting.source for setting in {**own, **fields}.values()), sep='\n')
+        print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
         raise SystemExit(0)
 
     plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and not arg.endswith('.py')]
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
-    overrides = [arg for arg in argv if arg not in plain]
-    by_default = (is_read and default_file is not None and unless not in overrides
+    overrides, model_args, given = [arg for arg in argv if arg not in plain], {}, {}
+    start = [arg for arg in overrides if arg.startswith('--init_from=')][-1:] or ['--init_from=scratch']
+    by_default = (launched and default_file and start != ['--init_from=resume']
                   and all(arg.startswith('-') for arg in overrides))
-    loads = any(arg.startswith('--init_from=') and arg != '--init_from=scratch' for arg in overrides)
-    model_args, given, flags = {}, {}, {}
-    for arg in [default_file] * by_default + overrides:
+    for arg in [default_file, *overrides] if by_default else overrides:
         if arg.startswith('-'):
             name, equals, text = arg.removeprefix('--').partition('=')
             found, label = {name: text if equals else True}, 'flags'
@@ -192,26 +179,24 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
                 continue
         else:
             found, label = run_file(arg, path.parent, values), arg
-            if by_default and loads:
+            if by_default and start != ['--init_from=scratch']:
                 found = {name: value for name, value in found.items() if name in config}
         for name, value in found.items():
             found[name] = value = checked(arg, name, value, dict.fromkeys(others) | kinds)
             values[name] = (config if name in config else model_args)[name] = value
             given.pop(name, None)
             given[name] = label
-        if label == 'flags':
-            flags |= found
-        else:
+        if label != 'flags':
             show(label, found)
+    flags = {name: values[name] for name, label in given.items() if label == 'flags'}
     if flags:
         show('flags', flags)
     settings.update(config)
-    given = {name: label for name, label in given.items() if label == 'flags' or not by_default}
     return Configured(config, model_args, plain, given)
 
 
 def on_purpose(error, trace):
-    """Whether our own code raised this error for the user: its innermost frame is one of ours, at `raise`."""
+    """Whether our own code raised this error for the user: the innermost frame is ours, at `raise`."""
     while trace.tb_next:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
@@ -221,27 +206,22 @@ def on_purpose(error, trace):
 
 
 def named_file(error):
-    """Whether the system refused a file that the command line names."""
+    """Whether the system refused a file that the command line names, or one in a folder that it names."""
     name = str(getattr(error, 'filename', None) or '')
-    values = [arg.partition('=')[2] or arg for arg in sys.argv[1:]]
-    return name and any(value and (name.startswith(value) or value.endswith(name)) for value in values)
+    return name and any(name in arg or name.startswith(arg.partition('=')[2] or arg) for arg in sys.argv[1:])
 
 
-def one_line_errors(kind, error, trace, settings=(), memory=None):
-    """The excepthook of a script: one line for what users can mend, the traceback for all else.
-
-    settings: the names of the script's, which decide what it can do about memory; memory: what it can do, if
-    the script knows better.
-    """
+def one_line_errors(kind, error, trace, settings=()):
+    """The excepthook of a script with these settings: a line for what users can mend, else the traceback."""
     message = str(error)
     if kind is BrokenPipeError:
-        os._exit(141)  # `| head` has seen enough: not a word, not even from the flush at exit
+        os._exit(141)  # of `| head`: not a word, not even from the flush at exit
     elif kind is KeyboardInterrupt:
         message = 'interrupted'
     elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
-        advice = [memory] if memory else [OUT_OF_MEMORY[name] for name in OUT_OF_MEMORY if name in settings]
+        advice = [text for name, text in OUT_OF_MEMORY.items() if name in settings]
         message = '; '.join(['out of memory', *advice[:1]])
-    elif 'RANK' in os.environ and issubclass(kind, RuntimeError) and re.search(LOST_RANK, message):
+    elif 'RANK' in os.environ and re.search(LOST_RANK, message):
         message = 'this rank ends because another one has, which says why'
     elif not (on_purpose(error, trace) or named_file(error)):
         return sys.__excepthook__(kind, error, trace)
@@ -254,10 +234,10 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
     """Settle device, dtype and threads, and seed torch.
 
     device: cpu, cuda, cuda:1, mps, or auto, the best there is; under torchrun each rank takes its own GPU.
-    dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, what the hardware is fast at.
-    bound_by_memory: whether the weights are read by compiled steps, or in eight bits, to generate text.
-    Returns device, device_type, dtype (torch's), threads, and autocast: `with run.autocast():`, reusable.
-    ValueError: there is no such device, or it cannot compute in this dtype.
+    dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, which the hardware is fast at.
+    bound_by_memory: whether compiled steps, or weights in eight bits, generate text. Returns device,
+    device_type, dtype (torch's), threads and autocast (`with run.autocast():`). ValueError: there is no such
+    device, or it cannot compute in this dtype.
     """
     import torch
     kind, index = choose_device(device)
@@ -289,14 +269,13 @@ def choose_device(device):
     """'auto', 'cpu', 'cuda', 'cuda:1', 'mps' -> (type, index). ValueError: there is no such device here."""
     import torch
     kind, _, index = device.partition(':')
+    counts = {'cuda': torch.cuda.device_count, 'mps': torch.mps.device_count, 'cpu': lambda: 1}
     if kind == 'auto':
-        kind = ('cuda' if torch.cuda.is_available() else
-                'mps' if torch.backends.mps.is_available() else 'cpu')
-    if kind not in ('cpu', 'mps', 'cuda'):
+        kind = next(kind for kind in counts if counts[kind]())
+    if kind not in counts:
         raise ValueError(f"device={device}: use cpu, mps, cuda, cuda:1 or auto")
     index = int(os.environ.get('LOCAL_RANK', index or 0)) if kind == 'cuda' else 0
-    count = (torch.cuda.device_count() if kind == 'cuda' else
-             torch.backends.mps.is_available() if kind == 'mps' else 1)
+    count = counts[kind]()
     if index >= count:
         raise ValueError(f"device={kind}:{index}: torch sees {count or 'no'} {kind.upper()}; use cpu or auto")
     return kind, index
@@ -305,9 +284,9 @@ def choose_device(device):
 def fastest_dtype(kind, index, bound_by_memory=False):
     """bfloat16 where there are units for it, float16 on older GPUs, else float32.
 
-    On a CPU without units (AMX tiles, AVX-512 BF16) products of many rows take twice as long in bfloat16, but
-    a compiled step that generates is done when the weights are read, half as many bytes; and torch's kernel
-    for eight bits is fast in bfloat16 alone.
+    On a CPU without units (AMX tiles, AVX-512 BF16) products of many rows take twice as long in bfloat16; but
+    compiled steps that generate wait for weights, here half the bytes, and torch's kernel for eight bits is
+    fast in bfloat16 alone.
     """
     import torch
     if kind == 'cuda':
@@ -318,11 +297,10 @@ def fastest_dtype(kind, index, bound_by_memory=False):
 
 
 def matmul_precision(kind):
-    """What torch may do to float32 matmuls: TF32 on CUDA; on AMD's CPUs 'medium', which is exact there.
+    """How float32 matmuls may be computed: by TF32 on CUDA; on AMD's CPUs by oneDNN ('medium', exact there).
 
-    'medium' lets oneDNN choose its own kernels in the place of MKL's, which are slow on AMD: a product takes
-    0.4 of the time there. On Intel's CPUs it takes 1.2 to 2 times as long, and with AMX it would round to
-    bfloat16.
+    oneDNN takes 0.4 of the time of MKL, which is slow on AMD; on Intel's CPUs it takes 1.2 to 2 times as
+    long, and rounds to bfloat16 with AMX.
     """
     if kind == 'cpu' and 'AuthenticAMD' in cpu_vendor():
         return 'medium'
@@ -330,17 +308,15 @@ def matmul_precision(kind):
 
 
 def cpu_vendor():
-    """A text that holds the vendor of this CPU, GenuineIntel or AuthenticAMD, where the system says it."""
+    """A text with the vendor of this CPU, GenuineIntel or AuthenticAMD, where the system says it."""
     with contextlib.suppress(OSError):
         return Path('/proc/cpuinfo').read_text('utf-8')
     return platform.processor()
 
 
 def can_compile(device):
-    """Whether torch.compile has what it needs for a CPU or GPU; if not, a line says what is missing.
-
-    For a GPU it writes Triton, which needs a C compiler, for a CPU C++; what both build includes Python.h.
-    """
+    """Whether torch.compile works here; if not, a line says what is missing. For a GPU it writes Triton,
+    which needs a C compiler, for a CPU C++; both include Python.h."""
     import torch
     kind, index = choose_device(device)
     variable, known = ('CC', ['gcc', 'clang']) if kind == 'cuda' else ('CXX', ['g++', 'clang++'])
@@ -361,10 +337,8 @@ def can_compile(device):
 
 
 def keep_freed_memory():
-    """Have glibc keep what is freed: else each step on CPU maps its memory anew, in 1.25 times the time."""
-    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # of malloc.h
+    """Have glibc keep freed memory: else each step on CPU maps its memory anew, in 1.25 times the time."""
+    options = {-3: 1 << 30, -1: 2**31 - 1, -2: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has mallopt
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(top_pad, 64 << 20)
+        for option, value in options.items():
+            ctypes.CDLL(None).mallopt(option, value)

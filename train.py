@@ -11,12 +11,11 @@ Trains a model: tokens -> weights.
         train.py config/small.py
 
 Every setting below and every field of GPTConfig can be set in a config file or by --name=value. Batches are
-a pure function of (seed, iteration): a resumed run, on any number of ranks that divides the batch, sees the
-batches it would have seen.
+a pure function of (seed, iteration), on any number of ranks that divides them.
 """
 import time
 
-START = time.time()  # before torch, whose import counts: wall_s is what a person waits
+START = time.time()  # before torch, whose import wall_s counts
 
 import collections
 import csv
@@ -36,16 +35,16 @@ from pathlib import Path
 from configurator import can_compile, choose_device, configure, print0, runtime, show
 
 # input and output
-out_dir = 'out'                      # checkpoints and log.csv go here
+out_dir = 'out'                      # of checkpoints and log.csv
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
-eval_interval = 2000                 # iterations between evaluations; each one writes a checkpoint
-eval_iters = 200                     # batches of val.bin that an evaluation takes; of train.bin a quarter
+eval_interval = 2000                 # iterations between evaluations, each with a checkpoint
+eval_iters = 200                     # batches of val.bin in an evaluation; of train.bin a quarter
 eval_only = False                    # evaluate once and stop
 log_interval = 1                     # iterations between lines
-always_save_checkpoint = True        # False: also keep the best weights, best.pt; sample and fine-tune them
+always_save_checkpoint = True        # False: also keep best.pt, to sample from and fine-tune
 keep = 0                             # keep the last n checkpoints too, as ckpt-<iteration>.pt
-sample_tokens = 0                    # length of the sample printed at each evaluation; 0: none
+sample_tokens = 0                    # of the sample printed at each evaluation
 wandb_log = False                    # log to Weights & Biases too
 wandb_project = 'owt'                # its project
 wandb_run_name = 'gpt2'              # and run
@@ -56,7 +55,7 @@ batch_size = 12                      # sequences of block_size tokens a micro-ba
 max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's, arXiv:2203.15556)
-time_limit: float | None = None      # minutes after which it stops as it does at Ctrl-C
+time_limit: float | None = None      # minutes after which it stops as at Ctrl-C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
@@ -65,14 +64,14 @@ beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
 momentum = 0.95                      # Muon
 grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
-# experts: added to the training objective, never to the loss reported
+# experts: added to the objective, not to the loss reported
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of the router's z-loss; ST-MoE has 1e-3
-balance_rate = 0.001                 # how far balance_bias moves an iteration, where the model has it
+balance_rate = 0.001                 # how far balance_bias moves an iteration
 # low-rank adapters (LoRA) of what init_from names, which itself stays as it is
-lora_rank = 0                        # of each adapter; 0: none, all weights are trained
+lora_rank = 0                        # 0: none, all weights are trained
 lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank
-lora_targets = 'c_attn,c_proj,c_fc'  # names of the linear layers that get one: attn.c_proj means that alone
+lora_targets = 'c_attn,c_proj,c_fc'  # names of the linear layers that get one; or attn.c_proj alone
 # learning rate
 decay_lr = True                      # False: constant after warm-up
 lr_schedule = 'cosine'               # cosine, linear, wsd (constant, linear over `cooldown`): SCHEDULES
@@ -85,11 +84,11 @@ backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA,
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
-shard = False                        # spread the weights over the ranks: for models larger than a GPU
+shard = False                        # spread weights over the ranks: for models larger than a GPU
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
-settings = configure(globals(), 'GPTConfig', default_file='config/default.py', unless='--init_from=resume')
+settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
 config, given = settings.config, settings.given
 
 import numpy as np
@@ -105,7 +104,7 @@ from sample import complete
 
 # learning rate ----------------------------------------------------------------------------------------------
 
-SCHEDULES = {  # share of the decay that is over, 0 to 1, and cooldown -> share of the way from min_lr to peak
+SCHEDULES = {  # (share of the decay done, cooldown) -> share of the way from min_lr to the peak
     'cosine': lambda done, cooldown: 0.5 * (1 + math.cos(math.pi * done)),
     'linear': lambda done, cooldown: 1 - done,
     'wsd': lambda done, cooldown: min(1.0, (1 - done) / cooldown),  # arXiv:2404.06395
@@ -113,8 +112,7 @@ SCHEDULES = {  # share of the decay that is over, 0 to 1, and cooldown -> share 
 
 
 def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
-    """Learning rate of iteration `it`, counted from 0: warm-up to `peak`, then the schedule down to `floor`
-    at `end`; schedule None: constant."""
+    """Learning rate of iteration `it`: warm-up, then the schedule (None: constant) to `floor` at `end`."""
     if it < warmup:
         return peak * (it + 1) / (warmup + 1)
     if schedule is None:
@@ -141,19 +139,19 @@ def all_reduce(x):
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(seed, epoch, n):
-    """The order of the n sequences in an epoch: each once."""
+    """A permutation of the n sequences for this epoch."""
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
 def sequence_indices(first, count, n, seed):
-    """Sequences of the global samples first, first + 1, ...: (count,) int64. An epoch is n samples."""
+    """(count,) sequences of the global samples from `first` on; an epoch has n."""
     sample = np.arange(first, first + count)
     return np.array([sequence_order(seed, int(s // n), n)[s % n] for s in sample])
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
-    """Splits an iteration's sequences over the ranks: (micro-batches a rank, sequences a micro-batch, at most
-    batch_size). Raises ValueError if the ranks do not divide it."""
+    """(micro-batches of a rank, sequences in each, at most batch_size). ValueError: the ranks do not divide
+    them."""
     total = gradient_accumulation_steps * batch_size
     if total % ranks:
         raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
@@ -167,16 +165,15 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
 
 
 def to_device(batch, device):
-    """Inputs and targets, (B, T) int64 arrays, as tensors on the device."""
+    """(inputs, targets), (B, T) int64 arrays, as tensors on the device."""
     batch = [torch.from_numpy(array) for array in batch]
-    if 'cuda' in device:  # a strided view would be copied through memory that is not pinned
+    if 'cuda' in device:  # contiguous first, or the copy is not from pinned memory
         return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
     return [tensor.to(device) for tensor in batch]
 
 
 def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, device):
-    """Yields this rank's micro-batches of these iterations: (inputs, targets, weight), where weight, see
-    loss_weights, is None without a target mask. Any number of ranks shares the same sequences."""
+    """Yields this rank's micro-batches: (inputs, targets, weight or, without a target mask, None)."""
     n_sequences, (rank, ranks) = bins.n_sequences(block_size), world()
 
     def read(it, step):
@@ -184,7 +181,7 @@ def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, 
         return bins.batch(sequence_indices(first, micro_batch, n_sequences, seed), block_size)
     for it in iterations:
         batches, weights = (read(it, step) for step in range(accumulation)), [None] * accumulation
-        if bins.masks:  # all of them at once, for a weight needs the sum
+        if bins.masks:  # all at once: a weight needs the sum
             batches = list(batches)
             weights = loss_weights([np.count_nonzero(targets != -1) for _, targets in batches], device)
         for batch, weight in zip(batches, weights):
@@ -192,8 +189,8 @@ def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, 
 
 
 def loss_weights(counts, device):
-    """Weights of a rank's micro-batches, given their numbers of targets, with which mean losses add up to the
-    mean over all targets of the iteration. (micro-batches,)."""
+    """(micro-batches,) weights of a rank's mean losses, from their numbers of targets: the mean of all
+    products is the mean over all targets of the iteration."""
     counts = torch.tensor(counts, dtype=torch.float32).to(device)
     total = all_reduce(counts.sum())
     return counts * (len(counts) * world()[1]) / total.clamp(min=1)
@@ -201,8 +198,8 @@ def loss_weights(counts, device):
 
 @torch.no_grad()
 def evaluate(forward, model, bins, batches, batch_size, device, autocast):
-    """Mean loss over the targets of `batches` batches of sequences, evenly spread, the same every time, or of
-    all sequences if there are fewer; shared by the ranks. Returns (loss, number of targets)."""
+    """(mean loss, number of targets) over `batches` batches of evenly spread sequences, or all if fewer;
+    shared by the ranks."""
     block_size, training, (rank, ranks) = model.config.block_size, model.training, world()
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
@@ -226,10 +223,9 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast):
 # optimizers -------------------------------------------------------------------------------------------------
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), and
-    scaled to the RMS of AdamW's updates (arXiv:2502.16982, section 2.2), as torch.optim.Muon with
-    'match_rms_adamw', but for each projection of a fused matrix by itself, and all matrices of a shape at
-    once. row_splits: parameter -> rows of each projection in it."""
+    """Orthogonalised Nesterov momentum (https://kellerjordan.github.io/posts/muon), scaled to the RMS of
+    AdamW's updates (arXiv:2502.16982): torch.optim.Muon with 'match_rms_adamw', but for each projection of a
+    fused matrix, and all matrices of a shape at once. row_splits: parameter -> rows of its projections."""
 
     def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -248,24 +244,24 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'])
             together, seen = collections.defaultdict(list), collections.Counter()
             for w, update in zip(params, updates):
-                # sharded ones are gathered, which takes memory: one for each rank at a time
+                # sharded ones are gathered: to save memory, one for each rank at a time
                 together[is_sharded(w) and (w.shape, seen[w.shape] // world()[1])].append((w, update))
                 seen[w.shape] += 1
             for pairs in together.values():
                 self.move(pairs, group['lr'])
 
     def move(self, pairs, lr):
-        """Subtracts the orthogonalised updates: pairs of a parameter and its update."""
-        shapes, changes = collections.defaultdict(list), []  # (rows, columns) -> pairs of such matrices
+        """Orthogonalises and subtracts updates; pairs: (parameter, update)."""
+        shapes, changes = collections.defaultdict(list), []  # (rows, columns) -> pairs of matrices
         for w, update in pairs:
             target = w
             if is_sharded(w):
-                update = update.bfloat16().full_tensor()  # orthogonalise rounds to it anyway
+                update = update.bfloat16().full_tensor()  # as orthogonalise rounds it
                 target = torch.zeros_like(update, dtype=w.dtype)
                 changes.append((w, target))
             rows = self.row_splits[w]
             for u, part in zip(update.split(rows, dim=-2), target.split(rows, dim=-2)):
-                # experts: (experts, rows, columns)
+                # of experts (experts, rows, columns)
                 shapes[part.shape[-2:]].extend([(part, u)] if u.ndim == 2 else zip(part, u))
         for shape, matrices in shapes.items():
             weights, updates = zip(*matrices)
@@ -276,23 +272,20 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise_shared(matrices):
-    """Matrices of one shape, the same on all ranks -> (n, rows, columns) bfloat16. Each rank computes a share
-    of them."""
+    """n matrices of one shape -> (n, rows, columns) bfloat16. Each rank computes a share."""
     rank, ranks = world()
     if ranks == 1:
         return orthogonalise(torch.stack(matrices))
     each = -(-len(matrices) // ranks)
-    mine = matrices[each * rank:][:each]
-    mine += (torch.zeros_like(matrices[0]),) * (each - len(mine))
-    mine = orthogonalise(torch.stack(mine)).contiguous()
-    gathered = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(gathered, mine)
-    return torch.cat(gathered)[:len(matrices)]
+    padded = matrices + (torch.zeros_like(matrices[0]),) * (each * ranks - len(matrices))
+    mine = orthogonalise(torch.stack(padded[each * rank:][:each])).contiguous()
+    gathered = mine.new_empty(each * ranks, *mine.shape[1:])
+    dist.all_gather_into_tensor(gathered, mine)
+    return gathered[:len(matrices)]
 
 
 def orthogonalise(x, steps=5, eps=1e-7):
-    """(n, rows, columns) -> bfloat16, each matrix with its singular values brought near 1 by a quintic
-    Newton-Schulz iteration; the coefficients are Jordan's."""
+    """(n, rows, columns) -> bfloat16, with singular values near 1, by Jordan's Newton-Schulz iteration."""
     a, b, c = 3.4445, -4.775, 2.0315
     x = x.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -305,14 +298,13 @@ def orthogonalise(x, steps=5, eps=1e-7):
 
 
 def make_adamw(decayed, plain, config):
-    """AdamW (arXiv:1711.05101) with two groups of parameters, of which the first decays."""
+    """AdamW (arXiv:1711.05101); of its two groups of parameters the first decays."""
     groups = [dict(params=decayed, weight_decay=config['weight_decay']), dict(params=plain, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
                              fused=True)
 
 
 def adamw(model, config):
-    """AdamW for everything; matrices and embeddings decay."""
     vectors = model.param_groups()['vector']
     others = {id(w) for w in vectors}
     matrices = [w for w in model.parameters() if w.requires_grad and id(w) not in others]  # nanoGPT's order
@@ -320,7 +312,7 @@ def adamw(model, config):
 
 
 def muon(model, config):
-    """Muon for the matrices in the blocks, AdamW for the rest; matrices and embeddings decay."""
+    """Muon for the matrices in the blocks, AdamW for the rest."""
     groups = model.param_groups()
     rest = make_adamw(groups['embedding'], groups['vector'], config)
     if not groups['matrix']:  # with adapters all matrices are frozen
@@ -329,15 +321,15 @@ def muon(model, config):
                  config['weight_decay']), rest]
 
 
-OPTIMIZERS = {  # name: function of the model and all settings -> list of optimizers that share its parameters
+OPTIMIZERS = {  # name: function of model and settings -> optimizers that share the parameters
     'adamw': adamw,
     'muon': muon,
 }
 
 
 def make_optimizers(model, config):
-    """The optimizers that config['optimizer'] names. config: this file's settings. Raises ValueError if a
-    parameter of the model has no optimizer, or two, or has one but is frozen."""
+    """The optimizers of config['optimizer']. ValueError: a parameter has none, or two, or one but is
+    frozen."""
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
@@ -348,7 +340,7 @@ def make_optimizers(model, config):
 
 
 def load_optimizers(optimizers, states):
-    """Puts saved states back, of nanoGPT's single optimizer too, whose parameters stand in the same order."""
+    """Puts saved states back, of nanoGPT's single optimizer too."""
     for opt, state in zip(optimizers, [states] if isinstance(states, dict) else states, strict=True):
         params = [w for group in opt.param_groups for w in group['params']]
         for i, values in state['state'].items():
@@ -356,16 +348,15 @@ def load_optimizers(optimizers, states):
                 if value.ndim:
                     w = params[i]
                     values[name] = shard_like(w, value[:len(w)])  # older files pad the vocabulary
-        # with this run's settings, of which `fused` decides where the states are put
+        # this run's settings: `fused` decides on which device the states are
         opt.load_state_dict({'state': state['state'], 'param_groups': opt.state_dict()['param_groups']})
 
 
 # memory -----------------------------------------------------------------------------------------------------
 
 def shard_model(model, machine):
-    """Spreads weights, gradients and optimizer states over the ranks (FSDP2's fully_shard, arXiv:2304.11277):
-    a block's weights are gathered, in the compute dtype, only while it computes. Moves the model
-    to the device."""
+    """Moves the model to the device, spread over the ranks by FSDP2 (arXiv:2304.11277), which gathers a
+    block's weights, in the compute dtype, while it computes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
@@ -376,14 +367,14 @@ def shard_model(model, machine):
 
 
 def checkpoint_blocks(model, every):
-    """Keeps of every n-th block only its inputs; backward computes the rest anew (arXiv:1604.06174)."""
+    """Keeps only the inputs of every n-th block; backward computes the rest anew (arXiv:1604.06174)."""
     for block in model.h[every - 1::every]:
         block.forward = types.MethodType(forward_recomputed, block)
 
 
 def forward_recomputed(block, x, context):
-    """A block's forward; one function for all blocks, so that they are compiled once. Raises ValueError for
-    anything that the block hands on in the context but routing."""
+    """One function for all blocks, compiled once. ValueError: a block hands on more in the context than
+    routing."""
     def forward(x):
         own = dataclasses.replace(context, routing=None if context.routing is None else [])
         x = type(block).forward(block, x, own)
@@ -403,8 +394,8 @@ def is_sharded(w):
 
 
 def gather(value, wanted=True):
-    """Sharded tensors in a dict or list gathered, on the CPU; other values as they are. All ranks call it
-    together; those without a use for the result (wanted=False) get None for each."""
+    """Sharded tensors, in dicts and lists too, gathered on the CPU, or None where not wanted; other values as
+    they are. All ranks call it together."""
     if isinstance(value, dict):
         return {name: gather(each, wanted) for name, each in value.items()}
     if isinstance(value, list):
@@ -416,7 +407,7 @@ def gather(value, wanted=True):
 
 
 def shard_like(w, value):
-    """A tensor that all ranks have, sharded as w is; if w is not, as it is."""
+    """A tensor that all ranks have, sharded as w is, if it is."""
     if not is_sharded(w):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -427,8 +418,8 @@ def shard_like(w, value):
 # one iteration ----------------------------------------------------------------------------------------------
 
 def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss):
-    """Adds up the gradients of an iteration's micro-batches: `batch`, and others that `batches` yields.
-    Returns the mean loss, the experts' load (None without experts), and the next iteration's first batch."""
+    """Adds up the gradients of an iteration, `batch` the first of its micro-batches. Returns the mean loss,
+    the experts' load or None, and the next iteration's first batch."""
     losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
@@ -442,15 +433,15 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
         if aux:  # a model with experts
             loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
             loads.append(aux['load'])
-        loss = loss / loss.isfinite()  # else by 0: then no gradient is finite, which all ranks see
+        loss = loss / loss.isfinite()  # by 0: then no gradient is finite, which all ranks see
         scaler.scale(loss / accumulation).backward()
         batch = next(batches, None)  # read while the device computes
     return losses / accumulation, all_reduce(sum(loads)) if loads else None, batch
 
 
 def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_rate):
-    """Clips the gradients, steps, moves the bias that balances experts; where a gradient is not finite, none
-    of it. Clears the gradients. Returns their norm and whether the weights moved, 0-d tensors."""
+    """Clips the gradients and steps, unless one is not finite; clears them. Returns their norm and whether
+    the weights moved, 0-d tensors."""
     for opt in optimizers:
         scaler.unscale_(opt)
     grad_norm = gather(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
@@ -471,19 +462,19 @@ def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_ra
 
 
 def takes_found_inf(opt, w):
-    """Whether opt, of weights like w, skips a step by itself where its found_inf, 0-d, is 1."""
+    """Whether opt, of weights like w, skips a step if its found_inf, 0-d, is 1."""
     return (getattr(opt, '_step_supports_amp_scaling', False) and w.device.type in ('cpu', 'cuda')
             and not is_sharded(w))
 
 
 def seed_dropout(seed, it, rank, device):
     """Makes dropout a function of (seed, iteration, rank)."""
-    generator = torch.default_generator if device == 'cpu' else torch  # torch's seeds CUDA on a CPU too
+    generator = torch.default_generator if device == 'cpu' else torch  # torch seeds CUDA too
     generator.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))
 
 
 def relative_change(params, before):
-    """The norm of an update relative to that of the weights before it. Overwrites `before`."""
+    """Norm of an update over that of the weights `before`, which it overwrites."""
     norm = torch.nn.utils.get_total_norm
     size = norm(before)
     torch._foreach_sub_(before, [w.detach() for w in params])
@@ -494,7 +485,6 @@ MAX_SKIPPED = 10  # updates in a row end the run
 
 
 def diverge(event, it, out_dir):
-    """Ends a run by a ValueError. event: a clause."""
     raise ValueError(f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
                      "lower --learning_rate, or use --dtype=float32")
 
@@ -502,8 +492,8 @@ def diverge(event, it, out_dir):
 # going on from a checkpoint ---------------------------------------------------------------------------------
 
 def load_to_train(init_from, out_dir, asked, meta=None):
-    """hub.load of the model to resume, with its adapters, or to fine-tune on data of this meta, in float32.
-    Of the GPTConfig fields asked for, only those that are CHANGEABLE may differ: else ValueError."""
+    """hub.load of the model to resume, or to fine-tune on data of this meta. ValueError: a field asked for
+    differs and is not CHANGEABLE."""
     resumed = init_from == 'resume'
     changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
     if meta and not resumed:
@@ -519,7 +509,7 @@ def load_to_train(init_from, out_dir, asked, meta=None):
 
 
 def packed(meta):
-    """The model_args that keep conversations packed into sequences apart; {} for other data."""
+    """The model_args that keep packed conversations apart; {} for other data."""
     return {} if meta['block_size'] is None else {'document_token': meta['eot']}
 
 
@@ -530,8 +520,8 @@ FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}  # a checkpoint
 
 
 def run_settings(config, given, rest):
-    """config, with of LENGTH the one given last; if the run is resumed (rest: its checkpoint), with the
-    checkpoint's values of the names that are not in `given`. Raises ValueError if one of FIXED differs."""
+    """config, with the one of LENGTH given last; resumed (rest: the checkpoint) with its values of all that
+    is not `given`. ValueError: one of FIXED differs."""
     last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
     if last:
         config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last})}
@@ -548,8 +538,8 @@ def run_settings(config, given, rest):
 
 
 def start_lora(model, config, rest):
-    """Gives a trained model adapters, and returns their part of a checkpoint. rest: as load returns it.
-    Raises ValueError if the model will not stay where it is."""
+    """Gives a trained model adapters; returns their part of a checkpoint. ValueError: the model will not stay
+    where it is."""
     path = rest.get('path')
     if path is None or rest.get('lora'):
         raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model without adapters: give "
@@ -566,21 +556,21 @@ def start_lora(model, config, rest):
 
 @dataclasses.dataclass
 class Progress:
-    """What changes in a run besides weights and optimizers; a checkpoint holds it under the same names."""
+    """A run's state besides weights and optimizers, under these names in a checkpoint."""
     iter_num: int = 0                # updates so far
     best_val_loss: float = math.inf
-    skipped: int = 0                 # updates left out, for a loss or gradient that was not finite
-    wall_s: float = 0.0              # seconds from the first start, less the pauses between processes
+    skipped: int = 0                 # updates left out: a loss or gradient was not finite
+    wall_s: float = 0.0              # seconds that its processes have run
     wandb_id: str | None = None      # of its run on Weights & Biases
 
 
 def resume(rest, optimizers, scaler):
-    """Puts optimizers and scaler back to where the checkpoint has them. Returns the checkpoint's Progress."""
+    """Puts a checkpoint's states into optimizers and scaler. Returns its Progress."""
     if not rest.get('optimizer'):
         raise ValueError(f"{rest['path']} has no optimizer state, so it cannot be resumed: fine-tune with "
                          f"--init_from={shlex.quote(rest['path'])}")
     load_optimizers(optimizers, rest['optimizer'])
-    if rest.get('scaler'):  # none in files that were not written under float16
+    if rest.get('scaler'):  # of a run in float16
         scaler.load_state_dict(rest['scaler'])
     progress = Progress(**{name: rest[name] for name in vars(Progress()) if name in rest})
     progress.best_val_loss = float(progress.best_val_loss)  # nanoGPT's is a tensor
@@ -592,8 +582,8 @@ def resume(rest, optimizers, scaler):
 # checkpoints and log ----------------------------------------------------------------------------------------
 
 def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
-    """The changing part of a checkpoint: weights (of adapters, where there are any), Progress, optimizers.
-    All ranks must call it together."""
+    """A checkpoint's changing part: weights (of adapters alone, if any), Progress, optimizers. All ranks call
+    it together."""
     state = {'model': lora_state(model) or model.state_dict(), **dataclasses.asdict(progress)}
     if optimizers:
         state.update(optimizer=[opt.state_dict() for opt in optimizers], scaler=scaler.state_dict())
@@ -601,7 +591,7 @@ def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
 
 
 def save_run(out_dir, name, constant, *changing):
-    """Writes a checkpoint on rank 0: its constant part, and a snapshot of the changing one."""
+    """Writes a checkpoint on rank 0: the constant part and a snapshot."""
     rank, _ = world()
     state = snapshot(*changing, wanted=rank == 0)
     if rank == 0:
@@ -609,10 +599,10 @@ def save_run(out_dir, name, constant, *changing):
 
 
 def save(path, state):
-    """Writes all of a checkpoint, or nothing, with the old file kept. Raises OSError with the reason."""
+    """Writes a checkpoint, or raises OSError with the old file kept."""
     try:
         torch.save(state, path + '.tmp')
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch's, of a full disk
         Path(path + '.tmp').unlink(missing_ok=True)
         raise OSError(f"cannot write {path}, what was there is kept; is the disk full? "
                       f"({str(error).splitlines()[0][:100]})") from None
@@ -620,7 +610,7 @@ def save(path, state):
 
 
 def keep_last(out_dir, it, keep):
-    """Keeps a copy of ckpt.pt, that of iteration `it`, and removes all but the last `keep` copies."""
+    """Copies ckpt.pt, and removes all but the last `keep` copies."""
     shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, f'ckpt-{it}.pt'))
     copies = [path for path in Path(out_dir).glob('ckpt-*.pt') if '.old-' not in path.name]
     for path in sorted(copies, key=os.path.getmtime)[:-keep]:
@@ -628,8 +618,7 @@ def keep_last(out_dir, it, keep):
 
 
 def lock_folder(out_dir):
-    """Takes out_dir for this process until it ends. Returns the open file, to be kept. Raises ValueError if
-    another training has taken it."""
+    """Takes out_dir while the file that it returns is open. ValueError: another training has it."""
     f = open(os.path.join(out_dir, 'lock'), 'w')  # noqa: SIM115
     try:
         import fcntl
@@ -643,8 +632,8 @@ def lock_folder(out_dir):
 
 
 def prepare_out_dir(out_dir, resumed, keep_best):
-    """Renames the files of an earlier run in out_dir, ckpt.pt to ckpt.old-3.pt; of a resumed run only a
-    best.pt that is no longer kept, which sample.py would go on reading."""
+    """Renames the files of an earlier run, ckpt.pt to ckpt.old-3.pt; of a resumed one only a best.pt that is
+    not kept any more."""
     names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
     earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
     if resumed and keep_best:
@@ -659,7 +648,7 @@ def prepare_out_dir(out_dir, resumed, keep_best):
         print0(f"{path} of the run before is now {new}")
 
 
-LOG_FIELDS = {  # the columns of log.csv, and how each is written
+LOG_FIELDS = {  # columns of log.csv and their formats
     'iter': 'd', 'tokens': 'd', 'epoch': '.4f', 'loss': '.6f', 'val_loss': '.6f', 'val_bpb': '.6f',
     'lr': '.6e', 'grad_norm': '.5f', 'update_ratio': '.3e', 'ms_per_iter': '.3f', 'tok_per_s': '.0f',
     'mfu': '.4f', 'load_max': '.3f', 'skipped': 'd', 'wall_s': '.2f',
@@ -667,7 +656,7 @@ LOG_FIELDS = {  # the columns of log.csv, and how each is written
 
 
 def start_log(path, after):
-    """A log with its header, and of one that is there, cut or with other columns, the rows up to `after`."""
+    """Writes a log's header, and of one that is there the whole rows up to iteration `after`."""
     rows = []
     if after and os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as f:
@@ -681,7 +670,7 @@ def start_log(path, after):
 
 
 def log_row(path, wandb, row):
-    """Adds a row, a dict of numbers by LOG_FIELDS, to a log and to wandb's run, if there is one."""
+    """Adds a row, a dict by LOG_FIELDS, to a log and to wandb's run, if any."""
     row = {name: value for name, value in row.items() if value is not None}
     with open(path, 'a', encoding='utf-8', newline='') as f:
         csv.writer(f).writerow(format(row[name], kind) if name in row else ''
@@ -696,11 +685,11 @@ def duration(seconds):
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
-EARLY = (1, 4)  # iterations of a process that get a line in any case: it works, and how long it will take
+EARLY = (1, 4)  # iterations of a process that always get a line: it works, and how fast
 
 
 def describe(row, seconds_left):
-    """The line of an iteration. seconds_left: None for the first one, whose time is no measure of speed."""
+    """An iteration's line. seconds_left: None for the first, whose time measures no speed."""
     line = f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.2e}, norm {row['grad_norm']:.2f}, "
     if seconds_left is None:
         return f"{line}{row['ms_per_iter'] / 1e3:.1f} s with the warm-up"
@@ -710,8 +699,7 @@ def describe(row, seconds_left):
 
 
 def start_wandb(project, name, settings, run_id):
-    """A run on Weights & Biases, or run_id's, continued. None where wandb is missing or refuses: it must not
-    cost the run."""
+    """A run on Weights & Biases, or run_id's. None if wandb is missing or refuses."""
     try:
         import wandb
         return wandb.init(project=project, name=name, config=settings, id=run_id, resume='allow')
@@ -723,14 +711,14 @@ def start_wandb(project, name, settings, run_id):
 # settings and machine ---------------------------------------------------------------------------------------
 
 CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES, 'compile': (True, False, 'auto')}
-LIMITS = {  # (lowest, highest): the settings that must be between
+LIMITS = {  # (lowest, highest): settings
     (1, 1e18): 'batch_size gradient_accumulation_steps eval_interval eval_iters log_interval',
     (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters keep seed '
                'lr_decay_iters weight_decay grad_clip balance_loss z_loss balance_rate lora_rank '
                'sample_tokens checkpoint_activations',
     (0, 0.999999): 'beta1 beta2 momentum', (1e-9, 1): 'cooldown', (1e-9, 1e18): 'lora_alpha',
 }
-UNUSED = {  # flag: the setting, or field of GPTConfig, and its values, with which it has no effect
+UNUSED = {  # flag: (the setting, the values with which the flag has no effect)
     'momentum': ('optimizer', ['adamw']),
     'lr_schedule': ('decay_lr', [False]), 'cooldown': ('lr_schedule', ['cosine', 'linear']),
     'balance_loss': ('n_expert', [None]), 'z_loss': ('n_expert', [None]),
@@ -740,7 +728,7 @@ UNUSED = {  # flag: the setting, or field of GPTConfig, and its values, with whi
 
 
 def check_settings(config):
-    """Raises ValueError for settings that are no choice, or out of their limits."""
+    """ValueError: settings that are none of CHOICES, or out of LIMITS."""
     wrong = [f"{name}={config[name]!r} is none of {', '.join(map(str, known))}"
              for name, known in CHOICES.items() if config[name] not in known]
     wrong += [f"{name}={config[name]} must be at least {low:g} and at most {high:g}"
@@ -751,15 +739,14 @@ def check_settings(config):
 
 
 def check_effect(given, settings):
-    """Raises ValueError for a flag without effect; config files serve many runs. given: as configure returns
-    it; settings: this file's and the model's."""
+    """ValueError: a flag has no effect (in config files it may). settings: the script's and model's."""
     for name, (other, values) in UNUSED.items():
         if given.get(name) == 'flags' and settings[other] in values:
             raise ValueError(f"--{name} has no effect with {other}={settings[other]}: leave it out")
 
 
 def start_ranks(backend, device):
-    """Joins the ranks; tensors on the CPU go by gloo in any case."""
+    """Joins the ranks; tensors on the CPU always go by gloo."""
     kind, index = choose_device(device)
     if kind == 'cuda':
         torch.cuda.set_device(index)
@@ -774,8 +761,8 @@ def dtype_name(dtype):
 
 
 def resolve_runtime(device, dtype, seed, compile, was):
-    """configurator.runtime, and compile. was: the runtime in a checkpoint, or None: on the same device and as
-    many ranks 'auto' means what it meant there, so that a run resumes exactly."""
+    """(configurator.runtime, compile); on the device and number of ranks of a checkpoint's runtime (was)
+    'auto' means the same as there, for an exact resume."""
     if not was or (was['device_type'], was['ranks']) != (choose_device(device)[0], world()[1]):
         return runtime(device, dtype, seed), compile
     dtype = was['dtype'] if dtype == 'auto' else dtype
@@ -783,36 +770,28 @@ def resolve_runtime(device, dtype, seed, compile, was):
             was['compile'] if compile == 'auto' else compile)
 
 
-def eager_seconds(steps, n_layer, flops):
-    """About how long so many micro-batches take uncompiled: a layer has some 300 operators of 5 us, and two
-    cores reached 1.2e11 FLOP/s."""
-    return steps * (n_layer * 1.5e-3 + flops / 1.2e11)
-
-
 def resolve_compile(compile, device, seconds):
-    """compile='auto' -> bool. seconds: of the run, uncompiled on a CPU, where compiling takes some 40 and
-    saves a third."""
+    """compile='auto' -> bool. seconds: of an eager run on a CPU, where compiling takes 40."""
     if compile != 'auto':
         return compile
     return ('cuda' in device or device == 'cpu' and seconds > 120) and can_compile(device)
 
 
 def compile_model(model, device):
-    """Returns what computes model(idx, targets) compiled; the model stays as it is. torch compiles a sharded
-    one by block."""
-    # on CPUs eager's random numbers are the fast ones, and the same with and without compilation
+    """A compiled function like model(idx, targets); the model stays as it is."""
+    # eager's random numbers: fast on CPUs, and the same uncompiled
     options = None if 'cuda' in device else {'fallback_random': True}
     return torch.compile(model, dynamic=False, options=options)
 
 
-PEAK_TFLOPS = {  # dense, 16 bits, sums in float32: NVIDIA's data sheets, by what the device's name contains
+PEAK_TFLOPS = {  # by part of the device's name: dense, 16 bits, sums in float32, from data sheets
     'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'A10': 125, 'L40S': 362, 'L4': 121,
     'V100-PCIE': 112, 'V100': 125, 'T4': 65, 'RTX 5090': 210, 'RTX 4090': 165, 'RTX 3090': 71,
 }
 
 
 def peak_flops(device, dtype):
-    """FLOP/s of the device at 16 bits, or None if unknown: then there is no MFU."""
+    """FLOP/s of the device at 16 bits, or None if unknown."""
     if 'cuda' not in device or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
@@ -821,7 +800,7 @@ def peak_flops(device, dtype):
 
 
 def peak_mb(device):
-    """Most memory used so far: of the CUDA device, or of this process; None on Windows."""
+    """Peak memory of the CUDA device, or of this process; None on Windows."""
     if 'cuda' in device:
         return torch.cuda.max_memory_allocated(device) / 2**20
     if sys.platform == 'win32':
@@ -831,13 +810,13 @@ def peak_mb(device):
 
 
 def data_folder(dataset):
-    """data/<dataset>, or dataset itself where that alone is a folder."""
+    """data/<dataset>, or dataset itself if only that is a folder."""
     folder = os.path.join('data', dataset)
     return dataset if os.path.isdir(dataset) and not os.path.isdir(folder) else folder
 
 
 def check_data(folder, meta, train_bins, val_bins, config):
-    """Raises ValueError if a GPT of this config cannot train on a prepared folder."""
+    """ValueError: a GPT of this config cannot train on the folder."""
     if meta['block_size'] not in (None, config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
                          f"{config.block_size}: give --block_size={meta['block_size']}, or prepare it again "
@@ -851,8 +830,7 @@ def check_data(folder, meta, train_bins, val_bins, config):
 
 
 def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
-    """A prepared folder's tokenizer, or None. Where the model to start from (rest) has another: a warning, or
-    if it is resumed a ValueError."""
+    """A prepared folder's tokenizer, or None. If the model has another: a warning or, resumed, ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
@@ -869,15 +847,15 @@ def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
 
 
 def stop_on_signals(rank):
-    """Ctrl-C and SIGTERM fill the list that is returned, which ends the run after the current iteration; a
-    second signal leaves at once."""
+    """A list that Ctrl-C and SIGTERM fill, to end the run after the iteration; a second one ends it at
+    once."""
     stop = []
 
     def ask(number, frame):
         signal.signal(number, signal.default_int_handler)
         stop.append(number)
         if rank == 0:
-            os.write(2, b'\nstopping after this iteration\n')  # print may be interrupted by this very handler
+            os.write(2, b'\nstopping after this iteration\n')  # this handler may interrupt a print
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ask)
     return stop
@@ -886,12 +864,11 @@ def stop_on_signals(rank):
 # main -------------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
-    # where to start from, and settings, which a resumed run takes from its checkpoint
+    # start and settings
     check_settings(config)
     model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
     if init_from != 'scratch':
-        asked = {name: value for name, value in settings.model_args.items() if name in given}
-        model, source_tokenizer, rest = load_to_train(init_from, out_dir, asked,
+        model, source_tokenizer, rest = load_to_train(init_from, out_dir, settings.model_args,
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
@@ -904,14 +881,14 @@ if __name__ == '__main__':
     tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
     facts = torch.tensor([train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num', 0)])
     if (all_reduce(facts.clone()) != ranks * facts).any():
-        raise ValueError(f"rank {rank} has read other files than another, {facts.tolist()} train tokens, val "
-                         "tokens and iterations: share out_dir and data between the nodes, or copy them")
+        raise ValueError(f"rank {rank} has read other files than another: share out_dir and data between the "
+                         "nodes, or copy them")
 
     # machine
     machine, compile = resolve_runtime(device, dtype, seed, compile, resumed and rest.get('runtime'))
     device = machine.device
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; costs an eighth of a step
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs an eighth of a step
 
     # model
     if model is None:
@@ -924,7 +901,7 @@ if __name__ == '__main__':
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
-    shard = shard and ranks > 1  # a run may go on here that began on several
+    shard = shard and ranks > 1  # one that began on several may go on here
     if shard:
         if lora or machine.dtype == torch.float16:
             raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
@@ -968,14 +945,13 @@ if __name__ == '__main__':
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
     progress = resume(rest, optimizers, scaler) if resumed else Progress()
     del rest, source_tokenizer  # their memory
-    compile = resolve_compile(compile, device, eager_seconds(max_iters * accumulation, model.config.n_layer,
-                                                             flops_per_iter / (accumulation * ranks)))
-    forward = evaluated = model
+    # a layer has some 300 operators of 5 us, and two cores reached 1.2e11 FLOP/s
+    seconds = max_iters * (accumulation * model.config.n_layer * 1.5e-3 + flops_per_iter / ranks / 1.2e11)
+    compile, forward = resolve_compile(compile, device, seconds), model
     if compile and not eval_only:
         print0('compiling: the first iteration takes half a minute or more')
         forward = compile_model(model, device)
-        if 'cuda' in device:  # on a CPU compiling again costs more than it gives
-            evaluated = forward
+    evaluated = forward if 'cuda' in device else model  # on CPUs compiling again costs more than it gives
     if ranks > 1 and not shard:
         forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
                       gradient_as_bucket_view=True)
@@ -1011,8 +987,9 @@ if __name__ == '__main__':
         while progress.iter_num < goal and not stopping and not eval_only:
             lr = lr_at(progress.iter_num, learning_rate, floor, warmup_iters, decay_end,
                        lr_schedule if decay_lr else None, cooldown)
-            for group in [group for opt in optimizers for group in opt.param_groups]:
-                group['lr'] = lr
+            for opt in optimizers:
+                for group in opt.param_groups:
+                    group['lr'] = lr
             seed_dropout(seed, progress.iter_num, rank, device)
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
                                                  scaler, balance_loss, z_loss)
@@ -1021,13 +998,13 @@ if __name__ == '__main__':
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
                                       0 if lora else balance_rate)
             progress.iter_num += 1
-            skipped, in_a_row = skipped + ~moved, (in_a_row + 1) * ~moved  # on the device: nobody waits
+            skipped, in_a_row = skipped + ~moved, (in_a_row + 1) * ~moved  # on the device, without waiting
 
             it = progress.iter_num
             if time_limit is not None and time.time() - START >= 60 * time_limit and not stop:
                 print0(f"time_limit={time_limit:g} minutes are over: stopping")
                 stop.append(signal.SIGTERM)
-            stopping = all_reduce(torch.tensor(float(bool(stop)))).item() > 0  # on any rank
+            stopping = all_reduce(torch.tensor(len(stop))).item() > 0  # on any rank
             logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
             if logs or early or stopping:
                 if skipped > progress.skipped:
@@ -1047,20 +1024,18 @@ if __name__ == '__main__':
                        'load_max': None if expert_load is None else  # the largest, in even shares
                        (expert_load.amax(1) / expert_load.mean(1)).max().item(),
                        'skipped': progress.skipped, 'wall_s': time.time() - began}
-                if not stop:  # Ctrl-C ends the `tee` of `| tee log` too: save before printing
+                if not stop:  # Ctrl-C ends the tee of `| tee log` too
                     print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
                 if rank == 0 and logs and not at_goal and not stopping:  # else it waits for its val_loss
                     log_row(log_file, wandb, row)
 
-        if stopping:  # saved first, for whoever sent the signal may not wait for an evaluation
+        if stopping:  # whoever stops it may not wait for an evaluation
             progress.wall_s = time.time() - began
             save_run(out_dir, 'ckpt.pt', constant, model, progress, optimizers, scaler)
-        val_loss, count = evaluate(evaluated, model, val_bins, eval_iters, batch_size, device,
-                                   machine.autocast)
-        # of the training text a quarter as many, to compare with
         quarter = max(1, min(eval_iters, val_bins.n_sequences(block_size) // batch_size) // 4)
-        train_loss, _ = evaluate(evaluated, model, train_bins, quarter, batch_size, device,
-                                 machine.autocast)
+        (val_loss, count), (train_loss, _) = (
+            evaluate(evaluated, model, bins, batches_taken, batch_size, device, machine.autocast)
+            for bins, batches_taken in ((val_bins, eval_iters), (train_bins, quarter)))
         bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
         print0(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
@@ -1071,7 +1046,7 @@ if __name__ == '__main__':
             break
         improved = val_loss < progress.best_val_loss
         progress.best_val_loss, progress.wall_s = min(val_loss, progress.best_val_loss), time.time() - began
-        if rank == 0 and row:  # before the checkpoint: a run that is killed in between writes it anew
+        if rank == 0 and row:  # before the checkpoint: a run killed in between writes it anew
             log_row(log_file, wandb, {**row, 'val_loss': val_loss, 'val_bpb': bpb, 'wall_s': progress.wall_s})
         if improved and not always_save_checkpoint:
             save_run(out_dir, 'best.pt', constant, model, progress)
@@ -1102,5 +1077,5 @@ if __name__ == '__main__':
         lock.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if stopped:  # as a shell reports a program that a signal has ended
+    if stopped:  # as shells report signals
         sys.exit(128 + (stop or [signal.SIGTERM])[0])

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import types
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ from configurator import configure
 ROOT = os.sep
 # files ------------------------------
 out_dir = 'out'                     # checkpoints go here
+init_from = 'scratch'
 start = '\\n'                        # text, FILE:name
 learning_rate: float = 6e-4         # peak, after warm-up
 min_lr: float | None = None         # None: a tenth
@@ -52,10 +54,8 @@ max_iters = 100
 compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list[str] | None = None
-anything = None
 config, model_args, words, given = configure(
-    globals(), 'GPTConfig', words=1, default_file='config/default.py', unless='--out_dir=again',
-    also='train.py')
+    globals(), 'GPTConfig', words=1, default_file='config/default.py', also='train.py')
 not_a_setting = 3
 '''
 
@@ -84,12 +84,10 @@ def script(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('arg, value', [
     ('--learning_rate=1', 1.0), ('--max_iters=1e6', 1000000), ('--out_dir=123', '123'),
-    ('--out_dir=None', 'None'),
-    ("--out_dir='a'", "'a'"), ('--out_dir=', ''), ('--start=a=b', 'a=b'), ('--start=FILE:x.py', 'FILE:x.py'),
+    ('--out_dir=None', 'None'), ("--out_dir='a'", "'a'"), ('--out_dir=', ''), ('--start=a=b', 'a=b'),
     ('--start=3 and 4', '3 and 4'), ('--min_lr=None', None), ('--min_lr=0', 0.0), ('--compile=False', False),
     ('--compile=max', 'max'), ('--compile', True), ('--decay_lr=false', False), ('--decay_lr=1', True),
-    ("--stop=['a', 'b']", ['a', 'b']), ('--stop=None', None), ('--stop=12', '12'),
-    ('--anything={1: 2}', {1: 2}),
+    ("--stop=['a', 'b']", ['a', 'b']), ('--stop=12', '12'),
     ('--n_layer=4', 4), ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ("--pattern=('S',)", ('S',))])
 def test_a_flag_has_the_type_of_its_setting(arg, value, script):
     name = arg.removeprefix('--').partition('=')[0]
@@ -101,11 +99,9 @@ def test_a_flag_has_the_type_of_its_setting(arg, value, script):
 
 @pytest.mark.parametrize('arg, message', [
     ('--learing_rate=1', "unknown setting 'learing_rate'; did you mean 'learning_rate'"),
-    ('-max_iters=1', "'max_iters'"),
-    ('--max-iters=1', "did you mean 'max_iters'"), ('--n_layers=1', "did you mean 'n_layer'"),
-    ('--zzz=1', '--help'),
+    ('-max_iters=1', "'max_iters'"), ('--max-iters=1', "did you mean 'max_iters'"), ('--zzz=1', '--help'),
     ('--not_a_setting=1', 'unknown'), ('--ghost=1', 'unknown'), ('--n_layer=2.5', "must be int, got '2.5'"),
-    ('--n_layer', 'got True'), ('--n_layer=1e999', 'int'), ('--out_dir', 'str, got True'),
+    ('--n_layer=1e999', 'int'), ('--out_dir', 'str, got True'),
     ('--decay_lr=2', 'True or False'), ('--min_lr=none', 'float or None'), ('--learning_rate=nan', 'float'),
     ('nope.py', 'there is no config file nope.py; config/ has a.py, default.py'),
     ('config/typo.py', "'learning_rate'"),
@@ -135,13 +131,15 @@ def test_files_and_flags_override_from_left_to_right(script, capsys, monkeypatch
 
 
 def test_the_default_file_comes_first_unless_a_file_is_named(script, capsys):
+    """Nor where a run is resumed; and a model that is loaded has its own architecture."""
     found = script()
-    assert found['max_iters'] == 7 and found['model_args'] == {'n_embd': 8} and found['given'] == {}
+    assert found['max_iters'] == 7 and found['model_args'] == {'n_embd': 8}
     assert 'config/default.py: max_iters = 7' in capsys.readouterr().out
-    assert script('--max_iters=2')['given'] == {'max_iters': 'flags'}
-    assert script('--out_dir=again')['max_iters'] == 100 and script('config/a.py')['max_iters'] == 200
     order = ('--start=a', '--max_iters=2', '--start=b')
-    assert [*script(*order)['given']] == ['max_iters', 'start']
+    assert [*script(*order)['given'].items()][1:] == [('max_iters', 'flags'), ('start', 'flags')]
+    found = script('--init_from=gpt2', '--n_layer=3')
+    assert found['max_iters'] == 7 and found['model_args'] == {'n_layer': 3}
+    assert script('--init_from=resume')['max_iters'] == 100 and script('config/a.py')['max_iters'] == 200
     capsys.readouterr()
     hook, found = sys.excepthook, script('--max_iters=5', 'nope.py', name='script')  # imported
     assert found['max_iters'] == 100 and found['words'] == [] and sys.excepthook is hook
@@ -169,7 +167,7 @@ def test_help_is_the_source(script, capsys):
     out = capsys.readouterr().out
     order = ['$ python script.py --batch_size=8', '# files',
              "out_dir = 'out'                     # checkpoints go here",
-             'learning_rate: float = 6e-4         # peak', 'anything = None',
+             'learning_rate: float = 6e-4         # peak',
              'n_layer: int = 12               # blocks',
              '# positions', '# two lines']
     at = [out.index(text) for text in order]
@@ -194,26 +192,23 @@ device = 'cuda'; dtype = 'bfloat16'; compile = True
 '''.lstrip()
 
 
-@pytest.mark.parametrize('text, config, model', [
-    ("import time\nwandb_run_name = 'ft-' + str(time.time())\ninit_from = 'gpt2-xl'\n"
-     "always_save_checkpoint = False\nlearning_rate = 3e-5\ndecay_lr = False\n",
-     dict(learning_rate=3e-5, decay_lr=False), {}),
-    ("block_size = 1024\ngradient_accumulation_steps = 5 * 8\nweight_decay = 1e-1\n",
-     dict(gradient_accumulation_steps=40), dict(block_size=1024)),
-    ("n_layer = 6\nn_embd = 384 # baby\ndropout = 0.2\nwarmup_iters = 100\n",
-     dict(warmup_iters=100), dict(n_layer=6, n_embd=384, dropout=0.2))])
-def test_files_of_nanogpt(text, config, model, tmp_path):
-    (tmp_path / 'a.py').write_text(text)
+def test_files_of_nanogpt(tmp_path):
+    (tmp_path / 'a.py').write_text(
+        "import time\nwandb_run_name = 'ft-' + str(time.time())\ninit_from = 'gpt2-xl'\ndecay_lr = False\n"
+        "learning_rate = 3e-5\ngradient_accumulation_steps = 5 * 8\nblock_size = 1024\nn_embd = 384 # baby\n")
     (tmp_path / 'x.py').write_text(NANOGPT + 'configure(globals())')
     shutil.copy(ROOT / 'model.py', tmp_path)
     settings = {'__name__': 'x', '__file__': str(tmp_path / 'x.py')}
     exec(NANOGPT, settings)
-    found = configure(settings, 'GPTConfig', argv=[str(tmp_path / 'a.py'), '--compile=False'])
-    assert config.items() <= found.config.items() and found.config['compile'] is False
-    assert found.model_args == model
+    config, args, *_ = configure(settings, 'GPTConfig', argv=[str(tmp_path / 'a.py'), '--compile=False'])
+    assert args == {'block_size': 1024, 'n_embd': 384} and config['compile'] is config['decay_lr'] is False
+    assert config['learning_rate'] == 3e-5 and config['gradient_accumulation_steps'] == 40
 
 
 # errors -----------------------------------------------------------------------------------------------------
+
+LOST = 'x.py: this rank ends because another one has, which says why'
+
 
 @pytest.mark.parametrize('code, line', [
     ("runtime('gpu')", 'x.py: device=gpu: use cpu, mps, cuda, cuda:1 or auto'),
@@ -221,10 +216,13 @@ def test_files_of_nanogpt(text, config, model, tmp_path):
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise MemoryError", 'x.py: out of memory; lower --batch_size'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory; lower --batch_size'),
+    ("raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]')", LOST),
+    ("raise RuntimeError('NCCL error in: x.cpp:1\\nremote process exited or so')", LOST),
     ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not named, not ours
     ("configurator.fit(1, 2)", None), ("import numpy; numpy.zeros(-1)", None), ("assert 1 > 2", None)])
 def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['/somewhere/x.py', '--start=no.txt'])
+    monkeypatch.setenv('RANK', '1')
     try:
         exec(compile(code, '/elsewhere/x.py', 'exec'), {**globals()})
     except BaseException as error:
@@ -233,57 +231,39 @@ def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monke
     assert said == line + '\n' if line else said.startswith('Traceback') and '/elsewhere/x.py' in said
 
 
-@pytest.mark.parametrize('text', [
-    '[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:27781',
-    'NCCL error in: x.cpp:1, internal error\nremote process exited or there was a network error'])
-def test_a_rank_that_loses_another_says_so_in_a_line(text, monkeypatch, capsys):
-    monkeypatch.setenv('RANK', '1')
-    configurator.one_line_errors(RuntimeError, RuntimeError(text), None)
-    assert 'this rank ends because another one has' in capsys.readouterr().err
-
-
 @pytest.mark.parametrize('script', configurator.SCRIPTS)
 def test_help_and_typos_do_not_wait_for_torch(script, tmp_path):
     for name in ('torch', 'numpy', 'tokenizers', 'safetensors'):  # found first, and not importable
         (tmp_path / f'{name}.py').write_text(f'raise ImportError("{name} was imported")')
     env = {**os.environ, 'PYTHONPATH': str(tmp_path)}
     done = subprocess.run([sys.executable, str(ROOT / f'{script}.py'), '--no_such_setting=1'],
-                          capture_output=True,
-                          text=True, env=env)
-    assert done.returncode and done.stderr.count('\n') == 1, done.stderr
-    assert done.stderr.startswith(f"{script}.py: --no_such_setting=1: unknown")
+                          capture_output=True, text=True, env=env)
+    assert done.returncode and re.fullmatch(f'{script}.py: --no_such_setting=1: unknown.*\n', done.stderr)
 
 
 def test_a_closed_pipe_is_quiet():
-    code = ("import sys, configurator; sys.excepthook = configurator.one_line_errors\n"
-            "for i in range(10**6): print('a' * 99)")
-    run = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                           cwd=ROOT)
-    run.stdout.readline()
-    run.stdout.close()
-    assert run.stderr.read() == b'' and run.wait() == 141
-    run.stderr.close()
+    code = ("import sys, configurator; sys.excepthook = configurator.one_line_errors; "
+            "print(*range(10**6), flush=True)")
+    done = subprocess.run(f'"{sys.executable}" -c "{code}" | head -c 1', shell=True, capture_output=True,
+                          cwd=ROOT)
+    assert done.stdout == b'0' and done.stderr == b''
 
 
 # the machine ------------------------------------------------------------------------------------------------
 
 def test_the_cpu_makes_no_call_to_cuda(monkeypatch, capsys):
     """Not even to seed (nanoGPT #293, #708)."""
-    def no_cuda(*args, **kwargs):
-        raise RuntimeError('CUDA was called')
     for name, value in vars(torch.cuda).items():
-        if (callable(value) and not isinstance(value, type)
-                and getattr(value, '__module__', '').startswith('torch.cuda')):
-            monkeypatch.setattr(torch.cuda, name, no_cuda)
-    for dtype in ('float32', 'bfloat16'):
-        run = runtime('cpu', dtype, seed=3)
-        first = torch.rand(3)
-        assert (run.device, run.device_type, run.dtype) == ('cpu', 'cpu', getattr(torch, dtype))
-        assert f'{run.threads} threads), dtype {dtype}' in capsys.readouterr().out
-        for _ in range(2):  # the context can be had again
-            with run.autocast():
-                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == run.dtype
-    assert runtime('cpu', seed=3, threads=1).threads == torch.get_num_threads() == 1
+        if isinstance(value, types.FunctionType) and value.__module__.startswith('torch.cuda'):
+            monkeypatch.setattr(torch.cuda, name, None)
+    run = runtime('cpu', 'bfloat16', seed=3)
+    first = torch.rand(3)
+    assert (run.device, run.device_type, run.dtype) == ('cpu', 'cpu', torch.bfloat16)
+    assert f'device cpu ({run.threads} threads), dtype bfloat16\n' == capsys.readouterr().out
+    for _ in range(2):  # the context can be had again
+        with run.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    assert runtime('cpu', 'float32', seed=3, threads=1).threads == torch.get_num_threads() == 1
     assert torch.equal(torch.rand(3), first)
 
 
@@ -294,7 +274,7 @@ def test_the_cpu_makes_no_call_to_cuda(monkeypatch, capsys):
 def test_what_a_cpu_is_fast_at(amx, bf16, vendor, dtype, precision, monkeypatch):
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: bf16)
-    monkeypatch.setattr(configurator, 'cpu_vendor', lambda: f'processor: 0\nvendor_id: {vendor}\n')
+    monkeypatch.setattr(configurator, 'cpu_vendor', lambda: vendor)
     assert runtime('cpu').dtype == getattr(torch, dtype) and torch.get_float32_matmul_precision() == precision
     assert runtime('cpu', bound_by_memory=True).dtype == torch.bfloat16
 
@@ -302,10 +282,10 @@ def test_what_a_cpu_is_fast_at(amx, bf16, vendor, dtype, precision, monkeypatch)
 @pytest.mark.parametrize('capability, dtype', [((8, 0), 'bfloat16'), ((7, 5), 'float16')])
 def test_ranks_and_dtypes_of_two_gpus(capability, dtype, monkeypatch, capsys):
     chosen = []
-    answers = dict(is_available=lambda: True, device_count=lambda: 2, set_device=chosen.append,
-                   get_device_name=lambda i: 'a GPU', get_device_capability=lambda i: capability)
-    for name, value in answers.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    answers = {'device_count': 2, 'get_device_name': 'a GPU', 'get_device_capability': capability}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *index, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
     monkeypatch.delenv('LOCAL_RANK', raising=False)
     run = runtime('cuda:1')
     assert (run.device, run.dtype, chosen) == ('cuda:1', getattr(torch, dtype), [1])
@@ -313,17 +293,14 @@ def test_ranks_and_dtypes_of_two_gpus(capability, dtype, monkeypatch, capsys):
     assert runtime('auto', 'float16').device == 'cuda:0'
     monkeypatch.setenv('LOCAL_RANK', '1')
     assert runtime('auto').device == 'cuda:1'
-    monkeypatch.setenv('LOCAL_RANK', '7')
-    with pytest.raises(ValueError, match='^device=cuda:7: torch sees 2 CUDA'):
-        runtime('auto')
 
 
 @pytest.mark.parametrize('device, dtype, message', [
     ('cuda', 'auto', 'no CUDA'), ('mps', 'auto', 'no MPS'), ('gpu', 'auto', 'device=gpu'),
     ('cpu', 'float16', 'float16 needs CUDA'), ('cpu', 'half', 'dtype=half')])
 def test_devices_and_dtypes_that_are_not_there(device, dtype, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
-    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
+    for backend in (torch.cuda, torch.mps):
+        monkeypatch.setattr(backend, 'device_count', lambda: 0)
     with pytest.raises(ValueError, match=message):
         runtime(device, dtype)
 
@@ -332,8 +309,7 @@ def test_devices_and_dtypes_that_are_not_there(device, dtype, message, monkeypat
     ('cpu', None, (), None),
     ('cpu', None, ('g++', 'clang++'), 'compiler: install g.. or clang.., or name one in CXX'),
     ('cpu', None, ('Python.h',), 'Python.h'), ('cuda:1', (9, 0), ('g++', 'clang++', 'gcc'), None),
-    ('cuda:1', (9, 0), ('triton',), 'Triton'), ('cuda:1', (6, 1), (), 'capability'),
-    ('cpu', None, ('ccache',), 'compiler: install ccache')])
+    ('cuda:1', (9, 0), ('triton',), 'Triton'), ('cuda:1', (6, 1), (), 'capability')])
 def test_what_the_compiler_lacks_is_one_line(device, capability, lacking, line, tmp_path, monkeypatch,
                                              capsys):
     if 'Python.h' not in lacking:
@@ -343,9 +319,8 @@ def test_what_the_compiler_lacks_is_one_line(device, capability, lacking, line, 
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in lacking else name)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
-    monkeypatch.delenv('CC', raising=False)
-    monkeypatch.setenv('CXX', 'ccache g++' if 'ccache' in lacking else '')
-    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    for name in ('CC', 'CXX', 'LOCAL_RANK'):
+        monkeypatch.delenv(name, raising=False)
     assert configurator.can_compile(device) == (line is None)
     out = capsys.readouterr().out
     assert re.fullmatch(f'running eagerly, which is slower: .*{line}.*\n', out) if line else out == ''

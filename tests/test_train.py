@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shlex
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -36,15 +36,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import hub
 import model as flat
-import prepare
 import train as flat_train
 from model import GPT, GPTConfig
-from test_model import tiny, tokens
+from test_model import tiny
 
 NO_SCALER = torch.amp.GradScaler('cpu', enabled=False)
 # see test_loss_curve
 RECORDED_LOSSES = [2.6980, 2.1581, 1.7870, 1.6431, 1.1573, 1.1623, 1.0397, 0.9056, 0.6555, 1.1280, 0.9401,
                    0.7939]
+
+
+GPT2 = [str(ROOT / 'config' / 'gpt2.py'), '--vocab_size=23', '--pos=rope', *TOY]
 
 
 def make_optimizers(model, **settings):
@@ -56,17 +58,6 @@ def saved(out, name='ckpt.pt'):
 
 
 # data and schedules -----------------------------------------------------------------------------------------
-
-def test_sequences_are_each_seen_once_an_epoch():
-    n, seed = 37, 5
-    for epoch in range(3):
-        assert sorted(flat_train.sequence_indices(epoch * n, n, n, seed)) == list(range(n))
-    orders = [flat_train.sequence_indices(e * n, n, n, seed).tolist() for e in range(2)]
-    assert orders[0] != orders[1] and orders[0] != list(range(n))
-    unbroken = flat_train.sequence_indices(0, 80, n, seed).tolist()  # batches that cross an epoch's end
-    found = [flat_train.sequence_indices(i, 7, n, seed).tolist() for i in range(0, 77, 7)]
-    assert sum(found, []) == unbroken[:77]
-
 
 @pytest.mark.parametrize('accumulation, size, ranks, expected', [
     (40, 12, 1, (40, 12)), (40, 12, 8, (5, 12)), (1, 64, 2, (1, 32)), (1, 64, 4, (1, 16)),
@@ -89,14 +80,6 @@ def test_learning_rate_schedules():
         assert lr(it, schedule='wsd', cooldown=0.4) == pytest.approx(
             1.0 if done <= 0.6 else 0.1 + 0.9 * (1 - done) / 0.4)
         assert lr(it, schedule=None) == 1.0
-
-
-def test_batches_for_a_gpu_are_pinned_whole(folder, monkeypatch):
-    pinned, batch = [], prepare.Bins('data/toy', 'train').batch(range(4), 16)
-    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: pinned.append(self) or self)
-    monkeypatch.setattr(torch.Tensor, 'to', lambda self, *args, **kwargs: self)
-    assert all(map(np.array_equal, flat_train.to_device(batch, 'cuda'), batch))
-    assert len(pinned) == 2 and all(tensor.is_contiguous() for tensor in pinned)
 
 
 # optimizers -------------------------------------------------------------------------------------------------
@@ -125,15 +108,6 @@ def test_muon_equals_torch():
     assert values.min() > 0.5 and values.max() < 1.3
 
 
-@pytest.mark.parametrize('kind', flat_train.OPTIMIZERS)
-def test_every_parameter_has_one_optimizer(kind):
-    model = tiny(bias=True, pos='learned', n_expert=4)
-    groups = [group for opt in make_optimizers(model, optimizer=kind) for group in opt.param_groups]
-    decayed = [id(w) for group in groups if group['weight_decay'] for w in group['params']]
-    assert sorted(decayed) == sorted(id(w) for name, w in model.named_parameters()
-                                     if name.endswith('weight') and w.ndim > 1)
-
-
 def test_a_new_optimizer_is_one_entry_and_must_take_every_parameter(monkeypatch):
     for name, first in (('sgd', 0), ('forgetful', 1)):
         monkeypatch.setitem(flat_train.OPTIMIZERS, name, lambda model, config, first=first: [
@@ -155,31 +129,6 @@ def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
     flat_train.load_optimizers([opt], was)
     assert opt.state[w]['step'].dtype == torch.float32 and opt.state[w]['step'] == 4
     assert opt.param_groups[0]['lr'] == 0.5 and opt.param_groups[0]['fused'] is True
-
-
-@pytest.mark.parametrize('kind', ['adamw', 'muon', 'neither'])
-def test_an_update_that_is_not_finite_leaves_everything_as_it_was(kind, monkeypatch):
-    """Wherever that is decided: on the device, by AdamW, or here, by an optimizer that cannot."""
-    if kind == 'neither':
-        monkeypatch.setattr(flat_train, 'takes_found_inf', lambda opt, w: False)
-    torch.manual_seed(0)
-    model, plain = tiny(n_expert=4, balance_bias=True), tiny(n_expert=4, balance_bias=True)
-    plain.load_state_dict(model.state_dict())
-    name = 'adamw' if kind == 'neither' else kind
-    optimizers, unbroken = (make_optimizers(m, optimizer=name, learning_rate=1e-2) for m in (model, plain))
-    x = torch.randint(61, (6, 2, 17))
-    for it in range(6):
-        bad = it in (2, 3)
-        for m, opts in [(model, optimizers)] if bad else [(model, optimizers), (plain, unbroken)]:
-            loss, aux = m(x[it][:, :-1], x[it][:, 1:])
-            loss.backward()
-            if bad:
-                next(m.parameters()).grad.view(-1)[it] = (math.nan, math.inf)[it - 2]
-            _, moved = flat_train.update(m, list(m.parameters()), opts, NO_SCALER, 1.0, aux['load'], 0.01)
-            assert bool(moved) != bad
-    assert same_weights(model.state_dict(), plain.state_dict())
-    for a, b in zip(optimizers, unbroken):
-        assert all(map(same_weights, a.state.values(), b.state.values()))
 
 
 @pytest.mark.parametrize('options', [{}, dict(n_expert=4, balance_bias=True)], ids=['dense', 'experts'])
@@ -205,32 +154,6 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(options, monkey
 
 
 # runs -------------------------------------------------------------------------------------------------------
-
-def test_training_computes_what_a_plain_loop_computes(folder):
-    """AdamW, clipping, accumulation, schedule and data order, against torch's own pieces in a plain loop."""
-    story = train('--out_dir=out', '--max_iters=6')
-    torch.manual_seed(1337)
-    model = GPT(GPTConfig(**vars(story['model'].config)))
-    opt = torch.optim.AdamW([dict(params=[w for w in model.parameters() if w.ndim > 1], weight_decay=0.1),
-                             dict(params=[w for w in model.parameters() if w.ndim < 2], weight_decay=0.0)],
-                            betas=(0.9, 0.95))
-    data = torch.from_numpy(np.fromfile('data/toy/train.bin', '<u2').astype(np.int64))
-    n = 3000 // 16
-    for it in range(6):
-        order = flat_train.sequence_indices(it * 12, 12, n, 1337)
-        x = torch.stack([data[i * 16:i * 16 + 16] for i in order])
-        y = torch.stack([data[i * 16 + 1:i * 16 + 17] for i in order])
-        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        opt.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in opt.param_groups:
-            group['lr'] = flat_train.lr_at(it, 5e-3, 5e-4, 3, 6)
-        opt.step()
-    for (name, a), b in zip(story['model'].state_dict().items(), model.state_dict().values()):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, msg=name)
-    assert float(log_rows('out')[-1]['loss']) == pytest.approx(loss.item(), rel=1e-4)
-
 
 def test_loss_curve_is_the_recorded_one(folder):
     torch.set_num_threads(1)
@@ -322,13 +245,6 @@ def test_flops_are_those_of_the_card_that_is_named(monkeypatch):
         assert flat_train.peak_flops('cuda:0', torch.bfloat16) == (tflops and tflops * 1e12), name
 
 
-def test_the_first_iterations_are_always_said(folder, capsys):
-    train('--out_dir=out', '--log_interval=10', '--max_iters=12')
-    lines = re.findall('^iter .*', capsys.readouterr().out, re.M)
-    assert [line.partition(':')[0] for line in lines] == ['iter 1', 'iter 4', 'iter 10', 'iter 12']
-    assert [row['iter'] for row in log_rows('out')] == ['10', '12']
-
-
 def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
     runs, rows = [], []
 
@@ -359,7 +275,8 @@ def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, mon
         return (found[0] * math.nan, found[1]) if (len(calls) - 1) // 3 in bad else found
     monkeypatch.setattr(flat_train.GPT, 'forward', broken)
     calls, bad = [], {3, 4}
-    train('--out_dir=out', '--max_iters=10', '--log_interval=1')
+    # Muon's updates are left out here, those of AdamW, which has the rest, on the device
+    train('--out_dir=out', '--max_iters=10', '--log_interval=1', '--optimizer=muon')
     assert [row['skipped'] for row in log_rows('out')] == ['0'] * 3 + ['1'] + ['2'] * 6
     assert 'iter 5: a loss or gradient was not finite, updates skipped: 1, 2 ' in capsys.readouterr().out
     good = Path('out/ckpt.pt').read_bytes()
@@ -416,30 +333,6 @@ def test_what_a_block_hands_on_is_not_lost_in_silence(monkeypatch):
         model(torch.zeros(1, 4, dtype=torch.long))
 
 
-def test_sharded_models_are_compiled(tmp_path, monkeypatch):
-    """On one rank, whose shards are whole: the gradients of three micro-batches, some blocks recomputed."""
-    compile = torch.compile
-    monkeypatch.setattr(torch, 'compile', lambda f, **_: compile(f, backend='aot_eager', dynamic=False))
-    torch._dynamo.reset()
-    plain, model = (tiny(n_layer=3, residual_lambdas=True).train() for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    found, store = [], torch.distributed.FileStore(str(tmp_path / 'store'), 1)
-    torch.distributed.init_process_group('gloo', rank=0, world_size=1, store=store)
-    try:
-        flat_train.checkpoint_blocks(model, 2)
-        flat_train.shard_model(model, types.SimpleNamespace(device_type='cpu', dtype=torch.float32))
-        for m, forward in (plain, plain), (model, flat_train.compile_model(model, 'cpu')):
-            torch.manual_seed(0)
-            batches = iter([(tokens(m, 2, 8), tokens(m, 2, 8), None) for _ in range(3)])
-            loss, _, _ = flat_train.gradients(forward, next(batches), batches, 3, contextlib.nullcontext,
-                                              NO_SCALER, 0.0, 0.0)
-            found.append([loss, *(flat_train.gather(w.grad) for w in m.parameters())])
-    finally:
-        torch.distributed.destroy_process_group()
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-
-
 def on_ranks(count, *runs, patch=''):
     """train.py on `count` ranks, once for each list of arguments, all in the same processes, as starting them
     takes the longest. patch: Python that each runs first, with its rank. What they print; a ValueError or
@@ -465,25 +358,59 @@ for i, args in enumerate({[list(args) for args in runs]!r}):
     return torchrun(count, 'on_ranks.py')
 
 
-@pytest.mark.parametrize('options', [
-    ['--optimizer=muon'],
-    # so few tokens a rank that most of the experts get none
-    ['--n_expert=16', '--n_expert_active=1', '--d_expert=16', '--batch_size=1', '--balance_bias=True',
-     '--norm_topk_prob=False', '--router=sigmoid', '--balance_rate=0.05', '--block_size=8']],
-    ids=['dense', 'experts'])
-def test_two_ranks_equal_one(folder, options):
+def test_two_ranks_equal_one_and_a_plain_loop(folder):
+    """Of torch's own pieces: AdamW, clipping, accumulation, schedule, data order, target masks."""
+    shutil.copytree('data/toy', 'data/masked')
+    write_masks('data/masked')
     # evaluations that fall between log lines once reduced on one rank alone
-    args = [*TOY, '--log_interval=3', '--eval_interval=5', '--gradient_accumulation_steps=2',
-            '--max_iters=10', '--sample_tokens=0', *options]
+    args = [*GPT2, '--log_interval=3', '--eval_interval=5', '--gradient_accumulation_steps=2',
+            '--max_iters=10']
+    kinds = {
+        'plain': [], 'masked': ['--dataset=masked'],
+        # so few tokens a rank that most of the experts get none
+        'experts': ['--optimizer=muon', '--n_expert=16', '--n_expert_active=1', '--d_expert=16',
+                    '--batch_size=1', '--balance_bias=True', '--norm_topk_prob=False', '--router=sigmoid',
+                    '--balance_rate=0.05', '--block_size=8']}
     torch.set_num_threads(1)  # another rounding might choose another expert
-    one = run('train.py', '--out_dir=one', *args)
-    assert two_ranks('--out_dir=two', *args).count('step 10: train loss') == 1  # one rank speaks
-    two = saved('two')['model']
-    for name, w in one['model'].state_dict().items():
-        torch.testing.assert_close(w, two[name], atol=1e-4, rtol=1e-3, msg=name)
-    for a, b in zip(log_rows('one'), log_rows('two')):
-        assert float(a['loss']) == pytest.approx(float(b['loss']), rel=1e-4)
-        assert float(a['val_loss'] or 0) == pytest.approx(float(b['val_loss'] or 0), rel=1e-4)
+    printed = on_ranks(2, *([f'--out_dir={kind}_2', *args, *options] for kind, options in kinds.items()))
+    assert printed.count('step 10: train loss') == 3  # one rank speaks
+    for kind, options in kinds.items():
+        story = run('train.py', f'--out_dir={kind}', *args, *options)
+        weights, rows = story['model'].state_dict(), {row['iter']: row for row in log_rows(kind)}
+        for name, w in saved(f'{kind}_2')['model'].items():
+            torch.testing.assert_close(w, weights[name], atol=1e-4, rtol=1e-3, msg=name)
+        for key in ('loss', 'val_loss', 'grad_norm'):
+            one, two = ([float(row[key] or 0) for row in log_rows(out)] for out in (kind, f'{kind}_2'))
+            assert one == pytest.approx(two, rel=1e-3 if key == 'grad_norm' else 1e-4)
+        if kind == 'experts':
+            continue
+        torch.manual_seed(1337)
+        model, bins = GPT(story['model'].config), story['train_bins']
+        groups = [dict(params=[w], weight_decay=0.1 * (w.ndim > 1)) for w in model.parameters()]
+        opt = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+        for it in range(10):
+            order = flat_train.sequence_indices(it * 8, 8, bins.n_sequences(16), 1337)
+            loss = masked_loss(model, bins, order)
+            opt.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in opt.param_groups:
+                group['lr'] = flat_train.lr_at(it, 5e-3, 5e-4, 3, 10)
+            opt.step()
+            if row := rows.get(str(it + 1)):
+                assert float(row['loss']) == pytest.approx(loss.item(), rel=1e-4)
+                assert float(row['grad_norm']) == pytest.approx(norm.item(), rel=1e-3)
+        for name, w in model.state_dict().items():
+            torch.testing.assert_close(w, weights[name], atol=1e-5, rtol=1e-4, msg=name)
+        bins = story['val_bins']  # of which TOY asks for 5 batches of 4 sequences, evenly spread
+        expected = masked_loss(model.eval(), bins, np.arange(20) * bins.n_sequences(16) // 20)
+        assert float(rows['10']['val_loss']) == pytest.approx(expected.item(), rel=1e-4)
+
+
+def masked_loss(model, bins, indices):
+    """The mean over the targets of all those sequences, in one batch, by torch's own function."""
+    x, y = map(torch.from_numpy, bins.batch(indices, 16))
+    return torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
 
 
 SHARES = {  # kind of model -> its options
@@ -504,20 +431,11 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
 
     def runs(first, count):
         return [[f'--out_dir={kind}_{shard}', *args, *options, f'--max_iters={3 * (count // 2)}',
-                 f'--shard={shard != first}', f"--init_from={'scratch' if count == 2 else 'resume'}"]
-                for kind, options in SHARES.items() for shard in (False, True)]
-    step = [*args, '--norm_placement=sandwich', '--dropout=0.1', '--optimizer=adamw', '--max_iters=1']
-    one_step = {'ddp': [], 'shard': ['--shard=True'], 'again': ['--checkpoint_activations=True'],
-                'both': ['--shard=True', '--checkpoint_activations=2']}
-    steps = [[f'--out_dir={out}', *step, *more] for out, more in one_step.items()]
-    two = on_ranks(2, *runs(False, 2), *steps)
-    moments = {out: [s['exp_avg'] for s in saved(out)['optimizer'][0]['state'].values()] for out in one_step}
-    for mine in moments.values():
-        for a, b in zip(mine, moments['ddp']):
-            assert b.any() and (a - b).norm() <= 1e-5 * b.norm()
-    four = on_ranks(4, *runs(True, 4))
-    assert 'raised: ' not in two + four, two + four
-    assert four.count(' sample:') == 4
+                 f'--shard={shard != first}', f"--init_from={'scratch' if count == 2 else 'resume'}",
+                 f'--checkpoint_activations={count // 2}'] for kind, options in SHARES.items()
+                for shard in (False, True)]
+    printed = on_ranks(2, *runs(False, 2)) + on_ranks(4, *runs(True, 4))
+    assert 'raised: ' not in printed and printed.count(' sample:') == 8, printed
     for kind in SHARES:
         plain = saved(kind)
         for out in (f'{kind}_False', f'{kind}_True'):
@@ -566,84 +484,29 @@ model.GPT.forward = broken
     printed = on_ranks(2, ['--out_dir=both', *args, *many], ['--out_dir=out', *args, '--init_from=resume'],
                        ['--out_dir=skips', *args, '--max_iters=5'], patch=patch)
     assert saved('both')['iter_num'] == 4 and all(f'rank {rank} raised: 143' in printed for rank in (0, 1))
-    assert all(f'rank {rank} raised: rank {rank} has read other files than another, [3001, 801, {1 + rank}]'
-               in printed for rank in (0, 1)), printed
+    assert all(f'rank {rank} raised: rank {rank} has read other files' in printed for rank in (0, 1)), printed
     assert [row['skipped'] for row in log_rows('skips')][-1] == '1'
 
 
 def test_compiled_ranks_equal_eager_ones(folder):
-    """Compiled training, cut where DDP sends gradients: in buckets of 25 MB, here of 10 KB."""
+    """Cut where DDP sends gradients, in buckets of 25 MB, here of 10 KB, and where FSDP gathers weights."""
     patch = ('import torch\ndist._DEFAULT_FIRST_BUCKET_BYTES = 4096\n'
              'ddp = torch.nn.parallel.DistributedDataParallel\n'
              'ddp.__init__ = functools.partialmethod(ddp.__init__, bucket_cap_mb=0.01)')
-    common = [*TOY, '--n_layer=1', '--max_iters=4', '--eval_interval=4', '--log_interval=1', '--dropout=0.2',
-              '--gradient_accumulation_steps=4']
-    kinds = {'dense': [], 'experts': ['--n_expert=4', '--d_expert=16', '--checkpoint_activations=True']}
-    found = on_ranks(2, *([f'--out_dir={kind}_{compile}', *common, *options, f'--compile={compile}']
-                          for kind, options in kinds.items() for compile in (False, True)), patch=patch)
+    common = [*TOY, '--max_iters=4', '--eval_interval=4', '--log_interval=1', '--dropout=0.2',
+              '--gradient_accumulation_steps=4', '--n_expert=4', '--d_expert=16', '--n_dense_layer=1',
+              '--checkpoint_activations=2']
+    kinds = {'eager': ['--compile=False'], 'ddp': ['--compile=True'],
+             'shard': ['--compile=True', '--shard=True']}
+    found = on_ranks(2, *([f'--out_dir={kind}', *common, *more] for kind, more in kinds.items()), patch=patch)
     assert 'raised: ' not in found, found
-    for kind in kinds:
-        eager, compiled = (log_rows(f'{kind}_{compile}') for compile in (False, True))
-        for key, error in ('loss', 1e-4), ('grad_norm', 1e-3):
-            a, b = ([float(row[key]) for row in rows] for rows in (eager, compiled))
-            assert len(a) == 4 and a == pytest.approx(b, rel=error)
-        assert not any('_orig_mod' in name for name in saved(f'{kind}_True')['model'])
+    for key, error in ('loss', 1e-4), ('grad_norm', 1e-3):
+        eager, *compiled = ([float(row[key]) for row in log_rows(kind)] for kind in kinds)
+        assert len(eager) == 4 and all(each == pytest.approx(eager, rel=error) for each in compiled)
+    assert not any('_orig_mod' in name for kind in kinds for name in saved(kind)['model'])
 
 
 # target masks and documents ---------------------------------------------------------------------------------
-
-def masked_loss(model, bins, indices, block_size):
-    """The mean over the targets of all those sequences, in one batch, by torch's own function."""
-    x, y = map(torch.from_numpy, bins.batch(indices, block_size))
-    return torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
-
-
-@pytest.mark.parametrize('accumulation, size', [(1, 12), (12, 1), (4, 3)])
-def test_splitting_a_masked_batch_changes_nothing(folder, accumulation, size):
-    write_masks()
-    bins, model = prepare.Bins('data/toy', 'train'), tiny(vocab_size=23).train()
-    for it in range(3):
-        batches = flat_train.read_batches(bins, 16, [it], accumulation, size, 1337, 'cpu')
-        loss, _, after = flat_train.gradients(model, next(batches), batches, accumulation,
-                                              contextlib.nullcontext, NO_SCALER, 0.0, 0.0)
-        found = [w.grad.clone() for w in model.parameters()]
-        model.zero_grad()
-        order = flat_train.sequence_indices(it * 12, 12, bins.n_sequences(16), 1337)
-        expected = masked_loss(model, bins, order, 16)
-        expected.backward()
-        assert after is None and loss.item() == pytest.approx(expected.item(), rel=1e-5)
-        for a, w in zip(found, model.parameters()):
-            torch.testing.assert_close(a, w.grad, atol=1e-6, rtol=1e-4)
-        model.zero_grad()
-
-
-def test_two_ranks_share_a_masked_batch(folder):
-    """Losses and norms of gradients, for AdamW would hide a wrong factor, against a plain loop."""
-    write_masks()
-    args = [*TOY, '--max_iters=3', '--log_interval=1', '--grad_clip=0', '--batch_size=4', '--sample_tokens=0',
-            '--gradient_accumulation_steps=4', '--optimizer=adamw', '--weight_decay=0.1']
-    two_ranks('--out_dir=two', *args)
-    story = run('train.py', '--out_dir=one', *args)
-    torch.manual_seed(1337)
-    model, bins = GPT(story['model'].config), story['train_bins']
-    opt, = make_optimizers(model, learning_rate=5e-3)
-    for it, rows in enumerate(zip(log_rows('one'), log_rows('two'))):
-        order = flat_train.sequence_indices(it * 16, 16, bins.n_sequences(16), 1337)
-        loss = masked_loss(model, bins, order, 16)
-        loss.backward()
-        norm = torch.stack([w.grad.norm() for w in model.parameters()]).norm()
-        for row in rows:
-            assert float(row['loss']) == pytest.approx(loss.item(), rel=1e-4)
-            assert float(row['grad_norm']) == pytest.approx(norm.item(), rel=1e-3)
-        for group in opt.param_groups:
-            group['lr'] = flat_train.lr_at(it, 5e-3, 5e-4, 3, 3)
-        opt.step()
-        opt.zero_grad()
-    bins = story['val_bins']  # of which TOY asks for 5 batches of 4 sequences, evenly spread
-    expected = masked_loss(story['model'].eval(), bins, np.arange(20) * bins.n_sequences(16) // 20, 16)
-    losses = [float(log_rows(out)[-1]['val_loss']) for out in ('one', 'two')]
-    assert losses == pytest.approx([expected.item()] * 2, rel=1e-4)
-
 
 @pytest.mark.parametrize('options', [
     [], ['--pos=alibi'], ['--pos=learned', '--window=4', '--window_pattern=SL'],
@@ -798,14 +661,6 @@ def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
     assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv']
 
 
-def test_a_diverged_run_stops_and_keeps_finite_weights(folder):
-    train('--out_dir=out', '--max_iters=10')
-    with pytest.raises(ValueError, match='diverged'):
-        train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--learning_rate=1e17',
-              '--grad_clip=0')
-    assert all(w.isfinite().all() for w in saved('out')['model'].values())
-
-
 def test_runs_over_runs_are_all_kept(folder, capsys):
     """Each as a set of its own, from which sample.py reads."""
     weights = []
@@ -860,7 +715,7 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
     assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-15.old-1.pt', 'out/ckpt-20.old-1.pt',
                                              'out/ckpt.old-1.pt', 'out/ckpt.pt']
     train('--out_dir=whole')
-    with contextlib.suppress(SystemExit):  # with the status of a program that a signal has ended
+    with pytest.raises(SystemExit, match='143'):  # as a program that SIGTERM has ended
         train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')
     assert saved('cut')['iter_num'] == 1
     train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
@@ -874,8 +729,7 @@ def test_ctrl_c_saves_and_resumes_exactly(folder):
     train('--out_dir=whole')
     code = f'''import signal, sys, time, runpy, os
 sys.path.insert(0, {str(ROOT)!r})
-sys.argv = ['train.py', {str(ROOT / 'config' / 'gpt2.py')!r}, '--vocab_size=23', '--pos=rope', *{TOY!r},
-            '--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20']
+sys.argv = ['train.py', *{GPT2!r}, '--out_dir=cut it', '--max_iters=1000000', '--lr_decay_iters=20']
 import builtins
 real_print = builtins.print
 def watched(*a, **k):
@@ -890,10 +744,10 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
         for line in first.stdout:
             if line.startswith('iter 5:'):
                 break
-        with pytest.raises(ValueError, match='out_dir=cut: another training writes there; give another'):
-            train('--out_dir=cut')
-        assert sorted(os.listdir('cut')) == ['lock', 'log.csv']
-        two = two_ranks('--out_dir=cut', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
+        with pytest.raises(ValueError, match='out_dir=cut it: another training writes there; give another'):
+            train('--out_dir=cut it')
+        assert sorted(os.listdir('cut it')) == ['lock', 'log.csv']
+        two = two_ranks('--out_dir=cut it', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
         said = re.findall(r'^\[rank.*', two, re.M)  # one line of each
         assert 'another training' in said[0] and 'this rank ends because another one has' in said[1], two
         Path('go on').touch()
@@ -902,30 +756,15 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
         first.kill()
     assert first.returncode == 130 and 'stopping after this iteration' in error, out + error
     said = re.search('^saved and stopped at ([78]) of 1,000,000; .*: python [^ ]*train.py (.*)', out, re.M)
-    assert saved('cut')['iter_num'] == int(said[1]) and 'done' not in out
+    assert saved('cut it')['iter_num'] == int(said[1]) and 'done' not in out
     run('train.py', *shlex.split(said[2]), '--max_iters=20')
-    assert same_weights(saved('whole')['model'], saved('cut')['model'])
-
-
-def test_a_scheduler_that_ends_a_run_learns_so(folder, monkeypatch, capsys):
-    real_print = print
-
-    def watched(*values, **options):
-        real_print(*values, **options)
-        if str(values[0]).startswith('iter 3:'):
-            os.kill(os.getpid(), signal.SIGTERM)
-    monkeypatch.setattr('builtins.print', watched)
-    with pytest.raises(SystemExit) as end:
-        train('--out_dir=sp ace', '--log_interval=1')
-    assert end.value.code == 143
-    assert (f"of 20; go on with: python {ROOT / 'train.py'} --out_dir='sp ace' --init_from=resume\n"
-            in capsys.readouterr().out)
+    assert same_weights(saved('whole')['model'], saved('cut it')['model'])
 
 
 def test_killed_anywhere_it_resumes_exactly(folder):
     """kill -9, three times: right after the line that a checkpoint follows, so also while it is written."""
-    args = [str(ROOT / 'config' / 'gpt2.py'), '--vocab_size=23', '--pos=rope', *TOY, '--eval_interval=2',
-            '--log_interval=1', '--max_iters=20', '--optimizer=muon', '--dropout=0.1', '--keep=1']
+    args = [*GPT2, '--eval_interval=2', '--log_interval=1', '--max_iters=20', '--optimizer=muon',
+            '--dropout=0.1', '--keep=1']
     whole = run('train.py', *args, '--out_dir=whole')
     for n, delay in enumerate((0.001, 0.004, 0.02)):
         start = 'resume' if os.path.exists('cut/ckpt.pt') else 'scratch'
