@@ -138,13 +138,13 @@ def step(model, tokens, cache, u=None, seen=None, sampling=None, version=0):
 
 
 def compile_step(model, device):
-    """`step`, compiled for a static cache: a CUDA graph; on a CPU with the weights as constants ("freezing"),
-    laid out as the fastest kernels read them, and for one token kept on disk. Changes of weights compile
-    anew, unless through `.data`, which torch does not count."""
+    """`step`, compiled for a static cache: on CUDA as a CUDA graph; on a CPU with the weights as constants
+    ("freezing"), laid out as the fastest kernels read them, and for one token kept on disk. Changed weights
+    are compiled anew, unless changed through `.data`, which torch does not count."""
     from torch._inductor import config as inductor
     torch._dynamo.config.recompile_limit = 64  # beyond it, 8 by default, torch silently runs eagerly
     whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
-    frozen, shapes = whole and device.type in FROZEN, set()  # of tokens that came before
+    frozen, shapes = whole and device.type in FROZEN, set()  # shapes of tokens so far
     state = repr(model.config), model.training, [(w.data_ptr(), w._version if frozen else 0) for w in weights]
     if model not in VERSIONS or VERSIONS[model][0] != state:
         kept = frozen and sum(w.nbytes for w in weights) <= KEPT_BYTES
@@ -202,7 +202,8 @@ LAG = {'cuda': 4}  # steps that a device is ahead of the tokens read: it waits f
 
 
 def context_size(model, prompts, n_new, compile):
-    """Slots for prompts and n_new tokens after each, at most the context. A compiled step serves others."""
+    """Slots for prompts and n_new tokens after each, at most the context; rounded up, so that a compiled step
+    serves other prompts too."""
     size = max(map(len, prompts)) + n_new
     return min(model.config.block_size, round_up(size) if compile else size)
 
@@ -211,7 +212,7 @@ def new_cache(model, batch_size, max_len, static=False, rolling=True):
     """An empty cache. static: for a compiled step; not rolling: every attention layer can rewind."""
     cache = model.make_cache(batch_size, max_len, static=static, rolling=rolling)
     if static and cache.length.device.type not in FROZEN:
-        # CUDA graphs replay on fixed addresses; without a guard none is compiled anew for others
+        # CUDA graphs replay on fixed addresses; no guard: for other tensors they are recorded, not compiled
         for tensor in cache.tensors():
             torch._dynamo.mark_static_address(tensor, guard=False)
     return cache
@@ -281,7 +282,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     lag = LAG.get(device.type, 0) if own else 0
     waiting = [Row(i, list(prompts[i]), max_new_tokens, max(0, len(prompts[i]) - size))
                for i in range(first, len(prompts))]
-    # alike in length, with little padding, but about in order
+    # by length, for little padding, but about in order
     waiting.sort(key=lambda row: ((row.sample - first) // (16 * count), len(row.tokens)))
     unread = collections.deque()  # of each step: rows, tokens, the event of their copy
 
@@ -363,7 +364,7 @@ def cache_for(model, cache, cached, ids, n_new, static=False):
 
 class Lookup:
     """Drafts the tokens that followed a text's last 3, 2 or 1 where these stood before, at the latest such
-    place, again and again (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted tokens were right."""
+    place, repeated if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted tokens were right."""
 
     def __init__(self, n_draft):
         self.n_draft, self.n_drafted, self.n_accepted = n_draft, 0, 0
@@ -406,7 +407,7 @@ class Draft:
 def speculate(model, prompts, max_new_tokens, drafter, seed=1337, stop_tokens=(),  # noqa: F811
               compile=False, cache=None, first=0, enough=(), **sampling):
     """Yields the same as generate, sample after sample, by speculative decoding (arXiv:2211.17192): a draft
-    of the drafter is fed at once, and accepted as far as it equals the tokens drawn. cache: not rolling."""
+    (Lookup, Draft) is fed at once, and accepted as far as it equals the tokens drawn. cache: not rolling."""
     check_rewinds(model)
     device, n_new = model.wte.weight.device, max_new_tokens + drafter.n_draft
     drawn_on, run_step = drawing_device(device), compile_step(model, device) if compile else step
@@ -458,7 +459,7 @@ class TextStream:
         self.tokens, self.text, self.held, self.stopped, self.ended = [], '', '', False, False
 
     def feed(self, token):
-        """The text that a token makes certain; None, the end, makes it all."""
+        """The text that a token makes certain; at None, the end, all that was held back."""
         self.ended, new = token is None, [] if token is None else [token]
         self.tokens += new
         if self.stopped:

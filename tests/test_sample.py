@@ -22,6 +22,7 @@ LEARNED = dict(n_kv_head=2, pos='learned', norm='layernorm')
 WINDOWS = dict(window=4, window_pattern='SL')
 DOCUMENTS = dict(pos='alibi', document_token=3, window=6, window_pattern='S')
 DELTA = dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4)
+EXPERTS = dict(n_expert=4, d_expert=24)
 PROMPTS = [[5], [1, 2, 3, 1, 2, 3, 1], [9, 8, 7], list(range(30)), [4, 4, 4]]  # one longer than the context
 
 
@@ -163,10 +164,8 @@ def test_prompt_lookup():
                 if context[end - n:end] == context[-n:]:
                     return [(context[end:] * count)[i] for i in range(count)]
         return []
-    assert look_up([1, 2, 3, 9, 1, 2, 3, 8, 5, 1, 2, 3], 2) == [8, 5]  # the latest
-    assert look_up([7, 2, 3, 4, 0, 5, 3, 9, 2, 3], 4) == [4, 0, 5, 3]  # two tokens, where three never were
     rng = np.random.default_rng(0)
-    for length in (1, 2, 3, 4, *range(5, 60)):
+    for length in range(1, 60):
         context = rng.integers(4, size=length).tolist()
         assert flat_sample.Lookup(5).propose(context, None, None) == look_up(context, 5)
 
@@ -203,9 +202,8 @@ def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
 
 @pytest.mark.parametrize('options, device, capability, dtype, whole', [
     ({}, 'cuda', (8, 0), torch.float32, True),
-    (dict(n_expert=4, d_expert=24), 'cuda', (9, 0), torch.bfloat16, True),
-    (dict(n_expert=4, d_expert=24), 'cuda', (12, 0), torch.bfloat16, False),  # no kernel for these yet
-    (dict(n_expert=4, d_expert=24), 'cpu', (0, 0), torch.float32, False)])
+    (EXPERTS, 'cuda', (9, 0), torch.bfloat16, True), (EXPERTS, 'cpu', (0, 0), torch.float32, False),
+    (EXPERTS, 'cuda', (12, 0), torch.bfloat16, False)])  # no kernel for these yet
 def test_experts_that_wait_for_the_host_are_in_no_cuda_graph(options, device, capability, dtype, whole,
                                                              monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
