@@ -364,7 +364,7 @@ def cache_for(model, cache, cached, ids, n_new, static=False):
 
 class Lookup:
     """Drafts the tokens that followed a text's last 3, 2 or 1 where these stood before, at the latest such
-    place, repeated if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted tokens were right."""
+    place, repeated if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted were right."""
 
     def __init__(self, n_draft):
         self.n_draft, self.n_drafted, self.n_accepted = n_draft, 0, 0
