@@ -12,9 +12,9 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py eval texts.jsonl --init_from=out         # of each {"text": ...}, by itself
     python bench.py eval hellaswag_val.jsonl --init_from=gpt2
 
---vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in the same process; to
+--vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process; to
 decode, --vs=transformers its generate with the same weights. Speeds are medians after a warm-up. Shares are
-of the speed of one large matmul, or one large sum, in the same run. --json=True prints all numbers too.
+of the speed of a large matmul, or a large sum, in the same run. --json=True prints all numbers too.
 """
 import contextlib
 import functools
@@ -29,18 +29,18 @@ from json import dumps
 from configurator import configure, runtime
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-vs = ''                           # folder of a nanoGPT clone to take turns with; decode: or transformers
+vs = ''                           # a nanoGPT clone to take turns with; decode: or transformers
 batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits
-dataset = ''                      # train: its vocabulary is used; eval: its val.bin, '': the checkpoint's own
+dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts in times the trained one
 prompt_len = 32                   # decode: tokens before
 max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
 speculate: int | None = None      # decode: draft tokens at a time, of greedy text, as in sample.py
-operators = False                 # decode: also which operators a step spends its time in
+operators = False                 # decode: also which operators take the time of a step
 steps = 10                        # train: steps a turn; decode generates max_new_tokens a turn
 rounds = 5                        # turns
-json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
+json: bool | str = False          # True: the numbers as a last line too; or a file to add that line to
 # as in train.py
 optimizer = 'adamw'               # adamw, muon
 grad_clip = 1.0                   # 0: no clipping
@@ -70,7 +70,7 @@ def synchronize():
 
 
 def seconds_each(items):
-    """Seconds that each item of an iterator takes, (items,)."""
+    """Seconds that each item of an iterator takes: (items,)."""
     stamps = [time.perf_counter()]
     for _ in items:
         stamps.append(time.perf_counter())
@@ -78,7 +78,7 @@ def seconds_each(items):
 
 
 def timed(f, steps):
-    """A side of take_turns: calls f, and returns the seconds of each call, (steps,)."""
+    """A side of take_turns: the seconds of each call of f, (steps,)."""
     def side():
         f()  # another side has left the caches cold
         synchronize()
@@ -87,7 +87,7 @@ def timed(f, steps):
 
 
 def take_turns(sides, rounds):
-    """Calls sides, name -> a function that returns seconds, by turns: name -> (rounds, ...) seconds."""
+    """Calls sides, name -> a function that returns seconds, by turns -> name: (rounds, ...) seconds."""
     for side in sides.values():  # to warm up
         side()
     turns = [{name: side() for name, side in sides.items()} for _ in range(rounds)]
@@ -104,8 +104,8 @@ def print_table(title, heads, rows):
 
 
 def report(model, machine, times, tokens, **numbers):
-    """Prints the speeds of steps and returns them with `numbers`. times: of 'flatgpt' and maybe others, from
-    take_turns; tokens: name -> tokens a step."""
+    """Prints the speeds of steps and returns them with `numbers`. times: of take_turns, 'flatgpt' among them;
+    tokens: name -> tokens a step."""
     rows, times_faster, peak_mb = {}, {}, train.peak_mb(machine.device)
     per_token = {name: np.median(t, axis=1) / tokens[name] for name, t in times.items()}  # of each turn
     for name, t in times.items():
@@ -126,7 +126,7 @@ def report(model, machine, times, tokens, **numbers):
 
 
 def print_json(where, **numbers):
-    """Prints the numbers as a last line if where is True, or adds the line to that file."""
+    """Prints the numbers as a line if where is True, or adds it to that file."""
     line = dumps({**numbers, 'torch': torch.__version__})
     if where is True:
         print(line)
@@ -138,8 +138,8 @@ def print_json(where, **numbers):
 # models -----------------------------------------------------------------------------------------------------
 
 def fields_asked(config, model_args, **others):
-    """The fields of GPTConfig for a new model: `others`, the vocabulary of config['dataset'] if it is
-    prepared, and over both the fields given."""
+    """Fields of GPTConfig for a new model: `others`, over them the vocabulary of config['dataset'] if it is
+    prepared, over both the fields given."""
     folder = train.data_folder(config['dataset'])
     if config['dataset'] and os.path.isdir(folder):
         others['vocab_size'] = read_meta(folder)['vocab_size']
@@ -147,19 +147,28 @@ def fields_asked(config, model_args, **others):
 
 
 def fill_zeros(model):
-    """Gives matrices of zeros, with which branches start, random values, as if they had begun to learn."""
+    """Gives matrices of zeros, with which branches start, random values."""
     for w in model.parameters():
         if w.ndim > 1 and not w.any():
             torch.nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
 
 
-def cache_per_token(model):
-    """Elements that each token adds to a row of the cache, besides states of fixed size."""
-    return model.cache_elements(1) - model.cache_elements(0)
+def cache_bytes(model, length, dtype):
+    """Bytes of a batch row's cache after so many tokens."""
+    mixers = [block.attn for block in model.h]
+    slots = sum(heads * width * min(length, mixer.window or length)
+                for mixer in mixers for heads, width in mixer.slots)
+    return slots * dtype.itemsize + sum(math.prod(shape) * (own or dtype).itemsize
+                                        for mixer in mixers for shape, own in mixer.states)
+
+
+def cache_per_token(model, dtype):
+    """Bytes that a token adds to it."""
+    return cache_bytes(model, 1, dtype) - cache_bytes(model, 0, dtype)
 
 
 def model_and_machine(config, model_args, bound_by_memory=False):
-    """The model that the settings name, random or from init_from, and configurator.runtime's machine."""
+    """The model that the settings name, and configurator.runtime's machine."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
     if config['init_from'] == 'scratch':
         model = GPT(GPTConfig(**fields_asked(config, model_args)))
@@ -182,7 +191,7 @@ def load_nanogpt(folder, config, device):
 
 @contextlib.contextmanager
 def precision_of_nanogpt(device):
-    """Of float32 matmuls, while its model computes: torch's default on CPUs, TF32 elsewhere."""
+    """Of float32 matmuls: torch's default on CPUs, TF32 elsewhere."""
     ours = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')
     yield
@@ -201,7 +210,7 @@ def in_transformers(model):
 # how big ----------------------------------------------------------------------------------------------------
 
 def measure_params(config, model_args, words):
-    """The model's parts and their shares, counted without allocating them."""
+    """The model's parts and their shares, without allocating them."""
     # auto: the dtype that weights and caches are published in
     dtype = torch.bfloat16 if config['dtype'] == 'auto' else getattr(torch, config['dtype'])
     if config['init_from'] == 'scratch':  # GPT-2's vocabulary: GPTConfig's default has rows that pad it
@@ -220,9 +229,7 @@ def measure_params(config, model_args, words):
         kind = tuple((name, w.shape) for name, w in block.named_parameters())
         kinds.setdefault(kind, []).append(number)
     layers = [measure_layer(model, numbers) for numbers in kinds.values()]
-    each, cache = cache_per_token(model) * dtype.itemsize, model.cache_elements(length) * dtype.itemsize
-    cache += sum(math.prod(state) * (own.itemsize - dtype.itemsize)  # what is kept in a dtype of its own
-                 for block in model.h for state, own in block.attn.states if own)
+    each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
     print(f"\nin {train.dtype_name(dtype)}: {total[0] * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     return {'params': total[0], 'active_params': total[1], 'flops_per_token': total[2],
@@ -231,8 +238,8 @@ def measure_params(config, model_args, words):
 
 
 def measure_layer(model, numbers):
-    """Prints, and returns as a dict, the parameters of one of the layers with these numbers, which are alike;
-    fused projections as sums, 4096 + 1024 + 1024 rows of queries, keys, values."""
+    """Prints, and returns as a dict, the parameters of one of these layers, which are alike; a fused
+    projection as a sum, 4096 + 1024 + 1024 rows of queries, keys, values."""
     counts, rows = {}, {}
     for name, w in model.h[numbers[0]].named_parameters():
         fused, shape = model.tags[f'h.{numbers[0]}.{name}'].rows, list(map(str, w.shape))
@@ -249,7 +256,7 @@ def measure_layer(model, numbers):
 # how fast ---------------------------------------------------------------------------------------------------
 
 def our_step(model, forward, machine, batch_size, config):
-    """A function that does one update as train.py does it, on random tokens."""
+    """A function that does one update as train.py does, on random tokens."""
     x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                          device=machine.device)
     settings = {**train.config, **{name: config[name] for name in ('optimizer', 'grad_clip')}}
@@ -264,7 +271,7 @@ def our_step(model, forward, machine, batch_size, config):
 
 
 def their_step(model, machine, batch_size, grad_clip):
-    """The same for nanoGPT's model, as its train.py runs it: on CPUs without autocast, uncompiled."""
+    """The same for nanoGPT, as its train.py does: on CPUs without autocast, uncompiled."""
     cpu = machine.device == 'cpu'
     x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                          device=machine.device)
@@ -285,7 +292,7 @@ def their_step(model, machine, batch_size, grad_clip):
 
 
 def measure_train(config, model_args, words):
-    """Seconds a step in turns with nanoGPT, and the share of the machine's FLOP/s that a step reaches."""
+    """Seconds a step, in turns with nanoGPT, and the share of a large matmul's speed."""
     model, machine = model_and_machine(config, model_args)
     forward, device, batch_size = model, machine.device, config['batch_size'] or 12
     compile = train.resolve_compile(config['compile'], device, math.inf)
@@ -310,7 +317,7 @@ def measure_train(config, model_args, words):
 
 @torch.no_grad()
 def time_nanogpt(model, prompts, new):
-    """Seconds a token of nanoGPT, which has no cache, (1,): a middle stretch stands for the whole."""
+    """Seconds a token of nanoGPT, which has no cache: a middle stretch stands for the whole, (1,)."""
     idx, count = torch.tensor(prompts, device=model.lm_head.weight.device), max(8, new // 10)
     idx = F.pad(idx, (0, (new - count) // 2))
     with precision_of_nanogpt(str(idx.device)):
@@ -332,8 +339,7 @@ def time_transformers(model, prompts, new, greedy):
 
 
 def measure_decode(config, model_args, words):
-    """Seconds a step, in turns with another implementation, with one row alone, without draft tokens; and the
-    share of the memory's bandwidth."""
+    """Seconds a step, in turns with others, and the share of the memory's bandwidth."""
     compile, n_draft, new = config['compile'] is True, config['speculate'], config['max_new_tokens']
     model, machine = model_and_machine(config, model_args, compile or config['quantize'] == 'int8')
     model.to(machine.dtype).eval()
@@ -342,10 +348,10 @@ def measure_decode(config, model_args, words):
 
     def ours(prompts, drafter=None):
         options = dict(temperature=0.0 if n_draft else 0.8, top_k=200, seed=config['seed'], compile=compile)
-        events = (sample.speculate(model, prompts[0], new, drafter, **options) if drafter else
+        events = (sample.speculate(model, prompts, new, drafter, **options) if drafter else
                   sample.generate(model, prompts, new, **options))
         seconds = seconds_each(token for row, token in events if row == 0 and token is not None)[1:]
-        return seconds.mean(keepdims=True) if n_draft else seconds  # accepted tokens come several at once
+        return seconds.mean(keepdims=True) if n_draft else seconds  # accepted tokens come together
     sides = {'flatgpt': lambda: ours(prompts, drafter)}
     if config['vs'] == 'transformers':
         other = in_transformers(model)
@@ -366,7 +372,7 @@ def measure_decode(config, model_args, words):
     big = torch.ones(2**26, device=machine.device)  # 256 MB
     times = take_turns({**sides, 'prompt': timed(lambda: [*sample.generate(model, prompts, 1)], 1),
                         'reading': timed(big.sum, 8)}, config['rounds'])
-    bandwidth = big.nbytes / times.pop('reading').min(1)  # of each turn: a machine is not always as fast
+    bandwidth = big.nbytes / times.pop('reading').min(1)  # of each turn
     numbers = {'prefill_ms': float(np.median(times.pop('prompt'))) * 1e3}
     print(f"{config['prompt_len']} tokens of prompt: {numbers['prefill_ms']:.2f} ms")
     if n_draft:
@@ -381,7 +387,7 @@ def measure_decode(config, model_args, words):
 
 
 def print_operators(generation, device_type):
-    """Prints the operators (kernels, if compiled) that take most of the time, on CUDA the GPU's."""
+    """Prints the operators, or compiled kernels, that take most of the time."""
     from torch._inductor import config as inductor
     from torch.profiler import profile
     inductor.cpp.enable_kernel_profile = True  # names the kernels
@@ -395,12 +401,11 @@ def print_operators(generation, device_type):
 # how good ---------------------------------------------------------------------------------------------------
 
 def measure_eval(config, model_args, words):
-    """How well a model predicts a text file, JSON lines of texts or of HellaSwag's questions, or prepared
-    data's val.bin."""
+    """How well a model predicts a text, JSON lines of texts or HellaSwag's questions, or a val.bin."""
     init_from, dataset, lengths = config['init_from'], config['dataset'], config['lengths']
     if init_from == 'scratch':
         raise ValueError("eval needs a trained model: --init_from=out, a checkpoint or a published model")
-    # conversations packed into sequences do not see each other, as in train.py
+    # packed conversations do not see each other, as in train.py
     meta = read_meta(train.data_folder(dataset)) if dataset else None
     model, tokenizer, rest = train.load_to_train(init_from, 'out', model_args, meta)
     base = model.config.block_size
@@ -409,7 +414,7 @@ def measure_eval(config, model_args, words):
         model, tokenizer, rest = train.load_to_train(init_from, 'out', model_args, meta)
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
-    if config['quantize']:  # under autocast, which leaves the residual stream of float16 in float32
+    if config['quantize']:  # autocast leaves float16's residual stream in float32
         quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{rest['path']}: {model.num_params():,} parameters, context {base:,}")
     losses = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])
@@ -433,8 +438,8 @@ def measure_eval(config, model_args, words):
 
 
 def prepared_tokens(folder, tokenizer, path):
-    """All of folder's val: [(inputs, targets)] of each file, -1 for a target that is masked; and the bytes of
-    text that the targets are, None without a tokenizer, which is that of the model read from path."""
+    """[(inputs, targets)] of each file of a folder's val, -1 for a target that is masked; and the bytes that
+    the targets are, None without a tokenizer, which is that of the model at path."""
     bins = Bins(folder, 'val')
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
@@ -449,8 +454,8 @@ def prepared_tokens(folder, tokenizer, path):
 
 
 def text_tokens(path, tokenizer):
-    """The same of a text file. End of text stands before each document, so that its first token is a target
-    too. Documents follow each other in one stream; JSON lines are read one by one."""
+    """The same of a text file, in one stream, but JSON lines one by one. End of text stands before each
+    document, so that its first token is a target too."""
     start = [*([] if tokenizer.eot is None else [tokenizer.eot]), *tokenizer.bos]
     documents, n_bytes = [], 0
     for document in find_source(path).documents():
@@ -466,17 +471,16 @@ def text_tokens(path, tokenizer):
 
 @torch.no_grad()
 def row_losses(model, rows, machine, batch_size):
-    """The loss of each target of each row, in nats, 0 where the target is -1: rows (inputs, targets), arrays
-    of one length (T,) -> a list of (T,) float64. batch_size None: 256 MB of logits at a time."""
+    """The loss of each target, in nats, 0 where it is -1: rows (inputs, targets), (T,) each -> a list of (T,)
+    float64. batch_size None: 256 MB of logits at a time."""
     losses, begun, said = [None] * len(rows), time.perf_counter(), False
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # alike in length, little padding
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # for little padding
     while order:
         n = batch_size or max(1, 2**26 // (model.config.vocab_size * len(rows[order[0]][0])))
         batch, order = order[:n], order[n:]
         # padding, with targets of -1, follows: no token sees it
-        inputs, targets = zip(*((torch.tensor(x), torch.tensor(y)) for x, y in map(rows.__getitem__, batch)))
-        x = pad_sequence(inputs, batch_first=True).to(machine.device)
-        y = pad_sequence(targets, batch_first=True, padding_value=-1).to(machine.device)
+        x, y = (pad_sequence([torch.tensor(rows[i][side]) for i in batch], batch_first=True,
+                             padding_value=padding).to(machine.device) for side, padding in ((0, 0), (1, -1)))
         with machine.autocast():
             logits = model(x).flatten(0, 1).float()
         found = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction='none').view_as(y)
@@ -490,8 +494,8 @@ def row_losses(model, rows, machine, batch_size):
 
 
 def summary(rows, losses, last=0):
-    """Counts the targets in rows and averages their losses. Returns their number, mean loss and perplexity,
-    at the last `last` positions (0: at all), and the means from position 1, 2, 3, 5, 9... to the next."""
+    """The number of targets in the last `last` positions of rows (0: in all), their mean loss and perplexity,
+    and the mean losses from position 1, 2, 3, 5, 9... to the next."""
     longest = max(map(len, losses))
     sums, counts = np.zeros(longest), np.zeros(longest, int)
     for (_, targets), each in zip(rows, losses):
@@ -509,9 +513,9 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     """Loss, perplexity and bits per byte of documents (inputs, targets), as a dict, printed; of JSON lines
     those of each too. losses: row_losses of a model.
 
-    Each target counts once, in rows of base tokens that do not overlap. Or with lengths, in times of base:
-    each stretch of base tokens ends a row of every length, but for the first stretches, which have no room
-    for the longest, so that the targets are the same for all lengths."""
+    Each target counts once, in rows of base tokens. Or with lengths, in times of base: each stretch of base
+    tokens ends a row of every length, but for the first stretches, which have no room for the longest, so
+    that the targets are the same for all."""
     found, longest = {}, base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
         rows = [(inputs[end - length:end], targets[end - length:end]) for inputs, targets in documents
@@ -542,9 +546,9 @@ def evaluate_choices(path, tokenizer, block_size, losses):
     """HellaSwag (arXiv:1905.07830) from its JSON lines: how often the right ending of four has the largest
     sum of its tokens' log-probabilities (acc), or the largest mean (acc_norm), as a dict, printed.
 
-    As hellaswag.py of github.com/karpathy/build-nanogpt: ctx, a space, the ending. There GPT-2 124M has acc
-    0.2859 and acc_norm 0.2955 on the 10,042 questions of hellaswag_val.jsonl. lm-evaluation-harness has other
-    numbers (0.2892, 0.3114), as it changes the context and divides by bytes."""
+    As in hellaswag.py of github.com/karpathy/build-nanogpt, by which GPT-2 124M has acc 0.2859 and acc_norm
+    0.2955 on the 10,042 questions of hellaswag_val.jsonl; lm-evaluation-harness has 0.2892 and 0.3114, as it
+    changes the context and divides by bytes."""
     rows, labels = [], []  # four rows, of as many endings, for each label
     for _, record in json_records(path, 'strict'):
         context = [*tokenizer.bos, *tokenizer.encode(record['ctx'])]
@@ -565,7 +569,6 @@ def evaluate_choices(path, tokenizer, block_size, losses):
 
 # ------------------------------------------------------------------------------------------------------------
 
-MOVED = {'check': 'check.py', 'compare': 'compare.py', 'plot': 'compare.py plot', 'cost': 'docs/cost.py'}
 MACHINE = 'init_from dataset device dtype json'
 COMMANDS = {
     # the settings that each reads besides GPTConfig's
@@ -580,15 +583,12 @@ CHOICES = {'optimizer': train.OPTIMIZERS, 'compile': (True, False, 'auto'), 'qua
 if __name__ == '__main__':
     what, *more = words or ['']
     if what not in COMMANDS:
-        raise ValueError(f"{what} is a script of its own now: python {MOVED[what]} ..." if what in MOVED else
-                         f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
+        raise ValueError(f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
     measure, known = COMMANDS[what]
     unused = more[what == 'eval':] + [f'--{name}' for name, label in given.items() if label == 'flags'
                                and name in config and name not in known.split()]
     if unused:  # config files serve several scripts, and may have more
         raise ValueError(f"{what} has no use for {unused[0]}; its settings are GPTConfig's, {known}")
-    for name, choices in CHOICES.items():
-        if config[name] not in choices:
-            raise ValueError(f"{name}={config[name]!r} is none of {', '.join(map(str, choices))}")
+    sample.check_choices(config, CHOICES)
     print_json(json, what=what, **measure(config, model_args, more))

@@ -49,8 +49,8 @@ def tiny_config(config):
     """A config of the same kind, small, in which patterns have room; norm_eps is large enough to matter."""
     changes = {name: n for name, n in SMALL.items() if getattr(config, name)}
     patterns = [value for name, value in vars(config).items() if name.endswith('_pattern') and value]
-    changes.update(n_layer=max(2, *map(len, patterns)) + changes.get('n_dense_layer', 0), block_size=LONG,
-                   vocab_size=61, norm_eps=0.01, dropout=0.25,
+    changes.update(n_layer=max(2, math.lcm(*map(len, patterns))) + changes.get('n_dense_layer', 0),
+                   block_size=LONG, vocab_size=61, norm_eps=0.01, dropout=0.25,
                    document_token=config.document_token and 3)
     if config.n_kv_head:
         changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),

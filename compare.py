@@ -11,9 +11,9 @@ Runs are train.py's, whose settings compare.py takes too. A variant is an additi
 revision and a colon in front of it, or both; WORK, the default, is the working tree with its new Python
 files. All are checked out first: the code may be edited meanwhile. Differences are paired by seed.
 
-out-compare/ has a folder for each run, named by a hash of code, arguments and seed. A finished run is used
-again, so a comparison can be stopped, and go on with more seeds or variants; remove the folder when the data,
-or a checkpoint that runs start from, have changed.
+out-compare/ has a folder for each run, named by a hash of code, arguments, seed and the data's meta.json. A
+finished run is used again, so a comparison can be stopped, and go on with more seeds or variants; remove the
+folder when a checkpoint that runs start from, or data without a meta.json, has changed.
 
 At equal wall clock: --time_limit=5 --decay_lr=False, and more --max_iters than fit into these minutes.
 """
@@ -37,7 +37,7 @@ import time
 from json import dumps, loads
 from pathlib import Path
 
-from configurator import configure
+from configurator import configure, run_file
 
 variants: list | dict | None = None  # what is added to the command line, or {name: that}
 seeds = 3                         # runs of each, by seed, seed + 1...
@@ -62,12 +62,12 @@ RUNS = 'out-compare'
 
 @dataclasses.dataclass
 class Variant:
-    """One of the ways to run train.py that are compared."""
+    """A way to run train.py."""
     name: str
-    code: Path                # a worktree
-    digest: str               # of the code, see worktree
-    args: list                # train.py's, but for seed and out_dir
-    model: GPT | None = None  # without memory; None: the working tree's code does not know it
+    code: Path         # a worktree
+    digest: str        # of the code, see worktree, and the data
+    args: list         # train.py's, but for seed and out_dir
+    model: GPT | None  # without memory; None: the working tree's code does not know it
 
     def folder(self, seed):
         """Of the run with a seed."""
@@ -80,7 +80,7 @@ def is_config(arg):
 
 
 def git(*args, cwd=None):
-    """What a git command prints. Raises ValueError with git's message."""
+    """The output of a git command. Raises ValueError with git's message."""
     done = subprocess.run(['git', *args], cwd=cwd or ROOT, capture_output=True, encoding='utf-8')
     if done.returncode:
         raise ValueError(f"git {shlex.join(args)}: {done.stderr.strip()}")
@@ -89,7 +89,7 @@ def git(*args, cwd=None):
 
 def worktree(revision, folder):
     """Checks out a revision, or WORK, to a new folder. Returns git's hashes of the Python files that runs
-    depend on, the same before and after a commit of the work."""
+    depend on; a commit of the work does not change them."""
     git('worktree', 'add', '--detach', str(folder), 'HEAD' if revision == 'WORK' else revision)
     if revision == 'WORK':
         patch = f'{folder}.patch'
@@ -111,9 +111,20 @@ def parse_variant(text):
     return revision, shlex.split(rest)
 
 
+def data_meta(args):
+    """The meta.json, '' without one, of the data that a command line of train.py names."""
+    values = {**train.config, **dataclasses.asdict(GPTConfig())}  # which config files see
+    for arg in args:
+        if is_config(arg):
+            values |= run_file(arg, ROOT, values)
+        elif arg.startswith('--dataset='):
+            values['dataset'] = arg.partition('=')[2]
+    return read_text(os.path.join(train.data_folder(values['dataset']), 'meta.json'))
+
+
 def make_variants(texts, base, place):
-    """texts: name -> additions to base, a command line of train.py -> Variants, their code in folder `place`.
-    Mistakes that the working tree's code can tell are raised before any run."""
+    """texts, name -> additions to base, a command line of train.py -> Variants, their code in folder `place`.
+    Raises mistakes that the working tree's code can tell before any run."""
     digests, found = {}, []
     for name, text in texts.items():
         revision, args = parse_variant(text)
@@ -127,13 +138,13 @@ def make_variants(texts, base, place):
             args.insert(0, 'config/default.py')  # as train.py has it, but of this revision
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
         model = new_model(args) if revision == 'WORK' else None
-        found.append(Variant(name, code, digests[revision], args, model))
+        found.append(Variant(name, code, digests[revision] + data_meta(args), args, model))
     return found
 
 
 def new_model(args):
-    """The model that a command line of train.py makes, which takes no memory here; None: it loads one."""
-    with contextlib.redirect_stdout(io.StringIO()):  # which settings it has
+    """The model that a command line of train.py makes, without memory; None: it loads one."""
+    with contextlib.redirect_stdout(io.StringIO()):
         config, model_args = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)[:2]
     train.check_settings(config)
     with torch.device('meta'):
@@ -142,7 +153,7 @@ def new_model(args):
 
 
 def match_size(variant, target, active):
-    """Sets d_ff, or experts' d_expert, so that the variant has `target` parameters, active or all, to 1%."""
+    """Sets d_ff, or experts' d_expert, so that the variant has `target` parameters, to 1%."""
     name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
     width, have = getattr(variant.model.config, name), variant.model.num_params(active)
     if abs(have / target - 1) <= 0.01:
@@ -173,7 +184,7 @@ def read_log(folder):
 
 
 def number_of(pattern, text):
-    """The number that stands there at last in what train.py has printed, or None."""
+    """The last number that a pattern finds, or None."""
     found = re.findall(pattern, text, re.M)
     return float(found[-1].replace(',', '')) if found else None
 
@@ -182,7 +193,7 @@ RUN_LENGTH = r'^run: ([\d,]+) iterations'
 
 
 def read_run(folder):
-    """Of a run that is over: 'error' (None, or why it would fail again), 'rows' of its log, numbers."""
+    """A run that is over: 'error' (None, or why it would fail again), 'rows' of its log, numbers."""
     text, log = read_text(os.path.join(folder, 'printed.txt')), os.path.join(folder, 'log.csv')
     diverged = re.search(r'^train.py: (the run diverged.*)', text, re.M)
     if diverged:
@@ -198,15 +209,15 @@ def read_run(folder):
 
 
 def run_variant(variant, seed, runs_left):
-    """Runs a variant with a seed, or goes on with its stopped run. Ctrl-C asks the run to save its state, and
-    waits for that. Returns read_run's dict; an error that may not come again is not kept."""
+    """Runs a variant with a seed, or goes on with its stopped run. Ctrl-C has the run save its state. Returns
+    read_run's dict; an error that may not come again is not kept."""
     folder, told = variant.folder(seed), False
     os.makedirs(folder, exist_ok=True)
     printed, args = os.path.join(folder, 'printed.txt'), [*variant.args, f'--seed={seed}']
     if os.path.exists(os.path.join(folder, 'ckpt.pt')) and '--time_limit' not in str(args):
         args = ['--init_from=resume']  # the checkpoint holds all settings
     with open(printed, 'w', encoding='utf-8') as f:
-        process = subprocess.Popen(  # in a session of its own: the terminal's Ctrl-C is ours alone
+        process = subprocess.Popen(  # in its own session: the terminal's Ctrl-C is ours alone
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -221,7 +232,7 @@ def run_variant(variant, seed, runs_left):
     finally:
         if process.poll() is None:
             process.terminate()
-            with contextlib.suppress(BrokenPipeError):  # of `| tee`, which Ctrl-C has ended
+            with contextlib.suppress(BrokenPipeError):  # Ctrl-C has ended `| tee`
                 print('stopping this run: it saves its state first; the same command goes on', flush=True)
             process.wait()
     last = read_text(printed).strip().rpartition('\n')[2]
@@ -229,7 +240,7 @@ def run_variant(variant, seed, runs_left):
 
 
 def run_all(variants, seeds):
-    """read_run's dicts, [[of each seed] of each variant], after running what is not over, by turns."""
+    """read_run's dicts, [[of each seed] of each variant]; runs that are not over are run, by turns."""
     runs = {variant.folder(seed): (variant, seed) for seed in seeds for variant in variants}
     found = {folder: read_run(folder) for folder in runs}
     todo = [folder for folder, run in found.items() if not run]
@@ -243,13 +254,13 @@ def run_all(variants, seeds):
 
 # judging ----------------------------------------------------------------------------------------------------
 
-# Student's t: 95% of its values are within +- these, for 1, 2, ... degrees of freedom
+# 95% of Student's t is within +- these, for 1, 2, ... degrees of freedom
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def paired_difference(own, first):
-    """Mean of the differences of losses, seed by seed, and half of its 95% confidence interval (Student's t),
-    None for a single seed."""
+    """Mean of the differences of losses, seed by seed, and half of its 95% confidence interval, None for a
+    single seed."""
     differences = [a - b for a, b in zip(own, first, strict=True)]
     mean, df = statistics.fmean(differences), len(differences) - 1
     if not df:
@@ -259,15 +270,15 @@ def paired_difference(own, first):
 
 
 def judge(mean, half):
-    """What an interval says of losses that are compared with the first's."""
+    """The verdict of an interval."""
     if half is None:
         return 'one seed'
     return 'no difference seen' if abs(mean) <= half else 'better' if mean < 0 else 'worse'
 
 
 def comparison(variants, runs):
-    """The table's rows, dicts, from runs[i][j], read_run's of variant i with the j-th seed. Losses on
-    different data are compared as bits per byte."""
+    """The table's rows, dicts, from run_all's runs. Losses on different data are compared as bits per
+    byte."""
     data, rows = {run['data'] for own in runs for run in own if 'data' in run}, []
     column = 'val_loss' if len(data) < 2 else 'val_bpb'
     for variant, own in zip(variants, runs):
@@ -279,7 +290,7 @@ def comparison(variants, runs):
         losses = [float(run['rows'][-1][column]) for run in own]
         row |= {'column': column, 'losses': losses, 'loss': statistics.fmean(losses),
                 'sd': statistics.stdev(losses) if len(losses) > 1 else None,
-                'cache_bytes_per_token': variant.model and 2 * cache_per_token(variant.model)}
+                'cache_bytes_per_token': variant.model and cache_per_token(variant.model, torch.bfloat16)}
         for name in ('ms', 'peak_mb', 'params', 'seconds'):
             row[name] = statistics.median(run[name] or 0 for run in own)
         if 'losses' in rows[0] and row is not rows[0]:
@@ -316,18 +327,18 @@ AXES = {'iter': 'iter', 'tokens': 'tokens', 'time': 'wall_s'}
 
 
 def curve(logs, by, column='val_loss'):
-    """Logs of runs that differ by seed -> where all of them were evaluated on the axis `by`, their mean loss
-    and its spread, (evaluations,) each; the spread of one is 0."""
+    """Logs of runs that differ by seed -> where all were evaluated on the axis `by`, their mean loss and its
+    spread, (evaluations,) each."""
     points = [{int(row['iter']): (float(row[AXES[by]]), float(row[column])) for row in rows if row[column]}
               for rows in logs]
-    shared = sorted(set.intersection(*map(set, points)))  # a run that was stopped was evaluated there too
+    shared = sorted(set.intersection(*map(set, points)))  # a stopped run was evaluated there too
     x, y = np.array([[run[it] for run in points] for it in shared]).transpose(2, 0, 1)  # (evaluations, runs)
     return x.mean(1), y.mean(1), y.std(1, ddof=1) if len(logs) > 1 else np.zeros(len(y))
 
 
 def draw(path, curves, xlabel, ylabel, rows=()):
-    """Writes a PNG. curves: name -> x, y and the spread of y; rows: of a comparison, whose last losses stand
-    beside, each with the interval of its difference to the first."""
+    """Writes a PNG. curves: name -> x, y and the spread of y; rows: of a comparison, whose losses stand
+    beside, with the intervals of their differences to the first."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -371,8 +382,8 @@ def plot(names, by, path):
 # ------------------------------------------------------------------------------------------------------------
 
 def compare(config, args, name='compare'):
-    """Trains variants and prints the comparison. args: train.py's; name: of a list in config/variants.py, for
-    what config and args do not say."""
+    """Trains variants and prints the comparison. args: train.py's; name: of a list in config/variants.py,
+    unless config and args say otherwise."""
     chosen = runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS'].get(name, {})
     texts, match = config['variants'] or chosen.get('variants'), config['match'] or chosen.get('match')
     if not texts:

@@ -649,7 +649,8 @@ def canonical(config):
             'window_pattern': [config.window_of(i) for i in layers], 'expert_pattern': None, 'window': None,
             'pos_pattern': [letter(config.pos_pattern, i) for i in layers],
             'mixer_pattern': [config.mixer_of(i) for i in layers],
-            'attn_scale': round(config.scale, 9), 'd_ff': None if all(sparse) else config.d_ff}
+            'attn_scale': round(config.scale, 9) if config.head_dim or config.kv_lora_rank else None,
+            'd_ff': None if all(sparse) else config.d_ff}
 
 
 def write_config(config, kind):

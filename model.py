@@ -215,7 +215,8 @@ def wrong_values(config):
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
         if name in known and value not in known[name]:
             problems.append(f"{name}={value!r} is none of {', '.join(map(str, known[name]))}")
-        elif name in patterns and value is not None and not (value and set(value) <= set(patterns[name])):
+        elif name.endswith('_pattern') and value is not None and not (
+                value and set(value) <= set(patterns[name])):
             problems.append(f"{name}={value!r} must be made of {', '.join(patterns[name])}")
         elif type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
             problems.append(f"{name}={value!r} must be {'at least' if may_be_zero else 'above'} 0")
@@ -630,13 +631,14 @@ def visible(q_pos, k_pos, first=0):
 class Mixer(nn.Module, abc.ABC):
     """What mixes the tokens of a row in a block: attention, latent attention, Gated DeltaNet, yours. To add
     one, write the class, give it a letter in MIXERS, put the letter into the grid of test_model.py. For
-    another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context), and
-    head_widths if its products are wider.
+    another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context),
+    where query head h, of H, goes with key head h // (H / K), and head_widths if its products are wider.
 
     forward(x, context): x (B, T, C) -> (B, T, C). Tokens must not see later ones. From `context`, the
     ForwardContext, a mixer takes
     - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that turn, items of a scaling), or
-      None; the config's own is config.rope_kind, one with another base (500.0, *config.rope_kind[1:]);
+      None; the config's own is config.rope_kind, one with another base (500.0, *config.rope_kind[1:]), and
+      (500.0, config.rope_dim, ()) one without the scaling;
     - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it), or None;
     - idx (B, T), the token ids, and position_ids;
     - cache, None in training. A mixer says in __init__ what it keeps there: `slots`, (heads, width) of each
@@ -1664,13 +1666,6 @@ class GPT(nn.Module):
 
     def flops_per_token(self, block_size=None):
         return sum(row[2] for row in self.account(block_size).values())
-
-    def cache_elements(self, length=1):
-        """Elements that a batch row's cache holds for so many tokens."""
-        mixers = [block.attn for block in self.h]
-        slots = sum(heads * width * min(length, mixer.window or length)
-                    for mixer in mixers for heads, width in mixer.slots)
-        return slots + sum(math.prod(shape) for mixer in mixers for shape, _ in mixer.states)
 
     def param_groups(self):
         """Every parameter that is not frozen, by the group of its tag: 'matrix' (of the blocks: Muon takes

@@ -206,7 +206,7 @@ def cost_of_decoding(size, length, machine, batch_size, rounds):
         cache.select([0] * batch_size)
         sides[name] = functools.partial(decode_one, model, cache)
         found[name] = {'params': model.num_params(),
-                       'cache_bytes_per_token': cache_per_token(model) * machine.dtype.itemsize}
+                       'cache_bytes_per_token': cache_per_token(model, machine.dtype)}
     most = found['MHA']['cache_bytes_per_token']
     for name, ms in milliseconds(sides, 4 * rounds).items():
         found[name].update(ms=ms, tok_per_s=round(batch_size * 1e3 / ms, 2),
