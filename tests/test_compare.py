@@ -99,7 +99,7 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
     repo = folder / 'repo'
     (repo / 'config').mkdir(parents=True)
     for name in ('train.py', 'model.py', 'config/default.py'):
-        (repo / name).write_text('n_layer = 2\n', encoding='utf-8')
+        (repo / name).write_text('class GPTConfig: pass\n', encoding='utf-8')
     monkeypatch.setattr(flat_compare, 'ROOT', repo)
     monkeypatch.setattr(flat_compare, 'new_model', lambda args: None)
     count = iter(range(99))
@@ -122,7 +122,7 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
         (repo / name).write_text('x', encoding='utf-8')
     assert run_of('') == head
     for name in ('model.py', 'config/default.py', 'mixers.py'):  # the last is new
-        (repo / name).write_text('n_layer = 3\n', encoding='utf-8')
+        (repo / name).write_text('class GPTConfig: n_layer = 3\n', encoding='utf-8')
         work = run_of('')
         assert work not in (head, run_of('HEAD:'))
         git('add', name)
