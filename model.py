@@ -545,7 +545,8 @@ def rope_table(kind, position_ids, length):
     if scaling:
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[:, None, :, None] * freq
-    return angle.cos() * factor, angle.sin() * factor
+    # one tensor first: a compiled step would compute angles anew in each layer
+    return torch.cat((angle.cos() * factor, angle.sin() * factor), dim=1).split(1, dim=1)
 
 
 def check_rope(config):
