@@ -72,25 +72,25 @@ class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
     To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors; where
-    their layout is another, an entry of `rows` or `layouts`; for fields of config.json that no name carries
+    laid out otherwise, an entry of `rows` or `layouts`; for fields of config.json that no name carries
     over, a Rule. A name may be a function of the config; 'D.attn.c_attn' is for the layers of mixer D alone.
-    All that a table forgets is refused by name. Add a tiny model to HF_MODELS in tests/test_hub.py, which
+    Whatever a table omits is refused by name. Add a tiny model to HF_MODELS in tests/test_hub.py, which
     compares it with transformers, in and out.
     """
     arch: str                   # the class in transformers
-    fields: dict                # GPTConfig's field: theirs; of several the first that is there
+    fields: dict                # GPTConfig's field: theirs; of several, the first that is given
     ours: dict                  # GPTConfig's fields that are fixed, unless a field above is given
-    names: dict                 # our module or tensor: theirs; several have its rows, in order
+    names: dict                 # our module or tensor: theirs; several split its rows, in order
     layer: str                  # what precedes the names inside block N; an expert's number is E
     theirs: dict = {}           # their fields that must have this value if given
-    defaults: dict = {}         # their fields as they are if not given
+    defaults: dict = {}         # values of their fields that are not given
     rules: tuple = ()           # of Rule
-    rows: dict = {}             # our module with rows in another order: a function (config, the rows of
-    #                             each projection fused in it) -> those of each of theirs
+    rows: dict = {}             # our module, if they order its rows otherwise: a function (config, the rows
+    #                             of each fused projection) -> our rows in each of their tensors
     layouts: dict = {}          # our tensor: Layout
-    ignored: tuple = ()         # patterns of tensors; N: the layer after the last
+    ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
     layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
-    layer_types: str = ''       # that their layer_types may have; '': transformers does not look
+    layer_types: str = ''       # letters their layer_types may hold; '': transformers ignores them
 
 
 class Rule(typing.NamedTuple):
@@ -136,7 +136,7 @@ def shares(groups, *parts):
 
 
 def interleaved(rows):
-    """(..., n), two halves -> pairs of one of each, as some families lay out what rotates together."""
+    """(..., n), two halves -> pairs with one of each, as some families store rotated pairs."""
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
@@ -241,7 +241,7 @@ def write_shared_expert(config, c):
 
 
 def read_hybrid(c, args):
-    """Transformers writes the fields of mixers that no layer has, too."""
+    """Drops the fields of unused mixers, which transformers writes too."""
     for mixer in MIXERS.keys() - set(args['mixer_pattern']):
         unused = set(MIXERS[mixer].fields).difference(*(MIXERS[one].fields for one in args['mixer_pattern']))
         args.update({name: getattr(GPTConfig, name) for name in unused & args.keys()})
@@ -503,7 +503,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3_next': QWEN3_NEXT,
     'qwen3_5_text': QWEN3_5,
 }
-LAYER_TYPES = {  # by the letter of our mixer, or for attention L, or with a window S
+LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention'}
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
@@ -615,7 +615,7 @@ def read_layers(c, args, family):
     if is_used and 'S' not in family.layers:
         refuse(c, sliding_window=size)
     layers = 'D' * (every - 1) + 'L' if every else family.layers
-    if 'max_window_layers' in family.defaults:  # so many first ones have none
+    if 'max_window_layers' in family.defaults:  # counts first layers without a window
         layers = 'L' * (c['max_window_layers'] or 0) + layers * args['n_layer']
     if family.layer_types and c.get('layer_types'):
         letters = {LAYER_TYPES[one]: one for one in family.layer_types}
@@ -642,7 +642,7 @@ def write_layers(config, c, family):
 
 
 def canonical(config):
-    """What a config computes, however it is written."""
+    """A config's computation, however it is written."""
     layers = range(config.n_layer)
     sparse = [config.has_experts(i) for i in layers]
     return {**vars(config), 'dropout': 0, 'bias': None, 'balance_per_sequence': None, 'n_dense_layer': sparse,
@@ -654,7 +654,7 @@ def canonical(config):
 
 
 def write_config(config, kind):
-    """config.json of a family as near as its fields allow. Raises ValueError and others."""
+    """The config.json of a family that comes nearest. Raises ValueError and others."""
     family = FAMILIES[kind]
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.theirs}
@@ -796,7 +796,8 @@ def check(parts, stored, model, family, folder):
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     found = {name: one.shape for name, one in stored.items()
              if name in wanted or not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)}
-    found |= {part.name: wanted[part.name] for part in parts.get('wpe.weight', ())}  # may be cropped
+    found |= {part.name: wanted[part.name] for part in parts.get('wpe.weight', ())  # may be cropped
+              if found.get(part.name, ()) >= wanted[part.name]}
     wrong = [f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}"
              for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
     if wrong:
@@ -807,7 +808,7 @@ def check(parts, stored, model, family, folder):
 def fill(model, parts, stored):
     """Copies the files' tensors into the model."""
     for ours, w in model.state_dict().items():
-        # mapped files are opened anew for each, for what has been read of them counts as memory
+        # each tensor maps its file anew: pages of a mapping that were read count as memory
         opened = functools.cache(functools.partial(package('safetensors').safe_open, framework='pt'))
         for part in parts[ours]:
             path, name, *_ = stored[part.name]
@@ -882,8 +883,8 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
         raise ValueError(f"{folder} holds {', '.join(sorted(there)):.60}, of no earlier export: give another")
     texts = {}
     if tokenizer is not None:
-        stops = list(tokenizer.stop_tokens)  # of a chat, the end of an answer too
-        c['eos_token_id'] = stops if len(stops) > 1 else tokenizer.eot
+        stops = list(tokenizer.stop_tokens)  # in a chat, an answer's end too
+        c['eos_token_id'] = stops[0] if len(stops) == 1 else stops or None
         texts = tokenizer_files(tokenizer, model)
     texts['config.json'] = json.dumps(c, indent=2)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -897,7 +898,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
                 tensors, temporary / WEIGHTS, {'format': 'pt', 'exported_by': 'flatgpt'})
         except safetensors.SafetensorError as error:  # a full disk
             raise OSError(f"{folder} cannot be written: {error}") from None
-        shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else its owner's alone
+        shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else private to its owner
         folder.mkdir(exist_ok=True)
         for name in EXPORTED:
             if (temporary / name).exists():
@@ -953,7 +954,7 @@ def describe(name, folder):
 # loading ----------------------------------------------------------------------------------------------------
 
 def is_published(name):
-    """Whether this is a folder with config.json, or looks like an id on the hub or nanoGPT's gpt2 names."""
+    """Whether this is a folder with config.json, or looks like a hub id or one of nanoGPT's gpt2 names."""
     if os.path.exists(name):
         return os.path.exists(os.path.join(name, 'config.json'))
     hub_id = re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
@@ -968,7 +969,7 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     than ckpt.pt. merge: adds a LoRA run's adapters to the weights, else they stand beside them. int8:
     quantizes large weights. changes: fields of GPTConfig to set otherwise. The tokenizer is None where there
     is none, and rest['no_tokenizer'] says why; rest['path'] is the file or folder. Raises FileNotFoundError,
-    or ValueError for what is no checkpoint."""
+    or ValueError for any other file."""
     published = init_from != 'resume' and is_published(init_from)
     if published:
         path = fetch(init_from)
@@ -1008,7 +1009,7 @@ def adapted_model(path, rest, state, changes):
 
 
 def find_tokenizer(rest, path):
-    """A checkpoint's own tokenizer, or, of nanoGPT's, that of its dataset."""
+    """A checkpoint's own tokenizer; for one of nanoGPT's, its dataset's."""
     if rest.get('tokenizer'):
         return tokenizer_from_state(rest['tokenizer'])
     dataset, n_vocab = rest.get('config', {}).get('dataset'), rest['model_args']['vocab_size']
@@ -1032,8 +1033,8 @@ if __name__ == '__main__':
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
         if model.config.document_token is not None:  # transformers' models have no such thing
-            print(f"document_token={model.config.document_token} is left out, which a single document or "
-                  "conversation does not miss")
+            print(f"document_token={model.config.document_token} is left out: it matters only where several "
+                  "documents follow one another")
             model.config.document_token = None
         save_pretrained(model, tokenizer, words[2], kinds.get(dtype))
         print(f"{rest['path']} is in {words[2]} for transformers and vLLM")

@@ -53,7 +53,7 @@ pattern: str | None = None  # of bpe:4096: the regular expression of words; None
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replaces data of another source in out
 val_fraction = 0.1         # for validation: each 10th document, or the last tenth of one text
-block_size = 256           # of the slots that conversations are packed into; train.py's
+block_size = 256           # of the slots that conversations are packed into; as train.py's
 shards = 10                # fineweb, fineweb_edu: files of 100M tokens to train on
 procs: int | None = None   # processes that encode; None: one for each core
 words = configure(globals(), words=2).words
@@ -82,7 +82,7 @@ def print_once(text):
 
 @contextlib.contextmanager
 def named_when_full(path):
-    """OSError that names path: the disk is full."""
+    """Raises OSError that names path if the disk is full."""
     try:
         yield
     except OSError as e:
@@ -102,9 +102,9 @@ def sha256_of(path):
 
 
 def fetch(url, path, sha256=None):
-    """Download url to path, unless a file with this sha256 (where given) is there; return path.
-    FileNotFoundError: the server has no such file. OSError: it cannot be reached."""
-    if os.path.exists(path) and sha256 in (None, sha256_of(path)):
+    """Downloads url to path, unless a file with this sha256 (where given) is there; returns path. Raises
+    FileNotFoundError if the server has no such file, OSError if it cannot be reached."""
+    if os.path.exists(path) and (sha256 is None or sha256 == sha256_of(path)):
         return path
     import requests
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -115,7 +115,7 @@ def fetch(url, path, sha256=None):
             if response.status_code == 404:
                 raise FileNotFoundError(f'{url} is not there: check the address')
             response.raise_for_status()
-            size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that so much comes
+            size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that all of it comes
             progress = Progress(f'download {os.path.basename(path)}', size)
             with named_when_full(part), open(part, 'wb') as f:
                 for block in response.iter_content(1 << 16):
@@ -128,7 +128,7 @@ def fetch(url, path, sha256=None):
                               f'{path}, or use a text file that you have: python prepare.py my.txt') from e
             time.sleep(wait)
     progress.close()
-    if sha256 not in (None, sha256_of(part)):
+    if sha256 and sha256 != sha256_of(part):
         raise ValueError(f'{url} has another sha256 than {sha256[:12]}...: the file there has changed')
     os.replace(part, path)
     return path
@@ -148,7 +148,7 @@ def ending(path):
 
 
 def read_text(path, errors='strict'):
-    """The file's text in blocks. ValueError: it is not UTF-8."""
+    """The file's text in blocks. Raises ValueError if it is not UTF-8."""
     with open_bytes(path) as f:
         try:
             yield from codecs.iterdecode(iter(functools.partial(f.read, 1 << 20), b''), 'utf-8', errors)
@@ -159,7 +159,7 @@ def read_text(path, errors='strict'):
 
 
 def text_documents(path, field, errors):
-    """A text file is one document, or those between its <|endoftext|> marks, the first in the first 16 MB."""
+    """A text file is one document; with <|endoftext|> in the first 16 MB, one for each part."""
     blocks = read_text(path, errors)
     head = list(itertools.islice(blocks, 16))
     blocks = itertools.chain(head, blocks)
@@ -174,7 +174,7 @@ def text_documents(path, field, errors):
 
 
 def json_records(path, errors='strict'):
-    """('file, line n', record) of JSON lines. ValueError: one is no JSON."""
+    """('file, line n', record) of JSON lines. Raises ValueError for a line that is not JSON."""
     with open_bytes(path) as f:
         for n, line in enumerate(f, 1):
             if line.strip():
@@ -211,7 +211,7 @@ PAIRS = (('prompt', 'response'), ('prompt', 'completion'), ('prompt', 'answer'),
          ('instruction', 'response'), ('question', 'answer'), ('question', 'response'))
 SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages, {'from': ..., 'value': ...}
 ROLES = {'system': 's', 'user': 'u', 'assistant': 'a', 'tool': 't'}
-ORDER = re.compile('s?(ua(t+a)*)+u?')  # of roles
+ORDER = re.compile('s?(ua(t+a)*)+u?')  # of ROLES' letters
 
 
 def find_messages(record, field):
@@ -234,7 +234,7 @@ def make_messages(*turns):
 
 
 def check_messages(messages, place):
-    """ValueError: they are no conversation to learn from."""
+    """Raises ValueError if they are no conversation to learn from."""
     for n, message in enumerate(messages, 1):
         content = message.get('content') or ''
         if (message.get('role') not in ROLES or not isinstance(content, str)
@@ -255,7 +255,7 @@ def from_json(value):
 
 
 def conversations(paths, field='text', errors='strict'):
-    """The Conversations of JSON lines. ValueError names file and line."""
+    """The Conversations of JSON lines. Raises ValueError that names file and line."""
     for path in paths:
         for place, record in json_records(path, errors):
             messages = find_messages(record, field)
@@ -289,10 +289,10 @@ def contents(conversation):
 class Source:
     """Where text comes from.
 
-    documents() -> an iterator over documents, iterables of blocks of text, or with chats over Conversations;
-    the same at each call: def documents(): yield ['a text']; yield ['another']
-    shards: instead, the addresses of files of tokens, the first for validation.
-    tokenizer: where the settings name none.
+    documents() -> an iterator over documents, iterables of blocks of text, or with chats over Conversations.
+    Called anew for each pass, with the same result: def documents(): yield ['a text']; yield ['another']
+    shards: addresses of files of tokens instead, the first for validation.
+    tokenizer: if the settings name none.
     """
     name: str  # of the dataset
     label: str  # the source in meta.json
@@ -310,8 +310,12 @@ def download(name, *urls, sha256=None, chats=False):
     """The Source of one file, downloaded to data/<name> from the first of urls that has it."""
     def documents():
         for url in urls:
-            with contextlib.suppress(*[FileNotFoundError] * (url != urls[-1])):
+            try:
                 path = fetch(url, os.path.join('data', name, url.rpartition('/')[2]), sha256)
+            except FileNotFoundError:
+                if url == urls[-1]:
+                    raise
+            else:
                 return (conversations if chats else file_documents)([path])
     return chat_source(name, name, documents) if chats else Source(name, name, documents)
 
@@ -326,7 +330,7 @@ def library_files():
     for folder, folders, names in os.walk(sysconfig.get_paths()['stdlib']):
         folders[:] = set(folders) - leave_out
         files += [os.path.join(folder, name) for name in names if name.endswith('.py')
-                  and not name.startswith('_sysconfigdata')]  # that is this machine's compiler flags
+                  and not name.startswith('_sysconfigdata')]  # this machine's compiler flags
     return sort_files(files)
 
 
@@ -374,7 +378,7 @@ def find_source(source, field='text', errors='strict'):
     elif os.path.isfile(source):
         name, paths = os.path.basename(source), [source]
         name = name.removesuffix('.gz').rpartition('.')[0] or name
-    else:  # a folder, or that before the first wildcard
+    else:  # a folder, or a glob, named after what is before its wildcards
         folder = source if os.path.isdir(source) else re.split(r'[^/\\]*[*?[]', source)[0]
         name = os.path.basename(os.path.abspath(folder))
         pattern = os.path.join(glob.escape(source), '**', '*') if folder == source else source
@@ -388,7 +392,7 @@ def find_source(source, field='text', errors='strict'):
 
 
 def keep_standard_input():
-    """Standard input in a file, for it may be read twice -> its path, .jsonl if a JSON object begins it."""
+    """Copies standard input, read twice, to a file -> its path, .jsonl if it begins with a JSON object."""
     folder = tempfile.mkdtemp(prefix='flatgpt-')
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     first = sys.stdin.buffer.readline()
@@ -404,7 +408,7 @@ def plain_name(text):
 
 
 def output_folder(out, found, tokenizer):
-    """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or of conversations data/<source>."""
+    """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or for conversations data/<source>."""
     kind = dataset_name(tokenizer) if is_prepared(tokenizer) else tokenizer.removesuffix('tokenizer.json')
     usual = f'{found.name}_{plain_name(kind.replace("bpe:", "bpe"))}'
     if found.chats or usual == 'shakespeare_gpt2':  # nanoGPT's name
@@ -420,7 +424,7 @@ def dataset_name(folder):
 
 # conversations about Python's library -----------------------------------------------------------------------
 
-# Not everywhere, or of no interest
+# Modules not found everywhere, or of no interest
 NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
              'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
 ANSWER = 120  # characters of the longest answer
@@ -452,7 +456,7 @@ def summary_of(doc):
     """The first sentence of a docstring; None unless it is short and has words."""
     for paragraph in re.split(r'\n\s*\n', doc or ''):
         text = ' '.join(paragraph.split())
-        if not re.match(r'[\w.]+\(', text):  # that is a signature
+        if not re.match(r'[\w.]+\(', text):  # not a signature
             text = re.split(r'(?<=[.!?])\s+(?=[A-Z])', text)[0].rstrip(':.') + '.'
             return text if text[0].isalpha() and ' ' in text and len(text) <= ANSWER else None
     return None
@@ -480,7 +484,7 @@ def pydoc_chats():
 # which text is for what -------------------------------------------------------------------------------------
 
 def documents_of(source):
-    """A source's documents but for empty ones."""
+    """A source's documents without empty ones."""
     for document in source.documents():
         if source.chats:
             yield document
@@ -491,7 +495,7 @@ def documents_of(source):
 
 
 def characters_to_train_on(source, fraction):
-    """The characters of a single text that are for training, as in nanoGPT; None: documents stay whole."""
+    """How many characters of a single text are for training, as in nanoGPT; None: documents stay whole."""
     if not 0 < fraction <= 0.5:
         raise ValueError(f'val_fraction={fraction}: must lie above 0 and be 0.5 or less, like 0.1')
     if source.chats:
@@ -502,8 +506,8 @@ def characters_to_train_on(source, fraction):
 
 
 def split_texts(source, fraction, n_train):
-    """(split, document, whether it is whole). The second document and from there each n-th is for val,
-    n = 1 / fraction; of a single one the text after n_train characters."""
+    """(split, document, whether it is whole). Every n-th document, from the second on, is for val,
+    n = 1 / fraction; of a single text the text after n_train characters."""
     for n, document in enumerate(documents_of(source)):
         if n_train is None:
             yield 'val' if n % round(1 / fraction) == 1 else 'train', document, True
@@ -524,11 +528,11 @@ def cut_in_two(blocks, n_train):
 # encoding ---------------------------------------------------------------------------------------------------
 
 def refuse_special(text, special, place):
-    """ValueError: the pattern `special` is in the text."""
+    """Raises ValueError if the pattern `special` is in the text."""
     if special and (found := re.search(special, text)):
         around = text[max(0, found.start() - 20):found.end() + 20]
         raise ValueError(f'{place}: {found[0]!r} in {around!r} is a special token of the tokenizer: remove '
-                         'it, or learn it by --special_tokens=tokens as that, by =text as plain text')
+                         'it, or learn it as one by --special_tokens=tokens, as plain text by =text')
 
 
 def text_items(texts, tok, special, counts):
@@ -577,7 +581,7 @@ def encode_conversation(tok, conversation):
     """(ids, mask); the mask, uint8, is 1 for the assistant's answers and their end marks.
 
     An answer begins where the ids differ from the rendered prompt's, and ends with the first stop token.
-    ValueError: the template shows no such place.
+    Raises ValueError if the template shows no such place.
     """
     place, messages, tools = conversation
     text = tok.render(messages, False, tools)
@@ -588,7 +592,7 @@ def encode_conversation(tok, conversation):
         if message['role'] == 'assistant':
             prompt = tok.render(messages[:n], True, tools)
             agrees = text.startswith(prompt)
-            if not agrees:  # it may think, or not, otherwise than this conversation
+            if not agrees:  # it may set up thinking otherwise than here
                 prompt = os.path.commonprefix([prompt, text])
                 agrees = prompt.startswith(tok.render(messages[:n], False, tools))
             prompt_ids = np.array(tok.encode_chat(prompt)[:len(ids)])
@@ -606,15 +610,15 @@ def encode_conversation(tok, conversation):
 def pack(encoded, block_size, eot, counts):
     """(split, ids, mask, n_bytes) of conversations -> the same in slots of block_size tokens.
 
-    Each begins with eot, which fills slots too; longer ones are cut. A split ends with one token more: a
-    sequence's last target is the first token of the next slot.
+    Each conversation begins with eot, which also fills slots; longer ones are cut. A split ends with one more
+    token: a sequence's last target is the first token of the next slot.
     """
     used, room = dict.fromkeys(SPLITS, 0), block_size - 1
     for split, ids, mask, n_bytes in encoded:
         counts['cut'] += len(ids) > room
         for begin in range(0, len(ids), room):
             piece, learnt = ids[begin:begin + room], mask[begin:begin + room].copy()
-            if begin:  # nothing is before its first token
+            if begin:  # its first token has no context
                 learnt[0] = 0
             fill = 0
             if used[split] + 1 + len(piece) > block_size:
@@ -639,8 +643,8 @@ def dtype_of(n_vocab):
 # writing ----------------------------------------------------------------------------------------------------
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='refuse'):
-    """Make a prepared folder of split_texts, with block_size of conversations; return its meta. A run that
-    fails changes nothing."""
+    """Makes a prepared folder of split_texts, with block_size of conversations; returns its meta. A run
+    that fails changes nothing."""
     counts, eot = collections.Counter(), tok.eot
     special = tok.special_pattern if special_tokens == 'refuse' else None
     if block_size is None:
@@ -663,7 +667,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
 
 
 def write_bins(folder, encoded, label, counts):
-    """Write (split, ids, mask or None, bytes) to .bin and .mask.bin, add to counts -> {name: sha256}."""
+    """Writes (split, ids, mask or None, bytes) to .bin and .mask.bin, adds to counts -> {name: sha256}."""
     progress = Progress(label)
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(os.path.join(folder, name), 'wb')))
@@ -690,7 +694,7 @@ FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')]
 
 
 def refuse_others(folder, label):
-    """ValueError: the folder has data of another source."""
+    """Raises ValueError if the folder has data of another source."""
     if any(os.path.exists(os.path.join(folder, name)) for name in FILES):
         there = read_meta(folder).get('source', 'unknown source')
         if there != label:
@@ -716,7 +720,7 @@ def new_files(folder):
 
 
 def write_meta(folder, tok, label, eot, counts):
-    """Write meta.json and the tokenizer's table; return the meta."""
+    """Writes meta.json and the tokenizer's table; returns the meta."""
     state, texts = tok.state(), {}
     if state['kind'] in TABLES:
         key, name = TABLES[state['kind']]
@@ -730,10 +734,10 @@ def write_meta(folder, tok, label, eot, counts):
 
 
 def fetch_shards(folder, found, n_train):
-    """Download the first shards of a source, in GPT-2's tokens, to folder; return its meta."""
+    """Downloads the first shards of a source, in GPT-2's tokens, to folder; returns its meta."""
     if not 1 <= n_train < len(found.shards):
         raise ValueError(f'shards={n_train}: {found.name} has 1 to {len(found.shards) - 1}')
-    tok = make_tokenizer('gpt2')  # before the long wait, lest it is missing
+    tok = make_tokenizer('gpt2')  # before the long wait, lest it be missing
     val, *train = (read_shard(fetch(url, os.path.join(folder, url.rpartition('/')[2])), np.dtype('<u2'))
                    for url in found.shards[:1 + n_train])
     n_bytes = sum(int(tok.sizes[ids].sum()) for ids in parts_of(val))
@@ -746,7 +750,7 @@ def fetch_shards(folder, found, n_train):
 # reading ----------------------------------------------------------------------------------------------------
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, numbers, text, and no classes, the only way for a pickle to run code."""
+    """Reads dicts, lists, numbers and text, but no classes, by which alone a pickle could run code."""
     def find_class(self, module, name):
         raise ValueError(f'meta.pkl asks for {module}.{name}, but only plain data is read')
 
@@ -825,8 +829,8 @@ def parts_of(shard, size=1 << 22):
 class Bins:
     """The tokens of one split: folder/<split>.bin, or else its shards *<split>*.bin, sorted.
 
-    Sequence i is the block_size + 1 tokens from i * block_size of a shard, so that each token but a shard's
-    first, and its tail, is a target once. With vocab_size, ids are checked as they are read. The target mask
+    Sequence i of a shard is its block_size + 1 tokens from i * block_size on, so that each token but the
+    first, and the tail, is a target once. With vocab_size, ids are checked as they are read. The target mask
     beside x.bin is x.mask.bin, a byte for each token; `masks` is empty where there is none.
     """
     def __init__(self, folder, split, dtype=None, vocab_size=None):
@@ -845,15 +849,15 @@ class Bins:
         self.masks = [read_shard(path, np.dtype(np.uint8)) for path in masks if os.path.exists(path)]
         if self.masks:
             if [mask.n_tokens for mask in self.masks] != [shard.n_tokens for shard in self.shards]:
-                raise ValueError(f'{self.name}: its mask files have not a byte for each token: prepare again')
+                raise ValueError(f'{self.name}: its masks do not have a byte for each token: prepare again')
             self.n_targets = sum(np.count_nonzero(part) for mask in self.masks for part in parts_of(mask))
 
     def ends(self, block_size):
-        """The sequences up to the end of each shard."""
+        """The numbers of sequences up to the end of each shard."""
         return np.cumsum([max(shard.n_tokens - 1, 0) // block_size for shard in self.shards])
 
     def n_sequences(self, block_size):
-        """ValueError: there is none."""
+        """Raises ValueError if there is none."""
         n = int(self.ends(block_size)[-1])
         if not n:
             raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, a sequence needs block_size+1 = '
@@ -861,7 +865,7 @@ class Bins:
         return n
 
     def check_vocabulary(self, vocab_size, advice):
-        """Reads every token. ValueError: one is outside such a vocabulary."""
+        """Reads every token. Raises ValueError if one is outside such a vocabulary."""
         for shard in self.shards:
             for part in parts_of(shard):
                 check_ids(part, vocab_size, shard.path, advice)
@@ -888,13 +892,13 @@ class Bins:
         numbers = np.searchsorted(ends, indices, side='right')
         firsts = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
         sequences = np.empty((len(indices), block_size + 1), np.int64)
-        for row, (number, first) in enumerate(zip(numbers, firsts)):  # a mapped file would fill up the RSS
+        for row, (number, first) in enumerate(zip(numbers, firsts)):  # mapped, a file would fill up the RSS
             sequences[row] = read_elements(shards[number], first, block_size + 1)
         return sequences
 
 
 def check_ids(ids, vocab_size, path, advice):
-    """ValueError: an id is outside such a vocabulary."""
+    """Raises ValueError if an id is outside such a vocabulary."""
     if ids.max(initial=0) >= vocab_size:
         raise ValueError(f'{path}: token {ids.max()} is outside the vocabulary of {vocab_size}: {advice}')
 
@@ -902,7 +906,7 @@ def check_ids(ids, vocab_size, path, advice):
 # looking ----------------------------------------------------------------------------------------------------
 
 def look(folder):
-    """Print a prepared folder's counts, lengths of documents, commonest tokens and beginning."""
+    """Prints a prepared folder's counts, document lengths, commonest tokens and beginning."""
     folder = folder if os.path.isdir(folder) else os.path.join('data', folder)
     splits = [Bins(folder, split) for split in reversed(SPLITS)]
     meta, tok = read_meta(folder), load_tokenizer(folder)

@@ -7,7 +7,7 @@ Generates text: weights -> text. Model and tokenizer come from the checkpoint al
     python sample.py --init_from=Qwen/Qwen3-0.6B --start=Once  # a published model: its id or folder
     python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
     python sample.py --out_dir=out-chat --chat              # a conversation; /help lists its commands
-    python sample.py --out_dir=out-chat --chat --start=LINES:questions.txt  # each alone
+    python sample.py --out_dir=out-chat --chat --start=LINES:questions.txt  # each on its own
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl
     python sample.py --speculate=8                          # sooner where text repeats itself
 
@@ -40,12 +40,12 @@ start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a li
 num_samples = 3             # for each prompt; chat gives one answer
 max_new_tokens = 500        # tokens in each sample
 batch_size = 64             # samples made at once
-output = ''                 # a file for JSON lines; a run that was stopped goes on
+output = ''                 # a file for JSON lines; a stopped run is resumed
 stop: str | tuple | list = ()  # end a sample at this text, or any of these
 # conversation
 chat = False                # answer by the model's chat template: questions typed in, or those of start
 system = ''                 # the message that a conversation begins with
-thinking = 'show'           # show, hide; on, off: ask the template for it, or for none
+thinking = 'show'           # show or hide it; on, off: ask the template for it or not
 # sampling
 temperature = 0.8           # below 1 less random, above 1 more; 0: the likeliest token
 top_k: int | None = 200     # only the k likeliest tokens; 0 or None: all
@@ -59,8 +59,8 @@ speculate: int | None = None  # draft tokens at a time, from where the text repe
 draft = ''                  # a smaller model of the same tokenizer, as init_from; speculate is 4 unless set
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
-dtype = 'auto'              # float32, bfloat16, float16; auto: what is fast here, compiled and in 8 bits
-compile: bool | str = 'auto'  # torch.compile the step: a minute or two; auto: from 4,000 steps on
+dtype = 'auto'              # float32, bfloat16, float16; auto: fastest here, given compile and quantize
+compile: bool | str = 'auto'  # torch.compile the step, 1 to 2 minutes; auto: from 4,000 (CUDA 10,000) steps
 config = configure(globals()).config
 
 import numpy as np
@@ -139,8 +139,8 @@ def step(model, tokens, cache, u=None, seen=None, sampling=None, version=0):
 
 def compile_step(model, device):
     """`step`, compiled for a static cache: on CUDA as a CUDA graph; on a CPU with the weights as constants
-    ("freezing"), laid out as the fastest kernels read them, and for one token kept on disk. Changed weights
-    are compiled anew, unless changed through `.data`, which torch does not count."""
+    ("freezing"), laid out as the fastest kernels read them; a step of one token is kept on disk. Changed
+    weights are compiled anew, unless changed through `.data`, which torch does not count."""
     from torch._inductor import config as inductor
     torch._dynamo.config.recompile_limit = 64  # beyond it, 8 by default, torch silently runs eagerly
     whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
@@ -172,8 +172,8 @@ def compile_step(model, device):
 
 
 def is_one_graph(model, device):
-    """Whether a step compiles as a whole. Experts do where one matmul computes them all, on Hopper and
-    Blackwell among GPUs; elsewhere each waits for the number of its tokens."""
+    """Whether a step compiles as a whole. Experts do only where one matmul computes them all, on GPUs Hopper
+    and Blackwell; elsewhere the host waits for each one's number of tokens."""
     experts = [module for module in model.modules() if hasattr(module, 'has_kernel')]
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     return all(native and module.has_kernel(model.compute_dtype(), device.type) for module in experts)
@@ -191,14 +191,14 @@ VERSIONS, COUNT = weakref.WeakKeyDictionary(), itertools.count()  # model -> sta
 FROZEN = ('cpu',)  # devices on which a compiled step holds the weights
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',  # torch's names
             'autotune_num_choices_displayed': 0}
-KEPT_BYTES = 2**30  # of weights, which a step on disk holds; one of more is not kept
+KEPT_BYTES = 2**30  # of weights; a step on disk holds them, one with more is not kept
 EARNS_COMPILING = {'cpu': 4000, 'cuda': 10_000}  # steps; fewer save less time than compiling takes
 
 
 # many tokens ------------------------------------------------------------------------------------------------
 
 PREFILL = 8192     # tokens, padding among them, that are fed at once
-LAG = {'cuda': 4}  # steps that a device is ahead of the tokens read: it waits for no host
+LAG = {'cuda': 4}  # steps a device may be ahead of the tokens read, so as not to wait
 
 
 def context_size(model, prompts, n_new, compile):
@@ -212,7 +212,7 @@ def new_cache(model, batch_size, max_len, static=False, rolling=True):
     """An empty cache. static: for a compiled step; not rolling: every attention layer can rewind."""
     cache = model.make_cache(batch_size, max_len, static=static, rolling=rolling)
     if static and cache.length.device.type not in FROZEN:
-        # CUDA graphs replay on fixed addresses; no guard: for other tensors they are recorded, not compiled
+        # CUDA graphs replay on fixed addresses; no guard: other tensors cost a recording, no compilation
         for tensor in cache.tensors():
             torch._dynamo.mark_static_address(tensor, guard=False)
     return cache
@@ -363,8 +363,8 @@ def cache_for(model, cache, cached, ids, n_new, static=False):
 
 
 class Lookup:
-    """Drafts the tokens that followed a text's last 3, 2 or 1 where these stood before, at the latest such
-    place, repeated if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted were right."""
+    """Drafts the tokens that followed the text's last 3, else 2, else 1 at their latest earlier place,
+    repeated if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted were right."""
 
     def __init__(self, n_draft):
         self.n_draft, self.n_drafted, self.n_accepted = n_draft, 0, 0
@@ -505,12 +505,12 @@ def complete(*args, **options):
 
 # conversations ----------------------------------------------------------------------------------------------
 
-COMMANDS = "/reset forgets the dialogue, /exit or Ctrl-D leaves, Ctrl-C stops an answer, /help prints this"
+COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C cuts an answer, /help prints this"
 
 
 def chat_ids(model, tokenizer, messages, thinking):
-    """messages -> (ids, '<think>\\n' if the template begins the answer with that, else ''). To a model that
-    knows documents a conversation is one."""
+    """messages -> (ids, '<think>\\n' if the template begins the answer with that, else ''). A model with a
+    document_token reads it first."""
     ids = list(tokenizer.chat(messages, thinking={'on': True, 'off': False}.get(thinking)))
     first = model.config.document_token
     if first is not None and ids[:1] != [first]:
@@ -519,7 +519,7 @@ def chat_ids(model, tokenizer, messages, thinking):
 
 
 def without_thinking(answer, complete=True):
-    """An answer without the thinking that it may begin with; if not complete, its part that is certain."""
+    """An answer without the thinking that it may begin with; if incomplete, its certain part."""
     start = answer.lstrip()
     if start.startswith('<think>'):
         return start.partition('</think>')[2].lstrip()
@@ -553,10 +553,10 @@ class Chat:
     def reset(self):
         """Forgets all but the system message."""
         self.messages = [{'role': 'system', 'content': self.system}] if self.system else []
-        self.full = False  # whether turns had to be dropped
+        self.full = False  # whether turns had to be forgotten
 
     def answer(self, question, on_text):
-        """Answers a question, on_text(text) gets each piece; may be interrupted anywhere. Returns why the
+        """Answers a question; on_text(text) gets each piece. May be interrupted anywhere. Returns why the
         answer was cut, or None. Raises ValueError for a question that is too long."""
         block_size = self.model.config.block_size
         messages, ids, begin = self.prompt(question)
@@ -579,7 +579,7 @@ class Chat:
 
     def prompt(self, question):
         """The messages with a question, and their chat_ids: (messages, ids, begin). The oldest turns are
-        dropped until there is room for an answer: max_new_tokens, at most half the context."""
+        forgotten until there is room for an answer: max_new_tokens, at most half the context."""
         size, messages = self.model.config.block_size, [*self.messages, {'role': 'user', 'content': question}]
         room, first = min(self.max_new_tokens, size // 2), int(messages[0]['role'] == 'system')
         while True:
@@ -626,7 +626,7 @@ def converse(chat):
             print(error)
 
 
-# the story --------------------------------------------------------------------------------------------------
+# the script -------------------------------------------------------------------------------------------------
 
 def check_choices(settings, choices):
     """Raises ValueError for a setting that is none of its choices."""
@@ -636,7 +636,7 @@ def check_choices(settings, choices):
 
 
 def json_line(prompt, sample, **rest):
-    """As bytes; those of a prompt that are no UTF-8 become \\udcff, which JSON knows."""
+    """As bytes; a prompt's that are not UTF-8 become escapes like \\udcff, valid JSON."""
     line = json.dumps({'prompt': prompt, 'sample': sample, **rest}, ensure_ascii=False)
     return line.encode(errors='backslashreplace')
 
@@ -693,7 +693,8 @@ if __name__ == '__main__':
         raise ValueError(f"{rest['path']} has no chat template, it only continues text: leave out --chat, or "
                          "train it on conversations: python prepare.py pydoc_chat, then config/chat.py")
     trained = f", iteration {rest['iter_num']:,}" if 'iter_num' in rest else ''
-    print(f"{rest['path']}: {model.eval().num_params():,} parameters{trained}")
+    model.eval()
+    print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
     n_draft = config['speculate']
     drafter = Lookup(n_draft) if n_draft else None
     if draft:
@@ -715,7 +716,7 @@ if __name__ == '__main__':
         sys.exit()
 
     rows = [(prompt, sample) for prompt in prompts for sample in range(num_samples)]
-    # each question begins a conversation of its own; begin: how the answer does
+    # each question begins a conversation of its own; begin: how its answer begins
     ids, begin = zip(*(conversation.prompt(prompt.strip())[1:] if chat else (tokenizer.encode(prompt), '')
                        for prompt, _ in rows))
     shown = [f"> {prompt}\n" if chat else prompt for prompt, _ in rows]

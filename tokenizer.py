@@ -32,7 +32,7 @@ AROUND = 256  # characters on each side of a cut that are looked at
 
 def may_cut(text, n, tok):
     """Whether text[:n] and text[n:] alone give the ids of the whole. Tried on the text around: tokens may
-    reach across spaces, and Llama 2 puts a prefix before each text, which is thus never cut."""
+    reach across spaces, and the prefix that Llama 2 puts before each text rules out any cut."""
     if any(mark in text[max(0, n - len(mark) + 1):n + len(mark) - 1] for mark in tok.special):
         return False
     left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
@@ -170,16 +170,17 @@ class Tokenizer:
             named = {entry['name']: entry['template'] for entry in template}
             template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
         messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
-        compiled = compile_template(template)
         try:
-            return compiled.render(messages=messages, tools=tools, documents=None,
-                                   add_generation_prompt=add_generation_prompt,
-                                   **{**self.chat_variables, **variables})
+            return compile_template(template).render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+                **{**self.chat_variables, **variables})
+        except ImportError:
+            raise
         except Exception as e:  # a template can fail in any way that an expression can
             raise ValueError(f'the chat template fails: {type(e).__name__}: {e}') from e
 
     def chat(self, messages, thinking=None, tools=None, add_generation_prompt=True, **variables):
-        """[{'role', 'content', ...}, ...] -> ids, to where the answer begins.
+        """[{'role', 'content', ...}, ...] -> ids, up to the answer.
 
         thinking: whether it begins with thoughts; None: the template's default. tools: JSON schemas.
         variables: others of the template. ValueError: there is no template.
@@ -205,7 +206,7 @@ class Tokenizer:
 
 
 def without_surrogates(text):
-    """Halves of characters, which have no UTF-8, become U+FFFD, pairs of them one character."""
+    """Lone surrogates, which have no UTF-8, become U+FFFD, pairs of them one character."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
@@ -273,7 +274,7 @@ class TiktokenTokenizer(Tokenizer):
                 'ranks': self.ranks, **chat}
 
     def to_json(self):
-        """The merges, which are not stored: of each token the two parts that lower ranks leave of it."""
+        """The merges are not stored: each is the two parts that lower ranks leave of a token."""
         ranks, chars = self.bpe._mergeable_ranks, byte_chars()
 
         def text(token):
@@ -388,7 +389,7 @@ def library_tokenizer(source):
 
 def token_bytes(vocab, spec):
     """{id: its bytes} of a tokenizer.json's vocabulary, so that text can be streamed. Byte-level ones write a
-    character for each byte; others U+2581 for a space, and perhaps <0x0A> for a byte of no other token."""
+    character for each byte; others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = {char: b for b, char in byte_chars().items()}
@@ -440,7 +441,7 @@ def compile_template(template):
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = (EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5)))
-SAMPLE = 64                 # groups of CHUNK characters; of those that follow, every tenth counts tenfold
+SAMPLE = 64                 # groups of CHUNK characters read in full; after them every tenth, counted tenfold
 WORDS_BYTES = 1 << 24       # of different words, the commonest, that train_bpe holds in memory
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
           "'<|im_end|>\n' }}{% endfor %}"
@@ -449,7 +450,7 @@ CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\
 
 def bpe_tokenizer(size, training, procs, pattern, **_):
     """Byte-level BPE with a vocabulary of `size`, or less if the texts have fewer merges. Ids: the 256 bytes,
-    the merges in the order learnt, BPE_SPECIAL. ValueError: size or pattern are of no use."""
+    the merges in the order learnt, BPE_SPECIAL. ValueError: an unusable size or pattern."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
         raise ValueError(f"tokenizer='bpe:{size}': a vocabulary has {least} (256 bytes, {len(BPE_SPECIAL)} "
@@ -468,7 +469,7 @@ def bpe_tokenizer(size, training, procs, pattern, **_):
 
 
 class WordSplitter:
-    """Cuts text to words by a regular expression: for `pieces` a tokenizer whose ids are words."""
+    """Cuts text into words by a regular expression; to `pieces` a tokenizer whose ids are words."""
     anywhere, special = False, ()
 
     def __init__(self, pattern):
@@ -505,7 +506,7 @@ def train_bpe(counts, n_merges):
     """{word: how often} -> the tokens that byte pair encoding (arXiv:1508.07909) adds to the 256 bytes.
 
     Up to n_merges times the commonest pair of neighbours within words becomes a token, from left to right in
-    every word; of equally common pairs that of the lowest ids. Ends early if no pair is there twice.
+    every word; of equally common pairs that of the lowest ids. Ends early if no pair occurs twice.
 
     Once the younger of its tokens is made everywhere, a pair can only get rarer. So it is counted then, and
     once more whenever that old number brings it to the top of the heap.
@@ -525,7 +526,7 @@ def train_bpe(counts, n_merges):
 
 
 class TokenizedWords:
-    """Words as the tokens of now, in one array. A pair of tokens is one number, first << 20 | second.
+    """Words as their current tokens, in one array. A pair of tokens is one number, first << 20 | second.
 
     ids: a token's id where it begins, else (on its other bytes, between words) -1. begins: where a token
     ends, the place where it begins. weight: how often the word there is in the text.
@@ -548,7 +549,7 @@ class TokenizedWords:
         self.index = []  # of the pairs of bytes, then of those with each new token
 
     def index_pairs(self, places):
-        """[(-number, pair)] of the pairs that begin at these places, without those there once. Adds to index,
+        """[(-number, pair)] of the pairs that begin at these places, single ones left out. Adds to index,
         sorted by pair: the pairs, where the places of each start and end, the places."""
         first = self.ids[places]
         pairs = first.astype(np.int64) << 20 | self.ids[places + self.sizes[first]]
@@ -589,7 +590,7 @@ class TokenizedWords:
         self.ids[places] = new
         self.ids[places + width] = -1
         self.begins[after - 1] = places
-        # A neighbour before that was merged itself has -1 there: its pair is the one that begins with it.
+        # A left neighbour that was merged too has -1 there: their pair is found at its own place.
         return self.index_pairs(np.concatenate([before[self.ids[before] >= 0], places[self.ids[after] >= 0]]))
 
 
@@ -616,7 +617,7 @@ MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer, 'bpe:N': bpe_tokenizer
 
 
 def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None, pattern=None):
-    """A tokenizer for new data: by MAKERS, or one that there is already.
+    """A tokenizer for new data: by MAKERS, or one that exists already.
 
     Makers get all of this by keyword, and size, the N of bpe:N. texts: iterables of blocks; training: those
     that are trained on; by_document: whether an end-of-text token is needed.

@@ -39,9 +39,9 @@ out_dir = 'out'                      # of checkpoints and log.csv
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations, each with a checkpoint
-eval_iters = 200                     # batches of val.bin in an evaluation; of train.bin a quarter
+eval_iters = 200                     # evaluation batches of val.bin; of train.bin a quarter as many
 eval_only = False                    # evaluate once and stop
-log_interval = 1                     # iterations between lines
+log_interval = 1                     # iterations between log lines
 always_save_checkpoint = True        # False: also keep best.pt, to sample from and fine-tune
 keep = 0                             # keep the last n checkpoints too, as ckpt-<iteration>.pt
 sample_tokens = 0                    # length of the sample printed at each evaluation; 0: none
@@ -55,7 +55,7 @@ batch_size = 12                      # sequences of block_size tokens a micro-ba
 max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's, arXiv:2203.15556)
-time_limit: float | None = None      # minutes after which it stops as at Ctrl-C
+time_limit: float | None = None      # minutes after which the run stops as at Ctrl-C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
@@ -64,18 +64,18 @@ beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
 momentum = 0.95                      # Muon
 grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
-# experts: added to the objective, not to the loss reported
+# experts: these losses join the objective, not the loss reported
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of the router's z-loss; ST-MoE has 1e-3
 balance_rate = 0.001                 # how far balance_bias moves an iteration
-# low-rank adapters (LoRA) of what init_from names, which itself stays as it is
+# low-rank adapters (LoRA) of the model that init_from names, which stays as it is
 lora_rank = 0                        # 0: none, all weights are trained
 lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank
 lora_targets = 'c_attn,c_proj,c_fc'  # names of the linear layers that get one; or attn.c_proj alone
 # learning rate
 decay_lr = True                      # False: constant after warm-up
 lr_schedule = 'cosine'               # cosine, linear, wsd (constant, linear over `cooldown`): SCHEDULES
-cooldown = 0.4                       # share of the run that wsd decays over
+cooldown = 0.4                       # wsd decays over this share of the run after warm-up
 warmup_iters = 2000                  # linear warm-up
 lr_decay_iters: int | None = None    # end of the decay; None: max_iters
 min_lr: float | None = None          # where it ends; None: a tenth of learning_rate
@@ -144,14 +144,14 @@ def sequence_order(seed, epoch, n):
 
 
 def sequence_indices(first, count, n, seed):
-    """(count,) sequences of the global samples from `first` on; an epoch has n."""
+    """(count,) indices of the sequences at places `first` and on in the run; an epoch has n."""
     sample = np.arange(first, first + count)
     return np.array([sequence_order(seed, int(s // n), n)[s % n] for s in sample])
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
-    """(micro-batches of a rank, sequences in each, at most batch_size). ValueError: the ranks do not divide
-    them."""
+    """(micro-batches of a rank, sequences in each, at most batch_size). Raises ValueError if the ranks do not
+    divide them."""
     total = gradient_accumulation_steps * batch_size
     if total % ranks:
         raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
@@ -189,8 +189,8 @@ def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, 
 
 
 def loss_weights(counts, device):
-    """(micro-batches,) weights of a rank's mean losses, from their numbers of targets: the mean of all
-    products is the mean over all targets of the iteration."""
+    """(micro-batches,) weights of a rank's mean losses, from their numbers of targets, such that the mean of
+    the weighted losses is the mean over all targets of the iteration."""
     counts = torch.tensor(counts, dtype=torch.float32).to(device)
     total = all_reduce(counts.sum())
     return counts * (len(counts) * world()[1]) / total.clamp(min=1)
@@ -199,14 +199,14 @@ def loss_weights(counts, device):
 @torch.no_grad()
 def evaluate(forward, model, bins, batches, batch_size, device, autocast):
     """(mean loss, number of targets) over `batches` batches of evenly spread sequences, or all if fewer;
-    shared by the ranks."""
+    the ranks share the work."""
     block_size, training, (rank, ranks) = model.config.block_size, model.training, world()
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
     chosen = np.arange(count) * n // count
     total = total_targets = 0
     model.eval()
-    for start in range(0, count, ranks * batch_size):  # as many rounds on each rank, as sharded models need
+    for start in range(0, count, ranks * batch_size):  # as many on each rank: sharded models need it
         part = chosen[start + rank * batch_size:][:batch_size]
         inputs, targets = bins.batch(np.resize(part, batch_size), block_size)  # full, so nothing recompiles
         targets = np.where(np.arange(batch_size)[:, None] < len(part), targets, -1)
@@ -224,8 +224,8 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast):
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalised Nesterov momentum (https://kellerjordan.github.io/posts/muon), scaled to the RMS of
-    AdamW's updates (arXiv:2502.16982): torch.optim.Muon with 'match_rms_adamw', but for each projection of a
-    fused matrix, and all matrices of a shape at once. row_splits: parameter -> rows of its projections."""
+    AdamW's updates (arXiv:2502.16982): torch.optim.Muon with 'match_rms_adamw', but each projection of a
+    fused matrix by itself, all of a shape at once. row_splits: parameter -> rows of its projections."""
 
     def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -244,7 +244,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'])
             together, seen = collections.defaultdict(list), collections.Counter()
             for w, update in zip(params, updates):
-                # sharded ones are gathered: to save memory, one for each rank at a time
+                # all at once, but sharded ones, which move() gathers: as many of a shape as ranks
                 together[is_sharded(w) and (w.shape, seen[w.shape] // world()[1])].append((w, update))
                 seen[w.shape] += 1
             for pairs in together.values():
@@ -252,7 +252,7 @@ class Muon(torch.optim.Optimizer):
 
     def move(self, pairs, lr):
         """Orthogonalises and subtracts updates; pairs: (parameter, update)."""
-        shapes, changes = collections.defaultdict(list), []  # (rows, columns) -> pairs of matrices
+        shapes, changes = collections.defaultdict(list), []  # by (rows, columns); of sharded w
         for w, update in pairs:
             target = w
             if is_sharded(w):
@@ -261,7 +261,7 @@ class Muon(torch.optim.Optimizer):
                 changes.append((w, target))
             rows = self.row_splits[w]
             for u, part in zip(update.split(rows, dim=-2), target.split(rows, dim=-2)):
-                # of experts (experts, rows, columns)
+                # experts' are (experts, rows, columns)
                 shapes[part.shape[-2:]].extend([(part, u)] if u.ndim == 2 else zip(part, u))
         for shape, matrices in shapes.items():
             weights, updates = zip(*matrices)
@@ -298,7 +298,7 @@ def orthogonalise(x, steps=5, eps=1e-7):
 
 
 def make_adamw(decayed, plain, config):
-    """AdamW (arXiv:1711.05101); of its two groups of parameters the first decays."""
+    """AdamW (arXiv:1711.05101); weight decay is for the first of its two groups of parameters."""
     groups = [dict(params=decayed, weight_decay=config['weight_decay']), dict(params=plain, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
                              fused=True)
@@ -321,15 +321,15 @@ def muon(model, config):
                  config['weight_decay']), rest]
 
 
-OPTIMIZERS = {  # name: function of model and settings -> optimizers that share the parameters
+OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr the loop sets
     'adamw': adamw,
     'muon': muon,
 }
 
 
 def make_optimizers(model, config):
-    """The optimizers of config['optimizer']. ValueError: a parameter has none, or two, or one but is
-    frozen."""
+    """The optimizers of config['optimizer']. Raises ValueError unless each parameter has just one, or none
+    if it is frozen."""
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
@@ -340,7 +340,7 @@ def make_optimizers(model, config):
 
 
 def load_optimizers(optimizers, states):
-    """Puts saved states back, of nanoGPT's single optimizer too."""
+    """Loads saved states, or the single one of nanoGPT's files."""
     for opt, state in zip(optimizers, [states] if isinstance(states, dict) else states, strict=True):
         params = [w for group in opt.param_groups for w in group['params']]
         for i, values in state['state'].items():
@@ -348,7 +348,7 @@ def load_optimizers(optimizers, states):
                 if value.ndim:
                     w = params[i]
                     values[name] = shard_like(w, value[:len(w)])  # older files pad the vocabulary
-        # this run's settings: `fused` decides on which device the states are
+        # with this run's groups: `fused` decides which device the states go to
         opt.load_state_dict({'state': state['state'], 'param_groups': opt.state_dict()['param_groups']})
 
 
@@ -367,14 +367,14 @@ def shard_model(model, machine):
 
 
 def checkpoint_blocks(model, every):
-    """Keeps only the inputs of every n-th block; backward computes the rest anew (arXiv:1604.06174)."""
+    """Keeps only the inputs of every n-th block, which backward recomputes (arXiv:1604.06174)."""
     for block in model.h[every - 1::every]:
         block.forward = types.MethodType(forward_recomputed, block)
 
 
 def forward_recomputed(block, x, context):
-    """One function for all blocks, compiled once. ValueError: a block hands on more in the context than
-    routing."""
+    """The forward of a checkpointed block: a single function, compiled once. Raises ValueError if a block
+    hands on more in the context than routing."""
     def forward(x):
         own = dataclasses.replace(context, routing=None if context.routing is None else [])
         x = type(block).forward(block, x, own)
@@ -407,7 +407,7 @@ def gather(value, wanted=True):
 
 
 def shard_like(w, value):
-    """A tensor that all ranks have, sharded as w is, if it is."""
+    """A tensor that all ranks have, sharded like w, or as it is if w is not."""
     if not is_sharded(w):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -418,8 +418,8 @@ def shard_like(w, value):
 # one iteration ----------------------------------------------------------------------------------------------
 
 def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss):
-    """Adds up the gradients of an iteration, `batch` the first of its micro-batches. Returns the mean loss,
-    the experts' load or None, and the next iteration's first batch."""
+    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. Returns the mean loss, the
+    experts' load or None, and the next iteration's first batch."""
     losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
@@ -433,7 +433,7 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
         if aux:  # a model with experts
             loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
             loads.append(aux['load'])
-        loss = loss / loss.isfinite()  # by 0: then no gradient is finite, which all ranks see
+        loss = loss / loss.isfinite()  # else by 0, so that no gradient is finite on any rank
         scaler.scale(loss / accumulation).backward()
         batch = next(batches, None)  # read while the device computes
     return losses / accumulation, all_reduce(sum(loads)) if loads else None, batch
@@ -474,14 +474,14 @@ def seed_dropout(seed, it, rank, device):
 
 
 def relative_change(params, before):
-    """Norm of an update over that of the weights `before`, which it overwrites."""
+    """Norm of an update over the norm of the weights `before` it, which it overwrites."""
     norm = torch.nn.utils.get_total_norm
     size = norm(before)
     torch._foreach_sub_(before, [w.detach() for w in params])
     return (gather(norm(before)) / gather(size)).item()
 
 
-MAX_SKIPPED = 10  # updates in a row end the run
+MAX_SKIPPED = 10  # skipped updates in a row that end the run
 
 
 def diverge(event, it, out_dir):
@@ -492,8 +492,8 @@ def diverge(event, it, out_dir):
 # going on from a checkpoint ---------------------------------------------------------------------------------
 
 def load_to_train(init_from, out_dir, asked, meta=None):
-    """hub.load of the model to resume, or to fine-tune on data of this meta. ValueError: a field asked for
-    differs and is not CHANGEABLE."""
+    """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError if a field
+    asked for differs and is not CHANGEABLE."""
     resumed = init_from == 'resume'
     changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
     if meta and not resumed:
@@ -515,13 +515,13 @@ def packed(meta):
 
 LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
 COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
-MACHINE = {'device', 'dtype', 'compile', 'backend'}    # nanoGPT's files have those of any machine
-FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}  # a checkpoint holds their states
+MACHINE = {'device', 'dtype', 'compile', 'backend'}    # not taken from nanoGPT's files: another machine's
+FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}  # a checkpoint's states depend on them
 
 
 def run_settings(config, given, rest):
-    """config, with the one of LENGTH given last; resumed (rest: the checkpoint) with its values of all that
-    is not `given`. ValueError: one of FIXED differs."""
+    """config with just the one of LENGTH given last; when resuming from `rest`, a checkpoint, with its
+    values of all that is not `given`. Raises ValueError if one of FIXED differs."""
     last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
     if last:
         config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last})}
@@ -538,8 +538,8 @@ def run_settings(config, given, rest):
 
 
 def start_lora(model, config, rest):
-    """Gives a trained model adapters; returns their part of a checkpoint. ValueError: the model will not stay
-    where it is."""
+    """Gives a trained model adapters; returns their part of a checkpoint. Raises ValueError if it has some,
+    is untrained, or lies in out_dir."""
     path = rest.get('path')
     if path is None or rest.get('lora'):
         raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model without adapters: give "
@@ -618,7 +618,7 @@ def keep_last(out_dir, it, keep):
 
 
 def lock_folder(out_dir):
-    """Takes out_dir while the file that it returns is open. ValueError: another training has it."""
+    """Locks out_dir until the file it returns is closed. Raises ValueError if another training has it."""
     f = open(os.path.join(out_dir, 'lock'), 'w')  # noqa: SIM115
     try:
         import fcntl
@@ -632,8 +632,8 @@ def lock_folder(out_dir):
 
 
 def prepare_out_dir(out_dir, resumed, keep_best):
-    """Renames the files of an earlier run, ckpt.pt to ckpt.old-3.pt; of a resumed one only a best.pt that is
-    not kept any more."""
+    """Renames the files of an earlier run, ckpt.pt to ckpt.old-3.pt; when resuming, only a best.pt that is no
+    longer kept."""
     names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
     earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
     if resumed and keep_best:
@@ -656,7 +656,7 @@ LOG_FIELDS = {  # columns of log.csv and their formats
 
 
 def start_log(path, after):
-    """Writes a log's header, and of one that is there the whole rows up to iteration `after`."""
+    """Writes a log's header, keeping the whole rows up to iteration `after` of a log that is there."""
     rows = []
     if after and os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as f:
@@ -676,7 +676,7 @@ def log_row(path, wandb, row):
         csv.writer(f).writerow(format(row[name], kind) if name in row else ''
                                for name, kind in LOG_FIELDS.items())
     if wandb:
-        names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # as nanoGPT has them
+        names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # nanoGPT's names
         wandb.log({names.get(name, name): value for name, value in row.items()}, step=row['iter'])
 
 
@@ -685,7 +685,7 @@ def duration(seconds):
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
-EARLY = (1, 4)  # iterations of a process that always get a line: it works, and how fast
+EARLY = (1, 4)  # iterations since the start that get a line at once: it works, and how fast
 
 
 def describe(row, seconds_left):
@@ -728,7 +728,7 @@ UNUSED = {  # flag: (the setting, the values with which the flag has no effect)
 
 
 def check_settings(config):
-    """ValueError: settings that are none of CHOICES, or out of LIMITS."""
+    """Raises ValueError for settings that are none of CHOICES, or out of LIMITS."""
     wrong = [f"{name}={config[name]!r} is none of {', '.join(map(str, known))}"
              for name, known in CHOICES.items() if config[name] not in known]
     wrong += [f"{name}={config[name]} must be at least {low:g} and at most {high:g}"
@@ -739,14 +739,15 @@ def check_settings(config):
 
 
 def check_effect(given, settings):
-    """ValueError: a flag has no effect (in config files it may). settings: the script's and model's."""
+    """Raises ValueError for a flag without effect (config files may have such). settings: the script's and
+    the model's."""
     for name, (other, values) in UNUSED.items():
         if given.get(name) == 'flags' and settings[other] in values:
             raise ValueError(f"--{name} has no effect with {other}={settings[other]}: leave it out")
 
 
 def start_ranks(backend, device):
-    """Joins the ranks; tensors on the CPU always go by gloo."""
+    """Joins the ranks; tensors on the CPU always go through gloo."""
     kind, index = choose_device(device)
     if kind == 'cuda':
         torch.cuda.set_device(index)
@@ -761,8 +762,8 @@ def dtype_name(dtype):
 
 
 def resolve_runtime(device, dtype, seed, compile, was):
-    """(configurator.runtime, compile); on the device and number of ranks of a checkpoint's runtime (was)
-    'auto' means the same as there, for an exact resume."""
+    """(configurator.runtime, compile). With the device and number of ranks of a checkpoint's runtime (was)
+    'auto' means what it meant there, for an exact resume."""
     if not was or (was['device_type'], was['ranks']) != (choose_device(device)[0], world()[1]):
         return runtime(device, dtype, seed), compile
     dtype = was['dtype'] if dtype == 'auto' else dtype
@@ -771,7 +772,7 @@ def resolve_runtime(device, dtype, seed, compile, was):
 
 
 def resolve_compile(compile, device, seconds):
-    """compile='auto' -> bool. seconds: of an eager run on a CPU, where compiling takes 40."""
+    """compile='auto' -> bool. seconds: of an eager run on a CPU, where compiling takes 40 s."""
     if compile != 'auto':
         return compile
     return ('cuda' in device or device == 'cpu' and seconds > 120) and can_compile(device)
@@ -779,7 +780,7 @@ def resolve_compile(compile, device, seconds):
 
 def compile_model(model, device):
     """A compiled function like model(idx, targets); the model stays as it is."""
-    # eager's random numbers: fast on CPUs, and the same uncompiled
+    # eager's random numbers, compiled or not; fast on CPUs
     options = None if 'cuda' in device else {'fallback_random': True}
     return torch.compile(model, dynamic=False, options=options)
 
@@ -816,13 +817,13 @@ def data_folder(dataset):
 
 
 def check_data(folder, meta, train_bins, val_bins, config):
-    """ValueError: a GPT of this config cannot train on the folder."""
+    """Raises ValueError if a GPT of this config cannot train on the folder."""
     if meta['block_size'] not in (None, config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
                          f"{config.block_size}: give --block_size={meta['block_size']}, or prepare it again "
                          f"with --block_size={config.block_size}")
     for bins in (train_bins, val_bins):
-        bins.n_sequences(config.block_size)  # an error, if there is none
+        bins.n_sequences(config.block_size)  # raises if there is none
         if meta['vocab_size'] > config.vocab_size:
             bins.check_vocabulary(config.vocab_size, 'prepare it with the tokenizer of the model, or give a '
                                                      'model from scratch a larger --vocab_size')
@@ -830,7 +831,7 @@ def check_data(folder, meta, train_bins, val_bins, config):
 
 
 def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
-    """A prepared folder's tokenizer, or None. If the model has another: a warning or, resumed, ValueError."""
+    """A prepared folder's tokenizer, or None. If not the model's, warns or, resumed, raises ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
@@ -872,7 +873,7 @@ if __name__ == '__main__':
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
-    if 'RANK' in os.environ:  # of torchrun
+    if 'RANK' in os.environ:  # by torchrun
         start_ranks(backend, device)
     rank, ranks = world()
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
@@ -893,7 +894,7 @@ if __name__ == '__main__':
     # model
     if model is None:
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **settings.model_args}))
-        if model.config.n_expert_active == 1 and model.config.norm_topk_prob:  # published ones exist
+        if model.config.n_expert_active == 1 and model.config.norm_topk_prob:  # fine in published models
             raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router "
                              "learns nothing: --norm_topk_prob=False")
     check_data(folder, meta, train_bins, val_bins, model.config)
@@ -901,7 +902,7 @@ if __name__ == '__main__':
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
-    shard = shard and ranks > 1  # one that began on several may go on here
+    shard = shard and ranks > 1  # so that one begun on several may go on with one
     if shard:
         if lora or machine.dtype == torch.float16:
             raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
@@ -1021,13 +1022,13 @@ if __name__ == '__main__':
                        'update_ratio': relative_change(params, before) if before else None,
                        'ms_per_iter': seconds * 1e3, 'tok_per_s': tokens_per_iter / seconds,
                        'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
-                       'load_max': None if expert_load is None else  # the largest, in even shares
+                       'load_max': None if expert_load is None else  # the largest, over an even share
                        (expert_load.amax(1) / expert_load.mean(1)).max().item(),
                        'skipped': progress.skipped, 'wall_s': time.time() - began}
+                if rank == 0 and logs and not at_goal and not stopping:  # else the row waits for val_loss
+                    log_row(log_file, wandb, row)
                 if not stop:  # Ctrl-C ends the tee of `| tee log` too
                     print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
-                if rank == 0 and logs and not at_goal and not stopping:  # else it waits for its val_loss
-                    log_row(log_file, wandb, row)
 
         if stopping:  # whoever stops it may not wait for an evaluation
             progress.wall_s = time.time() - began
