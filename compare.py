@@ -374,7 +374,7 @@ def plot(names, by, path):
         else:
             curves[name] = curve([read_log(name)], by)
             print(f"{name}: val loss {curves[name][1][-1]:.4f}")
-    labels = ('tokens of context', 'perplexity') if names[0].endswith('.jsonl') else (by, 'validation loss')
+    labels = ('context', 'perplexity') if names[0].endswith('.jsonl') else (AXES[by], 'validation loss')
     draw(path, curves, *labels)
     return {'plot': path, 'last': {name: float(y[-1]) for name, (_, y, _) in curves.items()}}
 
