@@ -99,9 +99,9 @@ def test_a_flag_has_the_type_of_its_setting(arg, value, script):
 
 @pytest.mark.parametrize('arg, message', [
     ('--learing_rate=1', "unknown setting 'learing_rate'; did you mean 'learning_rate'"),
-    ('-max_iters=1', "'max_iters'"), ('--max-iters=1', "did you mean 'max_iters'"), ('--zzz=1', '--help'),
+    ('-max_iters=1', "'max_iters'"), ('--max-iters=1', "did you mean 'max_iters'"),
     ('--not_a_setting=1', 'unknown'), ('--ghost=1', 'unknown'), ('--n_layer=2.5', "must be int, got '2.5'"),
-    ('--n_layer=1e999', 'int'), ('--out_dir', 'str, got True'),
+    ('--out_dir', 'str, got True'),
     ('--decay_lr=2', 'True or False'), ('--min_lr=none', 'float or None'), ('--learning_rate=nan', 'float'),
     ('nope.py', 'there is no config file nope.py; config/ has a.py, default.py'),
     ('config/typo.py', "'learning_rate'"),
@@ -153,12 +153,6 @@ def test_a_file_may_have_names_of_other_scripts_but_no_typos(script, tmp_path):
         (tmp_path / 'config/b.py').write_text(f'{name} = 3')
         with pytest.raises(ValueError, match=f"config/b.py: unknown setting '{name}'"):
             script('config/b.py')
-
-
-def test_a_setting_is_no_field_of_the_model(script, tmp_path):
-    (tmp_path / 'model.py').write_text('class GPTConfig:\n    max_iters: int = 2\n')
-    with pytest.raises(AssertionError, match='both have max_iters'):
-        script()
 
 
 def test_help_is_the_source(script, capsys):
@@ -305,20 +299,18 @@ def test_devices_and_dtypes_that_are_not_there(device, dtype, message, monkeypat
         runtime(device, dtype)
 
 
-@pytest.mark.parametrize('device, capability, lacking, line', [
-    ('cpu', None, (), None),
-    ('cpu', None, ('g++', 'clang++'), 'compiler: install g.. or clang.., or name one in CXX'),
-    ('cpu', None, ('Python.h',), 'Python.h'), ('cuda:1', (9, 0), ('g++', 'clang++', 'gcc'), None),
-    ('cuda:1', (9, 0), ('triton',), 'Triton'), ('cuda:1', (6, 1), (), 'capability')])
-def test_what_the_compiler_lacks_is_one_line(device, capability, lacking, line, tmp_path, monkeypatch,
-                                             capsys):
+@pytest.mark.parametrize('device, lacking, line', [
+    ('cpu', (), None), ('cpu', ('g++', 'clang++'), 'compiler: install g.. or clang.., or name one in CXX'),
+    ('cpu', ('Python.h',), 'Python.h'), ('cuda:1', ('g++', 'clang++', 'gcc'), None),
+    ('cuda:1', ('triton',), 'Triton'), ('cuda:0', (), 'capability')])
+def test_what_the_compiler_lacks_is_one_line(device, lacking, line, tmp_path, monkeypatch, capsys):
     if 'Python.h' not in lacking:
         (tmp_path / 'Python.h').touch()
     monkeypatch.setattr(sysconfig, 'get_path', lambda *a: str(tmp_path))
     monkeypatch.setattr(shutil, 'which', lambda name: None if name in lacking else name)
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in lacking else name)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: [(6, 1), (9, 0)][index])
     for name in ('CC', 'CXX', 'LOCAL_RANK'):
         monkeypatch.delenv(name, raising=False)
     assert configurator.can_compile(device) == (line is None)
