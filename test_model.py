@@ -1,6 +1,5 @@
 """Tests of model."""
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -367,8 +366,6 @@ def test_caches_keep_to_their_size_and_refuse_the_rest(options, slots, elements)
         new = torch.stack((idx[0, 3:6], idx[1, 5:8]))
         torch.testing.assert_close(model(new, cache=cache), torch.stack((full[0, 3:6], full[1, 5:8])),
                                    atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match='cannot rewind'):
-        cache.rewind(9)
     with torch.autocast('cpu', torch.bfloat16):
         cache = model.make_cache(2, 80)
         half = feed(model, idx, [7, 1, 72], cache)
@@ -387,23 +384,23 @@ def test_latent_attention_absorbed_and_expanded_follows_the_paper(options):
     model = tiny(**MLA, **options)
     x, attn, pos = torch.randn(2, 20, 32), model.h[0].attn, [list(range(20))] * 2
     context = model.context(torch.zeros(2, 20, dtype=torch.long))
-    # arXiv:2405.04434, equations 9 to 19, head by head
+    # arXiv:2405.04434, equations 9 to 19
     def norm(v, w):
-        return v / (v.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w
-    def turn(v):
-        return flat.rotate(v[:, None], tuple(r.double() for r in context.ropes[attn.rope_kind]))
+        return F.rms_norm(v, w.shape, w, 1e-3)
+    def heads(y, width):
+        return y.unflatten(-1, (4, width)).transpose(1, 2)
+    def turn(y):
+        return flat.rotate(y, [r.double() for r in context.ropes[attn.rope_kind]])
     w = {name: v.double() for name, v in attn.state_dict().items()}
     q, latent, k_rope = (x.double() @ w['c_attn.weight'].T).split(attn.c_attn.widths, -1)
     if 'q_lora_rank' in options:
         q = norm(q, w['q_norm.weight']) @ w['c_q.weight'].T
-    kv = norm(latent, w['kv_norm.weight']) @ w['c_kv.weight'].T
-    grown, heads = 0.1 * 0.9 * math.log(4) + 1 if 'rope_scaling' in options else 1, []
-    for q_h, kv_h in zip(q.split(12, -1), kv.split(20, -1)):
-        q_h = torch.cat((q_h[:, None, :, :8], turn(q_h[..., 8:])), -1)
-        k_h = torch.cat((kv_h[:, None, :, :8], turn(k_rope)), -1)
-        heads.append(naive_attention(q_h, k_h, kv_h[:, None, :, 8:], pos, pos,
-                                     12 ** -0.5 * grown ** 2)[0][:, 0])
-    y = torch.cat(heads, -1) @ w['c_proj.weight'].T
+    q, kv = heads(q, 12), heads(norm(latent, w['kv_norm.weight']) @ w['c_kv.weight'].T, 20)
+    q = torch.cat((q[..., :8], turn(q[..., 8:])), -1)
+    k = torch.cat((kv[..., :8], turn(k_rope[:, None]).expand(-1, 4, -1, -1)), -1)
+    grown = 0.1 * 0.9 * math.log(4) + 1 if 'rope_scaling' in options else 1
+    y, _ = naive_attention(q, k, kv[..., 8:], pos, pos, 12 ** -0.5 * grown ** 2)
+    y = y.transpose(1, 2).flatten(2) @ w['c_proj.weight'].T
     for absorb in (False, True):
         torch.testing.assert_close(attn(x, context, absorb).double(), y, atol=1e-4, rtol=1e-4)
 
@@ -484,33 +481,33 @@ def test_the_chunked_delta_rule_is_the_recurrence(T, documents):
 
 
 def dense_experts(moe, x):
-    """Every expert for every token, in float64, weighted by a loop that reads like the papers."""
+    """Every expert for every token, in float64, weighted as in the papers."""
     config, x = moe.config, x.double()
     w = {name: w.double() for name, w in moe.named_parameters()}
 
     def linear(x, name, e):
         return x @ w[f'{name}.weight'][e].T + (w[f'{name}.bias'][e] if f'{name}.bias' in w else 0)
 
-    def mlp(x, name, e=...):  # one of the experts, or all that are shared
+    def mlp(name, e=...):  # one of the experts, or all that are shared
         up = linear(x, f'{name}.c_fc', e).chunk(len(moe.experts.c_fc.widths), -1)
         return linear(moe.experts.act(*up), f'{name}.c_proj', e)
     logits = x @ w['router.weight'].T + w.get('router.bias', 0)
-    score = logits.softmax(-1) if config.router == 'softmax' else logits.sigmoid()
-    choice, rows = score + (moe.expert_bias.double() if config.balance_bias else 0), []
-    for t in range(len(x)):
-        allowed = range(config.n_expert)
-        if config.n_group:
-            groups = choice[t].view(config.n_group, -1)
-            group_score = groups.amax(1) if config.router == 'softmax' else groups.topk(2).values.sum(1)
-            best = group_score.topk(config.topk_group).indices.tolist()
-            allowed = [e for e in allowed if e // groups.shape[1] in best]
-        chosen = sorted(allowed, key=lambda e: -choice[t, e])[:config.n_expert_active]
-        total = sum(score[t, e] for e in chosen) if config.norm_topk_prob else 1.0
-        rows.append(sum(mlp(x[t], 'experts', e) * score[t, e] / total for e in chosen))
-    y = torch.stack(rows) * config.routed_scaling_factor
+    # a group scores as its best expert, or as its two best
+    score, n_best = (logits.softmax(-1), 1) if config.router == 'softmax' else (logits.sigmoid(), 2)
+    choice = score + (moe.expert_bias.double() if config.balance_bias else 0)
+    if config.n_group:
+        groups = choice.unflatten(-1, (config.n_group, -1))
+        group_score = groups.topk(n_best).values.sum(-1)
+        allowed = group_score >= group_score.topk(config.topk_group).values[:, -1:]
+        choice = groups.where(allowed[..., None], -math.inf).flatten(1)
+    weight = score * (choice >= choice.topk(config.n_expert_active).values[:, -1:])
+    if config.norm_topk_prob:
+        weight = weight / weight.sum(-1, keepdim=True)
+    y = sum(mlp('experts', e) * weight[:, e, None] for e in range(config.n_expert))
+    y = y * config.routed_scaling_factor
     if moe.shared is None:
         return y
-    return y + mlp(x, 'shared') * ((x @ w['shared_gate.weight'].T).sigmoid() if config.shared_gate else 1)
+    return y + mlp('shared') * ((x @ w['shared_gate.weight'].T).sigmoid() if config.shared_gate else 1)
 
 
 @pytest.mark.parametrize('options', [
@@ -573,20 +570,12 @@ def test_a_router_deep_in_underflow_still_weighs_to_one():
     assert set(chosen.flatten().tolist()) == {0, 1} and routing[0][0] >= 1
 
 
-def test_the_balance_bias_moves_choices_not_weights_and_follows_the_load():
+def test_the_balance_bias_evens_the_load_and_is_never_rounded():
     model = tiny(n_expert=4, router='sigmoid', balance_bias=True)
     moe, x = model.h[0].mlp, torch.randn(50, 32)
-    moe.expert_bias.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0]))
-    weight, chosen, _, score = moe.route(x)
-    assert (chosen == 2).any(1).all()
-    s = score.exp().gather(1, chosen)
-    torch.testing.assert_close(weight, s / s.sum(-1, keepdim=True))
-    moe.expert_bias.zero_()
-    model.move_balance(torch.tensor([[5.0, 1.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]), rate=0.5)
-    assert moe.expert_bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
-    assert model.to(torch.bfloat16).h[0].mlp.expert_bias.dtype == torch.float32  # like angles, never rounded
+    assert model.to(torch.bfloat16).h[0].mlp.expert_bias.dtype == torch.float32
     model.float()
-    for _ in range(300):  # it balances a router that is not
+    for _ in range(300):
         load = torch.bincount(moe.route(x)[1].flatten(), minlength=4)
         model.move_balance(load.expand(2, 4).float(), rate=0.01)
     assert load.max() < 1.3 * load.float().mean()
@@ -597,22 +586,18 @@ def test_rotary_scalings_follow_their_papers():
     def angles(base):
         return torch.tensor([base ** (-2 * i / d) for i in range(d // 2)])
     plain, told = angles(base), dict(original_max_position_embeddings=original)
-    def place(turns):  # YaRN: in the dimensions, of the pair that turns so often over the original length
-        return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
-    low, high = max(math.floor(place(32)), 0), min(math.ceil(place(1)), d - 1)
-    slowed = ((torch.arange(d // 2) - low) / (high - low)).clamp(0, 1)
     kept = ((original * plain / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)  # Llama 3: by turns
+    yarn = dict(rope_type='yarn', factor=s, **told)
     lists = dict(short_factor=[1.0] * 8, long_factor=[2.0 + i for i in range(8)])
     for scaling, expected, factor in (
             ({}, plain, 1), (dict(rope_type='linear', factor=s), plain / s, 1),
             (dict(rope_type='ntk', factor=s), angles(base * s ** (d / (d - 2))), 1),
             (dict(rope_type='dynamic', factor=s, **told),
              angles(base * (s * 512 / original - (s - 1)) ** (d / (d - 2))), 1),
-            (yarn := dict(rope_type='yarn', factor=s, **told), plain * (1 - slowed) + plain / s * slowed,
-             0.1 * math.log(s) + 1),
-            ({**yarn, 'mscale': 0.7, 'mscale_all_dim': 0.4}, None,
+            # check.py holds YaRN's angles
+            (dict(yarn, mscale=0.7, mscale_all_dim=0.4), None,
              (0.07 * math.log(s) + 1) / (0.04 * math.log(s) + 1)),
-            ({**yarn, 'attention_factor': 1.5}, None, 1.5),
+            (dict(yarn, attention_factor=1.5), None, 1.5),
             (dict(rope_type='llama3', factor=s, low_freq_factor=1.0, high_freq_factor=4.0, **told),
              plain * kept + plain / s * (1 - kept), 1),
             (dict(rope_type='longrope', factor=s, **lists, **told),
@@ -637,35 +622,6 @@ def test_a_scaling_is_told_the_trained_length(tmp_path):
         assert longer.config.rope_scaling == rest['model_args']['rope_scaling'] == told
 
 
-def test_rotation_depends_on_distance_alone():
-    config = GPTConfig(head_dim=8, block_size=64, rope_base=100.0)
-    rope = flat.rope_table(config.rope_kind, torch.arange(64)[None], 64)
-    angle = torch.arange(64)[:, None] * 100.0 ** (-torch.arange(0, 8, 2) / 8)  # arXiv:2104.09864, equation 15
-    torch.testing.assert_close(torch.cat(rope)[:, 0], torch.stack((angle.cos(), angle.sin())))
-    q, k = torch.randn(2, 1, 1, 1, 10)  # the last two of ten dimensions do not turn
-    def turn(x, p):
-        return flat.rotate(x, [table[:, :, [p]] for table in rope])
-    pairs = torch.complex(q[..., :4], q[..., 4:8]) * torch.polar(torch.ones(4), angle[9])
-    torch.testing.assert_close(turn(q, 9), torch.cat((pairs.real, pairs.imag, q[..., 8:]), -1))
-    scores = [(turn(q, p + 5) * turn(k, p)).sum().item() for p in (0, 7, 50)]
-    assert scores == pytest.approx([scores[0]] * 3, abs=1e-5)
-
-
-def test_positions_without_rotation_follow_their_papers():
-    eight = [2.0 ** -i for i in range(1, 9)]
-    assert flat.alibi_slopes(8).tolist() == pytest.approx(eight)
-    assert flat.alibi_slopes(12).tolist() == pytest.approx(eight + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)])
-    model, distance = tiny(pos='alibi', n_head=6, head_dim=4), torch.arange(12)[:, None] - torch.arange(12)
-    mask = model.context(torch.zeros(1, 12, dtype=torch.long)).masks[None, True].bias
-    expected = (-flat.alibi_slopes(6)[:, None, None] * distance).masked_fill(distance < 0, -math.inf)
-    torch.testing.assert_close(mask[0], expected)
-    table = flat.sinusoid(torch.arange(9)[None], 6)[0]
-    for p, i in itertools.product(range(9), range(3)):  # arXiv:1706.03762, section 3.5
-        angle = p / 10000 ** (2 * i / 6)
-        assert table[p, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-6)
-        assert table[p, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
-
-
 @torch.no_grad()
 def test_attention_weights_on_request():
     for options in (dict(n_kv_head=2), MLA, dict(window=3, window_pattern='S')):
@@ -677,18 +633,15 @@ def test_attention_weights_on_request():
     assert len(weights) == 2 and not weights[0].tril(-3).any()
 
 
-class XIELU(torch.nn.Module):
-    """An activation with parameters, of no dimension: arXiv:2411.13010."""
+class Swish(torch.nn.Module):
+    """An activation with a parameter, of no dimension: arXiv:1710.05941."""
 
     def __init__(self):
         super().__init__()
-        self.alpha_p, self.alpha_n = (flat.parameter(init=torch.nn.init.ones_, group='vector')
-                                      for _ in range(2))
+        self.beta = flat.parameter(init=torch.nn.init.ones_, group='vector')
 
     def forward(self, x):
-        alpha_p, alpha_n = (torch.nn.functional.softplus(alpha) for alpha in (self.alpha_p, self.alpha_n))
-        below = (0.5 + alpha_n) * (torch.expm1(x.clamp(max=-1e-6)) - x)
-        return torch.where(x > 0, alpha_p * x * x, below) + 0.5 * x
+        return x * (self.beta * x).sigmoid()
 
 
 class LeakyAverage(flat.Mixer):
@@ -718,27 +671,6 @@ class LeakyAverage(flat.Mixer):
         return self.c_proj(torch.stack(y, dim=1))
 
 
-def test_a_new_choice_is_one_entry(monkeypatch):
-    """What a fork adds: an activation, a rotary scaling, a norm placement, a mixer, each in one place."""
-    def halved(freq, base, length, *, factor):
-        return freq / factor, 1.0
-
-    def triple(x, attn, mlp, ln_1, ln_2, ln_3):
-        x = x + attn(ln_1(x))
-        return ln_3(x + mlp(ln_2(x)))
-    monkeypatch.setitem(flat.ACTIVATIONS, 'xielu', (XIELU, False))
-    monkeypatch.setitem(flat.ROPE_SCALINGS, 'halved', halved)
-    monkeypatch.setitem(flat.NORM_PLACEMENTS, 'triple', (triple, 3))
-    monkeypatch.setitem(flat.MIXERS, 'X', LeakyAverage)
-    model = tiny(mlp='xielu', rope_scaling={'rope_type': 'halved', 'factor': 2.0}, norm_placement='triple',
-                 mixer_pattern='XA')
-    idx = tokens(model, 2, 12)
-    torch.testing.assert_close(feed(model, idx, [5, 1, 6], model.make_cache(2, 12)), model(idx),
-                               atol=1e-4, rtol=1e-4)
-    assert model.num_params() == sum(w.numel() for w in model.state_dict().values())
-    assert model.flops_per_token(10) - model.flops_per_token(5) == 12 * 32 * 5  # the attention layer's
-
-
 class WindowBase(flat.Attention):
     """A rotary base of its own in windowed layers, as in Gemma 3."""
 
@@ -748,65 +680,52 @@ class WindowBase(flat.Attention):
             self.rope_kind = (50.0, *self.rope_kind[1:])
 
 
-class ValueEmbedding(flat.Attention):
-    """Attention whose values have an embedding of the tokens added (modded-nanogpt)."""
+class TokenTable(flat.Attention):
+    """Attention to the stream with another embedding of the tokens added."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.table = flat.Embedding(config.vocab_size, config.n_kv_head * config.head_dim,
-                                    torch.nn.init.zeros_)
+        self.table = flat.Embedding(config.vocab_size, config.n_embd, torch.nn.init.zeros_)
 
     def forward(self, x, context):
-        q, k, v = self.c_attn(x)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                   for y in (q, k, v + self.table(context.idx)))
-        q, k = (flat.rotate(norm(y), context.ropes[self.rope_kind])
-                for norm, y in ((self.q_norm, q), (self.k_norm, k)))
-        if context.cache is not None:
-            k, v = context.cache.append(self.layer, context, k, v)
-        return self.c_proj(self.attend(q, k, v, context).transpose(1, 2).flatten(2))
+        return super().forward(x + self.table(context.idx), context)
 
 
-class ShortConvolution(flat.Mixer):
-    """LFM2's, arXiv:2511.23404: a gate before a short convolution and one after it."""
-
-    documents = True
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        C = config.n_embd
-        self.c_fc, self.c_proj = flat.FusedLinear(C, (C, C, C)), flat.Linear(C, C)
-        self.conv = flat.parameter(C, 3, init=torch.nn.init.ones_, group='vector')
-        self.states = [((2, C), None)]
-
-    def flops(self, length):
-        return 6 * self.conv.numel()
-
-    def forward(self, x, context):
-        before, after, x = self.c_fc(x)
-        inputs = self.after_last(before * x, context)
-        return self.c_proj(after * flat.short_convolution(inputs, self.conv, context))
+def halved(freq, base, length, *, factor):
+    return freq / factor, 1.0
 
 
-FORKS = dict(W=WindowBase, V=ValueEmbedding, C=ShortConvolution)
+def triple(x, attn, mlp, ln_1, ln_2, ln_3):
+    x = x + attn(ln_1(x))
+    return ln_3(x + mlp(ln_2(x)))
+
+
+@pytest.fixture
+def fork(monkeypatch):
+    """What a fork adds: each choice is one entry in a table."""
+    for table, name, entry in (
+            (flat.ACTIVATIONS, 'swish', (Swish, False)), (flat.ROPE_SCALINGS, 'halved', halved),
+            (flat.NORM_PLACEMENTS, 'triple', (triple, 3)), (flat.MIXERS, 'X', LeakyAverage),
+            (flat.MIXERS, 'W', WindowBase), (flat.MIXERS, 'T', TokenTable)):
+        monkeypatch.setitem(table, name, entry)
 
 
 @pytest.mark.parametrize('options', [
+    dict(mlp='swish', rope_scaling={'rope_type': 'halved', 'factor': 2.0}, norm_placement='triple',
+         mixer_pattern='XA'),
     dict(mixer_pattern='W', window=5, window_pattern='SL', n_kv_head=2),
-    dict(mixer_pattern='CV', n_kv_head=1, document_token=3)], ids=str)
-def test_the_grid_holds_what_a_fork_adds(options, monkeypatch):
-    for kind, mixer in FORKS.items():
-        monkeypatch.setitem(flat.MIXERS, kind, mixer)
+    dict(mixer_pattern='T', n_kv_head=1, document_token=3)], ids=grid_name)
+def test_the_grid_holds_what_a_fork_adds(options, fork, monkeypatch):
     test_cached_equals_uncached(options, monkeypatch)
     for test in (test_every_parameter_learns, test_no_token_sees_the_future_or_past_its_window):
         test(options)
 
 
-def test_only_products_are_counted_as_such(monkeypatch):
-    monkeypatch.setitem(flat.MIXERS, 'V', ValueEmbedding)
-    plain, looked_up = tiny(), tiny(mixer_pattern='V')
+def test_only_products_are_counted_as_such(fork):
+    plain, looked_up, leaky = tiny(), tiny(mixer_pattern='T'), tiny(mixer_pattern='XA')
     assert looked_up.num_params() == plain.num_params() + 2 * 61 * 32
     assert looked_up.flops_per_token() == plain.flops_per_token()
+    assert leaky.flops_per_token(10) - leaky.flops_per_token(5) == 12 * 32 * 5  # the attention layer's
     routed = dict(n_expert=4, n_shared_expert=1)
     assert (tiny(**routed, shared_gate=True).flops_per_token() - tiny(**routed).flops_per_token()
             == 6 * 2 * 32)
@@ -864,23 +783,13 @@ def test_loss_counts_only_targets():
     model = tiny()
     idx, targets = tokens(model, 2, 8), tokens(model, 2, 8)
     targets[0, :5] = -1
-    logp = model(idx).log_softmax(-1)
-    kept = [-logp[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0]
-    torch.testing.assert_close(model(idx, targets)[0], sum(kept) / len(kept))
+    expected = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    torch.testing.assert_close(model(idx, targets)[0], expected)
     assert model(idx, torch.full_like(targets, -1))[0].item() == 0.0  # nothing to learn is no nan
 
 
-def test_norms_and_activations_follow_their_formulas():
+def test_activations_follow_their_formulas():
     x = torch.randn(5, 8, dtype=torch.float64) * 3
-    config = GPTConfig(n_embd=24, norm_bias=True, norm_eps=0.1)
-    rms, layer = flat.Norm(8, config), flat.Norm(8, dataclasses.replace(config, norm='layernorm'))
-    for norm, y in ((rms, x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt()),
-                    (layer, (x - x.mean(-1, keepdim=True))
-                     / (x.var(-1, keepdim=True, unbiased=False) + 0.1).sqrt())):
-        for w in norm.parameters():
-            torch.nn.init.normal_(w)
-        torch.testing.assert_close(norm(x), y * norm.weight + norm.bias,
-                                   atol=1e-5, rtol=1e-5, check_dtype=False)
     def phi(x):
         return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
     def tanh(x):
@@ -917,9 +826,6 @@ def test_initial_weights_are_what_the_table_says(options):
         else:
             std = 0.02 if name in ('wte.weight', 'wpe.weight') else (1 / (3 * w.shape[-1])) ** 0.5
             assert w.std().item() == pytest.approx(std, rel=0.05) and abs(w.mean()) < 0.1 * std, name
-    idx, targets = torch.randint(500, (2, 4, 64))
-    tied = 'tie_word_embeddings' not in options
-    assert model(idx, targets)[0].item() == pytest.approx(math.log(500), rel=0.2 if tied else 1e-4)
 
 
 @pytest.mark.parametrize('bias', [None, torch.randn(61)])
@@ -953,9 +859,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
         y = flat.dropout(torch.ones(1000, 999), p)
         assert (y == 0).float().mean().item() == pytest.approx(p, rel=0.05)
         assert y.mean().item() == pytest.approx(1.0, abs=0.01)
-    model = tiny(dropout=0.3)
-    idx = tokens(model, 1, 5)
-    assert torch.equal(model(idx), tiny()(idx)) and not torch.equal(model.train()(idx), tiny()(idx))
 
 
 @pytest.mark.parametrize('options, parts', [
@@ -968,16 +871,12 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
      ['n_kv_head=2', "qk_norm=True, mixer_pattern='M': only A", 'rope_dim=5']),
     (dict(pos='learned', pos_pattern='PN', alibi_scale=2.0), ["pos_pattern='PN': needs", 'alibi_scale=2.0']),
     (dict(rope_scaling={'rope_type': 'warp', 'factor': 2.0}), ["'warp'; rope_type is one of linear"]),
-    (dict(rope_scaling={'rope_type': 'yarn', 'beta': 1}), ["keyword argument 'beta'"]),
     (dict(window=8), ['window=8: needs window_pattern']), (dict(window_pattern='S'), ['needs window']),
     (dict(n_expert=4, n_expert_active=5, n_group=3, topk_group=4),
      ['n_expert_active=5, n_expert=4', 'n_group=3, topk_group=4']),
     (dict(n_shared_expert=1, router='sigmoid'), ['n_shared_expert=1: needs n_expert', "router='sigmoid'"]),
     (dict(document_token=99, vocab_size=99), ['no such token']),
     (dict(mixer_pattern='DA', **MLA), ['not both', 'kv_lora_rank=16']),
-    (dict(linear_n_key_head=3, linear_n_value_head=4, mixer_pattern='DA'), ['key heads must divide']),
-    (dict(mixer_pattern='D', attn_sink=True, pos='alibi'),
-     ["attn_sink=True, mixer_pattern='D': only A and", "pos='alibi'"]),
     (dict(mixer_pattern='DDDA', n_layer=3), ['a layer for each letter'])])
 def test_an_invalid_config_names_every_problem(options, parts):
     with pytest.raises(ValueError) as error:

@@ -16,7 +16,7 @@ from model import GPT, GPTConfig
 from test_model import MLA, YARN
 
 SMALL = dict(n_layer=2, n_head=6, n_kv_head=2, n_embd=48, block_size=136, vocab_size=61, d_ff=40,
-             dropout=0.25)
+             dropout=0.25, norm_eps=0.01)
 HYBRID = dict(n_kv_head=None, mixer_pattern='DA', linear_n_key_head=2)
 MOE = dict(n_expert=4, router='sigmoid', balance_bias=True, d_expert=24)
 
@@ -102,10 +102,13 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
 
 
 @pytest.mark.parametrize('options', [
-    {}, dict(n_kv_head=None, n_dense_layer=1, **MLA, **MOE),
-    dict(HYBRID, attn_gate=True, document_token=3, window=5, window_pattern='LS'),
+    dict(rope_scaling={**YARN, 'original_max_position_embeddings': 1000}),  # slows each pair otherwise
+    dict(n_kv_head=None, n_dense_layer=1, **MLA, **MOE),
+    dict(HYBRID, attn_gate=True, head_dim=10, partial_rotary_factor=0.8, document_token=3, window=5,
+         window_pattern='LS'),
     dict(pos='alibi', norm='layernorm', bias=True, norm_placement='post', mlp='gelu_tanh', embed_norm=True),
-    dict(norm_placement='sandwich', attn_softcap=3.0, logit_softcap=5.0, residual_lambdas=True),
+    dict(norm_placement='sandwich', attn_softcap=3.0, logit_softcap=5.0, residual_lambdas=True,
+         pos='sinusoidal', norm_bias=True),
     dict(norm_placement='parallel_2', residual_scale=0.7, embed_scale=3.0, pos='learned',
          tie_word_embeddings=False)],
     ids=str)

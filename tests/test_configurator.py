@@ -16,7 +16,8 @@ import torch
 from common import ROOT
 
 import configurator
-from configurator import configure, runtime
+import train
+from configurator import runtime
 from model import GPTConfig
 
 MODEL = '''
@@ -84,10 +85,9 @@ def script(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('arg, value', [
     ('--learning_rate=1', 1.0), ('--max_iters=1e6', 1000000), ('--out_dir=123', '123'),
-    ('--out_dir=None', 'None'), ("--out_dir='a'", "'a'"), ('--out_dir=', ''), ('--start=a=b', 'a=b'),
-    ('--start=3 and 4', '3 and 4'), ('--min_lr=None', None), ('--min_lr=0', 0.0), ('--compile=False', False),
-    ('--compile=max', 'max'), ('--compile', True), ('--decay_lr=false', False), ('--decay_lr=1', True),
-    ("--stop=['a', 'b']", ['a', 'b']), ('--stop=12', '12'),
+    ('--out_dir=None', 'None'), ("--out_dir='a'", "'a'"), ('--start=a=b', 'a=b'),
+    ('--min_lr=None', None), ('--compile=False', False), ('--compile=max', 'max'), ('--compile', True),
+    ('--decay_lr=false', False), ("--stop=['a', 'b']", ['a', 'b']), ('--stop=12', '12'),
     ('--n_layer=4', 4), ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ("--pattern=('S',)", ('S',))])
 def test_a_flag_has_the_type_of_its_setting(arg, value, script):
     name = arg.removeprefix('--').partition('=')[0]
@@ -99,10 +99,9 @@ def test_a_flag_has_the_type_of_its_setting(arg, value, script):
 
 @pytest.mark.parametrize('arg, message', [
     ('--learing_rate=1', "unknown setting 'learing_rate'; did you mean 'learning_rate'"),
-    ('-max_iters=1', "'max_iters'"), ('--max-iters=1', "did you mean 'max_iters'"), ('--zzz=1', '--help'),
-    ('--not_a_setting=1', 'unknown'), ('--ghost=1', 'unknown'), ('--n_layer=2.5', "must be int, got '2.5'"),
-    ('--n_layer=1e999', 'int'), ('--out_dir', 'str, got True'),
-    ('--decay_lr=2', 'True or False'), ('--min_lr=none', 'float or None'), ('--learning_rate=nan', 'float'),
+    ('-max_iters=1', "'max_iters'"), ('--max-iters=1', "did you mean 'max_iters'"),
+    ('--not_a_setting=1', 'unknown'), ('--n_layer=2.5', "must be int, got '2.5'"),
+    ('--out_dir', 'str, got True'), ('--decay_lr=2', 'True or False'), ('--min_lr=none', 'float or None'),
     ('nope.py', 'there is no config file nope.py; config/ has a.py, default.py'),
     ('config/typo.py', "'learning_rate'"),
     ('config/type.py', 'config/type.py: max_iters must be int, got 2.5')])
@@ -119,15 +118,12 @@ def test_files_and_flags_override_from_left_to_right(script, capsys, monkeypatch
     assert found['max_iters'] == 10 and found['out_dir'] == 'é' and found['decay_lr'] is False
     assert found['learning_rate'] == found['config']['learning_rate'] == 2.0 and found['words'] == ['look']
     assert found['model_args'] == {'n_layer': 2, 'n_embd': 128}
-    assert [*found['given']] == ['n_layer', 'max_iters', 'n_embd', 'out_dir', 'decay_lr', 'learning_rate']
     assert found['given']['n_embd'] == 'config/a.py' and found['given']['n_layer'] == 'flags'
     out = capsys.readouterr().out
     assert "config/a.py: max_iters = 10, n_embd = 128, out_dir = 'é'" in out and 'learning_rate = 2.0' in out
     monkeypatch.setenv('RANK', '1')  # only rank 0 prints
     assert script('config/a.py', '--max_iters=5', '--eval_iters=3')['max_iters'] == 5  # train.py's flag
     assert capsys.readouterr().out == ''
-    with pytest.raises(ValueError, match="cannot use 'again'"):
-        script('look', 'again')
 
 
 def test_the_default_file_comes_first_unless_a_file_is_named(script, capsys):
@@ -135,14 +131,12 @@ def test_the_default_file_comes_first_unless_a_file_is_named(script, capsys):
     found = script()
     assert found['max_iters'] == 7 and found['model_args'] == {'n_embd': 8}
     assert 'config/default.py: max_iters = 7' in capsys.readouterr().out
-    order = ('--start=a', '--max_iters=2', '--start=b')
-    assert [*script(*order)['given'].items()][1:] == [('max_iters', 'flags'), ('start', 'flags')]
     found = script('--init_from=gpt2', '--n_layer=3')
     assert found['max_iters'] == 7 and found['model_args'] == {'n_layer': 3}
     assert script('--init_from=resume')['max_iters'] == 100 and script('config/a.py')['max_iters'] == 200
     capsys.readouterr()
     hook, found = sys.excepthook, script('--max_iters=5', 'nope.py', name='script')  # imported
-    assert found['max_iters'] == 100 and found['words'] == [] and sys.excepthook is hook
+    assert found['max_iters'] == 100 and sys.excepthook is hook
     assert capsys.readouterr().out == ''
 
 
@@ -153,12 +147,6 @@ def test_a_file_may_have_names_of_other_scripts_but_no_typos(script, tmp_path):
         (tmp_path / 'config/b.py').write_text(f'{name} = 3')
         with pytest.raises(ValueError, match=f"config/b.py: unknown setting '{name}'"):
             script('config/b.py')
-
-
-def test_a_setting_is_no_field_of_the_model(script, tmp_path):
-    (tmp_path / 'model.py').write_text('class GPTConfig:\n    max_iters: int = 2\n')
-    with pytest.raises(AssertionError, match='both have max_iters'):
-        script()
 
 
 def test_help_is_the_source(script, capsys):
@@ -182,7 +170,7 @@ def test_the_fields_of_our_model_are_read_as_they_are():
         assert type(field.default) in read[field.name].kinds
 
 
-NANOGPT = '''  # nanoGPT's train.py: names and values, without the sizes that GPTConfig owns
+NANOGPT = '''  # its train.py, without the sizes that GPTConfig owns
 out_dir = 'out'; eval_interval = 2000; log_interval = 1; eval_iters = 200; eval_only = False
 always_save_checkpoint = True; init_from = 'scratch'; wandb_log = False; wandb_project = 'owt'
 wandb_run_name = 'gpt2'; dataset = 'openwebtext'; gradient_accumulation_steps = 5 * 8; batch_size = 12
@@ -192,34 +180,23 @@ device = 'cuda'; dtype = 'bfloat16'; compile = True
 '''.lstrip()
 
 
-def test_files_of_nanogpt(tmp_path):
-    (tmp_path / 'a.py').write_text(
-        "import time\nwandb_run_name = 'ft-' + str(time.time())\ninit_from = 'gpt2-xl'\ndecay_lr = False\n"
-        "learning_rate = 3e-5\ngradient_accumulation_steps = 5 * 8\nblock_size = 1024\nn_embd = 384 # baby\n")
-    (tmp_path / 'x.py').write_text(NANOGPT + 'configure(globals())')
-    shutil.copy(ROOT / 'model.py', tmp_path)
-    settings = {'__name__': 'x', '__file__': str(tmp_path / 'x.py')}
-    exec(NANOGPT, settings)
-    config, args, *_ = configure(settings, 'GPTConfig', argv=[str(tmp_path / 'a.py'), '--compile=False'])
-    assert args == {'block_size': 1024, 'n_embd': 384} and config['compile'] is config['decay_lr'] is False
-    assert config['learning_rate'] == 3e-5 and config['gradient_accumulation_steps'] == 40
+def test_nanogpts_settings_have_their_names_and_values():
+    theirs = {}
+    exec(NANOGPT, {}, theirs)
+    assert all(train.config[name] in (value, 'auto', None) for name, value in theirs.items())
 
 
 # errors -----------------------------------------------------------------------------------------------------
-
-LOST = 'x.py: this rank ends because another one has, which says why'
-
 
 @pytest.mark.parametrize('code, line', [
     ("runtime('gpu')", 'x.py: device=gpu: use cpu, mps, cuda, cuda:1 or auto'),
     ("open(sys.argv[1].partition('=')[2])", "x.py: [Errno 2] No such file or directory: 'no.txt'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
-    ("raise MemoryError", 'x.py: out of memory; lower --batch_size'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory; lower --batch_size'),
-    ("raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]')", LOST),
-    ("raise RuntimeError('NCCL error in: x.cpp:1\\nremote process exited or so')", LOST),
+    ("raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]')",
+     'x.py: this rank ends because another one has, which says why'),
     ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not named, not ours
-    ("configurator.fit(1, 2)", None), ("import numpy; numpy.zeros(-1)", None), ("assert 1 > 2", None)])
+    ("configurator.fit(1, 2)", None), ("assert 1 > 2", None)])
 def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['/somewhere/x.py', '--start=no.txt'])
     monkeypatch.setenv('RANK', '1')
@@ -260,9 +237,8 @@ def test_the_cpu_makes_no_call_to_cuda(monkeypatch, capsys):
     first = torch.rand(3)
     assert (run.device, run.device_type, run.dtype) == ('cpu', 'cpu', torch.bfloat16)
     assert f'device cpu ({run.threads} threads), dtype bfloat16\n' == capsys.readouterr().out
-    for _ in range(2):  # the context can be had again
-        with run.autocast():
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    with run.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     assert runtime('cpu', 'float32', seed=3, threads=1).threads == torch.get_num_threads() == 1
     assert torch.equal(torch.rand(3), first)
 
@@ -296,7 +272,7 @@ def test_ranks_and_dtypes_of_two_gpus(capability, dtype, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('device, dtype, message', [
-    ('cuda', 'auto', 'no CUDA'), ('mps', 'auto', 'no MPS'), ('gpu', 'auto', 'device=gpu'),
+    ('cuda', 'auto', 'no CUDA'), ('mps', 'auto', 'no MPS'),
     ('cpu', 'float16', 'float16 needs CUDA'), ('cpu', 'half', 'dtype=half')])
 def test_devices_and_dtypes_that_are_not_there(device, dtype, message, monkeypatch):
     for backend in (torch.cuda, torch.mps):
@@ -305,20 +281,18 @@ def test_devices_and_dtypes_that_are_not_there(device, dtype, message, monkeypat
         runtime(device, dtype)
 
 
-@pytest.mark.parametrize('device, capability, lacking, line', [
-    ('cpu', None, (), None),
-    ('cpu', None, ('g++', 'clang++'), 'compiler: install g.. or clang.., or name one in CXX'),
-    ('cpu', None, ('Python.h',), 'Python.h'), ('cuda:1', (9, 0), ('g++', 'clang++', 'gcc'), None),
-    ('cuda:1', (9, 0), ('triton',), 'Triton'), ('cuda:1', (6, 1), (), 'capability')])
-def test_what_the_compiler_lacks_is_one_line(device, capability, lacking, line, tmp_path, monkeypatch,
-                                             capsys):
+@pytest.mark.parametrize('device, lacking, line', [
+    ('cpu', (), None), ('cpu', ('g++', 'clang++'), 'compiler: install g.. or clang.., or name one in CXX'),
+    ('cpu', ('Python.h',), 'Python.h'),
+    ('cuda:1', ('triton',), 'Triton'), ('cuda:0', (), 'capability')])
+def test_what_the_compiler_lacks_is_one_line(device, lacking, line, tmp_path, monkeypatch, capsys):
     if 'Python.h' not in lacking:
         (tmp_path / 'Python.h').touch()
     monkeypatch.setattr(sysconfig, 'get_path', lambda *a: str(tmp_path))
     monkeypatch.setattr(shutil, 'which', lambda name: None if name in lacking else name)
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in lacking else name)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: [(6, 1), (9, 0)][index])
     for name in ('CC', 'CXX', 'LOCAL_RANK'):
         monkeypatch.delenv(name, raising=False)
     assert configurator.can_compile(device) == (line is None)
