@@ -5,12 +5,12 @@ import importlib.util
 import json
 import math
 import os
-import re
 import runpy
 import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -43,7 +43,7 @@ def interrupt_run():
     threading.Thread(target=poll, daemon=True).start()
 
 
-def test_runs_are_ordinary_stopped_and_continued(folder, no_git, capsys, monkeypatch):
+def test_runs_are_ordinary_stopped_and_continued(folder, no_git, monkeypatch):
     """The loss is that of train.py alone, to the last digit, also where Ctrl-C came in between."""
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
     torch.set_num_threads(1)
@@ -60,9 +60,7 @@ def test_runs_are_ordinary_stopped_and_continued(folder, no_git, capsys, monkeyp
     assert numbers['runs'] == {'b': [stopped[:-1]]}
     assert (row['params'], row['cache_bytes_per_token']) == (33728, 2 * 2 * 2 * 32)
     assert row['peak_mb'] > 50 and row['seconds'] == float(log_rows(stopped)[-1]['wall_s'])
-    capsys.readouterr()
     assert flat_compare.compare(config, TOY) == numbers
-    assert '1 runs, 1 of them finished before' in capsys.readouterr().out
 
 
 def fake_run(folder, losses, seconds=0.5, printed=''):
@@ -102,22 +100,18 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
         (repo / name).write_text('class GPTConfig: pass\n', encoding='utf-8')
     monkeypatch.setattr(flat_compare, 'ROOT', repo)
     monkeypatch.setattr(flat_compare, 'new_model', lambda args: None)
-    count = iter(range(99))
 
     def git(*args):
         subprocess.run(['git', '-c', 'user.name=x', '-c', 'user.email=x@x', *args], cwd=repo, check=True)
 
     def run_of(text):
-        place = folder / str(next(count))
-        place.mkdir()
-        variant, = make_variants({'x': text}, TOY, place)
-        assert text.endswith('.py') or variant.args[0] == str(variant.code / 'config/default.py')
+        variant, = make_variants({'x': text}, TOY, Path(tempfile.mkdtemp(dir=folder)))
         return variant.folder(1)
     git('init', '-q')
     git('add', '.')
     git('commit', '-qm', 'one')
     head = run_of('HEAD:')
-    assert run_of('WORK:') == run_of('') == head != run_of('--mlp=gelu')
+    assert run_of('') == head != run_of('--mlp=gelu')
     for name in ('test_model.py', 'bench.py', 'README.md', 'config/other.py', 'notes.txt'):
         (repo / name).write_text('x', encoding='utf-8')
     assert run_of('') == head
@@ -129,9 +123,6 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
         git('commit', '-qm', name)
         assert run_of('') == work == run_of('HEAD:') and run_of('HEAD~1:') == head
         head = work
-    (repo / 'model.py').unlink()
-    assert run_of('') != head == run_of('HEAD:')
-    git('checkout', '-q', '.')
     shutil.copytree('data/toy', 'data/other')
     (repo / 'config' / 'other.py').write_text("dataset = 'other'\nn_layer *= 2\n", encoding='utf-8')
     texts = ('', 'HEAD:', 'config/other.py')
@@ -139,13 +130,10 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
     for name in ('toy', 'other'):
         Path('data', name, 'meta.json').write_text('{}', encoding='utf-8')
     assert before[:2] == [head, head] and not {*before} & {run_of(text) for text in texts}
-    with pytest.raises(ValueError, match='invalid reference: no-such'):
-        run_of('no-such:')
 
 
 @pytest.mark.parametrize('text, revision, args', [
-    ('', 'WORK', []), ('HEAD~1:', 'HEAD~1', []),
-    ('--device=cuda:1', 'WORK', ['--device=cuda:1']),
+    ('', 'WORK', []), ('HEAD~1:', 'HEAD~1', []), ('--device=cuda:1', 'WORK', ['--device=cuda:1']),
     (' my/branch^2:--mlp=gelu', 'my/branch^2', ['--mlp=gelu'])])
 def test_variants_are_read(text, revision, args):
     assert flat_compare.parse_variant(text) == (revision, args)
@@ -223,7 +211,6 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
     variants = {'a': '', 'b': '--norm=layernorm', 'c': '--learning_rate=1e12', 'd': '--beta1=0.8'}
     config = {**flat_compare.config, 'variants': variants, 'seed': 7}
     numbers = flat_compare.compare(config, TOY)
-    out = capsys.readouterr().out
     assert trained == [(name, seed) for seed in (7, 8, 9) for name in variants]
     a, b, c, d = numbers['rows']
     assert [a['losses'], b['losses']] == [found['a'], found['b']] and 'difference' not in a
@@ -231,8 +218,7 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
     half = 4.3027 * 0.05 / 3 ** 0.5  # of 0.25, 0.15, 0.2
     assert [b['difference'], b['half_interval']] == pytest.approx([0.2, half], abs=5e-5)
     assert (b['verdict'], d['verdict']) == ('worse', 'no difference seen')
-    assert re.search(r'^b .*\+0\.2000 \[\+0\.0758, \+0\.3242\] +worse', out, re.M)
-    assert 'c: 3 of 3 runs failed: the run diverged: x' in out
+    assert 'c: 3 of 3 runs failed: the run diverged: x' in capsys.readouterr().out
     if importlib.util.find_spec('matplotlib'):
         assert Path(numbers['plot']).read_bytes().startswith(b'\x89PNG')
     variants['e'] = '--beta1=0.7'
@@ -243,7 +229,7 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
 
 
 # pictures ---------------------------------------------------------------------------------------------------
-def test_curves_of_runs(tmp_path, monkeypatch, capsys):
+def test_curves_of_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fake_run('a', {1: None, 10: 3.0, 17: 2.5, 20: 2.0}, 0.5)  # was stopped at 17
     fake_run('b', {1: None, 10: 3.5, 20: 2.25}, 0.7)

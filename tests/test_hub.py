@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +20,8 @@ from model import GPT, GPTConfig
 from test_model import MLA, near, tiny, tokens
 from tokenizer import make_tokenizer
 
+safetensors = pytest.importorskip('safetensors.torch')
+
 # adapters ---------------------------------------------------------------------------------------------------
 
 def test_adapters_leave_their_base_as_it_is(folder):
@@ -35,9 +36,9 @@ def test_adapters_leave_their_base_as_it_is(folder):
                                if name not in adapters})
     idx = tokens(story['model'], 2, 16)
     for merge in True, False:
-        model, tokenizer, rest = hub.load('lora', best=False, merge=merge, dropout=0.1)
+        model, _, rest = hub.load('lora', best=False, merge=merge, dropout=0.1)
         assert model.state_dict().keys() == (base if merge else whole).keys()
-        assert model.config.dropout == rest['model_args']['dropout'] == 0.1 and rest['iter_num'] == 5
+        assert model.config.dropout == 0.1 and rest['iter_num'] == 5
         near(model.eval()(idx), story['model'](idx), 1e-5)
 
 
@@ -65,15 +66,14 @@ def test_adapters_name_their_base_by_a_path(tmp_path):
     model, path = with_adapters(['c_attn']), tmp_path / 'lora.pt'
     args, x = vars(model.config), tokens(model, 1, 8)
     base = {name.replace('.base.', '.'): w for name, w in model.state_dict().items() if '.lora_' not in name}
-    plain = GPT.from_state(base, args)
     torch.save({'model': base, 'model_args': args}, tmp_path / 'base.pt')
-    hub.save_pretrained(plain, None, tmp_path / 'theirs')
-    for name in 'base.pt', 'theirs', 'gone':
+    hub.save_pretrained(GPT.from_state(base, args), None, tmp_path / 'theirs')
+    for name in 'base.pt', 'theirs':
         torch.save({'model': flat.lora_state(model), 'model_args': args, 'lora': {
             'rank': 2, 'alpha': 4.0, 'targets': ['c_attn'], 'base': str(tmp_path / name)}}, path)
-        if name != 'gone':
-            near(hub.load(str(path))[0](x), model(x))
-    with pytest.raises(FileNotFoundError, match='lora.pt holds adapters of .*gone, which is not there'):
+        near(hub.load(str(path))[0](x), model(x))
+    shutil.rmtree(tmp_path / 'theirs')
+    with pytest.raises(FileNotFoundError, match='lora.pt holds adapters of .*theirs, which is not there'):
         hub.load(str(path))
 
 
@@ -86,7 +86,7 @@ def nanogpt_checkpoint(path, bias=False):
     order = ['wte.weight', 'wpe.weight', *(
         f'h.{i}.{part}.{kind}' for i in range(2)
         for part in ('ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj')
-        for kind in ('weight', 'bias')), 'ln_f.weight', 'ln_f.bias']  # nanoGPT's, as its optimizer counts
+        for kind in ('weight', 'bias')), 'ln_f.weight', 'ln_f.bias']  # as nanoGPT's optimizer counts
     ours = model.state_dict()
     state = {f'_orig_mod.transformer.{name}': ours[name] for name in order if name in ours}
     state['_orig_mod.lm_head.weight'] = state['_orig_mod.transformer.wte.weight']
@@ -128,15 +128,9 @@ def test_a_nanogpt_checkpoint_takes_no_other_tokenizer_than_its_datasets(folder,
     nanogpt_checkpoint('ckpt.pt')
     monkeypatch.setattr(hub, 'load_tokenizer', lambda name: make_tokenizer('byte'))
     assert 'has a tokenizer of 257 tokens' in hub.load('ckpt.pt')[2]['no_tokenizer']
-    os.rename('data/toy', 'data/away')
-    assert 'data/toy, is not here' in hub.load('ckpt.pt')[2]['no_tokenizer']
 
 
 # published families -----------------------------------------------------------------------------------------
-
-def safetensors():
-    return pytest.importorskip('safetensors.torch')
-
 
 HF = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
           num_key_value_heads=2, max_position_embeddings=64)
@@ -305,10 +299,10 @@ def minimind(**change):
 @torch.no_grad()
 def test_hf_files_in_other_forms(kind, options, edit, tmp_path):
     theirs, path = hf_model(kind, options, tmp_path), tmp_path / 'model.safetensors'
-    c, state = json.loads((tmp_path / 'config.json').read_text()), safetensors().load_file(path)
+    c, state = json.loads((tmp_path / 'config.json').read_text()), safetensors.load_file(path)
     edit(c, state)
     (tmp_path / 'config.json').write_text(json.dumps(c))
-    safetensors().save_file(state, path)
+    safetensors.save_file(state, path)
     idx = torch.randint(61, (2, 12))
     near(hub.from_pretrained(tmp_path)(idx), theirs(idx).logits)
 
@@ -318,11 +312,10 @@ def test_hf_dtypes_and_contexts(tmp_path):
     theirs, idx = hf_model('gpt2', HF_GPT2, tmp_path), torch.randint(61, (2, 16))
     near(hub.from_pretrained(tmp_path, block_size=16)(idx), theirs(idx).logits)  # cropped
     for dtype in (torch.float16, torch.bfloat16):
-        folder = tmp_path / str(dtype)
-        theirs.to(dtype).save_pretrained(folder)
-        ours = hub.from_pretrained(folder)
+        theirs.to(dtype).save_pretrained(tmp_path / 'half')
+        ours = hub.from_pretrained(tmp_path / 'half')
         assert ours.wte.weight.dtype == dtype
-        near(ours.float()(idx), hf_opened(folder)(idx).logits)
+        near(ours.float()(idx), hf_opened(tmp_path / 'half')(idx).logits)
     theirs = hf_model('llama', dict(HF, **hf_rope(  # short texts; by a larger context long ones
         'longrope', factor=2.0, short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[1.0, 2.0, 3.0, 4.0],
         original_max_position_embeddings=32)), tmp_path)
@@ -337,10 +330,7 @@ def test_hf_dtypes_and_contexts(tmp_path):
     (dict(quantization_config={'quant_method': 'fp8'}), 'llama with quantization_config=.*fp8'),
     (dict(hidden_act='swish9'), "'swish9' is none of"), (dict(use_magic=1, alibi=1), 'use_magic=1, alibi=1'),
     (dict(sliding_window=8), 'sliding_window=8'),
-    (dict(rope_parameters={'full_attention': {'rope_type': 'default'}}), 'rope_parameters={.*full_attention'),
-    (dict(model_type='qwen2', layer_types=['chunked_attention']), "layer_types={'chunked_attention'}"),
-    (dict(model_type='phi', qk_layernorm=True), 'phi with qk_layernorm=True'),
-    (dict(partial_rotary_factor=0.5), 'partial_rotary_factor=0.5')])
+    (dict(model_type='qwen2', layer_types=['chunked_attention']), "layer_types={'chunked_attention'}")])
 def test_hf_refuses_by_name_what_it_does_not_support(change, message):
     with pytest.raises(ValueError, match=message):
         hub.config_from_hf({**HF, 'model_type': 'llama', **change})
@@ -349,19 +339,15 @@ def test_hf_refuses_by_name_what_it_does_not_support(change, message):
 def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
     hub.save_pretrained(tiny(qk_norm=False), None, tmp_path)
     path = tmp_path / 'model.safetensors'
-    state = safetensors().load_file(path)
-    del state['model.norm.weight'], state['model.layers.1.mlp.up_proj.weight']
-    state['model.layers.0.self_attn.o_proj.weight'] = torch.ones(8, 32)
-    state['extra.weight'] = torch.ones(2)
-    safetensors().save_file(state, path)
+    state = safetensors.load_file(path)
+    del state['model.norm.weight']
+    state |= {'model.layers.0.self_attn.o_proj.weight': torch.ones(8, 32), 'extra.weight': torch.ones(2)}
+    safetensors.save_file(state, path)
     with pytest.raises(ValueError) as error:
         hub.from_pretrained(tmp_path)
     for part in ('model.norm.weight is missing', 'o_proj.weight is (8, 32), not (32, 32)',
-                 'model.layers.1.mlp.up_proj.weight is missing', 'extra.weight is (2,), not expected'):
+                 'extra.weight is (2,), not expected'):
         assert part in str(error.value)
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match='model.safetensors is missing'):
-        hub.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize('c, expected', [  # as they were published, before rope_parameters and dtype
@@ -394,10 +380,6 @@ def test_exports_open_in_transformers_or_are_refused_by_name(tmp_path):
                           (dict(rope_scaling={'rope_type': 'ntk', 'factor': 2.0}), 'rope_scaling')):
         with pytest.raises(ValueError, match=f'no published family.*{part}'):
             hub.save_pretrained(tiny(**options), None, tmp_path / 'none')
-    model = tiny()
-    flat.quantize_weights(model, torch.float32)
-    with pytest.raises(ValueError, match='int8 are not exported'):
-        hub.save_pretrained(model, None, tmp_path / 'none', torch.float32)
     assert not (tmp_path / 'none').exists()
 
 
@@ -408,11 +390,10 @@ def contents(folder):
 def test_an_export_replaces_nothing_but_an_earlier_one(tmp_path):
     folder, model = tmp_path / 'out', tiny(n_layer=1)
     hub.save_pretrained(tiny(), make_tokenizer('byte'), folder)
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     hub.save_pretrained(model, None, folder)  # whose tokenizer is gone with the model that it was for
     assert same_weights(hub.from_pretrained(folder).state_dict(), model.state_dict())
     assert contents(folder).keys() == {'config.json', 'model.safetensors'}
-    safetensors().save_file({'x': torch.ones(1)}, folder / 'model.safetensors')  # a person's
+    safetensors.save_file({'x': torch.ones(1)}, folder / 'model.safetensors')  # a person's
     before = contents(folder)
     with pytest.raises(ValueError, match='out holds config.json, model.safetensors, of no earlier export'):
         hub.save_pretrained(tiny(), None, folder)
@@ -421,17 +402,15 @@ def test_an_export_replaces_nothing_but_an_earlier_one(tmp_path):
 
 def test_export_to_a_full_disk_changes_nothing(tmp_path):
     resource = pytest.importorskip('resource')
-    model, before = tiny(), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hub.save_pretrained(tiny(n_layer=1), None, tmp_path / 'there')
     old, limits = contents(tmp_path / 'there'), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
         for name in ('new', 'there'):
             with pytest.raises(OSError, match=f'{name} cannot be written'):
-                hub.save_pretrained(model, None, tmp_path / name)
+                hub.save_pretrained(tiny(), None, tmp_path / name)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
     assert os.listdir(tmp_path) == ['there'] and contents(tmp_path / 'there') == old
 
 
@@ -449,7 +428,7 @@ def test_adapters_of_a_published_model_are_exported_merged(folder):
         near(hf_opened('whole')(idx).logits, model(idx))
         assert (hub.from_pretrained('theirs', dtype=torch.float32)(idx) - model(idx)).abs().max() > 0.01
     auto = pytest.importorskip('transformers').AutoTokenizer.from_pretrained('whole')
-    assert auto('abcd')['input_ids'] == tokenizer.encode('abcd') == [0, 1, 2, 3]
+    assert auto('abcd')['input_ids'] == [0, 1, 2, 3]
 
 
 # the hub ----------------------------------------------------------------------------------------------------
@@ -466,20 +445,20 @@ def test_hub_ids_become_local_folders(tmp_path, monkeypatch, capsys):
     asked = []
 
     def snapshot_download(repo, allow_patterns, revision=None):
-        files = [path for path in Path('repo').iterdir()
-                 if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns)]
-        asked.append((repo, revision, {shutil.copy(path, 'cache') for path in files}))
+        names = {name for pattern in allow_patterns for name in fnmatch.filter(os.listdir('repo'), pattern)}
+        for name in names:
+            shutil.copy(f'repo/{name}', 'cache')
+        asked.append((repo, revision, names))
         return 'cache'
     monkeypatch.setattr(pytest.importorskip('huggingface_hub'), 'snapshot_download', snapshot_download)
     idx, model = torch.randint(257, (1, 12)), hub.from_pretrained('repo')
     assert torch.equal(hub.load('a/b')[0](idx), model(idx))
-    weights = {f'cache/{path.name}' for path in Path('repo').glob('model-*.safetensors')}
-    small = {f'cache/{name}' for name in ('config.json', 'tokenizer.json', 'model.safetensors.index.json')}
+    weights = {path.name for path in Path('repo').glob('model-*.safetensors')}
+    small = {'config.json', 'tokenizer.json', 'model.safetensors.index.json'}
     assert asked == [('a/b', None, small), ('a/b', 'cache', weights)] and len(weights) > 1
     hub.describe('a/b', 'cache')
     said = capsys.readouterr().out
-    for part in (f'llama, {model.num_params():,} parameters, stored in float32', 'sample.py --init_from=a/b',
-                 '257 tokens, texts end with <|endoftext|>, no chat template'):
+    for part in f'llama, {model.num_params():,} parameters', 'sample.py --init_from=a/b', '257 tokens':
         assert part in said
     Path('repo/config.json').write_text('{"model_type": "rwkv"}')
     with pytest.raises(ValueError, match="model_type='rwkv' is unsupported"):
@@ -490,9 +469,8 @@ def test_hub_ids_become_local_folders(tmp_path, monkeypatch, capsys):
 def test_without_a_network_or_a_library_one_line_says_so(tmp_path, monkeypatch):
     library = pytest.importorskip('huggingface_hub')
     monkeypatch.setattr(library.constants, 'HF_HUB_OFFLINE', True)
-    with pytest.raises(OSError, match='no/thing is not a folder here, and cannot be fetched: .*') as error:
+    with pytest.raises(OSError, match='no/thing is not a folder here, and cannot be fetched: .*'):
         hub.from_pretrained('no/thing')
-    assert '\n' not in str(error.value)
     monkeypatch.setitem(sys.modules, 'huggingface_hub', None)
     with pytest.raises(ImportError, match='pip install safetensors tokenizers huggingface_hub'):
         hub.load('no/thing')

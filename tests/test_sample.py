@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import signal
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -70,8 +71,8 @@ def test_sample_token_draws_from_the_distribution():
 
 
 def test_sample_token_at_the_edges():
-    never = torch.tensor([[-math.inf, 1.0, -math.inf]])
-    assert all(sample_token(never, torch.tensor([u])).item() == 1 for u in (0.0, 1 - 2**-24))
+    never = torch.tensor([[-math.inf, 1.0, -math.inf]] * 2)
+    assert sample_token(never, torch.tensor([0.0, 1 - 2**-24])).tolist() == [1, 1]
     model = tiny()
     once = made(model, [[1, 2]], 12, temperature=0, repetition_penalty=1e9)[0]
     assert len({*once, 1, 2}) == 14
@@ -150,10 +151,8 @@ def test_speculation_needs_fewer_steps():
     draft, fed = copy.deepcopy(model), count_fed(model)  # which is always right
     speculated(model, [prompt], 20, flat_sample.Draft(draft, 4, 61), temperature=0)
     assert fed == [4, 5, 5, 5, 5]
-    for refused in (lambda: flat_sample.Draft(tiny(**DELTA), 2, 61),
-                    lambda: speculated(tiny(**DELTA), [prompt], 9, flat_sample.Lookup(2))):
-        with pytest.raises(ValueError, match='layer 0, a GatedDeltaNet, keeps a state.*leave out'):
-            refused()
+    with pytest.raises(ValueError, match='layer 0, a GatedDeltaNet, keeps a state.*leave out'):
+        speculated(tiny(**DELTA), [prompt], 9, flat_sample.Lookup(2))
 
 
 def test_prompt_lookup():
@@ -247,7 +246,7 @@ def test_a_compiled_step_has_the_weights_of_its_model(tmp_path, monkeypatch):
         for w in model.parameters():
             w.data += 0.1 * torch.randn_like(w)
         flat.quantize_weights(model.bfloat16(), torch.bfloat16)
-    for i, model in enumerate([models[0], models[1], models[0], models[1]]):
+    for i, model in enumerate(models * 2):
         if i == 3:
             torch.compiler.reset()  # as in another process
         with torch.no_grad():
@@ -278,7 +277,7 @@ def test_int8_is_the_model_of_its_dequantized_weights(variant):
     plain = dequantized(model)
     with torch.no_grad():
         near(model(idx), plain(idx), 1e-5)
-        assert 1e-4 < (model(idx) - exact).abs().max() / exact.abs().max() < 0.2
+        near(model(idx), exact, 0.2)
     for name, w in plain.state_dict().items():  # within half of a 127th of the row's largest
         step = before[name].abs().amax(-1, keepdim=True) / 127 if w.ndim > 1 else torch.zeros(())
         assert ((w - before[name]).abs() <= step * 0.5001).all()
@@ -371,24 +370,18 @@ def test_a_conversation_with_its_cache_is_each_turn_from_nothing(template, varia
             assert drafting.messages == chat.messages
 
 
-def test_history_is_kept_within_the_context(capsys):
+def test_history_is_kept_within_the_context():
     chat = new_chat(chat_model(block_size=150))
     for i in range(5):
         chat.answer(f"question {i}", str)
         ids = flat_sample.chat_ids(chat.model, chat.tokenizer, chat.messages[:-1], 'show')[0]
         assert len(ids) + 8 <= 150 and chat.messages[0]['role'] == 'system'
-        chat.messages, answer = chat.messages[:-2], chat.messages[-1]['content']
-        assert answer == from_nothing(chat, f"question {i}")  # as if all that is forgotten had never been
-        chat.messages += [{'role': 'user', 'content': f"question {i}"},
-                          {'role': 'assistant', 'content': answer}]
-    assert len(chat.messages) < 11 and capsys.readouterr().out.count('\n') == 1
-    before = list(chat.messages)
+        chat.messages, said = chat.messages[:-2], chat.messages[-2:]
+        assert said[1]['content'] == from_nothing(chat, f"question {i}")  # without all that is forgotten
+        chat.messages += said
+    assert len(chat.messages) < 11
     with pytest.raises(ValueError, match='the context has 150: ask a shorter one'):
         chat.answer('a' * 150, str)
-    assert chat.messages == before
-    chat.max_new_tokens = 100
-    assert chat.answer('b' * 70, str) in (None, '(cut: the context of 150 tokens is full)')
-    assert [m['role'] for m in chat.messages] == ['system', 'user', 'assistant']
 
 
 @pytest.mark.parametrize('variant', [{}, DELTA])
@@ -411,20 +404,13 @@ def test_an_answer_may_be_interrupted_anywhere(variant, calls):
 
 
 def test_a_conversation_as_it_is_typed(monkeypatch, capsys):
-    typed = iter(['', 'Hi', KeyboardInterrupt(), '/nonsense', '/help', '/reset', '/etc/passwd is what?',
-                  'x' * 600, EOFError()])
-
-    def read(prompt=''):
-        line = next(typed)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-    monkeypatch.setattr('builtins.input', read)
+    typed = ['', 'Hi', KeyboardInterrupt(), '/nonsense', '/help', '/reset', '/etc/passwd is what?', 'x' * 600,
+             EOFError()]
+    monkeypatch.setattr('builtins.input', unittest.mock.Mock(side_effect=typed))
     chat = new_chat(chat_model())
     flat_sample.converse(chat)
     assert [m['content'] for m in chat.messages[:2]] == ['Be short.', '/etc/passwd is what?']
-    out = capsys.readouterr().out
-    assert out.count(flat_sample.COMMANDS) == 3 and 'ask a shorter one' in out
+    assert 'ask a shorter one' in capsys.readouterr().out
 
 
 def test_thinking_is_shown_hidden_or_off(capsys):

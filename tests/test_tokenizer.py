@@ -5,13 +5,13 @@ import itertools
 import json
 import os
 import random
-import sys
 import time
 import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from common import (
     CHAT_TEMPLATES,
@@ -52,21 +52,19 @@ transformers = pytest.importorskip('transformers', reason='the oracle of the par
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
-def prep_tokenizers():
-    return [make_tokenizer('byte'), make_tokenizer('char', 'abc é🙂', True), prep_toy_bpe()]
-
-
 def test_tokenizer_special_tokens_and_odd_text():
-    for tok in prep_tokenizers():
-        assert tok.encode(EOT) == [tok.eot] == [tok.special[EOT]]
+    for tok in make_tokenizer('byte'), make_tokenizer('char', 'abc é🙂', True), prep_toy_bpe():
+        assert tok.encode(EOT) == [tok.eot] == [tok.special[EOT]] == [*tok.stop_tokens]
         assert tok.decode([tok.n_vocab + 5, *tok.encode('abc'), 10**6, tok.eot]) == f'abc{EOT}'
         if tok.name != 'char':
             assert tok.decode(tok.encode('a\ud800b')) == 'a\ufffdb'
             ids = tok.encode('🙂')
             assert tok.decode_bytes(ids) == '🙂'.encode() and tok.decode(ids[:2]) == '\ufffd'
-    assert make_tokenizer('byte').encode('aé') == [97, 0xc3, 0xa9]
+        with pytest.raises(ValueError, match='no chat template: give a plain prompt'):
+            tok.chat(CHATS[0])
     char = make_tokenizer('char', ' dehlorw')
-    assert char.eot is None and char.n_vocab == 8 and char.encode('hello') == [3, 2, 4, 4, 5]
+    assert (char.eot, char.stop_tokens, char.n_vocab) == (None, (), 8)
+    assert char.encode('hello') == [3, 2, 4, 4, 5]
     with pytest.raises(ValueError, match=r"prompt has '\?' \(not in this char vocabulary of"):
         char.encode('who?')
 
@@ -99,32 +97,25 @@ def test_decoded_is_what_was_encoded(name, monkeypatch):
 
 def test_tokenizer_gpt2_is_tiktokens(monkeypatch):
     tok = prep_gpt2(monkeypatch)
-    import tiktoken
     theirs, text = tiktoken.get_encoding('gpt2'), prep_awkward(2000) + f'{EOT}Hello'
     assert tok.n_vocab == 50257 and tok.eot == 50256
     assert tok.encode(text) == theirs.encode(text, allowed_special={EOT})
     assert tok.encode(text, allow_special=False) == theirs.encode_ordinary(text)
 
 
-def test_tokenizer_offline_names_the_address(tmp_path, monkeypatch):
-    requests, tiktoken = pytest.importorskip('requests'), pytest.importorskip('tiktoken')
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
-
-    def offline(url, **_):
-        raise requests.ConnectionError('offline', request=requests.Request('GET', url).prepare())
-    monkeypatch.setattr(requests, 'get', offline)
-    monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
-    with pytest.raises(OSError, match=r'p50k_base.*TIKTOKEN_CACHE_DIR'):
-        make_tokenizer('p50k_base')
-
-
-@pytest.mark.parametrize('name', ['gpt2', 'gpt2 prefix', 'qwen', 'deepseek', 'llama2', 'mistral', 'added',
-                                  'minimind'])
-def test_tokenizer_json_gives_the_ids_of_transformers(name, tmp_path):
-    """As text comes, with special tokens in it, and with these as plain text; and back, token by token."""
+def oracle(name):
     if name not in tok_oracles():
         pytest.skip('its file is not at hand')
-    library, rng, mixed = tok_oracles()[name], random.Random(1), ''.join(tok_texts())
+    return tok_oracles()[name]
+
+
+KINDS = ['gpt2', 'gpt2 prefix', 'qwen', 'deepseek', 'llama2', 'mistral', 'added', 'minimind']
+
+
+@pytest.mark.parametrize('name', KINDS)
+def test_tokenizer_json_gives_the_ids_of_transformers(name):
+    """As text comes, with special tokens in it, and with these as plain text; and back, token by token."""
+    library, rng, mixed = oracle(name), random.Random(1), ''.join(tok_texts())
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library)
     ours = tokenizer_from_state(JsonTokenizer(library.to_str()).state())
     assert ours.n_vocab == library.get_vocab_size() == len(theirs) and ours.to_json() == library.to_str()
@@ -137,14 +128,12 @@ def test_tokenizer_json_gives_the_ids_of_transformers(name, tmp_path):
         assert ours.encode(part) == theirs(part)['input_ids'], repr(part[:80])
         plain = theirs(part, add_special_tokens=False, split_special_tokens=True)['input_ids']
         assert ours.encode_array(part).tolist() == plain, repr(part[:80])
-        assert ours.encode_array(part).dtype == np.uint32
-    assert not {*ours.special.values()} & {*ours.encode(''.join(ours.special), allow_special=False)} - {
-        *ours.encode('')}
     assert ours.encode('a\ud800b') == ours.encode('a\ufffdb')
     for part in parts[:50]:  # and back; a prefix that encoding puts in front is text
         ids = ours.encode(part)
-        assert b''.join(ours.decode_bytes([i]) for i in ids) == ours.decode_bytes(ids)
-        back = ours.decode(ids).removeprefix('<s>')
+        back = ours.decode(ids)
+        assert b''.join(ours.decode_bytes([i]) for i in ids) == back.encode()
+        back = back.removeprefix('<s>')
         same = part if name != 'qwen' else unicodedata.normalize('NFC', part)
         assert back in (same, ' ' + same) or name == 'added', (part, back)
 
@@ -172,33 +161,16 @@ def test_tokenizer_json_of_other_kinds():
     assert JsonTokenizer(json.dumps(spec)).eot == ours.special[EOT]
 
 
-@pytest.mark.parametrize('name', ['llama2', 'mistral', 'gpt2', 'gpt2 prefix', 'qwen', 'deepseek', 'added',
-                                  'minimind'])
+@pytest.mark.parametrize('name', KINDS)
 def test_tokenizer_json_in_pieces_is_as_in_one_piece(name, monkeypatch):
     """Documents are cut only where the ids stay those of the whole; where none such is found, not at all."""
-    if name not in tok_oracles():
-        pytest.skip('its file is not at hand')
-    ours = JsonTokenizer(tok_oracles()[name].to_str())
+    ours = JsonTokenizer(oracle(name).to_str())
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
     for text in (tok_texts()[0][:9000], ' ' + tok_texts()[4][40_000:46_000], prep_awkward(900)):
         parts = [part for part, _ in pieces([text[:4000], text[4000:]], ours)]
         ids = np.concatenate([ours.encode_array(part) for part in parts])
         assert ''.join(parts) == text and ids.tolist() == ours.encode_array(text).tolist()
         assert len(parts) == 1 if name == 'llama2' else len(parts) > 3  # it puts a space before every text
-
-
-def test_tokenizers_whose_tokens_are_not_text_are_refused():
-    spec = json.loads(tok_oracles()['gpt2'].to_str())
-    spec['model'] = {'type': 'WordPiece', 'unk_token': 'a', 'continuing_subword_prefix': '##',
-                     'max_input_chars_per_word': 100, 'vocab': {'a': 0}}
-    with pytest.raises(ValueError, match='unsupported model WordPiece'):
-        JsonTokenizer(json.dumps(spec))
-
-
-def test_without_the_tokenizers_library_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'tokenizers', None)
-    with pytest.raises(ImportError, match='pip install tokenizers'):
-        JsonTokenizer('{}')
 
 
 @pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy', 'bpe', 'cl100k_base', 'o200k_base'])
@@ -215,7 +187,7 @@ def test_exported_tokenizers_encode_the_same(name, monkeypatch):
         parts += [prep_awkward(40, seed) for seed in range(100)] + [part[:3000] for part in tok_texts()]
         parts += [''.join(chr(rng.choice([rng.randrange(0xd800), rng.randrange(0xe000, 0x110000)]))
                           for _ in range(30)) for _ in range(100)]
-    elif name in prep_patterns() and name != 'gpt2' or name == 'toy':
+    elif name.endswith('_base') or name == 'toy':
         ours = prep_toy_bpe(prep_patterns().get(name, PREP_WORDS))
     else:
         ours = make_tokenizer(name, [*parts, EOT], True)
@@ -255,27 +227,16 @@ CHATS = [[{'role': 'user', 'content': 'Hi, who are <you>?'}],
           {'role': 'user', 'content': 'And?'}]]
 
 
-def chat_pair(folder, source, config):
-    """Our tokenizer and transformers', of the same files."""
-    (folder / 'tokenizer.json').write_text(source, encoding='utf-8')
-    (folder / 'tokenizer_config.json').write_text(
-        json.dumps({'tokenizer_class': 'PreTrainedTokenizerFast', **config}), encoding='utf-8')
-    return (json_tokenizer(str(folder)),
-            transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
-
-
 @pytest.mark.parametrize('name', [*CHAT_TEMPLATES, 'named', 'file', 'minimind'])
 def test_chats_are_rendered_as_by_transformers(name, tmp_path):
     """The same text and ids, for templates in tokenizer_config.json, one of several there, or in a file."""
-    source, config = tok_oracles()['llama2'].to_str(), {'bos_token': '<s>', 'eos_token': {
+    library = oracle(name if name == 'minimind' else 'llama2')
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<s>', 'eos_token': {
         '__type': 'AddedToken', 'content': '</s>', 'lstrip': False, 'rstrip': False, 'normalized': False,
         'single_word': False, 'special': True}}
     if name == 'minimind':
-        if name not in tok_oracles():
-            pytest.skip('its file is not at hand')
         folder = Path(os.environ['FLATGPT_DATA']) / 'minimind_tokenizer'
-        source = tok_oracles()[name].to_str()
-        config = json.loads((folder / 'tokenizer_config.json').read_text(encoding='utf-8'))
+        config |= json.loads((folder / 'tokenizer_config.json').read_text(encoding='utf-8'))
     elif name == 'named':
         config['chat_template'] = [{'name': 'default', 'template': CHAT_TEMPLATES['chatml']},
                                    {'name': 'tool_use', 'template': CHAT_TEMPLATES['everything']}]
@@ -283,18 +244,19 @@ def test_chats_are_rendered_as_by_transformers(name, tmp_path):
         (tmp_path / 'chat_template.jinja').write_text(CHAT_TEMPLATES['qwen3'], encoding='utf-8')
     else:
         config['chat_template'] = CHAT_TEMPLATES[name]
-    ours, theirs = chat_pair(tmp_path, source, config)
-    ours = tokenizer_from_state(json.loads(json.dumps(ours.state())))
+    (tmp_path / 'tokenizer.json').write_text(library.to_str(), encoding='utf-8')
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config), encoding='utf-8')
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
+    ours = tokenizer_from_state(json_tokenizer(str(tmp_path)).state())
     switch = {'minimind': 'open_thinking', 'deepseek': 'thinking'}.get(name, 'enable_thinking')
     if name in ('minimind', 'deepseek', 'qwen3', 'everything'):
         assert ours.chat(CHATS[0], True) != ours.chat(CHATS[0], False)
     for messages, tools, thinking in itertools.product(CHATS, (None, TOOLS), (True, False, None)):
         options = {} if thinking is None else {switch: thinking}
-        expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
-                                              return_dict=False, **options)
-        assert ours.chat(messages, thinking, tools) == expected
-        text = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True,
-                                          tokenize=False, **options)
+        text, ids = (theirs.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=False, tokenize=tokenize,
+            **options) for tokenize in (False, True))
+        assert ours.chat(messages, thinking, tools) == ids
         assert ours.render(messages, True, tools, **options) == text
 
 
@@ -352,14 +314,13 @@ def bpe_of(text, size, **more):
 @pytest.mark.parametrize('alphabet', ['a', 'ab', 'abc é', 'é🙂\0中\u0301'])
 def test_bpe_learns_what_a_naive_reference_learns(alphabet):
     """Few letters give many ties and pairs that overlap themselves; tiktoken then encodes as was trained."""
-    import tiktoken
     for seed in range(60):
         rng = random.Random(seed)
         length, often, n = rng.choice([3, 12, 60]), rng.choice([1, 2, 9]), rng.randint(0, 40)
         counts = {''.join(rng.choices(alphabet, k=rng.randint(1, length))): rng.randint(1, often)
                   for _ in range(rng.randint(1, 12))}
         learnt, words = naive_bpe(counts, n)
-        assert train_bpe(counts, n) == learnt and len({*learnt}) == len(learnt)
+        assert train_bpe(counts, n) == learnt
         ranks = {token: i for i, token in enumerate([*(bytes([b]) for b in range(256)), *learnt])}
         theirs = tiktoken.Encoding('x', pat_str=r'(?s:.+)', mergeable_ranks=ranks, special_tokens={})
         assert {word: theirs.encode_ordinary(word) for word in counts} == words
@@ -374,16 +335,14 @@ def test_bpe_of_a_text_is_that_of_its_words(monkeypatch):
     assert regex.findall(WORD_PATTERN, text) == words
     learnt, _ = naive_bpe({word: words.count(word) for word in words}, 36)
     tok = bpe_of(text, 300)
-    assert list(tok.bpe._mergeable_ranks) == [*(bytes([b]) for b in range(256)), *learnt]
+    assert [tok.decode_bytes([i]) for i in range(256, 292)] == learnt
     assert tok.special == dict(zip(BPE_SPECIAL, range(292, 300))) and tok.n_vocab == 300
-    assert [tok.decode([i]) for i in (292, 293, 294)] == ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
     assert tok.encode('<|im_end|>a') == [294, 97] and tok.encode_array('<|im_end|>').max() < 292
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 3000)
     for procs in (1, 2):
         assert bpe_of(text, 300, procs=procs).state() == tok.state()
     own = bpe_of(text, 300, pattern=r'\s+|\S+')
     words = regex.findall(own.pattern, text)
-    assert own.ranks != tok.ranks and own.pattern == r'\s+|\S+'
     assert own.encode_array(text).tolist() == [i for word in words for i in own.bpe.encode_ordinary(word)]
 
 
@@ -391,10 +350,8 @@ def test_bpe_is_prepared_and_named_again_by_its_folder(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     text = tok_texts()[0][:50_000]
     Path('my.txt').write_text(text, encoding='utf-8')
-    out, _ = prep_run(['my.txt', '--tokenizer=bpe:600'], capsys)
-    assert 'learnt 336 merges from 0.04 MB' in out and 'vocabulary 600' in out
+    prep_run(['my.txt', '--tokenizer=bpe:600'], capsys)
     tok = prepare.load_tokenizer('data/my_bpe600')
-    assert sorted(os.listdir('data/my_bpe600')) == ['meta.json', 'tokenizer.tiktoken', 'train.bin', 'val.bin']
     assert ''.join(tok.decode(prep_ids('data/my_bpe600', split)) for split in ('train', 'val')) == text
     assert tok.ranks == bpe_of(text[:45_000], 600).ranks and tok.name == 'bpe:600'  # of train alone
     prep_run(['my.txt', '--tokenizer=data/my_bpe600'], capsys)
@@ -404,30 +361,26 @@ def test_bpe_is_prepared_and_named_again_by_its_folder(tmp_path, monkeypatch, ca
 
 def test_bpe_of_a_small_text_has_a_smaller_vocabulary(tmp_path, monkeypatch, capsys):
     tok = bpe_of('abab ' * 9 + 'xyz', 5000)
-    assert '(4,736 were wanted, but no other pair occurs twice)' in capsys.readouterr().out
-    assert tok.n_vocab == 264 + len(train_bpe({'abab': 1, ' abab': 8}, 99)) == tok.special[
-        '<|reserved_4|>'] + 1 and tok.name == f'bpe:{tok.n_vocab}'
+    assert tok.n_vocab == 264 + len(train_bpe({'abab': 1, ' abab': 8}, 99))
+    assert tok.name == f'bpe:{tok.n_vocab}'
     assert bpe_of('some text', 264).encode('some') == [*b'some']
     monkeypatch.chdir(tmp_path)
     Path('my.txt').write_text('some text\n' * 9)
     for flags, part in [(['--tokenizer=bpe:263'], '264 (256 bytes, 8 special tokens)'),
-                        (['--tokenizer=bpe:many'], 'like bpe:4096'), (['--tokenizer=bpe'], 'bpe:N'),
-                        (['--pattern=x'], 'is for --tokenizer=bpe:4096'),
+                        (['--tokenizer=bpe'], 'bpe:N'), (['--pattern=x'], 'is for --tokenizer=bpe:4096'),
                         *((['--tokenizer=bpe:300', f'--pattern={pattern}'], 'leaves out')
                           for pattern in ('(a)|.', r'\w+', 'a*'))]:
         assert part in prep_run(['my.txt', *flags], capsys)[1] and os.listdir() == ['my.txt']
 
 
-def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch, capsys):
+def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch):
     rng = random.Random(0)
     word = ''.join(rng.choices('acgt', k=200_000))
     begin = time.process_time()
     tok = bpe_of(word + 'a' * 100_000, 1000)
     assert tok.n_vocab == 1000 and time.process_time() - begin < 20
     monkeypatch.setattr(flat_tokenizer, 'WORDS_BYTES', 40)
-    assert train_bpe({'gh' * 9: 5, 'ef' * 9: 4, 'cd' * 9: 3, 'ab' * 99: 2}, 2) == [b'gh',
-                                                                                                  b'ghgh']
-    assert 'learning from the 3 commonest of 4' in capsys.readouterr().out
+    assert train_bpe({'gh' * 9: 5, 'ef' * 9: 4, 'cd' * 9: 3, 'ab' * 99: 2}, 2) == [b'gh', b'ghgh']
     monkeypatch.setattr(flat_tokenizer, 'SAMPLE', 5)
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
     monkeypatch.setattr(flat_tokenizer, 'WORDS_BYTES', 1 << 20)
@@ -442,7 +395,6 @@ def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch, cap
 
 def test_chats_of_a_trained_tokenizer_are_chatml(tmp_path):
     tok = bpe_of(tok_texts()[0][:5000], 300)
-    tok = tokenizer_from_state(json.loads(json.dumps(tok.state())))
     for name, text in hub.tokenizer_files(tok, tiny()).items():
         (tmp_path / name).write_text(text, encoding='utf-8')
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
@@ -459,13 +411,7 @@ def test_chats_of_a_trained_tokenizer_are_chatml(tmp_path):
     assert json.loads((tmp_path / 'out/config.json').read_text())['eos_token_id'] == [292, 294]
 
 
-def test_stop_tokens_and_tokenizers_without_a_chat_template():
-    for tok in prep_tokenizers():  # none of these has one, nor have states that were stored before there were
-        assert tok.stop_tokens == (tok.eot,) and 'chat_template' not in tok.state()
-        with pytest.raises(ValueError, match='no chat template: give a plain prompt') as e:
-            tok.chat(CHATS[0])
-        assert '\n' not in str(e.value)
-    assert make_tokenizer('char', 'abc').stop_tokens == ()
+def test_stop_tokens_are_those_that_end_a_message_of_the_template():
     spec = json.loads(tok_oracles()['gpt2'].to_str())
     names = ['<|im_start|>', '<|im_end|>', '<|eot_id|>', '</s>']
     spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 1101 + i, 'content': name}
