@@ -15,7 +15,7 @@ def test_gated_deltanet():
                                           linear_conv_kernel_dim=4, num_hidden_layers=4)
     other = modeling.Qwen3NextGatedDeltaNet(config, 0).float().eval()
     model = tiny(mixer_pattern='D', linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
-                 linear_value_head_dim=10, block_size=150)
+                 linear_value_head_dim=10, block_size=150, norm_eps=1e-6)
     mixer = model.h[0].attn
     q, k, v, z, b, a = mixer.c_attn.weight.split(mixer.c_attn.widths)
     by_key_head = [w.unflatten(0, (2, -1)) for w in (q, k, v, z)]
