@@ -355,7 +355,7 @@ def draw(path, curves, xlabel, ylabel, rows=()):
         for i, row in enumerate(rows):
             axes.errorbar(row['loss'], i, xerr=row.get('half_interval'), fmt='o', capsize=3)
         axes.set_yticks(range(len(rows)), [row['variant'] for row in rows])
-        axes.set(xlabel=f'{ylabel}, 95% interval of the difference to the first')
+        axes.set(xlabel=f'{ylabel}, 95% interval')
         axes.invert_yaxis()
         axes.grid(alpha=0.3)
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
