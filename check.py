@@ -49,7 +49,7 @@ def tiny_config(config):
     """A config of the same kind, small, in which patterns have room; norm_eps is large enough to matter."""
     changes = {name: n for name, n in SMALL.items() if getattr(config, name)}
     patterns = [value for name, value in vars(config).items() if name.endswith('_pattern') and value]
-    changes.update(n_layer=max(2, math.lcm(*map(len, patterns))) + changes.get('n_dense_layer', 0),
+    changes.update(n_layer=1 + math.lcm(*map(len, patterns)) + changes.get('n_dense_layer', 0),
                    block_size=LONG, vocab_size=61, norm_eps=0.01, dropout=0.25,
                    document_token=config.document_token and 3)
     if config.n_kv_head:
