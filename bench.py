@@ -154,7 +154,7 @@ def fill_zeros(model):
 
 
 def cache_bytes(model, length, dtype):
-    """Bytes of a batch row's cache after so many tokens."""
+    """Bytes that the cache of one row takes after `length` tokens."""
     mixers = [block.attn for block in model.h]
     slots = sum(heads * width * min(length, mixer.window or length)
                 for mixer in mixers for heads, width in mixer.slots)
@@ -163,7 +163,7 @@ def cache_bytes(model, length, dtype):
 
 
 def cache_per_token(model, dtype):
-    """Bytes that a token adds to it."""
+    """Bytes that one more token adds to the cache of a row."""
     return cache_bytes(model, 1, dtype) - cache_bytes(model, 0, dtype)
 
 
@@ -238,8 +238,8 @@ def measure_params(config, model_args, words):
 
 
 def measure_layer(model, numbers):
-    """Prints, and returns as a dict, the parameters of one of these layers, which are alike; a fused
-    projection as a sum, 4096 + 1024 + 1024 rows of queries, keys, values."""
+    """Prints the parameters of one of the layers `numbers`, all of one kind; returns them as a dict. A fused
+    projection is written as a sum: 4096 + 1024 + 1024 rows of queries, keys and values."""
     counts, rows = {}, {}
     for name, w in model.h[numbers[0]].named_parameters():
         fused, shape = model.tags[f'h.{numbers[0]}.{name}'].rows, list(map(str, w.shape))

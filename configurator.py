@@ -30,7 +30,7 @@ SCRIPTS = ('train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check')  # 
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
 # of gloo and NCCL, on ranks that wait for one that has ended
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
-OUT_OF_MEMORY = {  # the first of these settings that the script has: how to use less
+OUT_OF_MEMORY = {  # setting: how to use less memory; the first setting that the script has counts
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
     'num_samples': 'lower --batch_size or --max_new_tokens',
     'procs': 'lower --procs',

@@ -106,7 +106,7 @@ class GPTConfig:
     expert_pattern: str = 'E'        # E: experts, D: dense
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437)
     norm_topk_prob: bool = True      # the chosen experts' weights sum to 1
-    routed_scaling_factor: float = 1.0  # of these weights
+    routed_scaling_factor: float = 1.0  # factor on the chosen experts' weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use
     balance_bias: bool = False       # a bias in choosing that follows the load (arXiv:2408.15664)
@@ -471,8 +471,8 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
-    """Pairs that turn more than beta_fast times in the original context are kept, those that turn less than
-    beta_slow times are slowed by factor, with a ramp between. Peng et al. 2023, arXiv:2309.00071, 3.2."""
+    """Keeps pairs that turn more than beta_fast times in the original context, slows pairs that turn less than
+    beta_slow times by factor, with a ramp between. Peng et al. 2023, arXiv:2309.00071, 3.2."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(base)
                  for turns in (beta_fast, beta_slow))  # pairs that turn this often
