@@ -471,8 +471,8 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
-    """Keeps pairs that turn more than beta_fast times in the original context, slows pairs that turn less than
-    beta_slow times by factor, with a ramp between. Peng et al. 2023, arXiv:2309.00071, 3.2."""
+    """Keeps pairs that turn more than beta_fast times in the original context and slows pairs that turn less
+    than beta_slow times by factor, with a ramp between. Peng et al. 2023, arXiv:2309.00071, 3.2."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(base)
                  for turns in (beta_fast, beta_slow))  # pairs that turn this often
