@@ -94,7 +94,7 @@ def parse(text, kinds):
 
 
 def checked(arg, name, value, kinds):
-    """The value of a setting in its type. ValueError: unknown name, or wrong type."""
+    """The value of a setting in its type. Raises ValueError for an unknown name or a wrong type."""
     if name not in kinds:
         near = difflib.get_close_matches(name.strip('-').replace('-', '_').lower(), kinds)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
@@ -143,7 +143,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     fields are settings too. words: how many plain words the command line may have. argv: the command line of
     an imported script. default_file: a config file that is loaded unless the command line names one, or
     resumes; without the fields of model_config if --init_from names a model. also: another script, whose
-    flags are let through. ValueError: there is no such setting or file, or a value has another type.
+    flags are let through. Raises ValueError for an unknown setting or file, or a value of a wrong type.
     """
     path, launched = Path(settings['__file__']), settings['__name__'] == '__main__'
     own = declared(path)
@@ -236,8 +236,8 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
     device: cpu, cuda, cuda:1, mps, or auto, the best there is; under torchrun each rank takes its own GPU.
     dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, which the hardware is fast at.
     bound_by_memory: whether compiled steps, or weights in eight bits, generate text. Returns device,
-    device_type, dtype (torch's), threads and autocast (`with run.autocast():`). ValueError: there is no such
-    device, or it cannot compute in this dtype.
+    device_type, dtype (torch's), threads and autocast (`with run.autocast():`). Raises ValueError for a
+    device that is not here, or cannot compute in this dtype.
     """
     import torch
     kind, index = choose_device(device)
@@ -266,7 +266,7 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
 
 
 def choose_device(device):
-    """'auto', 'cpu', 'cuda', 'cuda:1', 'mps' -> (type, index). ValueError: there is no such device here."""
+    """'auto', 'cpu', 'cuda', 'cuda:1', 'mps' -> (type, index). Raises ValueError if it is not here."""
     import torch
     kind, _, index = device.partition(':')
     counts = {'cuda': torch.cuda.device_count, 'mps': torch.mps.device_count, 'cpu': lambda: 1}
@@ -337,7 +337,7 @@ def can_compile(device):
 
 
 def keep_freed_memory():
-    """Have glibc keep freed memory: else each step on CPU maps its memory anew, in 1.25 times the time."""
+    """Has glibc keep freed memory: else each step on CPU maps its memory anew, in 1.25 times the time."""
     options = {-3: 1 << 30, -1: 2**31 - 1, -2: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has mallopt
         for option, value in options.items():

@@ -77,7 +77,7 @@ def gather(items):
 
 def in_processes(procs, work, jobs, least=16):
     """work(job) of every job, in order, in `procs` processes (None: one for each core), which hold two jobs
-    each; in this one, if there are fewer than `least`. OSError: a process died."""
+    each; in this one, if there are fewer than `least`. Raises OSError if one dies."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     procs = min(procs or cores, 61)  # Windows allows no more
     jobs = iter(jobs)
@@ -160,7 +160,7 @@ class Tokenizer:
         """The text of [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders it.
 
         The template is jinja, or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use'. It
-        runs in jinja's sandbox. ValueError: there is none, or it fails.
+        runs in jinja's sandbox. Raises ValueError if there is none, or it fails.
         """
         template = self.chat_template
         if not template:
@@ -183,7 +183,7 @@ class Tokenizer:
         """[{'role', 'content', ...}, ...] -> ids, up to the answer.
 
         thinking: whether it begins with thoughts; None: the template's default. tools: JSON schemas.
-        variables: others of the template. ValueError: there is no template.
+        variables: others of the template. Raises ValueError without a template.
         """
         if thinking is not None:
             variables = {**dict.fromkeys(THINKING, thinking), **variables}
@@ -332,7 +332,7 @@ SPECIAL_TOKENS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json, by the tokenizers library. source: its text; config: SPECIAL_TOKENS and chat_template
-    of tokenizer_config.json. ValueError: the kind of model is unsupported."""
+    of tokenizer_config.json. Raises ValueError for an unsupported kind of model."""
     def __init__(self, source, config=None):
         self.source, self.config = source, config or {}
         self.library = library_tokenizer(source)
@@ -450,7 +450,7 @@ CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\
 
 def bpe_tokenizer(size, training, procs, pattern, **_):
     """Byte-level BPE with a vocabulary of `size`, or less if the texts have fewer merges. Ids: the 256 bytes,
-    the merges in the order learnt, BPE_SPECIAL. ValueError: an unusable size or pattern."""
+    the merges in the order learnt, BPE_SPECIAL. Raises ValueError for an unusable size or pattern."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
         raise ValueError(f"tokenizer='bpe:{size}': a vocabulary has {least} (256 bytes, {len(BPE_SPECIAL)} "
@@ -477,7 +477,7 @@ class WordSplitter:
         self.pattern, self.encode_array = pattern, regex.compile(pattern).findall
 
     def count(self, group):
-        """The words of [text, ...] -> (Counter, bytes). ValueError: some text is in no word."""
+        """The words of [text, ...] -> (Counter, bytes). Raises ValueError if some text is in no word."""
         counts, n_bytes = collections.Counter(), 0
         for text in group:
             words = self.encode_array(text)
