@@ -231,7 +231,7 @@ def one_line_errors(kind, error, trace, settings=()):
 # the machine ------------------------------------------------------------------------------------------------
 
 def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memory=False):
-    """Settle device, dtype and threads, and seed torch.
+    """Settles device, dtype and threads, and seeds torch.
 
     device: cpu, cuda, cuda:1, mps, or auto, the best there is; under torchrun each rank takes its own GPU.
     dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, which the hardware is fast at.
