@@ -91,6 +91,8 @@ class Family(typing.NamedTuple):
     ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
     layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
     layer_types: str = ''       # letters their layer_types may hold; '': transformers ignores them
+    logit_scale: typing.Callable = lambda c: 1  # config.json -> a factor on the logits, which ln_f takes
+    exports: bool = True        # False: its config.json can be read alone
 
 
 class Rule(typing.NamedTuple):
@@ -138,6 +140,19 @@ def shares(groups, *parts):
 def interleaved(rows):
     """(..., n), two halves -> pairs with one of each, as some families store rotated pairs."""
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
+
+
+def rows_interleaved(config, q, k, *rest):
+    """The first rows of each query's and key's head, which rotate, are interleaved."""
+    def turned(rows):
+        first, other = rows.view(-1, config.head_dim).tensor_split([config.rope_dim], dim=1)
+        return torch.cat((interleaved(first), other), dim=1).flatten()
+    return [turned(q), turned(k), *rest]
+
+
+def rows_interleaved_norm(config, rows):
+    """Of a norm on queries or keys."""
+    return [rows_interleaved(config, rows, rows)[0]]
 
 
 def rows_by_kv_head(config, *qkv):
@@ -625,7 +640,7 @@ def read_layers(c, args, family):
     layers = layers[:args['n_layer']]
     if is_used and 'S' in layers:
         args.update(window=size, window_pattern=re.sub('[^S]', 'L', layers))
-    if 'D' in family.layer_types:
+    if family.layer_types.strip('SL'):
         args['mixer_pattern'] = re.sub('[SL]', 'A', layers)
 
 
@@ -674,7 +689,7 @@ def config_to_hf(config):
     """GPTConfig -> config.json of the first family whose reading of it computes the same. Raises ValueError
     that names what the nearest family lacks."""
     ours, nearest = canonical(config), []
-    for kind in FAMILIES:
+    for kind in (kind for kind, family in FAMILIES.items() if family.exports):
         try:
             c = write_config(config, kind)
             read = canonical(config_from_hf(c))
@@ -830,14 +845,18 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     dtype, stored = dtype or stored_dtype(stored), by_family_names(stored, family)
     with torch.device('meta'):
         model = GPT(changed_config(config, changes))
-    parts = plan(model, family)
+    parts, scale = plan(model, family), family.logit_scale(c)
     check(parts, stored, model, family, folder)
     for name, w in model.named_parameters():
-        w.data = w.data.to(torch.float32 if parts[name][0].layout is PLUS_ONE else dtype)
+        exact = parts[name][0].layout is PLUS_ONE or scale != 1 and name.startswith('ln_f.')
+        w.data = w.data.to(torch.float32 if exact else dtype)
     if int8:
         quantize_weights(model, dtype)
     model = model.to_empty(device=device)
     fill(model, parts, stored)
+    with torch.no_grad():
+        for w in model.ln_f.parameters():
+            w *= scale
     return model.eval()
 
 
