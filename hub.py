@@ -128,6 +128,7 @@ def refuse(c, **fields):
 SAME = Layout(lambda w: w, lambda w: w)
 TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
 PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # exact in float32 only
+ROW = Layout(lambda w: w[0], lambda w: w[None])  # (1, n)
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
 
 
@@ -230,8 +231,9 @@ def read_deepseek(c, args):
 def write_deepseek(config, c):
     if not (config.n_expert and config.n_shared_expert):
         raise ValueError('DeepSeek has experts and shared experts')
-    c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1,
-             num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim, num_nextn_predict_layers=0)
+    c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, num_nextn_predict_layers=0)
+    if config.kv_lora_rank:
+        c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
     if config.router == 'softmax':  # version 2
         c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
 
@@ -245,6 +247,49 @@ def read_sparse_layers(c, args):
 def write_sparse_layers(config, c):
     c.update(decoder_sparse_step=1,
              mlp_only_layers=[i for i in range(config.n_layer) if not config.has_experts(i)])
+
+
+def read_mlp_types(c, args):
+    if c['mlp_layer_types']:
+        args['n_dense_layer'] = 0
+        args['expert_pattern'] = ''.join('D' if one == 'dense' else 'E' for one in c['mlp_layer_types'])
+
+
+def write_mlp_types(config, c):
+    c['mlp_layer_types'] = ['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)]
+
+
+def read_ernie(c, args):
+    every, last = c['moe_layer_interval'], c['moe_layer_end_index'] % args['n_layer']
+    args['expert_pattern'] = ''.join(
+        'D' if (i + 1) % every or not c['moe_layer_start_index'] <= i <= last else 'E'
+        for i in range(args['n_layer']))
+
+
+def write_ernie(config, c):
+    sparse = [i for i in range(config.n_layer) if config.has_experts(i)]
+    c.update(moe_layer_start_index=sparse[0], moe_layer_end_index=sparse[-1],
+             moe_layer_interval=sparse[1] - sparse[0] if len(sparse) > 1 else 1)
+
+
+def read_local_rope(c, args):
+    """Windowed layers alone rotate; without windows all do."""
+    if c.get('sliding_window'):
+        args['pos_pattern'] = args.get('window_pattern', 'L').replace('L', 'N').replace('S', 'P')
+
+
+def read_mup(c, args):
+    if c['mup_enabled']:
+        args['embed_scale'] = args['n_embd'] ** 0.5
+
+
+def write_mup(config, c):
+    c['mup_enabled'] = config.embed_scale != 1
+
+
+def read_rotary_dim(c, args):
+    if c['rotary_dim']:
+        args['partial_rotary_factor'] = c['rotary_dim'] / args['head_dim']
 
 
 def read_shared_expert(c, args):
@@ -308,6 +353,8 @@ def read_minimind(c, args):
 
 MPT_ATTENTION = dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, prefix_lm=False,
                      attn_type='multihead_attention', attn_uses_sequence_id=False)
+MLP_TYPES = Rule(dict(mlp_layer_types=None), read_mlp_types, write_mlp_types)
+LOCAL_ROPE = Rule({}, read_local_rope)
 SPARSE_LAYERS = Rule(dict(decoder_sparse_step=1, mlp_only_layers=()), read_sparse_layers, write_sparse_layers)
 SHARED_EXPERT = Rule(dict(shared_expert_intermediate_size=None), read_shared_expert, write_shared_expert)
 HYBRID = Rule(dict(full_attention_interval=None), read_hybrid, write_hybrid)
@@ -342,8 +389,17 @@ QWEN2 = like(MISTRAL, arch='Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bia
              defaults=dict(use_sliding_window=False, max_window_layers=28))
 QWEN3 = like(LLAMA, arch='Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
              layers='S', layer_types='SL', defaults=QWEN2.defaults)
+OLMO2 = like(
+    LLAMA, arch='Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
+    ours=dict(qk_norm='whole', norm_placement='output'),
+    names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
                n_expert_active='num_experts_per_tok experts_per_token')
+MIXTRAL = like(
+    MISTRAL, arch='MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
+    ours=dict(rope_base=1e6),
+    names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
+           'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
 QWEN_EXPERTS = dict(
     n_expert='num_experts num_local_experts', n_expert_active='num_experts_per_tok',
     d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')
@@ -376,23 +432,34 @@ QWEN3_5 = like(
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': rows_qwen3_5}, ignored=('mtp.*', 'model.visual.*'), rules=(HYBRID,))
-DEEPSEEK_V3 = like(
-    LLAMA, arch='DeepseekV3ForCausalLM', ignored=('model.layers.N.*',),  # the extra prediction layer
-    fields=dict(n_kv_head=None, head_dim=None, mlp_bias=None, n_shared_expert='n_shared_experts',
+DEEPSEEK_EXPERTS = like(
+    LLAMA, ignored=('model.layers.N.*',),  # the extra prediction layer
+    fields=dict(mlp_bias=None, n_shared_expert='n_shared_experts',
                 n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
                 d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
                 **{name: name for name in (
-                    'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim',
                     'norm_topk_prob', 'routed_scaling_factor', 'n_group', 'topk_group')}),
-    ours=dict(qk_norm=None, router='sigmoid', balance_bias=True),
-    theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid', rope_interleave=True),
+    ours=dict(router='sigmoid', balance_bias=True),
+    theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'),
+    names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
+    rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
+DEEPSEEK_V3 = like(
+    DEEPSEEK_EXPERTS, arch='DeepseekV3ForCausalLM', ours=dict(qk_norm=None),
+    fields=dict(n_kv_head=None, head_dim=None, **{name: name for name in (
+        'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim')}),
+    theirs=dict(rope_interleave=True),
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
-           'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj',
-           'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
-    rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query},
-    rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
+           'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
+    rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
+GLM4_MOE = like(
+    DEEPSEEK_EXPERTS, arch='Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
+    ours=dict(partial_rotary_factor=0.5, norm_eps=1e-5))
+FLEX_OLMO = like(
+    OLMO2, arch='FlexOlmoForCausalLM', theirs=dict(clip_qkv=None),
+    fields=dict(EXPERTS, d_expert='intermediate_size', norm_topk_prob='norm_topk_prob'),
+    ours=dict(norm_topk_prob=False, rope_base=5e5))
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
     fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer='n_layer num_hidden_layers',
@@ -453,11 +520,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'llama': LLAMA,
     'mistral': MISTRAL,
     'qwen2': QWEN2,
-    'mixtral': like(
-        MISTRAL, arch='MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
-        ours=dict(rope_base=1e6),
-        names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
-               'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'}),
+    'mixtral': MIXTRAL,
     'qwen3_moe': QWEN3_MOE,
     'deepseek_v3': DEEPSEEK_V3,
     'deepseek_v2': like(
@@ -469,10 +532,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt_neox': NEOX,
     'gpt2': GPT2,
     'mpt': MPT,
-    'olmo2': like(
-        LLAMA, arch='Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
-        ours=dict(qk_norm='whole', norm_placement='output'),
-        names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
+    'olmo2': OLMO2,
     'gemma2': like(
         LLAMA, arch='Gemma2ForCausalLM', layers='SL', layer_types='SL',
         fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
@@ -517,6 +577,68 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(SPARSE_LAYERS, SHARED_EXPERT)),
     'qwen3_next': QWEN3_NEXT,
     'qwen3_5_text': QWEN3_5,
+    'glm4_moe': GLM4_MOE,
+    'solar_open': like(
+        GLM4_MOE, arch='SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
+        ours=dict(partial_rotary_factor=1.0, rope_base=1e6),
+        theirs=dict(use_qk_norm=False, first_k_dense_replace=0)),
+    'dots1': like(
+        DEEPSEEK_EXPERTS, arch='Dots1ForCausalLM', layers='S', layer_types='SL',
+        ours=dict(qk_norm=True, norm_topk_prob=False), theirs=dict(scoring_func=None),
+        defaults=dict(max_window_layers=62, scoring_func=None)),
+    'exaone_moe': like(
+        DEEPSEEK_EXPERTS, arch='ExaoneMoeForCausalLM', layers='SSSL', layer_types='SL',
+        fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
+                    n_shared_expert='num_shared_experts'),
+        ours=dict(qk_norm=True, norm_eps=1e-5, n_dense_layer=1), ignored=('mtp.*',),
+        names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
+        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES, LOCAL_ROPE)),
+    'afmoe': like(
+        DEEPSEEK_EXPERTS, arch='AfmoeForCausalLM', layers='SSSL', layer_types='SL',
+        fields=dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
+                    n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale', n_group=None,
+                    topk_group=None),
+        theirs=dict(score_func='sigmoid', route_norm=True, n_group=1, topk_group=1),
+        ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich', norm_eps=1e-5, n_dense_layer=1),
+        names={'attn.c_attn': f"{LLAMA.names['attn.c_attn']} self_attn.gate_proj",
+               'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
+               'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
+        rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, Rule(dict(mup_enabled=False), read_mup, write_mup))),
+    'hy_v3': like(
+        DEEPSEEK_EXPERTS, arch='HYV3ForCausalLM',
+        fields=dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
+                    routed_scaling_factor='router_scaling_factor', n_group=None, topk_group=None,
+                    n_dense_layer=None),
+        theirs=dict(mlp_bias=False),
+        ours=dict(qk_norm=True, norm_eps=1e-5, n_dense_layer=1, rope_base=11158840.0),
+        names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias',
+               'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_proj',
+               'mlp.shared.c_proj': 'mlp.shared_mlp.down_proj'},
+        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES)),
+    'minimax_m2': like(
+        MIXTRAL, arch='MiniMaxM2ForCausalLM', layers='L',
+        ours=dict(qk_norm='whole', router='sigmoid', balance_bias=True, rope_base=5e6,
+                  partial_rotary_factor=1.0),
+        theirs=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
+                    use_routing_bias=True),
+        defaults=dict(attn_type_list=None, use_mtp=None, num_mtp_modules=None),
+        names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
+        rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
+    'ernie4_5_moe': like(
+        LLAMA, arch='Ernie4_5_MoeForCausalLM',
+        fields=dict(qkv_bias=None, proj_bias=None, mlp_bias=None, n_expert='moe_num_experts',
+                    n_expert_active='moe_k', n_shared_expert='moe_num_shared_experts',
+                    d_expert='moe_intermediate_size'),
+        ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True),
+        theirs=dict(use_bias=False, moe_gate='topk', moe_use_aux_free=True),
+        names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
+        rows={'attn.c_attn': rows_interleaved}, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
+        rules=(Rule(dict(moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1,
+                         moe_capacity=None, moe_norm_min=None), read_ernie, write_ernie),)),
+    'flex_olmo': FLEX_OLMO,
+    'olmoe': like(
+        FLEX_OLMO, arch='OlmoeForCausalLM', names=LLAMA.names,
+        ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention'}
