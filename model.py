@@ -55,19 +55,25 @@ class GPTConfig:
     rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
     rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
     partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
+    rope_local: dict | None = None   # of these three what differs in S layers: {'rope_base': 1e4} (Gemma 3)
     document_token: int | None = None  # starts a document: nothing before it is seen, positions restart
     # mixers: what mixes tokens in a block
     mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet;
                                      # 'DDDA' (Qwen3-Next); None: A, or M with kv_lora_rank
     # attention
     window: int | None = None        # tokens that an S layer sees, its own among them (Mistral)
-    window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL'
+    window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL';
+                                     # C: chunks of `window` tokens that see nothing of others (Llama 4)
     qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3), False, whole
-                                     # (all heads at once, OLMo 2); None: True, in MLA False
+                                     # (all heads at once, OLMo 2), rotated (each head, after the rotation,
+                                     # Hunyuan), unit (that without weights, where there is a rotation,
+                                     # Llama 4); None: True, in MLA False
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
+    query_scale: dict | None = None  # queries grow with their position (Llama 4): see query_scale
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
     attn_sink: bool = False          # a learned logit for each head in the softmax's denominator (gpt-oss)
-    attn_gate: bool = False          # the output times the sigmoid of a projection (arXiv:2505.06708)
+    attn_gate: bool | str = False    # the output times the sigmoid of a projection (arXiv:2505.06708); head:
+                                     # one for each head
     # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), on with kv_lora_rank
     kv_lora_rank: int | None = None  # width of the latent
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
@@ -84,6 +90,7 @@ class GPTConfig:
     norm: str = 'rmsnorm'            # rmsnorm (arXiv:1910.07467), layernorm (arXiv:1607.06450)
     norm_eps: float = 1e-6           # inside the root
     norm_bias: bool | None = None    # None: layernorm follows bias, rmsnorm has none
+    norm_weight: bool = True         # False: norms without weights (OLMo)
     norm_placement: str = 'pre'      # pre, post, output, sandwich, parallel, parallel_2: see NORM_PLACEMENTS
     embed_norm: bool = False         # a norm after the embedding (BLOOM)
     embed_scale: float | None = None  # of the embedding (Gemma: sqrt(n_embd), also the default if sinusoidal)
@@ -92,6 +99,7 @@ class GPTConfig:
                                      # (modded-nanogpt)
     # MLP, biases
     mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
+    mlp_limit: float = 7.0           # of swiglu_oai's gate and up
     bias: bool = False               # in the linear layers, and in layernorm
     qkv_bias: bool | None = None     # of queries, keys, values (Qwen2); None: as bias
     proj_bias: bool | None = None    # of attention's output; None: as bias
@@ -103,7 +111,8 @@ class GPTConfig:
     shared_gate: bool = False        # these times the sigmoid of a projection to one element (Qwen2-MoE)
     d_expert: int | None = None      # an expert's width; None: d_ff
     n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
-    expert_pattern: str = 'E'        # E: experts, D: dense
+    expert_input_scale: bool = False  # the chosen experts' weights go on what they get (Llama 4)
+    expert_pattern: str = 'E'        # E: experts, D: dense, N: no MLP, a mixer alone (Nemotron-H)
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437)
     norm_topk_prob: bool = True      # the chosen experts' weights sum to 1
     routed_scaling_factor: float = 1.0  # factor on the chosen experts' weights
@@ -146,6 +155,9 @@ class GPTConfig:
             if getattr(self, name) is None:
                 setattr(self, name, value)
         self.rope_scaling = complete_scaling(self.rope_scaling, self.block_size)
+        if 'rope_scaling' in (local := self.rope_local or {}):
+            scaling = complete_scaling(local['rope_scaling'], self.block_size)
+            self.rope_local = {**local, 'rope_scaling': scaling}
         return defaults
 
     @property
@@ -153,13 +165,17 @@ class GPTConfig:
         """Dimensions of a head that are rotated."""
         return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
-    @property
-    def rope_kind(self):
-        """The kind of the config's own rotations, see Mixer: (base, dimensions, items of the scaling); None:
-        there are none."""
-        scaling = tuple((name, tuple(value) if isinstance(value, list) else value)
-                        for name, value in (self.rope_scaling or {}).items())
-        return (self.rope_base, self.rope_dim, scaling) if self.pos == 'rope' else None
+    def rope_kind(self, layer=None):
+        """The kind of a layer's rotations (None: of one that sees all tokens), see Mixer: (base, dimensions,
+        items of the scaling); None: there are none."""
+        if self.pos != 'rope':
+            return None
+        local = self.rope_local if layer is not None and self.window_of(layer) else {}
+        base, share, scaling = ((local or {}).get(name, getattr(self, name))
+                                for name in ('rope_base', 'partial_rotary_factor', 'rope_scaling'))
+        items = tuple((name, tuple(value) if isinstance(value, list) else value)
+                      for name, value in (scaling or {}).items())
+        return base, self.qk_rope_head_dim or int(self.head_dim * share), items
 
     @property
     def scale(self):
@@ -184,12 +200,16 @@ class GPTConfig:
 
     def window_of(self, layer):
         """The window of a layer; None: it sees all."""
-        slides = self.window and self.window_pattern and letter(self.window_pattern, layer) == 'S'
+        slides = self.window and self.window_pattern and letter(self.window_pattern, layer) != 'L'
         return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
 
+    def mlp_of(self, layer):
+        """E: experts, D: a dense MLP, N: none."""
+        kind = letter(self.expert_pattern, layer)
+        return 'D' if kind == 'E' and (self.n_expert is None or layer < self.n_dense_layer) else kind
+
     def has_experts(self, layer):
-        sparse = self.n_expert is not None and layer >= self.n_dense_layer
-        return sparse and letter(self.expert_pattern, layer) == 'E'
+        return self.mlp_of(layer) == 'E'
 
 
 def letter(pattern, layer):
@@ -207,9 +227,10 @@ def quotient(n, parts):
 
 def wrong_values(config):
     """Fields that are out of range or unknown, as texts."""
-    known = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), qk_norm=(True, False, 'whole', None),
+    known = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), attn_gate=(True, False, 'head'),
+                 qk_norm=(True, False, 'whole', 'rotated', 'unit', None),
                  mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
-    patterns = dict(pos_pattern='PN', window_pattern='SL', expert_pattern='ED', mixer_pattern=MIXERS)
+    patterns = dict(pos_pattern='PN', window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS)
     problems = []
     for name, value in vars(config).items():
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
@@ -232,6 +253,8 @@ NEEDS = (
     ('a layer for each letter', 'mixer_pattern',
      lambda c: set(c.mixer_pattern) == set(c.mixer_pattern[:c.n_layer])),
     ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
+    ("pos='rope', and layers with a window", 'rope_local',
+     lambda c: c.pos == 'rope' and any(map(c.window_of, range(c.n_layer)))),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
     ('positions that layers use: rope or alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
     ('a layer of attention for alibi', 'pos',
@@ -242,9 +265,13 @@ NEEDS = (
      lambda c: all(mixer.documents for mixer in c.mixers)),
     ('branches that do not end in a norm, which undoes it', 'residual_scale', lambda c: not ends_in_norm(c)),
     ('n_expert, and a layer that has experts',
-     'n_expert n_expert_active n_shared_expert d_expert n_dense_layer expert_pattern router norm_topk_prob '
-     'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence',
+     'n_expert n_expert_active n_shared_expert d_expert n_dense_layer router norm_topk_prob '
+     'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence expert_input_scale',
      lambda c: any(map(c.has_experts, range(c.n_layer)))),
+    ('n_expert, or an N', 'expert_pattern', lambda c: c.n_expert or 'N' in c.expert_pattern),
+    ("norm_placement='pre', where a layer has no MLP", 'norm_placement',
+     lambda c: 'N' not in c.expert_pattern),
+    ("mlp='swiglu_oai'", 'mlp_limit', lambda c: c.mlp == 'swiglu_oai'),
     ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
     ('both n_group and topk_group', 'n_group topk_group', lambda c: c.n_group and c.topk_group),
     ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
@@ -413,17 +440,18 @@ class Norm(nn.Module):
     """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450) over the last dimension; statistics in
     float32, the result in x's dtype."""
 
-    def __init__(self, width, config):
+    def __init__(self, width, config, weighted=True):
         super().__init__()
-        self.weight = parameter(width, init=nn.init.ones_, group='vector')
+        weighted = weighted and config.norm_weight
+        self.weight = parameter(width, init=nn.init.ones_, group='vector') if weighted else None
         self.bias = parameter(width, init=nn.init.zeros_, group='vector') if config.norm_bias else None
         self.kind, self.eps = config.norm, config.norm_eps
 
     def forward(self, x):
-        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
+        weight, bias = (None if w is None else w.float() for w in (self.weight, self.bias))
         if self.kind == 'layernorm':
-            return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
-        y = F.rms_norm(x.float(), weight.shape, weight, self.eps)
+            return F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).type_as(x)
+        y = F.rms_norm(x.float(), x.shape[-1:], weight, self.eps)
         return (y if bias is None else y + bias).type_as(x)
 
 
@@ -551,11 +579,14 @@ def rope_table(kind, position_ids, length):
 
 def check_rope(config):
     """As Mixer.check, for a config with rotations."""
-    if config.rope_dim < 2 or config.rope_dim % 2 or config.partial_rotary_factor > 1:
-        yield 'pos', f"rope rotates pairs: rope_dim={config.rope_dim} must be even, from 2 to a head's width"
-    elif config.rope_scaling:
+    if unknown := (config.rope_local or {}).keys() - {'rope_base', 'rope_scaling', 'partial_rotary_factor'}:
+        yield 'rope_local', f"there is no {', '.join(unknown)} in it"
+    for kind in dict.fromkeys(map(config.rope_kind, (None, *range(config.n_layer)))):
+        if kind[1] < 2 or kind[1] % 2 or kind[1] > (config.qk_rope_head_dim or config.head_dim):
+            yield 'pos', f"rope rotates pairs: rope_dim={kind[1]} must be even, from 2 to a head's width"
+            continue
         try:
-            rope_table(config.rope_kind, torch.zeros(1, 1, device='cpu'), config.block_size)
+            rope_table(kind, torch.zeros(1, 1, device='cpu'), config.block_size)
         except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
             yield 'rope_scaling', (f"{type(error).__name__} {error}; rope_type is one of "
                                    f"{', '.join(ROPE_SCALINGS)}")
@@ -579,6 +610,13 @@ def sinusoid(position_ids, width):
     pair = torch.arange(0, width, 2, device=position_ids.device)
     angle = position_ids[..., None] / 10000.0 ** (pair / width)
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
+
+
+def query_scale(position_ids, beta, length, start=0, layers='PN'):
+    """1 + beta log(1 + floor((position + start) / length)), by which queries at position_ids (1 or B, T) are
+    multiplied: (1 or B, 1, T, 1). Ministral 3; Llama 4 with start=1 and layers='N', those without positions
+    (after arXiv:2501.19399)."""
+    return 1 + beta * torch.log1p((position_ids + start).div(length, rounding_mode='floor'))[:, None, :, None]
 
 
 def alibi_slopes(n_head, device=None):
@@ -638,9 +676,9 @@ class Mixer(nn.Module, abc.ABC):
     forward(x, context): x (B, T, C) -> (B, T, C). Tokens must not see later ones. From `context`, the
     ForwardContext, a mixer takes
     - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that turn, items of a scaling), or
-      None; the config's own is config.rope_kind, one with another base (500.0, *config.rope_kind[1:]), and
-      (500.0, config.rope_dim, ()) one without the scaling;
-    - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it), or None;
+      None; the config's own is config.rope_kind(layer), and (500.0, config.rope_dim, ()) one without scaling;
+    - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it, whether the window is a
+      chunk), or None;
     - idx (B, T), the token ids, and position_ids;
     - cache, None in training. A mixer says in __init__ what it keeps there: `slots`, (heads, width) of each
       tensor that has a slot for each token: cache.append(self.layer, context, k, v) takes the new ones, (B,
@@ -757,16 +795,17 @@ def use_flex(device, dtype, T, dropout):
             and torch.compiler.is_compiling())
 
 
-def flex_mask(T, window, starts, slopes, device):
+def flex_mask(T, window, chunked, starts, slopes, device):
     """The mask of T tokens as flex_attention takes it, (block mask, function that changes scores or None):
-    of a window, from the starts (B, T) of documents on, with ALiBi's slopes (H,); None where there is
-    none. The bias of the same Mask then costs nothing: the compiler drops it unread."""
+    of a window, or of chunks, from the starts (B, T) of documents on, with ALiBi's slopes (H,); None where
+    there is none. The bias of the same Mask then costs nothing: the compiler drops it unread."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def is_seen(b, h, q, k):
         seen = k <= q
         if window is not None:
-            seen = seen & (q - k < window)
+            age = (q if starts is None else q - starts[b, q]) % window if chunked else window - 1
+            seen = seen & (q - k <= age)
         return seen if starts is None else seen & (k >= starts[b, q])
 
     def add_alibi(score, b, h, q, k):
@@ -814,26 +853,33 @@ class BaseAttention(Mixer):
     a head's key width plus its value width, for flops."""
 
     documents = can_slide = True
-    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'qkv_bias', 'proj_bias', 'attn_scale',
-              'attn_softcap', 'attn_sink')
+    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'rope_local', 'qkv_bias', 'proj_bias', 'attn_scale',
+              'attn_softcap', 'attn_sink', 'query_scale')
 
     @classmethod
     def check(cls, config):
         if config.pos == 'rope' and (config.head_dim or config.qk_rope_head_dim):
             yield from check_rope(config)
+        if config.query_scale:
+            query_scale(torch.zeros(1, 1, device='cpu'), **config.query_scale)
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
-        self.mask_kind = (self.window, config.pos == 'alibi' and self.pos)
-        self.rope_kind = config.rope_kind if self.pos else None
+        is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
+        self.mask_kind = (self.window, config.pos == 'alibi' and self.pos, is_chunked)
+        self.rope_kind = config.rope_kind(layer) if self.pos else None
         self.p, self.scale, self.softcap = config.dropout, config.scale, config.attn_softcap
+        grown = (config.query_scale or {}).get('layers', 'PN')
+        self.query_scale = config.query_scale if letter(config.pos_pattern, layer) in grown else None
         self.n_head, self.sink = config.n_head, None
         if config.attn_sink:
             self.sink = parameter(config.n_head, init=nn.init.zeros_, group='vector')
 
     def attend(self, q, k, v, context):
         mask, p = context.masks[self.mask_kind], self.p if self.training else 0.0
+        if self.query_scale:
+            q = q * query_scale(context.position_ids, **self.query_scale).type_as(q)
         return attend(q, k, v, context, mask, self.scale, p, self.softcap, self.sink)
 
     def flops(self, length):
@@ -861,27 +907,33 @@ class Attention(BaseAttention):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         H, K, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
-        gate = (H * D,) if config.attn_gate else ()
+        gate = (H if config.attn_gate == 'head' else H * D,) if config.attn_gate else ()
         self.c_attn = FusedLinear(C, (H * D, K * D, K * D, *gate), bias=config.qkv_bias)
         self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
         # elements of a token that are normalised together: a head's, or all heads'
         self.normed = [n * D if config.qk_norm == 'whole' else D for n in (H, K)]
-        self.q_norm, self.k_norm = (Norm(width, config) if config.qk_norm else nn.Identity()
+        self.norms_last = config.qk_norm in ('rotated', 'unit')
+        is_unit = config.qk_norm == 'unit'
+        has_norm = self.rope_kind if is_unit else config.qk_norm
+        self.q_norm, self.k_norm = (Norm(width, config, not is_unit) if has_norm else nn.Identity()
                                     for width in self.normed)
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
 
     def forward(self, x, context):
         (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
-        q = self.q_norm(q.unflatten(-1, (-1, self.normed[0]))).flatten(2)
-        k = self.k_norm(k.unflatten(-1, (-1, self.normed[1]))).flatten(2)
+        if not self.norms_last:
+            q = self.q_norm(q.unflatten(-1, (-1, self.normed[0]))).flatten(2)
+            k = self.k_norm(k.unflatten(-1, (-1, self.normed[1]))).flatten(2)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
         q, k = rotate(q, rope), rotate(k, rope)
+        if self.norms_last:
+            q, k = self.q_norm(q), self.k_norm(k)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, context, k, v)
-        y = self.attend(q, k, v, context).transpose(1, 2).flatten(2)
-        if gate:
-            y = y * gate[0].sigmoid()
-        return self.c_proj(y)
+        y = self.attend(q, k, v, context).transpose(1, 2)  # (B, T, H, D)
+        if gate:  # for each element, or for each head
+            y = y * gate[0].unflatten(-1, (self.n_head, -1)).sigmoid()
+        return self.c_proj(y.flatten(2))
 
 
 class LatentAttention(BaseAttention):
@@ -1216,10 +1268,24 @@ MIXERS = {  # letter in mixer_pattern: class
 
 # MLP and experts --------------------------------------------------------------------------------------------
 
-def swiglu_oai(gate, up):
+def swiglu_oai(gate, up, limit=7.0):
     """gpt-oss's, arXiv:2508.10925."""
-    gate = gate.clamp(max=7)
-    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-limit, limit) + 1)
+
+
+class XIELU(nn.Module):
+    """Parabola above zero, exponential below, with a learned share of each: arXiv:2411.13010 (Apertus)."""
+
+    def __init__(self):
+        super().__init__()
+        inits = (functools.partial(nn.init.constant_, val=math.log(math.expm1(start))) for start in (0.8, 0.3))
+        self.alpha_p, self.alpha_n = (parameter(1, init=init, group='vector') for init in inits)
+
+    def forward(self, x):
+        above, below = F.softplus(self.alpha_p), 0.5 + F.softplus(self.alpha_n)
+        curve = torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=-1e-6)) - x))
+        return (curve + 0.5 * x).type_as(x)
 
 
 ACTIVATIONS = {
@@ -1235,12 +1301,15 @@ ACTIVATIONS = {
     'relu': (F.relu, False),
     'relu2': (lambda x: F.relu(x).square(), False),                 # Primer, arXiv:2109.08668
     'silu': (F.silu, False),
+    'xielu': (XIELU, False),
 }
 
 
 def activation(config):
     """The activation of config.mlp and whether it is gated; a class becomes an instance, with parameters."""
     act, gated = ACTIVATIONS[config.mlp]
+    if act is swiglu_oai:
+        act = functools.partial(act, limit=config.mlp_limit)
     return act() if isinstance(act, type) else act, gated
 
 
@@ -1312,6 +1381,8 @@ class MoE(nn.Module):
         order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
         ends = self.load(chosen, 1)[0].cumsum(0, dtype=torch.int32)
         each = flat.to(context.dtype)[:, None].expand(-1, k, -1).flatten(0, 1)  # a row a choice
+        if self.config.expert_input_scale:
+            each, weight = each * weight.view(-1, 1).type_as(each), torch.ones_like(weight)
         # index_select: the backward of indexing is slow, or not deterministic
         y = self.experts(each.index_select(0, order), ends)
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
@@ -1396,6 +1467,11 @@ def parallel_2(x, attn, mlp, ln_1, ln_2):
     return x + attn(ln_1(x)) + mlp(ln_2(x))
 
 
+def mixer_alone(x, attn, mlp, ln_1):
+    """A pre_norm layer without MLP."""
+    return x + attn(ln_1(x))
+
+
 NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms; how many norms)
     'pre': (pre_norm, 2),
     'post': (post_norm, 2),
@@ -1411,14 +1487,15 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.placement, n_norm = NORM_PLACEMENTS[config.norm_placement]
+        has_mlp = config.mlp_of(layer) != 'N'
+        self.placement, n_norm = NORM_PLACEMENTS[config.norm_placement] if has_mlp else (mixer_alone, 1)
         self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
         self.ln_1 = Norm(config.n_embd, config)
         self.attn = MIXERS[config.mixer_of(layer)](config, layer)
         for name in self.norms[1:]:  # nanoGPT's files number optimizer states in this order
             setattr(self, name, Norm(config.n_embd, config))
         self.sparse = config.has_experts(layer)
-        self.mlp = MoE(config) if self.sparse else MLP(config, config.d_ff)
+        self.mlp = MoE(config) if self.sparse else MLP(config, config.d_ff) if has_mlp else None
         self.p, self.scale = config.dropout, config.residual_scale
 
     def forward(self, x, context):
@@ -1567,8 +1644,9 @@ class GPT(nn.Module):
             cache.starts.scatter_(1, at.expand_as(start), start)
         return start
 
-    def mask(self, context, window, alibi):
-        """The Mask of the layers with this window, None for all, and with or without ALiBi's bias."""
+    def mask(self, context, window, alibi, chunked=False):
+        """The Mask of the layers with this window, None for all, and with or without ALiBi's bias. chunked:
+        documents are cut into chunks of a window."""
         positions, cache, starts = context.positions, context.cache, context.document_starts
         T, longest = positions.shape[1], 0 if cache is None else cache.longest
         is_causal = longest == 0  # nothing cached: the keys are the new tokens; static: False
@@ -1577,13 +1655,14 @@ class GPT(nn.Module):
             is_plain = is_causal and sees_all and not context.eager
         else:      # one token that sees all that is there
             is_plain = cache is None or cache.same_length and context.lengths is None and (
-                sees_all or cache.n_slots(window) <= window)
+                sees_all or cache.n_slots(window) <= window and not chunked)
         if is_plain and starts is None and not alibi:
             return Mask(None, is_causal, None)
         k_pos = positions if cache is None else cache.key_positions(window, positions)
         first = 0 if starts is None else starts
         if window is not None:
-            first = (positions - (window - 1)).clamp(min=first)
+            age = context.position_ids % window if chunked else window - 1  # of the oldest token seen
+            first = (positions - age).clamp(min=first)
             if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
                 first = first.clamp(max=cache.max_len - 1)
         bias, slopes, flex = torch.zeros((), dtype=context.dtype, device=positions.device), None, None
@@ -1593,7 +1672,7 @@ class GPT(nn.Module):
             bias = (-slopes[:, None, None] * distance).to(bias.dtype)
         if cache is None and not context.eager and use_flex(positions.device.type, context.dtype, T,
                                                             self.training and self.config.dropout):
-            flex = flex_mask(T, window, starts, slopes, positions.device)
+            flex = flex_mask(T, window, chunked, starts, slopes, positions.device)
         return Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window, flex)
 
     def embed(self, context):

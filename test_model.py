@@ -36,25 +36,30 @@ GPT2 = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu_tanh', qk_
 
 CHOICES = {  # the axes of the pairwise grid, which another choice combines anew; {}: GPTConfig's defaults
     'attention': [{}, dict(n_kv_head=2), dict(n_kv_head=1, head_dim=10, qk_norm='whole'), MLA,
-                  {**MLA, 'q_lora_rank': 12}, dict(n_kv_head=2, attn_sink=True, qk_norm=False)],
+                  {**MLA, 'q_lora_rank': 12}, dict(n_kv_head=2, attn_sink=True, qk_norm=False),
+                  dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 4, 'start': 1, 'layers': 'N'}),
+                  dict(n_kv_head=1, qk_norm='unit', query_scale={'beta': 0.5, 'length': 3})],
     'position': [{}, dict(rope_scaling=YARN), dict(pos_pattern='NP'), dict(pos='alibi'),
                  dict(pos='learned'), dict(pos='sinusoidal'), dict(pos='none'),
                  dict(pos='alibi', pos_pattern='PN')],
-    'window': [{}, dict(window=5, window_pattern='S'), dict(window=5, window_pattern='SL')],
+    'window': [{}, dict(window=5, window_pattern='S'), dict(window=5, window_pattern='SL'),
+               dict(window=5, window_pattern='CL'),
+               dict(window=5, window_pattern='LS', rope_local={'rope_base': 20.0, 'rope_scaling': YARN})],
     'norm': [{}, dict(norm='layernorm', bias=True), dict(norm_placement='post'),
              dict(norm_placement='output', embed_norm=True),
              dict(norm_placement='sandwich', attn_softcap=3.0),
              dict(norm_placement='parallel', norm='layernorm'),
              dict(norm_placement='parallel_2', residual_scale=0.7),
-             dict(residual_lambdas=True, norm_bias=True)],
+             dict(residual_lambdas=True, norm_bias=True), dict(norm_weight=False)],
     'mlp': [{}, dict(mlp='gelu_tanh'), dict(mlp='relu2', logit_softcap=5.0, tie_word_embeddings=False),
-            dict(n_expert=4, n_shared_expert=1, d_expert=24),
+            dict(mlp='xielu', expert_pattern='DN'), dict(mlp='swiglu_oai', mlp_limit=1.0),
+            dict(n_expert=4, n_shared_expert=1, d_expert=24, expert_input_scale=True),
             dict(n_expert=4, n_expert_active=3, router='sigmoid', balance_bias=True, n_dense_layer=1,
                  d_expert=20),
             dict(n_expert=6, n_group=3, topk_group=2, expert_pattern='DE', mlp='gelu', mlp_bias=True)],
     'documents': [{}, dict(document_token=3)],
     'mixer': [{}, dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4),
-              dict(attn_gate=True), dict(mixer_pattern='MD'),
+              dict(attn_gate=True), dict(attn_gate='head'), dict(mixer_pattern='MD'),
               dict(mixer_pattern='D', linear_key_head_dim=6, linear_value_head_dim=10,
                    linear_conv_kernel_dim=2)],
 }
@@ -606,7 +611,7 @@ def test_rotary_scalings_follow_their_papers():
             (dict(rope_type='longrope', factor=1.0, **lists, original_max_position_embeddings=512),
              plain, 1)):
         config = GPTConfig(head_dim=d, block_size=512, rope_base=base, rope_scaling=scaling or None)
-        cos, sin = flat.rope_table(config.rope_kind, torch.tensor([[0, 1]]), config.block_size)
+        cos, sin = flat.rope_table(config.rope_kind(), torch.tensor([[0, 1]]), config.block_size)
         assert cos[0, 0, 0].tolist() == pytest.approx([factor] * 8)
         if expected is not None:
             torch.testing.assert_close(torch.atan2(sin, cos)[0, 0, 1], expected, rtol=1e-5, atol=0)
@@ -776,7 +781,7 @@ def test_bfloat16_is_near_float32():
     cast = model.to(torch.bfloat16)(idx).log_softmax(-1)
     assert auto.dtype == cast.dtype == torch.float32
     assert (auto - full).abs().mean() < 0.05 * full.std() and (cast - full).abs().mean() < 0.05 * full.std()
-    assert model.context(idx).ropes[model.config.rope_kind][0].dtype == torch.float32  # never rounded
+    assert model.context(idx).ropes[model.config.rope_kind()][0].dtype == torch.float32  # never rounded
 
 
 def test_loss_counts_only_targets():
