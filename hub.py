@@ -274,8 +274,9 @@ def read_indexer(c, args):
 
 def read_hunyuan(c, args):
     """A 'dynamic' scaling with alpha is another base, whatever the length."""
-    alpha, width = args.get('rope_scaling', {}).get('alpha'), args['head_dim']
+    alpha = args.get('rope_scaling', {}).get('alpha')
     if alpha:
+        width = args.get('head_dim') or args['n_embd'] // args['n_head']
         args.update(rope_scaling=None, rope_base=args['rope_base'] * alpha ** (width / (width - 2)))
 
 
@@ -668,7 +669,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                   partial_rotary_factor=1.0),
         theirs=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
                     use_routing_bias=True),
-        harmless='attn_type_list use_mtp num_mtp_modules',
+        defaults=dict(head_dim=128), harmless='attn_type_list use_mtp num_mtp_modules',
         names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
         rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
     'ernie4_5_moe': like(
