@@ -771,8 +771,8 @@ def config_from_hf(c):
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
             args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
-    missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
-               if ours not in args}
+    missing = {family.fields[ours]: None for ours in (
+        'vocab_size', 'n_layer', 'n_head', 'n_embd', 'kv_lora_rank') if ours in family.fields and ours not in args}
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}

@@ -214,7 +214,9 @@ HF_MODELS = [  # model_type and its configuration
                         mlp_layer_types=['sparse', 'dense', 'sparse'])),
     ('afmoe', dict(HF_ROUTED, sliding_window=7, mup_enabled=True, route_scale=2.0,
                    global_attn_every_n_layers=2)),
-    ('hy_v3', dict(HF_ROUTED, tie_word_embeddings=True, router_scaling_factor=2.0)),
+    ('hy_v3', dict(HF_ROUTED, attention_bias=True, router_scaling_factor=2.0)),
+    ('hy_v3', dict(HF_ROUTED, num_key_value_heads=4, head_dim=8, tie_word_embeddings=True,  # no DeepSeek
+                   mlp_layer_types=['sparse'] * 3)),
     ('minimax_m2', dict(HF, num_local_experts=5, num_experts_per_tok=3, head_dim=16, rotary_dim=8)),
     ('ernie4_5_moe', dict(HF, moe_intermediate_size=12, moe_num_experts=6, moe_k=3, moe_layer_end_index=1)),
     ('glm4_moe_lite', dict(HF_LATENT, q_lora_rank=12, rms_norm_eps=1e-6, n_group=4, topk_group=2,
