@@ -98,8 +98,8 @@ class Family(typing.NamedTuple):
 class Rule(typing.NamedTuple):
     """Fields of config.json that no name carries over."""
     theirs: dict                # the fields: their values if not given
-    read: typing.Callable       # (config.json, GPTConfig's fields so far) -> None: sets the rest
-    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far) -> None: sets the rest
+    read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields so far): sets the rest
+    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far): sets the rest
 
 
 class Layout(typing.NamedTuple):
@@ -107,13 +107,13 @@ class Layout(typing.NamedTuple):
     write: typing.Callable      # ours -> theirs
 
 
-def like(base, **changes):
+def like(base, arch=None, **changes):
     """The family `base` with changes. Dicts are merged; None removes an entry."""
     for key, value in changes.items():
         if isinstance(value, dict):
             merged = {**getattr(base, key), **value}
             changes[key] = {name: one for name, one in merged.items() if one is not None}
-    return base._replace(**changes)
+    return base._replace(arch=arch or base.arch, **changes)
 
 
 def refuse(c, **fields):
@@ -128,6 +128,7 @@ def refuse(c, **fields):
 SAME = Layout(lambda w: w, lambda w: w)
 TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
 PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # exact in float32 only
+AFTER_TWO = Layout(lambda w: w[2:], lambda w: torch.nn.functional.pad(w, (0, 0, 2, 0)))  # two unused rows
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
 
 
@@ -153,6 +154,17 @@ def rows_interleaved(config, q, k, *rest):
 def rows_interleaved_norm(config, rows):
     """Of a norm on queries or keys."""
     return [rows_interleaved(config, rows, rows)[0]]
+
+
+def rows_swapped(config, q, k, v):
+    """The halves of each query's and key's head change places, so that they turn the other way."""
+    return [*(rows.view(-1, 2, config.head_dim // 2).flip(1).flatten() for rows in (q, k)), v]
+
+
+def rows_codegen(config, *qkv):
+    """For each fourth of the heads the queries, the values, the keys."""
+    q, k, v = rows_interleaved(config, *qkv)
+    return [shares(4, q, v, k)]
 
 
 def rows_by_kv_head(config, *qkv):
@@ -272,10 +284,14 @@ def read_gemma2(c, args):
     args.update(embed_scale=args['n_embd'] ** 0.5, attn_scale=c['query_pre_attn_scalar'] ** -0.5)
 
 
+def write_softcap(config, c):
+    c['final_logit_softcapping'] = config.logit_softcap or None
+
+
 def write_gemma2(config, c):
+    write_softcap(config, c)
     c.update(query_pre_attn_scalar=round(config.scale ** -2),
-             attn_logit_softcapping=config.attn_softcap or None,
-             final_logit_softcapping=config.logit_softcap or None)
+             attn_logit_softcapping=config.attn_softcap or None)
 
 
 def read_smollm3(c, args):
@@ -288,12 +304,63 @@ def write_smollm3(config, c):
     c['no_rope_layers'] = [int(letter(config.pos_pattern, i) == 'P') for i in range(config.n_layer)]
 
 
+def read_gemma(c, args):
+    args['embed_scale'] = args['n_embd'] ** 0.5
+    if args['mlp'] == 'geglu':  # as first published
+        args['mlp'] = 'geglu_tanh'
+
+
 def read_neox(c, args):
     args['norm_placement'] = 'parallel_2' if c['use_parallel_residual'] else 'pre'
 
 
 def write_neox(config, c):
     c['use_parallel_residual'] = config.norm_placement == 'parallel_2'
+
+
+def read_rotary_dim(c, args):
+    args['partial_rotary_factor'] = c['rotary_dim'] / (args['n_embd'] // args['n_head'])
+
+
+def write_rotary_dim(config, c):
+    del c['rope_parameters']
+    c['rotary_dim'] = config.rope_dim
+
+
+def read_rope_where_short(c, args):
+    if c['sliding_window']:  # layers that see all tokens have no positions
+        args['pos_pattern'] = args.get('window_pattern', 'L').replace('L', 'N').replace('S', 'P')
+
+
+def write_rope_where_short(config, c):
+    c['sliding_window'] = config.window
+
+
+def write_phi3(config, c):
+    if scaling := config.rope_scaling:
+        if scaling['rope_type'] != 'longrope':
+            raise ValueError('Phi 3 has no other scaling')
+        c['original_max_position_embeddings'] = scaling['original_max_position_embeddings']
+
+
+def read_ministral3(c, args):
+    scaling = args.get('rope_scaling', {})
+    if 'llama_4_scaling_beta' not in scaling:
+        refuse(c, rope_parameters=c.get('rope_parameters'))
+    scaling.pop('max_position_embeddings', None)
+    args['query_scale'] = dict(beta=scaling.pop('llama_4_scaling_beta'),
+                               length=scaling['original_max_position_embeddings'])
+
+
+def write_ministral3(config, c):
+    c['rope_parameters']['llama_4_scaling_beta'] = config.query_scale['beta']
+
+
+def read_hunyuan(c, args):
+    scaling = args.get('rope_scaling', {})
+    if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':  # a larger base, whatever the length
+        args['rope_base'] *= scaling['alpha'] ** (args['head_dim'] / (args['head_dim'] - 2))
+        del args['rope_scaling']
 
 
 def read_minimind(c, args):
@@ -310,6 +377,7 @@ MPT_ATTENTION = dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, p
                      attn_type='multihead_attention', attn_uses_sequence_id=False)
 SPARSE_LAYERS = Rule(dict(decoder_sparse_step=1, mlp_only_layers=()), read_sparse_layers, write_sparse_layers)
 SHARED_EXPERT = Rule(dict(shared_expert_intermediate_size=None), read_shared_expert, write_shared_expert)
+ROPE_WHERE_SHORT = Rule(dict(sliding_window_pattern=None), read_rope_where_short, write_rope_where_short)
 HYBRID = Rule(dict(full_attention_interval=None), read_hybrid, write_hybrid)
 
 
@@ -357,6 +425,8 @@ LINEAR_FIELDS = dict(
     linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads',
     linear_key_head_dim='linear_key_head_dim', linear_value_head_dim='linear_value_head_dim',
     linear_conv_kernel_dim='linear_conv_kernel_dim')
+PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
+    'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
     QWEN3_MOE, arch='Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
     ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
@@ -366,8 +436,7 @@ QWEN3_NEXT = like(
            'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
            'D.attn.c_proj': 'linear_attn.out_proj'},
     rows={'attn.c_attn': rows_gated_attention, 'D.attn.c_attn': rows_qwen3_next},
-    layouts={'attn.conv': CONVOLUTION, **dict.fromkeys(
-        ('ln_1.weight', 'ln_2.weight', 'ln_f.weight', 'attn.q_norm.weight', 'attn.k_norm.weight'), PLUS_ONE)},
+    layouts={'attn.conv': CONVOLUTION, **PLUS_ONE_NORMS},
     ignored=('mtp.*',), rules=(SPARSE_LAYERS, SHARED_EXPERT, HYBRID))
 QWEN3_5 = like(
     QWEN3_NEXT, arch='Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
@@ -400,7 +469,6 @@ BLOOM = Family(
                 norm_eps='layer_norm_epsilon', tie_word_embeddings='tie_word_embeddings'),
     ours=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
               mlp='gelu_tanh', embed_norm=True),
-    theirs=dict(apply_residual_connection_post_layernorm=False),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
            'ln_f': 'transformer.ln_f', 'lm_head': 'lm_head', 'ln_1': 'input_layernorm',
            'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
@@ -421,7 +489,6 @@ FALCON = like(
                 read_falcon, write_falcon),))
 NEOX = like(
     BLOOM, arch='GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
-    theirs=dict(apply_residual_connection_post_layernorm=None),
     fields={**LLAMA.fields, 'n_kv_head': None, 'head_dim': None, 'mlp_bias': None,
             'norm_eps': 'layer_norm_eps'},
     ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
@@ -431,7 +498,7 @@ NEOX = like(
     rules=(Rule(dict(use_parallel_residual=True), read_neox, write_neox),))
 GPT2 = like(
     BLOOM, arch='GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
-    theirs=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
+    theirs=dict(scale_attn_weights=True),
     fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
@@ -448,6 +515,54 @@ MPT = like(
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
     rules=(Rule(dict(attn_config={}, learned_pos_emb=None), read_mpt, write_mpt),))
+GEMMA2 = like(
+    LLAMA, arch='Gemma2ForCausalLM', layers='SL', layer_types='SL',
+    fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
+                attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
+    defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
+    names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
+           'ln_4': 'post_feedforward_layernorm'},
+    layouts=PLUS_ONE_NORMS,
+    rules=(Rule(dict(query_pre_attn_scalar=256), read_gemma2, write_gemma2),))
+GPTJ = like(
+    GPT2, 'GPTJForCausalLM', layouts=dict.fromkeys(GPT2.layouts),
+    ours=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True,
+              tie_word_embeddings=False),
+    names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
+           'mlp.c_fc': 'mlp.fc_in', 'mlp.c_proj': 'mlp.fc_out'},
+    rows={'attn.c_attn': rows_interleaved},
+    rules=(Rule(dict(rotary_dim=64), read_rotary_dim, write_rotary_dim),))
+LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
+OPT = like(
+    MISTRAL, 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
+    theirs=dict(do_layer_norm_before=True),
+    fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
+                bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
+                norm_bias='layer_norm_elementwise_affine'),
+    ours=dict(LAYERNORM, pos='learned', bias=True, mlp='relu', tie_word_embeddings=True),
+    names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
+           'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
+           'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
+           'mlp.c_proj': 'fc2'},
+    layouts={'wpe.weight': AFTER_TWO})
+INTERLEAVED = {'attn.c_attn': rows_interleaved}
+GLM = like(
+    LLAMA, 'GlmForCausalLM', fields=dict(proj_bias=None, mlp_bias=None), rows=INTERLEAVED,
+    ours=dict(qkv_bias=True, partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
+GRANITE = like(
+    LLAMA, 'GraniteForCausalLM', logit_scale=lambda c: 1 / c.get('logits_scaling', 1),
+    fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
+                residual_scale='residual_multiplier'),
+    ours=dict(attn_scale=1.0), defaults=dict(logits_scaling=1.0))
+COHERE = like(
+    LLAMA, 'CohereForCausalLM', fields=dict(mlp_bias=None, norm_eps='layer_norm_eps'), rows=INTERLEAVED,
+    ours=dict(norm='layernorm', norm_eps=1e-5, norm_placement='parallel', tie_word_embeddings=True,
+              rope_base=5e5),
+    logit_scale=lambda c: c.get('logit_scale', 0.0625),
+    rules=(Rule(dict(logit_scale=None), write=lambda config, c: c.update(logit_scale=1.0)),))
+ARCEE = like(
+    LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3': QWEN3,
     'llama': LLAMA,
@@ -473,18 +588,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         LLAMA, arch='Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
         ours=dict(qk_norm='whole', norm_placement='output'),
         names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
-    'gemma2': like(
-        LLAMA, arch='Gemma2ForCausalLM', layers='SL', layer_types='SL',
-        fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
-                    attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
-        defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
-        ours=dict(norm_placement='sandwich', tie_word_embeddings=True),
-        names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
-               'ln_4': 'post_feedforward_layernorm'},
-        layouts={f'{norm}.weight': PLUS_ONE for norm in ('ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f')},
-        rules=(Rule(dict(query_pre_attn_scalar=256), read_gemma2, write_gemma2),)),
+    'gemma2': GEMMA2,
     'phi': like(
-        LLAMA, arch='PhiForCausalLM', theirs=dict(qk_layernorm=False),
+        LLAMA, arch='PhiForCausalLM',
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
         ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
                   partial_rotary_factor=0.5),
@@ -517,6 +623,96 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(SPARSE_LAYERS, SHARED_EXPERT)),
     'qwen3_next': QWEN3_NEXT,
     'qwen3_5_text': QWEN3_5,
+    'gemma': like(
+        GEMMA2, 'GemmaForCausalLM', layers='L', layer_types='', ours=dict(norm_placement='pre'),
+        fields=dict(mlp='hidden_act hidden_activation', attn_softcap=None, logit_softcap=None),
+        rules=(Rule({}, read_gemma),)),
+    'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', ours=dict(norm_placement='pre'),
+                       names={'ln_2': 'pre_feedforward_layernorm'}),
+    'phi3': like(
+        MISTRAL, 'Phi3ForCausalLM', ours=dict(partial_rotary_factor=1.0),
+        rules=(Rule(dict(original_max_position_embeddings=4096), write=write_phi3),),
+        names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'}),
+    'glm': GLM,
+    'glm4': like(
+        GLM, 'Glm4ForCausalLM', ours=dict(norm_placement='sandwich'),
+        names={'ln_2': 'post_self_attn_layernorm', 'ln_3': 'post_attention_layernorm',
+               'ln_4': 'post_mlp_layernorm'}),
+    'granite': GRANITE,
+    'hyperclovax': like(
+        GRANITE, 'HyperCLOVAXForCausalLM', theirs=dict(use_post_norm=True),
+        ours=dict(attn_scale=None, norm_placement='sandwich'),
+        logit_scale=lambda c: c.get('logits_scaling', 1),
+        names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
+    'cohere': COHERE,
+    'cohere2': like(
+        COHERE, 'Cohere2ForCausalLM', layers='SSSL', layer_types='SL', ours=dict(rope_base=1e4),
+        theirs=dict(position_embedding_type='rope_gptj'), defaults=dict(sliding_window=4096),
+        rules=(*COHERE.rules, ROPE_WHERE_SHORT)),
+    'exaone4': like(
+        MISTRAL, 'Exaone4ForCausalLM', layers='SSSL', layer_types='SL',
+        defaults=dict(sliding_window=4096),
+        ours=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
+        names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
+    'ernie4_5': like(
+        MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED,
+        ours=dict(tie_word_embeddings=True, rope_base=5e5)),
+    'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None), ours=dict(rope_base=1e5),
+                   rows=INTERLEAVED),
+    'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'),
+                     ours=dict(qkv_bias=True)),
+    'internlm3': LLAMA,
+    'iquestcoder': LLAMA,
+    'ministral': like(MISTRAL, 'MinistralForCausalLM', layer_types='SL',
+                      defaults=dict(sliding_window=4096)),
+    'ministral3': like(MISTRAL, 'Ministral3ForCausalLM',
+                       rules=(Rule({}, read_ministral3, write_ministral3),)),
+    'cwm': like(
+        MISTRAL, 'CwmForCausalLM', layers='LSSS', layer_types='SL', fields=dict(mlp_bias='mlp_bias'),
+        ours=dict(rope_base=1e6), defaults=dict(sliding_window=8192)),
+    'starcoder2': like(
+        MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
+        ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
+        defaults=dict.fromkeys(('activation_function', 'layer_norm_epsilon', 'mlp_type', 'norm_type',
+                                'scale_attn_weights'), ''),  # of the first files
+        names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}),
+    'stablelm': like(
+        MISTRAL, 'StableLmForCausalLM', layers='L',
+        fields=dict(qkv_bias='use_qkv_bias', norm_eps='layer_norm_eps', head_dim=None),
+        ours=dict(LAYERNORM, partial_rotary_factor=0.25)),
+    'arcee': ARCEE,
+    'nemotron': like(
+        ARCEE, 'NemotronForCausalLM', fields=dict(norm_eps='norm_eps'),
+        ours=dict(LAYERNORM, partial_rotary_factor=0.5),
+        layouts=PLUS_ONE_NORMS),
+    'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
+                  ours=dict(LAYERNORM, qkv_bias=True, proj_bias=True, mlp_bias=True)),
+    'apertus': like(
+        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), exports=False,
+        ours=dict(mlp='xielu', qk_norm=True, rope_base=12e6),
+        names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
+               'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
+        ignored=('*.act_fn.beta', '*.act_fn.eps')),  # constants, which an export would need
+    'olmo': like(LLAMA, 'OlmoForCausalLM', fields=dict(mlp_bias=None, norm_eps=None),
+                 ours=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
+    'nanochat': like(
+        LLAMA, 'NanoChatForCausalLM',
+        fields=dict(mlp_bias=None, logit_softcap='final_logit_softcapping'),
+        ours=dict(mlp='relu2', qk_norm='rotated', norm_weight=False, embed_norm=True),
+        names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped},
+        rules=(Rule(dict(final_logit_softcapping=15.0), write=write_softcap),)),
+    'hunyuan_v1_dense': like(
+        LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm='rotated'),
+        theirs=dict(use_qk_norm=True),
+        names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
+        rules=(Rule({}, read_hunyuan),)),
+    'opt': OPT,
+    'gptj': GPTJ,
+    'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
+                    rows={'attn.c_attn': rows_codegen}, ignored=('*.attn.causal_mask',)),
+    'gpt_bigcode': like(
+        GPT2, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True),
+        layouts=dict.fromkeys(GPT2.layouts)),
 }
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention'}
@@ -524,7 +720,7 @@ GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
     'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
-    'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh'}
+    'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', 'xielu': 'xielu'}
 HARMLESS = '''
     _* *_pdrop *_token *_token_id *aux_loss* *cache* *checkpointing *dropout* *loss_alpha
     *original_max_position_embeddings *sliding_window architectures attention_softmax_in_fp32
@@ -537,6 +733,10 @@ HARMLESS = '''
     rope_interleave rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise
     seq_aux skip_bias_add* slow_but_exact summary_* task_* tokenizer_name torch_dtype transformers.js_config
     transformers_version verbose
+    inference_runner layer_switch max_batch_size model_max_length order_of_interleaved_layers rotary
+    rotary_scaling_factor scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing
+    use_gated_activation use_parallel_block use_parallel_embedding use_rotary_pos_emb validate_runner_input
+    word_embed_proj_dim
 '''  # fields of any config.json that change nothing here, or are read below
 
 
@@ -626,10 +826,13 @@ def write_rope(config, c):
 def read_layers(c, args, family):
     """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
     size, every = c.get('sliding_window'), c.get('full_attention_interval')
+    period = c.get('sliding_window_pattern')
     is_used = size and c.get('use_sliding_window', True)
     if is_used and 'S' not in family.layers:
         refuse(c, sliding_window=size)
     layers = 'D' * (every - 1) + 'L' if every else family.layers
+    if isinstance(period, int):
+        layers = 'S' * (period - 1) + 'L'
     if 'max_window_layers' in family.defaults:  # counts first layers without a window
         layers = 'L' * (c['max_window_layers'] or 0) + layers * args['n_layer']
     if family.layer_types and c.get('layer_types'):
