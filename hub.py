@@ -99,8 +99,8 @@ class Family(typing.NamedTuple):
 class Rule(typing.NamedTuple):
     """Fields of config.json that no name carries over."""
     theirs: dict                # the fields: their values if not given
-    read: typing.Callable       # (config.json, GPTConfig's fields so far) -> None: sets the rest
-    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far) -> None: sets the rest
+    read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields so far): sets the rest
+    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far): sets the rest
 
 
 class Layout(typing.NamedTuple):
@@ -108,13 +108,13 @@ class Layout(typing.NamedTuple):
     write: typing.Callable      # ours -> theirs
 
 
-def like(base, **changes):
+def like(base, arch=None, **changes):
     """The family `base` with changes. Dicts are merged; None removes an entry."""
     for key, value in changes.items():
         if isinstance(value, dict):
             merged = {**getattr(base, key), **value}
             changes[key] = {name: one for name, one in merged.items() if one is not None}
-    return base._replace(**changes)
+    return base._replace(arch=arch or base.arch, **changes)
 
 
 def same(names):
@@ -135,6 +135,7 @@ SAME = Layout(lambda w: w, lambda w: w)
 TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
 PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # exact in float32 only
 ROW = Layout(lambda w: w[0], lambda w: w[None])  # (1, n)
+AFTER_TWO = Layout(lambda w: w[2:], lambda w: torch.nn.functional.pad(w, (0, 0, 2, 0)))  # two unused rows
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
 
 
@@ -160,6 +161,17 @@ def rows_interleaved(config, q, k, *rest):
 def rows_interleaved_norm(config, rows):
     """Of a norm on queries or keys."""
     return [rows_interleaved(config, rows, rows)[0]]
+
+
+def rows_swapped(config, q, k, v):
+    """The halves of each query's and key's head change places, so that they turn the other way."""
+    return [*(rows.view(-1, 2, config.head_dim // 2).flip(1).flatten() for rows in (q, k)), v]
+
+
+def rows_codegen(config, *qkv):
+    """For each fourth of the heads the queries, the values, the keys."""
+    q, k, v = rows_interleaved(config, *qkv)
+    return [shares(4, q, v, k)]
 
 
 def rows_by_kv_head(config, *qkv):
@@ -272,14 +284,6 @@ def read_indexer(c, args):
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
-def read_hunyuan(c, args):
-    """A 'dynamic' scaling with alpha is another base, whatever the length."""
-    alpha = args.get('rope_scaling', {}).get('alpha')
-    if alpha:
-        width = args.get('head_dim') or args['n_embd'] // args['n_head']
-        args.update(rope_scaling=None, rope_base=args['rope_base'] * alpha ** (width / (width - 2)))
-
-
 def read_topk(c, args):
     if isinstance(c['moe_topk'], list):  # of each layer
         if len(set(c['moe_topk'])) > 1:
@@ -296,12 +300,6 @@ def read_llama4(c, args):
         args['window_pattern'] = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
 
 
-def read_local_rope(c, args):
-    """Windowed layers alone rotate; without windows all do."""
-    if c.get('sliding_window'):
-        args['pos_pattern'] = args.get('window_pattern', 'L').replace('L', 'N').replace('S', 'P')
-
-
 def read_mup(c, args):
     if c['mup_enabled']:
         args['embed_scale'] = args['n_embd'] ** 0.5
@@ -309,11 +307,6 @@ def read_mup(c, args):
 
 def write_mup(config, c):
     c['mup_enabled'] = config.embed_scale != 1
-
-
-def read_rotary_dim(c, args):
-    if c['rotary_dim']:
-        args['partial_rotary_factor'] = c['rotary_dim'] / args['head_dim']
 
 
 def shared_width(name):
@@ -343,10 +336,14 @@ def read_gemma2(c, args):
     args.update(embed_scale=args['n_embd'] ** 0.5, attn_scale=c['query_pre_attn_scalar'] ** -0.5)
 
 
+def write_softcap(config, c):
+    c['final_logit_softcapping'] = config.logit_softcap or None
+
+
 def write_gemma2(config, c):
+    write_softcap(config, c)
     c.update(query_pre_attn_scalar=round(config.scale ** -2),
-             attn_logit_softcapping=config.attn_softcap or None,
-             final_logit_softcapping=config.logit_softcap or None)
+             attn_logit_softcapping=config.attn_softcap or None)
 
 
 def read_smollm3(c, args):
@@ -359,12 +356,65 @@ def write_smollm3(config, c):
     c['no_rope_layers'] = [int(letter(config.pos_pattern, i) == 'P') for i in range(config.n_layer)]
 
 
+def read_gemma(c, args):
+    args['embed_scale'] = args['n_embd'] ** 0.5
+    if args['mlp'] == 'geglu':  # as first published
+        args['mlp'] = 'geglu_tanh'
+
+
 def read_neox(c, args):
     args['norm_placement'] = 'parallel_2' if c['use_parallel_residual'] else 'pre'
 
 
 def write_neox(config, c):
     c['use_parallel_residual'] = config.norm_placement == 'parallel_2'
+
+
+def read_rotary_dim(c, args):
+    if c['rotary_dim']:
+        width = args.get('head_dim') or args['n_embd'] // args['n_head']
+        args['partial_rotary_factor'] = c['rotary_dim'] / width
+
+
+def write_rotary_dim(config, c):
+    del c['rope_parameters']
+    c['rotary_dim'] = config.rope_dim
+
+
+def read_rope_where_short(c, args):
+    if c['sliding_window']:  # layers that see all tokens have no positions
+        args['pos_pattern'] = args.get('window_pattern', 'L').replace('L', 'N').replace('S', 'P')
+
+
+def write_rope_where_short(config, c):
+    c['sliding_window'] = config.window
+
+
+def write_phi3(config, c):
+    if scaling := config.rope_scaling:
+        if scaling['rope_type'] != 'longrope':
+            raise ValueError('Phi 3 has no other scaling')
+        c['original_max_position_embeddings'] = scaling['original_max_position_embeddings']
+
+
+def read_ministral3(c, args):
+    scaling = args.get('rope_scaling', {})
+    if 'llama_4_scaling_beta' not in scaling:
+        refuse(c, rope_parameters=c.get('rope_parameters'))
+    scaling.pop('max_position_embeddings', None)
+    args['query_scale'] = dict(beta=scaling.pop('llama_4_scaling_beta'),
+                               length=scaling['original_max_position_embeddings'])
+
+
+def write_ministral3(config, c):
+    c['rope_parameters']['llama_4_scaling_beta'] = config.query_scale['beta']
+
+
+def read_hunyuan(c, args):
+    scaling = args.get('rope_scaling', {})
+    if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':  # a larger base, whatever the length
+        args['rope_base'] *= scaling['alpha'] ** (args['head_dim'] / (args['head_dim'] - 2))
+        del args['rope_scaling']
 
 
 def read_minimind(c, args):
@@ -384,12 +434,13 @@ MLP_TYPES = expert_layers(
     dict(mlp_layer_types=None, first_k_dense_replace=1),
     lambda c, i: (c['mlp_layer_types'][i] == 'sparse' if c['mlp_layer_types'] else
                   i >= c['first_k_dense_replace']), write_mlp_types)
-LOCAL_ROPE = Rule({}, read_local_rope)
 SPARSE_LAYERS = expert_layers(
     dict(decoder_sparse_step=1, mlp_only_layers=()),
     lambda c, i: (i + 1) % c['decoder_sparse_step'] == 0 and i not in (c['mlp_only_layers'] or ()),
     write_sparse_layers)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
+LOCAL_ROPE = Rule(dict(sliding_window_pattern=None), read_rope_where_short)
+ROPE_WHERE_SHORT = Rule(dict(sliding_window_pattern=None), read_rope_where_short, write_rope_where_short)
 HYBRID = Rule(dict(full_attention_interval=None), read_hybrid, write_hybrid)
 
 
@@ -445,10 +496,14 @@ QWEN3_MOE = like(
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
+SHARED_MLP = {'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_proj',
+              'mlp.shared.c_proj': 'mlp.shared_mlp.down_proj'}
 LINEAR_FIELDS = dict(
     linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads',
     linear_key_head_dim='linear_key_head_dim', linear_value_head_dim='linear_value_head_dim',
     linear_conv_kernel_dim='linear_conv_kernel_dim')
+PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
+    'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
     QWEN3_MOE, arch='Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
     ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
@@ -458,8 +513,7 @@ QWEN3_NEXT = like(
            'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
            'D.attn.c_proj': 'linear_attn.out_proj'},
     rows={'attn.c_attn': rows_gated_attention, 'D.attn.c_attn': rows_qwen3_next},
-    layouts={'attn.conv': CONVOLUTION, **dict.fromkeys(
-        ('ln_1.weight', 'ln_2.weight', 'ln_f.weight', 'attn.q_norm.weight', 'attn.k_norm.weight'), PLUS_ONE)},
+    layouts={'attn.conv': CONVOLUTION, **PLUS_ONE_NORMS},
     ignored=('mtp.*',), rules=(SPARSE_LAYERS, SHARED_EXPERT, HYBRID))
 QWEN3_5 = like(
     QWEN3_NEXT, arch='Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
@@ -489,27 +543,19 @@ DEEPSEEK_V3 = like(
            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
     rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
 GLM4_MOE_LITE = like(
-    DEEPSEEK_V3, arch='Glm4MoeLiteForCausalLM', fields=dict(n_dense_layer=None),
+    DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', fields=dict(n_dense_layer=None),
     rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES))
 DEEPSEEK_V32 = like(
-    GLM4_MOE_LITE, arch='DeepseekV32ForCausalLM', defaults=dict(first_k_dense_replace=3), exports=False,
+    GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', defaults=dict(first_k_dense_replace=3), exports=False,
     ignored=('model.layers.N.*', '*.indexer.*'), harmless='index*',
     rules=(*GLM4_MOE_LITE.rules, Rule(dict(index_topk=2048), read_indexer)))
-GRANITE_MOE = like(
-    LLAMA, arch='GraniteMoeForCausalLM', ours=dict(attn_scale=1.0), defaults=dict(logits_scaling=1.0),
-    fields=dict(EXPERTS, d_expert='intermediate_size', mlp_bias=None, embed_scale='embedding_multiplier',
-                residual_scale='residual_multiplier', attn_scale='attention_multiplier'),
-    names={'mlp.router': 'block_sparse_moe.router.layer',
-           'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
-           'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'},
-    logit_scale=lambda c: 1 / c.get('logits_scaling', 1))
 TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
                     n_group=None, topk_group=None)
 GLM4_MOE = like(
-    DEEPSEEK_EXPERTS, arch='Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
+    DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
     ours=dict(partial_rotary_factor=0.5, norm_eps=1e-5))
 FLEX_OLMO = like(
-    OLMO2, arch='FlexOlmoForCausalLM', theirs=dict(clip_qkv=None),
+    OLMO2, 'FlexOlmoForCausalLM', theirs=dict(clip_qkv=None),
     fields=dict(EXPERTS, d_expert='intermediate_size', norm_topk_prob='norm_topk_prob'),
     ours=dict(norm_topk_prob=False, rope_base=5e5))
 BLOOM = Family(
@@ -519,7 +565,6 @@ BLOOM = Family(
                 norm_eps='layer_norm_epsilon', tie_word_embeddings='tie_word_embeddings'),
     ours=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
               mlp='gelu_tanh', embed_norm=True),
-    theirs=dict(apply_residual_connection_post_layernorm=False),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
            'ln_f': 'transformer.ln_f', 'lm_head': 'lm_head', 'ln_1': 'input_layernorm',
            'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
@@ -540,7 +585,6 @@ FALCON = like(
                 read_falcon, write_falcon),))
 NEOX = like(
     BLOOM, arch='GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
-    theirs=dict(apply_residual_connection_post_layernorm=None),
     fields={**LLAMA.fields, 'n_kv_head': None, 'head_dim': None, 'mlp_bias': None,
             'norm_eps': 'layer_norm_eps'},
     ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
@@ -550,7 +594,7 @@ NEOX = like(
     rules=(Rule(dict(use_parallel_residual=True), read_neox, write_neox),))
 GPT2 = like(
     BLOOM, arch='GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
-    theirs=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
+    theirs=dict(scale_attn_weights=True),
     fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
@@ -567,6 +611,64 @@ MPT = like(
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
     rules=(Rule(dict(attn_config={}, learned_pos_emb=None), read_mpt, write_mpt),))
+GEMMA2 = like(
+    LLAMA, arch='Gemma2ForCausalLM', layers='SL', layer_types='SL',
+    fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
+                attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
+    defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
+    names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
+           'ln_4': 'post_feedforward_layernorm'},
+    layouts=PLUS_ONE_NORMS,
+    rules=(Rule(dict(query_pre_attn_scalar=256), read_gemma2, write_gemma2),))
+GPTJ = like(
+    GPT2, 'GPTJForCausalLM', layouts=dict.fromkeys(GPT2.layouts),
+    ours=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True,
+              tie_word_embeddings=False),
+    names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
+           'mlp.c_fc': 'mlp.fc_in', 'mlp.c_proj': 'mlp.fc_out'},
+    rows={'attn.c_attn': rows_interleaved},
+    rules=(Rule(dict(rotary_dim=64), read_rotary_dim, write_rotary_dim),))
+LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
+OPT = like(
+    MISTRAL, 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
+    theirs=dict(do_layer_norm_before=True),
+    fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
+                bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
+                norm_bias='layer_norm_elementwise_affine'),
+    ours=dict(LAYERNORM, pos='learned', bias=True, mlp='relu', tie_word_embeddings=True),
+    names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
+           'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
+           'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
+           'mlp.c_proj': 'fc2'},
+    layouts={'wpe.weight': AFTER_TWO})
+INTERLEAVED = {'attn.c_attn': rows_interleaved}
+GLM = like(
+    LLAMA, 'GlmForCausalLM', fields=dict(proj_bias=None, mlp_bias=None), rows=INTERLEAVED,
+    ours=dict(qkv_bias=True, partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
+GRANITE = like(
+    LLAMA, 'GraniteForCausalLM', logit_scale=lambda c: 1 / c.get('logits_scaling', 1),
+    fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
+                residual_scale='residual_multiplier'),
+    ours=dict(attn_scale=1.0), defaults=dict(logits_scaling=1.0))
+GRANITE_MOE = like(
+    GRANITE, 'GraniteMoeForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size', mlp_bias=None),
+    names={'mlp.router': 'block_sparse_moe.router.layer',
+           'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
+           'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
+HUNYUAN = like(
+    LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm='rotated'),
+    theirs=dict(use_qk_norm=True),
+    names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
+    rules=(Rule({}, read_hunyuan),))
+COHERE = like(
+    LLAMA, 'CohereForCausalLM', fields=dict(mlp_bias=None, norm_eps='layer_norm_eps'), rows=INTERLEAVED,
+    ours=dict(norm='layernorm', norm_eps=1e-5, norm_placement='parallel', tie_word_embeddings=True,
+              rope_base=5e5),
+    logit_scale=lambda c: c.get('logit_scale', 0.0625),
+    rules=(Rule(dict(logit_scale=None), write=lambda config, c: c.update(logit_scale=1.0)),))
+ARCEE = like(
+    LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3': QWEN3,
     'llama': LLAMA,
@@ -585,18 +687,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt2': GPT2,
     'mpt': MPT,
     'olmo2': OLMO2,
-    'gemma2': like(
-        LLAMA, arch='Gemma2ForCausalLM', layers='SL', layer_types='SL',
-        fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
-                    attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
-        defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
-        ours=dict(norm_placement='sandwich', tie_word_embeddings=True),
-        names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
-               'ln_4': 'post_feedforward_layernorm'},
-        layouts={f'{norm}.weight': PLUS_ONE for norm in ('ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f')},
-        rules=(Rule(dict(query_pre_attn_scalar=256), read_gemma2, write_gemma2),)),
+    'gemma2': GEMMA2,
     'phi': like(
-        LLAMA, arch='PhiForCausalLM', theirs=dict(qk_layernorm=False),
+        LLAMA, arch='PhiForCausalLM',
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
         ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
                   partial_rotary_factor=0.5),
@@ -626,45 +719,129 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(SPARSE_LAYERS, SHARED_EXPERT)),
     'qwen3_next': QWEN3_NEXT,
     'qwen3_5_text': QWEN3_5,
+    'gemma': like(
+        GEMMA2, 'GemmaForCausalLM', layers='L', layer_types='', ours=dict(norm_placement='pre'),
+        fields=dict(mlp='hidden_act hidden_activation', attn_softcap=None, logit_softcap=None),
+        rules=(Rule({}, read_gemma),)),
+    'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', ours=dict(norm_placement='pre'),
+                       names={'ln_2': 'pre_feedforward_layernorm'}),
+    'phi3': like(
+        MISTRAL, 'Phi3ForCausalLM', ours=dict(partial_rotary_factor=1.0),
+        rules=(Rule(dict(original_max_position_embeddings=4096), write=write_phi3),),
+        names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'}),
+    'glm': GLM,
+    'glm4': like(
+        GLM, 'Glm4ForCausalLM', ours=dict(norm_placement='sandwich'),
+        names={'ln_2': 'post_self_attn_layernorm', 'ln_3': 'post_attention_layernorm',
+               'ln_4': 'post_mlp_layernorm'}),
+    'granite': GRANITE,
+    'hyperclovax': like(
+        GRANITE, 'HyperCLOVAXForCausalLM', theirs=dict(use_post_norm=True),
+        ours=dict(attn_scale=None, norm_placement='sandwich'),
+        logit_scale=lambda c: c.get('logits_scaling', 1),
+        names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
+    'cohere': COHERE,
+    'cohere2': like(
+        COHERE, 'Cohere2ForCausalLM', layers='SSSL', layer_types='SL', ours=dict(rope_base=1e4),
+        theirs=dict(position_embedding_type='rope_gptj'), defaults=dict(sliding_window=4096),
+        rules=(*COHERE.rules, ROPE_WHERE_SHORT)),
+    'exaone4': like(
+        MISTRAL, 'Exaone4ForCausalLM', layers='SSSL', layer_types='SL',
+        defaults=dict(sliding_window=4096),
+        ours=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
+        names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
+    'ernie4_5': like(
+        MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED,
+        ours=dict(tie_word_embeddings=True, rope_base=5e5)),
+    'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None), ours=dict(rope_base=1e5),
+                   rows=INTERLEAVED),
+    'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'),
+                     ours=dict(qkv_bias=True)),
+    'internlm3': LLAMA,
+    'iquestcoder': LLAMA,
+    'ministral': like(MISTRAL, 'MinistralForCausalLM', layer_types='SL',
+                      defaults=dict(sliding_window=4096)),
+    'ministral3': like(MISTRAL, 'Ministral3ForCausalLM',
+                       rules=(Rule({}, read_ministral3, write_ministral3),)),
+    'cwm': like(
+        MISTRAL, 'CwmForCausalLM', layers='LSSS', layer_types='SL', fields=dict(mlp_bias='mlp_bias'),
+        ours=dict(rope_base=1e6), defaults=dict(sliding_window=8192)),
+    'starcoder2': like(
+        MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
+        ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
+        defaults=dict.fromkeys(('activation_function', 'layer_norm_epsilon', 'mlp_type', 'norm_type',
+                                'scale_attn_weights'), ''),  # of the first files
+        names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}),
+    'stablelm': like(
+        MISTRAL, 'StableLmForCausalLM', layers='L',
+        fields=dict(qkv_bias='use_qkv_bias', norm_eps='layer_norm_eps', head_dim=None),
+        ours=dict(LAYERNORM, partial_rotary_factor=0.25)),
+    'arcee': ARCEE,
+    'nemotron': like(
+        ARCEE, 'NemotronForCausalLM', fields=dict(norm_eps='norm_eps'),
+        ours=dict(LAYERNORM, partial_rotary_factor=0.5),
+        layouts=PLUS_ONE_NORMS),
+    'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
+                  ours=dict(LAYERNORM, qkv_bias=True, proj_bias=True, mlp_bias=True)),
+    'apertus': like(
+        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), exports=False,
+        ours=dict(mlp='xielu', qk_norm=True, rope_base=12e6),
+        names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
+               'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
+        ignored=('*.act_fn.beta', '*.act_fn.eps')),  # constants, which an export would need
+    'olmo': like(LLAMA, 'OlmoForCausalLM', fields=dict(mlp_bias=None, norm_eps=None),
+                 ours=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
+    'nanochat': like(
+        LLAMA, 'NanoChatForCausalLM',
+        fields=dict(mlp_bias=None, logit_softcap='final_logit_softcapping'),
+        ours=dict(mlp='relu2', qk_norm='rotated', norm_weight=False, embed_norm=True),
+        names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped},
+        rules=(Rule(dict(final_logit_softcapping=15.0), write=write_softcap),)),
+    'hunyuan_v1_dense': HUNYUAN,
+    'opt': OPT,
+    'gptj': GPTJ,
+    'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
+                    rows={'attn.c_attn': rows_codegen}, ignored=('*.attn.causal_mask',)),
+    'gpt_bigcode': like(
+        GPT2, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True),
+        layouts=dict.fromkeys(GPT2.layouts)),
     'glm4_moe': GLM4_MOE,
     'solar_open': like(
-        GLM4_MOE, arch='SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
+        GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
         ours=dict(partial_rotary_factor=None, rope_base=1e6),
         theirs=dict(use_qk_norm=False, first_k_dense_replace=0)),
     'dots1': like(
-        DEEPSEEK_EXPERTS, arch='Dots1ForCausalLM', layers='S', layer_types='SL',
+        DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='S', layer_types='SL',
         ours=dict(qk_norm=True, norm_topk_prob=False), theirs=dict(scoring_func=None),
         defaults=dict(max_window_layers=62), harmless='scoring_func'),
     'exaone_moe': like(
-        DEEPSEEK_EXPERTS, arch='ExaoneMoeForCausalLM', layers='SSSL', layer_types='SL',
+        DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL', layer_types='SL',
         fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
                     n_shared_expert='num_shared_experts', n_dense_layer=None),
         ours=dict(qk_norm=True, norm_eps=1e-5), ignored=('mtp.*',),
-        defaults=dict(sliding_window_pattern=4),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
         rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
-        DEEPSEEK_EXPERTS, arch='AfmoeForCausalLM', layers='SSSL', layer_types='SL',
+        DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL', layer_types='SL',
         fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
                     qkv_bias=None, proj_bias=None),
-        theirs=dict(score_func='sigmoid', route_norm=True), defaults=dict(global_attn_every_n_layers=4),
-        harmless='n_group topk_group num_expert_groups num_limited_groups load_balance_coeff use_grouped_mm',
+        theirs=dict(score_func='sigmoid', route_norm=True),
+        harmless='n_group topk_group num_expert_groups num_limited_groups load_balance_coeff use_grouped_mm '
+                 'global_attn_every_n_layers',  # which is read
         ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich', norm_eps=1e-5, n_dense_layer=1),
         names={'attn.c_attn': f"{LLAMA.names['attn.c_attn']} self_attn.gate_proj",
                'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
                'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
         rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, Rule(dict(mup_enabled=False), read_mup, write_mup))),
     'hy_v3': like(
-        DEEPSEEK_EXPERTS, arch='HYV3ForCausalLM',
+        DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
         fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor', n_dense_layer=None),
         theirs=dict(mlp_bias=False), harmless='n_group topk_group enable_moe_fp32_combine',
         ours=dict(qk_norm=True, norm_eps=1e-5, rope_base=11158840.0),
-        names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias',
-               'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_proj',
-               'mlp.shared.c_proj': 'mlp.shared_mlp.down_proj'},
+        names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
         rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES)),
     'minimax_m2': like(
-        MIXTRAL, arch='MiniMaxM2ForCausalLM', layers='L',
+        MIXTRAL, 'MiniMaxM2ForCausalLM', layers='L',
         ours=dict(qk_norm='whole', router='sigmoid', balance_bias=True, rope_base=5e6,
                   partial_rotary_factor=1.0),
         theirs=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
@@ -673,42 +850,38 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
         rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
     'ernie4_5_moe': like(
-        MISTRAL, arch='Ernie4_5_MoeForCausalLM', layers='L', harmless='moe_capacity moe_norm_min',
+        MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L', harmless='moe_capacity moe_norm_min',
         fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
                     n_shared_expert='moe_num_shared_experts'),
         ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True),
         theirs=dict(use_bias=False, moe_gate='topk', moe_use_aux_free=True),
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
-        rows={'attn.c_attn': rows_interleaved}, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
+        rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
         rules=(expert_layers(
             dict(moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1),
             lambda c, i: ((i + 1) % c['moe_layer_interval'] == 0 and i >= c['moe_layer_start_index']
                           and not i > c['moe_layer_end_index'] > -1), write_ernie),)),
     'glm4_moe_lite': GLM4_MOE_LITE,
     'deepseek_v32': DEEPSEEK_V32,
-    'glm_moe_dsa': like(DEEPSEEK_V32, arch='GlmMoeDsaForCausalLM'),
+    'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
     'granitemoe': GRANITE_MOE,
     'granitemoeshared': like(
-        GRANITE_MOE, arch='GraniteMoeSharedForCausalLM', rules=(shared_width('shared_intermediate_size'),),
+        GRANITE_MOE, 'GraniteMoeSharedForCausalLM', rules=(shared_width('shared_intermediate_size'),),
         names={'mlp.shared.c_fc': 'shared_mlp.input_linear',
                'mlp.shared.c_proj': 'shared_mlp.output_linear'}),
     'hunyuan_v1_moe': like(
-        LLAMA, arch='HunYuanMoEV1ForCausalLM', ours=dict(qk_norm='rotated', norm_eps=1e-5, n_shared_expert=1),
-        fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size',
-                    mlp_bias=None),
-        names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm',
-               'mlp.router': 'mlp.gate.wg', 'mlp.shared.c_proj': 'mlp.shared_mlp.down_proj',
-               'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_proj'},
-        theirs=dict(norm_type='rms', use_qk_norm=True),
+        HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(norm_eps=1e-5, n_shared_expert=1),
+        fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),
+        names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP}, theirs=dict(norm_type='rms'),
         harmless='*_id anyres_* attention_head_dim cla_share_factor dense_list moe_intermediate_size '
                  'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type '
                  'use_mixed_mlp_moe use_rotary_pos_emb vit_*',
-        rules=(Rule({}, read_hunyuan), Rule({}, read_topk))),
+        rules=(*HUNYUAN.rules, Rule({}, read_topk))),
     'qwen3_5_moe_text': like(
-        QWEN3_5, arch='Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
+        QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
         ours=dict(shared_gate=True), rules=(SHARED_EXPERT, HYBRID)),
     'llama4_text': like(
-        LLAMA, arch='Llama4ForCausalLM', layers='CCCL', layer_types='CL', exports=False,
+        LLAMA, 'Llama4ForCausalLM', layers='CCCL', layer_types='CL', exports=False,
         fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size', mlp_bias=None),
         ours=dict(qk_norm='unit', norm_eps=1e-5, rope_base=5e5, n_shared_expert=1, router='sigmoid',
                   norm_topk_prob=False, expert_input_scale=True),
@@ -718,7 +891,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.experts.c_proj.weight': 'feed_forward.experts.down_proj',
                'mlp.shared.c_fc': 'feed_forward.shared_expert.gate_proj feed_forward.shared_expert.up_proj',
                'mlp.shared.c_proj': 'feed_forward.shared_expert.down_proj'},
-        rows={'attn.c_attn': rows_interleaved},
+        rows=INTERLEAVED,
         layouts=TRANSPOSED_EXPERTS,
         rules=(NO_ROPE, Rule(dict(attn_temperature_tuning=True, attn_scale=0.1, floor_scale=8192,
                                   attention_chunk_size=8192, use_qk_norm=True), read_llama4),
@@ -728,7 +901,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'kimi_k2': DEEPSEEK_V3,
     'flex_olmo': FLEX_OLMO,
     'olmoe': like(
-        FLEX_OLMO, arch='OlmoeForCausalLM', names=LLAMA.names,
+        FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names,
         ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
@@ -737,7 +910,7 @@ GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
     'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
-    'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh'}
+    'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', 'xielu': 'xielu'}
 HARMLESS = '''
     _* *_pdrop *_token *_token_id *aux_loss* *cache* *checkpointing *dropout* *loss_alpha
     *original_max_position_embeddings *sliding_window architectures attention_softmax_in_fp32
@@ -750,6 +923,10 @@ HARMLESS = '''
     rope_interleave rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise
     seq_aux skip_bias_add* slow_but_exact summary_* task_* tokenizer_name torch_dtype transformers.js_config
     transformers_version verbose
+    inference_runner layer_switch max_batch_size model_max_length order_of_interleaved_layers rotary
+    rotary_scaling_factor scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing
+    use_gated_activation use_parallel_block use_parallel_embedding use_rotary_pos_emb validate_runner_input
+    word_embed_proj_dim
 '''  # fields of any config.json that change nothing here, or are read below
 
 
@@ -771,8 +948,9 @@ def config_from_hf(c):
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
             args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
-    missing = {family.fields[ours]: None for ours in (
-        'vocab_size', 'n_layer', 'n_head', 'n_embd', 'kv_lora_rank') if ours in family.fields and ours not in args}
+    needed = [ours for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd', 'kv_lora_rank')
+              if ours in family.fields]
+    missing = {family.fields[ours]: None for ours in needed if ours not in args}
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
@@ -839,13 +1017,13 @@ def write_rope(config, c):
 def read_layers(c, args, family):
     """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
     size, every = c.get('sliding_window') or c.get('attention_chunk_size'), c.get('full_attention_interval')
-    slides = c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
+    period = c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
     is_used = size and c.get('use_sliding_window', True)
     if is_used and not re.search('[SC]', family.layers):
         refuse(c, sliding_window=size)
     layers = 'D' * (every - 1) + 'L' if every else family.layers
-    if isinstance(slides, int):  # else a text, beside layer_types
-        layers = 'S' * (slides - 1) + 'L'
+    if isinstance(period, int):
+        layers = 'S' * (period - 1) + 'L'
     if 'max_window_layers' in family.defaults:  # counts first layers without a window
         layers = 'L' * (c['max_window_layers'] or 0) + layers * args['n_layer']
     if family.layer_types and c.get('layer_types'):
