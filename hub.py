@@ -242,8 +242,6 @@ def write_mpt(config, c):
 
 
 def read_deepseek(c, args):
-    if 'kv_lora_rank' in args and args.get('norm_eps', 1e-6) != 1e-6:  # of the norms of query and latent
-        refuse(c, rms_norm_eps=args['norm_eps'])
     if (args.get('n_group') or 1) == 1 or c['topk_method'] == 'greedy':
         args.update(n_group=None, topk_group=None)
 
@@ -275,20 +273,20 @@ def write_mlp_types(config, c):
     c['mlp_layer_types'] = ['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)]
 
 
-def write_ernie(config, c):
-    sparse = [i for i in range(config.n_layer) if config.has_experts(i)]
-    c.update(moe_layer_start_index=sparse[0], moe_layer_end_index=sparse[-1])
+def read_ernie(c, args):
+    if c['moe_layer_end_index'] not in (-1, args['n_layer'] - 1):
+        refuse(c, moe_layer_end_index=c['moe_layer_end_index'])
 
 
 def read_indexer(c, args):
+    """An indexer picks so many tokens to attend to: up to these it picks all."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
 def read_topk(c, args):
     if isinstance(c['moe_topk'], list):  # of each layer
-        if len(set(c['moe_topk'])) > 1:
-            refuse(c, moe_topk=c['moe_topk'])
-        args['n_expert_active'] = c['moe_topk'][0]
+        args['n_expert_active'], *others = {*c['moe_topk']}
+        refuse(c, **(dict(moe_topk=c['moe_topk']) if others else {}))
 
 
 def read_llama4(c, args):
@@ -296,8 +294,11 @@ def read_llama4(c, args):
         args['qk_norm'] = False
     if c['attn_temperature_tuning']:
         args['query_scale'] = dict(beta=c['attn_scale'], length=c['floor_scale'], start=1, layers='N')
-    if not c.get('layer_types'):
-        args['window_pattern'] = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
+    pattern = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
+    if c.get('layer_types'):
+        pattern = ''.join('C' if one == 'chunked_attention' else 'L' for one in c['layer_types'])
+    if 'C' in pattern:
+        args.update(window=c['attention_chunk_size'], window_pattern=pattern)
 
 
 def read_mup(c, args):
@@ -467,20 +468,20 @@ LLAMA = Family(
         'mlp.experts.c_proj': 'mlp.experts.E.down_proj',
         'mlp.shared.c_fc': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj',
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'})
-MISTRAL = like(LLAMA, arch='MistralForCausalLM', layers='S',
+MISTRAL = like(LLAMA, 'MistralForCausalLM', layers='S',
                fields=dict(qkv_bias=None, proj_bias=None, mlp_bias=None))
-QWEN2 = like(MISTRAL, arch='Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
+QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
              defaults=dict(use_sliding_window=False, max_window_layers=28))
-QWEN3 = like(LLAMA, arch='Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
+QWEN3 = like(LLAMA, 'Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
              layers='S', layer_types='SL', defaults=QWEN2.defaults)
 OLMO2 = like(
-    LLAMA, arch='Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
+    LLAMA, 'Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
     ours=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
                n_expert_active='num_experts_per_tok experts_per_token')
 MIXTRAL = like(
-    MISTRAL, arch='MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
+    MISTRAL, 'MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
     ours=dict(rope_base=1e6),
     names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
@@ -491,7 +492,7 @@ FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all e
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 QWEN3_MOE = like(
-    QWEN3, arch='Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
+    QWEN3, 'Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
     ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=(SPARSE_LAYERS,))
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
@@ -505,7 +506,7 @@ LINEAR_FIELDS = dict(
 PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
-    QWEN3_MOE, arch='Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
+    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
     ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
     theirs=dict(hidden_act='silu'),  # the convolution's activation as well
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
@@ -516,7 +517,7 @@ QWEN3_NEXT = like(
     layouts={'attn.conv': CONVOLUTION, **PLUS_ONE_NORMS},
     ignored=('mtp.*',), rules=(SPARSE_LAYERS, SHARED_EXPERT, HYBRID))
 QWEN3_5 = like(
-    QWEN3_NEXT, arch='Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
+    QWEN3_NEXT, 'Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
     theirs=dict(attn_output_gate=True), defaults=dict(mlp_only_layers=None),
     fields=dict(n_expert=None, n_expert_active=None, d_expert=None, norm_topk_prob=None),
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
@@ -533,10 +534,10 @@ DEEPSEEK_EXPERTS = like(
     names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
     rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
 DEEPSEEK_V3 = like(
-    DEEPSEEK_EXPERTS, arch='DeepseekV3ForCausalLM', ours=dict(qk_norm=None),
+    DEEPSEEK_EXPERTS, 'DeepseekV3ForCausalLM', ours=dict(qk_norm=None, kv_lora_rank=512),
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
-    theirs=dict(rope_interleave=True),
+    theirs=dict(rope_interleave=True, rms_norm_eps=1e-6),  # which norms of query and latent always have
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
@@ -678,7 +679,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3_moe': QWEN3_MOE,
     'deepseek_v3': DEEPSEEK_V3,
     'deepseek_v2': like(
-        DEEPSEEK_V3, arch='DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
+        DEEPSEEK_V3, 'DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
         ours=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
         theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False)),
     'bloom': BLOOM,
@@ -696,11 +697,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
                'mlp.c_proj': 'mlp.fc2'}),
     'smollm3': like(
-        LLAMA, arch='SmolLM3ForCausalLM', layers='S', layer_types='SL',
+        LLAMA, 'SmolLM3ForCausalLM', layers='S', layer_types='SL',
         defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
         rules=(NO_ROPE,)),
     'gpt_oss': like(
-        LLAMA, arch='GptOssForCausalLM', layers='SL', layer_types='SL',
+        LLAMA, 'GptOssForCausalLM', layers='SL', layer_types='SL',
         theirs=dict(swiglu_limit=7.0, swiglu_alpha=1.702, hidden_act='silu'),
         fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
@@ -709,11 +710,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
         rows={'mlp.experts.c_fc': rows_gate_up}, layouts=TRANSPOSED_EXPERTS),
     'minimind': like(
-        LLAMA, arch='MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
+        LLAMA, 'MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
         rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
                     read_minimind),)),
     'qwen2_moe': like(
-        QWEN2, arch='Qwen2MoeForCausalLM', layers='L', layer_types='', defaults=dict(max_window_layers=None),
+        QWEN2, 'Qwen2MoeForCausalLM', layers='L', layer_types='', defaults=dict(max_window_layers=None),
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
         ours=dict(norm_topk_prob=False, shared_gate=True), names=SHARED_NAMES,
         rules=(SPARSE_LAYERS, SHARED_EXPERT)),
@@ -808,8 +809,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'glm4_moe': GLM4_MOE,
     'solar_open': like(
         GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
-        ours=dict(partial_rotary_factor=None, rope_base=1e6),
-        theirs=dict(use_qk_norm=False, first_k_dense_replace=0)),
+        ours=dict(partial_rotary_factor=None, rope_base=1e6)),
     'dots1': like(
         DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='S', layer_types='SL',
         ours=dict(qk_norm=True, norm_topk_prob=False), theirs=dict(scoring_func=None),
@@ -836,7 +836,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'hy_v3': like(
         DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
         fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor', n_dense_layer=None),
-        theirs=dict(mlp_bias=False), harmless='n_group topk_group enable_moe_fp32_combine',
+        harmless='n_group topk_group enable_moe_fp32_combine',
         ours=dict(qk_norm=True, norm_eps=1e-5, rope_base=11158840.0),
         names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
         rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES)),
@@ -850,17 +850,14 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
         rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
     'ernie4_5_moe': like(
-        MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L', harmless='moe_capacity moe_norm_min',
+        MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L',
         fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
-                    n_shared_expert='moe_num_shared_experts'),
-        ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True),
-        theirs=dict(use_bias=False, moe_gate='topk', moe_use_aux_free=True),
+                    n_shared_expert='moe_num_shared_experts', n_dense_layer='moe_layer_start_index'),
+        ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True, n_dense_layer=1),
+        theirs=dict(moe_layer_interval=1), harmless='moe_capacity moe_gate moe_norm_min moe_use_aux_free',
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
         rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
-        rules=(expert_layers(
-            dict(moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1),
-            lambda c, i: ((i + 1) % c['moe_layer_interval'] == 0 and i >= c['moe_layer_start_index']
-                          and not i > c['moe_layer_end_index'] > -1), write_ernie),)),
+        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie),)),
     'glm4_moe_lite': GLM4_MOE_LITE,
     'deepseek_v32': DEEPSEEK_V32,
     'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
@@ -872,16 +869,16 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'hunyuan_v1_moe': like(
         HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(norm_eps=1e-5, n_shared_expert=1),
         fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),
-        names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP}, theirs=dict(norm_type='rms'),
+        names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
         harmless='*_id anyres_* attention_head_dim cla_share_factor dense_list moe_intermediate_size '
-                 'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type '
+                 'norm_topk_prob norm_type num_media_embeds num_shared_expert org_vocab_size pool_type '
                  'use_mixed_mlp_moe use_rotary_pos_emb vit_*',
         rules=(*HUNYUAN.rules, Rule({}, read_topk))),
     'qwen3_5_moe_text': like(
         QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
         ours=dict(shared_gate=True), rules=(SHARED_EXPERT, HYBRID)),
     'llama4_text': like(
-        LLAMA, 'Llama4ForCausalLM', layers='CCCL', layer_types='CL', exports=False,
+        LLAMA, 'Llama4ForCausalLM', exports=False,
         fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size', mlp_bias=None),
         ours=dict(qk_norm='unit', norm_eps=1e-5, rope_base=5e5, n_shared_expert=1, router='sigmoid',
                   norm_topk_prob=False, expert_input_scale=True),
@@ -905,7 +902,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
-    'L': 'full_attention', 'S': 'sliding_attention', 'C': 'chunked_attention', 'D': 'linear_attention'}
+    'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention'}
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
@@ -948,9 +945,8 @@ def config_from_hf(c):
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
             args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
-    needed = [ours for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd', 'kv_lora_rank')
-              if ours in family.fields]
-    missing = {family.fields[ours]: None for ours in needed if ours not in args}
+    missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
+               if ours not in args}
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
@@ -1016,10 +1012,10 @@ def write_rope(config, c):
 
 def read_layers(c, args, family):
     """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
-    size, every = c.get('sliding_window') or c.get('attention_chunk_size'), c.get('full_attention_interval')
+    size, every = c.get('sliding_window'), c.get('full_attention_interval')
     period = c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
     is_used = size and c.get('use_sliding_window', True)
-    if is_used and not re.search('[SC]', family.layers):
+    if is_used and 'S' not in family.layers:
         refuse(c, sliding_window=size)
     layers = 'D' * (every - 1) + 'L' if every else family.layers
     if isinstance(period, int):
@@ -1032,9 +1028,9 @@ def read_layers(c, args, family):
             refuse(c, layer_types=unknown)
         layers = ''.join(letters[one] for one in c['layer_types'])
     layers = layers[:args['n_layer']]
-    if is_used and re.search('[SC]', layers):
-        args.update(window=size, window_pattern=re.sub('[^SC]', 'L', layers))
-    if 'D' in family.layer_types:
+    if is_used and 'S' in layers:
+        args.update(window=size, window_pattern=re.sub('[^S]', 'L', layers))
+    if family.layer_types.strip('SL'):
         args['mixer_pattern'] = re.sub('[SL]', 'A', layers)
 
 
@@ -1356,8 +1352,9 @@ def describe(name, folder):
     active = f", {model.num_params(active=True):,} active" if config.n_expert else ''
     print(f"{name}: {c['model_type']}, {model.num_params():,} parameters{active}, "
           f"stored in {plain(stored_dtype(read_headers(folder)))}")
-    cut = ', as many as its indexer picks (which is left out)' if 'index_topk' in c else ''
-    print(f"context {config.block_size:,} tokens{cut}, vocabulary {config.vocab_size:,}")
+    print(f"context {config.block_size:,} tokens"
+          f"{', where its indexer (left out) picks all' if 'index_topk' in c else ''}, "
+          f"vocabulary {config.vocab_size:,}")
     try:
         tokenizer = json_tokenizer(folder)
         ends = [tokenizer.decode([i]) for i in tokenizer.stop_tokens]

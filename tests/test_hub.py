@@ -264,7 +264,7 @@ HF_MODELS = [  # model_type and its configuration
     ('hy_v3', dict(HF_ROUTED, num_key_value_heads=4, head_dim=8, tie_word_embeddings=True,  # no DeepSeek
                    mlp_layer_types=['sparse'] * 3)),
     ('minimax_m2', dict(HF, num_local_experts=5, num_experts_per_tok=3, head_dim=16, rotary_dim=8)),
-    ('ernie4_5_moe', dict(HF, moe_intermediate_size=12, moe_num_experts=6, moe_k=3, moe_layer_end_index=1)),
+    ('ernie4_5_moe', dict(HF, moe_intermediate_size=12, moe_num_experts=6, moe_k=3, pad_token_id=0)),
     ('glm4_moe_lite', dict(HF_LATENT, q_lora_rank=12, rms_norm_eps=1e-6, n_group=4, topk_group=2,
                            mlp_layer_types=['sparse', 'dense', 'sparse'])),
     ('deepseek_v32', dict(HF_SPARSE, n_group=2, topk_group=1)),
@@ -448,7 +448,7 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path, capsys):
     with pytest.raises(ValueError, match='deepseek_v32 with block_size=17'):
         hub.from_pretrained(tmp_path, block_size=17)
     hub.describe('x', str(tmp_path))
-    assert 'context 16 tokens, as many as its indexer picks' in capsys.readouterr().out
+    assert 'context 16 tokens, where its indexer' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('change, message', [
