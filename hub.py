@@ -45,6 +45,7 @@ from model import (
     merge_lora,
     quantize_weights,
     read_checkpoint,
+    round_up,
 )
 from prepare import load_tokenizer
 from tokenizer import json_tokenizer, tokenizer_from_state
@@ -81,12 +82,14 @@ class Family(typing.NamedTuple):
     fields: dict                # GPTConfig's field: theirs; of several, the first that is given
     ours: dict                  # GPTConfig's fields that are fixed, unless a field above is given
     names: dict                 # our module or tensor: theirs; several split its rows, in order
-    layer: str                  # what precedes the names inside block N; an expert's number is E
+    layer: str                  # what precedes the names inside block N, or a function (config, N, our name)
+    #                             of it; an expert's number is E
     theirs: dict = {}           # their fields that must have this value if given
     defaults: dict = {}         # values of their fields that are not given
     rules: tuple = ()           # of Rule
-    rows: dict = {}             # our module, if they order its rows otherwise: a function (config, the rows
-    #                             of each fused projection) -> our rows in each of their tensors
+    rows: dict = {}             # our module or tensor, if they order its rows otherwise: a function (config,
+    #                             the rows of each fused projection) -> our rows in each of their tensors
+    aliases: dict = {}          # parts of tensors' names in some files: as they are in `names`
     layouts: dict = {}          # our tensor: Layout
     ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
     harmless: str = ''          # patterns of their fields that change nothing
@@ -120,6 +123,11 @@ def like(base, arch=None, **changes):
 def same(names):
     """Fields that both name alike."""
     return {name: name for name in names.split()}
+
+
+def renamed(family, start, theirs, new):
+    """The family's names of our modules that start so, with `new` in the place of `theirs`."""
+    return {ours: name.replace(theirs, new) for ours, name in family.names.items() if ours.startswith(start)}
 
 
 def refuse(c, **fields):
@@ -205,6 +213,21 @@ def rows_gated_attention(config, q, k, v, gate):
 def rows_qwen3_next(config, q, k, v, z, b, a):
     """For each key head its q, k, v and z; for each its b and a."""
     return [shares(config.linear_n_key_head, q, k, v, z), shares(config.linear_n_key_head, b, a)]
+
+
+def rows_convolution(config, rows):
+    """Of queries, keys, values."""
+    keys = config.linear_n_key_head * config.linear_key_head_dim
+    return rows.tensor_split([keys, 2 * keys])
+
+
+def rows_mamba(config, c, b, x, z, dt):
+    return [torch.cat((z, x, b, c, dt))]
+
+
+def rows_mamba_convolution(config, rows):
+    c, b, x = rows_convolution(config, rows)
+    return [torch.cat((x, b, c))]
 
 
 def rows_qwen3_5(config, q, k, v, z, b, a):
@@ -329,8 +352,111 @@ def read_hybrid(c, args):
 
 def write_hybrid(config, c):
     for name in LINEAR_FIELDS.values():
-        if c[name] is None:  # without linear layers there is nothing to set
+        if c.get(name, 0) is None:  # without linear layers there is nothing to set
             del c[name]
+
+
+def read_lfm2(c, args):
+    if c['block_auto_adjust_ff_dim']:
+        adjusted = int(c['block_ffn_dim_multiplier'] * int(2 * args['d_ff'] / 3))
+        args['d_ff'] = round_up(adjusted, c['block_multiple_of'])
+    if c['full_attn_idxs'] is not None and not c.get('layer_types'):
+        args['mixer_pattern'] = ''.join('CA'[i in c['full_attn_idxs']] for i in range(args['n_layer']))
+
+
+def write_lfm2(config, c):
+    c['block_auto_adjust_ff_dim'] = False
+
+
+def read_kimi_linear(c, args):
+    own = c['linear_attn_config']  # as published, whose layers count from 1
+    if own:
+        args.update(linear_key_head_dim=own['head_dim'], linear_value_head_dim=own['head_dim'],
+                    linear_n_key_head=own['num_heads'], linear_n_value_head=own['num_heads'],
+                    linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
+                        'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
+    dense, kinds = c['first_k_dense_replace'] or 0, c['mlp_layer_types']
+    kinds = kinds or ['dense'] * dense + ['sparse'] * (args['n_layer'] - dense)
+    args['expert_pattern'] = ''.join('E' if kind == 'sparse' else 'D' for kind in kinds)
+    read_deepseek(c, args)
+
+
+def write_kimi_linear(config, c):
+    c.update(mlp_layer_types=['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)],
+             num_expert_group=config.n_group or 1, topk_group=config.topk_group or 1,
+             num_key_value_heads=config.n_head)
+
+
+def check_mamba(c, args):
+    limit = c['time_step_limit'] or (0, math.inf)
+    if limit[0] > 0 or limit[1] not in (math.inf, {'__float__': 'Infinity'}):
+        refuse(c, time_step_limit=limit)
+
+
+def read_mamba(c, args):
+    width = c['mamba_expand'] * args['n_embd']
+    if args['linear_value_head_dim'] == 'auto':
+        args['linear_value_head_dim'] = width // args['linear_n_value_head']
+    if args['linear_value_head_dim'] * args['linear_n_value_head'] != width:
+        refuse(c, mamba_expand=c['mamba_expand'])
+    if c['attn_layer_indices'] is not None:  # Bamba
+        args['mixer_pattern'] = ''.join('BA'[i in c['attn_layer_indices']] for i in range(args['n_layer']))
+
+
+def write_mamba(config, c):
+    c['mamba_expand'] = config.linear_n_value_head * config.linear_value_head_dim // config.n_embd
+
+
+def write_bamba(config, c):
+    write_mamba(config, c)
+    c['attn_layer_indices'] = [i for i in range(config.n_layer) if config.mixer_of(i) == 'A']
+
+
+def drop_experts(args):
+    """Drops what a config.json says of experts where there are none."""
+    for name in ('n_expert', 'n_expert_active', 'n_shared_expert', 'd_expert', 'router', 'norm_topk_prob',
+                 'routed_scaling_factor', 'n_group', 'topk_group', 'balance_bias'):
+        args.pop(name, None)
+
+
+NEMOTRON_LAYERS = {'M': 'linear_attention', '*': 'full_attention', '-': 'mlp', 'E': 'moe'}
+
+
+def read_nemotron_h(c, args):
+    """A mixer and the MLP that follows it are one block of ours."""
+    kinds = c['layers_block_type'] or [NEMOTRON_LAYERS[one] for one in c['hybrid_override_pattern']]
+    mixers, mlps = '', ''
+    for kind, before in zip(kinds, [None, *kinds]):
+        if kind in ('mlp', 'moe'):
+            if before in (None, 'mlp', 'moe'):
+                refuse(c, layers_block_type=f"{kind} after {before}")
+            mlps = mlps[:-1] + ('E' if kind == 'moe' else 'D')
+        else:
+            mixers, mlps = mixers + ('A' if kind == 'full_attention' else 'B'), mlps + 'N'
+    args.update(n_layer=len(mixers), mixer_pattern=mixers, expert_pattern=mlps)
+    read_deepseek(c, args)
+    if 'E' in mlps:
+        args['n_shared_expert'] = c['moe_shared_expert_intermediate_size'] // args['d_expert']
+    else:
+        drop_experts(args)
+
+
+def write_nemotron_h(config, c):
+    kinds = []
+    for i in range(config.n_layer):
+        kinds.append('full_attention' if config.mixer_of(i) == 'A' else 'linear_attention')
+        kinds += {'D': ['mlp'], 'E': ['moe'], 'N': []}[config.mlp_of(i)]
+    c['layers_block_type'] = kinds
+    if 'moe' in kinds:
+        c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, n_shared_experts=1,
+                 moe_shared_expert_intermediate_size=config.n_shared_expert * config.d_expert)
+    for name in [name for name, value in c.items() if value is None]:
+        del c[name]
+
+
+def nemotron_layer(config, layer, name):
+    at = layer + sum(config.mlp_of(i) != 'N' for i in range(layer)) + name.startswith(('ln_2', 'mlp'))
+    return f'backbone.layers.{at}.'
 
 
 def read_gemma2(c, args):
@@ -399,7 +525,7 @@ def write_phi3(config, c):
 
 
 def read_ministral3(c, args):
-    scaling = args.get('rope_scaling', {})
+    scaling = args['rope_scaling'] or {}
     if 'llama_4_scaling_beta' not in scaling:
         refuse(c, rope_parameters=c.get('rope_parameters'))
     scaling.pop('max_position_embeddings', None)
@@ -412,7 +538,7 @@ def write_ministral3(config, c):
 
 
 def read_hunyuan(c, args):
-    scaling = args.get('rope_scaling', {})
+    scaling = args['rope_scaling'] or {}
     if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':  # a larger base, whatever the length
         args['rope_base'] *= scaling['alpha'] ** (args['head_dim'] / (args['head_dim'] - 2))
         del args['rope_scaling']
@@ -670,6 +796,33 @@ COHERE = like(
     rules=(Rule(dict(logit_scale=None), write=lambda config, c: c.update(logit_scale=1.0)),))
 ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
+LFM2 = like(
+    LLAMA, arch='Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
+    fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None, mlp_bias=None,
+                tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
+                linear_conv_kernel_dim='conv_L_cache'),
+    ours=dict(qk_norm=True, tie_word_embeddings=True, rope_base=1e6, norm_eps=1e-5),
+    names={'ln_1': 'operator_norm', 'ln_2': 'ffn_norm', 'ln_f': 'model.embedding_norm',
+           'attn.q_norm': 'self_attn.q_layernorm', 'attn.k_norm': 'self_attn.k_layernorm',
+           'attn.c_proj': 'self_attn.out_proj', 'attn.conv': 'conv.conv.weight',
+           'C.attn.c_attn': 'conv.in_proj', 'C.attn.c_proj': 'conv.out_proj',
+           'mlp.c_fc': 'feed_forward.w1 feed_forward.w3',
+           'mlp.c_proj': 'feed_forward.w2'},
+    layouts={'attn.conv': CONVOLUTION},
+    rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
+                     full_attn_idxs=None), read_lfm2, write_lfm2), HYBRID))
+MAMBA = dict(names={
+    'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
+    'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
+    'attn.o_norm': 'mamba.norm.weight', 'B.attn.c_attn': 'mamba.in_proj', 'B.attn.c_proj': 'mamba.out_proj'},
+    rows={'B.attn.c_attn': rows_mamba, 'attn.conv': rows_mamba_convolution,
+          'attn.conv_bias': rows_mamba_convolution},
+    layouts={'attn.conv': CONVOLUTION})
+MAMBA_FIELDS = dict(
+    linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
+    linear_key_head_dim='mamba_d_state', linear_value_head_dim='mamba_d_head',
+    linear_conv_kernel_dim='mamba_d_conv', linear_conv_bias='mamba_conv_bias')
+MAMBA_RULE = Rule(dict(time_step_limit=None), check_mamba)
 FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3': QWEN3,
     'llama': LLAMA,
@@ -688,7 +841,86 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt2': GPT2,
     'mpt': MPT,
     'olmo2': OLMO2,
+    'olmo3': like(OLMO2, arch='Olmo3ForCausalLM', layers='SSSL', layer_types='SL',
+                  ours=dict(rope_base=5e5, rope_local={}), defaults=dict(sliding_window=4096)),
     'gemma2': GEMMA2,
+    'gemma3_text': like(
+        GEMMA2, arch='Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
+            qk_norm=True, rope_base=1e6, rope_local={'rope_base': 1e4}),
+        theirs=dict(use_bidirectional_attention=False, sliding_window_pattern=6),
+        defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
+                      num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
+                      max_position_embeddings=131072),  # what the published ones leave out
+        layouts={f'attn.{norm}.weight': PLUS_ONE for norm in ('q_norm', 'k_norm')}),
+    'lfm2': LFM2,
+    'lfm2_moe': like(
+        LFM2, arch='Lfm2MoeForCausalLM', rules=(HYBRID,), fields=dict(
+            QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
+            routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
+        ours=dict(router='sigmoid', balance_bias=True),
+        names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
+               'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
+               'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
+    'bamba': like(
+        LLAMA, arch='BambaForCausalLM', rows=MAMBA['rows'], layouts=MAMBA['layouts'], fields=MAMBA_FIELDS,
+        ours=dict(partial_rotary_factor=0.5), theirs=dict(mamba_proj_bias=False),
+        names={**MAMBA['names'], 'ln_2': 'pre_ff_layernorm', 'ln_f': 'model.final_layernorm',
+               **renamed(LLAMA, 'mlp.c', 'mlp', 'feed_forward')},
+        rules=(Rule(dict(attn_layer_indices=None, mamba_expand=2), read_mamba, write_bamba), MAMBA_RULE,
+               HYBRID)),
+    'nemotron_h': like(
+        LLAMA, arch='NemotronHForCausalLM', layer=nemotron_layer, rows=MAMBA['rows'],
+        layouts=MAMBA['layouts'],
+        fields=dict(mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon', qkv_bias=None, proj_bias=None,
+                    n_expert='n_routed_experts', n_expert_active='num_experts_per_tok',
+                    d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob',
+                    routed_scaling_factor='routed_scaling_factor',
+                    n_group='n_group', topk_group='topk_group', linear_n_key_head='n_groups',
+                    linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
+                    linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
+                    linear_conv_bias='use_conv_bias'),
+        ours=dict(pos='none', router='sigmoid', balance_bias=True),
+        theirs=dict(use_bias=False, moe_latent_size=None, mamba_hidden_act='silu', topk_method=None),
+        defaults=dict(num_hidden_layers=0, mlp_hidden_act='relu2', attention_bias=False, expand=2,
+                      mamba_proj_bias=False),
+        names={'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
+               **renamed(LLAMA, 'attn', 'self_attn', 'mixer'),
+               **{ours: theirs.replace('mamba', 'mixer') for ours, theirs in MAMBA['names'].items()},
+               'mlp.c_fc': 'mixer.up_proj', 'mlp.c_proj': 'mixer.down_proj', 'mlp.router': 'mixer.gate',
+               'mlp.expert_bias': 'mixer.gate.e_score_correction_bias',
+               'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
+               'mlp.experts.c_proj': 'mixer.experts.E.down_proj',
+               'mlp.shared.c_fc': 'mixer.shared_experts.up_proj',
+               'mlp.shared.c_proj': 'mixer.shared_experts.down_proj'},
+        rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None, n_shared_experts=None,
+                         moe_shared_expert_intermediate_size=None, topk_method=None),
+                    read_nemotron_h, write_nemotron_h), MAMBA_RULE, HYBRID)),
+    'kimi_linear': like(
+        DEEPSEEK_V3, arch='KimiLinearForCausalLM', layers='KKKM', layer_types='KM',
+        fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
+                    n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
+                    n_dense_layer=None, n_group='num_expert_group', norm_topk_prob='moe_renormalize',
+                    linear_n_key_head='linear_num_heads', linear_n_value_head='linear_num_heads',
+                    linear_key_head_dim='linear_head_dim', linear_value_head_dim='linear_head_dim',
+                    linear_conv_kernel_dim='linear_conv_kernel_dim'),
+        ours=dict(pos='none'),
+        theirs=dict(rope_interleave=None, moe_layer_freq=None, scoring_func=None, topk_method=None,
+                    rms_norm_eps=None),
+        names={**renamed(DEEPSEEK_V3, 'mlp', 'mlp', 'block_sparse_moe'),
+               'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
+               'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
+               'K.attn.c_attn': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.g_a_proj '
+                                'self_attn.b_proj self_attn.f_a_proj',
+               'attn.c_gate': 'self_attn.g_b_proj', 'attn.c_decay': 'self_attn.f_b_proj',
+               'attn.A_log': 'self_attn.A_log', 'attn.dt_bias': 'self_attn.dt_bias',
+               'attn.o_norm': 'self_attn.o_norm.weight', 'attn.conv':
+               'self_attn.q_conv1d.weight self_attn.k_conv1d.weight self_attn.v_conv1d.weight'},
+        rows={'attn.c_attn': None, 'attn.c_q': None, 'attn.conv': rows_convolution},
+        layouts={'attn.conv': CONVOLUTION,
+                 'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
+        aliases={'.mlp.': '.block_sparse_moe.'},
+        rules=(Rule(dict(linear_attn_config=None, mlp_layer_types=None, first_k_dense_replace=None,
+                         topk_method=None), read_kimi_linear, write_kimi_linear), HYBRID)),
     'phi': like(
         LLAMA, arch='PhiForCausalLM',
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
@@ -902,24 +1134,27 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
-    'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention'}
+    'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
+    'M': 'full_attention', 'C': 'conv'}
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
     'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
     'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', 'xielu': 'xielu'}
 HARMLESS = '''
-    _* *_pdrop *_token *_token_id *aux_loss* *cache* *checkpointing *dropout* *loss_alpha
-    *original_max_position_embeddings *sliding_window architectures attention_softmax_in_fp32
-    attn_implementation auto_map bias_dropout_fusion classifier_* dtype ep_size flash_attn head_dim hidden_act
+    _* architectures attention_softmax_in_fp32 attn_implementation auto_map *aux_loss* bias_dropout_fusion
+    *cache* *checkpointing *chunk_size classifier_* *dropout* dtype ep_size flash_attn head_dim hidden_act
     hidden_size id2label inference_rope_* init_config init_device init_std initial_context_length
-    initializer_range intermediate_size is_decoder is_llama_config label2id language layer_types
-    mamba_ssm_dtype masked_softmax_fusion max_sequence_length max_window_layers model_type mtp_* n_ctx name
-    num_key_value_heads num_local_experts num_nextn_predict_layers offset_alibi output_attentions
-    output_hidden_states output_router_logits partial_rotary_factor pretraining_tp qk_head_dim reorder_and_*
-    rope_interleave rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise
-    seq_aux skip_bias_add* slow_but_exact summary_* task_* tokenizer_name torch_dtype transformers.js_config
-    transformers_version verbose
+    initializer_range intermediate_size is_decoder is_llama_config label2id language layer_types *loss_alpha
+    mamba_ssm_cache_dtype mamba_ssm_dtype masked_softmax_fusion max_sequence_length max_window_layers
+    model_type moe_shared_expert_overlap mtp_* n_ctx name num_key_value_heads num_local_experts
+    num_logits_to_keep num_nextn_predict_layers offset_alibi *original_max_position_embeddings
+    output_attentions output_hidden_states output_router_logits partial_rotary_factor *_pdrop pretraining_tp
+    qk_head_dim reorder_and_* rescale_prenorm_residual residual_in_fp32 rope_interleave rope_parameters
+    rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise seq_aux skip_bias_add*
+    *sliding_window slow_but_exact summary_* task_* time_step_floor time_step_max time_step_min *_token
+    *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version use_mamba_kernels
+    verbose z_loss_coefficient
     inference_runner layer_switch max_batch_size model_max_length order_of_interleaved_layers rotary
     rotary_scaling_factor scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing
     use_gated_activation use_parallel_block use_parallel_embedding use_rotary_pos_emb validate_runner_input
@@ -951,9 +1186,9 @@ def config_from_hf(c):
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
     refuse(c, **missing, **wrong, **unknown)
+    read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
         read_rope(c, args)
-    read_layers(c, args, family)
     for rule in family.rules:
         rule.read(c, args)
     return GPTConfig(**args)
@@ -973,41 +1208,57 @@ def activations_of(family):
 
 def read_rope(c, args):
     """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
-    takes rope_scaling alone (modeling_rope_utils, 5.23). mrope, for images, is left out: for text all its
-    positions are equal."""
-    given = c.get('rope_scaling') or c.get('rope_parameters') or {}
+    takes rope_scaling alone (modeling_rope_utils, 5.23). A family with rope_local has two rotations."""
+    given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('rope_local', None)
+    if own is None:
+        if any(isinstance(value, dict) for value in given.values()):
+            refuse(c, rope_parameters=given)
+        args.update(rope_fields(given, c, args))
+        return
+    args.update(rope_fields(given.get('full_attention', given), c, args))
+    base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
+    local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
+    if 'window' in args:
+        args['rope_local'] = {name: value for name, value in local.items() if value != args[name]} or None
+
+
+def rope_fields(given, c, args):
+    """One rotation. mrope, for images, is left out: for text all its positions are equal."""
     rope = {'rope_type' if name == 'type' else name: value for name, value in given.items()
             if value is not None and not name.startswith('mrope_')}
-    if any(isinstance(value, dict) for value in rope.values()):  # for each type of layer
-        refuse(c, rope_parameters=rope)
     base = rope.pop('rope_theta', None) or c.get('rope_theta') or c.get('rotary_emb_base')
-    args['rope_base'] = float(base or args.get('rope_base', 10000.0))
+    found = {'rope_base': float(base or args.get('rope_base', 10000.0)), 'rope_scaling': None}
     share = rope.pop('partial_rotary_factor', None) or c.get('partial_rotary_factor') or c.get('rotary_pct')
     if 'partial_rotary_factor' in args:
-        args['partial_rotary_factor'] = share or args['partial_rotary_factor']
+        found['partial_rotary_factor'] = share or args['partial_rotary_factor']
     elif share not in (None, 1):
         refuse(c, partial_rotary_factor=share)
     kind = rope.pop('rope_type', 'default')
     if kind != 'default':
-        args['rope_scaling'] = scaling = {'rope_type': kind, **rope}
+        found['rope_scaling'] = scaling = {'rope_type': kind, **rope}
         length, trained = c['max_position_embeddings'], 'original_max_position_embeddings'
         if kind not in ('linear', 'ntk'):
             scaling.setdefault(trained, c.get(trained) or length)
         if kind == 'longrope':
             scaling.setdefault('factor', length / scaling[trained])
+    return found
 
 
 THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope')  # transformers' rope_types
 
 
 def write_rope(config, c):
-    scaling = config.rope_scaling or {'rope_type': 'default'}
-    kind, length = scaling['rope_type'], scaling.get('original_max_position_embeddings')
-    if kind not in THEIR_SCALINGS or kind == 'dynamic' and length != config.block_size:
-        raise ValueError('transformers has no such scaling')
-    c['rope_parameters'] = {'rope_theta': config.rope_base, **scaling}
-    if 'partial_rotary_factor' in FAMILIES[c['model_type']].ours:
-        c['rope_parameters']['partial_rotary_factor'] = config.partial_rotary_factor
+    ours, both = FAMILIES[c['model_type']].ours, {}
+    for kind, local in ('full_attention', {}), ('sliding_attention', config.rope_local or {}):
+        base, share, scaling = (local.get(name, getattr(config, name)) for name in (
+            'rope_base', 'partial_rotary_factor', 'rope_scaling'))
+        both[kind] = {'rope_theta': base, 'rope_type': 'default', **(scaling or {})}
+        if both[kind]['rope_type'] not in THEIR_SCALINGS or both[kind]['rope_type'] == 'dynamic' and (
+                scaling['original_max_position_embeddings'] != config.block_size):
+            raise ValueError('transformers has no such scaling')
+        if 'partial_rotary_factor' in ours:
+            both[kind]['partial_rotary_factor'] = share
+    c['rope_parameters'] = both if 'rope_local' in ours else both['full_attention']
 
 
 def read_layers(c, args, family):
@@ -1048,15 +1299,16 @@ def write_layers(config, c, family):
 
 def canonical(config):
     """A config's computation, however it is written."""
-    layers = range(config.n_layer)
-    sparse = [config.has_experts(i) for i in layers]
-    return {**vars(config), 'dropout': 0, 'bias': None, 'balance_per_sequence': None, 'n_dense_layer': sparse,
-            'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
-                               for i in layers], 'expert_pattern': None, 'window': None,
+    layers, windows = range(config.n_layer), config.window_pattern
+    has_heads, mlps = config.head_dim or config.kv_lora_rank, list(map(config.mlp_of, layers))
+    return {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
+            'n_dense_layer': None, 'expert_pattern': mlps, 'window': None,
+            'window_pattern': [config.window_of(i) and (config.window, letter(windows, i)) for i in layers],
+            'rope_local': [has_heads and config.rope_kind(i) for i in layers],
             'pos_pattern': [letter(config.pos_pattern, i) for i in layers],
             'mixer_pattern': [config.mixer_of(i) for i in layers],
-            'attn_scale': round(config.scale, 9) if config.head_dim or config.kv_lora_rank else None,
-            'd_ff': None if all(sparse) else config.d_ff}
+            'attn_scale': has_heads and round(config.scale, 9),
+            'd_ff': config.d_ff if 'D' in mlps else None}
 
 
 def write_config(config, kind):
@@ -1116,8 +1368,13 @@ def plan(model, family):
     """Our tensor, as state_dict() names it -> its Parts. Raises ValueError for one without a name."""
     found = {}
     for ours, w in model.state_dict().items():
+        if ours.startswith('mtp.'):  # for training alone
+            continue
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
-        before = family.layer.replace('N', layer) if layer else ''
+        before = family.layer
+        if callable(before) and layer:
+            before = before(model.config, int(layer), name)
+        before = before.replace('N', layer) if layer else ''
         mixer = model.config.mixer_of(int(layer)) if layer else ''
         names, orders = of(mixer, family.names), of(mixer, family.rows)
         module, dot, kind = name.rpartition('.')
@@ -1128,8 +1385,8 @@ def plan(model, family):
         theirs = [before + one + after for one in theirs.split()]
 
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
-        if module in orders:
-            rows = orders[module](model.config, *torch.arange(sum(widths)).split(list(widths)))
+        if order := orders.get(name) or orders.get(module):
+            rows = order(model.config, *torch.arange(sum(widths)).split(list(widths)))
         else:  # one after the other, the last takes the rest
             begins = [0, *itertools.accumulate(widths)][:len(theirs)]
             rows = list(map(slice, begins, [*begins[1:], None]))
@@ -1186,6 +1443,8 @@ def by_family_names(stored, family):
     published), others nest the text model in a larger one ('model.language_model.')."""
     first, head = f"{family.names['wte']}.weight", family.names['lm_head']
     prefix, _, rest = first.partition('.')
+    for theirs, ours in family.aliases.items():
+        stored = {name.replace(theirs, ours): one for name, one in stored.items()}
     theirs = min((name for name in stored if name.endswith(rest)), key=len, default=first).removesuffix(rest)
     return {f'{prefix}.{name.removeprefix(theirs)}' if name.startswith(theirs) and not name.startswith(head)
             else name.removeprefix(theirs.removesuffix(f'{prefix}.')): one for name, one in stored.items()}
