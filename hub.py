@@ -688,7 +688,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
                   ours=dict(LAYERNORM, qkv_bias=True, proj_bias=True, mlp_bias=True)),
     'apertus': like(
-        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), exports=False,
+        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True), exports=False,
         ours=dict(mlp='xielu', qk_norm=True, rope_base=12e6),
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
                'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
@@ -733,10 +733,11 @@ HARMLESS = '''
     rope_interleave rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise
     seq_aux skip_bias_add* slow_but_exact summary_* task_* tokenizer_name torch_dtype transformers.js_config
     transformers_version verbose
-    inference_runner layer_switch max_batch_size model_max_length order_of_interleaved_layers rotary
-    rotary_scaling_factor scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing
-    use_gated_activation use_parallel_block use_parallel_embedding use_rotary_pos_emb validate_runner_input
-    word_embed_proj_dim
+    attention_head_dim cla_share_factor class_num dense_list full_attn_mod im_*_id inference_runner
+    interpolate_factor layer_switch mask_init_id max_batch_size model_max_length order_of_interleaved_layers
+    org_vocab_size pad_id pad_key_length pool_type prefix rotary rotary_scaling_factor
+    scale_attention_softmax_in_fp32 text_*_id tokenizer_class use_embedding_sharing use_gated_activation
+    use_parallel_block use_parallel_embedding use_rotary_pos_emb validate_runner_input word_embed_proj_dim
 '''  # fields of any config.json that change nothing here, or are read below
 
 
