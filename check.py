@@ -55,6 +55,8 @@ def tiny_config(config):
     if config.n_kv_head:
         changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),
                        head_dim=math.ceil(8 / config.partial_rotary_factor))  # four pairs turn
+    if config.query_scale:
+        changes['query_scale'] = {**config.query_scale, 'length': 7}
     if config.rope_scaling:
         changes['rope_scaling'] = {name: value[:4] if isinstance(value, list) else value
                                    for name, value in config.rope_scaling.items()}
@@ -62,13 +64,14 @@ def tiny_config(config):
 
 
 def kind_of(config, layer):
-    """By the config's letters: (mixer, window or None, whether it has experts, whether it has positions)."""
+    """By the config's letters: (mixer, window or None, its MLP, whether it has positions)."""
     def letter(name):
         pattern = getattr(config, name)
         return pattern[layer % len(pattern)]
-    sparse = config.n_expert and layer >= config.n_dense_layer and letter('expert_pattern') == 'E'
-    window = config.window if config.window and letter('window_pattern') == 'S' else None
-    return letter('mixer_pattern'), window, sparse, letter('pos_pattern') == 'P'
+    mlp = 'D' if not config.n_expert or layer < config.n_dense_layer else letter('expert_pattern')
+    mlp = 'N' if letter('expert_pattern') == 'N' else mlp
+    window = config.window if config.window and letter('window_pattern') != 'L' else None
+    return letter('mixer_pattern'), window, mlp, letter('pos_pattern') == 'P'
 
 
 @torch.no_grad()
@@ -110,7 +113,7 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 
 def norm_of(config, module, x):
     plain = F.layer_norm if config.norm == 'layernorm' else F.rms_norm
-    y = module.weight * plain(x, x.shape[-1:], eps=config.norm_eps)
+    y = plain(x, x.shape[-1:], eps=config.norm_eps) * (1 if module.weight is None else module.weight)
     return y if module.bias is None else y + module.bias
 
 
@@ -118,43 +121,59 @@ def capped(x, cap):
     return cap * torch.tanh(x / cap) if cap else x
 
 
-def frequencies(config):
-    """Of four pairs, base^(-i / 4), and the factor on the rotation: YaRN's (arXiv:2309.00071, 3.2), or
-    another kind's as ROPE_SCALINGS has them."""
-    pair, options = torch.arange(4), dict(config.rope_scaling or {})
-    freq, kind = config.rope_base ** (-pair / 4), options.pop('rope_type', None)
+def frequencies(config, local):
+    """Of n pairs, base^(-i / n), and the factor on the rotation: YaRN's (arXiv:2309.00071, 3.2), or
+    another kind's as ROPE_SCALINGS has them. local: whether a layer has a window."""
+    own = vars(config) | (config.rope_local or {}) if local else vars(config)
+    base, n = own['rope_base'], int(config.head_dim * own['partial_rotary_factor']) // 2
+    pair, options = torch.arange(n), dict(own['rope_scaling'] or {})
+    freq, kind = base ** (-pair / n), options.pop('rope_type', None)
     if kind == 'yarn' and not options.keys() - {'factor', 'original_max_position_embeddings'}:
         by, length = options['factor'], options['original_max_position_embeddings']
-        low, high = (4 * math.log(length / (2 * math.pi * turns), config.rope_base) for turns in (32, 1))
+        low, high = (n * math.log(length / (2 * math.pi * turns), base) for turns in (32, 1))
         low, high = max(math.floor(low), 0), math.ceil(high)
         slowed = ((pair - low) / max(high - low, 0.001)).clamp(0, 1)
         return freq * (1 - slowed + slowed / by), 0.1 * math.log(by) + 1
-    return ROPE_SCALINGS[kind](freq, config.rope_base, LONG, **options) if kind else (freq, 1.0)
+    return ROPE_SCALINGS[kind](freq, base, LONG, **options) if kind else (freq, 1.0)
 
 
 def attention(config, layer, module, x):
     _, window, _, positions = kind_of(config, layer)
+    turns = config.pos == 'rope' and positions
+
+    def norms(*heads):
+        return [norm_of(config, norm, y) for norm, y in zip((module.q_norm, module.k_norm), heads)]
     q, k, v, *gate = module.c_attn(x)
-    if config.qk_norm:
-        q, k = (norm_of(config, norm, y.unflatten(-1, (-1, len(norm.weight)))).flatten(2)
-                for norm, y in ((module.q_norm, q), (module.k_norm, k)))
+    if config.qk_norm == 'whole':
+        q, k = norms(q, k)
     q, k, v = (y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
-    k, v = (y.repeat_interleave(config.n_head // config.n_kv_head, dim=1) for y in (k, v))
     position = torch.arange(x.shape[1])[:, None]
-    if config.pos == 'rope' and positions:
-        freq, factor = frequencies(config)
-        turn = factor * torch.exp(1j * position * freq)
+    if config.qk_norm is True:
+        q, k = norms(q, k)
+    if turns:
+        freq, factor = frequencies(config, window)
+        turn, n = factor * torch.exp(1j * position * freq), len(freq)
         for y in q, k:
-            z = torch.complex(y[..., :4], y[..., 4:8]) * turn
-            y[..., :8] = torch.cat((z.real, z.imag), dim=-1)
+            z = torch.complex(y[..., :n], y[..., n:2 * n]) * turn
+            y[..., :2 * n] = torch.cat((z.real, z.imag), dim=-1)
+    if config.qk_norm == 'rotated' or config.qk_norm == 'unit' and turns:
+        q, k = norms(q, k)
+    if config.query_scale and not (positions and config.query_scale.get('layers') == 'N'):
+        by = config.query_scale
+        q = q * (1 + by['beta'] * ((position + by.get('start', 0)) // by['length'] + 1).log())
+    k, v = (y.repeat_interleave(config.n_head // config.n_kv_head, dim=1) for y in (k, v))
     age = position - position.T
+    seen = (age >= 0) & (age < (window or LONG))
+    if window and config.window_pattern[layer % len(config.window_pattern)] == 'C':
+        seen = (age >= 0) & (position // window == position.T // window)
     score = capped(q @ k.mT * (config.attn_scale or config.head_dim ** -0.5), config.attn_softcap)
     if config.pos == 'alibi' and positions:  # as the code of arXiv:2108.12409 has it, for 6 heads
         score = score - config.alibi_scale * 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3])[:, None, None] * age
-    weight = score.exp() * ((age >= 0) & (age < (window or LONG)))
+    weight = score.exp() * seen
     total = weight.sum(-1, keepdim=True) + (module.sink.exp()[:, None, None] if config.attn_sink else 0)
-    y = (weight / total @ v).transpose(1, 2).flatten(2)
-    return module.c_proj(y * gate[0].sigmoid() if gate else y)
+    y = (weight / total @ v).transpose(1, 2)
+    y = y * gate[0].view(*y.shape[:3], -1).sigmoid() if gate else y
+    return module.c_proj(y.flatten(2))
 
 
 gelu_tanh = functools.partial(F.gelu, approximate='tanh')
@@ -184,9 +203,14 @@ def moe(config, module, x):
         rank = groups.where(kept[..., None], -math.inf).flatten(-2)
     weight = scores * (rank >= rank.topk(config.n_expert_active).values[..., -1:])
     weight = weight / weight.sum(-1, keepdim=True) if config.norm_topk_prob else weight
-    flat, experts = x.flatten(0, 1), torch.arange(config.n_expert)
-    y = sum(weight[..., e, None] * module.experts(flat, (len(flat) * (experts >= e)).int()).view_as(x)
-            for e in experts) * config.routed_scaling_factor
+    experts, weight = torch.arange(config.n_expert), weight * config.routed_scaling_factor
+
+    def expert(e, x):
+        return module.experts(x.flatten(0, 1), (x[..., 0].numel() * (experts >= e)).int()).view_as(x)
+    if config.expert_input_scale:
+        y = sum(expert(e, weight[..., e, None] * x) * (weight[..., e, None] > 0) for e in experts)
+    else:
+        y = sum(expert(e, x) * weight[..., e, None] for e in experts)
     if config.n_shared_expert:
         y = y + module.shared(x) * (module.shared_gate(x).sigmoid() if config.shared_gate else 1)
     return y
@@ -219,15 +243,18 @@ def check_formulas(config):
     for layer, block in enumerate(model.h):
         def norm(number, y, block=block):
             return y if number == '0' else norm_of(config, getattr(block, f'ln_{number}'), y)
-        name, (letter, _, sparse, _), scale = f'h.{layer}', kind_of(config, layer), config.residual_scale
+        name, (letter, _, kind, _), scale = f'h.{layer}', kind_of(config, layer), config.residual_scale
         if config.residual_lambdas:
             x = model.resid_lambdas[layer] * x + model.x0_lambdas[layer] * first
         y = seen[f'{name}.attn']
         if MIXERS[letter] is Attention:
             y = same(f'{name}.attn', attention(config, layer, block.attn, norm(n[0], x)))
         between = norm(n[4], x + norm(n[1], scale * y))
+        if kind == 'N':
+            x = same(name, between)
+            continue
         z = norm(n[2], x if 'parallel' in config.norm_placement else between)
-        z = same(f'{name}.mlp', (moe if sparse else mlp)(config, block.mlp, z))
+        z = same(f'{name}.mlp', (moe if kind == 'E' else mlp)(config, block.mlp, z))
         x = same(name, norm(n[5], between + norm(n[3], scale * z)))
     x = x if config.norm_placement == 'post' else norm_of(config, model.ln_f, x)
     logits = x @ model.wte.weight.mT if config.tie_word_embeddings else model.lm_head(x)
@@ -283,13 +310,16 @@ def check_cache(config):
     feed(cache, 'after rewind', (2,), (18, 14, 17))
 
 
+AUX_WEIGHTS = {'balance': 0.1, 'z': 0.01, 'mtp': 0.3}
+
+
 def weighted(aux):
-    return 0.1 * aux['balance'] + 0.01 * aux['z'] if aux else 0.0
+    return sum(weight * aux[name] for name, weight in AUX_WEIGHTS.items() if name in aux)
 
 
 def check_gradients(config):
     """Along a random direction, in float64."""
-    model, idx = randomized(config).double(), random_tokens(config, 2, SHORT)
+    model, idx = randomized(config, dropout=0.0).double().train(), random_tokens(config, 2, SHORT)
 
     def objective():
         loss, aux = model(idx, idx.roll(-1, 1))
@@ -377,7 +407,7 @@ def their_steps(model, kind):
     """The steps of torch's own optimizers for each parameter: Muon's by projection and expert."""
     for name, w in model.named_parameters():
         group, w.grad = model.tags[name].group, torch.zeros_like(w)
-        if kind == 'muon' and group == 'matrix' and name.startswith('h.'):
+        if kind == 'muon' and group == 'matrix' and name.startswith(('h.', 'mtp.')):
             rows = getattr(model.get_submodule(name.rpartition('.')[0]), 'widths', w.shape[-2])
             parts, grads = ([part for one in x.view(-1, *w.shape[-2:]) for part in one.split(rows)]
                             for x in (w.detach(), w.grad))
@@ -421,7 +451,7 @@ def check_updates(config, resumes=False):
             size = torch.nn.utils.get_total_norm([w.grad for w in other.parameters()]).item()
             batches = data.read(it, it + 1)
             loss, load, _ = train.gradients(model, next(batches), batches, 2, contextlib.nullcontext, scaler,
-                                            0.1, 0.01)
+                                            AUX_WEIGHTS)
             require_equal(loss, expected, 'the loss reported')
             for (name, w), their, step in zip(model.named_parameters(), other.parameters(), steps):
                 require_equal(w.grad / scale, their.grad, f"iteration {it}: the gradient of {name}", 1e-2,

@@ -765,9 +765,9 @@ def config_from_hf(c):
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
     refuse(c, **missing, **wrong, **unknown)
+    read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
         read_rope(c, args)
-    read_layers(c, args, family)
     for rule in family.rules:
         rule.read(c, args)
     return GPTConfig(**args)
@@ -787,41 +787,57 @@ def activations_of(family):
 
 def read_rope(c, args):
     """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
-    takes rope_scaling alone (modeling_rope_utils, 5.23). mrope, for images, is left out: for text all its
-    positions are equal."""
-    given = c.get('rope_scaling') or c.get('rope_parameters') or {}
+    takes rope_scaling alone (modeling_rope_utils, 5.23). A family with rope_local has two rotations."""
+    given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('rope_local', None)
+    if own is None:
+        if any(isinstance(value, dict) for value in given.values()):
+            refuse(c, rope_parameters=given)
+        args.update(rope_fields(given, c, args))
+        return
+    args.update(rope_fields(given.get('full_attention', given), c, args))
+    base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
+    local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
+    if 'window' in args:
+        args['rope_local'] = {name: value for name, value in local.items() if value != args[name]} or None
+
+
+def rope_fields(given, c, args):
+    """One rotation. mrope, for images, is left out: for text all its positions are equal."""
     rope = {'rope_type' if name == 'type' else name: value for name, value in given.items()
             if value is not None and not name.startswith('mrope_')}
-    if any(isinstance(value, dict) for value in rope.values()):  # for each type of layer
-        refuse(c, rope_parameters=rope)
     base = rope.pop('rope_theta', None) or c.get('rope_theta') or c.get('rotary_emb_base')
-    args['rope_base'] = float(base or args.get('rope_base', 10000.0))
+    found = {'rope_base': float(base or args.get('rope_base', 10000.0)), 'rope_scaling': None}
     share = rope.pop('partial_rotary_factor', None) or c.get('partial_rotary_factor') or c.get('rotary_pct')
     if 'partial_rotary_factor' in args:
-        args['partial_rotary_factor'] = share or args['partial_rotary_factor']
+        found['partial_rotary_factor'] = share or args['partial_rotary_factor']
     elif share not in (None, 1):
         refuse(c, partial_rotary_factor=share)
     kind = rope.pop('rope_type', 'default')
     if kind != 'default':
-        args['rope_scaling'] = scaling = {'rope_type': kind, **rope}
+        found['rope_scaling'] = scaling = {'rope_type': kind, **rope}
         length, trained = c['max_position_embeddings'], 'original_max_position_embeddings'
         if kind not in ('linear', 'ntk'):
             scaling.setdefault(trained, c.get(trained) or length)
         if kind == 'longrope':
             scaling.setdefault('factor', length / scaling[trained])
+    return found
 
 
 THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope')  # transformers' rope_types
 
 
 def write_rope(config, c):
-    scaling = config.rope_scaling or {'rope_type': 'default'}
-    kind, length = scaling['rope_type'], scaling.get('original_max_position_embeddings')
-    if kind not in THEIR_SCALINGS or kind == 'dynamic' and length != config.block_size:
-        raise ValueError('transformers has no such scaling')
-    c['rope_parameters'] = {'rope_theta': config.rope_base, **scaling}
-    if 'partial_rotary_factor' in FAMILIES[c['model_type']].ours:
-        c['rope_parameters']['partial_rotary_factor'] = config.partial_rotary_factor
+    ours, both = FAMILIES[c['model_type']].ours, {}
+    for kind, local in ('full_attention', {}), ('sliding_attention', config.rope_local or {}):
+        base, share, scaling = (local.get(name, getattr(config, name)) for name in (
+            'rope_base', 'partial_rotary_factor', 'rope_scaling'))
+        both[kind] = {'rope_theta': base, 'rope_type': 'default', **(scaling or {})}
+        if both[kind]['rope_type'] not in THEIR_SCALINGS or both[kind]['rope_type'] == 'dynamic' and (
+                scaling['original_max_position_embeddings'] != config.block_size):
+            raise ValueError('transformers has no such scaling')
+        if 'partial_rotary_factor' in ours:
+            both[kind]['partial_rotary_factor'] = share
+    c['rope_parameters'] = both if 'rope_local' in ours else both['full_attention']
 
 
 def read_layers(c, args, family):
@@ -862,13 +878,15 @@ def write_layers(config, c, family):
 
 def canonical(config):
     """A config's computation, however it is written."""
-    layers = range(config.n_layer)
-    sparse = [config.has_experts(i) for i in layers]
-    return {**vars(config), 'dropout': 0, 'bias': None, 'balance_per_sequence': None, 'n_dense_layer': sparse,
-            'window_pattern': [config.window_of(i) for i in layers], 'expert_pattern': None, 'window': None,
+    layers, windows = range(config.n_layer), config.window_pattern
+    has_heads, sparse = config.head_dim or config.kv_lora_rank, [config.has_experts(i) for i in layers]
+    return {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
+            'n_dense_layer': None, 'expert_pattern': list(map(config.mlp_of, layers)), 'window': None,
+            'window_pattern': [config.window_of(i) and (config.window, letter(windows, i)) for i in layers],
+            'rope_local': [has_heads and config.rope_kind(i) for i in layers],
             'pos_pattern': [letter(config.pos_pattern, i) for i in layers],
             'mixer_pattern': [config.mixer_of(i) for i in layers],
-            'attn_scale': round(config.scale, 9) if config.head_dim or config.kv_lora_rank else None,
+            'attn_scale': has_heads and round(config.scale, 9),
             'd_ff': None if all(sparse) else config.d_ff}
 
 
@@ -929,6 +947,8 @@ def plan(model, family):
     """Our tensor, as state_dict() names it -> its Parts. Raises ValueError for one without a name."""
     found = {}
     for ours, w in model.state_dict().items():
+        if ours.startswith('mtp.'):  # for training alone
+            continue
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
         before = family.layer.replace('N', layer) if layer else ''
         mixer = model.config.mixer_of(int(layer)) if layer else ''

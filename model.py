@@ -1,6 +1,7 @@
 """
 The modern decoder-only language model, read from top to bottom: configuration, parameters and linear layers,
-norm, positions, attention, the cache, Gated DeltaNet, MLP and experts, block, GPT and its checkpoints.
+norm, positions, attention, the cache, Gated DeltaNet, MLP and experts, block, GPT; at the end further mixers,
+adapters, eight bits and checkpoints.
 
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
     model = GPT(config)
@@ -58,8 +59,9 @@ class GPTConfig:
     rope_local: dict | None = None   # of these three what differs in S layers: {'rope_base': 1e4} (Gemma 3)
     document_token: int | None = None  # starts a document: nothing before it is seen, positions restart
     # mixers: what mixes tokens in a block
-    mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet;
-                                     # 'DDDA' (Qwen3-Next); None: A, or M with kv_lora_rank
+    mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet,
+                                     # C short convolution, B Mamba-2, K Kimi Delta Attention; 'DDDA'
+                                     # (Qwen3-Next); None: A, or M with kv_lora_rank
     # attention
     window: int | None = None        # tokens that an S layer sees, its own among them (Mistral)
     window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL';
@@ -80,11 +82,12 @@ class GPTConfig:
     qk_nope_head_dim: int | None = None  # part of a head without positions; None: 128
     qk_rope_head_dim: int | None = None  # part with them; one key for all heads; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
-    # Gated DeltaNet (arXiv:2412.06464, as in Qwen3-Next), in D layers
-    linear_n_key_head: int | None = None  # query and key heads; None: n_head
-    linear_n_value_head: int | None = None  # value heads, n times as many; None: as many
-    linear_key_head_dim: int | None = None  # None: n_embd / n_head
+    # layers with a state of fixed size: D (arXiv:2412.06464, as in Qwen3-Next), K, B, and the last for C
+    linear_n_key_head: int | None = None  # query and key heads; None: n_head; B: 1
+    linear_n_value_head: int | None = None  # value heads, n times as many; None: as many; B: n_embd / 32
+    linear_key_head_dim: int | None = None  # None: n_embd / n_head; B, the state's size: 64
     linear_value_head_dim: int | None = None  # None: as a key
+    linear_conv_bias: bool | None = None  # of the short convolution; None: in B
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
     # norm and where it stands
     norm: str = 'rmsnorm'            # rmsnorm (arXiv:1910.07467), layernorm (arXiv:1607.06450)
@@ -126,6 +129,7 @@ class GPTConfig:
     logit_softcap: float = 0.0       # c * tanh(logits / c) (Gemma 2); 0 is off
     # training
     dropout: float = 0.0             # on embedding, attention weights and both residual branches
+    mtp: bool = False                # one more layer predicts the token after the next: MultiTokenPrediction
 
     def __post_init__(self):
         self.n_expert = self.n_expert or None  # so that a flag can say it: --n_expert=0
@@ -1139,43 +1143,69 @@ def short_convolution(x, weight, context):
     return y
 
 
-def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, chunk=64):
+def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, chunk=64):
     """Linear attention whose state S (keys x values) forgets, and corrects what it holds for a key:
 
         S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(decay_t) S_{t-1})^T,    y_t = S_t^T q_t
 
     arXiv:2412.06464, equation 10, in chunks (its section 3.3): within one the corrections depend on each
     other by a triangular system, between them the state is handed on. A chunk of one token is the recurrence
-    itself. q, k (B, heads, T, keys); v (B, heads, T, values); decay <= 0 and beta (B, heads, T); state (B,
-    heads, keys, values); all float32. is_start (B, T) bool: where documents start, which see nothing of
-    others. Returns y (B, heads, T, values) and the state after the last token."""
-    T, C = q.shape[2], min(chunk, q.shape[2])
+    itself. q, k (B, heads, T, keys); v (B, heads, T, values); decay <= 0 (B, heads, T, 1), or of each key's
+    channel (B, heads, T, keys); beta (B, heads, T, 1); state (B, heads, keys, values); all float32. is_start
+    (B, T) bool: where documents start, which see nothing of others. corrects: False leaves out what is
+    subtracted. chunk: a power of two. Returns y (B, heads, T, values) and the state after the last token."""
+    T, C = q.shape[2], chunk
+    while T <= C // 2:
+        C //= 2
 
     def chunks(x, dim):  # padded with zeros, so that nothing is written and nothing decays
         return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % C)).unflatten(dim, (-1, C))
 
     q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, C, ...)
-    total = decay.cumsum(-1)  # log of how much the state from before the chunk has decayed
+    total = decay.cumsum(-2)  # log of how much the state from before the chunk has decayed
     hidden = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    carried = total.exp()
+    carried, left = total.exp(), (total[..., -1:, :] - total).exp()  # from the chunk's start, to its end
     if is_start is not None:
         document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0 began before the chunk
         hidden = hidden | (document[..., :, None] != document[..., None, :])
-        carried = carried * (document == 0)
-    # decayed from j to i, (B, heads, chunks, C, C)
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -math.inf).exp()
-    k_beta = k * beta[..., None]
-    system = (k_beta @ k.mT) * between  # only the part below the diagonal counts
-    right = torch.cat((v * beta[..., None], k_beta * carried[..., None]), dim=-1)
-    right = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
-    score, q = (q @ k.mT) * between, q * carried[..., None]
-    k_out, out = k * between[..., -1, :, None], []
+        carried = carried * (document == 0)[..., None]
+        left = left * (document == document[..., -1:])[..., None]
+    between = None  # (B, heads, chunks, C, C): decayed from j to i, where that is the same in all channels
+    if decay.shape[-1] == 1:
+        between = (total - total.mT).masked_fill(hidden, -math.inf).exp()
+
+    def scores(x):
+        return decayed_scores(x, k, total).masked_fill(hidden, 0.0) if between is None else x @ k.mT * between
+
+    written = v * beta
+    if corrects:
+        k_beta = k * beta
+        right = torch.cat((written, k_beta * carried), dim=-1)
+        # of the system what is below the diagonal counts
+        right = torch.linalg.solve_triangular(scores(k_beta), right, upper=False, unitriangular=True)
+        written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
+    score, q, k, out = scores(q), q * carried, k * left, []
     for i in range(q.shape[2]):
-        new = written[:, :, i] - read[:, :, i] @ state
+        new = written[:, :, i] - read[:, :, i] @ state if corrects else written[:, :, i]
         out.append(q[:, :, i] @ state + score[:, :, i] @ new)
-        state = state * carried[:, :, i, -1, None, None] + k_out[:, :, i].mT @ new
+        state = state * carried[:, :, i, -1, :, None] + k[:, :, i].mT @ new
     return torch.cat(out, dim=2)[:, :, :T], state
+
+
+def decayed_scores(q, k, total):
+    """For i >= j the sum over channels of q_i k_j exp(total_i - total_j), (..., C, C); q, k and total, which
+    falls, are (..., C, channels), C a power of two. k exp(-total) would overflow: of two adjacent blocks the
+    later's queries decay from the earlier's end, and the earlier's keys to there."""
+    score, half = (q * k).sum(-1)[..., None, None], 1  # blocks of one
+    while half < q.shape[-2]:
+        (_, late), (early, _), (before, after) = (  # (..., pairs of blocks, half, channels)
+            x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, total))
+        end = before[..., -1:, :]
+        across = (late * (after - end).exp()) @ (early * (end - before).exp()).mT
+        first, second = score.unflatten(-3, (-1, 2)).unbind(-3)
+        score = torch.cat((F.pad(first, (0, half)), torch.cat((across, second), dim=-1)), dim=-2)
+        half *= 2
+    return score[..., 0, :, :]
 
 
 class GatedDeltaNet(Mixer):
@@ -1205,47 +1235,71 @@ class GatedDeltaNet(Mixer):
         self.n_key, self.n_value = config.linear_n_key_head, config.linear_n_value_head
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = self.n_key * self.key_dim, self.n_value * self.value_dim
-        kernel = config.linear_conv_kernel_dim
-        self.qkv = (keys, keys, values)
-        # queries, keys, values, the output's gate, and for each value head beta and decay
-        self.c_attn = FusedLinear(config.n_embd, (*self.qkv, values, self.n_value, self.n_value))
-        self.conv = parameter(sum(self.qkv), kernel, group='vector',
-                              init=functools.partial(nn.init.uniform_, a=-kernel ** -0.5, b=kernel ** -0.5))
-        self.dt_bias = parameter(self.n_value, init=dt_init, group='vector')
+        kernel, self.qkv = config.linear_conv_kernel_dim, (keys, keys, values)
+        others, n_decay, n_normed = self.other_widths(keys, values)
+        self.c_attn = FusedLinear(config.n_embd, (*self.qkv, *others))
+        self.conv, self.conv_bias = convolution(sum(self.qkv), kernel), None
+        self.dt_bias = parameter(n_decay, init=dt_init, group='vector')
         self.A_log = parameter(self.n_value, init=decay_init, group='vector')
-        self.o_norm = parameter(self.value_dim, init=nn.init.ones_, group='vector')
+        self.o_norm = parameter(n_normed, init=nn.init.ones_, group='vector')
         self.c_proj = Linear(values, config.n_embd, init=branch_init(config))
         self.eps = config.norm_eps
         self.states = [((kernel - 1, sum(self.qkv)), None),
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
+
+    def other_widths(self, keys, values):
+        """Widths of other projections than queries, keys and values (the output's gate; for each value head
+        beta and decay), of dt_bias and of o_norm."""
+        return (values, self.n_value, self.n_value), self.n_value, self.value_dim
 
     def flops(self, length):
         # read, write and read the state, and the convolution: 2 FLOPs each, 3 times
         return 6 * (3 * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
 
     def forward(self, x, context):
-        cache, is_token = context.cache, context.is_token()
         *qkv, gate, beta, decay = self.c_attn(x)
-        qkv = torch.cat(qkv, dim=-1)
-        mixed = F.silu(short_convolution(self.after_last(qkv, context), self.conv.type_as(qkv), context))
-        q, k, v = (y.unflatten(-1, (-1, width)).transpose(1, 2).float()  # (B, heads, T, width)
-                   for y, width in zip(mixed.split(self.qkv, dim=-1),
-                                       (self.key_dim, self.key_dim, self.value_dim)))
+        return self.mix(qkv, gate, beta, decay, context, F.silu)
+
+    def mix(self, qkv, gate, beta, decay, context, act):
+        """beta (B, T, n_value), decay (B, T, n_value or keys), act for the gate -> (B, T, C)"""
+        q, k, v = self.convolved(qkv, context)
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
-        q, k = (y.repeat_interleave(self.n_value // self.n_key, dim=1) for y in (q, k))
-        beta = beta.float().sigmoid()
-        decay = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias.float())
+        decay = F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.n_value, -1))
+        decay = -self.A_log.float().exp()[:, None] * decay
+        y = self.recur(q * self.key_dim ** -0.5, k, v, decay, beta.float().sigmoid(), context)
+        y = F.rms_norm(y, (self.value_dim,), self.o_norm.float(), self.eps)
+        y = y * act(gate.unflatten(-1, (self.n_value, -1)).float())
+        return self.c_proj(y.type_as(gate).flatten(2))
+
+    def convolved(self, qkv, context):
+        """-> q, k, v, (B, value heads, T, width) float32"""
+        x = torch.cat(qkv, dim=-1)
+        x = short_convolution(self.after_last(x, context), self.conv.type_as(x), context)
+        x = F.silu(x if self.conv_bias is None else x + self.conv_bias.type_as(x))
+        q, k, v = (y.unflatten(-1, (-1, width)).transpose(1, 2).float() for y, width in zip(
+            x.split(self.qkv, dim=-1), (self.key_dim, self.key_dim, self.value_dim)))
+        return *(y.repeat_interleave(self.n_value // self.n_key, dim=1) for y in (q, k)), v
+
+    def recur(self, q, k, v, decay, beta, context, corrects=True):
+        """The rule from the cached state on. decay (B, T, n_value, 1 or keys), beta (B, T, n_value) -> (B, T,
+        n_value, values)."""
+        cache, is_token = context.cache, context.is_token()
         if is_token is not None:  # padding writes nothing, and nothing is forgotten over it
-            beta, decay = beta * is_token[..., None], decay * is_token[..., None]
-        state = q.new_zeros(len(x), *self.states[1][0]) if cache is None else cache.states[self.layer][1]
+            beta, decay = beta * is_token[..., None], decay * is_token[..., None, None]
+        state = q.new_zeros(len(q), *self.states[1][0]) if cache is None else cache.states[self.layer][1]
         is_start = None if context.document_starts is None else context.position_ids == 0
-        with torch.autocast(x.device.type, enabled=False):
-            y, after = gated_delta_rule(q * self.key_dim ** -0.5, k, v, decay.mT, beta.mT, state, is_start)
+        with torch.autocast(q.device.type, enabled=False):
+            y, after = gated_delta_rule(q, k, v, decay.transpose(1, 2), beta.mT[..., None], state, is_start,
+                                        corrects)
         if cache is not None:
             state.copy_(after)
-        y = F.rms_norm(y.transpose(1, 2), (self.value_dim,), self.o_norm.float(), self.eps)
-        y = y * F.silu(gate.unflatten(-1, (self.n_value, -1)).float())
-        return self.c_proj(y.type_as(qkv).flatten(2))
+        return y.transpose(1, 2)
+
+
+def convolution(channels, kernel):
+    """The weight of a short_convolution."""
+    bounded = functools.partial(nn.init.uniform_, a=-kernel ** -0.5, b=kernel ** -0.5)
+    return parameter(channels, kernel, init=bounded, group='vector')
 
 
 def decay_init(w):
@@ -1257,13 +1311,6 @@ def dt_init(w):
     """Its softplus is log-uniform from 0.001 to 0.1."""
     step = nn.init.uniform_(w, math.log(0.001), math.log(0.1)).exp_()
     w.copy_(step + torch.log(-torch.expm1(-step)))
-
-
-MIXERS = {  # letter in mixer_pattern: class
-    'A': Attention,
-    'M': LatentAttention,
-    'D': GatedDeltaNet,
-}
 
 
 # MLP and experts --------------------------------------------------------------------------------------------
@@ -1279,8 +1326,9 @@ class XIELU(nn.Module):
 
     def __init__(self):
         super().__init__()
-        inits = (functools.partial(nn.init.constant_, val=math.log(math.expm1(start))) for start in (0.8, 0.3))
-        self.alpha_p, self.alpha_n = (parameter(1, init=init, group='vector') for init in inits)
+        self.alpha_p, self.alpha_n = (
+            parameter(1, init=functools.partial(nn.init.constant_, val=softplus_of), group='vector')
+            for softplus_of in (math.log(math.expm1(0.8)), math.log(math.expm1(0.3))))
 
     def forward(self, x):
         above, below = F.softplus(self.alpha_p), 0.5 + F.softplus(self.alpha_n)
@@ -1512,7 +1560,24 @@ class Block(nn.Module):
 
 # the model --------------------------------------------------------------------------------------------------
 
+class MultiTokenPrediction(nn.Module):
+    """A layer like the last that predicts the token after the next, from the last block's output and the next
+    token's embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2). Its loss trains all that comes before it;
+    generation does not need it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_x, self.ln_next = Norm(config.n_embd, config), Norm(config.n_embd, config)
+        self.c_in = Linear(2 * config.n_embd, config.n_embd)
+        self.block = Block(config, config.n_layer - 1)
+
+    def forward(self, x, x0, context):
+        """x, and x0, which the first block got, (B, T, C) -> (B, T, C); meaningless for the last token."""
+        return self.block(self.c_in(torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)), context)
+
+
 PARTS = {  # what a parameter's name contains: the part of the model that it is counted under
+    'mtp.': 'prediction layer',
     'wte.': 'embedding', 'wpe.': 'embedding', 'lm_head.': 'head', 'router.': 'router', 'experts.': 'experts',
     'shared.': 'shared experts', 'shared_gate.': 'shared experts', 'mlp.': 'mlp', 'attn.': 'attention',
     '': 'norms',
@@ -1533,6 +1598,7 @@ class GPT(nn.Module):
         self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.mtp = MultiTokenPrediction(config) if config.mtp else None
         if config.residual_lambdas:
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='vector')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='vector')
@@ -1564,10 +1630,10 @@ class GPT(nn.Module):
         | matrices of the blocks      | normal, std sqrt(1 / (3 columns)): 0.02 at 768, larger if narrower |
         | every c_proj                | 0: blocks start as the identity; as above where a norm follows it  |
         | lm_head, when untied        | 0: every token starts equally likely                               |
-        | norm weights, resid_lambdas | 1                                                                  |
+        | norm weights, resid_lambdas | 1, and Mamba-2's skip                                              |
         | biases, sinks, x0_lambdas   | 0                                                                  |
-        | Gated DeltaNet's conv       | uniform, at most 1 / sqrt(kernel), as nn.Conv1d                    |
-        | its A_log; dt_bias          | log of uniform (0, 16); softplus of it log-uniform, 0.001 to 0.1   |
+        | short convolutions          | uniform, at most 1 / sqrt(kernel), as nn.Conv1d                    |
+        | DeltaNet's A_log; dt_bias   | log of uniform (0, 16); softplus of it log-uniform, 0.001 to 0.1   |
         """
         if self.wte.weight.is_meta:
             return
@@ -1586,10 +1652,11 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
         ignored, the mean cross entropy and aux: {} for a dense model, else 'balance' and 'z' (0-d, means over
-        the sparse layers, not in the loss) and 'load' (sparse layers, experts), choices made. A cache takes
-        the tokens; lengths (B,): how many of the T are each row's own; padding follows them. keep: logits
-        of each row's last tokens only. weights: a list that takes each attention layer's, (B, H, T,
-        S). Raises ValueError if the tokens do not fit into block_size or the cache."""
+        the sparse layers, not in the loss) and 'load' (sparse layers, experts), choices made; with mtp, in
+        training, the extra layer's loss as 'mtp' (0-d, not in the loss). A cache takes the tokens; lengths
+        (B,): how many of the T are each row's own; padding follows them. keep: logits of each row's last
+        tokens only. weights: a list that takes each attention layer's, (B, H, T, S). Raises ValueError if the
+        tokens do not fit into block_size or the cache."""
         T, config = idx.shape[1], self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
@@ -1601,15 +1668,22 @@ class GPT(nn.Module):
             x = block(x, context)
         if cache is not None:
             cache.advance(T, lengths)
-        logits = self.head(self.last(x, keep, lengths))
         if targets is None:
-            return logits
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
-        aux = {}
+            return self.head(self.last(x, keep, lengths))
+        loss, aux = self.loss(x, targets), {}
         if context.routing:
             balance, z, load = map(torch.stack, zip(*context.routing))
             aux = {'balance': balance.mean(), 'z': z.mean(), 'load': load}
-        return loss / (targets != -1).sum().clamp(min=1), aux
+        if self.mtp is not None and self.training:
+            context.routing = None
+            aux['mtp'] = self.loss(self.mtp(x, x0, context), F.pad(targets[:, 1:], (0, 1), value=-1))
+        return loss, aux
+
+    def loss(self, x, targets):
+        """x (B, T, C), what the last block gives -> mean cross entropy, 0-d."""
+        logits = self.head(x).flatten(0, 1)
+        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='sum')
+        return loss / (targets != -1).sum().clamp(min=1)
 
     def context(self, idx, cache=None, lengths=None, weights=None, routing=None):
         """The ForwardContext of the new tokens idx (B, T): positions, rotations, masks."""
@@ -1731,13 +1805,16 @@ class GPT(nn.Module):
         share = config.n_expert_active / config.n_expert if config.n_expert else 1
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
-            active = round(w.numel() * share) if part == 'experts' else w.numel()
+            active = round(w.numel() * share) if 'experts.' in name else w.numel()
             is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), nn.Embedding)
             is_product = self.tags[name].group != 'vector' and not is_table
             each = 6 if w.requires_grad else 4
             parts.setdefault(part, []).append((w.numel(), active, each * active * is_product))
             if name == 'wte.weight' and self.lm_head is None:
                 parts['head'] = [(0, 0, each * active)]
+        if self.mtp is not None:
+            last = self.mtp.block.attn.flops(block_size or config.block_size)
+            parts['prediction layer'].append((0, 0, last + 6 * (self.lm_head or self.wte).weight.numel()))
         parts['mixing'] = [(0, 0, block.attn.flops(block_size or config.block_size)) for block in self.h]
         return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
 
@@ -1794,6 +1871,99 @@ class GPT(nn.Module):
         model = model.to_empty(device='cpu')
         model.load_state_dict(state)
         return model
+
+
+# further mixers ---------------------------------------------------------------------------------------------
+
+class ShortConvolution(Mixer):
+    """C * conv(B * x), three projections and a short convolution: LFM2, arXiv:2511.23404."""
+
+    documents = True
+    fields = ('linear_conv_kernel_dim',)
+
+    @classmethod
+    def defaults(cls, config):
+        return dict(linear_conv_kernel_dim=4)
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        C, kernel = config.n_embd, config.linear_conv_kernel_dim
+        self.c_attn, self.conv = FusedLinear(C, (C, C, C)), convolution(C, kernel)
+        self.c_proj, self.states = Linear(C, C, init=branch_init(config)), [((kernel - 1, C), None)]
+
+    def flops(self, length):
+        return 6 * self.conv.numel()
+
+    def forward(self, x, context):
+        before, after, x = self.c_attn(x)
+        x = self.after_last(before * x, context)
+        return self.c_proj(after * short_convolution(x, self.conv.type_as(x), context))
+
+
+class Mamba2(GatedDeltaNet):
+    """Mamba-2 (arXiv:2405.21060) as linear attention, its section 6: C is the query, B the key, each of them
+    shared by a group of heads, x the value, and the step size both writes and decays."""
+
+    fields = (*GatedDeltaNet.fields, 'linear_conv_bias')
+
+    @classmethod
+    def defaults(cls, config):
+        return dict(linear_n_key_head=1, linear_n_value_head=max(1, config.n_embd // 32),
+                    linear_key_head_dim=64, linear_value_head_dim=64, linear_conv_kernel_dim=4,
+                    linear_conv_bias=True)
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.skip = parameter(self.n_value, init=nn.init.ones_, group='vector')
+        if config.linear_conv_bias:
+            self.conv_bias = parameter(sum(self.qkv), init=nn.init.zeros_, group='vector')
+
+    def other_widths(self, keys, values):
+        return (values, self.n_value), self.n_value, values
+
+    def forward(self, x, context):
+        *qkv, gate, step = self.c_attn(x)
+        q, k, v = self.convolved(qkv, context)
+        step = F.softplus(step.float() + self.dt_bias.float())
+        decay = -self.A_log.float().exp() * step
+        y = self.recur(q, k, v, decay[..., None], step, context, corrects=False)
+        y = (y + self.skip.float()[:, None] * v.transpose(1, 2)).flatten(2) * F.silu(gate.float())
+        group = y.shape[-1] // self.n_key  # is normalised together
+        y = F.rms_norm(y.unflatten(-1, (-1, group)), (group,), eps=self.eps).flatten(2) * self.o_norm.float()
+        return self.c_proj(y.type_as(gate))
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Gated DeltaNet with a decay for each channel of a key, by a projection of low rank, as is the output's
+    gate (arXiv:2510.26692)."""
+
+    @classmethod
+    def check(cls, config):
+        yield from super().check(config)
+        if config.linear_n_value_head != config.linear_n_key_head:
+            yield 'linear_n_value_head linear_n_key_head', 'K layers have as many key heads as value heads'
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.c_gate = Linear(self.value_dim, self.qkv[2])
+        self.c_decay = Linear(self.key_dim, self.qkv[1])
+
+    def other_widths(self, keys, values):
+        return (self.value_dim, self.n_value, self.key_dim), keys, self.value_dim
+
+    def forward(self, x, context):
+        *qkv, gate, beta, decay = self.c_attn(x)
+        return self.mix(qkv, self.c_gate(gate), beta, self.c_decay(decay), context, torch.sigmoid)
+
+
+MIXERS = {  # letter in mixer_pattern: class
+    'A': Attention,
+    'M': LatentAttention,
+    'D': GatedDeltaNet,
+    'C': ShortConvolution,
+    'B': Mamba2,
+    'K': KimiDeltaAttention,
+}
 
 
 # low-rank adapters ------------------------------------------------------------------------------------------

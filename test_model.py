@@ -57,11 +57,14 @@ CHOICES = {  # the axes of the pairwise grid, which another choice combines anew
             dict(n_expert=4, n_expert_active=3, router='sigmoid', balance_bias=True, n_dense_layer=1,
                  d_expert=20),
             dict(n_expert=6, n_group=3, topk_group=2, expert_pattern='DE', mlp='gelu', mlp_bias=True)],
-    'documents': [{}, dict(document_token=3)],
+    'documents': [{}, dict(document_token=3), dict(mtp=True)],
     'mixer': [{}, dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4),
               dict(attn_gate=True), dict(attn_gate='head'), dict(mixer_pattern='MD'),
               dict(mixer_pattern='D', linear_key_head_dim=6, linear_value_head_dim=10,
-                   linear_conv_kernel_dim=2)],
+                   linear_conv_kernel_dim=2),
+              dict(mixer_pattern='CA'), dict(mixer_pattern='KA', linear_key_head_dim=6),
+              dict(mixer_pattern='CB', linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6),
+              dict(mixer_pattern='B', linear_conv_bias=False, linear_value_head_dim=5)],
 }
 
 
@@ -315,7 +318,7 @@ def test_every_parameter_learns(options):
     model = tiny(**options).train()
     idx = tokens(model, 3, 24)
     loss, aux = model(idx[:, :-1], idx[:, 1:])
-    loss.backward()
+    (loss + aux.get('mtp', 0)).backward()
     without = [name for name, w in model.named_parameters()
                if w.grad is None or not w.grad.abs().max() > 1e-7]
     # what all keys have in common cancels in the softmax, unless positions rotate it
@@ -452,37 +455,71 @@ def test_all_tensors_are_on_the_models_device(options, as_cuda, monkeypatch):
                 cache.reset()
 
 
-def naive_delta_rule(q, k, v, decay, beta, state, is_start):
-    """arXiv:2412.06464, equation 10, token by token, in float64."""
+def test_another_layer_predicts_the_token_after_the_next():
+    model = tiny(mtp=True, window=5, window_pattern='LS', n_expert=4).train()
+    idx, seen = tokens(model, 2, 13), []
+    inputs, targets = idx[:, :-1], idx[:, 1:].clone()
+    targets[0, 4] = -1
+    handle = model.h[-1].register_forward_hook(lambda block, args, y: seen.append(y))
+    loss, aux = model(inputs, targets)
+    handle.remove()
+    assert len(aux['load']) == 2  # of the blocks before it alone
+    mtp = model.mtp
+    both = torch.cat((mtp.ln_x(seen[0][:, :-1]), mtp.ln_next(model.wte(inputs[:, 1:]))), dim=-1)
+    context = model.context(inputs[:, :-1])
+    logits, after = model.head(mtp.block(mtp.c_in(both), context)), targets[:, 1:]
+    kept = after != -1
+    near(aux['mtp'], F.cross_entropy(logits[kept], after[kept]), 1e-5)
+    assert 'mtp' not in model.eval()(inputs, targets)[1]
+    before = model(idx)
+    for w in mtp.parameters():
+        w.data.zero_()
+    assert torch.equal(model(idx), before)
+
+
+def naive_delta_rule(q, k, v, decay, beta, state, is_start, corrects=True):
+    """arXiv:2412.06464, equation 10 (2510.26692, 1; 2405.21060, 1), token by token, in float64."""
     out, state = [], state.double()
     q, k, v, decay, beta = (x.double() for x in (q, k, v, decay, beta))
     for t in range(q.shape[2]):
-        state = state * decay[:, :, t, None, None].exp() * ~is_start[:, t, None, None, None]
-        wrong = v[:, :, t] - (k[:, :, t, None] @ state)[:, :, 0]
-        state = state + beta[:, :, t, None, None] * k[:, :, t, :, None] * wrong[:, :, None]
+        state = state * decay[:, :, t, :, None].exp() * ~is_start[:, t, None, None, None]
+        wrong = v[:, :, t] - (k[:, :, t, None] @ state)[:, :, 0] * corrects
+        state = state + beta[:, :, t, :, None] * k[:, :, t, :, None] * wrong[:, :, None]
         out.append((q[:, :, t, None] @ state)[:, :, 0])
     return torch.stack(out, dim=2), state
 
 
 @pytest.mark.parametrize('T', [1, 5, 150])
 @pytest.mark.parametrize('documents', [False, True])
-def test_the_chunked_delta_rule_is_the_recurrence(T, documents):
+@pytest.mark.parametrize('channels, corrects', [(1, True), (4, True), (1, False)])
+def test_the_chunked_delta_rule_is_the_recurrence(T, documents, channels, corrects):
     g = torch.Generator().manual_seed(T)
     q, k, v = (torch.randn(2, 3, T, width, generator=g) for width in (4, 4, 6))
     k = k / k.norm(dim=-1, keepdim=True)
-    decay, beta = -torch.rand(2, 3, T, generator=g) * 2, torch.rand(2, 3, T, generator=g)
+    decay, beta = -torch.rand(2, 3, T, channels, generator=g) * 2, torch.rand(2, 3, T, 1, generator=g)
     is_start = torch.rand(2, T, generator=g) < 0.1 * documents
     is_start[0, -1] = documents
     inputs = [x.requires_grad_() for x in (q, k, v, decay, beta, torch.randn(2, 3, 4, 6, generator=g))]
-    expected = naive_delta_rule(*inputs, is_start)
-    for chunk in (64, 7):
-        found = flat.gated_delta_rule(*inputs, is_start if documents else None, chunk=chunk)
+    expected = naive_delta_rule(*inputs, is_start, corrects)
+    for chunk in (64, 8):
+        found = flat.gated_delta_rule(*inputs, is_start if documents else None, corrects, chunk)
         for a, b in zip(found, expected):
             torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
     weight = torch.randn(found[0].shape, generator=g)
     for a, b in zip(*(torch.autograd.grad((y * weight).sum() + after.sum(), inputs)
                       for y, after in (found, expected))):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_strong_decays_of_channels_neither_overflow_nor_vanish():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 64, 4, generator=g) for _ in range(3))
+    k, decay = k / k.norm(dim=-1, keepdim=True), torch.tensor([-90.0, -1.0, -1e-3, 0.0]).expand(1, 1, 64, 4)
+    state, is_start = torch.zeros(1, 1, 4, 4), torch.zeros(1, 64, dtype=torch.bool)
+    for a, b in zip(flat.gated_delta_rule(q, k, v, decay, torch.ones(1, 1, 64, 1), state),
+                    naive_delta_rule(q, k, v, decay, torch.ones(1, 1, 64, 1), state, is_start)):
+        torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
 
 
 def dense_experts(moe, x):

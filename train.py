@@ -64,7 +64,9 @@ beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
 momentum = 0.95                      # Muon
 grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
-# experts: these losses join the objective, not the loss reported
+# these losses join the objective, not the loss reported
+mtp_loss = 0.3                       # weight of mtp's, as DeepSeek-V3 begins
+# experts
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of the router's z-loss; ST-MoE has 1e-3
 balance_rate = 0.001                 # how far balance_bias moves an iteration
@@ -417,9 +419,10 @@ def shard_like(w, value):
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_loss, z_loss):
-    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. Returns the mean loss, the
-    experts' load or None, and the next iteration's first batch."""
+def gradients(forward, batch, batches, accumulation, autocast, scaler, aux_weights):
+    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. aux_weights: the weights of
+    the losses in GPT.forward's aux. Returns the mean loss, the experts' load or None, and the next
+    iteration's first batch."""
     losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
@@ -430,8 +433,9 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, balance_l
         if weight is not None:
             loss = loss * weight
         losses += loss.detach()
-        if aux:  # a model with experts
-            loss = loss + balance_loss * aux['balance'] + z_loss * aux['z']
+        for name, its_weight in aux_weights.items():
+            loss = loss + its_weight * aux[name] if name in aux else loss
+        if 'load' in aux:  # a model with experts
             loads.append(aux['load'])
         loss = loss / loss.isfinite()  # else by 0, so that no gradient is finite on any rank
         scaler.scale(loss / accumulation).backward()
@@ -714,14 +718,14 @@ CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES, 'compile': (True, 
 LIMITS = {  # (lowest, highest): settings
     (1, 1e18): 'batch_size gradient_accumulation_steps eval_interval eval_iters log_interval',
     (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters keep seed '
-               'lr_decay_iters weight_decay grad_clip balance_loss z_loss balance_rate lora_rank '
+               'lr_decay_iters weight_decay grad_clip mtp_loss balance_loss z_loss balance_rate lora_rank '
                'sample_tokens checkpoint_activations',
     (0, 0.999999): 'beta1 beta2 momentum', (1e-9, 1): 'cooldown', (1e-9, 1e18): 'lora_alpha',
 }
 UNUSED = {  # flag: (the setting, the values with which the flag has no effect)
     'momentum': ('optimizer', ['adamw']),
     'lr_schedule': ('decay_lr', [False]), 'cooldown': ('lr_schedule', ['cosine', 'linear']),
-    'balance_loss': ('n_expert', [None]), 'z_loss': ('n_expert', [None]),
+    'mtp_loss': ('mtp', [False]), 'balance_loss': ('n_expert', [None]), 'z_loss': ('n_expert', [None]),
     'balance_rate': ('balance_bias', [False]),
     'lora_alpha': ('lora_rank', [0]), 'lora_targets': ('lora_rank', [0]),
 }
@@ -982,6 +986,7 @@ if __name__ == '__main__':
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device)
     batch, row, stopping, skipped, in_a_row = next(batches, None), None, False, progress.skipped, 0
+    aux_weights = {'balance': balance_loss, 'z': z_loss, 'mtp': mtp_loss}
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
@@ -993,7 +998,7 @@ if __name__ == '__main__':
                     group['lr'] = lr
             seed_dropout(seed, progress.iter_num, rank, device)
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
-                                                 scaler, balance_loss, z_loss)
+                                                 scaler, aux_weights)
             at_goal = progress.iter_num + 1 == goal
             before = [w.detach().clone() for w in params] if at_goal else None
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,

@@ -81,7 +81,8 @@ MISTAKES = [
     ('one order for all epochs', {}, flat_train, 'sequence_order', lambda f: functools.cache(
         lambda seed, epoch, n: f(seed, 0, n)), check.check_data, 'in one order'),
     ('the auxiliary losses twice', MOE, flat_train, 'gradients',
-     lambda f: lambda *args: f(*args[:-2], 2 * args[-2], 2 * args[-1]), check.check_updates, 'gradient'),
+     lambda f: lambda *args: f(*args[:-1], {name: 2 * w for name, w in args[-1].items()}),
+     check.check_updates, 'gradient'),
     ('norms that decay', {}, flat_train.OPTIMIZERS, 'adamw', lambda f: decay_all,
      check.check_updates, 'the move of h.0.ln_1.weight'),
     ('moments that are not restored', {}, flat_train, 'load_optimizers', lambda f: lambda *args: None,
@@ -110,7 +111,13 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
     dict(norm_placement='sandwich', attn_softcap=3.0, logit_softcap=5.0, residual_lambdas=True,
          pos='sinusoidal', norm_bias=True),
     dict(norm_placement='parallel_2', residual_scale=0.7, embed_scale=3.0, pos='learned',
-         tie_word_embeddings=False)],
+         tie_word_embeddings=False),
+    dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 64, 'start': 1}, window=5,
+         window_pattern='LC', attn_gate='head',
+         rope_local={'rope_base': 50.0, 'rope_scaling': YARN, 'partial_rotary_factor': 0.5},
+         norm_weight=False, expert_pattern='NED', expert_input_scale=True, **MOE),
+    dict(qk_norm='unit', query_scale={'beta': 0.5, 'length': 64, 'layers': 'N'}, pos_pattern='PN', mtp=True),
+    dict(mixer_pattern='CBK', n_layer=3, n_kv_head=None, mtp=True, document_token=3)],
     ids=str)
 def test_sound_models_pass(options):
     for function, look_at in check.CHECKS.values():

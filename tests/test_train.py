@@ -115,7 +115,7 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(options, monkey
             optimizers = make_optimizers(model, optimizer=kind)
             for _ in range(2):
                 _, load, _ = flat_train.gradients(model, (idx, idx, None), iter([(idx, idx, None)]), 2,
-                                                  autocast, NO_SCALER, 0.01, 0.0)
+                                                  autocast, NO_SCALER, {'balance': 0.01})
                 try:
                     flat_train.update(model, list(model.parameters()), optimizers, NO_SCALER, 1.0, load, 0.01)
                 except DataDependentOutputException:
