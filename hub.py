@@ -89,6 +89,7 @@ class Family(typing.NamedTuple):
     #                             of each fused projection) -> our rows in each of their tensors
     layouts: dict = {}          # our tensor: Layout
     ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
+    harmless: str = ''          # patterns of their fields that change nothing
     layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
     layer_types: str = ''       # letters their layer_types may hold; '': transformers ignores them
     logit_scale: typing.Callable = lambda c: 1  # config.json -> a factor on the logits, which ln_f takes
@@ -116,6 +117,11 @@ def like(base, arch=None, **changes):
     return base._replace(arch=arch or base.arch, **changes)
 
 
+def same(names):
+    """Fields that both name alike."""
+    return {name: name for name in names.split()}
+
+
 def refuse(c, **fields):
     """Raises ValueError that names these fields of a config.json, if any."""
     if fields:
@@ -128,6 +134,7 @@ def refuse(c, **fields):
 SAME = Layout(lambda w: w, lambda w: w)
 TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
 PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # exact in float32 only
+ROW = Layout(lambda w: w[0], lambda w: w[None])  # (1, n)
 AFTER_TWO = Layout(lambda w: w[2:], lambda w: torch.nn.functional.pad(w, (0, 0, 2, 0)))  # two unused rows
 CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
 
@@ -235,6 +242,8 @@ def write_mpt(config, c):
 
 
 def read_deepseek(c, args):
+    if 'kv_lora_rank' in args and args.get('norm_eps', 1e-6) != 1e-6:  # of the norms of query and latent
+        refuse(c, rms_norm_eps=args['norm_eps'])
     if (args.get('n_group') or 1) == 1 or c['topk_method'] == 'greedy':
         args.update(n_group=None, topk_group=None)
 
@@ -242,16 +251,19 @@ def read_deepseek(c, args):
 def write_deepseek(config, c):
     if not (config.n_expert and config.n_shared_expert):
         raise ValueError('DeepSeek has experts and shared experts')
-    c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1,
-             num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim, num_nextn_predict_layers=0)
+    c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, num_nextn_predict_layers=0)
+    if config.kv_lora_rank:
+        c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
     if config.router == 'softmax':  # version 2
         c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
 
 
-def read_sparse_layers(c, args):
-    step, dense = c['decoder_sparse_step'], c['mlp_only_layers'] or ()
-    args['expert_pattern'] = ''.join('D' if i in dense or (i + 1) % step else 'E'
-                                     for i in range(args['n_layer']))
+def expert_layers(theirs, is_sparse, write=None):
+    """The Rule of fields that say which layers have experts. is_sparse: a function of config.json and a
+    layer."""
+    def read(c, args):
+        args['expert_pattern'] = ''.join('E' if is_sparse(c, i) else 'D' for i in range(args['n_layer']))
+    return Rule(theirs, read, write)
 
 
 def write_sparse_layers(config, c):
@@ -259,12 +271,52 @@ def write_sparse_layers(config, c):
              mlp_only_layers=[i for i in range(config.n_layer) if not config.has_experts(i)])
 
 
-def read_shared_expert(c, args):
-    args['n_shared_expert'] = c['shared_expert_intermediate_size'] // c['moe_intermediate_size']
+def write_mlp_types(config, c):
+    c['mlp_layer_types'] = ['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)]
 
 
-def write_shared_expert(config, c):
-    c['shared_expert_intermediate_size'] = config.n_shared_expert * config.d_expert
+def write_ernie(config, c):
+    sparse = [i for i in range(config.n_layer) if config.has_experts(i)]
+    c.update(moe_layer_start_index=sparse[0], moe_layer_end_index=sparse[-1])
+
+
+def read_indexer(c, args):
+    args['block_size'] = min(args['block_size'], c['index_topk'])
+
+
+def read_topk(c, args):
+    if isinstance(c['moe_topk'], list):  # of each layer
+        if len(set(c['moe_topk'])) > 1:
+            refuse(c, moe_topk=c['moe_topk'])
+        args['n_expert_active'] = c['moe_topk'][0]
+
+
+def read_llama4(c, args):
+    if not c['use_qk_norm']:
+        args['qk_norm'] = False
+    if c['attn_temperature_tuning']:
+        args['query_scale'] = dict(beta=c['attn_scale'], length=c['floor_scale'], start=1, layers='N')
+    if not c.get('layer_types'):
+        args['window_pattern'] = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
+
+
+def read_mup(c, args):
+    if c['mup_enabled']:
+        args['embed_scale'] = args['n_embd'] ** 0.5
+
+
+def write_mup(config, c):
+    c['mup_enabled'] = config.embed_scale != 1
+
+
+def shared_width(name):
+    """The Rule of their field that has the width of all shared experts; 0: there are none."""
+    def read(c, args):
+        args['n_shared_expert'] = c[name] // args['d_expert'] or None
+
+    def write(config, c):
+        c[name] = (config.n_shared_expert or 0) * config.d_expert
+    return Rule({name: 0}, read, write)
 
 
 def read_hybrid(c, args):
@@ -319,7 +371,9 @@ def write_neox(config, c):
 
 
 def read_rotary_dim(c, args):
-    args['partial_rotary_factor'] = c['rotary_dim'] / (args['n_embd'] // args['n_head'])
+    if c['rotary_dim']:
+        width = args.get('head_dim') or args['n_embd'] // args['n_head']
+        args['partial_rotary_factor'] = c['rotary_dim'] / width
 
 
 def write_rotary_dim(config, c):
@@ -344,7 +398,7 @@ def write_phi3(config, c):
 
 
 def read_ministral3(c, args):
-    scaling = args.get('rope_scaling', {})
+    scaling = args.get('rope_scaling') or {}
     if 'llama_4_scaling_beta' not in scaling:
         refuse(c, rope_parameters=c.get('rope_parameters'))
     scaling.pop('max_position_embeddings', None)
@@ -357,10 +411,11 @@ def write_ministral3(config, c):
 
 
 def read_hunyuan(c, args):
-    scaling = args.get('rope_scaling', {})
-    if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':  # a larger base, whatever the length
-        args['rope_base'] *= scaling['alpha'] ** (args['head_dim'] / (args['head_dim'] - 2))
-        del args['rope_scaling']
+    """A dynamic scaling with alpha is a larger base, whatever the length."""
+    scaling, width = args.get('rope_scaling') or {}, args.get('head_dim') or args['n_embd'] // args['n_head']
+    if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
+        args['rope_base'] *= scaling['alpha'] ** (width / (width - 2))
+        args['rope_scaling'] = None
 
 
 def read_minimind(c, args):
@@ -375,8 +430,17 @@ def read_minimind(c, args):
 
 MPT_ATTENTION = dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, prefix_lm=False,
                      attn_type='multihead_attention', attn_uses_sequence_id=False)
-SPARSE_LAYERS = Rule(dict(decoder_sparse_step=1, mlp_only_layers=()), read_sparse_layers, write_sparse_layers)
-SHARED_EXPERT = Rule(dict(shared_expert_intermediate_size=None), read_shared_expert, write_shared_expert)
+NO_ROPE = Rule(dict(no_rope_layers=None, no_rope_layer_interval=4), read_smollm3, write_smollm3)
+MLP_TYPES = expert_layers(
+    dict(mlp_layer_types=None, first_k_dense_replace=1),
+    lambda c, i: (c['mlp_layer_types'][i] == 'sparse' if c['mlp_layer_types'] else
+                  i >= c['first_k_dense_replace']), write_mlp_types)
+SPARSE_LAYERS = expert_layers(
+    dict(decoder_sparse_step=1, mlp_only_layers=()),
+    lambda c, i: (i + 1) % c['decoder_sparse_step'] == 0 and i not in (c['mlp_only_layers'] or ()),
+    write_sparse_layers)
+SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
+LOCAL_ROPE = Rule(dict(sliding_window_pattern=None), read_rope_where_short)
 ROPE_WHERE_SHORT = Rule(dict(sliding_window_pattern=None), read_rope_where_short, write_rope_where_short)
 HYBRID = Rule(dict(full_attention_interval=None), read_hybrid, write_hybrid)
 
@@ -410,17 +474,31 @@ QWEN2 = like(MISTRAL, arch='Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bia
              defaults=dict(use_sliding_window=False, max_window_layers=28))
 QWEN3 = like(LLAMA, arch='Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
              layers='S', layer_types='SL', defaults=QWEN2.defaults)
+OLMO2 = like(
+    LLAMA, arch='Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
+    ours=dict(qk_norm='whole', norm_placement='output'),
+    names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
                n_expert_active='num_experts_per_tok experts_per_token')
+MIXTRAL = like(
+    MISTRAL, arch='MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
+    ours=dict(rope_base=1e6),
+    names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
+           'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
 QWEN_EXPERTS = dict(
     n_expert='num_experts num_local_experts', n_expert_active='num_experts_per_tok',
     d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')
+FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all experts in one
+                 'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
+TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 QWEN3_MOE = like(
     QWEN3, arch='Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
     ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=(SPARSE_LAYERS,))
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
+SHARED_MLP = {'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_proj',
+              'mlp.shared.c_proj': 'mlp.shared_mlp.down_proj'}
 LINEAR_FIELDS = dict(
     linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads',
     linear_key_head_dim='linear_key_head_dim', linear_value_head_dim='linear_value_head_dim',
@@ -445,23 +523,42 @@ QWEN3_5 = like(
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': rows_qwen3_5}, ignored=('mtp.*', 'model.visual.*'), rules=(HYBRID,))
-DEEPSEEK_V3 = like(
-    LLAMA, arch='DeepseekV3ForCausalLM', ignored=('model.layers.N.*',),  # the extra prediction layer
-    fields=dict(n_kv_head=None, head_dim=None, mlp_bias=None, n_shared_expert='n_shared_experts',
+DEEPSEEK_EXPERTS = like(
+    LLAMA, ignored=('model.layers.N.*',),  # the extra prediction layer
+    fields=dict(mlp_bias=None, n_shared_expert='n_shared_experts',
                 n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
                 d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
-                **{name: name for name in (
-                    'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim',
-                    'norm_topk_prob', 'routed_scaling_factor', 'n_group', 'topk_group')}),
-    ours=dict(qk_norm=None, router='sigmoid', balance_bias=True),
-    theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid', rope_interleave=True),
+                **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
+    ours=dict(router='sigmoid', balance_bias=True),
+    theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'),
+    names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
+    rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
+DEEPSEEK_V3 = like(
+    DEEPSEEK_EXPERTS, arch='DeepseekV3ForCausalLM', ours=dict(qk_norm=None),
+    fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
+                n_kv_head=None, head_dim=None),
+    theirs=dict(rope_interleave=True),
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
-           'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj',
-           'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
-    rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query},
-    rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
+           'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
+    rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
+GLM4_MOE_LITE = like(
+    DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', fields=dict(n_dense_layer=None),
+    rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES))
+DEEPSEEK_V32 = like(
+    GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', defaults=dict(first_k_dense_replace=3), exports=False,
+    ignored=('model.layers.N.*', '*.indexer.*'), harmless='index*',
+    rules=(*GLM4_MOE_LITE.rules, Rule(dict(index_topk=2048), read_indexer)))
+TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
+                    n_group=None, topk_group=None)
+GLM4_MOE = like(
+    DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
+    ours=dict(partial_rotary_factor=0.5, norm_eps=1e-5))
+FLEX_OLMO = like(
+    OLMO2, 'FlexOlmoForCausalLM', theirs=dict(clip_qkv=None),
+    fields=dict(EXPERTS, d_expert='intermediate_size', norm_topk_prob='norm_topk_prob'),
+    ours=dict(norm_topk_prob=False, rope_base=5e5))
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
     fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer='n_layer num_hidden_layers',
@@ -555,6 +652,16 @@ GRANITE = like(
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
                 residual_scale='residual_multiplier'),
     ours=dict(attn_scale=1.0), defaults=dict(logits_scaling=1.0))
+GRANITE_MOE = like(
+    GRANITE, 'GraniteMoeForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size', mlp_bias=None),
+    names={'mlp.router': 'block_sparse_moe.router.layer',
+           'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
+           'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
+HUNYUAN = like(
+    LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm='rotated'),
+    theirs=dict(use_qk_norm=True),
+    names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
+    rules=(Rule({}, read_hunyuan),))
 COHERE = like(
     LLAMA, 'CohereForCausalLM', fields=dict(mlp_bias=None, norm_eps='layer_norm_eps'), rows=INTERLEAVED,
     ours=dict(norm='layernorm', norm_eps=1e-5, norm_placement='parallel', tie_word_embeddings=True,
@@ -568,11 +675,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'llama': LLAMA,
     'mistral': MISTRAL,
     'qwen2': QWEN2,
-    'mixtral': like(
-        MISTRAL, arch='MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
-        ours=dict(rope_base=1e6),
-        names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
-               'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'}),
+    'mixtral': MIXTRAL,
     'qwen3_moe': QWEN3_MOE,
     'deepseek_v3': DEEPSEEK_V3,
     'deepseek_v2': like(
@@ -584,10 +687,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt_neox': NEOX,
     'gpt2': GPT2,
     'mpt': MPT,
-    'olmo2': like(
-        LLAMA, arch='Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
-        ours=dict(qk_norm='whole', norm_placement='output'),
-        names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
+    'olmo2': OLMO2,
     'gemma2': GEMMA2,
     'phi': like(
         LLAMA, arch='PhiForCausalLM',
@@ -599,19 +699,16 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'smollm3': like(
         LLAMA, arch='SmolLM3ForCausalLM', layers='S', layer_types='SL',
         defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
-        rules=(Rule(dict(no_rope_layers=None, no_rope_layer_interval=4), read_smollm3, write_smollm3),)),
+        rules=(NO_ROPE,)),
     'gpt_oss': like(
         LLAMA, arch='GptOssForCausalLM', layers='SL', layer_types='SL',
         theirs=dict(swiglu_limit=7.0, swiglu_alpha=1.702, hidden_act='silu'),
         fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
-        names={'mlp.router': 'mlp.router', 'attn.sink': 'self_attn.sinks',
-               'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',
+        names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router', 'attn.sink': 'self_attn.sinks',
                'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
-               'mlp.experts.c_proj.weight': 'mlp.experts.down_proj',
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
-        rows={'mlp.experts.c_fc': rows_gate_up},
-        layouts={'mlp.experts.c_fc.weight': TRANSPOSED, 'mlp.experts.c_proj.weight': TRANSPOSED}),
+        rows={'mlp.experts.c_fc': rows_gate_up}, layouts=TRANSPOSED_EXPERTS),
     'minimind': like(
         LLAMA, arch='MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
         rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
@@ -653,7 +750,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         MISTRAL, 'Exaone4ForCausalLM', layers='SSSL', layer_types='SL',
         defaults=dict(sliding_window=4096),
         ours=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
-        names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
+        names=OLMO2.names),
     'ernie4_5': like(
         MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED,
         ours=dict(tie_word_embeddings=True, rope_base=5e5)),
@@ -673,8 +770,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
         ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
-        defaults=dict.fromkeys(('activation_function', 'layer_norm_epsilon', 'mlp_type', 'norm_type',
-                                'scale_attn_weights'), ''),  # of the first files
+        harmless='activation_function layer_norm_epsilon mlp_type norm_type scale_attn_weights',
         names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}),
     'stablelm': like(
         MISTRAL, 'StableLmForCausalLM', layers='L',
@@ -701,11 +797,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(mlp='relu2', qk_norm='rotated', norm_weight=False, embed_norm=True),
         names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped},
         rules=(Rule(dict(final_logit_softcapping=15.0), write=write_softcap),)),
-    'hunyuan_v1_dense': like(
-        LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm='rotated'),
-        theirs=dict(use_qk_norm=True),
-        names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
-        rules=(Rule({}, read_hunyuan),)),
+    'hunyuan_v1_dense': HUNYUAN,
     'opt': OPT,
     'gptj': GPTJ,
     'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
@@ -713,9 +805,107 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt_bigcode': like(
         GPT2, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True),
         layouts=dict.fromkeys(GPT2.layouts)),
+    'glm4_moe': GLM4_MOE,
+    'solar_open': like(
+        GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
+        ours=dict(partial_rotary_factor=None, rope_base=1e6),
+        theirs=dict(use_qk_norm=False, first_k_dense_replace=0)),
+    'dots1': like(
+        DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='S', layer_types='SL',
+        ours=dict(qk_norm=True, norm_topk_prob=False), theirs=dict(scoring_func=None),
+        defaults=dict(max_window_layers=62), harmless='scoring_func'),
+    'exaone_moe': like(
+        DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL', layer_types='SL',
+        fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
+                    n_shared_expert='num_shared_experts', n_dense_layer=None),
+        ours=dict(qk_norm=True, norm_eps=1e-5), ignored=('mtp.*',),
+        names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
+        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES, LOCAL_ROPE)),
+    'afmoe': like(
+        DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL', layer_types='SL',
+        fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
+                    qkv_bias=None, proj_bias=None),
+        theirs=dict(score_func='sigmoid', route_norm=True),
+        harmless='n_group topk_group num_expert_groups num_limited_groups load_balance_coeff use_grouped_mm '
+                 'global_attn_every_n_layers',  # which is read
+        ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich', norm_eps=1e-5, n_dense_layer=1),
+        names={'attn.c_attn': f"{LLAMA.names['attn.c_attn']} self_attn.gate_proj",
+               'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
+               'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
+        rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, Rule(dict(mup_enabled=False), read_mup, write_mup))),
+    'hy_v3': like(
+        DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
+        fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor', n_dense_layer=None),
+        theirs=dict(mlp_bias=False), harmless='n_group topk_group enable_moe_fp32_combine',
+        ours=dict(qk_norm=True, norm_eps=1e-5, rope_base=11158840.0),
+        names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
+        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES)),
+    'minimax_m2': like(
+        MIXTRAL, 'MiniMaxM2ForCausalLM', layers='L',
+        ours=dict(qk_norm='whole', router='sigmoid', balance_bias=True, rope_base=5e6,
+                  partial_rotary_factor=1.0),
+        theirs=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
+                    use_routing_bias=True),
+        defaults=dict(head_dim=128), harmless='attn_type_list use_mtp num_mtp_modules',
+        names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
+        rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
+    'ernie4_5_moe': like(
+        MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L', harmless='moe_capacity moe_norm_min',
+        fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
+                    n_shared_expert='moe_num_shared_experts'),
+        ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True),
+        theirs=dict(use_bias=False, moe_gate='topk', moe_use_aux_free=True),
+        names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
+        rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
+        rules=(expert_layers(
+            dict(moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1),
+            lambda c, i: ((i + 1) % c['moe_layer_interval'] == 0 and i >= c['moe_layer_start_index']
+                          and not i > c['moe_layer_end_index'] > -1), write_ernie),)),
+    'glm4_moe_lite': GLM4_MOE_LITE,
+    'deepseek_v32': DEEPSEEK_V32,
+    'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
+    'granitemoe': GRANITE_MOE,
+    'granitemoeshared': like(
+        GRANITE_MOE, 'GraniteMoeSharedForCausalLM', rules=(shared_width('shared_intermediate_size'),),
+        names={'mlp.shared.c_fc': 'shared_mlp.input_linear',
+               'mlp.shared.c_proj': 'shared_mlp.output_linear'}),
+    'hunyuan_v1_moe': like(
+        HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(norm_eps=1e-5, n_shared_expert=1),
+        fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),
+        names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP}, theirs=dict(norm_type='rms'),
+        harmless='*_id anyres_* attention_head_dim cla_share_factor dense_list moe_intermediate_size '
+                 'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type '
+                 'use_mixed_mlp_moe use_rotary_pos_emb vit_*',
+        rules=(*HUNYUAN.rules, Rule({}, read_topk))),
+    'qwen3_5_moe_text': like(
+        QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
+        ours=dict(shared_gate=True), rules=(SHARED_EXPERT, HYBRID)),
+    'llama4_text': like(
+        LLAMA, 'Llama4ForCausalLM', layers='CCCL', layer_types='CL', exports=False,
+        fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size', mlp_bias=None),
+        ours=dict(qk_norm='unit', norm_eps=1e-5, rope_base=5e5, n_shared_expert=1, router='sigmoid',
+                  norm_topk_prob=False, expert_input_scale=True),
+        names={'mlp.c_fc': 'feed_forward.gate_proj feed_forward.up_proj',
+               'mlp.c_proj': 'feed_forward.down_proj', 'mlp.router': 'feed_forward.router',
+               'mlp.experts.c_fc.weight': 'feed_forward.experts.gate_up_proj',
+               'mlp.experts.c_proj.weight': 'feed_forward.experts.down_proj',
+               'mlp.shared.c_fc': 'feed_forward.shared_expert.gate_proj feed_forward.shared_expert.up_proj',
+               'mlp.shared.c_proj': 'feed_forward.shared_expert.down_proj'},
+        rows=INTERLEAVED,
+        layouts=TRANSPOSED_EXPERTS,
+        rules=(NO_ROPE, Rule(dict(attn_temperature_tuning=True, attn_scale=0.1, floor_scale=8192,
+                                  attention_chunk_size=8192, use_qk_norm=True), read_llama4),
+               expert_layers(dict(moe_layers=None, interleave_moe_layer_step=1),
+                             lambda c, i: (i in c['moe_layers'] if c['moe_layers'] else
+                                           (i + 1) % c['interleave_moe_layer_step'] == 0)))),
+    'kimi_k2': DEEPSEEK_V3,
+    'flex_olmo': FLEX_OLMO,
+    'olmoe': like(
+        FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names,
+        ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
-    'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention'}
+    'L': 'full_attention', 'S': 'sliding_attention', 'C': 'chunked_attention', 'D': 'linear_attention'}
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
@@ -751,7 +941,7 @@ def config_from_hf(c):
         raise ValueError(f"model_type={c.get('model_type')!r} is unsupported; these are supported: "
                          f"{', '.join(sorted(FAMILIES))}")
     family = FAMILIES[c['model_type']]
-    known = [*HARMLESS.split(), *family.theirs, *' '.join(family.fields.values()).split()]
+    known = [*family.theirs, *' '.join((HARMLESS, family.harmless, *family.fields.values())).split()]
     for defaults in (family.defaults, *(rule.theirs for rule in family.rules)):
         c, known = {**defaults, **c}, [*known, *defaults]
     args, activations = dict(family.ours), activations_of(family)
@@ -759,8 +949,9 @@ def config_from_hf(c):
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
             args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
-    missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
-               if ours not in args}
+    needed = [ours for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd', 'kv_lora_rank')
+              if ours in family.fields]
+    missing = {family.fields[ours]: None for ours in needed if ours not in args}
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
@@ -842,10 +1033,10 @@ def write_rope(config, c):
 
 def read_layers(c, args, family):
     """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
-    size, every = c.get('sliding_window'), c.get('full_attention_interval')
-    period = c.get('sliding_window_pattern')
+    size, every = c.get('sliding_window') or c.get('attention_chunk_size'), c.get('full_attention_interval')
+    period = c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
     is_used = size and c.get('use_sliding_window', True)
-    if is_used and 'S' not in family.layers:
+    if is_used and not re.search('[SC]', family.layers):
         refuse(c, sliding_window=size)
     layers = 'D' * (every - 1) + 'L' if every else family.layers
     if isinstance(period, int):
@@ -858,9 +1049,9 @@ def read_layers(c, args, family):
             refuse(c, layer_types=unknown)
         layers = ''.join(letters[one] for one in c['layer_types'])
     layers = layers[:args['n_layer']]
-    if is_used and 'S' in layers:
-        args.update(window=size, window_pattern=re.sub('[^S]', 'L', layers))
-    if family.layer_types.strip('SL'):
+    if is_used and re.search('[SC]', layers):
+        args.update(window=size, window_pattern=re.sub('[^SC]', 'L', layers))
+    if 'D' in family.layer_types:
         args['mixer_pattern'] = re.sub('[SL]', 'A', layers)
 
 
@@ -915,7 +1106,7 @@ def config_to_hf(config):
         try:
             c = write_config(config, kind)
             read = canonical(config_from_hf(c))
-        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        except (ValueError, TypeError, LookupError, AttributeError, ZeroDivisionError):
             continue  # this family cannot even write it down
         lacks = [name for name in ours if ours[name] != read[name]]
         if not lacks:
@@ -1021,10 +1212,11 @@ def by_family_names(stored, family):
     prefix, _, rest = first.partition('.')
     theirs = min((name for name in stored if name.endswith(rest)), key=len, default=first).removesuffix(rest)
     return {f'{prefix}.{name.removeprefix(theirs)}' if name.startswith(theirs) and not name.startswith(head)
-            else name: one for name, one in stored.items()}
+            else name.removeprefix(theirs.removesuffix(f'{prefix}.')): one for name, one in stored.items()}
 
 
-IGNORED = ('*.attn.bias', '*.attn.masked_bias', '*.attention.bias', '*.attention.masked_bias', '*inv_freq')
+IGNORED = ('*vision*', '*projector*', '*.attn.bias', '*.attn.masked_bias', '*.attention.bias',
+           '*.attention.masked_bias', '*inv_freq')
 
 
 def check(parts, stored, model, family, folder):
@@ -1062,6 +1254,8 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     folder = fetch(folder_or_id)
     c = text_config(read_json(folder, 'config.json'))
     config = config_from_hf(c)
+    if changes.get('block_size', 0) > c.get('index_topk', math.inf):
+        refuse(c, block_size=changes['block_size'])
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
         # transformers' list for short texts; a larger block_size takes the other
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings'], **changes}
@@ -1069,6 +1263,8 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     dtype, stored = dtype or stored_dtype(stored), by_family_names(stored, family)
     with torch.device('meta'):
         model = GPT(changed_config(config, changes))
+    if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
+        family = like(family, names=FUSED_EXPERTS)
     parts, scale = plan(model, family), family.logit_scale(c)
     check(parts, stored, model, family, folder)
     for name, w in model.named_parameters():
@@ -1180,7 +1376,8 @@ def describe(name, folder):
     active = f", {model.num_params(active=True):,} active" if config.n_expert else ''
     print(f"{name}: {c['model_type']}, {model.num_params():,} parameters{active}, "
           f"stored in {plain(stored_dtype(read_headers(folder)))}")
-    print(f"context {config.block_size:,} tokens, vocabulary {config.vocab_size:,}")
+    cut = ', as many as its indexer picks (which is left out)' if 'index_topk' in c else ''
+    print(f"context {config.block_size:,} tokens{cut}, vocabulary {config.vocab_size:,}")
     try:
         tokenizer = json_tokenizer(folder)
         ends = [tokenizer.decode([i]) for i in tokenizer.stop_tokens]

@@ -146,6 +146,15 @@ HF_NO_PAD = dict(HF, pad_token_id=0)  # theirs is beyond the vocabulary
 HF_SCALES = dict(embedding_multiplier=3.0, logits_scaling=4.0, attention_multiplier=0.2)
 HF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 HF_SHARED = dict(HF_EXPERTS, shared_expert_intermediate_size=24)
+HF_ROUTED = dict(HF, head_dim=12, moe_intermediate_size=12, num_experts_per_tok=3, n_group=1, topk_group=1,
+                 num_experts=8, num_shared_experts=2)
+HF_ROUTED_2 = {'num_experts': 'n_routed_experts', 'num_shared_experts': 'n_shared_experts'}
+HF_ROUTED_2 = {HF_ROUTED_2.get(name, name): value for name, value in HF_ROUTED.items()}
+HF_SPARSE = dict(HF_LATENT, q_lora_rank=12, index_topk=32, index_head_dim=8, index_n_heads=2)
+HF_GRANITE = dict(HF, num_local_experts=5, num_experts_per_tok=3, embedding_multiplier=3.0,
+                  logits_scaling=4.0, residual_multiplier=0.3, attention_multiplier=0.2)
+HF_LLAMA4 = dict(HF, head_dim=16, num_hidden_layers=5, num_local_experts=4, intermediate_size=20,
+                 intermediate_size_mlp=40, attention_chunk_size=8, floor_scale=6)
 
 
 def hf_rope(kind, **options):
@@ -240,11 +249,42 @@ HF_MODELS = [  # model_type and its configuration
     ('gptj', dict(HF_GPT2, rotary_dim=6)),
     ('codegen', dict(HF_GPT2, n_head=8, n_embd=48, rotary_dim=4, n_inner=40)),
     ('gpt_bigcode', dict(HF_GPT2, n_inner=40, tie_word_embeddings=False)),
+    ('glm4_moe', dict(HF_ROUTED_2, use_qk_norm=True, attention_bias=True, first_k_dense_replace=2,
+                      routed_scaling_factor=2.5)),
+    ('glm4_moe', dict(HF_ROUTED_2, n_group=4, topk_group=2, norm_topk_prob=False, tie_word_embeddings=True)),
+    ('solar_open', dict(HF_ROUTED_2, attention_bias=True, **hf_rope('yarn', factor=4.0))),
+    ('dots1', dict(HF_ROUTED_2, sliding_window=7, max_window_layers=1, first_k_dense_replace=1)),
+    ('exaone_moe', dict(HF_ROUTED, num_hidden_layers=5, sliding_window=7)),
+    ('exaone_moe', dict(HF_ROUTED, sliding_window=7, n_group=2, tie_word_embeddings=True,
+                        layer_types=['full_attention', 'sliding_attention', 'full_attention'],
+                        mlp_layer_types=['sparse', 'dense', 'sparse'])),
+    ('afmoe', dict(HF_ROUTED, sliding_window=7, mup_enabled=True, route_scale=2.0,
+                   global_attn_every_n_layers=2)),
+    ('hy_v3', dict(HF_ROUTED, attention_bias=True, router_scaling_factor=2.0)),
+    ('hy_v3', dict(HF_ROUTED, num_key_value_heads=4, head_dim=8, tie_word_embeddings=True,  # no DeepSeek
+                   mlp_layer_types=['sparse'] * 3)),
+    ('minimax_m2', dict(HF, num_local_experts=5, num_experts_per_tok=3, head_dim=16, rotary_dim=8)),
+    ('ernie4_5_moe', dict(HF, moe_intermediate_size=12, moe_num_experts=6, moe_k=3, moe_layer_end_index=1)),
+    ('glm4_moe_lite', dict(HF_LATENT, q_lora_rank=12, rms_norm_eps=1e-6, n_group=4, topk_group=2,
+                           mlp_layer_types=['sparse', 'dense', 'sparse'])),
+    ('deepseek_v32', dict(HF_SPARSE, n_group=2, topk_group=1)),
+    ('glm_moe_dsa', dict(HF_SPARSE, rms_norm_eps=1e-6, indexer_types=['full', 'shared', 'full'])),
+    ('granitemoe', dict(HF_GRANITE, attention_bias=True, tie_word_embeddings=True)),
+    ('granitemoeshared', dict(HF_GRANITE, shared_intermediate_size=96)),
+    ('hunyuan_v1_moe', dict(HF, num_experts=5, moe_topk=[2] * 3, head_dim=12,
+                            **hf_rope('dynamic', factor=1.0, alpha=50.0))),
+    ('qwen3_5_moe_text', dict(HF_HYBRID, **HF_SHARED)),
+    ('olmoe', dict(HF, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True, attention_bias=True)),
+    ('flex_olmo', dict(HF, num_experts=6, num_experts_per_tok=3, tie_word_embeddings=True, pad_token_id=0)),
+    ('llama4_text', dict(HF_LLAMA4, no_rope_layer_interval=3, num_experts_per_tok=2)),
+    ('llama4_text', dict(HF_LLAMA4, use_qk_norm=False, interleave_moe_layer_step=2, tie_word_embeddings=True,
+                         attention_bias=True)),
 ]
 
 
 HF_CONSTANT = ('inv_freq', 'embed_scale', 'embed_positions', 'act_fn.beta', 'act_fn.eps')
-HF_LESS_ONE = ('gemma', 'gemma2', 'vaultgemma', 'nemotron', 'qwen3_next', 'qwen3_5_text')
+HF_LESS_ONE = ('gemma', 'gemma2', 'vaultgemma', 'nemotron', 'qwen3_next', 'qwen3_5_text',
+                'qwen3_5_moe_text')
 
 
 @torch.no_grad()
@@ -323,6 +363,27 @@ def in_a_larger_model(c, state):
     state |= {'model.visual.x.weight': torch.ones(2), 'mtp.fc.weight': torch.ones(2)}
 
 
+def in_a_language_model(kind):
+    """A text model of this type, named as in Llama 4's and Kimi K2.5's files."""
+    def edit(c, state):
+        text = {**c, 'model_type': kind}
+        c.clear()
+        c.update(model_type='larger', vision_config={'depth': 1}, text_config=text)
+        for name in list(state):
+            state[f'language_model.{name}'] = state.pop(name)
+        state |= {f'{name}.x.weight': torch.ones(2) for name in ('vision_tower', 'multi_modal_projector')}
+    return edit
+
+
+def with_fused_experts(c, state):
+    for i in range(c['num_hidden_layers']):
+        layer = f'model.layers.{i}.mlp.experts'
+        gate, up, down = ([state.pop(f'{layer}.{e}.{name}_proj.weight') for e in range(c['num_experts'])]
+                          for name in ('gate', 'up', 'down'))
+        state[f'{layer}.gate_up_proj'] = torch.cat((torch.stack(gate), torch.stack(up)), dim=1)
+        state[f'{layer}.down_proj'] = torch.stack(down)
+
+
 def minimind(**change):
     """Its config.json as its own class and scripts/convert_model.py write it; the weights are those of Qwen3
     or Llama by the same names."""
@@ -341,6 +402,9 @@ def minimind(**change):
     ('gpt2', HF_GPT2, without_prefix),
     ('deepseek_v3', dict(HF_LATENT, q_lora_rank=12, n_group=2, topk_group=1), with_extra_layer),
     ('qwen3_5_text', HF_HYBRID, in_a_larger_model),
+    ('qwen3_5_moe_text', dict(HF_HYBRID, **HF_SHARED), with_fused_experts),
+    ('llama4_text', HF_LLAMA4, in_a_language_model('llama4_text')),
+    ('deepseek_v3', dict(HF_LATENT, q_lora_rank=12, n_group=2, topk_group=1), in_a_language_model('kimi_k2')),
     ('qwen3_moe', dict(HF, **HF_EXPERTS, head_dim=8, tie_word_embeddings=True, norm_topk_prob=True),
      minimind(use_moe=True)),
     ('llama', dict(HF, tie_word_embeddings=True), minimind(  # before version 3
@@ -375,7 +439,22 @@ def test_hf_dtypes_and_contexts(tmp_path):
         near(ours(idx), theirs(idx).logits)
 
 
+def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path, capsys):
+    theirs = hf_model('deepseek_v32', dict(HF_SPARSE, index_topk=16, n_group=2, topk_group=1), tmp_path)
+    ours, idx = hub.from_pretrained(tmp_path), torch.randint(61, (2, 16))
+    with torch.no_grad():
+        near(ours(idx), theirs(idx).logits)
+    assert ours.config.block_size == 16
+    with pytest.raises(ValueError, match='deepseek_v32 with block_size=17'):
+        hub.from_pretrained(tmp_path, block_size=17)
+    hub.describe('x', str(tmp_path))
+    assert 'context 16 tokens, as many as its indexer picks' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('change, message', [
+    (dict(model_type='hunyuan_v1_moe', moe_topk=[1, 2], num_experts=4), r'moe_topk=\[1, 2\]'),
+    (dict(HF_LATENT, model_type='deepseek_v3', rms_norm_eps=1e-5), 'deepseek_v3 with rms_norm_eps=1e-05'),
+    (dict(model_type='ernie4_5_moe', use_bias=True), 'use_bias=True'),
     (dict(model_type='rwkv'), "model_type='rwkv' is unsupported; these are supported: .*llama"),
     (dict(quantization_config={'quant_method': 'fp8'}), 'llama with quantization_config=.*fp8'),
     (dict(hidden_act='swish9'), "'swish9' is none of"), (dict(use_magic=1, alibi=1), 'use_magic=1, alibi=1'),
