@@ -658,9 +658,12 @@ GRANITE_MOE = like(
            'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 HUNYUAN = like(
-    LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm='rotated'),
-    theirs=dict(use_qk_norm=True),
+    LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None),
+    ours=dict(qk_norm='rotated', norm_eps=1e-5), theirs=dict(norm_type='rms', use_qk_norm=True),
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
+    harmless='*_id anyres_* attention_head_dim cla_share_factor class_num dense_list moe_intermediate_size '
+             'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type use_mixed_mlp_moe '
+             'use_rotary_pos_emb vit_*',
     rules=(Rule({}, read_hunyuan),))
 COHERE = like(
     LLAMA, 'CohereForCausalLM', fields=dict(mlp_bias=None, norm_eps='layer_norm_eps'), rows=INTERLEAVED,
@@ -870,12 +873,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'mlp.shared.c_fc': 'shared_mlp.input_linear',
                'mlp.shared.c_proj': 'shared_mlp.output_linear'}),
     'hunyuan_v1_moe': like(
-        HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(norm_eps=1e-5, n_shared_expert=1),
+        HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(n_shared_expert=1),
         fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),
-        names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP}, theirs=dict(norm_type='rms'),
-        harmless='*_id anyres_* attention_head_dim cla_share_factor dense_list moe_intermediate_size '
-                 'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type '
-                 'use_mixed_mlp_moe use_rotary_pos_emb vit_*',
+        names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
         rules=(*HUNYUAN.rules, Rule({}, read_topk))),
     'qwen3_5_moe_text': like(
         QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
@@ -923,11 +923,10 @@ HARMLESS = '''
     rope_interleave rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise
     seq_aux skip_bias_add* slow_but_exact summary_* task_* tokenizer_name torch_dtype transformers.js_config
     transformers_version verbose
-    attention_head_dim cla_share_factor class_num dense_list full_attn_mod im_*_id inference_runner
-    interpolate_factor layer_switch mask_init_id max_batch_size model_max_length order_of_interleaved_layers
-    org_vocab_size pad_id pad_key_length pool_type prefix rotary rotary_scaling_factor
-    scale_attention_softmax_in_fp32 text_*_id tokenizer_class use_embedding_sharing use_gated_activation
-    use_parallel_block use_parallel_embedding use_rotary_pos_emb validate_runner_input word_embed_proj_dim
+    full_attn_mod inference_runner interpolate_factor layer_switch max_batch_size model_max_length
+    order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
+    scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation
+    use_parallel_block use_parallel_embedding validate_runner_input word_embed_proj_dim
 '''  # fields of any config.json that change nothing here, or are read below
 
 
