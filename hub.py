@@ -525,7 +525,7 @@ def write_phi3(config, c):
 
 
 def read_ministral3(c, args):
-    scaling = args['rope_scaling'] or {}
+    scaling = args.get('rope_scaling') or {}
     if 'llama_4_scaling_beta' not in scaling:
         refuse(c, rope_parameters=c.get('rope_parameters'))
     scaling.pop('max_position_embeddings', None)
@@ -538,10 +538,11 @@ def write_ministral3(config, c):
 
 
 def read_hunyuan(c, args):
-    scaling = args['rope_scaling'] or {}
-    if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':  # a larger base, whatever the length
-        args['rope_base'] *= scaling['alpha'] ** (args['head_dim'] / (args['head_dim'] - 2))
-        del args['rope_scaling']
+    """A dynamic scaling with alpha is a larger base, whatever the length."""
+    scaling, width = args.get('rope_scaling') or {}, args.get('head_dim') or args['n_embd'] // args['n_head']
+    if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
+        args['rope_base'] *= scaling['alpha'] ** (width / (width - 2))
+        args['rope_scaling'] = None
 
 
 def read_minimind(c, args):
@@ -784,9 +785,12 @@ GRANITE_MOE = like(
            'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 HUNYUAN = like(
-    LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm='rotated'),
-    theirs=dict(use_qk_norm=True),
+    LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None),
+    ours=dict(qk_norm='rotated', norm_eps=1e-5), theirs=dict(norm_type='rms', use_qk_norm=True),
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
+    harmless='*_id anyres_* attention_head_dim cla_share_factor class_num dense_list moe_intermediate_size '
+             'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type use_mixed_mlp_moe '
+             'use_rotary_pos_emb vit_*',
     rules=(Rule({}, read_hunyuan),))
 COHERE = like(
     LLAMA, 'CohereForCausalLM', fields=dict(mlp_bias=None, norm_eps='layer_norm_eps'), rows=INTERLEAVED,
@@ -982,7 +986,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         MISTRAL, 'Exaone4ForCausalLM', layers='SSSL', layer_types='SL',
         defaults=dict(sliding_window=4096),
         ours=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
-        names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'}),
+        names=OLMO2.names),
     'ernie4_5': like(
         MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED,
         ours=dict(tie_word_embeddings=True, rope_base=5e5)),
@@ -1002,8 +1006,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
         ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
-        defaults=dict.fromkeys(('activation_function', 'layer_norm_epsilon', 'mlp_type', 'norm_type',
-                                'scale_attn_weights'), ''),  # of the first files
+        harmless='activation_function layer_norm_epsilon mlp_type norm_type scale_attn_weights',
         names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}),
     'stablelm': like(
         MISTRAL, 'StableLmForCausalLM', layers='L',
@@ -1017,7 +1020,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
                   ours=dict(LAYERNORM, qkv_bias=True, proj_bias=True, mlp_bias=True)),
     'apertus': like(
-        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), exports=False,
+        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True), exports=False,
         ours=dict(mlp='xielu', qk_norm=True, rope_base=12e6),
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
                'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
@@ -1099,12 +1102,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'mlp.shared.c_fc': 'shared_mlp.input_linear',
                'mlp.shared.c_proj': 'shared_mlp.output_linear'}),
     'hunyuan_v1_moe': like(
-        HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(norm_eps=1e-5, n_shared_expert=1),
+        HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(n_shared_expert=1),
         fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),
         names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
-        harmless='*_id anyres_* attention_head_dim cla_share_factor dense_list moe_intermediate_size '
-                 'norm_topk_prob norm_type num_media_embeds num_shared_expert org_vocab_size pool_type '
-                 'use_mixed_mlp_moe use_rotary_pos_emb vit_*',
         rules=(*HUNYUAN.rules, Rule({}, read_topk))),
     'qwen3_5_moe_text': like(
         QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
@@ -1155,10 +1155,10 @@ HARMLESS = '''
     *sliding_window slow_but_exact summary_* task_* time_step_floor time_step_max time_step_min *_token
     *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version use_mamba_kernels
     verbose z_loss_coefficient
-    inference_runner layer_switch max_batch_size model_max_length order_of_interleaved_layers rotary
-    rotary_scaling_factor scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing
-    use_gated_activation use_parallel_block use_parallel_embedding use_rotary_pos_emb validate_runner_input
-    word_embed_proj_dim
+    full_attn_mod inference_runner interpolate_factor layer_switch max_batch_size model_max_length
+    order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
+    scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation
+    use_parallel_block use_parallel_embedding validate_runner_input word_embed_proj_dim
 '''  # fields of any config.json that change nothing here, or are read below
 
 
@@ -1336,7 +1336,7 @@ def config_to_hf(config):
         try:
             c = write_config(config, kind)
             read = canonical(config_from_hf(c))
-        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        except (ValueError, TypeError, LookupError, AttributeError, ZeroDivisionError):
             continue  # this family cannot even write it down
         lacks = [name for name in ours if ours[name] != read[name]]
         if not lacks:
