@@ -45,6 +45,7 @@ from model import (
     merge_lora,
     quantize_weights,
     read_checkpoint,
+    round_up,
 )
 from prepare import load_tokenizer
 from tokenizer import json_tokenizer, tokenizer_from_state
@@ -81,12 +82,14 @@ class Family(typing.NamedTuple):
     fields: dict                # GPTConfig's field: theirs; of several, the first that is given
     ours: dict                  # GPTConfig's fields that are fixed, unless a field above is given
     names: dict                 # our module or tensor: theirs; several split its rows, in order
-    layer: str                  # what precedes the names inside block N; an expert's number is E
+    layer: str                  # what precedes the names inside block N, or a function (config, N, our name)
+    #                             of it; an expert's number is E
     theirs: dict = {}           # their fields that must have this value if given
     defaults: dict = {}         # values of their fields that are not given
     rules: tuple = ()           # of Rule
-    rows: dict = {}             # our module, if they order its rows otherwise: a function (config, the rows
-    #                             of each fused projection) -> our rows in each of their tensors
+    rows: dict = {}             # our module or tensor, if they order its rows otherwise: a function (config,
+    #                             the rows of each fused projection) -> our rows in each of their tensors
+    aliases: dict = {}          # parts of tensors' names in some files: as they are in `names`
     layouts: dict = {}          # our tensor: Layout
     ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
     harmless: str = ''          # patterns of their fields that change nothing
@@ -120,6 +123,11 @@ def like(base, arch=None, **changes):
 def same(names):
     """Fields that both name alike."""
     return {name: name for name in names.split()}
+
+
+def renamed(family, start, theirs, new):
+    """The family's names of our modules that start so, with `new` in the place of `theirs`."""
+    return {ours: name.replace(theirs, new) for ours, name in family.names.items() if ours.startswith(start)}
 
 
 def refuse(c, **fields):
@@ -207,6 +215,21 @@ def rows_qwen3_next(config, q, k, v, z, b, a):
     return [shares(config.linear_n_key_head, q, k, v, z), shares(config.linear_n_key_head, b, a)]
 
 
+def rows_convolution(config, rows):
+    """Of queries, keys, values."""
+    keys = config.linear_n_key_head * config.linear_key_head_dim
+    return rows.tensor_split([keys, 2 * keys])
+
+
+def rows_mamba(config, c, b, x, z, dt):
+    return [torch.cat((z, x, b, c, dt))]
+
+
+def rows_mamba_convolution(config, rows):
+    c, b, x = rows_convolution(config, rows)
+    return [torch.cat((x, b, c))]
+
+
 def rows_qwen3_5(config, q, k, v, z, b, a):
     return [torch.cat((q, k, v)), z, b, a]
 
@@ -242,8 +265,6 @@ def write_mpt(config, c):
 
 
 def read_deepseek(c, args):
-    if 'kv_lora_rank' in args and args.get('norm_eps', 1e-6) != 1e-6:  # of the norms of query and latent
-        refuse(c, rms_norm_eps=args['norm_eps'])
     if (args.get('n_group') or 1) == 1 or c['topk_method'] == 'greedy':
         args.update(n_group=None, topk_group=None)
 
@@ -275,20 +296,20 @@ def write_mlp_types(config, c):
     c['mlp_layer_types'] = ['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)]
 
 
-def write_ernie(config, c):
-    sparse = [i for i in range(config.n_layer) if config.has_experts(i)]
-    c.update(moe_layer_start_index=sparse[0], moe_layer_end_index=sparse[-1])
+def read_ernie(c, args):
+    if c['moe_layer_end_index'] not in (-1, args['n_layer'] - 1):
+        refuse(c, moe_layer_end_index=c['moe_layer_end_index'])
 
 
 def read_indexer(c, args):
+    """An indexer picks so many tokens to attend to: up to these it picks all."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
 def read_topk(c, args):
     if isinstance(c['moe_topk'], list):  # of each layer
-        if len(set(c['moe_topk'])) > 1:
-            refuse(c, moe_topk=c['moe_topk'])
-        args['n_expert_active'] = c['moe_topk'][0]
+        args['n_expert_active'], *others = {*c['moe_topk']}
+        refuse(c, **(dict(moe_topk=c['moe_topk']) if others else {}))
 
 
 def read_llama4(c, args):
@@ -296,8 +317,11 @@ def read_llama4(c, args):
         args['qk_norm'] = False
     if c['attn_temperature_tuning']:
         args['query_scale'] = dict(beta=c['attn_scale'], length=c['floor_scale'], start=1, layers='N')
-    if not c.get('layer_types'):
-        args['window_pattern'] = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
+    pattern = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
+    if c.get('layer_types'):
+        pattern = ''.join('C' if one == 'chunked_attention' else 'L' for one in c['layer_types'])
+    if 'C' in pattern:
+        args.update(window=c['attention_chunk_size'], window_pattern=pattern)
 
 
 def read_mup(c, args):
@@ -328,8 +352,111 @@ def read_hybrid(c, args):
 
 def write_hybrid(config, c):
     for name in LINEAR_FIELDS.values():
-        if c[name] is None:  # without linear layers there is nothing to set
+        if c.get(name, 0) is None:  # without linear layers there is nothing to set
             del c[name]
+
+
+def read_lfm2(c, args):
+    if c['block_auto_adjust_ff_dim']:
+        adjusted = int(c['block_ffn_dim_multiplier'] * int(2 * args['d_ff'] / 3))
+        args['d_ff'] = round_up(adjusted, c['block_multiple_of'])
+    if c['full_attn_idxs'] is not None and not c.get('layer_types'):
+        args['mixer_pattern'] = ''.join('CA'[i in c['full_attn_idxs']] for i in range(args['n_layer']))
+
+
+def write_lfm2(config, c):
+    c['block_auto_adjust_ff_dim'] = False
+
+
+def read_kimi_linear(c, args):
+    own = c['linear_attn_config']  # as published, whose layers count from 1
+    if own:
+        args.update(linear_key_head_dim=own['head_dim'], linear_value_head_dim=own['head_dim'],
+                    linear_n_key_head=own['num_heads'], linear_n_value_head=own['num_heads'],
+                    linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
+                        'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
+    dense, kinds = c['first_k_dense_replace'] or 0, c['mlp_layer_types']
+    kinds = kinds or ['dense'] * dense + ['sparse'] * (args['n_layer'] - dense)
+    args['expert_pattern'] = ''.join('E' if kind == 'sparse' else 'D' for kind in kinds)
+    read_deepseek(c, args)
+
+
+def write_kimi_linear(config, c):
+    c.update(mlp_layer_types=['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)],
+             num_expert_group=config.n_group or 1, topk_group=config.topk_group or 1,
+             num_key_value_heads=config.n_head)
+
+
+def check_mamba(c, args):
+    limit = c['time_step_limit'] or (0, math.inf)
+    if limit[0] > 0 or limit[1] not in (math.inf, {'__float__': 'Infinity'}):
+        refuse(c, time_step_limit=limit)
+
+
+def read_mamba(c, args):
+    width = c['mamba_expand'] * args['n_embd']
+    if args['linear_value_head_dim'] == 'auto':
+        args['linear_value_head_dim'] = width // args['linear_n_value_head']
+    if args['linear_value_head_dim'] * args['linear_n_value_head'] != width:
+        refuse(c, mamba_expand=c['mamba_expand'])
+    if c['attn_layer_indices'] is not None:  # Bamba
+        args['mixer_pattern'] = ''.join('BA'[i in c['attn_layer_indices']] for i in range(args['n_layer']))
+
+
+def write_mamba(config, c):
+    c['mamba_expand'] = config.linear_n_value_head * config.linear_value_head_dim // config.n_embd
+
+
+def write_bamba(config, c):
+    write_mamba(config, c)
+    c['attn_layer_indices'] = [i for i in range(config.n_layer) if config.mixer_of(i) == 'A']
+
+
+def drop_experts(args):
+    """Drops what a config.json says of experts where there are none."""
+    for name in ('n_expert', 'n_expert_active', 'n_shared_expert', 'd_expert', 'router', 'norm_topk_prob',
+                 'routed_scaling_factor', 'n_group', 'topk_group', 'balance_bias'):
+        args.pop(name, None)
+
+
+NEMOTRON_LAYERS = {'M': 'linear_attention', '*': 'full_attention', '-': 'mlp', 'E': 'moe'}
+
+
+def read_nemotron_h(c, args):
+    """A mixer and the MLP that follows it are one block of ours."""
+    kinds = c['layers_block_type'] or [NEMOTRON_LAYERS[one] for one in c['hybrid_override_pattern']]
+    mixers, mlps = '', ''
+    for kind, before in zip(kinds, [None, *kinds]):
+        if kind in ('mlp', 'moe'):
+            if before in (None, 'mlp', 'moe'):
+                refuse(c, layers_block_type=f"{kind} after {before}")
+            mlps = mlps[:-1] + ('E' if kind == 'moe' else 'D')
+        else:
+            mixers, mlps = mixers + ('A' if kind == 'full_attention' else 'B'), mlps + 'N'
+    args.update(n_layer=len(mixers), mixer_pattern=mixers, expert_pattern=mlps)
+    read_deepseek(c, args)
+    if 'E' in mlps:
+        args['n_shared_expert'] = c['moe_shared_expert_intermediate_size'] // args['d_expert']
+    else:
+        drop_experts(args)
+
+
+def write_nemotron_h(config, c):
+    kinds = []
+    for i in range(config.n_layer):
+        kinds.append('full_attention' if config.mixer_of(i) == 'A' else 'linear_attention')
+        kinds += {'D': ['mlp'], 'E': ['moe'], 'N': []}[config.mlp_of(i)]
+    c['layers_block_type'] = kinds
+    if 'moe' in kinds:
+        c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, n_shared_experts=1,
+                 moe_shared_expert_intermediate_size=config.n_shared_expert * config.d_expert)
+    for name in [name for name, value in c.items() if value is None]:
+        del c[name]
+
+
+def nemotron_layer(config, layer, name):
+    at = layer + sum(config.mlp_of(i) != 'N' for i in range(layer)) + name.startswith(('ln_2', 'mlp'))
+    return f'backbone.layers.{at}.'
 
 
 def read_gemma2(c, args):
@@ -398,7 +525,7 @@ def write_phi3(config, c):
 
 
 def read_ministral3(c, args):
-    scaling = args.get('rope_scaling') or {}
+    scaling = args['rope_scaling'] or {}
     if 'llama_4_scaling_beta' not in scaling:
         refuse(c, rope_parameters=c.get('rope_parameters'))
     scaling.pop('max_position_embeddings', None)
@@ -412,7 +539,7 @@ def write_ministral3(config, c):
 
 def read_hunyuan(c, args):
     """A dynamic scaling with alpha is a larger base, whatever the length."""
-    scaling, width = args.get('rope_scaling') or {}, args.get('head_dim') or args['n_embd'] // args['n_head']
+    scaling, width = args['rope_scaling'] or {}, args.get('head_dim') or args['n_embd'] // args['n_head']
     if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
         args['rope_base'] *= scaling['alpha'] ** (width / (width - 2))
         args['rope_scaling'] = None
@@ -479,20 +606,20 @@ LLAMA = Family(
         'mlp.experts.c_proj': 'mlp.experts.E.down_proj',
         'mlp.shared.c_fc': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj',
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'})
-MISTRAL = like(LLAMA, arch='MistralForCausalLM', layers='S',
+MISTRAL = like(LLAMA, 'MistralForCausalLM', layers='S',
                fields=dict(qkv_bias=None, proj_bias=None, mlp_bias=None))
-QWEN2 = like(MISTRAL, arch='Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
+QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
              defaults=dict(use_sliding_window=False, max_window_layers=28))
-QWEN3 = like(LLAMA, arch='Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
+QWEN3 = like(LLAMA, 'Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
              layers='S', layer_types='SL', defaults=QWEN2.defaults)
 OLMO2 = like(
-    LLAMA, arch='Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
+    LLAMA, 'Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
     ours=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
                n_expert_active='num_experts_per_tok experts_per_token')
 MIXTRAL = like(
-    MISTRAL, arch='MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
+    MISTRAL, 'MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
     ours=dict(rope_base=1e6),
     names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
@@ -503,7 +630,7 @@ FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all e
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 QWEN3_MOE = like(
-    QWEN3, arch='Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
+    QWEN3, 'Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
     ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=(SPARSE_LAYERS,))
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
@@ -517,7 +644,7 @@ LINEAR_FIELDS = dict(
 PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
-    QWEN3_MOE, arch='Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
+    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
     ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
     theirs=dict(hidden_act='silu'),  # the convolution's activation as well
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
@@ -528,7 +655,7 @@ QWEN3_NEXT = like(
     layouts={'attn.conv': CONVOLUTION, **PLUS_ONE_NORMS},
     ignored=('mtp.*',), rules=(SPARSE_LAYERS, SHARED_EXPERT, HYBRID))
 QWEN3_5 = like(
-    QWEN3_NEXT, arch='Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
+    QWEN3_NEXT, 'Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
     theirs=dict(attn_output_gate=True), defaults=dict(mlp_only_layers=None),
     fields=dict(n_expert=None, n_expert_active=None, d_expert=None, norm_topk_prob=None),
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
@@ -545,10 +672,10 @@ DEEPSEEK_EXPERTS = like(
     names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
     rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
 DEEPSEEK_V3 = like(
-    DEEPSEEK_EXPERTS, arch='DeepseekV3ForCausalLM', ours=dict(qk_norm=None),
+    DEEPSEEK_EXPERTS, 'DeepseekV3ForCausalLM', ours=dict(qk_norm=None, kv_lora_rank=512),
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
-    theirs=dict(rope_interleave=True),
+    theirs=dict(rope_interleave=True, rms_norm_eps=1e-6),  # which norms of query and latent always have
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
@@ -684,6 +811,33 @@ COHERE = like(
     rules=(Rule(dict(logit_scale=None), write=lambda config, c: c.update(logit_scale=1.0)),))
 ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
+LFM2 = like(
+    LLAMA, arch='Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
+    fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None, mlp_bias=None,
+                tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
+                linear_conv_kernel_dim='conv_L_cache'),
+    ours=dict(qk_norm=True, tie_word_embeddings=True, rope_base=1e6, norm_eps=1e-5),
+    names={'ln_1': 'operator_norm', 'ln_2': 'ffn_norm', 'ln_f': 'model.embedding_norm',
+           'attn.q_norm': 'self_attn.q_layernorm', 'attn.k_norm': 'self_attn.k_layernorm',
+           'attn.c_proj': 'self_attn.out_proj', 'attn.conv': 'conv.conv.weight',
+           'C.attn.c_attn': 'conv.in_proj', 'C.attn.c_proj': 'conv.out_proj',
+           'mlp.c_fc': 'feed_forward.w1 feed_forward.w3',
+           'mlp.c_proj': 'feed_forward.w2'},
+    layouts={'attn.conv': CONVOLUTION},
+    rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
+                     full_attn_idxs=None), read_lfm2, write_lfm2), HYBRID))
+MAMBA = dict(names={
+    'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
+    'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
+    'attn.o_norm': 'mamba.norm.weight', 'B.attn.c_attn': 'mamba.in_proj', 'B.attn.c_proj': 'mamba.out_proj'},
+    rows={'B.attn.c_attn': rows_mamba, 'attn.conv': rows_mamba_convolution,
+          'attn.conv_bias': rows_mamba_convolution},
+    layouts={'attn.conv': CONVOLUTION})
+MAMBA_FIELDS = dict(
+    linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
+    linear_key_head_dim='mamba_d_state', linear_value_head_dim='mamba_d_head',
+    linear_conv_kernel_dim='mamba_d_conv', linear_conv_bias='mamba_conv_bias')
+MAMBA_RULE = Rule(dict(time_step_limit=None), check_mamba)
 FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3': QWEN3,
     'llama': LLAMA,
@@ -693,7 +847,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3_moe': QWEN3_MOE,
     'deepseek_v3': DEEPSEEK_V3,
     'deepseek_v2': like(
-        DEEPSEEK_V3, arch='DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
+        DEEPSEEK_V3, 'DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
         ours=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
         theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False)),
     'bloom': BLOOM,
@@ -702,7 +856,86 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt2': GPT2,
     'mpt': MPT,
     'olmo2': OLMO2,
+    'olmo3': like(OLMO2, arch='Olmo3ForCausalLM', layers='SSSL', layer_types='SL',
+                  ours=dict(rope_base=5e5, rope_local={}), defaults=dict(sliding_window=4096)),
     'gemma2': GEMMA2,
+    'gemma3_text': like(
+        GEMMA2, arch='Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
+            qk_norm=True, rope_base=1e6, rope_local={'rope_base': 1e4}),
+        theirs=dict(use_bidirectional_attention=False, sliding_window_pattern=6),
+        defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
+                      num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
+                      max_position_embeddings=131072),  # what the published ones leave out
+        layouts={f'attn.{norm}.weight': PLUS_ONE for norm in ('q_norm', 'k_norm')}),
+    'lfm2': LFM2,
+    'lfm2_moe': like(
+        LFM2, arch='Lfm2MoeForCausalLM', rules=(HYBRID,), fields=dict(
+            QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
+            routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
+        ours=dict(router='sigmoid', balance_bias=True),
+        names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
+               'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
+               'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
+    'bamba': like(
+        LLAMA, arch='BambaForCausalLM', rows=MAMBA['rows'], layouts=MAMBA['layouts'], fields=MAMBA_FIELDS,
+        ours=dict(partial_rotary_factor=0.5), theirs=dict(mamba_proj_bias=False),
+        names={**MAMBA['names'], 'ln_2': 'pre_ff_layernorm', 'ln_f': 'model.final_layernorm',
+               **renamed(LLAMA, 'mlp.c', 'mlp', 'feed_forward')},
+        rules=(Rule(dict(attn_layer_indices=None, mamba_expand=2), read_mamba, write_bamba), MAMBA_RULE,
+               HYBRID)),
+    'nemotron_h': like(
+        LLAMA, arch='NemotronHForCausalLM', layer=nemotron_layer, rows=MAMBA['rows'],
+        layouts=MAMBA['layouts'],
+        fields=dict(mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon', qkv_bias=None, proj_bias=None,
+                    n_expert='n_routed_experts', n_expert_active='num_experts_per_tok',
+                    d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob',
+                    routed_scaling_factor='routed_scaling_factor',
+                    n_group='n_group', topk_group='topk_group', linear_n_key_head='n_groups',
+                    linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
+                    linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
+                    linear_conv_bias='use_conv_bias'),
+        ours=dict(pos='none', router='sigmoid', balance_bias=True),
+        theirs=dict(use_bias=False, moe_latent_size=None, mamba_hidden_act='silu', topk_method=None),
+        defaults=dict(num_hidden_layers=0, mlp_hidden_act='relu2', attention_bias=False, expand=2,
+                      mamba_proj_bias=False),
+        names={'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
+               **renamed(LLAMA, 'attn', 'self_attn', 'mixer'),
+               **{ours: theirs.replace('mamba', 'mixer') for ours, theirs in MAMBA['names'].items()},
+               'mlp.c_fc': 'mixer.up_proj', 'mlp.c_proj': 'mixer.down_proj', 'mlp.router': 'mixer.gate',
+               'mlp.expert_bias': 'mixer.gate.e_score_correction_bias',
+               'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
+               'mlp.experts.c_proj': 'mixer.experts.E.down_proj',
+               'mlp.shared.c_fc': 'mixer.shared_experts.up_proj',
+               'mlp.shared.c_proj': 'mixer.shared_experts.down_proj'},
+        rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None, n_shared_experts=None,
+                         moe_shared_expert_intermediate_size=None, topk_method=None),
+                    read_nemotron_h, write_nemotron_h), MAMBA_RULE, HYBRID)),
+    'kimi_linear': like(
+        DEEPSEEK_V3, arch='KimiLinearForCausalLM', layers='KKKM', layer_types='KM',
+        fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
+                    n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
+                    n_dense_layer=None, n_group='num_expert_group', norm_topk_prob='moe_renormalize',
+                    linear_n_key_head='linear_num_heads', linear_n_value_head='linear_num_heads',
+                    linear_key_head_dim='linear_head_dim', linear_value_head_dim='linear_head_dim',
+                    linear_conv_kernel_dim='linear_conv_kernel_dim'),
+        ours=dict(pos='none'),
+        theirs=dict(rope_interleave=None, moe_layer_freq=None, scoring_func=None, topk_method=None,
+                    rms_norm_eps=None),
+        names={**renamed(DEEPSEEK_V3, 'mlp', 'mlp', 'block_sparse_moe'),
+               'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
+               'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
+               'K.attn.c_attn': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.g_a_proj '
+                                'self_attn.b_proj self_attn.f_a_proj',
+               'attn.c_gate': 'self_attn.g_b_proj', 'attn.c_decay': 'self_attn.f_b_proj',
+               'attn.A_log': 'self_attn.A_log', 'attn.dt_bias': 'self_attn.dt_bias',
+               'attn.o_norm': 'self_attn.o_norm.weight', 'attn.conv':
+               'self_attn.q_conv1d.weight self_attn.k_conv1d.weight self_attn.v_conv1d.weight'},
+        rows={'attn.c_attn': None, 'attn.c_q': None, 'attn.conv': rows_convolution},
+        layouts={'attn.conv': CONVOLUTION,
+                 'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
+        aliases={'.mlp.': '.block_sparse_moe.'},
+        rules=(Rule(dict(linear_attn_config=None, mlp_layer_types=None, first_k_dense_replace=None,
+                         topk_method=None), read_kimi_linear, write_kimi_linear), HYBRID)),
     'phi': like(
         LLAMA, arch='PhiForCausalLM',
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
@@ -711,11 +944,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
                'mlp.c_proj': 'mlp.fc2'}),
     'smollm3': like(
-        LLAMA, arch='SmolLM3ForCausalLM', layers='S', layer_types='SL',
+        LLAMA, 'SmolLM3ForCausalLM', layers='S', layer_types='SL',
         defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
         rules=(NO_ROPE,)),
     'gpt_oss': like(
-        LLAMA, arch='GptOssForCausalLM', layers='SL', layer_types='SL',
+        LLAMA, 'GptOssForCausalLM', layers='SL', layer_types='SL',
         theirs=dict(swiglu_limit=7.0, swiglu_alpha=1.702, hidden_act='silu'),
         fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
@@ -724,12 +957,12 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
         rows={'mlp.experts.c_fc': rows_gate_up}, layouts=TRANSPOSED_EXPERTS),
     'minimind': like(
-        LLAMA, arch='MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
+        LLAMA, 'MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
         exports=False,  # transformers does not know it
         rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
                     read_minimind),)),
     'qwen2_moe': like(
-        QWEN2, arch='Qwen2MoeForCausalLM', layers='L', layer_types='', defaults=dict(max_window_layers=None),
+        QWEN2, 'Qwen2MoeForCausalLM', layers='L', layer_types='', defaults=dict(max_window_layers=None),
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
         ours=dict(norm_topk_prob=False, shared_gate=True), names=SHARED_NAMES,
         rules=(SPARSE_LAYERS, SHARED_EXPERT)),
@@ -832,8 +1065,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'glm4_moe': GLM4_MOE,
     'solar_open': like(
         GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
-        ours=dict(partial_rotary_factor=None, rope_base=1e6),
-        theirs=dict(use_qk_norm=False, first_k_dense_replace=0)),
+        ours=dict(partial_rotary_factor=None, rope_base=1e6)),
     'dots1': like(
         DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='S', layer_types='SL',
         ours=dict(qk_norm=True, norm_topk_prob=False), theirs=dict(scoring_func=None),
@@ -860,7 +1092,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'hy_v3': like(
         DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
         fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor', n_dense_layer=None),
-        theirs=dict(mlp_bias=False), harmless='n_group topk_group enable_moe_fp32_combine',
+        harmless='n_group topk_group enable_moe_fp32_combine',
         ours=dict(qk_norm=True, norm_eps=1e-5, rope_base=11158840.0),
         names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
         rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES)),
@@ -874,17 +1106,14 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
         rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
     'ernie4_5_moe': like(
-        MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L', harmless='moe_capacity moe_norm_min',
+        MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L',
         fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
-                    n_shared_expert='moe_num_shared_experts'),
-        ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True),
-        theirs=dict(use_bias=False, moe_gate='topk', moe_use_aux_free=True),
+                    n_shared_expert='moe_num_shared_experts', n_dense_layer='moe_layer_start_index'),
+        ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True, n_dense_layer=1),
+        theirs=dict(moe_layer_interval=1), harmless='moe_capacity moe_gate moe_norm_min moe_use_aux_free',
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
         rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
-        rules=(expert_layers(
-            dict(moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1),
-            lambda c, i: ((i + 1) % c['moe_layer_interval'] == 0 and i >= c['moe_layer_start_index']
-                          and not i > c['moe_layer_end_index'] > -1), write_ernie),)),
+        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie),)),
     'glm4_moe_lite': GLM4_MOE_LITE,
     'deepseek_v32': DEEPSEEK_V32,
     'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
@@ -902,7 +1131,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
         ours=dict(shared_gate=True), rules=(SHARED_EXPERT, HYBRID)),
     'llama4_text': like(
-        LLAMA, 'Llama4ForCausalLM', layers='CCCL', layer_types='CL', exports=False,
+        LLAMA, 'Llama4ForCausalLM', exports=False,
         fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size', mlp_bias=None),
         ours=dict(qk_norm='unit', norm_eps=1e-5, rope_base=5e5, n_shared_expert=1, router='sigmoid',
                   norm_topk_prob=False, expert_input_scale=True),
@@ -926,24 +1155,27 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
-    'L': 'full_attention', 'S': 'sliding_attention', 'C': 'chunked_attention', 'D': 'linear_attention'}
+    'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
+    'M': 'full_attention', 'C': 'conv'}
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
     'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
     'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', 'xielu': 'xielu'}
 HARMLESS = '''
-    _* *_pdrop *_token *_token_id *aux_loss* *cache* *checkpointing *dropout* *loss_alpha
-    *original_max_position_embeddings *sliding_window architectures attention_softmax_in_fp32
-    attn_implementation auto_map bias_dropout_fusion classifier_* dtype ep_size flash_attn head_dim hidden_act
+    _* architectures attention_softmax_in_fp32 attn_implementation auto_map *aux_loss* bias_dropout_fusion
+    *cache* *checkpointing *chunk_size classifier_* *dropout* dtype ep_size flash_attn head_dim hidden_act
     hidden_size id2label inference_rope_* init_config init_device init_std initial_context_length
-    initializer_range intermediate_size is_decoder is_llama_config label2id language layer_types
-    mamba_ssm_dtype masked_softmax_fusion max_sequence_length max_window_layers model_type mtp_* n_ctx name
-    num_key_value_heads num_local_experts num_nextn_predict_layers offset_alibi output_attentions
-    output_hidden_states output_router_logits partial_rotary_factor pretraining_tp qk_head_dim reorder_and_*
-    rope_interleave rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise
-    seq_aux skip_bias_add* slow_but_exact summary_* task_* tokenizer_name torch_dtype transformers.js_config
-    transformers_version verbose
+    initializer_range intermediate_size is_decoder is_llama_config label2id language layer_types *loss_alpha
+    mamba_ssm_cache_dtype mamba_ssm_dtype masked_softmax_fusion max_sequence_length max_window_layers
+    model_type moe_shared_expert_overlap mtp_* n_ctx name num_key_value_heads num_local_experts
+    num_logits_to_keep num_nextn_predict_layers offset_alibi *original_max_position_embeddings
+    output_attentions output_hidden_states output_router_logits partial_rotary_factor *_pdrop pretraining_tp
+    qk_head_dim reorder_and_* rescale_prenorm_residual residual_in_fp32 rope_interleave rope_parameters
+    rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise seq_aux skip_bias_add*
+    *sliding_window slow_but_exact summary_* task_* time_step_floor time_step_max time_step_min *_token
+    *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version use_mamba_kernels
+    verbose z_loss_coefficient
     full_attn_mod inference_runner interpolate_factor layer_switch max_batch_size model_max_length
     order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
     scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation
@@ -969,9 +1201,8 @@ def config_from_hf(c):
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
             args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
-    needed = [ours for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd', 'kv_lora_rank')
-              if ours in family.fields]
-    missing = {family.fields[ours]: None for ours in needed if ours not in args}
+    missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
+               if ours not in args}
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
@@ -1053,10 +1284,10 @@ def write_rope(config, c):
 
 def read_layers(c, args, family):
     """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
-    size, every = c.get('sliding_window') or c.get('attention_chunk_size'), c.get('full_attention_interval')
+    size, every = c.get('sliding_window'), c.get('full_attention_interval')
     period = c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
     is_used = size and c.get('use_sliding_window', True)
-    if is_used and not re.search('[SC]', family.layers):
+    if is_used and 'S' not in family.layers:
         refuse(c, sliding_window=size)
     layers = 'D' * (every - 1) + 'L' if every else family.layers
     if isinstance(period, int):
@@ -1069,9 +1300,9 @@ def read_layers(c, args, family):
             refuse(c, layer_types=unknown)
         layers = ''.join(letters[one] for one in c['layer_types'])
     layers = layers[:args['n_layer']]
-    if is_used and re.search('[SC]', layers):
-        args.update(window=size, window_pattern=re.sub('[^SC]', 'L', layers))
-    if 'D' in family.layer_types:
+    if is_used and 'S' in layers:
+        args.update(window=size, window_pattern=re.sub('[^S]', 'L', layers))
+    if family.layer_types.strip('SL'):
         args['mixer_pattern'] = re.sub('[SL]', 'A', layers)
 
 
@@ -1090,15 +1321,15 @@ def write_layers(config, c, family):
 def canonical(config):
     """A config's computation, however it is written."""
     layers, windows = range(config.n_layer), config.window_pattern
-    has_heads, sparse = config.head_dim or config.kv_lora_rank, [config.has_experts(i) for i in layers]
+    has_heads, mlps = config.head_dim or config.kv_lora_rank, list(map(config.mlp_of, layers))
     return {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
-            'n_dense_layer': None, 'expert_pattern': list(map(config.mlp_of, layers)), 'window': None,
+            'n_dense_layer': None, 'expert_pattern': mlps, 'window': None,
             'window_pattern': [config.window_of(i) and (config.window, letter(windows, i)) for i in layers],
             'rope_local': [has_heads and config.rope_kind(i) for i in layers],
             'pos_pattern': [letter(config.pos_pattern, i) for i in layers],
             'mixer_pattern': [config.mixer_of(i) for i in layers],
             'attn_scale': has_heads and round(config.scale, 9),
-            'd_ff': None if all(sparse) else config.d_ff}
+            'd_ff': config.d_ff if 'D' in mlps else None}
 
 
 def write_config(config, kind):
@@ -1161,7 +1392,10 @@ def plan(model, family):
         if ours.startswith('mtp.'):  # for training alone
             continue
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
-        before = family.layer.replace('N', layer) if layer else ''
+        before = family.layer
+        if callable(before) and layer:
+            before = before(model.config, int(layer), name)
+        before = before.replace('N', layer) if layer else ''
         mixer = model.config.mixer_of(int(layer)) if layer else ''
         names, orders = of(mixer, family.names), of(mixer, family.rows)
         module, dot, kind = name.rpartition('.')
@@ -1172,8 +1406,8 @@ def plan(model, family):
         theirs = [before + one + after for one in theirs.split()]
 
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
-        if module in orders:
-            rows = orders[module](model.config, *torch.arange(sum(widths)).split(list(widths)))
+        if order := orders.get(name) or orders.get(module):
+            rows = order(model.config, *torch.arange(sum(widths)).split(list(widths)))
         else:  # one after the other, the last takes the rest
             begins = [0, *itertools.accumulate(widths)][:len(theirs)]
             rows = list(map(slice, begins, [*begins[1:], None]))
@@ -1230,6 +1464,8 @@ def by_family_names(stored, family):
     published), others nest the text model in a larger one ('model.language_model.')."""
     first, head = f"{family.names['wte']}.weight", family.names['lm_head']
     prefix, _, rest = first.partition('.')
+    for theirs, ours in family.aliases.items():
+        stored = {name.replace(theirs, ours): one for name, one in stored.items()}
     theirs = min((name for name in stored if name.endswith(rest)), key=len, default=first).removesuffix(rest)
     return {f'{prefix}.{name.removeprefix(theirs)}' if name.startswith(theirs) and not name.startswith(head)
             else name.removeprefix(theirs.removesuffix(f'{prefix}.')): one for name, one in stored.items()}
@@ -1396,8 +1632,9 @@ def describe(name, folder):
     active = f", {model.num_params(active=True):,} active" if config.n_expert else ''
     print(f"{name}: {c['model_type']}, {model.num_params():,} parameters{active}, "
           f"stored in {plain(stored_dtype(read_headers(folder)))}")
-    cut = ', as many as its indexer picks (which is left out)' if 'index_topk' in c else ''
-    print(f"context {config.block_size:,} tokens{cut}, vocabulary {config.vocab_size:,}")
+    print(f"context {config.block_size:,} tokens"
+          f"{', where its indexer (left out) picks all' if 'index_topk' in c else ''}, "
+          f"vocabulary {config.vocab_size:,}")
     try:
         tokenizer = json_tokenizer(folder)
         ends = [tokenizer.decode([i]) for i in tokenizer.stop_tokens]

@@ -140,6 +140,9 @@ HF_LATENT = dict(HF, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8,
 HF_HYBRID = dict(HF, head_dim=16, num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=4,
                  linear_key_head_dim=6, linear_value_head_dim=10, linear_conv_kernel_dim=3,
                  layer_types=['linear_attention', 'full_attention'] * 2)
+HF_NEMOTRON = dict({k: v for k, v in HF.items() if k != 'num_hidden_layers'}, pad_token_id=0, head_dim=10,
+                   mamba_num_heads=4, mamba_head_dim=6, n_groups=2, ssm_state_size=5, conv_kernel=3,
+                   moe_intermediate_size=12, moe_shared_expert_intermediate_size=24, n_routed_experts=4)
 HF_GPT2 = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
 HF_GPT_NEO = dict(vocab_size=61, hidden_size=32, num_layers=4, num_heads=4, max_position_embeddings=64)
 HF_OPT = dict(HF, ffn_dim=40, word_embed_proj_dim=32)
@@ -205,6 +208,25 @@ HF_MODELS = [  # model_type and its configuration
                         norm_topk_prob=False, mlp_only_layers=[0], layer_types=None)),
     ('qwen3_5_text', HF_HYBRID),
     ('qwen3_5_text', dict(HF_HYBRID, tie_word_embeddings=True, layer_types=['full_attention'] * 4)),
+    ('gemma3_text', dict(HF, head_dim=12, sliding_window=6, query_pre_attn_scalar=20, rope_parameters={
+        'full_attention': {'rope_type': 'linear', 'factor': 4.0, 'rope_theta': 5000.0}, 'sliding_attention': {
+            'rope_type': 'default', 'rope_theta': 100.0}}, num_hidden_layers=6, final_logit_softcapping=9.0)),
+    ('olmo3', dict(HF, sliding_window=6, num_hidden_layers=4, rope_parameters={
+        'full_attention': {'rope_type': 'yarn', 'factor': 4.0, 'rope_theta': 5000.0,
+                           'original_max_position_embeddings': 16}})),
+    ('lfm2', dict(HF, layer_types=['conv', 'full_attention', 'conv'], conv_L_cache=4, block_multiple_of=6)),
+    ('lfm2_moe', dict(HF, **HF_EXPERTS, layer_types=['conv', 'full_attention', 'conv'], num_dense_layers=1,
+                      tie_word_embeddings=False, routed_scaling_factor=1.5)),
+    ('bamba', dict(HF, mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=6, mamba_d_conv=3,
+                   attn_layer_indices=[1])),
+    ('nemotron_h', dict(HF_NEMOTRON, layers_block_type=[
+        'linear_attention', 'moe', 'linear_attention', 'full_attention', 'mlp', 'linear_attention', 'moe'])),
+    ('nemotron_h', dict(HF_NEMOTRON, attention_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=1,
+                        layers_block_type=['full_attention', 'mlp', 'linear_attention', 'linear_attention'])),
+    ('kimi_linear', dict({k: v for k, v in HF_LATENT.items() if not k.startswith('n_')}, q_lora_rank=None,
+                         num_experts=8, num_experts_per_token=2, num_shared_experts=1,
+                         pad_token_id=0, linear_num_heads=3, linear_head_dim=6, linear_conv_kernel_dim=3,
+                         layer_types=['linear_attention', 'full_attention', 'linear_attention'])),
     ('gpt_oss', dict(HF, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
                      **hf_rope('yarn', factor=4.0, truncate=False))),
     ('gemma', dict(HF, head_dim=12, attention_bias=True, hidden_act='gelu')),
@@ -266,7 +288,7 @@ HF_MODELS = [  # model_type and its configuration
     ('hy_v3', dict(HF_ROUTED, num_key_value_heads=4, head_dim=8, tie_word_embeddings=True,  # no DeepSeek
                    mlp_layer_types=['sparse'] * 3)),
     ('minimax_m2', dict(HF, num_local_experts=5, num_experts_per_tok=3, head_dim=16, rotary_dim=8)),
-    ('ernie4_5_moe', dict(HF, moe_intermediate_size=12, moe_num_experts=6, moe_k=3, moe_layer_end_index=1)),
+    ('ernie4_5_moe', dict(HF, moe_intermediate_size=12, moe_num_experts=6, moe_k=3, pad_token_id=0)),
     ('glm4_moe_lite', dict(HF_LATENT, q_lora_rank=12, rms_norm_eps=1e-6, n_group=4, topk_group=2,
                            mlp_layer_types=['sparse', 'dense', 'sparse'])),
     ('deepseek_v32', dict(HF_SPARSE, n_group=2, topk_group=1)),
@@ -285,8 +307,6 @@ HF_MODELS = [  # model_type and its configuration
 
 
 HF_CONSTANT = ('inv_freq', 'embed_scale', 'embed_positions', 'act_fn.beta', 'act_fn.eps')
-HF_LESS_ONE = ('gemma', 'gemma2', 'vaultgemma', 'nemotron', 'qwen3_next', 'qwen3_5_text',
-                'qwen3_5_moe_text')
 
 
 @torch.no_grad()
@@ -300,7 +320,7 @@ def hf_model(kind, options, folder=None, **save):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how).float().eval()
     for name, w in itertools.chain(model.named_parameters(), model.named_buffers()):
         if w.is_floating_point() and not any(part in name for part in HF_CONSTANT):
-            less_one = kind in HF_LESS_ONE and 'linear_attn' not in name
+            less_one = hub.PLUS_ONE in hub.FAMILIES[kind].layouts.values() and 'linear_attn' not in name
             one = w.ndim == 1 and 'norm' in name and not less_one and 'bias' not in name
             w.copy_(torch.randn_like(w) * (0.3 if w.ndim > 1 else 0.2) + one)
     model.tie_weights()
@@ -450,7 +470,7 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path, capsys):
     with pytest.raises(ValueError, match='deepseek_v32 with block_size=17'):
         hub.from_pretrained(tmp_path, block_size=17)
     hub.describe('x', str(tmp_path))
-    assert 'context 16 tokens, as many as its indexer picks' in capsys.readouterr().out
+    assert 'context 16 tokens, where its indexer' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('change, message', [
