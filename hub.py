@@ -525,7 +525,7 @@ def write_phi3(config, c):
 
 
 def read_ministral3(c, args):
-    scaling = args.get('rope_scaling') or {}
+    scaling = args['rope_scaling'] or {}
     if 'llama_4_scaling_beta' not in scaling:
         refuse(c, rope_parameters=c.get('rope_parameters'))
     scaling.pop('max_position_embeddings', None)
@@ -539,10 +539,21 @@ def write_ministral3(config, c):
 
 def read_hunyuan(c, args):
     """A dynamic scaling with alpha is a larger base, whatever the length."""
-    scaling, width = args.get('rope_scaling') or {}, args.get('head_dim') or args['n_embd'] // args['n_head']
+    scaling, width = args['rope_scaling'] or {}, args.get('head_dim') or args['n_embd'] // args['n_head']
     if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
         args['rope_base'] *= scaling['alpha'] ** (width / (width - 2))
         args['rope_scaling'] = None
+
+
+def read_gpt_neo(c, args):
+    kinds = ''.join('S' if kind == 'local' else 'L' for kind in c['attention_layers'])
+    if 'S' in kinds:
+        args.update(window=c['window_size'], window_pattern=kinds)
+
+
+def write_gpt_neo(config, c):
+    kinds = ['local' if config.window_of(i) else 'global' for i in range(config.n_layer)]
+    c.update(attention_layers=kinds, attention_types=[[kinds, 1]], window_size=config.window or 1)
 
 
 def read_minimind(c, args):
@@ -947,6 +958,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rows={'mlp.experts.c_fc': rows_gate_up}, layouts=TRANSPOSED_EXPERTS),
     'minimind': like(
         LLAMA, 'MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
+        exports=False,  # transformers does not know it
         rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
                     read_minimind),)),
     'qwen2_moe': like(
@@ -991,7 +1003,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED,
         ours=dict(tie_word_embeddings=True, rope_base=5e5)),
     'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None), ours=dict(rope_base=1e5),
-                   rows=INTERLEAVED),
+                   rows=INTERLEAVED, exports=False),  # its heads must be as wide as the stream
     'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'),
                      ours=dict(qkv_bias=True)),
     'internlm3': LLAMA,
@@ -1038,6 +1050,15 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gptj': GPTJ,
     'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
                     rows={'attn.c_attn': rows_codegen}, ignored=('*.attn.causal_mask',)),
+    'gpt_neo': like(
+        GPT2, 'GPTNeoForCausalLM', layouts=dict.fromkeys(GPT2.layouts), harmless='attention_types',
+        fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',
+                    n_embd='hidden_size', d_ff='intermediate_size'),
+        ours=dict(qkv_bias=False, attn_scale=1.0),
+        names={'attn.c_attn': 'attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj',
+               'attn.c_proj': 'attn.attention.out_proj'},
+        rules=(Rule(dict(attention_layers=['global', 'local'] * 12, window_size=256), read_gpt_neo,
+                    write_gpt_neo),)),
     'gpt_bigcode': like(
         GPT2, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True),
         layouts=dict.fromkeys(GPT2.layouts)),

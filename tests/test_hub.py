@@ -144,6 +144,7 @@ HF_NEMOTRON = dict({k: v for k, v in HF.items() if k != 'num_hidden_layers'}, pa
                    mamba_num_heads=4, mamba_head_dim=6, n_groups=2, ssm_state_size=5, conv_kernel=3,
                    moe_intermediate_size=12, moe_shared_expert_intermediate_size=24, n_routed_experts=4)
 HF_GPT2 = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+HF_GPT_NEO = dict(vocab_size=61, hidden_size=32, num_layers=4, num_heads=4, max_position_embeddings=64)
 HF_OPT = dict(HF, ffn_dim=40, word_embed_proj_dim=32)
 HF_NO_PAD = dict(HF, pad_token_id=0)  # theirs is beyond the vocabulary
 HF_SCALES = dict(embedding_multiplier=3.0, logits_scaling=4.0, attention_multiplier=0.2)
@@ -271,6 +272,7 @@ HF_MODELS = [  # model_type and its configuration
     ('gptj', dict(HF_GPT2, rotary_dim=6)),
     ('codegen', dict(HF_GPT2, n_head=8, n_embd=48, rotary_dim=4, n_inner=40)),
     ('gpt_bigcode', dict(HF_GPT2, n_inner=40, tie_word_embeddings=False)),
+    ('gpt_neo', dict(HF_GPT_NEO, window_size=6, attention_types=[[['global', 'local'], 1], [['local'], 2]])),
     ('glm4_moe', dict(HF_ROUTED_2, use_qk_norm=True, attention_bias=True, first_k_dense_replace=2,
                       routed_scaling_factor=2.5)),
     ('glm4_moe', dict(HF_ROUTED_2, n_group=4, topk_group=2, norm_topk_prob=False, tie_word_embeddings=True)),
