@@ -269,9 +269,13 @@ def read_deepseek(c, args):
         args.update(n_group=None, topk_group=None)
 
 
-def write_deepseek(config, c):
+def check_shared(config, c):
     if not (config.n_expert and config.n_shared_expert):
-        raise ValueError('DeepSeek has experts and shared experts')
+        raise ValueError('this family has experts and shared experts')
+
+
+def write_deepseek(config, c):
+    check_shared(config, c)
     c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, num_nextn_predict_layers=0)
     if config.kv_lora_rank:
         c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
@@ -719,7 +723,7 @@ BLOOM = Family(
            'mlp.c_proj': 'mlp.dense_4h_to_h'},
     rows={'attn.c_attn': rows_by_kv_head})
 FALCON = like(
-    BLOOM, arch='FalconForCausalLM', theirs=dict(ff_factor=4),
+    BLOOM, 'FalconForCausalLM', theirs=dict(ff_factor=4),
     fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
                 n_head='num_attention_heads n_head', n_embd='hidden_size', d_ff='ffn_hidden_size',
                 mlp='activation'),
@@ -731,7 +735,7 @@ FALCON = like(
                      num_ln_in_parallel_attn=None, num_kv_heads=None, n_head_kv=None),
                 read_falcon, write_falcon),))
 NEOX = like(
-    BLOOM, arch='GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
+    BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
     fields={**LLAMA.fields, 'n_kv_head': None, 'head_dim': None, 'mlp_bias': None,
             'norm_eps': 'layer_norm_eps'},
     ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
@@ -740,7 +744,7 @@ NEOX = like(
            'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
     rules=(Rule(dict(use_parallel_residual=True), read_neox, write_neox),))
 GPT2 = like(
-    BLOOM, arch='GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
+    BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
     theirs=dict(scale_attn_weights=True),
     fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
@@ -749,7 +753,7 @@ GPT2 = like(
     layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
                            'mlp.c_proj.weight'), TRANSPOSED))
 MPT = like(
-    BLOOM, arch='MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
+    BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
     fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model'),
     ours=dict(bias=False, mlp='gelu', embed_norm=False),
     theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4,
@@ -759,7 +763,7 @@ MPT = like(
            'mlp.c_proj': 'ffn.down_proj'},
     rules=(Rule(dict(attn_config={}, learned_pos_emb=None), read_mpt, write_mpt),))
 GEMMA2 = like(
-    LLAMA, arch='Gemma2ForCausalLM', layers='SL', layer_types='SL',
+    LLAMA, 'Gemma2ForCausalLM', layers='SL', layer_types='SL',
     fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
     defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
@@ -820,7 +824,7 @@ COHERE = like(
 ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
-    LLAMA, arch='Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
+    LLAMA, 'Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
     fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None, mlp_bias=None,
                 tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
                 linear_conv_kernel_dim='conv_L_cache'),
@@ -864,11 +868,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt2': GPT2,
     'mpt': MPT,
     'olmo2': OLMO2,
-    'olmo3': like(OLMO2, arch='Olmo3ForCausalLM', layers='SSSL', layer_types='SL',
+    'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL', layer_types='SL',
                   ours=dict(rope_base=5e5, rope_local={}), defaults=dict(sliding_window=4096)),
     'gemma2': GEMMA2,
     'gemma3_text': like(
-        GEMMA2, arch='Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
+        GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
             qk_norm=True, rope_base=1e6, rope_local={'rope_base': 1e4}),
         theirs=dict(use_bidirectional_attention=False, sliding_window_pattern=6),
         defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
@@ -877,7 +881,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         layouts={f'attn.{norm}.weight': PLUS_ONE for norm in ('q_norm', 'k_norm')}),
     'lfm2': LFM2,
     'lfm2_moe': like(
-        LFM2, arch='Lfm2MoeForCausalLM', rules=(HYBRID,), fields=dict(
+        LFM2, 'Lfm2MoeForCausalLM', rules=(HYBRID,), fields=dict(
             QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
             routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
         ours=dict(router='sigmoid', balance_bias=True),
@@ -885,20 +889,19 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
                'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
     'bamba': like(
-        LLAMA, arch='BambaForCausalLM', rows=MAMBA['rows'], layouts=MAMBA['layouts'], fields=MAMBA_FIELDS,
+        LLAMA, 'BambaForCausalLM', rows=MAMBA['rows'], layouts=MAMBA['layouts'], fields=MAMBA_FIELDS,
         ours=dict(partial_rotary_factor=0.5), theirs=dict(mamba_proj_bias=False),
         names={**MAMBA['names'], 'ln_2': 'pre_ff_layernorm', 'ln_f': 'model.final_layernorm',
                **renamed(LLAMA, 'mlp.c', 'mlp', 'feed_forward')},
         rules=(Rule(dict(attn_layer_indices=None, mamba_expand=2), read_mamba, write_bamba), MAMBA_RULE,
                HYBRID)),
     'nemotron_h': like(
-        LLAMA, arch='NemotronHForCausalLM', layer=nemotron_layer, rows=MAMBA['rows'],
+        LLAMA, 'NemotronHForCausalLM', layer=nemotron_layer, rows=MAMBA['rows'],
         layouts=MAMBA['layouts'],
         fields=dict(mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon', qkv_bias=None, proj_bias=None,
                     n_expert='n_routed_experts', n_expert_active='num_experts_per_tok',
-                    d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob',
-                    routed_scaling_factor='routed_scaling_factor',
-                    n_group='n_group', topk_group='topk_group', linear_n_key_head='n_groups',
+                    d_expert='moe_intermediate_size', linear_n_key_head='n_groups',
+                    **same('norm_topk_prob routed_scaling_factor n_group topk_group'),
                     linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
                     linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                     linear_conv_bias='use_conv_bias'),
@@ -919,7 +922,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                          moe_shared_expert_intermediate_size=None, topk_method=None),
                     read_nemotron_h, write_nemotron_h), MAMBA_RULE, HYBRID)),
     'kimi_linear': like(
-        DEEPSEEK_V3, arch='KimiLinearForCausalLM', layers='KKKM', layer_types='KM',
+        DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM', layer_types='KM',
         fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
                     n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
                     n_dense_layer=None, n_group='num_expert_group', norm_topk_prob='moe_renormalize',
@@ -945,7 +948,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(Rule(dict(linear_attn_config=None, mlp_layer_types=None, first_k_dense_replace=None,
                          topk_method=None), read_kimi_linear, write_kimi_linear), HYBRID)),
     'phi': like(
-        LLAMA, arch='PhiForCausalLM',
+        LLAMA, 'PhiForCausalLM',
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
         ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
                   partial_rotary_factor=0.5),
@@ -1121,7 +1124,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         theirs=dict(moe_layer_interval=1), harmless='moe_capacity moe_gate moe_norm_min moe_use_aux_free',
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
         rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
-        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie),)),
+        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie, check_shared),)),
     'glm4_moe_lite': GLM4_MOE_LITE,
     'deepseek_v32': DEEPSEEK_V32,
     'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
@@ -1209,6 +1212,8 @@ def config_from_hf(c):
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
             args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
+        if isinstance(family.ours.get(ours), bool):  # theirs knows no third value
+            args[ours] = bool(args[ours])
     missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
                if ours not in args}
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}

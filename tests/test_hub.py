@@ -531,6 +531,8 @@ def test_exports_open_in_transformers_or_are_refused_by_name(tmp_path):
         near(hf_opened(tmp_path / 'out')(idx := tokens(model, 2, 20)).logits, model(idx))
     for options, part in ((dict(residual_lambdas=True), 'residual_lambdas .here True'),
                           (dict(n_expert=4, n_shared_expert=1), 'n_shared_expert'),
+                          (dict(n_expert=4, n_shared_expert=1, router='sigmoid', balance_bias=True,
+                                qk_norm='whole', norm_eps=1e-5), 'qk_norm'),
                           (dict(rope_scaling={'rope_type': 'ntk', 'factor': 2.0}), 'rope_scaling')):
         with pytest.raises(ValueError, match=f'no published family.*{part}'):
             hub.save_pretrained(tiny(**options), None, tmp_path / 'none')
