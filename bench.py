@@ -12,9 +12,9 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py eval texts.jsonl --init_from=out         # of each {"text": ...}, by itself
     python bench.py eval hellaswag_val.jsonl --init_from=gpt2
 
---vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process; to
-decode, --vs=transformers its generate with the same weights. Speeds are medians after a warm-up. Shares are
-of the speed of a large matmul, or a large sum, in the same run. --json=True prints all numbers too.
+--vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process, or
+transformers: its model or its generate with the same weights, uncompiled. Speeds are medians after a warm-up.
+Shares are of the speed of a large matmul, or sum, in the same run. --json=True prints all numbers too.
 """
 import contextlib
 import functools
@@ -29,7 +29,7 @@ from json import dumps
 from configurator import configure, runtime
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-vs = ''                           # a nanoGPT clone to take turns with; decode: or transformers
+vs = ''                           # a nanoGPT clone to take turns with, or transformers
 batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts in times the trained one
@@ -270,29 +270,36 @@ def our_step(model, forward, machine, batch_size, config):
     return step
 
 
-def their_step(model, machine, batch_size, grad_clip):
-    """The same for nanoGPT, as its train.py does: on CPUs without autocast, uncompiled."""
-    cpu = machine.device == 'cpu'
+def their_step(model, machine, batch_size, config):
+    """The same for transformers, or as nanoGPT's train.py does it: on CPUs without autocast, uncompiled."""
     x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                          device=machine.device)
-    optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
-    params, forward = list(model.parameters()), model if cpu else torch.compile(model)
-    autocast = contextlib.nullcontext if cpu else machine.autocast
+    autocast = machine.autocast
+    if config['vs'] == 'transformers':
+        other = in_transformers(model).train()
+        optimizer = torch.optim.AdamW(other.parameters(), fused=True)
+        forward = functools.partial(other, input_ids=x, labels=x)
+    else:
+        other, cpu = load_nanogpt(config['vs'], model.config, machine.device), machine.device == 'cpu'
+        optimizer = other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
+        forward = functools.partial(other if cpu else torch.compile(other), x, y)
+        autocast = contextlib.nullcontext if cpu else autocast
+    params = list(other.parameters())
 
     def step():
         with precision_of_nanogpt(machine.device):
             with autocast():
-                _, loss = forward(x, y)
-            loss.backward()
-            if grad_clip:
-                torch.nn.utils.clip_grad_norm_(params, grad_clip)
+                found = forward()
+            (found[1] if isinstance(found, tuple) else found.loss).backward()
+            if config['grad_clip']:
+                torch.nn.utils.clip_grad_norm_(params, config['grad_clip'])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     return step
 
 
 def measure_train(config, model_args, words):
-    """Seconds a step, in turns with nanoGPT, and the share of a large matmul's speed."""
+    """Seconds a step, in turns with others, and the share of a large matmul's speed."""
     model, machine = model_and_machine(config, model_args)
     forward, device, batch_size = model, machine.device, config['batch_size'] or 12
     compile = train.resolve_compile(config['compile'], device, math.inf)
@@ -303,8 +310,8 @@ def measure_train(config, model_args, words):
     square = torch.randn(n, n, device=device).to(machine.dtype)
     steps = {'flatgpt': our_step(model, forward, machine, batch_size, config)}
     if config['vs']:
-        nanogpt = load_nanogpt(config['vs'], model.config, device)
-        steps['nanoGPT'] = their_step(nanogpt, machine, batch_size, config['grad_clip'])
+        name = config['vs'] if config['vs'] == 'transformers' else 'nanoGPT'
+        steps[name] = their_step(model, machine, batch_size, config)
     sides = {name: timed(step, config['steps']) for name, step in steps.items()}
     times = take_turns({**sides, 'matmul': timed(lambda: square @ square, 1)}, config['rounds'])
     matmul, tokens = 2 * n**3 / times.pop('matmul').min(), batch_size * model.config.block_size

@@ -377,14 +377,23 @@ def read_kimi_linear(c, args):
                         'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
     dense, kinds = c['first_k_dense_replace'] or 0, c['mlp_layer_types']
     kinds = kinds or ['dense'] * dense + ['sparse'] * (args['n_layer'] - dense)
-    args['expert_pattern'] = ''.join('E' if kind == 'sparse' else 'D' for kind in kinds)
     read_deepseek(c, args)
+    if 'sparse' in kinds:
+        args['expert_pattern'] = ''.join('E' if kind == 'sparse' else 'D' for kind in kinds)
+    else:
+        drop_experts(args)
 
 
 def write_kimi_linear(config, c):
     c.update(mlp_layer_types=['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)],
              num_expert_group=config.n_group or 1, topk_group=config.topk_group or 1,
              num_key_value_heads=config.n_head)
+    drop_unset(c)
+
+
+def drop_unset(c):
+    for name in [name for name, value in c.items() if value is None and not name.endswith('token_id')]:
+        del c[name]
 
 
 def check_mamba(c, args):
@@ -450,8 +459,7 @@ def write_nemotron_h(config, c):
     if 'moe' in kinds:
         c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, n_shared_experts=1,
                  moe_shared_expert_intermediate_size=config.n_shared_expert * config.d_expert)
-    for name in [name for name, value in c.items() if value is None]:
-        del c[name]
+    drop_unset(c)
 
 
 def nemotron_layer(config, layer, name):

@@ -1,7 +1,7 @@
 # Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line
 # come after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
 # cores that do nothing else, but for `classic`. The data: `python prepare.py --tokenizer=byte`; for `classic`
-# that of `python prepare.py shakespeare --tokenizer=char`.
+# `python prepare.py shakespeare --tokenizer=char`, for `hybrids` and `mtp` `python prepare.py`.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 GPT2 = QUICK.replace('config/llama_small.py', 'config/llama_small.py config/gpt2.py --n_head=4 --n_kv_head=4')
@@ -41,6 +41,13 @@ LISTS = {
     'mixers': dict(base=QUICK, match='params', variants={
         'attention': '', 'DeltaNet each 2nd': '--mixer_pattern=DA', 'DeltaNet 3 of 4': '--mixer_pattern=DDDA',
         'DeltaNet alone': '--mixer_pattern=D --n_kv_head=None --qk_norm=None'}),
+    'hybrids': dict(base=f'{QUICK} --dataset=pystdlib_bpe4096', match='params', variants={
+        'attention': '', 'Gated DeltaNet, 3 of 4': '--mixer_pattern=DDDA',
+        'Kimi Delta Attention, 3 of 4': '--mixer_pattern=KKKA', 'Mamba-2, 3 of 4': '--mixer_pattern=BBBA',
+        'short convolution, 3 of 4': '--mixer_pattern=CCCA',
+        'short convolution, 2 of 4': '--mixer_pattern=CA'}),
+    'mtp': dict(base=f'{QUICK} --dataset=pystdlib_bpe4096', variants={
+        'next token': '', 'and the one after, 0.3': '--mtp=True', '0.1': '--mtp=True --mtp_loss=0.1'}),
     'optimizer': dict(base=QUICK, variants={
         'muon 4e-3': '', 'muon 2e-3': '--learning_rate=2e-3', 'muon 8e-3': '--learning_rate=8e-3',
         'adamw 4e-3': '--optimizer=adamw', 'adamw 2e-3': '--optimizer=adamw --learning_rate=2e-3',
