@@ -1352,8 +1352,10 @@ def write_config(config, kind):
          'eos_token_id': None, **family.theirs}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
     for ours, theirs in family.fields.items():
-        value = getattr(config, ours)
-        c[theirs.split()[0]] = activations.get(value) if ours == 'mlp' else value
+        value, name = getattr(config, ours), theirs.split()[0]
+        if value is None and c.get(name) is not None:  # an expert's width, written over an MLP's
+            raise ValueError(f"{kind} has experts")
+        c[name] = activations.get(value) if ours == 'mlp' else value
     write_layers(config, c, family)
     if config.pos == 'rope' and family.ours.get('pos', 'rope') == 'rope':
         write_rope(config, c)
