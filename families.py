@@ -354,8 +354,9 @@ def read_mamba(c, args):
         args['linear_value_head_dim'] = width // args['linear_n_value_head']
     if args['linear_value_head_dim'] * args['linear_n_value_head'] != width:
         refuse(c, mamba_expand=c['mamba_expand'])
-    if c['attn_layer_indices'] is not None:  # Bamba
-        args['mixer_pattern'] = ''.join('BA'[i in c['attn_layer_indices']] for i in range(args['n_layer']))
+    if 'mixer_pattern' not in args:  # Bamba
+        attention = c['attn_layer_indices'] or ()
+        args['mixer_pattern'] = ''.join('BA'[i in attention] for i in range(args['n_layer']))
 
 
 def write_mamba(config, c):
@@ -645,10 +646,11 @@ DEEPSEEK_EXPERTS = like(
     names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
     rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
 DEEPSEEK_V3 = like(
-    DEEPSEEK_EXPERTS, 'DeepseekV3ForCausalLM', ours=dict(qk_norm=None, kv_lora_rank=512),
+    DEEPSEEK_EXPERTS, 'DeepseekV3ForCausalLM',
+    ours=dict(qk_norm=None, kv_lora_rank=512, latent_norm_eps=1e-6),  # whatever rms_norm_eps is
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
-    theirs=dict(rope_interleave=True, rms_norm_eps=1e-6),  # which norms of query and latent always have
+    theirs=dict(rope_interleave=True),
     names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
                                          "self_attn.kv_a_proj_with_mqa",
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
@@ -902,8 +904,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                     linear_key_head_dim='linear_head_dim', linear_value_head_dim='linear_head_dim',
                     linear_conv_kernel_dim='linear_conv_kernel_dim'),
         ours=dict(pos='none'),
-        theirs=dict(rope_interleave=None, moe_layer_freq=None, scoring_func=None, topk_method=None,
-                    rms_norm_eps=None),
+        theirs=dict(rope_interleave=None, moe_layer_freq=None, scoring_func=None, topk_method=None),
         names={**renamed(DEEPSEEK_V3, 'mlp', 'mlp', 'block_sparse_moe'),
                'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
                'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
@@ -1136,6 +1137,13 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names,
         ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
+REFUSED = {  # model_type: what its models have that model.py has not
+    'bitnet': 'ternary weights', 'deepseek_v4': 'hyper-connections', 'diffllama': 'differential attention',
+    'falcon_h1': 'attention and Mamba-2 side by side in a block', 'gemma3n_text': 'embeddings for each layer',
+    'gemma4_text': 'embeddings for each layer', 'jamba': 'Mamba-1', 'mamba': 'Mamba-1',
+    'minimax': 'lightning attention', 'olmo_hybrid': 'norms placed by kind of layer, beta up to 2',
+    'phimoe': 'sparse mixer routing', 'recurrent_gemma': 'RG-LRU', 'rwkv': 'RWKV layers',
+    'xlstm': 'xLSTM layers', 'zamba2': 'blocks that layers share'}
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}

@@ -40,6 +40,7 @@ from families import (
     LAYER_TYPES,
     PLAIN_ACTIVATIONS,
     PLUS_ONE,
+    REFUSED,
     SAME,
     Layout,
     like,
@@ -85,8 +86,9 @@ def config_from_hf(c):
     unsupported."""
     c = text_config(c)
     if c.get('model_type') not in FAMILIES:
-        raise ValueError(f"model_type={c.get('model_type')!r} is unsupported; these are supported: "
-                         f"{', '.join(sorted(FAMILIES))}")
+        kind, known = c.get('model_type'), ', '.join(sorted(FAMILIES))
+        reason = f"it has {REFUSED[kind]}" if kind in REFUSED else f"these are supported: {known}"
+        raise ValueError(f"model_type={kind!r} is unsupported; {reason}")
     family = FAMILIES[c['model_type']]
     known = [*family.theirs, *' '.join((HARMLESS, family.harmless, *family.fields.values())).split()]
     for defaults in (family.defaults, *(rule.theirs for rule in family.rules)):

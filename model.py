@@ -82,6 +82,7 @@ class GPTConfig:
     qk_nope_head_dim: int | None = None  # part of a head without positions; None: 128
     qk_rope_head_dim: int | None = None  # part with them; one key for all heads; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
+    latent_norm_eps: float | None = None  # of the norms on latent and query; None: norm_eps
     # layers with a state of fixed size: D (arXiv:2412.06464, as in Qwen3-Next), K, B, and the last for C
     linear_n_key_head: int | None = None  # query and key heads; None: n_head; B: 1
     linear_n_value_head: int | None = None  # value heads, n times as many; None: as many; B: n_embd / 32
@@ -147,7 +148,8 @@ class GPTConfig:
                         embed_scale=self.n_embd ** 0.5 if self.pos == 'sinusoidal' else 1.0,
                         d_ff=round_up(8 * self.n_embd / 3) if is_gated else 4 * self.n_embd)
         if is_latent:
-            defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+            defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+                             latent_norm_eps=self.norm_eps)
         else:
             defaults |= dict(n_kv_head=self.n_head, head_dim=quotient(self.n_embd, self.n_head))
         if self.n_expert is not None:
@@ -444,12 +446,12 @@ class Norm(nn.Module):
     """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450) over the last dimension; statistics in
     float32, the result in x's dtype."""
 
-    def __init__(self, width, config, weighted=True):
+    def __init__(self, width, config, weighted=True, eps=None):
         super().__init__()
         weighted = weighted and config.norm_weight
         self.weight = parameter(width, init=nn.init.ones_, group='vector') if weighted else None
         self.bias = parameter(width, init=nn.init.zeros_, group='vector') if config.norm_bias else None
-        self.kind, self.eps = config.norm, config.norm_eps
+        self.kind, self.eps = config.norm, eps or config.norm_eps
 
     def forward(self, x):
         weight, bias = (None if w is None else w.float() for w in (self.weight, self.bias))
@@ -948,7 +950,7 @@ class LatentAttention(BaseAttention):
     and values of multi-query attention."""
 
     fields = (*BaseAttention.fields, 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim',
-              'v_head_dim')
+              'v_head_dim', 'latent_norm_eps')
 
     @classmethod
     def check(cls, config):
@@ -962,9 +964,10 @@ class LatentAttention(BaseAttention):
         self.rank, self.nope, self.rope = rank, config.qk_nope_head_dim, config.qk_rope_head_dim
         self.v, q_width = config.v_head_dim, H * (self.nope + self.rope)
         self.c_attn = FusedLinear(C, (q_rank or q_width, rank, self.rope), bias=config.qkv_bias)
-        self.q_norm = Norm(q_rank, config) if q_rank else nn.Identity()
+        eps = config.latent_norm_eps
+        self.q_norm = Norm(q_rank, config, eps=eps) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
-        self.kv_norm = Norm(rank, config)
+        self.kv_norm = Norm(rank, config, eps=eps)
         self.c_kv = Linear(rank, H * (self.nope + self.v))  # for each head k, then v
         self.c_proj = Linear(H * self.v, C, bias=config.proj_bias, init=branch_init(config))
         self.slots, self.head_widths = [(1, rank + self.rope)], self.nope + self.rope + self.v

@@ -186,7 +186,7 @@ HF_MODELS = [  # model_type and its configuration
     ('deepseek_v2', dict(HF_LATENT, q_lora_rank=12, n_group=4, topk_group=2,
                          topk_method='group_limited_greedy', routed_scaling_factor=2.0,
                          **hf_rope('yarn', factor=4.0, mscale=0.7, mscale_all_dim=0.9))),
-    ('deepseek_v3', dict(HF_LATENT, q_lora_rank=12, n_group=2, topk_group=1)),
+    ('deepseek_v3', dict(HF_LATENT, q_lora_rank=12, n_group=2, topk_group=1, rms_norm_eps=0.1)),
     ('deepseek_v3', dict(HF_LATENT, q_lora_rank=12, n_group=1, topk_group=1, attention_bias=True,
                          norm_topk_prob=False, n_shared_experts=2, first_k_dense_replace=2)),
     ('bloom', dict(vocab_size=61, hidden_size=36, n_layer=2, n_head=6)),  # ALiBi of no power of two
@@ -224,8 +224,8 @@ HF_MODELS = [  # model_type and its configuration
                               shared_intermediate_size=96, attention_multiplier=0.3, logits_scaling=4.0,
                               embedding_multiplier=3.0, residual_multiplier=0.7)),
     ('granitemoehybrid', dict(HF, mamba_n_heads=4, mamba_d_state=6, num_local_experts=0,
-                              mamba_conv_bias=False, shared_intermediate_size=40, position_embedding_type='rope',
-                              layer_types=['linear_attention', 'linear_attention', 'full_attention'])),
+                              mamba_conv_bias=False, shared_intermediate_size=40,
+                              position_embedding_type='rope', layer_types=['linear_attention', 'linear_attention', 'full_attention'])),
     ('nemotron_h', dict(HF_NEMOTRON, layers_block_type=[
         'linear_attention', 'moe', 'linear_attention', 'full_attention', 'mlp', 'linear_attention', 'moe'])),
     ('nemotron_h', dict(HF_NEMOTRON, attention_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=1,
@@ -482,9 +482,9 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path, capsys):
 
 @pytest.mark.parametrize('change, message', [
     (dict(model_type='hunyuan_v1_moe', moe_topk=[1, 2], num_experts=4), r'moe_topk=\[1, 2\]'),
-    (dict(HF_LATENT, model_type='deepseek_v3', rms_norm_eps=1e-5), 'deepseek_v3 with rms_norm_eps=1e-05'),
     (dict(model_type='ernie4_5_moe', use_bias=True), 'use_bias=True'),
-    (dict(model_type='rwkv'), "model_type='rwkv' is unsupported; these are supported: .*llama"),
+    (dict(model_type='rwkv2'), "model_type='rwkv2' is unsupported; these are supported: .*llama"),
+    (dict(model_type='diffllama'), "model_type='diffllama' is unsupported; it has differential attention"),
     (dict(quantization_config={'quant_method': 'fp8'}), 'llama with quantization_config=.*fp8'),
     (dict(hidden_act='swish9'), "'swish9' is none of"), (dict(use_magic=1, alibi=1), 'use_magic=1, alibi=1'),
     (dict(sliding_window=8), 'sliding_window=8'), (dict(model_type='olmo', clip_qkv=8.0), 'clip_qkv=8.0'),
