@@ -287,7 +287,11 @@ def expert_layers(theirs, is_sparse, write=None):
     """The Rule of fields that say which layers have experts. is_sparse: a function of config.json and a
     layer."""
     def read(c, args):
-        args['expert_pattern'] = ''.join('E' if is_sparse(c, i) else 'D' for i in range(args['n_layer']))
+        sparse = [is_sparse(c, i) for i in range(args['n_layer'])]
+        if any(sparse):
+            args['expert_pattern'] = ''.join('E' if one else 'D' for one in sparse)
+        else:
+            drop_experts(args)
     return Rule(theirs, read, write)
 
 
@@ -379,18 +383,11 @@ def read_kimi_linear(c, args):
                     linear_n_key_head=own['num_heads'], linear_n_value_head=own['num_heads'],
                     linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
                         'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
-    dense, kinds = c['first_k_dense_replace'] or 0, c['mlp_layer_types']
-    kinds = kinds or ['dense'] * dense + ['sparse'] * (args['n_layer'] - dense)
     read_deepseek(c, args)
-    if 'sparse' in kinds:
-        args['expert_pattern'] = ''.join('E' if kind == 'sparse' else 'D' for kind in kinds)
-    else:
-        drop_experts(args)
 
 
 def write_kimi_linear(config, c):
-    c.update(mlp_layer_types=['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)],
-             num_expert_group=config.n_group or 1, topk_group=config.topk_group or 1,
+    c.update(num_expert_group=config.n_group or 1, topk_group=config.topk_group or 1,
              num_key_value_heads=config.n_head)
     drop_unset(c)
 
@@ -945,8 +942,8 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         layouts={'attn.conv': CONVOLUTION,
                  'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
         aliases={'.mlp.': '.block_sparse_moe.'},
-        rules=(Rule(dict(linear_attn_config=None, mlp_layer_types=None, first_k_dense_replace=None,
-                         topk_method=None), read_kimi_linear, write_kimi_linear), HYBRID)),
+        rules=(Rule(dict(linear_attn_config=None, topk_method=None), read_kimi_linear, write_kimi_linear),
+               MLP_TYPES, HYBRID)),
     'phi': like(
         LLAMA, 'PhiForCausalLM',
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
