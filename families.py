@@ -1,0 +1,1167 @@
+"""
+The published families of models: how transformers writes each one's config.json and names its tensors.
+`python hub.py families` prints them. A new family is an entry of FAMILIES: see Family.
+"""
+import math
+import typing
+
+import torch
+
+from model import MIXERS, GPTConfig, letter, round_up
+
+# what a family is -------------------------------------------------------------------------------------------
+
+class Family(typing.NamedTuple):
+    """How transformers writes one model_type: its config.json and the names of its tensors.
+
+    To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors; where
+    laid out otherwise, an entry of `rows` or `layouts`; for fields of config.json that no name carries
+    over, a Rule. A name may be a function of the config; 'D.attn.c_attn' is for the layers of mixer D alone.
+    Whatever a table omits is refused by name. Add a tiny model to HF_MODELS in tests/test_hub.py, which
+    compares it with transformers, in and out.
+    """
+    arch: str                   # the class in transformers
+    fields: dict                # GPTConfig's field: theirs; of several, the first that is given
+    ours: dict                  # GPTConfig's fields that are fixed, unless a field above is given
+    names: dict                 # our module or tensor: theirs; several split its rows, in order
+    layer: str                  # what precedes the names inside block N, or a function (config, N, our name)
+    #                             of it; an expert's number is E
+    theirs: dict = {}           # their fields that must have this value if given
+    defaults: dict = {}         # values of their fields that are not given
+    rules: tuple = ()           # of Rule
+    rows: dict = {}             # our module or tensor, if they order its rows otherwise: a function (config,
+    #                             the rows of each fused projection) -> our rows in each of their tensors
+    aliases: dict = {}          # parts of tensors' names in some files: as they are in `names`
+    layouts: dict = {}          # our tensor: Layout
+    ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
+    harmless: str = ''          # patterns of their fields that change nothing
+    layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
+    layer_types: str = ''       # letters their layer_types may hold; '': transformers ignores them
+    logit_scale: typing.Callable = lambda c: 1  # config.json -> a factor on the logits, which ln_f takes
+    exports: bool = True        # False: its config.json can be read alone
+
+
+class Rule(typing.NamedTuple):
+    """Fields of config.json that no name carries over."""
+    theirs: dict                # the fields: their values if not given
+    read: typing.Callable = lambda c, args: None  # (config.json, GPTConfig's fields so far): sets the rest
+    write: typing.Callable = lambda config, c: None  # (GPTConfig, config.json so far): sets the rest
+
+
+class Layout(typing.NamedTuple):
+    read: typing.Callable       # theirs -> ours
+    write: typing.Callable      # ours -> theirs
+
+
+def like(base, arch=None, **changes):
+    """The family `base` with changes. Dicts are merged; None removes an entry."""
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            merged = {**getattr(base, key), **value}
+            changes[key] = {name: one for name, one in merged.items() if one is not None}
+    return base._replace(arch=arch or base.arch, **changes)
+
+
+def same(names):
+    """Fields that both name alike."""
+    return {name: name for name in names.split()}
+
+
+def renamed(family, start, theirs, new):
+    """The family's names of our modules that start so, with `new` in the place of `theirs`."""
+    return {ours: name.replace(theirs, new) for ours, name in family.names.items() if ours.startswith(start)}
+
+
+def refuse(c, **fields):
+    """Raises ValueError that names these fields of a config.json, if any."""
+    if fields:
+        given = ', '.join(f"{name}={value!r:.80}" for name, value in fields.items())
+        raise ValueError(f"{c['model_type']} with {given} is unsupported")
+
+
+# the layout of tensors --------------------------------------------------------------------------------------
+
+SAME = Layout(lambda w: w, lambda w: w)
+TRANSPOSED = Layout(lambda w: w.mT, lambda w: w.mT)
+PLUS_ONE = Layout(lambda w: w.float() + 1, lambda w: w.float() - 1)  # exact in float32 only
+ROW = Layout(lambda w: w[0], lambda w: w[None])  # (1, n)
+AFTER_TWO = Layout(lambda w: w[2:], lambda w: torch.nn.functional.pad(w, (0, 0, 2, 0)))  # two unused rows
+CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels, 1, kernel)
+
+
+def shares(groups, *parts):
+    """The rows of a tensor of `groups` groups, each of which holds its share of each part in turn. parts:
+    indices of our rows, (n,) each."""
+    return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
+
+
+def interleaved(rows):
+    """(..., n), two halves -> pairs with one of each, as some families store rotated pairs."""
+    return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
+
+
+def rows_interleaved(config, q, k, *rest):
+    """The first rows of each query's and key's head, which rotate, are interleaved."""
+    def turned(rows):
+        first, other = rows.view(-1, config.head_dim).tensor_split([config.rope_dim], dim=1)
+        return torch.cat((interleaved(first), other), dim=1).flatten()
+    return [turned(q), turned(k), *rest]
+
+
+def rows_interleaved_norm(config, rows):
+    """Of a norm on queries or keys."""
+    return [rows_interleaved(config, rows, rows)[0]]
+
+
+def rows_swapped(config, q, k, v):
+    """The halves of each query's and key's head change places, so that they turn the other way."""
+    return [*(rows.view(-1, 2, config.head_dim // 2).flip(1).flatten() for rows in (q, k)), v]
+
+
+def rows_codegen(config, *qkv):
+    """For each fourth of the heads the queries, the values, the keys."""
+    q, k, v = rows_interleaved(config, *qkv)
+    return [shares(4, q, v, k)]
+
+
+def rows_by_kv_head(config, *qkv):
+    """For each k/v head its queries, its key, its value."""
+    return [shares(config.n_kv_head, *qkv)]
+
+
+def rows_latent_query(config, query):
+    """The last rows of each head, which rotate, are interleaved."""
+    still, turned = query.view(config.n_head, -1).split((config.qk_nope_head_dim, config.qk_rope_head_dim), 1)
+    return [torch.cat((still, interleaved(turned)), dim=1).flatten()]
+
+
+def rows_latent_in(config, query, latent, key):
+    """The query, compressed or not; the latent with the rotary key."""
+    if config.q_lora_rank is None:
+        query, = rows_latent_query(config, query)
+    return [query, torch.cat((latent, interleaved(key)))]
+
+
+def rows_gate_up(config, *gate_up):
+    """A row of the gate, a row of up, and so on."""
+    return [interleaved(torch.cat(gate_up))]
+
+
+def rows_gated_attention(config, q, k, v, gate):
+    """For each head its query and its gate; the keys; the values."""
+    return [shares(config.n_head, q, gate), k, v]
+
+
+def rows_qwen3_next(config, q, k, v, z, b, a):
+    """For each key head its q, k, v and z; for each its b and a."""
+    return [shares(config.linear_n_key_head, q, k, v, z), shares(config.linear_n_key_head, b, a)]
+
+
+def rows_convolution(config, rows):
+    """Of queries, keys, values."""
+    keys = config.linear_n_key_head * config.linear_key_head_dim
+    return rows.tensor_split([keys, 2 * keys])
+
+
+def rows_mamba(config, c, b, x, z, dt):
+    return [torch.cat((z, x, b, c, dt))]
+
+
+def rows_mamba_convolution(config, rows):
+    c, b, x = rows_convolution(config, rows)
+    return [torch.cat((x, b, c))]
+
+
+def rows_qwen3_5(config, q, k, v, z, b, a):
+    return [torch.cat((q, k, v)), z, b, a]
+
+
+# fields of config.json that no name carries over ------------------------------------------------------------
+
+def read_falcon(c, args):
+    new, heads = c['new_decoder_architecture'], c['num_kv_heads'] or c['n_head_kv']
+    args['n_kv_head'] = heads if new else 1 if c['multi_query'] else None
+    if new:
+        args['norm_placement'] = 'parallel' if c['num_ln_in_parallel_attn'] == 1 else 'parallel_2'
+    else:
+        args['norm_placement'] = 'parallel' if c['parallel_attn'] else 'pre'
+    if c['alibi']:  # Falcon scales the bias with the scores
+        args.update(pos='alibi', alibi_scale=(args['n_embd'] // args['n_head']) ** -0.5)
+
+
+def write_falcon(config, c):
+    new = config.norm_placement == 'parallel_2' or config.n_kv_head not in (1, config.n_head)
+    c.update(new_decoder_architecture=new, num_kv_heads=config.n_kv_head, multi_query=config.n_kv_head == 1,
+             parallel_attn=config.norm_placement != 'pre', alibi=config.pos == 'alibi',
+             num_ln_in_parallel_attn=1 + (config.norm_placement == 'parallel_2') if new else None)
+
+
+def read_mpt(c, args):
+    given = {**MPT_ATTENTION, **c['attn_config']}
+    refuse(c, **{name: value for name, value in given.items() if MPT_ATTENTION.get(name, value) != value})
+    args['attn_scale'] = given.get('softmax_scale')
+
+
+def write_mpt(config, c):
+    c['attn_config'] = dict(alibi=True, alibi_bias_max=8, softmax_scale=config.attn_scale)
+
+
+def read_deepseek(c, args):
+    if (args.get('n_group') or 1) == 1 or c['topk_method'] == 'greedy':
+        args.update(n_group=None, topk_group=None)
+
+
+def check_shared(config, c):
+    if not (config.n_expert and config.n_shared_expert):
+        raise ValueError('this family has experts and shared experts')
+
+
+def write_deepseek(config, c):
+    check_shared(config, c)
+    c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, num_nextn_predict_layers=0)
+    if config.kv_lora_rank:
+        if config.qkv_bias and not config.q_lora_rank:
+            raise ValueError('DeepSeek has no bias on queries that are not compressed')
+        c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
+    if config.router == 'softmax':  # version 2
+        c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
+
+
+def expert_layers(theirs, is_sparse, write=None):
+    """The Rule of fields that say which layers have experts. is_sparse: a function of config.json and a
+    layer."""
+    def read(c, args):
+        args['expert_pattern'] = ''.join('E' if is_sparse(c, i) else 'D' for i in range(args['n_layer']))
+    return Rule(theirs, read, write)
+
+
+def write_sparse_layers(config, c):
+    c.update(decoder_sparse_step=1,
+             mlp_only_layers=[i for i in range(config.n_layer) if not config.has_experts(i)])
+
+
+def write_mlp_types(config, c):
+    c['mlp_layer_types'] = ['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)]
+
+
+def read_ernie(c, args):
+    if c['moe_layer_end_index'] not in (-1, args['n_layer'] - 1):
+        refuse(c, moe_layer_end_index=c['moe_layer_end_index'])
+
+
+def read_indexer(c, args):
+    """An indexer picks so many tokens to attend to: up to these it picks all."""
+    args['block_size'] = min(args['block_size'], c['index_topk'])
+
+
+def read_topk(c, args):
+    if isinstance(c['moe_topk'], list):  # of each layer
+        args['n_expert_active'], *others = {*c['moe_topk']}
+        refuse(c, **(dict(moe_topk=c['moe_topk']) if others else {}))
+
+
+def read_llama4(c, args):
+    if not c['use_qk_norm']:
+        args['qk_norm'] = False
+    if c['attn_temperature_tuning']:
+        args['query_scale'] = dict(beta=c['attn_scale'], length=c['floor_scale'], start=1, layers='N')
+    pattern = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
+    if c.get('layer_types'):
+        pattern = ''.join('C' if one == 'chunked_attention' else 'L' for one in c['layer_types'])
+    if 'C' in pattern:
+        args.update(window=c['attention_chunk_size'], window_pattern=pattern)
+
+
+def read_mup(c, args):
+    if c['mup_enabled']:
+        args['embed_scale'] = args['n_embd'] ** 0.5
+
+
+def write_mup(config, c):
+    c['mup_enabled'] = config.embed_scale != 1
+
+
+def shared_width(name):
+    """The Rule of their field that has the width of all shared experts; 0: there are none."""
+    def read(c, args):
+        args['n_shared_expert'] = c[name] // args['d_expert'] or None
+
+    def write(config, c):
+        c[name] = (config.n_shared_expert or 0) * config.d_expert
+    return Rule({name: 0}, read, write)
+
+
+def read_hybrid(c, args):
+    """Drops the fields of unused mixers, which transformers writes too."""
+    for mixer in MIXERS.keys() - set(args['mixer_pattern']):
+        unused = set(MIXERS[mixer].fields).difference(*(MIXERS[one].fields for one in args['mixer_pattern']))
+        args.update({name: getattr(GPTConfig, name) for name in unused & args.keys()})
+
+
+def write_hybrid(config, c):
+    for name in LINEAR_FIELDS.values():
+        if c.get(name, 0) is None:  # without linear layers there is nothing to set
+            del c[name]
+
+
+def read_lfm2(c, args):
+    if c['block_auto_adjust_ff_dim']:
+        adjusted = int(c['block_ffn_dim_multiplier'] * int(2 * args['d_ff'] / 3))
+        args['d_ff'] = round_up(adjusted, c['block_multiple_of'])
+    if c['full_attn_idxs'] is not None and not c.get('layer_types'):
+        args['mixer_pattern'] = ''.join('CA'[i in c['full_attn_idxs']] for i in range(args['n_layer']))
+
+
+def write_lfm2(config, c):
+    c['block_auto_adjust_ff_dim'] = False
+
+
+def read_kimi_linear(c, args):
+    own = c['linear_attn_config']  # as published, whose layers count from 1
+    if own:
+        args.update(linear_key_head_dim=own['head_dim'], linear_value_head_dim=own['head_dim'],
+                    linear_n_key_head=own['num_heads'], linear_n_value_head=own['num_heads'],
+                    linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
+                        'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
+    dense, kinds = c['first_k_dense_replace'] or 0, c['mlp_layer_types']
+    kinds = kinds or ['dense'] * dense + ['sparse'] * (args['n_layer'] - dense)
+    read_deepseek(c, args)
+    if 'sparse' in kinds:
+        args['expert_pattern'] = ''.join('E' if kind == 'sparse' else 'D' for kind in kinds)
+    else:
+        drop_experts(args)
+
+
+def write_kimi_linear(config, c):
+    c.update(mlp_layer_types=['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)],
+             num_expert_group=config.n_group or 1, topk_group=config.topk_group or 1,
+             num_key_value_heads=config.n_head)
+    drop_unset(c)
+
+
+def drop_unset(c):
+    for name in [name for name, value in c.items() if value is None and not name.endswith('token_id')]:
+        del c[name]
+
+
+def check_mamba(c, args):
+    limit = c['time_step_limit'] or (0, math.inf)
+    if limit[0] > 0 or limit[1] not in (math.inf, {'__float__': 'Infinity'}):
+        refuse(c, time_step_limit=limit)
+
+
+def read_mamba(c, args):
+    width = c['mamba_expand'] * args['n_embd']
+    if args['linear_value_head_dim'] == 'auto':
+        args['linear_value_head_dim'] = width // args['linear_n_value_head']
+    if args['linear_value_head_dim'] * args['linear_n_value_head'] != width:
+        refuse(c, mamba_expand=c['mamba_expand'])
+    if c['attn_layer_indices'] is not None:  # Bamba
+        args['mixer_pattern'] = ''.join('BA'[i in c['attn_layer_indices']] for i in range(args['n_layer']))
+
+
+def write_mamba(config, c):
+    c['mamba_expand'] = config.linear_n_value_head * config.linear_value_head_dim // config.n_embd
+
+
+def write_bamba(config, c):
+    write_mamba(config, c)
+    c['attn_layer_indices'] = [i for i in range(config.n_layer) if config.mixer_of(i) == 'A']
+
+
+def read_granite_hybrid(c, args):
+    read_mamba(c, args)
+    if c['position_embedding_type'] != 'rope':
+        args.update(pos='none', rope_base=10000.0, rope_scaling=None)
+    if args['n_expert']:
+        args['n_shared_expert'] = c['shared_intermediate_size'] // args['d_expert']
+    else:  # what all tokens use is the MLP
+        args['d_ff'] = c['shared_intermediate_size']
+        drop_experts(args)
+
+
+def write_granite_hybrid(config, c):
+    write_mamba(config, c)
+    shared = (config.n_shared_expert or 0) * (config.d_expert or 0)
+    c.update(position_embedding_type='rope' if config.pos == 'rope' else None,
+             num_local_experts=config.n_expert or 0, shared_intermediate_size=shared or config.d_ff)
+    drop_unset(c)
+
+
+def drop_experts(args):
+    """Drops what a config.json says of experts where there are none."""
+    for name in ('n_expert', 'n_expert_active', 'n_shared_expert', 'd_expert', 'router', 'norm_topk_prob',
+                 'routed_scaling_factor', 'n_group', 'topk_group', 'balance_bias'):
+        args.pop(name, None)
+
+
+NEMOTRON_LAYERS = {'M': 'linear_attention', '*': 'full_attention', '-': 'mlp', 'E': 'moe'}
+
+
+def read_nemotron_h(c, args):
+    """A mixer and the MLP that follows it are one block of ours."""
+    kinds = c['layers_block_type'] or [NEMOTRON_LAYERS[one] for one in c['hybrid_override_pattern']]
+    mixers, mlps = '', ''
+    for kind, before in zip(kinds, [None, *kinds]):
+        if kind in ('mlp', 'moe'):
+            if before in (None, 'mlp', 'moe'):
+                refuse(c, layers_block_type=f"{kind} after {before}")
+            mlps = mlps[:-1] + ('E' if kind == 'moe' else 'D')
+        else:
+            mixers, mlps = mixers + ('A' if kind == 'full_attention' else 'B'), mlps + 'N'
+    args.update(n_layer=len(mixers), mixer_pattern=mixers, expert_pattern=mlps)
+    read_deepseek(c, args)
+    if 'E' in mlps:
+        args['n_shared_expert'] = c['moe_shared_expert_intermediate_size'] // args['d_expert']
+    else:
+        drop_experts(args)
+
+
+def write_nemotron_h(config, c):
+    kinds = []
+    for i in range(config.n_layer):
+        kinds.append('full_attention' if config.mixer_of(i) == 'A' else 'linear_attention')
+        kinds += {'D': ['mlp'], 'E': ['moe'], 'N': []}[config.mlp_of(i)]
+    c['layers_block_type'] = kinds
+    if 'moe' in kinds:
+        c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, n_shared_experts=1,
+                 moe_shared_expert_intermediate_size=config.n_shared_expert * config.d_expert)
+    drop_unset(c)
+
+
+def nemotron_layer(config, layer, name):
+    at = layer + sum(config.mlp_of(i) != 'N' for i in range(layer)) + name.startswith(('ln_2', 'mlp'))
+    return f'backbone.layers.{at}.'
+
+
+def read_gemma2(c, args):
+    args.update(embed_scale=args['n_embd'] ** 0.5, attn_scale=c['query_pre_attn_scalar'] ** -0.5)
+
+
+def write_softcap(config, c):
+    c['final_logit_softcapping'] = config.logit_softcap or None
+
+
+def write_gemma2(config, c):
+    write_softcap(config, c)
+    c.update(query_pre_attn_scalar=round(config.scale ** -2),
+             attn_logit_softcapping=config.attn_softcap or None)
+
+
+def read_smollm3(c, args):
+    every, n = c['no_rope_layer_interval'], args['n_layer']
+    turns = c['no_rope_layers'] or [(i + 1) % every for i in range(n)]
+    args['pos_pattern'] = ''.join('P' if turn else 'N' for turn in turns)
+
+
+def write_smollm3(config, c):
+    c['no_rope_layers'] = [int(letter(config.pos_pattern, i) == 'P') for i in range(config.n_layer)]
+
+
+def read_gemma(c, args):
+    args['embed_scale'] = args['n_embd'] ** 0.5
+    if args['mlp'] == 'geglu':  # as first published
+        args['mlp'] = 'geglu_tanh'
+
+
+def read_neox(c, args):
+    args['norm_placement'] = 'parallel_2' if c['use_parallel_residual'] else 'pre'
+
+
+def write_neox(config, c):
+    c['use_parallel_residual'] = config.norm_placement == 'parallel_2'
+
+
+def read_rotary_dim(c, args):
+    if c['rotary_dim']:
+        width = args.get('head_dim') or args['n_embd'] // args['n_head']
+        args['partial_rotary_factor'] = c['rotary_dim'] / width
+
+
+def write_rotary_dim(config, c):
+    del c['rope_parameters']
+    c['rotary_dim'] = config.rope_dim
+
+
+def read_rope_where_short(c, args):
+    if c['sliding_window']:  # layers that see all tokens have no positions
+        args['pos_pattern'] = args.get('window_pattern', 'L').replace('L', 'N').replace('S', 'P')
+
+
+def write_rope_where_short(config, c):
+    c['sliding_window'] = config.window
+
+
+def write_phi3(config, c):
+    if scaling := config.rope_scaling:
+        if scaling['rope_type'] != 'longrope':
+            raise ValueError('Phi 3 has no other scaling')
+        c['original_max_position_embeddings'] = scaling['original_max_position_embeddings']
+
+
+def read_ministral3(c, args):
+    scaling = args['rope_scaling'] or {}
+    if 'llama_4_scaling_beta' not in scaling:
+        refuse(c, rope_parameters=c.get('rope_parameters'))
+    scaling.pop('max_position_embeddings', None)
+    args['query_scale'] = dict(beta=scaling.pop('llama_4_scaling_beta'),
+                               length=scaling['original_max_position_embeddings'])
+
+
+def write_ministral3(config, c):
+    c['rope_parameters']['llama_4_scaling_beta'] = config.query_scale['beta']
+
+
+def read_hunyuan(c, args):
+    """A dynamic scaling with alpha is a larger base, whatever the length."""
+    scaling, width = args['rope_scaling'] or {}, args.get('head_dim') or args['n_embd'] // args['n_head']
+    if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
+        args['rope_base'] *= scaling['alpha'] ** (width / (width - 2))
+        args['rope_scaling'] = None
+
+
+def read_gpt_neo(c, args):
+    kinds = ''.join('S' if kind == 'local' else 'L' for kind in c['attention_layers'])
+    if 'S' in kinds:
+        args.update(window=c['window_size'], window_pattern=kinds)
+
+
+def write_gpt_neo(config, c):
+    kinds = ['local' if config.window_of(i) else 'global' for i in range(config.n_layer)]
+    c.update(attention_layers=kinds, attention_types=[[kinds, 1]], window_size=config.window or 1)
+
+
+def read_minimind(c, args):
+    """A Qwen3 from version 3 on; before, with n_routed_experts in its config.json, a Llama."""
+    args['qk_norm'] = c['n_routed_experts'] is None
+    if not c['use_moe']:
+        for name in QWEN_EXPERTS:  # written all the same
+            args.pop(name, None)
+    elif not args['qk_norm']:
+        refuse(c, use_moe=True, n_routed_experts=c['n_routed_experts'])
+
+
+MPT_ATTENTION = dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, prefix_lm=False,
+                     attn_type='multihead_attention', attn_uses_sequence_id=False)
+NO_ROPE = Rule(dict(no_rope_layers=None, no_rope_layer_interval=4), read_smollm3, write_smollm3)
+MLP_TYPES = expert_layers(
+    dict(mlp_layer_types=None, first_k_dense_replace=1),
+    lambda c, i: (c['mlp_layer_types'][i] == 'sparse' if c['mlp_layer_types'] else
+                  i >= c['first_k_dense_replace']), write_mlp_types)
+SPARSE_LAYERS = expert_layers(
+    dict(decoder_sparse_step=1, mlp_only_layers=()),
+    lambda c, i: (i + 1) % c['decoder_sparse_step'] == 0 and i not in (c['mlp_only_layers'] or ()),
+    write_sparse_layers)
+SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
+LOCAL_ROPE = Rule(dict(sliding_window_pattern=None), read_rope_where_short)
+ROPE_WHERE_SHORT = Rule(dict(sliding_window_pattern=None), read_rope_where_short, write_rope_where_short)
+HYBRID = Rule(dict(full_attention_interval=None), read_hybrid, write_hybrid)
+
+
+# the table --------------------------------------------------------------------------------------------------
+
+LLAMA = Family(
+    arch='LlamaForCausalLM', layer='model.layers.N.',
+    fields=dict(
+        vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
+        n_head='num_attention_heads', n_kv_head='num_key_value_heads', n_embd='hidden_size',
+        head_dim='head_dim', d_ff='intermediate_size', norm_eps='rms_norm_eps', mlp='hidden_act',
+        qkv_bias='attention_bias', proj_bias='attention_bias', mlp_bias='mlp_bias',
+        tie_word_embeddings='tie_word_embeddings'),
+    ours=dict(qk_norm=False, tie_word_embeddings=False),
+    names={
+        'wte': 'model.embed_tokens', 'ln_f': 'model.norm', 'lm_head': 'lm_head',
+        'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm',
+        'attn.c_attn': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj',
+        'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
+        'attn.c_proj': 'self_attn.o_proj',
+        'mlp.c_fc': 'mlp.gate_proj mlp.up_proj', 'mlp.c_proj': 'mlp.down_proj',
+        'mlp.router': 'mlp.gate',
+        'mlp.experts.c_fc': 'mlp.experts.E.gate_proj mlp.experts.E.up_proj',
+        'mlp.experts.c_proj': 'mlp.experts.E.down_proj',
+        'mlp.shared.c_fc': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj',
+        'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'})
+MISTRAL = like(LLAMA, 'MistralForCausalLM', layers='S',
+               fields=dict(qkv_bias=None, proj_bias=None, mlp_bias=None))
+QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
+             defaults=dict(use_sliding_window=False, max_window_layers=28))
+QWEN3 = like(LLAMA, 'Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
+             layers='S', layer_types='SL', defaults=QWEN2.defaults)
+OLMO2 = like(
+    LLAMA, 'Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
+    ours=dict(qk_norm='whole', norm_placement='output'),
+    names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
+EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
+               n_expert_active='num_experts_per_tok experts_per_token')
+MIXTRAL = like(
+    MISTRAL, 'MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
+    ours=dict(rope_base=1e6),
+    names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
+           'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
+QWEN_EXPERTS = dict(
+    n_expert='num_experts num_local_experts', n_expert_active='num_experts_per_tok',
+    d_expert='moe_intermediate_size', norm_topk_prob='norm_topk_prob')
+FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all experts in one
+                 'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
+TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
+QWEN3_MOE = like(
+    QWEN3, 'Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
+    ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=(SPARSE_LAYERS,))
+SHARED_NAMES = {
+    'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
+    'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
+SHARED_MLP = {'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_proj',
+              'mlp.shared.c_proj': 'mlp.shared_mlp.down_proj'}
+LINEAR_FIELDS = dict(
+    linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads',
+    linear_key_head_dim='linear_key_head_dim', linear_value_head_dim='linear_value_head_dim',
+    linear_conv_kernel_dim='linear_conv_kernel_dim')
+PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
+    'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
+QWEN3_NEXT = like(
+    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
+    ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
+    theirs=dict(hidden_act='silu'),  # the convolution's activation as well
+    names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
+           'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
+           'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
+           'D.attn.c_proj': 'linear_attn.out_proj'},
+    rows={'attn.c_attn': rows_gated_attention, 'D.attn.c_attn': rows_qwen3_next},
+    layouts={'attn.conv': CONVOLUTION, **PLUS_ONE_NORMS},
+    ignored=('mtp.*',), rules=(SPARSE_LAYERS, SHARED_EXPERT, HYBRID))
+QWEN3_5 = like(
+    QWEN3_NEXT, 'Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
+    theirs=dict(attn_output_gate=True), defaults=dict(mlp_only_layers=None),
+    fields=dict(n_expert=None, n_expert_active=None, d_expert=None, norm_topk_prob=None),
+    names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
+                            'linear_attn.in_proj_a'},
+    rows={'D.attn.c_attn': rows_qwen3_5}, ignored=('mtp.*', 'model.visual.*'), rules=(HYBRID,))
+DEEPSEEK_EXPERTS = like(
+    LLAMA, ignored=('model.layers.N.*',),  # the extra prediction layer
+    fields=dict(mlp_bias=None, n_shared_expert='n_shared_experts',
+                n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
+                d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
+                **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
+    ours=dict(router='sigmoid', balance_bias=True),
+    theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'),
+    names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
+    rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
+DEEPSEEK_V3 = like(
+    DEEPSEEK_EXPERTS, 'DeepseekV3ForCausalLM', ours=dict(qk_norm=None, kv_lora_rank=512),
+    fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
+                n_kv_head=None, head_dim=None),
+    theirs=dict(rope_interleave=True, rms_norm_eps=1e-6),  # which norms of query and latent always have
+    names={'attn.c_attn': lambda config: f"self_attn.q{'_a' if config.q_lora_rank else ''}_proj "
+                                         "self_attn.kv_a_proj_with_mqa",
+           'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
+           'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
+    rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
+GLM4_MOE_LITE = like(
+    DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', fields=dict(n_dense_layer=None),
+    rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES))
+DEEPSEEK_V32 = like(
+    GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', defaults=dict(first_k_dense_replace=3), exports=False,
+    ignored=('model.layers.N.*', '*.indexer.*'), harmless='index*',
+    rules=(*GLM4_MOE_LITE.rules, Rule(dict(index_topk=2048), read_indexer)))
+TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
+                    n_group=None, topk_group=None)
+GLM4_MOE = like(
+    DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
+    ours=dict(partial_rotary_factor=0.5, norm_eps=1e-5))
+FLEX_OLMO = like(
+    OLMO2, 'FlexOlmoForCausalLM', theirs=dict(clip_qkv=None),
+    fields=dict(EXPERTS, d_expert='intermediate_size', norm_topk_prob='norm_topk_prob'),
+    ours=dict(norm_topk_prob=False, rope_base=5e5))
+BLOOM = Family(
+    arch='BloomForCausalLM', layer='transformer.h.N.',
+    fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer='n_layer num_hidden_layers',
+                n_head='n_head num_attention_heads', n_embd='hidden_size n_embed',
+                norm_eps='layer_norm_epsilon', tie_word_embeddings='tie_word_embeddings'),
+    ours=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
+              mlp='gelu_tanh', embed_norm=True),
+    names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
+           'ln_f': 'transformer.ln_f', 'lm_head': 'lm_head', 'ln_1': 'input_layernorm',
+           'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
+           'attn.c_proj': 'self_attention.dense', 'mlp.c_fc': 'mlp.dense_h_to_4h',
+           'mlp.c_proj': 'mlp.dense_4h_to_h'},
+    rows={'attn.c_attn': rows_by_kv_head})
+FALCON = like(
+    BLOOM, 'FalconForCausalLM', theirs=dict(ff_factor=4),
+    fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
+                n_head='num_attention_heads n_head', n_embd='hidden_size', d_ff='ffn_hidden_size',
+                mlp='activation'),
+    ours=dict(bias=False, norm_bias=True, pos='rope', mlp='gelu', embed_norm=False),
+    names={'ln_1': lambda config: 'ln_attn' if config.norm_placement == 'parallel_2' else 'input_layernorm',
+           'ln_2': lambda config: ('ln_mlp' if config.norm_placement == 'parallel_2'
+                                   else 'post_attention_layernorm')},
+    rules=(Rule(dict(alibi=False, multi_query=True, parallel_attn=True, new_decoder_architecture=False,
+                     num_ln_in_parallel_attn=None, num_kv_heads=None, n_head_kv=None),
+                read_falcon, write_falcon),))
+NEOX = like(
+    BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
+    fields={**LLAMA.fields, 'n_kv_head': None, 'head_dim': None, 'mlp_bias': None,
+            'norm_eps': 'layer_norm_eps'},
+    ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
+              partial_rotary_factor=0.25),
+    names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
+           'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
+    rules=(Rule(dict(use_parallel_residual=True), read_neox, write_neox),))
+GPT2 = like(
+    BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
+    theirs=dict(scale_attn_weights=True),
+    fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
+    names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
+           'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
+           'mlp.c_proj': 'mlp.c_proj'},
+    layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
+                           'mlp.c_proj.weight'), TRANSPOSED))
+MPT = like(
+    BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
+    fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model'),
+    ours=dict(bias=False, mlp='gelu', embed_norm=False),
+    theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4,
+                norm_type='low_precision_layernorm'),
+    names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
+           'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
+           'mlp.c_proj': 'ffn.down_proj'},
+    rules=(Rule(dict(attn_config={}, learned_pos_emb=None), read_mpt, write_mpt),))
+GEMMA2 = like(
+    LLAMA, 'Gemma2ForCausalLM', layers='SL', layer_types='SL',
+    fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
+                attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
+    defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
+    names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
+           'ln_4': 'post_feedforward_layernorm'},
+    layouts=PLUS_ONE_NORMS,
+    rules=(Rule(dict(query_pre_attn_scalar=256), read_gemma2, write_gemma2),))
+GPTJ = like(
+    GPT2, 'GPTJForCausalLM', layouts=dict.fromkeys(GPT2.layouts),
+    ours=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True,
+              tie_word_embeddings=False),
+    names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
+           'mlp.c_fc': 'mlp.fc_in', 'mlp.c_proj': 'mlp.fc_out'},
+    rows={'attn.c_attn': rows_interleaved},
+    rules=(Rule(dict(rotary_dim=64), read_rotary_dim, write_rotary_dim),))
+LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
+OPT = like(
+    MISTRAL, 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
+    theirs=dict(do_layer_norm_before=True),
+    fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
+                bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
+                norm_bias='layer_norm_elementwise_affine'),
+    ours=dict(LAYERNORM, pos='learned', bias=True, mlp='relu', tie_word_embeddings=True),
+    names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
+           'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
+           'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
+           'mlp.c_proj': 'fc2'},
+    layouts={'wpe.weight': AFTER_TWO})
+INTERLEAVED = {'attn.c_attn': rows_interleaved}
+GLM = like(
+    LLAMA, 'GlmForCausalLM', fields=dict(proj_bias=None, mlp_bias=None), rows=INTERLEAVED,
+    ours=dict(qkv_bias=True, partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
+GRANITE = like(
+    LLAMA, 'GraniteForCausalLM', logit_scale=lambda c: 1 / c.get('logits_scaling', 1),
+    fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
+                residual_scale='residual_multiplier'),
+    ours=dict(attn_scale=1.0), defaults=dict(logits_scaling=1.0))
+GRANITE_MOE = like(
+    GRANITE, 'GraniteMoeForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size', mlp_bias=None),
+    names={'mlp.router': 'block_sparse_moe.router.layer',
+           'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
+           'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
+GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
+                  'mlp.shared.c_proj': 'shared_mlp.output_linear'}
+HUNYUAN = like(
+    LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None),
+    ours=dict(qk_norm='rotated', norm_eps=1e-5), theirs=dict(norm_type='rms', use_qk_norm=True),
+    names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
+    harmless='*_id anyres_* attention_head_dim cla_share_factor class_num dense_list moe_intermediate_size '
+             'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type use_mixed_mlp_moe '
+             'use_rotary_pos_emb vit_*',
+    rules=(Rule({}, read_hunyuan),))
+COHERE = like(
+    LLAMA, 'CohereForCausalLM', fields=dict(mlp_bias=None, norm_eps='layer_norm_eps'), rows=INTERLEAVED,
+    ours=dict(norm='layernorm', norm_eps=1e-5, norm_placement='parallel', tie_word_embeddings=True,
+              rope_base=5e5),
+    logit_scale=lambda c: c.get('logit_scale', 0.0625),
+    rules=(Rule(dict(logit_scale=None), write=lambda config, c: c.update(logit_scale=1.0)),))
+ARCEE = like(
+    LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
+LFM2 = like(
+    LLAMA, 'Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
+    fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None, mlp_bias=None,
+                tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
+                linear_conv_kernel_dim='conv_L_cache'),
+    ours=dict(qk_norm=True, tie_word_embeddings=True, rope_base=1e6, norm_eps=1e-5),
+    names={'ln_1': 'operator_norm', 'ln_2': 'ffn_norm', 'ln_f': 'model.embedding_norm',
+           'attn.q_norm': 'self_attn.q_layernorm', 'attn.k_norm': 'self_attn.k_layernorm',
+           'attn.c_proj': 'self_attn.out_proj', 'attn.conv': 'conv.conv.weight',
+           'C.attn.c_attn': 'conv.in_proj', 'C.attn.c_proj': 'conv.out_proj',
+           'mlp.c_fc': 'feed_forward.w1 feed_forward.w3',
+           'mlp.c_proj': 'feed_forward.w2'},
+    layouts={'attn.conv': CONVOLUTION},
+    rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
+                     full_attn_idxs=None), read_lfm2, write_lfm2), HYBRID))
+MAMBA = dict(names={
+    'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
+    'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
+    'attn.o_norm': 'mamba.norm.weight', 'B.attn.c_attn': 'mamba.in_proj', 'B.attn.c_proj': 'mamba.out_proj'},
+    rows={'B.attn.c_attn': rows_mamba, 'attn.conv': rows_mamba_convolution,
+          'attn.conv_bias': rows_mamba_convolution},
+    layouts={'attn.conv': CONVOLUTION})
+MAMBA_FIELDS = dict(
+    linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
+    linear_key_head_dim='mamba_d_state', linear_value_head_dim='mamba_d_head',
+    linear_conv_kernel_dim='mamba_d_conv', linear_conv_bias='mamba_conv_bias')
+MAMBA_RULE = Rule(dict(time_step_limit=None), check_mamba)
+FAMILIES = {  # by model_type; exporting tries them in this order
+    'qwen3': QWEN3,
+    'llama': LLAMA,
+    'mistral': MISTRAL,
+    'qwen2': QWEN2,
+    'mixtral': MIXTRAL,
+    'qwen3_moe': QWEN3_MOE,
+    'deepseek_v3': DEEPSEEK_V3,
+    'deepseek_v2': like(
+        DEEPSEEK_V3, 'DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
+        ours=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
+        theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False)),
+    'bloom': BLOOM,
+    'falcon': FALCON,
+    'gpt_neox': NEOX,
+    'gpt2': GPT2,
+    'mpt': MPT,
+    'olmo2': OLMO2,
+    'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL', layer_types='SL',
+                  ours=dict(rope_base=5e5, rope_local={}), defaults=dict(sliding_window=4096)),
+    'gemma2': GEMMA2,
+    'gemma3_text': like(
+        GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
+            qk_norm=True, rope_base=1e6, rope_local={'rope_base': 1e4}),
+        theirs=dict(use_bidirectional_attention=False, sliding_window_pattern=6),
+        defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
+                      num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
+                      max_position_embeddings=131072),  # what the published ones leave out
+        layouts={f'attn.{norm}.weight': PLUS_ONE for norm in ('q_norm', 'k_norm')}),
+    'lfm2': LFM2,
+    'lfm2_moe': like(
+        LFM2, 'Lfm2MoeForCausalLM', rules=(HYBRID,), fields=dict(
+            QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
+            routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
+        ours=dict(router='sigmoid', balance_bias=True),
+        names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
+               'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
+               'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
+    'bamba': like(
+        LLAMA, 'BambaForCausalLM', rows=MAMBA['rows'], layouts=MAMBA['layouts'], fields=MAMBA_FIELDS,
+        ours=dict(partial_rotary_factor=0.5), theirs=dict(mamba_proj_bias=False),
+        names={**MAMBA['names'], 'ln_2': 'pre_ff_layernorm', 'ln_f': 'model.final_layernorm',
+               **renamed(LLAMA, 'mlp.c', 'mlp', 'feed_forward')},
+        rules=(Rule(dict(attn_layer_indices=None, mamba_expand=2), read_mamba, write_bamba), MAMBA_RULE,
+               HYBRID)),
+    'granitemoehybrid': like(
+        GRANITE_MOE, 'GraniteMoeHybridForCausalLM', layers='B', layer_types='BL', rows=MAMBA['rows'],
+        layouts=MAMBA['layouts'], fields=dict(MAMBA_FIELDS, mlp=None, d_ff=None),
+        theirs=dict(mamba_proj_bias=False, hidden_act='silu'),
+        names={**MAMBA['names'], **GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
+               'mlp.c_proj': 'shared_mlp.output_linear'},
+        rules=(Rule(dict(position_embedding_type=None, shared_intermediate_size=1024, mamba_expand=2,
+                         attn_layer_indices=None), read_granite_hybrid, write_granite_hybrid),
+               MAMBA_RULE, HYBRID)),
+    'nemotron_h': like(
+        LLAMA, 'NemotronHForCausalLM', layer=nemotron_layer, rows=MAMBA['rows'],
+        layouts=MAMBA['layouts'],
+        fields=dict(mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon', qkv_bias=None, proj_bias=None,
+                    n_expert='n_routed_experts', n_expert_active='num_experts_per_tok',
+                    d_expert='moe_intermediate_size', linear_n_key_head='n_groups',
+                    **same('norm_topk_prob routed_scaling_factor n_group topk_group'),
+                    linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
+                    linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
+                    linear_conv_bias='use_conv_bias'),
+        ours=dict(pos='none', router='sigmoid', balance_bias=True),
+        theirs=dict(use_bias=False, moe_latent_size=None, mamba_hidden_act='silu', topk_method=None),
+        defaults=dict(num_hidden_layers=0, mlp_hidden_act='relu2', attention_bias=False, expand=2,
+                      mamba_proj_bias=False),
+        names={'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
+               **renamed(LLAMA, 'attn', 'self_attn', 'mixer'),
+               **{ours: theirs.replace('mamba', 'mixer') for ours, theirs in MAMBA['names'].items()},
+               'mlp.c_fc': 'mixer.up_proj', 'mlp.c_proj': 'mixer.down_proj', 'mlp.router': 'mixer.gate',
+               'mlp.expert_bias': 'mixer.gate.e_score_correction_bias',
+               'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
+               'mlp.experts.c_proj': 'mixer.experts.E.down_proj',
+               'mlp.shared.c_fc': 'mixer.shared_experts.up_proj',
+               'mlp.shared.c_proj': 'mixer.shared_experts.down_proj'},
+        rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None, n_shared_experts=None,
+                         moe_shared_expert_intermediate_size=None, topk_method=None),
+                    read_nemotron_h, write_nemotron_h), MAMBA_RULE, HYBRID)),
+    'kimi_linear': like(
+        DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM', layer_types='KM',
+        fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
+                    n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
+                    n_dense_layer=None, n_group='num_expert_group', norm_topk_prob='moe_renormalize',
+                    linear_n_key_head='linear_num_heads', linear_n_value_head='linear_num_heads',
+                    linear_key_head_dim='linear_head_dim', linear_value_head_dim='linear_head_dim',
+                    linear_conv_kernel_dim='linear_conv_kernel_dim'),
+        ours=dict(pos='none'),
+        theirs=dict(rope_interleave=None, moe_layer_freq=None, scoring_func=None, topk_method=None,
+                    rms_norm_eps=None),
+        names={**renamed(DEEPSEEK_V3, 'mlp', 'mlp', 'block_sparse_moe'),
+               'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
+               'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
+               'K.attn.c_attn': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.g_a_proj '
+                                'self_attn.b_proj self_attn.f_a_proj',
+               'attn.c_gate': 'self_attn.g_b_proj', 'attn.c_decay': 'self_attn.f_b_proj',
+               'attn.A_log': 'self_attn.A_log', 'attn.dt_bias': 'self_attn.dt_bias',
+               'attn.o_norm': 'self_attn.o_norm.weight', 'attn.conv':
+               'self_attn.q_conv1d.weight self_attn.k_conv1d.weight self_attn.v_conv1d.weight'},
+        rows={'attn.c_attn': None, 'attn.c_q': None, 'attn.conv': rows_convolution},
+        layouts={'attn.conv': CONVOLUTION,
+                 'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
+        aliases={'.mlp.': '.block_sparse_moe.'},
+        rules=(Rule(dict(linear_attn_config=None, mlp_layer_types=None, first_k_dense_replace=None,
+                         topk_method=None), read_kimi_linear, write_kimi_linear), HYBRID)),
+    'phi': like(
+        LLAMA, 'PhiForCausalLM',
+        fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
+        ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
+                  partial_rotary_factor=0.5),
+        names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
+               'mlp.c_proj': 'mlp.fc2'}),
+    'smollm3': like(
+        LLAMA, 'SmolLM3ForCausalLM', layers='S', layer_types='SL',
+        defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
+        rules=(NO_ROPE,)),
+    'gpt_oss': like(
+        LLAMA, 'GptOssForCausalLM', layers='SL', layer_types='SL',
+        theirs=dict(swiglu_limit=7.0, swiglu_alpha=1.702, hidden_act='silu'),
+        fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size'),
+        ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
+        names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router', 'attn.sink': 'self_attn.sinks',
+               'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
+               'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
+        rows={'mlp.experts.c_fc': rows_gate_up}, layouts=TRANSPOSED_EXPERTS),
+    'minimind': like(
+        LLAMA, 'MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
+        exports=False,  # transformers does not know it
+        rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
+                    read_minimind),)),
+    'qwen2_moe': like(
+        QWEN2, 'Qwen2MoeForCausalLM', layers='L', layer_types='', defaults=dict(max_window_layers=None),
+        fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
+        ours=dict(norm_topk_prob=False, shared_gate=True), names=SHARED_NAMES,
+        rules=(SPARSE_LAYERS, SHARED_EXPERT)),
+    'qwen3_next': QWEN3_NEXT,
+    'qwen3_5_text': QWEN3_5,
+    'gemma': like(
+        GEMMA2, 'GemmaForCausalLM', layers='L', layer_types='', ours=dict(norm_placement='pre'),
+        fields=dict(mlp='hidden_act hidden_activation', attn_softcap=None, logit_softcap=None),
+        rules=(Rule({}, read_gemma),)),
+    'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', ours=dict(norm_placement='pre'),
+                       names={'ln_2': 'pre_feedforward_layernorm'}),
+    'phi3': like(
+        MISTRAL, 'Phi3ForCausalLM', ours=dict(partial_rotary_factor=1.0),
+        rules=(Rule(dict(original_max_position_embeddings=4096), write=write_phi3),),
+        names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'}),
+    'glm': GLM,
+    'glm4': like(
+        GLM, 'Glm4ForCausalLM', ours=dict(norm_placement='sandwich'),
+        names={'ln_2': 'post_self_attn_layernorm', 'ln_3': 'post_attention_layernorm',
+               'ln_4': 'post_mlp_layernorm'}),
+    'granite': GRANITE,
+    'hyperclovax': like(
+        GRANITE, 'HyperCLOVAXForCausalLM', theirs=dict(use_post_norm=True),
+        ours=dict(attn_scale=None, norm_placement='sandwich'),
+        logit_scale=lambda c: c.get('logits_scaling', 1),
+        names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
+    'cohere': COHERE,
+    'cohere2': like(
+        COHERE, 'Cohere2ForCausalLM', layers='SSSL', layer_types='SL', ours=dict(rope_base=1e4),
+        theirs=dict(position_embedding_type='rope_gptj'), defaults=dict(sliding_window=4096),
+        rules=(*COHERE.rules, ROPE_WHERE_SHORT)),
+    'exaone4': like(
+        MISTRAL, 'Exaone4ForCausalLM', layers='SSSL', layer_types='SL',
+        defaults=dict(sliding_window=4096),
+        ours=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
+        names=OLMO2.names),
+    'ernie4_5': like(
+        MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED,
+        ours=dict(tie_word_embeddings=True, rope_base=5e5)),
+    'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None), ours=dict(rope_base=1e5),
+                   rows=INTERLEAVED, exports=False),  # its heads must be as wide as the stream
+    'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'),
+                     ours=dict(qkv_bias=True)),
+    'internlm3': LLAMA,
+    'iquestcoder': LLAMA,
+    'ministral': like(MISTRAL, 'MinistralForCausalLM', layer_types='SL',
+                      defaults=dict(sliding_window=4096)),
+    'ministral3': like(MISTRAL, 'Ministral3ForCausalLM',
+                       rules=(Rule({}, read_ministral3, write_ministral3),)),
+    'cwm': like(
+        MISTRAL, 'CwmForCausalLM', layers='LSSS', layer_types='SL', fields=dict(mlp_bias='mlp_bias'),
+        ours=dict(rope_base=1e6), defaults=dict(sliding_window=8192)),
+    'starcoder2': like(
+        MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
+        ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
+        harmless='activation_function layer_norm_epsilon mlp_type norm_type scale_attn_weights',
+        names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}),
+    'stablelm': like(
+        MISTRAL, 'StableLmForCausalLM', layers='L',
+        fields=dict(qkv_bias='use_qkv_bias', norm_eps='layer_norm_eps', head_dim=None),
+        ours=dict(LAYERNORM, partial_rotary_factor=0.25)),
+    'arcee': ARCEE,
+    'nemotron': like(
+        ARCEE, 'NemotronForCausalLM', fields=dict(norm_eps='norm_eps'),
+        ours=dict(LAYERNORM, partial_rotary_factor=0.5),
+        layouts=PLUS_ONE_NORMS),
+    'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
+                  ours=dict(LAYERNORM, qkv_bias=True, proj_bias=True, mlp_bias=True)),
+    'apertus': like(
+        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True), exports=False,
+        ours=dict(mlp='xielu', qk_norm=True, rope_base=12e6),
+        names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
+               'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
+        ignored=('*.act_fn.beta', '*.act_fn.eps')),  # constants, which an export would need
+    'olmo': like(LLAMA, 'OlmoForCausalLM', fields=dict(mlp_bias=None, norm_eps=None),
+                 ours=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
+    'nanochat': like(
+        LLAMA, 'NanoChatForCausalLM',
+        fields=dict(mlp_bias=None, logit_softcap='final_logit_softcapping'),
+        ours=dict(mlp='relu2', qk_norm='rotated', norm_weight=False, embed_norm=True),
+        names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped},
+        rules=(Rule(dict(final_logit_softcapping=15.0), write=write_softcap),)),
+    'hunyuan_v1_dense': HUNYUAN,
+    'opt': OPT,
+    'gptj': GPTJ,
+    'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
+                    rows={'attn.c_attn': rows_codegen}, ignored=('*.attn.causal_mask',)),
+    'gpt_neo': like(
+        GPT2, 'GPTNeoForCausalLM', layouts=dict.fromkeys(GPT2.layouts), harmless='attention_types',
+        fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',
+                    n_embd='hidden_size', d_ff='intermediate_size'),
+        ours=dict(qkv_bias=False, attn_scale=1.0),
+        names={'attn.c_attn': 'attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj',
+               'attn.c_proj': 'attn.attention.out_proj'},
+        rules=(Rule(dict(attention_layers=['global', 'local'] * 12, window_size=256), read_gpt_neo,
+                    write_gpt_neo),)),
+    'gpt_bigcode': like(
+        GPT2, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True),
+        layouts=dict.fromkeys(GPT2.layouts)),
+    'glm4_moe': GLM4_MOE,
+    'solar_open': like(
+        GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
+        ours=dict(partial_rotary_factor=None, rope_base=1e6)),
+    'dots1': like(
+        DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='S', layer_types='SL',
+        ours=dict(qk_norm=True, norm_topk_prob=False), theirs=dict(scoring_func=None),
+        defaults=dict(max_window_layers=62), harmless='scoring_func'),
+    'exaone_moe': like(
+        DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL', layer_types='SL',
+        fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
+                    n_shared_expert='num_shared_experts', n_dense_layer=None),
+        ours=dict(qk_norm=True, norm_eps=1e-5), ignored=('mtp.*',),
+        names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
+        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES, LOCAL_ROPE)),
+    'afmoe': like(
+        DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL', layer_types='SL',
+        fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
+                    qkv_bias=None, proj_bias=None),
+        theirs=dict(score_func='sigmoid', route_norm=True),
+        harmless='n_group topk_group num_expert_groups num_limited_groups load_balance_coeff use_grouped_mm '
+                 'global_attn_every_n_layers',  # which is read
+        ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich', norm_eps=1e-5, n_dense_layer=1),
+        names={'attn.c_attn': f"{LLAMA.names['attn.c_attn']} self_attn.gate_proj",
+               'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
+               'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
+        rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, Rule(dict(mup_enabled=False), read_mup, write_mup))),
+    'hy_v3': like(
+        DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
+        fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor', n_dense_layer=None),
+        harmless='n_group topk_group enable_moe_fp32_combine',
+        ours=dict(qk_norm=True, norm_eps=1e-5, rope_base=11158840.0),
+        names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
+        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES)),
+    'minimax_m2': like(
+        MIXTRAL, 'MiniMaxM2ForCausalLM', layers='L',
+        ours=dict(qk_norm='whole', router='sigmoid', balance_bias=True, rope_base=5e6,
+                  partial_rotary_factor=1.0),
+        theirs=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
+                    use_routing_bias=True),
+        defaults=dict(head_dim=128), harmless='attn_type_list use_mtp num_mtp_modules',
+        names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
+        rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
+    'ernie4_5_moe': like(
+        MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L',
+        fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
+                    n_shared_expert='moe_num_shared_experts', n_dense_layer='moe_layer_start_index'),
+        ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True, n_dense_layer=1),
+        theirs=dict(moe_layer_interval=1), harmless='moe_capacity moe_gate moe_norm_min moe_use_aux_free',
+        names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
+        rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
+        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie, check_shared),)),
+    'glm4_moe_lite': GLM4_MOE_LITE,
+    'deepseek_v32': DEEPSEEK_V32,
+    'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
+    'granitemoe': GRANITE_MOE,
+    'granitemoeshared': like(
+        GRANITE_MOE, 'GraniteMoeSharedForCausalLM', rules=(shared_width('shared_intermediate_size'),),
+        names=GRANITE_SHARED),
+    'hunyuan_v1_moe': like(
+        HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(n_shared_expert=1),
+        fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),
+        names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
+        rules=(*HUNYUAN.rules, Rule({}, read_topk))),
+    'qwen3_5_moe_text': like(
+        QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
+        ours=dict(shared_gate=True), rules=(SHARED_EXPERT, HYBRID)),
+    'llama4_text': like(
+        LLAMA, 'Llama4ForCausalLM', exports=False,
+        fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size', mlp_bias=None),
+        ours=dict(qk_norm='unit', norm_eps=1e-5, rope_base=5e5, n_shared_expert=1, router='sigmoid',
+                  norm_topk_prob=False, expert_input_scale=True),
+        names={'mlp.c_fc': 'feed_forward.gate_proj feed_forward.up_proj',
+               'mlp.c_proj': 'feed_forward.down_proj', 'mlp.router': 'feed_forward.router',
+               'mlp.experts.c_fc.weight': 'feed_forward.experts.gate_up_proj',
+               'mlp.experts.c_proj.weight': 'feed_forward.experts.down_proj',
+               'mlp.shared.c_fc': 'feed_forward.shared_expert.gate_proj feed_forward.shared_expert.up_proj',
+               'mlp.shared.c_proj': 'feed_forward.shared_expert.down_proj'},
+        rows=INTERLEAVED,
+        layouts=TRANSPOSED_EXPERTS,
+        rules=(NO_ROPE, Rule(dict(attn_temperature_tuning=True, attn_scale=0.1, floor_scale=8192,
+                                  attention_chunk_size=8192, use_qk_norm=True), read_llama4),
+               expert_layers(dict(moe_layers=None, interleave_moe_layer_step=1),
+                             lambda c, i: (i in c['moe_layers'] if c['moe_layers'] else
+                                           (i + 1) % c['interleave_moe_layer_step'] == 0)))),
+    'kimi_k2': DEEPSEEK_V3,
+    'flex_olmo': FLEX_OLMO,
+    'olmoe': like(
+        FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names,
+        ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
+}
+LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
+    'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
+    'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
+GATED_ACTIVATIONS = {  # theirs: ours
+    'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
+PLAIN_ACTIVATIONS = {
+    'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
+    'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', 'xielu': 'xielu'}
+HARMLESS = '''
+    _* architectures attention_softmax_in_fp32 attn_implementation auto_map *aux_loss* bias_dropout_fusion
+    *cache* *checkpointing *chunk_size classifier_* *dropout* dtype ep_size flash_attn head_dim hidden_act
+    hidden_size id2label inference_rope_* init_config init_device init_std initial_context_length
+    initializer_range intermediate_size is_decoder is_llama_config label2id language layer_types *loss_alpha
+    mamba_ssm_cache_dtype mamba_ssm_dtype masked_softmax_fusion max_sequence_length max_window_layers
+    model_type moe_shared_expert_overlap mtp_* n_ctx name num_key_value_heads num_local_experts
+    num_logits_to_keep num_nextn_predict_layers offset_alibi *original_max_position_embeddings
+    output_attentions output_hidden_states output_router_logits partial_rotary_factor *_pdrop pretraining_tp
+    qk_head_dim reorder_and_* rescale_prenorm_residual residual_in_fp32 rope_interleave rope_parameters
+    rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise seq_aux skip_bias_add*
+    *sliding_window slow_but_exact summary_* task_* time_step_floor time_step_max time_step_min *_token
+    *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version use_mamba_kernels
+    verbose z_loss_coefficient
+    full_attn_mod inference_runner interpolate_factor layer_switch max_batch_size model_max_length
+    order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
+    scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation
+    use_parallel_block use_parallel_embedding validate_runner_input word_embed_proj_dim
+'''  # fields of any config.json that change nothing here, or are read below
