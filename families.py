@@ -220,6 +220,8 @@ def write_deepseek(config, c):
     check_shared(config, c)
     c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, num_nextn_predict_layers=0)
     if config.kv_lora_rank:
+        if config.qkv_bias and not config.q_lora_rank:
+            raise ValueError('DeepSeek has no bias on queries that are not compressed')
         c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
     if config.router == 'softmax':  # version 2
         c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
