@@ -225,7 +225,8 @@ HF_MODELS = [  # model_type and its configuration
                               embedding_multiplier=3.0, residual_multiplier=0.7)),
     ('granitemoehybrid', dict(HF, mamba_n_heads=4, mamba_d_state=6, num_local_experts=0,
                               mamba_conv_bias=False, shared_intermediate_size=40,
-                              position_embedding_type='rope', layer_types=['linear_attention', 'linear_attention', 'full_attention'])),
+                              position_embedding_type='rope',
+                              layer_types=['linear_attention', 'linear_attention', 'full_attention'])),
     ('nemotron_h', dict(HF_NEMOTRON, layers_block_type=[
         'linear_attention', 'moe', 'linear_attention', 'full_attention', 'mlp', 'linear_attention', 'moe'])),
     ('nemotron_h', dict(HF_NEMOTRON, attention_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=1,
