@@ -935,8 +935,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(NO_ROPE,)),
     'gpt_oss': like(
         LLAMA, 'GptOssForCausalLM', layers='SL', layer_types='SL',
-        theirs=dict(swiglu_limit=7.0, swiglu_alpha=1.702, hidden_act='silu'),
-        fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size'),
+        theirs=dict(swiglu_alpha=1.702, hidden_act='silu'),
+        fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size',
+                    mlp_limit='swiglu_limit'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
         names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router', 'attn.sink': 'self_attn.sinks',
                'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',

@@ -236,6 +236,7 @@ HF_MODELS = [  # model_type and its configuration
                          pad_token_id=0, linear_num_heads=3, linear_head_dim=6, linear_conv_kernel_dim=3,
                          layer_types=['linear_attention', 'full_attention', 'linear_attention'])),
     ('gpt_oss', dict(HF, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
+                     swiglu_limit=0.5,
                      **hf_rope('yarn', factor=4.0, truncate=False))),
     ('gemma', dict(HF, head_dim=12, attention_bias=True, hidden_act='gelu')),
     ('vaultgemma', dict(HF, head_dim=12, sliding_window=6, attention_bias=True, tie_word_embeddings=False,
