@@ -428,7 +428,7 @@ def pretend_device(monkeypatch):
     dict(pos='alibi', document_token=3, n_kv_head=1, head_dim=10),
     dict(rope_scaling=YARN, window=5, window_pattern='S', **MLA),
     dict(n_expert=4, n_shared_expert=1, d_expert=24, router='sigmoid', balance_bias=True, mlp_bias=True),
-    dict(mixer_pattern='DA', linear_n_key_head=2, document_token=3),
+    dict(mixer_pattern='DABKC', n_layer=5, linear_n_key_head=2, linear_n_value_head=2, document_token=3),
     dict(pos='learned', attn_sink=True, dropout=0.1, vocab_size=64)], ids=str)
 def test_all_tensors_are_on_the_models_device(options, as_cuda, monkeypatch):
     config = GPTConfig(**{**TINY, **options})
