@@ -116,7 +116,7 @@ def report(model, machine, times, tokens, **numbers):
                       f"{times_faster[name]:.2f} ({ratios.min():.2f} to {ratios.max():.2f})"]
     print_table('a step', ['ms', '10th to 90th percentile', 'tok/s', 'our speed to its'], rows)
     for name, value in numbers.items():
-        if name.endswith('_share') and value is not None:
+        if name.endswith('_share'):
             print(f"{name.replace('_', ' ')}: {value:.1%}")
     print(f"peak memory: {f'{peak_mb:,.0f} MB' if peak_mb else 'n/a'}")
     ms = float(np.median(times['flatgpt'])) * 1e3
@@ -414,16 +414,14 @@ def measure_eval(config, model_args, words):
         raise ValueError(f"{rest['path']} does not say what it was trained on: give --dataset, or a text")
     if words and tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
-    name = words[0] if words else train.data_folder(dataset)
-    if words and ending(name) == '.jsonl' and 'endings' in next(json_records(name, 'strict'))[1]:
+    name, = words or [train.data_folder(dataset)]
+    if words and ending(name) == '.jsonl' and 'endings' in next(json_records(name))[1]:
         found = evaluate_choices(name, tokenizer, model.config.block_size, losses)
     else:
-        if words:
-            documents, n_bytes = text_tokens(name, tokenizer)
-        else:
-            documents, n_bytes = prepared_tokens(name, tokenizer, rest['path'])
+        texts = text_tokens(name, tokenizer) if words else prepared_tokens(name, tokenizer, rest['path'])
+        if not words:
             base = read_meta(name)['block_size'] or base  # the length to which conversations are packed
-        found = evaluate_text(name, documents, n_bytes, base, lengths, losses)
+        found = evaluate_text(name, *texts, base, lengths, losses)
     return {'path': rest['path'], 'params': model.num_params(), 'data': name, 'device': machine.device,
             'dtype': train.dtype_name(machine.dtype), **found}
 
@@ -540,7 +538,7 @@ def evaluate_choices(path, tokenizer, block_size, losses):
     0.2955 on the 10,042 questions of hellaswag_val.jsonl; lm-evaluation-harness has 0.2892 and 0.3114, as it
     changes the context and divides by bytes."""
     rows, labels = [], []  # four rows, of as many endings, for each label
-    for _, record in json_records(path, 'strict'):
+    for _, record in json_records(path):
         context = [*tokenizer.bos, *tokenizer.encode(record['ctx'])]
         labels.append(int(record['label']))
         for text in record['endings']:

@@ -71,11 +71,10 @@ def letters(config, layer):
     return mixer, window, 'D' if is_dense else mlp, pos
 
 
-@torch.no_grad()
 def randomized(config, **changes):
     """A model in evaluation mode whose every weight and buffer matters: nothing is left at zero or one."""
     model = GPT(dataclasses.replace(config, **changes))
-    for w in (*model.parameters(), *model.buffers()):
+    for w in model.state_dict().values():
         w.copy_(w + 0.2 * torch.randn_like(w) if w.ndim < 2 else 0.3 * torch.randn_like(w))
     return model.eval()
 
@@ -152,8 +151,8 @@ def attention(config, layer, module, x):
         is_last = config.qk_norm == 'rotated' or config.qk_norm == 'unit' and turns
         return norm_of(config, norm, y) if is_last else y
     q, k = heads(q, module.q_norm), heads(k, module.k_norm)
-    if config.query_scale and not (pos == 'P' and config.query_scale.get('layers') == 'N'):
-        by = config.query_scale
+    by = config.query_scale or {}
+    if by and not (pos == 'P' and by.get('layers') == 'N'):
         q = q * (1 + by['beta'] * ((position + by.get('start', 0)) // by['length'] + 1).log())
     v = v.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
     k, v = (y.repeat_interleave(config.n_head // config.n_kv_head, dim=1) for y in (k, v))
@@ -425,8 +424,8 @@ def check_updates(config, resumes=False):
     for kind in {'adamw', 'muon'} & train.OPTIMIZERS.keys():
         settings = {**train.config, 'learning_rate': 0.1, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99,
                     'momentum': 0.7, 'optimizer': kind}
-        model = randomized(config, dropout=0.0).train()
-        other, optimizers, it = copy.deepcopy(model), train.make_optimizers(model, settings), 0
+        model, it = randomized(config, dropout=0.0).train(), 0
+        other, optimizers = copy.deepcopy(model), train.make_optimizers(model, settings)
         steps, scaler = [*their_steps(other, kind)], torch.amp.GradScaler('cpu', init_scale=64.0)
         for clip in (0.5, 0):
             start, scale = copy.deepcopy(model.state_dict()), scaler.get_scale()
@@ -449,10 +448,11 @@ def check_updates(config, resumes=False):
             if config.balance_bias:
                 for bias, one in zip(other.buffers(), sum(each['load'] for each in aux)):
                     bias += 0.3 * (one.mean() - one).sign()
-            train.update(model, [*model.parameters()], optimizers, scaler, clip * size, load, 0.3)
-            for w in model.parameters():
+            params = [*model.parameters()]
+            train.update(model, params, optimizers, scaler, clip * size, load, 0.3)
+            for w in params:
                 w.grad = torch.full_like(w, math.nan)
-            train.update(model, [*model.parameters()], optimizers, scaler, 0.0, load, 0.3)
+            train.update(model, params, optimizers, scaler, 0.0, load, 0.3)
             for (name, w), their in zip(model.state_dict().items(), other.state_dict().values()):
                 require_equal(w - start[name], their - start[name],
                               f"iteration {it}, then NaN, by {kind}: the move of {name}", 0.1, 0.0)

@@ -330,7 +330,7 @@ def curve(logs, by, column='val_loss'):
               for rows in logs]
     shared = sorted(set.intersection(*map(set, points)))  # a stopped run was evaluated there too
     x, y = np.array([[run[it] for run in points] for it in shared]).transpose(2, 0, 1)  # (evaluations, runs)
-    return x.mean(1), y.mean(1), y.std(1, ddof=1) if len(logs) > 1 else np.zeros(len(y))
+    return x.mean(1), y.mean(1), y.std(1, ddof=min(1, len(logs) - 1))  # 0 of a single run
 
 
 def draw(path, curves, xlabel, ylabel, rows=()):
