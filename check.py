@@ -109,7 +109,7 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 
 def norm_of(config, module, x):
     plain = F.layer_norm if config.norm == 'layernorm' else F.rms_norm
-    y = plain(x, x.shape[-1:], eps=config.norm_eps) * (1 if module.weight is None else module.weight)
+    y = plain(x, x.shape[-1:], module.weight, eps=config.norm_eps)
     return y if module.bias is None else y + module.bias
 
 
@@ -248,7 +248,7 @@ def check_formulas(config):
     logits = x @ model.wte.weight.mT if config.tie_word_embeddings else model.lm_head(x)
     require_equal(model(idx), same('', capped(logits, config.logit_softcap)),
                   'logits where no gradient is asked for')
-    others = {MIXERS[letter].__name__ for letter in config.mixer_pattern} - {'Attention'}
+    others = [mixer.__name__ for mixer in config.mixers if mixer is not Attention]
     return f"none for {', '.join(others)}" if others else None
 
 
@@ -260,7 +260,7 @@ def check_start(config):
 # one path against another -----------------------------------------------------------------------------------
 
 def check_documents(config):
-    if not all(MIXERS[letter].documents for letter in config.mixer_pattern):
+    if not all(mixer.documents for mixer in config.mixers):
         return 'its mixers do not keep them apart, and say so'
     model, starts = randomized(config, document_token=3), (0, 64, 69, 70, 100)  # 64: of a block of DeltaNet
     idx = random_tokens(model.config, 1, LONG)
