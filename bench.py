@@ -472,7 +472,7 @@ def row_losses(model, rows, machine, batch_size):
         longest = lengths[order[0]]
         n = batch_size or max(1, 2**26 // (model.config.vocab_size * int(longest)))
         batch, order = order[:n], order[n:]
-        inputs, targets = (rows[batch, :longest].to(machine.device) for rows in (x, y))
+        inputs, targets = (side[batch, :longest].to(machine.device) for side in (x, y))
         with machine.autocast():
             logits = model(inputs).flatten(0, 1).float()
         found = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none')
