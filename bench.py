@@ -58,7 +58,7 @@ from torch.nn.utils.rnn import pad_sequence
 import hub
 import sample
 import train
-from model import GPT, GPTConfig, quantize_weights
+from model import GPT, GPTConfig, hidden_init, quantize_weights
 from prepare import Bins, ending, find_source, json_records, load_tokenizer, read_meta
 from tokenizer import pieces
 
@@ -116,7 +116,7 @@ def report(model, machine, times, tokens, **numbers):
                       f"{times_faster[name]:.2f} ({ratios.min():.2f} to {ratios.max():.2f})"]
     print_table('a step', ['ms', '10th to 90th percentile', 'tok/s', 'our speed to its'], rows)
     for name, value in numbers.items():
-        if name.endswith('_share') and value is not None:
+        if name.endswith('_share'):
             print(f"{name.replace('_', ' ')}: {value:.1%}")
     print(f"peak memory: {f'{peak_mb:,.0f} MB' if peak_mb else 'n/a'}")
     ms = float(np.median(times['flatgpt'])) * 1e3
@@ -137,20 +137,22 @@ def print_json(where, **numbers):
 
 # models -----------------------------------------------------------------------------------------------------
 
-def fields_asked(config, model_args, **others):
-    """Fields of GPTConfig for a new model: `others`, over them the vocabulary of config['dataset'] if it is
-    prepared, over both the fields given."""
+def named_model(config, model_args, **others):
+    """The model that the settings name. A new one has `others`, fields of GPTConfig, over them the vocabulary
+    of config['dataset'] if it is prepared, over both the fields given."""
+    if config['init_from'] != 'scratch':
+        return train.load_to_train(config['init_from'], 'out', model_args)[0]
     folder = train.data_folder(config['dataset'])
     if config['dataset'] and os.path.isdir(folder):
         others['vocab_size'] = read_meta(folder)['vocab_size']
-    return {**others, **model_args}
+    return GPT(GPTConfig(**{**others, **model_args}))
 
 
 def fill_zeros(model):
     """Gives matrices of zeros, with which branches start, random values."""
     for w in model.parameters():
         if w.ndim > 1 and not w.any():
-            torch.nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
+            hidden_init(w)
 
 
 def cache_bytes(model, length, dtype):
@@ -168,43 +170,39 @@ def cache_per_token(model, dtype):
 
 
 def model_and_machine(config, model_args, bound_by_memory=False):
-    """The model that the settings name, and configurator.runtime's machine."""
+    """named_model, and configurator.runtime's machine, where it is."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
-    if config['init_from'] == 'scratch':
-        model = GPT(GPTConfig(**fields_asked(config, model_args)))
-    else:
-        model, _, _ = train.load_to_train(config['init_from'], 'out', model_args)
-    model.to(machine.device)
+    model = named_model(config, model_args).to(machine.device)
     fill_zeros(model)
     print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {model.num_params():,} parameters, "
           f"context {model.config.block_size}")
     return model, machine
 
 
-def load_nanogpt(folder, config, device):
-    """nanoGPT's model at our shape, from its clone."""
-    found = runpy.run_path(os.path.join(folder, 'model.py'))
-    shape = {name: getattr(config, name)
-             for name in ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'dropout')}
-    return found['GPT'](found['GPTConfig'](bias=False, **shape)).to(device)
+def load_other(vs, model):
+    """{name: model} of --vs, {} without: transformers' with our weights, or of a clone of nanoGPT at our
+    shape."""
+    if not vs:
+        return {}
+    if vs != 'transformers':
+        found = runpy.run_path(os.path.join(vs, 'model.py'))
+        shape = {name: getattr(model.config, name)
+                 for name in ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'dropout')}
+        return {'nanoGPT': found['GPT'](found['GPTConfig'](bias=False, **shape)).to(model.wte.weight.device)}
+    from transformers import AutoModelForCausalLM
+    with tempfile.TemporaryDirectory() as folder:
+        hub.save_pretrained(model, None, folder)
+        return {vs: AutoModelForCausalLM.from_pretrained(folder, dtype=model.wte.weight.dtype).to(
+            model.wte.weight.device)}
 
 
 @contextlib.contextmanager
-def precision_of_nanogpt(device):
-    """Of float32 matmuls: torch's default on CPUs, TF32 elsewhere."""
+def precision_of_others(device):
+    """Of float32 matmuls: torch's default on CPUs; TF32 elsewhere, as nanoGPT has it."""
     ours = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')
     yield
     torch.set_float32_matmul_precision(ours)
-
-
-def in_transformers(model):
-    """The same weights in transformers' model."""
-    from transformers import AutoModelForCausalLM
-    with tempfile.TemporaryDirectory() as folder:
-        hub.save_pretrained(model, None, folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=model.wte.weight.dtype).to(
-            model.wte.weight.device)
 
 
 # how big ----------------------------------------------------------------------------------------------------
@@ -213,13 +211,10 @@ def measure_params(config, model_args, words):
     """The model's parts and their shares, without allocating them."""
     # auto: the dtype that weights and caches are published in
     dtype = torch.bfloat16 if config['dtype'] == 'auto' else getattr(torch, config['dtype'])
-    if config['init_from'] == 'scratch':  # GPT-2's vocabulary: GPTConfig's default has rows that pad it
-        shape = GPTConfig(**fields_asked(config, model_args, vocab_size=50257))
-    else:
-        shape = train.load_to_train(config['init_from'], 'out', model_args)[0].config
-    with torch.device('meta'):
-        model = GPT(shape)
-    length, parts = shape.block_size, model.account()  # part -> (parameters, active ones, FLOPs)
+    with torch.device('meta' if config['init_from'] == 'scratch' else 'cpu'):
+        # GPT-2's vocabulary: GPTConfig's default has rows that pad it
+        model = named_model(config, model_args, vocab_size=50257)
+    length, parts = model.config.block_size, model.account()  # part -> (parameters, active ones, FLOPs)
     total = [sum(counts) for counts in zip(*parts.values())]
     print_table('', ['parameters', '', 'active', '', 'training FLOPs a token', ''], {
         part: [cell for n, whole in zip(counts, total) for cell in (f"{n:,}", f"{n / (whole or 1):.1%}")]
@@ -242,8 +237,8 @@ def measure_layer(model, numbers):
     projection is written as a sum: 4096 + 1024 + 1024 rows of queries, keys and values."""
     counts, rows = {}, {}
     for name, w in model.h[numbers[0]].named_parameters():
-        fused, shape = model.tags[f'h.{numbers[0]}.{name}'].rows, list(map(str, w.shape))
-        if fused and len(fused) > 1:
+        fused, shape = model.tags[f'h.{numbers[0]}.{name}'].rows or (), list(map(str, w.shape))
+        if len(fused) > 1:
             shape[-2] = f"({' + '.join(map(str, fused))})"
         counts[name] = w.numel()
         rows[name] = [' x '.join(shape), f"{w.numel():,}"]
@@ -270,29 +265,25 @@ def our_step(model, forward, machine, batch_size, config):
     return step
 
 
-def their_step(model, machine, batch_size, config):
+def their_step(other, x, y, machine, grad_clip):
     """The same for transformers, or as nanoGPT's train.py does it: on CPUs without autocast, uncompiled."""
-    x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
-                         device=machine.device)
-    autocast = machine.autocast
-    if config['vs'] == 'transformers':
-        other = in_transformers(model).train()
-        optimizer = torch.optim.AdamW(other.parameters(), fused=True)
-        forward = functools.partial(other, input_ids=x, labels=x)
-    else:
-        other, cpu = load_nanogpt(config['vs'], model.config, machine.device), machine.device == 'cpu'
+    autocast, params = machine.autocast, list(other.parameters())
+    if hasattr(other, 'configure_optimizers'):  # nanoGPT's
+        on_cpu = machine.device == 'cpu'
         optimizer = other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
-        forward = functools.partial(other if cpu else torch.compile(other), x, y)
-        autocast = contextlib.nullcontext if cpu else autocast
-    params = list(other.parameters())
+        forward = functools.partial(other if on_cpu else torch.compile(other), x, y)
+        autocast = contextlib.nullcontext if on_cpu else autocast
+    else:
+        optimizer = torch.optim.AdamW(params, fused=True)
+        forward = functools.partial(other, input_ids=x, labels=x)
 
     def step():
-        with precision_of_nanogpt(machine.device):
+        with precision_of_others(machine.device):
             with autocast():
                 found = forward()
             (found[1] if isinstance(found, tuple) else found.loss).backward()
-            if config['grad_clip']:
-                torch.nn.utils.clip_grad_norm_(params, config['grad_clip'])
+            if grad_clip:
+                torch.nn.utils.clip_grad_norm_(params, grad_clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     return step
@@ -309,9 +300,9 @@ def measure_train(config, model_args, words):
     n = 8192 if 'cuda' in device else 2048
     square = torch.randn(n, n, device=device).to(machine.dtype)
     steps = {'flatgpt': our_step(model, forward, machine, batch_size, config)}
-    if config['vs']:
-        name = config['vs'] if config['vs'] == 'transformers' else 'nanoGPT'
-        steps[name] = their_step(model, machine, batch_size, config)
+    for name, other in load_other(config['vs'], model).items():
+        x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size), device=device)
+        steps[name] = their_step(other.train(), x, y, machine, config['grad_clip'])
     sides = {name: timed(step, config['steps']) for name, step in steps.items()}
     times = take_turns({**sides, 'matmul': timed(lambda: square @ square, 1)}, config['rounds'])
     matmul, tokens = 2 * n**3 / times.pop('matmul').min(), batch_size * model.config.block_size
@@ -323,25 +314,22 @@ def measure_train(config, model_args, words):
 
 
 @torch.no_grad()
-def time_nanogpt(model, prompts, new):
-    """Seconds a token of nanoGPT, which has no cache: a middle stretch stands for the whole, (1,)."""
-    idx, count = torch.tensor(prompts, device=model.lm_head.weight.device), max(8, new // 10)
-    idx = F.pad(idx, (0, (new - count) // 2))
-    with precision_of_nanogpt(str(idx.device)):
-        return seconds_each((model.generate(idx, count, top_k=200), synchronize()) for _ in range(1)) / count
+def time_other(model, prompts, new, greedy):
+    """Seconds of each step of another model's own generate but the first."""
+    idx, stamps = torch.tensor(prompts, device=next(model.parameters()).device), []
 
-
-def time_transformers(model, prompts, new, greedy):
-    """Seconds of each step of transformers' generate but the first, (new - 1,)."""
-    idx, stamps = torch.tensor(prompts, device=model.device), []
-
-    def clock(ids, scores, **options):
+    def clock(*_):
         synchronize()
         stamps.append(time.perf_counter())
-        return ids.new_zeros(len(ids), dtype=torch.bool)
-    model.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=new, min_new_tokens=new,
-                   do_sample=not greedy, temperature=0.8, top_k=200, pad_token_id=0,
-                   stopping_criteria=[clock])
+    hook = model.register_forward_hook(clock)
+    with precision_of_others(str(idx.device)):
+        if hasattr(model, 'configure_optimizers'):  # nanoGPT, without a cache: a middle stretch is the whole
+            count = max(8, new // 10)
+            model.generate(F.pad(idx, (0, (new - count) // 2)), count, top_k=200)
+        else:
+            model.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=new, min_new_tokens=new,
+                           do_sample=not greedy, temperature=0.8, top_k=200, pad_token_id=0)
+    hook.remove()
     return np.diff(stamps)
 
 
@@ -354,18 +342,14 @@ def measure_decode(config, model_args, words):
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
 
     def ours(prompts, drafter=None):
-        options = dict(temperature=0.0 if n_draft else 0.8, top_k=200, seed=config['seed'], compile=compile)
-        events = (sample.speculate(model, prompts, new, drafter, **options) if drafter else
-                  sample.generate(model, prompts, new, **options))
+        generate = functools.partial(sample.speculate, drafter=drafter) if drafter else sample.generate
+        events = generate(model, prompts, new, temperature=0.0 if n_draft else 0.8, top_k=200,
+                          seed=config['seed'], compile=compile)
         seconds = seconds_each(token for row, token in events if row == 0 and token is not None)[1:]
         return seconds.mean(keepdims=True) if n_draft else seconds  # accepted tokens come together
     sides = {'flatgpt': lambda: ours(prompts, drafter)}
-    if config['vs'] == 'transformers':
-        other = in_transformers(model)
-        sides['transformers'] = lambda: time_transformers(other, prompts, new, greedy=bool(n_draft))
-    elif config['vs']:
-        other = load_nanogpt(config['vs'], model.config, machine.device).eval()
-        sides['nanoGPT'] = lambda: time_nanogpt(other, prompts, new)
+    for name, other in load_other(config['vs'], model).items():
+        sides[name] = functools.partial(time_other, other.eval(), prompts, new, greedy=bool(n_draft))
     if batch_size > 1:
         sides['one row'] = lambda: ours(prompts[:1])
     if n_draft:
@@ -430,16 +414,14 @@ def measure_eval(config, model_args, words):
         raise ValueError(f"{rest['path']} does not say what it was trained on: give --dataset, or a text")
     if words and tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
-    name = words[0] if words else train.data_folder(dataset)
-    if words and ending(name) == '.jsonl' and 'endings' in next(json_records(name, 'strict'))[1]:
+    name, = words or [train.data_folder(dataset)]
+    if words and ending(name) == '.jsonl' and 'endings' in next(json_records(name))[1]:
         found = evaluate_choices(name, tokenizer, model.config.block_size, losses)
     else:
-        if words:
-            documents, n_bytes = text_tokens(name, tokenizer)
-        else:
-            documents, n_bytes = prepared_tokens(name, tokenizer, rest['path'])
+        texts = text_tokens(name, tokenizer) if words else prepared_tokens(name, tokenizer, rest['path'])
+        if not words:
             base = read_meta(name)['block_size'] or base  # the length to which conversations are packed
-        found = evaluate_text(name, documents, n_bytes, base, lengths, losses)
+        found = evaluate_text(name, *texts, base, lengths, losses)
     return {'path': rest['path'], 'params': model.num_params(), 'data': name, 'device': machine.device,
             'dtype': train.dtype_name(machine.dtype), **found}
 
@@ -478,39 +460,37 @@ def text_tokens(path, tokenizer):
 
 @torch.no_grad()
 def row_losses(model, rows, machine, batch_size):
-    """The loss of each target, in nats, 0 where it is -1: rows (inputs, targets), (T,) each -> a list of (T,)
-    float64. batch_size None: 256 MB of logits at a time."""
-    losses, begun, said = [None] * len(rows), time.perf_counter(), False
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # for little padding
-    while order:
-        n = batch_size or max(1, 2**26 // (model.config.vocab_size * len(rows[order[0]][0])))
+    """Rows (inputs, targets) of up to T tokens -> the loss of each target, in nats, float64, and which are
+    targets, not -1: (rows, T) each, filled up with 0 and False. batch_size None: 256 MB of logits at a
+    time."""
+    x, y = (pad_sequence([torch.as_tensor(each) for each in side], batch_first=True, padding_value=padding)
+            for side, padding in zip(zip(*rows), (0, -1)))
+    lengths = torch.tensor([len(inputs) for inputs, _ in rows])
+    order, losses = lengths.argsort(descending=True), torch.zeros(x.shape, dtype=torch.float64)
+    begun, said = time.perf_counter(), False
+    while len(order):
+        longest = lengths[order[0]]
+        n = batch_size or max(1, 2**26 // (model.config.vocab_size * int(longest)))
         batch, order = order[:n], order[n:]
-        # padding, with targets of -1, follows: no token sees it
-        x, y = (pad_sequence([torch.tensor(rows[i][side]) for i in batch], batch_first=True,
-                             padding_value=padding).to(machine.device) for side, padding in ((0, 0), (1, -1)))
+        inputs, targets = (side[batch, :longest].to(machine.device) for side in (x, y))
         with machine.autocast():
-            logits = model(x).flatten(0, 1).float()
-        found = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction='none').view_as(y)
-        for i, each in zip(batch, found.double().cpu().numpy()):
-            losses[i] = each[:len(rows[i][0])]
+            logits = model(inputs).flatten(0, 1).float()
+        found = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none')
+        losses[batch, :longest] = found.view_as(targets).cpu().double()
         spent = time.perf_counter() - begun
         if spent > 5 and not said:
             print(f"about {train.duration(spent * len(order) / (len(rows) - len(order)))} to go", flush=True)
             said = True
-    return losses
+    return losses.numpy(), (y != -1).numpy()
 
 
-def summary(rows, losses, last=0):
-    """The number of targets in the last `last` positions of rows (0: in all), their mean loss and perplexity,
-    and the mean losses from position 1, 2, 3, 5, 9... to the next."""
-    longest = max(map(len, losses))
-    sums, counts = np.zeros(longest), np.zeros(longest, int)
-    for (_, targets), each in zip(rows, losses):
-        sums[:len(each)] += each
-        counts[:len(each)] += targets != -1
+def summary(losses, is_target, last):
+    """Of row_losses: the number of targets in the last `last` positions (0: in all), their mean loss and
+    perplexity, and the mean losses from position 1, 2, 3, 5, 9... to the next."""
+    sums, counts = losses.sum(0), is_target.sum(0)
     n_targets = int(counts[-last:].sum())
     loss = float(sums[-last:].sum()) / n_targets
-    starts = [0, *(2**i for i in range((longest - 1).bit_length()))]
+    starts = [0, *(2**i for i in range((len(sums) - 1).bit_length()))]
     by = np.add.reduceat(sums, starts) / np.add.reduceat(counts, starts).clip(1)
     return n_targets, {'loss': loss, 'perplexity': math.exp(min(loss, 99)), **{
         f'from token {start + 1} on': float(each) for start, each in zip(starts, by)}}
@@ -529,23 +509,24 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
                 for end in range(longest, len(inputs) + (1 if lengths else base), base)]
         if not rows:
             raise ValueError(f"{name} is too short: {longest:,} tokens are needed, give a longer text")
-        by_row = losses(rows)
-        n_targets, found[str(length)] = summary(rows, by_row, base if lengths else 0)
+        by_row, is_target = losses(rows)
+        n_targets, found[str(length)] = summary(by_row, is_target, base if lengths else 0)
     print(f"{name}: {n_targets:,} targets in {len(rows):,} rows")
     print_table('tokens of context', [*found], {
         line: [f"{column[line]:.4f}" if line in column else '' for column in found.values()]
         for line in max(found.values(), key=len)})
     numbers = {'targets': n_targets, 'bytes': n_bytes}
-    numbers |= {'lengths': found} if lengths else found[str(base)]
-    if not lengths:
-        if n_bytes:
-            bits = numbers['bits_per_byte'] = numbers['loss'] * n_targets / math.log(2) / n_bytes
-            print(f"{bits:.4f} bits per byte, of {n_bytes:,}")
-        if ending(name) == '.jsonl':
-            each = np.split(np.concatenate(by_row), np.cumsum([len(inputs) for inputs, _ in documents])[:-1])
-            numbers['each'] = [own.tolist() for own in each]
-            for number, own in enumerate(each, 1):
-                print(f"text {number}: loss {own.mean():.4f} of {len(own):,} tokens")
+    if lengths:
+        return {**numbers, 'lengths': found}
+    numbers |= found[str(base)]
+    if n_bytes:
+        bits = numbers['bits_per_byte'] = numbers['loss'] * n_targets / math.log(2) / n_bytes
+        print(f"{bits:.4f} bits per byte, of {n_bytes:,}")
+    if ending(name) == '.jsonl':
+        each = np.split(by_row[is_target], np.cumsum([len(inputs) for inputs, _ in documents])[:-1])
+        numbers['each'] = [own.tolist() for own in each]
+        for number, own in enumerate(each, 1):
+            print(f"text {number}: loss {own.mean():.4f} of {len(own):,} tokens")
     return numbers
 
 
@@ -557,15 +538,14 @@ def evaluate_choices(path, tokenizer, block_size, losses):
     0.2955 on the 10,042 questions of hellaswag_val.jsonl; lm-evaluation-harness has 0.2892 and 0.3114, as it
     changes the context and divides by bytes."""
     rows, labels = [], []  # four rows, of as many endings, for each label
-    for _, record in json_records(path, 'strict'):
+    for _, record in json_records(path):
         context = [*tokenizer.bos, *tokenizer.encode(record['ctx'])]
         labels.append(int(record['label']))
         for text in record['endings']:
             ids = tokenizer.encode(f' {text}')
             inputs, targets = (context + ids)[:-1], [-1] * (len(context) - 1) + ids
-            rows.append((inputs[-block_size:], np.array(targets[-block_size:])))
-    sums = np.array([each.sum() for each in losses(rows)]).reshape(len(labels), -1)
-    counts = np.array([(targets != -1).sum() for _, targets in rows]).reshape(sums.shape)
+            rows.append((inputs[-block_size:], targets[-block_size:]))
+    sums, counts = (each.sum(1).reshape(len(labels), -1) for each in losses(rows))
     found = {'questions': len(labels)}
     for name, score in {'acc': sums, 'acc_norm': sums / counts}.items():
         share = found[name] = float((score.argmin(1) == labels).mean())

@@ -63,22 +63,18 @@ def tiny_config(config):
     return dataclasses.replace(config, **changes)
 
 
-def kind_of(config, layer):
-    """By the config's letters: (mixer, window or None, its MLP, whether it has positions)."""
-    def letter(name):
-        pattern = getattr(config, name)
-        return pattern[layer % len(pattern)]
-    mlp = 'D' if not config.n_expert or layer < config.n_dense_layer else letter('expert_pattern')
-    mlp = 'N' if letter('expert_pattern') == 'N' else mlp
-    window = config.window if config.window and letter('window_pattern') != 'L' else None
-    return letter('mixer_pattern'), window, mlp, letter('pos_pattern') == 'P'
+def letters(config, layer):
+    """A layer's letters: of its mixer, window (L: none), MLP and positions."""
+    patterns = config.mixer_pattern, config.window_pattern or 'L', config.expert_pattern, config.pos_pattern
+    mixer, window, mlp, pos = (pattern[layer % len(pattern)] for pattern in patterns)
+    is_dense = mlp == 'E' and (not config.n_expert or layer < config.n_dense_layer)
+    return mixer, window, 'D' if is_dense else mlp, pos
 
 
-@torch.no_grad()
 def randomized(config, **changes):
     """A model in evaluation mode whose every weight and buffer matters: nothing is left at zero or one."""
     model = GPT(dataclasses.replace(config, **changes))
-    for w in (*model.parameters(), *model.buffers()):
+    for w in model.state_dict().values():
         w.copy_(w + 0.2 * torch.randn_like(w) if w.ndim < 2 else 0.3 * torch.randn_like(w))
     return model.eval()
 
@@ -113,7 +109,7 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 
 def norm_of(config, module, x):
     plain = F.layer_norm if config.norm == 'layernorm' else F.rms_norm
-    y = plain(x, x.shape[-1:], eps=config.norm_eps) * (1 if module.weight is None else module.weight)
+    y = plain(x, x.shape[-1:], module.weight, eps=config.norm_eps)
     return y if module.bias is None else y + module.bias
 
 
@@ -138,38 +134,34 @@ def frequencies(config, local):
 
 
 def attention(config, layer, module, x):
-    _, window, _, positions = kind_of(config, layer)
-    turns = config.pos == 'rope' and positions
-
-    def norms(*heads):
-        return [norm_of(config, norm, y) for norm, y in zip((module.q_norm, module.k_norm), heads)]
+    _, window, _, pos = letters(config, layer)
+    turns, position = config.pos == 'rope' and pos == 'P', torch.arange(x.shape[1])[:, None]
     q, k, v, *gate = module.c_attn(x)
-    if config.qk_norm == 'whole':
-        q, k = norms(q, k)
-    q, k, v = (y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
-    position = torch.arange(x.shape[1])[:, None]
-    if config.qk_norm is True:
-        q, k = norms(q, k)
-    if turns:
-        freq, factor = frequencies(config, window)
-        turn, n = factor * torch.exp(1j * position * freq), len(freq)
-        for y in q, k:
-            z = torch.complex(y[..., :n], y[..., n:2 * n]) * turn
-            y[..., :2 * n] = torch.cat((z.real, z.imag), dim=-1)
-    if config.qk_norm == 'rotated' or config.qk_norm == 'unit' and turns:
-        q, k = norms(q, k)
-    if config.query_scale and not (positions and config.query_scale.get('layers') == 'N'):
-        by = config.query_scale
+
+    def heads(y, norm):
+        """(B, T, heads * D) -> (B, heads, T, D), rotated, with the norm where qk_norm says."""
+        y = norm_of(config, norm, y) if config.qk_norm == 'whole' else y
+        y = y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        y = norm_of(config, norm, y) if config.qk_norm is True else y
+        if turns:
+            freq, factor = frequencies(config, window != 'L')
+            a, b, rest = y.tensor_split((len(freq), 2 * len(freq)), dim=-1)
+            z = torch.complex(a, b) * factor * torch.exp(1j * position * freq)
+            y = torch.cat((z.real, z.imag, rest), dim=-1)
+        is_last = config.qk_norm == 'rotated' or config.qk_norm == 'unit' and turns
+        return norm_of(config, norm, y) if is_last else y
+    q, k = heads(q, module.q_norm), heads(k, module.k_norm)
+    by = config.query_scale or {}
+    if by and not (pos == 'P' and by.get('layers') == 'N'):
         q = q * (1 + by['beta'] * ((position + by.get('start', 0)) // by['length'] + 1).log())
+    v = v.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
     k, v = (y.repeat_interleave(config.n_head // config.n_kv_head, dim=1) for y in (k, v))
-    age = position - position.T
-    seen = (age >= 0) & (age < (window or LONG))
-    if window and config.window_pattern[layer % len(config.window_pattern)] == 'C':
-        seen = (age >= 0) & (position // window == position.T // window)
+    age, width = position - position.T, config.window or LONG
+    within = {'L': True, 'S': age < width, 'C': position // width == position.T // width}
     score = capped(q @ k.mT * (config.attn_scale or config.head_dim ** -0.5), config.attn_softcap)
-    if config.pos == 'alibi' and positions:  # as the code of arXiv:2108.12409 has it, for 6 heads
+    if config.pos == 'alibi' and pos == 'P':  # as the code of arXiv:2108.12409 has it, for 6 heads
         score = score - config.alibi_scale * 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3])[:, None, None] * age
-    weight = score.exp() * seen
+    weight = score.exp() * (age >= 0) * within[window]
     total = weight.sum(-1, keepdim=True) + (module.sink.exp()[:, None, None] if config.attn_sink else 0)
     y = (weight / total @ v).transpose(1, 2)
     y = y * gate[0].view(*y.shape[:3], -1).sigmoid() if gate else y
@@ -187,8 +179,8 @@ PLACEMENTS = {  # norms before and after the mixer, before and after the MLP, on
 
 
 def mlp(config, module, x):
-    y = module.c_fc(x)
-    return module.c_proj(ACTIVATIONS[config.mlp](y[0]) * (y[1] if len(y) > 1 else 1))
+    gate, *up = module.c_fc(x)
+    return module.c_proj(math.prod(up, start=ACTIVATIONS[config.mlp](gate)))
 
 
 def moe(config, module, x):
@@ -203,14 +195,11 @@ def moe(config, module, x):
         rank = groups.where(kept[..., None], -math.inf).flatten(-2)
     weight = scores * (rank >= rank.topk(config.n_expert_active).values[..., -1:])
     weight = weight / weight.sum(-1, keepdim=True) if config.norm_topk_prob else weight
-    experts, weight = torch.arange(config.n_expert), weight * config.routed_scaling_factor
-
-    def expert(e, x):
-        return module.experts(x.flatten(0, 1), (x[..., 0].numel() * (experts >= e)).int()).view_as(x)
-    if config.expert_input_scale:
-        y = sum(expert(e, weight[..., e, None] * x) * (weight[..., e, None] > 0) for e in experts)
-    else:
-        y = sum(expert(e, x) * weight[..., e, None] for e in experts)
+    weight, experts, y = weight * config.routed_scaling_factor, torch.arange(config.n_expert), 0
+    for e, after in enumerate(weight.split(1, dim=-1)):
+        before, after = (after, after > 0) if config.expert_input_scale else (1, after)
+        ends = weight[..., e].numel() * (experts >= e)  # all tokens go to this expert
+        y = y + module.experts((before * x).flatten(0, 1), ends.int()).view_as(x) * after
     if config.n_shared_expert:
         y = y + module.shared(x) * (module.shared_gate(x).sigmoid() if config.shared_gate else 1)
     return y
@@ -243,24 +232,23 @@ def check_formulas(config):
     for layer, block in enumerate(model.h):
         def norm(number, y, block=block):
             return y if number == '0' else norm_of(config, getattr(block, f'ln_{number}'), y)
-        name, (letter, _, kind, _), scale = f'h.{layer}', kind_of(config, layer), config.residual_scale
+        name, (letter, _, kind, _), scale = f'h.{layer}', letters(config, layer), config.residual_scale
         if config.residual_lambdas:
             x = model.resid_lambdas[layer] * x + model.x0_lambdas[layer] * first
         y = seen[f'{name}.attn']
         if MIXERS[letter] is Attention:
             y = same(f'{name}.attn', attention(config, layer, block.attn, norm(n[0], x)))
         between = norm(n[4], x + norm(n[1], scale * y))
-        if kind == 'N':
-            x = same(name, between)
-            continue
-        z = norm(n[2], x if 'parallel' in config.norm_placement else between)
-        z = same(f'{name}.mlp', (moe if kind == 'E' else mlp)(config, block.mlp, z))
-        x = same(name, norm(n[5], between + norm(n[3], scale * z)))
+        if kind != 'N':
+            z = norm(n[2], x if 'parallel' in config.norm_placement else between)
+            z = same(f'{name}.mlp', (moe if kind == 'E' else mlp)(config, block.mlp, z))
+            between = norm(n[5], between + norm(n[3], scale * z))
+        x = same(name, between)
     x = x if config.norm_placement == 'post' else norm_of(config, model.ln_f, x)
     logits = x @ model.wte.weight.mT if config.tie_word_embeddings else model.lm_head(x)
     require_equal(model(idx), same('', capped(logits, config.logit_softcap)),
                   'logits where no gradient is asked for')
-    others = {MIXERS[letter].__name__ for letter in config.mixer_pattern} - {'Attention'}
+    others = [mixer.__name__ for mixer in config.mixers if mixer is not Attention]
     return f"none for {', '.join(others)}" if others else None
 
 
@@ -272,7 +260,7 @@ def check_start(config):
 # one path against another -----------------------------------------------------------------------------------
 
 def check_documents(config):
-    if not all(MIXERS[letter].documents for letter in config.mixer_pattern):
+    if not all(mixer.documents for mixer in config.mixers):
         return 'its mixers do not keep them apart, and say so'
     model, starts = randomized(config, document_token=3), (0, 64, 69, 70, 100)  # 64: of a block of DeltaNet
     idx = random_tokens(model.config, 1, LONG)
@@ -328,12 +316,11 @@ def check_gradients(config):
     with mock.patch.object(torch.Tensor, 'float', torch.Tensor.double):
         grads = torch.autograd.grad(objective(), params, allow_unused=True, materialize_grads=True)
         for name, w, grad in reversed([*zip(names, params, grads)]):  # the first to fail is next to the fault
-            with torch.no_grad():
-                start, along, values = w.clone(), torch.randn_like(w), []
-                for step in (1e-6, -1e-6):
-                    w.copy_(start + step * along)
-                    values.append(objective())
-                w.copy_(start)
+            start, along, values = w.data, torch.randn_like(w), []
+            for step in (1e-6, -1e-6):
+                w.data = start + step * along
+                values.append(objective().item())
+            w.data = start
             change, expected = (values[0] - values[1]) / 2e-6, (grad * along).sum()
             require(abs(change - expected) <= 1e-4 * abs(expected) + 1e-6,
                     f"{name} has another gradient than differences say; those after it are right")
@@ -437,20 +424,20 @@ def check_updates(config, resumes=False):
     for kind in {'adamw', 'muon'} & train.OPTIMIZERS.keys():
         settings = {**train.config, 'learning_rate': 0.1, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99,
                     'momentum': 0.7, 'optimizer': kind}
-        model = randomized(config, dropout=0.0).train()
-        other, optimizers, it = copy.deepcopy(model), train.make_optimizers(model, settings), 0
+        model, it = randomized(config, dropout=0.0).train(), 0
+        other, optimizers = copy.deepcopy(model), train.make_optimizers(model, settings)
         steps, scaler = [*their_steps(other, kind)], torch.amp.GradScaler('cpu', init_scale=64.0)
         for clip in (0.5, 0):
             start, scale = copy.deepcopy(model.state_dict()), scaler.get_scale()
             other.load_state_dict(start)
             other.zero_grad(set_to_none=False)
-            xs, ys, _ = zip(*data.read(it, it + 1))
-            aux = [other(x, y)[1] for x, y in zip(xs, ys)]
-            expected = cross_entropy(other(torch.cat(xs)), torch.cat(ys))
+            first, second = data.read(it, it + 1)
+            aux = [other(x, y)[1] for x, y, _ in (first, second)]
+            x, y = (torch.cat(both) for both in list(zip(first, second))[:2])
+            expected = cross_entropy(other(x), y)
             (expected + sum(map(weighted, aux)) / 2).backward()
             size = torch.nn.utils.get_total_norm([w.grad for w in other.parameters()]).item()
-            batches = data.read(it, it + 1)
-            loss, load, _ = train.gradients(model, next(batches), batches, 2, contextlib.nullcontext, scaler,
+            loss, load, _ = train.gradients(model, first, iter([second]), 2, contextlib.nullcontext, scaler,
                                             AUX_WEIGHTS)
             require_equal(loss, expected, 'the loss reported')
             for (name, w), their, step in zip(model.named_parameters(), other.parameters(), steps):
@@ -461,10 +448,11 @@ def check_updates(config, resumes=False):
             if config.balance_bias:
                 for bias, one in zip(other.buffers(), sum(each['load'] for each in aux)):
                     bias += 0.3 * (one.mean() - one).sign()
-            train.update(model, [*model.parameters()], optimizers, scaler, clip * size, load, 0.3)
-            for w in model.parameters():
+            params = [*model.parameters()]
+            train.update(model, params, optimizers, scaler, clip * size, load, 0.3)
+            for w in params:
                 w.grad = torch.full_like(w, math.nan)
-            train.update(model, [*model.parameters()], optimizers, scaler, 0.0, load, 0.3)
+            train.update(model, params, optimizers, scaler, 0.0, load, 0.3)
             for (name, w), their in zip(model.state_dict().items(), other.state_dict().values()):
                 require_equal(w - start[name], their - start[name],
                               f"iteration {it}, then NaN, by {kind}: the move of {name}", 0.1, 0.0)
@@ -540,13 +528,13 @@ def check(config, init_from='scratch', **model_args):
         print(f"{'ok  ' if holds else 'FAIL'} {name}{f': {remark}' if remark else ''}", flush=True)
     try:
         family = hub.config_to_hf(whole)['model_type']
-    except (ValueError, ImportError) as error:  # no fault
+    except ValueError as error:  # no fault
         family = str(error)
     print(f"     published family: {family}")
     return {'passed': len(checks) - len(failed), 'failed': failed, 'family': family}
 
 
 if __name__ == '__main__':
-    numbers = check(config, *words, **model_args) if words else check(config, init_from, **model_args)
+    numbers = check(config, *(words or [init_from]), **model_args)
     print_json(json, what='check', **numbers)
     sys.exit(bool(numbers['failed']))

@@ -52,7 +52,7 @@ import numpy as np
 import torch
 
 import train
-from bench import cache_per_token, fields_asked, print_json, print_table
+from bench import cache_per_token, named_model, print_json, print_table
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent
@@ -90,12 +90,10 @@ def git(*args, cwd=None):
 def worktree(revision, folder):
     """Checks out a revision, or WORK, to a new folder. Returns git's hashes of the Python files that runs
     depend on; a commit of the work does not change them."""
-    git('worktree', 'add', '--detach', str(folder), 'HEAD' if revision == 'WORK' else revision)
-    if revision == 'WORK':
-        patch = f'{folder}.patch'
-        git('diff', 'HEAD', '--binary', f'--output={patch}')
-        if os.path.getsize(patch):
-            git('apply', patch, cwd=folder)
+    is_work = revision == 'WORK'
+    commit = git('stash', 'create').strip() or 'HEAD' if is_work else revision  # a commit that nothing names
+    git('worktree', 'add', '--detach', str(folder), commit)
+    if is_work:
         for name in git('ls-files', '--others', '--exclude-standard', '*.py').splitlines():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
@@ -148,8 +146,7 @@ def new_model(args):
         config, model_args = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)[:2]
     train.check_settings(config)
     with torch.device('meta'):
-        return (GPT(GPTConfig(**fields_asked(config, model_args))) if config['init_from'] == 'scratch'
-                else None)
+        return named_model(config, model_args) if config['init_from'] == 'scratch' else None
 
 
 def match_size(variant, target, active):
@@ -333,7 +330,7 @@ def curve(logs, by, column='val_loss'):
               for rows in logs]
     shared = sorted(set.intersection(*map(set, points)))  # a stopped run was evaluated there too
     x, y = np.array([[run[it] for run in points] for it in shared]).transpose(2, 0, 1)  # (evaluations, runs)
-    return x.mean(1), y.mean(1), y.std(1, ddof=1) if len(logs) > 1 else np.zeros(len(y))
+    return x.mean(1), y.mean(1), y.std(1, ddof=min(1, len(logs) - 1))  # 0 of a single run
 
 
 def draw(path, curves, xlabel, ylabel, rows=()):

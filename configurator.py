@@ -281,7 +281,7 @@ def choose_device(device):
     return kind, index
 
 
-def fastest_dtype(kind, index, bound_by_memory=False):
+def fastest_dtype(kind, index, bound_by_memory):
     """bfloat16 where there are units for it, float16 on older GPUs, else float32.
 
     On a CPU without units (AMX tiles, AVX-512 BF16) products of many rows take twice as long in bfloat16; but
