@@ -38,12 +38,14 @@ from families import (
     GATED_ACTIVATIONS,
     HARMLESS,
     LAYER_TYPES,
+    OFF,
     PLAIN_ACTIVATIONS,
     PLUS_ONE,
     SAME,
     Layout,
     like,
     refuse,
+    unused,
 )
 from model import (
     CHANGEABLE,
@@ -109,7 +111,12 @@ def config_from_hf(c):
         read_rope(c, args)
     for rule in family.rules:
         rule.read(c, args)
-    return GPTConfig(**args)
+    if (args.get('n_group') or 1) == 1:
+        args.update(n_group=None, topk_group=None)
+    if 'expert_pattern' in args:  # names each layer
+        args.pop('n_dense_layer', None)
+    ignored = unused(args)  # what transformers writes all the same
+    return GPTConfig(**{name: value for name, value in args.items() if name not in ignored})
 
 
 def text_config(c):
@@ -235,11 +242,11 @@ def write_config(config, kind):
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.theirs}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
+    ignored = unused(vars(config))
     for ours, theirs in family.fields.items():
-        value, name = getattr(config, ours), theirs.split()[0]
-        if value is None and c.get(name) is not None:  # an expert's width, written over an MLP's
-            raise ValueError(f"{kind} has experts")
-        c[name] = activations.get(value) if ours == 'mlp' else value
+        value = getattr(config, ours) or OFF.get(ours, getattr(config, ours))
+        if value is not None or ours not in ignored:
+            c[theirs.split()[0]] = activations[value] if ours == 'mlp' else value
     write_layers(config, c, family)
     if config.pos == 'rope' and family.ours.get('pos', 'rope') == 'rope':
         write_rope(config, c)
