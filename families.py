@@ -255,10 +255,9 @@ def every(pattern, theirs, usual, other, default):
 def read_falcon(c, args):
     new, heads = c['new_decoder_architecture'], c['num_kv_heads'] or c['n_head_kv']
     args['n_kv_head'] = heads if new else 1 if c['multi_query'] else None
-    if new:
-        args['norm_placement'] = 'parallel' if c['num_ln_in_parallel_attn'] == 1 else 'parallel_2'
-    else:
-        args['norm_placement'] = 'parallel' if c['parallel_attn'] else 'pre'
+    args['norm_placement'] = 'parallel' if new or c['parallel_attn'] else 'pre'
+    if new and c['num_ln_in_parallel_attn'] != 1:
+        args['norm_placement'] = 'parallel_2'
     if c['alibi']:  # Falcon scales the bias with the scores
         args.update(pos='alibi', alibi_scale=(args['n_embd'] // args['n_head']) ** -0.5)
 
@@ -270,14 +269,9 @@ def write_falcon(config, c):
              num_ln_in_parallel_attn=1 + (config.norm_placement == 'parallel_2') if new else None)
 
 
-def read_mpt(c, args):
-    given = {**MPT_ATTENTION, **c['attn_config']}
-    refuse(c, **{name: value for name, value in given.items() if MPT_ATTENTION.get(name, value) != value})
-    args['attn_scale'] = given.get('softmax_scale')
-
-
 def write_mpt(config, c):
-    c['attn_config'] = dict(alibi=True, alibi_bias_max=8, softmax_scale=config.attn_scale)
+    nested = 'alibi', 'alibi_bias_max', 'attn_type', 'softmax_scale'
+    c['attn_config'] = {name: c.pop(name) for name in nested}
 
 
 def check_shared(config, c):
@@ -353,9 +347,9 @@ def write_kimi_linear(config, c):
 
 
 def check_mamba(c, args):
-    limit = c['time_step_limit'] or (0, math.inf)
-    if limit[0] > 0 or limit[1] not in (math.inf, {'__float__': 'Infinity'}):
-        refuse(c, time_step_limit=limit)
+    low, high = c['time_step_limit'] or (0, math.inf)
+    if low > 0 or high not in (math.inf, {'__float__': 'Infinity'}):
+        refuse(c, time_step_limit=c['time_step_limit'])
 
 
 def read_granite_hybrid(c, args):
@@ -472,8 +466,6 @@ def read_minimind(c, args):
         refuse(c, use_moe=True, n_routed_experts=c['n_routed_experts'])
 
 
-MPT_ATTENTION = dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, prefix_lm=False,
-                     attn_type='multihead_attention', attn_uses_sequence_id=False)
 NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N', 4),
            worded('pos_pattern', 'no_rope_layers', {1: 'P', 0: 'N'}))
 MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(dense='D', sparse='E'))
@@ -486,13 +478,13 @@ ROPE_WHERE_SHORT = Rule(dict(sliding_window_pattern=None), read_rope_where_short
 
 # the table --------------------------------------------------------------------------------------------------
 
-LLAMA = Family(
+BASE = Family(
     arch='LlamaForCausalLM', layer='model.layers.N.',
     fields=dict(
         vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
         n_head='num_attention_heads', n_kv_head='num_key_value_heads', n_embd='hidden_size',
         head_dim='head_dim', d_ff='intermediate_size', norm_eps='rms_norm_eps', mlp='hidden_act',
-        qkv_bias='attention_bias', proj_bias='attention_bias', mlp_bias='mlp_bias',
+        qkv_bias='attention_bias', proj_bias='attention_bias',
         tie_word_embeddings='tie_word_embeddings'),
     ours=dict(qk_norm=False, tie_word_embeddings=False),
     names={
@@ -507,14 +499,14 @@ LLAMA = Family(
         'mlp.experts.c_proj': 'mlp.experts.E.down_proj',
         'mlp.shared.c_fc': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj',
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'})
-MISTRAL = like(LLAMA, 'MistralForCausalLM', layers='S',
-               fields=dict(qkv_bias=None, proj_bias=None, mlp_bias=None))
+LLAMA = like(BASE, fields=dict(mlp_bias='mlp_bias'))
+MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=dict(qkv_bias=None, proj_bias=None))
 QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
              defaults=dict(use_sliding_window=False, max_window_layers=28))
-QWEN3 = like(LLAMA, 'Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
+QWEN3 = like(BASE, 'Qwen3ForCausalLM', ours=dict(qk_norm=True),
              layers='S', layer_types='SL', defaults=QWEN2.defaults)
 OLMO2 = like(
-    LLAMA, 'Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
+    BASE, 'Olmo2ForCausalLM', fields=dict(head_dim=None),
     ours=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
@@ -564,8 +556,8 @@ QWEN3_5 = like(
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': rows_qwen3_5}, ignored=('mtp.*', 'model.visual.*'), rules=())
 DEEPSEEK_EXPERTS = like(
-    LLAMA, ignored=('model.layers.N.*',),  # the extra prediction layer
-    fields=dict(mlp_bias=None, n_shared_expert='n_shared_experts',
+    BASE, ignored=('model.layers.N.*',),  # the extra prediction layer
+    fields=dict(n_shared_expert='n_shared_experts',
                 n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
                 d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
                 **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
@@ -626,7 +618,7 @@ FALCON = like(
                 read_falcon, write_falcon),))
 NEOX = like(
     BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
-    fields={**LLAMA.fields, 'n_kv_head': None, 'head_dim': None, 'mlp_bias': None,
+    fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
             'norm_eps': 'layer_norm_eps'},
     ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
               partial_rotary_factor=0.25),
@@ -646,18 +638,20 @@ GPT2 = like(
                            'mlp.c_proj.weight'), TRANSPOSED))
 MPT = like(
     BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
-    fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model'),
+    fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model',
+                attn_scale='softmax_scale'),
     ours=dict(bias=False, mlp='gelu', embed_norm=False),
-    theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4,
-                norm_type='low_precision_layernorm'),
+    theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
+                norm_type='low_precision_layernorm', attn_type='multihead_attention'),
+    harmless='attn_config attn_impl learned_pos_emb return_dict',
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
-    rules=(Rule(dict(attn_config={}, learned_pos_emb=None), read_mpt, write_mpt),))
+    rules=(Rule({}, write=write_mpt),))
 GEMMA = Rule({}, read_gemma)
 GEMMA2 = like(
-    LLAMA, 'Gemma2ForCausalLM', layers='SL', layer_types='SL',
-    fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
+    BASE, 'Gemma2ForCausalLM', layers='SL', layer_types='SL',
+    fields=dict(mlp='hidden_activation hidden_act',
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
     defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
@@ -689,7 +683,7 @@ OPT = like(
     layouts={'wpe.weight': AFTER_TWO})
 INTERLEAVED = {'attn.c_attn': rows_interleaved}
 GLM = like(
-    LLAMA, 'GlmForCausalLM', fields=dict(proj_bias=None, mlp_bias=None), rows=INTERLEAVED,
+    BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
     ours=dict(qkv_bias=True, partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 GRANITE = like(
     LLAMA, 'GraniteForCausalLM', logit_scale=lambda c: 1 / c.get('logits_scaling', 1),
@@ -704,7 +698,7 @@ GRANITE_MOE = like(
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
 HUNYUAN = like(
-    LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None),
+    BASE, 'HunYuanDenseV1ForCausalLM',
     ours=dict(qk_norm='rotated', norm_eps=1e-5), theirs=dict(norm_type='rms', use_qk_norm=True),
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
     harmless='*_id anyres_* attention_head_dim cla_share_factor class_num dense_list moe_intermediate_size '
@@ -712,7 +706,7 @@ HUNYUAN = like(
              'use_rotary_pos_emb vit_*',
     rules=(Rule({}, read_hunyuan),))
 COHERE = like(
-    LLAMA, 'CohereForCausalLM', fields=dict(mlp_bias=None, norm_eps='layer_norm_eps'), rows=INTERLEAVED,
+    BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps'), rows=INTERLEAVED,
     ours=dict(norm='layernorm', norm_eps=1e-5, norm_placement='parallel', tie_word_embeddings=True,
               rope_base=5e5),
     logit_scale=lambda c: c.get('logit_scale', 0.0625),
@@ -720,8 +714,8 @@ COHERE = like(
 ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
-    LLAMA, 'Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
-    fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None, mlp_bias=None,
+    BASE, 'Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
+    fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
                 tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
                 linear_conv_kernel_dim='conv_L_cache'),
     ours=dict(qk_norm=True, tie_word_embeddings=True, rope_base=1e6, norm_eps=1e-5),
@@ -780,6 +774,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
             qk_norm=True, rope_base=1e6, rope_local={'rope_base': 1e4}),
         theirs=dict(use_bidirectional_attention=False, sliding_window_pattern=6),
+        harmless='rope_local_base_freq',
         defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
                       num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
                       max_position_embeddings=131072),  # what the published ones leave out
@@ -849,8 +844,8 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         aliases={'.mlp.': '.block_sparse_moe.'},
         rules=(Rule(dict(linear_attn_config=None), read_kimi_linear, write_kimi_linear), MLP_TYPES)),
     'phi': like(
-        LLAMA, 'PhiForCausalLM',
-        fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
+        BASE, 'PhiForCausalLM',
+        fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, head_dim=None),
         ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
                   partial_rotary_factor=0.5),
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
@@ -860,9 +855,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
         rules=NO_ROPE),
     'gpt_oss': like(
-        LLAMA, 'GptOssForCausalLM', layers='SL', layer_types='SL',
+        BASE, 'GptOssForCausalLM', layers='SL', layer_types='SL',
         theirs=dict(swiglu_limit=7.0, swiglu_alpha=1.702, hidden_act='silu'),
-        fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size'),
+        fields=dict(EXPERTS, mlp=None, d_expert='intermediate_size'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
         names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router', 'attn.sink': 'self_attn.sinks',
                'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
@@ -949,11 +944,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
                'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
         ignored=('*.act_fn.beta', '*.act_fn.eps')),  # constants, which an export would need
-    'olmo': like(LLAMA, 'OlmoForCausalLM', fields=dict(mlp_bias=None, norm_eps=None),
+    'olmo': like(BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None),
                  ours=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
     'nanochat': like(
-        LLAMA, 'NanoChatForCausalLM',
-        fields=dict(mlp_bias=None, logit_softcap='final_logit_softcapping'),
+        BASE, 'NanoChatForCausalLM',
+        fields=dict(logit_softcap='final_logit_softcapping'),
         ours=dict(mlp='relu2', qk_norm='rotated', norm_weight=False, embed_norm=True),
         names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped},
         defaults=dict(final_logit_softcapping=15.0)),
@@ -1044,8 +1039,8 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
         ours=dict(shared_gate=True), rules=(SHARED_EXPERT,)),
     'llama4_text': like(
-        LLAMA, 'Llama4ForCausalLM', exports=False,
-        fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size', mlp_bias=None),
+        BASE, 'Llama4ForCausalLM', exports=False,
+        fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size'),
         ours=dict(qk_norm='unit', norm_eps=1e-5, rope_base=5e5, n_shared_expert=1, router='sigmoid',
                   norm_topk_prob=False, expert_input_scale=True),
         names={'mlp.c_fc': 'feed_forward.gate_proj feed_forward.up_proj',

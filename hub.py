@@ -86,6 +86,7 @@ def config_from_hf(c):
     """config.json, in transformers' old or new form -> GPTConfig. Raises ValueError that names all that is
     unsupported."""
     c = text_config(c)
+    c = {**c.get('attn_config', {}), **c}  # MPT's
     if c.get('model_type') not in FAMILIES:
         raise ValueError(f"model_type={c.get('model_type')!r} is unsupported; these are supported: "
                          f"{', '.join(sorted(FAMILIES))}")
@@ -135,15 +136,12 @@ def read_rope(c, args):
     """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
     takes rope_scaling alone (modeling_rope_utils, 5.23). A family with rope_local has two rotations."""
     given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('rope_local', None)
-    if own is None:
-        if any(isinstance(value, dict) for value in given.values()):
-            refuse(c, rope_parameters=given)
-        args.update(rope_fields(given, c, args))
-        return
+    if own is None and any(isinstance(value, dict) for value in given.values()):
+        refuse(c, rope_parameters=given)
     args.update(rope_fields(given.get('full_attention', given), c, args))
-    base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
-    local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
-    if 'window' in args:
+    if own is not None and 'window' in args:
+        base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
+        local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
         args['rope_local'] = {name: value for name, value in local.items() if value != args[name]} or None
 
 
@@ -188,14 +186,14 @@ def write_rope(config, c):
 
 def read_layers(c, args, family):
     """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
-    size, every = c.get('sliding_window'), c.get('full_attention_interval')
-    period = c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
+    size, layers = c.get('sliding_window'), family.layers
+    period = (c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
+              or c.get('full_attention_interval'))
     is_used = size and c.get('use_sliding_window', True)
     if is_used and 'S' not in family.layers:
         refuse(c, sliding_window=size)
-    layers = 'D' * (every - 1) + 'L' if every else family.layers
     if isinstance(period, int):
-        layers = 'S' * (period - 1) + 'L'
+        layers = layers[0] * (period - 1) + 'L'
     if 'max_window_layers' in family.defaults:  # counts first layers without a window
         layers = 'L' * (c['max_window_layers'] or 0) + layers * args['n_layer']
     if family.layer_types and c.get('layer_types'):
