@@ -16,10 +16,10 @@ class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
     To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors; where
-    laid out otherwise, an entry of `rows` or `layouts`; for fields of config.json that no name carries
-    over, a Rule. A name may be a function of the config; 'D.attn.c_attn' is for the layers of mixer D alone.
-    Whatever a table omits is refused by name. Add a tiny model to HF_MODELS in tests/test_hub.py, which
-    compares it with transformers, in and out.
+    laid out otherwise, an entry of `rows` or `layouts`; for fields of config.json that no name carries over,
+    a Rule, of which `converted`, `worded`, `listed` and `every` make the usual ones. A name may be a function
+    of the config; 'D.attn.c_attn' is for the layers of mixer D alone. Whatever a table omits is refused by
+    name. Add a tiny model to HF_MODELS in tests/test_hub.py, which compares it with transformers, in and out.
     """
     arch: str                   # the class in transformers
     fields: dict                # GPTConfig's field: theirs; of several, the first that is given
@@ -308,7 +308,8 @@ def read_indexer(c, args):
 def read_topk(c, args):
     if isinstance(c['moe_topk'], list):  # of each layer
         args['n_expert_active'], *others = {*c['moe_topk']}
-        refuse(c, **(dict(moe_topk=c['moe_topk']) if others else {}))
+        if others:
+            refuse(c, moe_topk=c['moe_topk'])
 
 
 def read_llama4(c, args):
@@ -728,6 +729,7 @@ LFM2 = like(
     layouts={'attn.conv': CONVOLUTION},
     rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256),
                 read_lfm2, write_lfm2), listed('mixer_pattern', 'full_attn_idxs', 'A', 'C')))
+TIME_STEPS = Rule(dict(time_step_limit=None), check_mamba)
 MAMBA = dict(
     names={'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
            'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
@@ -739,7 +741,7 @@ MAMBA = dict(
     fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
                 linear_key_head_dim='mamba_d_state', linear_conv_kernel_dim='mamba_d_conv',
                 linear_conv_bias='mamba_conv_bias'),
-    rules=(Rule(dict(time_step_limit=None), check_mamba), converted(
+    rules=(TIME_STEPS, converted(
         'linear_value_head_dim', 'mamba_expand',
         lambda given, args: given * args['n_embd'] // args['linear_n_value_head'],
         lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd, 2)))
@@ -816,7 +818,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
                'mlp.shared.c_fc': 'mixer.shared_experts.up_proj'},
         rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None),
-                    read_nemotron_h, write_nemotron_h), MAMBA['rules'][0],
+                    read_nemotron_h, write_nemotron_h), TIME_STEPS,
                shared_width('moe_shared_expert_intermediate_size'))),
     'kimi_linear': like(
         DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM', layer_types='KM',

@@ -305,7 +305,7 @@ def plan(model, family):
         module, dot, kind = name.rpartition('.')
         key, after = (name, '') if name in names else (module, dot + kind)
         if key not in names:
-            raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in hub.py")
+            raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in families.py")
         theirs = names[key](model.config) if callable(names[key]) else names[key]
         theirs = [before + one + after for one in theirs.split()]
 
