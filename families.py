@@ -3,11 +3,12 @@ The published families of models: how transformers writes each one's config.json
 `python hub.py families` prints them. A new family is an entry of FAMILIES: see Family.
 """
 import math
+import re
 import typing
 
 import torch
 
-from model import MIXERS, GPTConfig, letter, round_up
+from model import MIXERS, letter, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -15,10 +16,10 @@ class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
     To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors; where
-    laid out otherwise, an entry of `rows` or `layouts`; for fields of config.json that no name carries
-    over, a Rule. A name may be a function of the config; 'D.attn.c_attn' is for the layers of mixer D alone.
-    Whatever a table omits is refused by name. Add a tiny model to HF_MODELS in tests/test_hub.py, which
-    compares it with transformers, in and out.
+    laid out otherwise, an entry of `rows` or `layouts`; for fields of config.json that no name carries over,
+    a Rule, of which `converted`, `worded`, `listed` and `every` make the usual ones. A name may be a function
+    of the config; 'D.attn.c_attn' is for the layers of mixer D alone. Whatever a table omits is refused by
+    name. Add a tiny model to HF_MODELS in tests/test_hub.py, which compares it with transformers, in and out.
     """
     arch: str                   # the class in transformers
     fields: dict                # GPTConfig's field: theirs; of several, the first that is given
@@ -67,9 +68,9 @@ def same(names):
     return {name: name for name in names.split()}
 
 
-def renamed(family, start, theirs, new):
-    """The family's names of our modules that start so, with `new` in the place of `theirs`."""
-    return {ours: name.replace(theirs, new) for ours, name in family.names.items() if ours.startswith(start)}
+def renamed(family, theirs, new):
+    """The family's names, with `new` in the place of the pattern `theirs`."""
+    return {ours: re.sub(theirs, new, name) for ours, name in family.names.items() if isinstance(name, str)}
 
 
 def refuse(c, **fields):
@@ -77,6 +78,26 @@ def refuse(c, **fields):
     if fields:
         given = ', '.join(f"{name}={value!r:.80}" for name, value in fields.items())
         raise ValueError(f"{c['model_type']} with {given} is unsupported")
+
+
+EXPERT_FIELDS = {
+    'n_expert', 'n_expert_active', 'n_shared_expert', 'd_expert', 'router', 'norm_topk_prob',
+    'routed_scaling_factor', 'n_group', 'topk_group', 'balance_bias'}
+
+
+def unused(args):
+    """The fields that have no effect as no layer has experts or their mixer. args: GPTConfig's fields."""
+    names = set()
+    if pattern := args.get('mixer_pattern'):
+        def fields(kinds):
+            return {name for kind in kinds for name in MIXERS[kind].fields}
+        names = fields(MIXERS) - fields(pattern)
+    kinds = args.get('expert_pattern', 'E')
+    if 'E' not in kinds or not args.get('n_expert', True):
+        names |= EXPERT_FIELDS
+        if 'N' not in kinds:
+            names.add('expert_pattern')
+    return names
 
 
 # the layout of tensors --------------------------------------------------------------------------------------
@@ -178,13 +199,65 @@ def rows_qwen3_5(config, q, k, v, z, b, a):
 
 # fields of config.json that no name carries over ------------------------------------------------------------
 
+def converted(ours, theirs, read, write, default=None):
+    """The Rule of a field whose values differ. read: (their value, GPTConfig's fields so far) -> ours; write:
+    GPTConfig -> theirs."""
+    def read_value(c, args):
+        if c[theirs] is not None:
+            args[ours] = read(c[theirs], args)
+    return Rule({theirs: default}, read_value, lambda config, c: c.update({theirs: write(config)}))
+
+
+def shared_width(theirs):
+    """The Rule of the width of all shared experts; 0: there are none."""
+    return converted('n_shared_expert', theirs,
+                     lambda given, args: given and given // args['d_expert'] or None,
+                     lambda config: (config.n_shared_expert or 0) * (config.d_expert or 0), 0)
+
+
+def letters(config, pattern):
+    """Each layer's letter in a pattern of ours."""
+    of = {'expert_pattern': config.mlp_of, 'mixer_pattern': config.mixer_of}.get(
+        pattern, lambda i: letter(getattr(config, pattern), i))
+    return [of(i) for i in range(config.n_layer)]
+
+
+def worded(pattern, theirs, words):
+    """The Rule of their list with a word for each layer. words: theirs: our letter."""
+    def read(c, args):
+        if c[theirs]:
+            args[pattern] = ''.join(words.get(word, '?') for word in c[theirs])
+
+    def write(config, c):
+        their_words = {ours: word for word, ours in words.items()}
+        c[theirs] = [their_words[one] for one in letters(config, pattern)]
+    return Rule({theirs: None}, read, write)
+
+
+def listed(pattern, theirs, marked, others=None):
+    """The Rule of their list of the layers that have this letter; others: what the rest have, None: what they
+    had."""
+    def read(c, args):
+        if c[theirs]:
+            args[pattern] = ''.join(marked if i in c[theirs] else letter(others or args[pattern], i)
+                                    for i in range(args['n_layer']))
+
+    def write(config, c):
+        c[theirs] = [i for i, one in enumerate(letters(config, pattern)) if one == marked]
+    return Rule({theirs: None}, read, write)
+
+
+def every(pattern, theirs, usual, other, default):
+    """The Rule of their number n: each n-th layer is other than usual. No export needs it."""
+    return Rule({theirs: default}, lambda c, args: args.update({pattern: usual * (c[theirs] - 1) + other}))
+
+
 def read_falcon(c, args):
     new, heads = c['new_decoder_architecture'], c['num_kv_heads'] or c['n_head_kv']
     args['n_kv_head'] = heads if new else 1 if c['multi_query'] else None
-    if new:
-        args['norm_placement'] = 'parallel' if c['num_ln_in_parallel_attn'] == 1 else 'parallel_2'
-    else:
-        args['norm_placement'] = 'parallel' if c['parallel_attn'] else 'pre'
+    args['norm_placement'] = 'parallel' if new or c['parallel_attn'] else 'pre'
+    if new and c['num_ln_in_parallel_attn'] != 1:
+        args['norm_placement'] = 'parallel_2'
     if c['alibi']:  # Falcon scales the bias with the scores
         args.update(pos='alibi', alibi_scale=(args['n_embd'] // args['n_head']) ** -0.5)
 
@@ -196,19 +269,9 @@ def write_falcon(config, c):
              num_ln_in_parallel_attn=1 + (config.norm_placement == 'parallel_2') if new else None)
 
 
-def read_mpt(c, args):
-    given = {**MPT_ATTENTION, **c['attn_config']}
-    refuse(c, **{name: value for name, value in given.items() if MPT_ATTENTION.get(name, value) != value})
-    args['attn_scale'] = given.get('softmax_scale')
-
-
 def write_mpt(config, c):
-    c['attn_config'] = dict(alibi=True, alibi_bias_max=8, softmax_scale=config.attn_scale)
-
-
-def read_deepseek(c, args):
-    if (args.get('n_group') or 1) == 1 or c['topk_method'] == 'greedy':
-        args.update(n_group=None, topk_group=None)
+    nested = 'alibi', 'alibi_bias_max', 'attn_type', 'softmax_scale'
+    c['attn_config'] = {name: c.pop(name) for name in nested}
 
 
 def check_shared(config, c):
@@ -218,30 +281,20 @@ def check_shared(config, c):
 
 def write_deepseek(config, c):
     check_shared(config, c)
-    c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, num_nextn_predict_layers=0)
+    c['num_nextn_predict_layers'] = 0
     if config.kv_lora_rank:
         if config.qkv_bias and not config.q_lora_rank:
             raise ValueError('DeepSeek has no bias on queries that are not compressed')
         c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
-    if config.router == 'softmax':  # version 2
-        c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
 
 
-def expert_layers(theirs, is_sparse, write=None):
-    """The Rule of fields that say which layers have experts. is_sparse: a function of config.json and a
-    layer."""
-    def read(c, args):
-        args['expert_pattern'] = ''.join('E' if is_sparse(c, i) else 'D' for i in range(args['n_layer']))
-    return Rule(theirs, read, write)
+def read_deepseek_v2(c, args):
+    if c['topk_method'] == 'greedy':
+        args.update(n_group=None, topk_group=None)
 
 
-def write_sparse_layers(config, c):
-    c.update(decoder_sparse_step=1,
-             mlp_only_layers=[i for i in range(config.n_layer) if not config.has_experts(i)])
-
-
-def write_mlp_types(config, c):
-    c['mlp_layer_types'] = ['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)]
+def write_deepseek_v2(config, c):
+    c['topk_method'] = 'group_limited_greedy' if config.n_group else 'greedy'
 
 
 def read_ernie(c, args):
@@ -257,7 +310,8 @@ def read_indexer(c, args):
 def read_topk(c, args):
     if isinstance(c['moe_topk'], list):  # of each layer
         args['n_expert_active'], *others = {*c['moe_topk']}
-        refuse(c, **(dict(moe_topk=c['moe_topk']) if others else {}))
+        if others:
+            refuse(c, moe_topk=c['moe_topk'])
 
 
 def read_llama4(c, args):
@@ -272,44 +326,10 @@ def read_llama4(c, args):
         args.update(window=c['attention_chunk_size'], window_pattern=pattern)
 
 
-def read_mup(c, args):
-    if c['mup_enabled']:
-        args['embed_scale'] = args['n_embd'] ** 0.5
-
-
-def write_mup(config, c):
-    c['mup_enabled'] = config.embed_scale != 1
-
-
-def shared_width(name):
-    """The Rule of their field that has the width of all shared experts; 0: there are none."""
-    def read(c, args):
-        args['n_shared_expert'] = c[name] // args['d_expert'] or None
-
-    def write(config, c):
-        c[name] = (config.n_shared_expert or 0) * config.d_expert
-    return Rule({name: 0}, read, write)
-
-
-def read_hybrid(c, args):
-    """Drops the fields of unused mixers, which transformers writes too."""
-    for mixer in MIXERS.keys() - set(args['mixer_pattern']):
-        unused = set(MIXERS[mixer].fields).difference(*(MIXERS[one].fields for one in args['mixer_pattern']))
-        args.update({name: getattr(GPTConfig, name) for name in unused & args.keys()})
-
-
-def write_hybrid(config, c):
-    for name in LINEAR_FIELDS.values():
-        if c.get(name, 0) is None:  # without linear layers there is nothing to set
-            del c[name]
-
-
 def read_lfm2(c, args):
     if c['block_auto_adjust_ff_dim']:
         adjusted = int(c['block_ffn_dim_multiplier'] * int(2 * args['d_ff'] / 3))
         args['d_ff'] = round_up(adjusted, c['block_multiple_of'])
-    if c['full_attn_idxs'] is not None and not c.get('layer_types'):
-        args['mixer_pattern'] = ''.join('CA'[i in c['full_attn_idxs']] for i in range(args['n_layer']))
 
 
 def write_lfm2(config, c):
@@ -323,77 +343,31 @@ def read_kimi_linear(c, args):
                     linear_n_key_head=own['num_heads'], linear_n_value_head=own['num_heads'],
                     linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
                         'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
-    dense, kinds = c['first_k_dense_replace'] or 0, c['mlp_layer_types']
-    kinds = kinds or ['dense'] * dense + ['sparse'] * (args['n_layer'] - dense)
-    read_deepseek(c, args)
-    if 'sparse' in kinds:
-        args['expert_pattern'] = ''.join('E' if kind == 'sparse' else 'D' for kind in kinds)
-    else:
-        drop_experts(args)
 
 
 def write_kimi_linear(config, c):
-    c.update(mlp_layer_types=['sparse' if config.has_experts(i) else 'dense' for i in range(config.n_layer)],
-             num_expert_group=config.n_group or 1, topk_group=config.topk_group or 1,
-             num_key_value_heads=config.n_head)
-    drop_unset(c)
-
-
-def drop_unset(c):
-    for name in [name for name, value in c.items() if value is None and not name.endswith('token_id')]:
-        del c[name]
+    c['num_key_value_heads'] = config.n_head
 
 
 def check_mamba(c, args):
-    limit = c['time_step_limit'] or (0, math.inf)
-    if limit[0] > 0 or limit[1] not in (math.inf, {'__float__': 'Infinity'}):
-        refuse(c, time_step_limit=limit)
-
-
-def read_mamba(c, args):
-    width = c['mamba_expand'] * args['n_embd']
-    if args['linear_value_head_dim'] == 'auto':
-        args['linear_value_head_dim'] = width // args['linear_n_value_head']
-    if args['linear_value_head_dim'] * args['linear_n_value_head'] != width:
-        refuse(c, mamba_expand=c['mamba_expand'])
-    if 'mixer_pattern' not in args:  # Bamba
-        attention = c['attn_layer_indices'] or ()
-        args['mixer_pattern'] = ''.join('BA'[i in attention] for i in range(args['n_layer']))
-
-
-def write_mamba(config, c):
-    c['mamba_expand'] = config.linear_n_value_head * config.linear_value_head_dim // config.n_embd
-
-
-def write_bamba(config, c):
-    write_mamba(config, c)
-    c['attn_layer_indices'] = [i for i in range(config.n_layer) if config.mixer_of(i) == 'A']
+    low, high = c['time_step_limit'] or (0, math.inf)
+    if low > 0 or high not in (math.inf, {'__float__': 'Infinity'}):
+        refuse(c, time_step_limit=c['time_step_limit'])
 
 
 def read_granite_hybrid(c, args):
-    read_mamba(c, args)
     if c['position_embedding_type'] != 'rope':
         args.update(pos='none', rope_base=10000.0, rope_scaling=None)
     if args['n_expert']:
         args['n_shared_expert'] = c['shared_intermediate_size'] // args['d_expert']
     else:  # what all tokens use is the MLP
         args['d_ff'] = c['shared_intermediate_size']
-        drop_experts(args)
 
 
 def write_granite_hybrid(config, c):
-    write_mamba(config, c)
     shared = (config.n_shared_expert or 0) * (config.d_expert or 0)
     c.update(position_embedding_type='rope' if config.pos == 'rope' else None,
              num_local_experts=config.n_expert or 0, shared_intermediate_size=shared or config.d_ff)
-    drop_unset(c)
-
-
-def drop_experts(args):
-    """Drops what a config.json says of experts where there are none."""
-    for name in ('n_expert', 'n_expert_active', 'n_shared_expert', 'd_expert', 'router', 'norm_topk_prob',
-                 'routed_scaling_factor', 'n_group', 'topk_group', 'balance_bias'):
-        args.pop(name, None)
 
 
 NEMOTRON_LAYERS = {'M': 'linear_attention', '*': 'full_attention', '-': 'mlp', 'E': 'moe'}
@@ -411,11 +385,6 @@ def read_nemotron_h(c, args):
         else:
             mixers, mlps = mixers + ('A' if kind == 'full_attention' else 'B'), mlps + 'N'
     args.update(n_layer=len(mixers), mixer_pattern=mixers, expert_pattern=mlps)
-    read_deepseek(c, args)
-    if 'E' in mlps:
-        args['n_shared_expert'] = c['moe_shared_expert_intermediate_size'] // args['d_expert']
-    else:
-        drop_experts(args)
 
 
 def write_nemotron_h(config, c):
@@ -424,10 +393,6 @@ def write_nemotron_h(config, c):
         kinds.append('full_attention' if config.mixer_of(i) == 'A' else 'linear_attention')
         kinds += {'D': ['mlp'], 'E': ['moe'], 'N': []}[config.mlp_of(i)]
     c['layers_block_type'] = kinds
-    if 'moe' in kinds:
-        c.update(n_group=config.n_group or 1, topk_group=config.topk_group or 1, n_shared_experts=1,
-                 moe_shared_expert_intermediate_size=config.n_shared_expert * config.d_expert)
-    drop_unset(c)
 
 
 def nemotron_layer(config, layer, name):
@@ -435,42 +400,10 @@ def nemotron_layer(config, layer, name):
     return f'backbone.layers.{at}.'
 
 
-def read_gemma2(c, args):
-    args.update(embed_scale=args['n_embd'] ** 0.5, attn_scale=c['query_pre_attn_scalar'] ** -0.5)
-
-
-def write_softcap(config, c):
-    c['final_logit_softcapping'] = config.logit_softcap or None
-
-
-def write_gemma2(config, c):
-    write_softcap(config, c)
-    c.update(query_pre_attn_scalar=round(config.scale ** -2),
-             attn_logit_softcapping=config.attn_softcap or None)
-
-
-def read_smollm3(c, args):
-    every, n = c['no_rope_layer_interval'], args['n_layer']
-    turns = c['no_rope_layers'] or [(i + 1) % every for i in range(n)]
-    args['pos_pattern'] = ''.join('P' if turn else 'N' for turn in turns)
-
-
-def write_smollm3(config, c):
-    c['no_rope_layers'] = [int(letter(config.pos_pattern, i) == 'P') for i in range(config.n_layer)]
-
-
 def read_gemma(c, args):
     args['embed_scale'] = args['n_embd'] ** 0.5
-    if args['mlp'] == 'geglu':  # as first published
+    if c.get('hidden_act') == 'gelu':  # as first published
         args['mlp'] = 'geglu_tanh'
-
-
-def read_neox(c, args):
-    args['norm_placement'] = 'parallel_2' if c['use_parallel_residual'] else 'pre'
-
-
-def write_neox(config, c):
-    c['use_parallel_residual'] = config.norm_placement == 'parallel_2'
 
 
 def read_rotary_dim(c, args):
@@ -527,47 +460,34 @@ def read_gpt_neo(c, args):
         args.update(window=c['window_size'], window_pattern=kinds)
 
 
-def write_gpt_neo(config, c):
-    kinds = ['local' if config.window_of(i) else 'global' for i in range(config.n_layer)]
-    c.update(attention_layers=kinds, attention_types=[[kinds, 1]], window_size=config.window or 1)
-
-
 def read_minimind(c, args):
     """A Qwen3 from version 3 on; before, with n_routed_experts in its config.json, a Llama."""
     args['qk_norm'] = c['n_routed_experts'] is None
     if not c['use_moe']:
-        for name in QWEN_EXPERTS:  # written all the same
-            args.pop(name, None)
+        args['n_expert'] = 0
     elif not args['qk_norm']:
         refuse(c, use_moe=True, n_routed_experts=c['n_routed_experts'])
 
 
-MPT_ATTENTION = dict(alibi=True, alibi_bias_max=8, clip_qkv=None, qk_ln=False, prefix_lm=False,
-                     attn_type='multihead_attention', attn_uses_sequence_id=False)
-NO_ROPE = Rule(dict(no_rope_layers=None, no_rope_layer_interval=4), read_smollm3, write_smollm3)
-MLP_TYPES = expert_layers(
-    dict(mlp_layer_types=None, first_k_dense_replace=1),
-    lambda c, i: (c['mlp_layer_types'][i] == 'sparse' if c['mlp_layer_types'] else
-                  i >= c['first_k_dense_replace']), write_mlp_types)
-SPARSE_LAYERS = expert_layers(
-    dict(decoder_sparse_step=1, mlp_only_layers=()),
-    lambda c, i: (i + 1) % c['decoder_sparse_step'] == 0 and i not in (c['mlp_only_layers'] or ()),
-    write_sparse_layers)
+NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N', 4),
+           worded('pos_pattern', 'no_rope_layers', {1: 'P', 0: 'N'}))
+MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(dense='D', sparse='E'))
+SPARSE_LAYERS = (every('expert_pattern', 'decoder_sparse_step', 'D', 'E', 1),
+                 listed('expert_pattern', 'mlp_only_layers', 'D'))
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
 LOCAL_ROPE = Rule(dict(sliding_window_pattern=None), read_rope_where_short)
 ROPE_WHERE_SHORT = Rule(dict(sliding_window_pattern=None), read_rope_where_short, write_rope_where_short)
-HYBRID = Rule(dict(full_attention_interval=None), read_hybrid, write_hybrid)
 
 
 # the table --------------------------------------------------------------------------------------------------
 
-LLAMA = Family(
+BASE = Family(
     arch='LlamaForCausalLM', layer='model.layers.N.',
     fields=dict(
         vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
         n_head='num_attention_heads', n_kv_head='num_key_value_heads', n_embd='hidden_size',
         head_dim='head_dim', d_ff='intermediate_size', norm_eps='rms_norm_eps', mlp='hidden_act',
-        qkv_bias='attention_bias', proj_bias='attention_bias', mlp_bias='mlp_bias',
+        qkv_bias='attention_bias', proj_bias='attention_bias',
         tie_word_embeddings='tie_word_embeddings'),
     ours=dict(qk_norm=False, tie_word_embeddings=False),
     names={
@@ -582,14 +502,14 @@ LLAMA = Family(
         'mlp.experts.c_proj': 'mlp.experts.E.down_proj',
         'mlp.shared.c_fc': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj',
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'})
-MISTRAL = like(LLAMA, 'MistralForCausalLM', layers='S',
-               fields=dict(qkv_bias=None, proj_bias=None, mlp_bias=None))
+LLAMA = like(BASE, fields=dict(mlp_bias='mlp_bias'))
+MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=dict(qkv_bias=None, proj_bias=None))
 QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
              defaults=dict(use_sliding_window=False, max_window_layers=28))
-QWEN3 = like(LLAMA, 'Qwen3ForCausalLM', fields=dict(mlp_bias=None), ours=dict(qk_norm=True),
+QWEN3 = like(BASE, 'Qwen3ForCausalLM', ours=dict(qk_norm=True),
              layers='S', layer_types='SL', defaults=QWEN2.defaults)
 OLMO2 = like(
-    LLAMA, 'Olmo2ForCausalLM', fields=dict(mlp_bias=None, head_dim=None),
+    BASE, 'Olmo2ForCausalLM', fields=dict(head_dim=None),
     ours=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
@@ -607,7 +527,7 @@ FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all e
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 QWEN3_MOE = like(
     QWEN3, 'Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
-    ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=(SPARSE_LAYERS,))
+    ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=SPARSE_LAYERS)
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
@@ -621,6 +541,7 @@ PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
     QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
+    harmless='full_attention_interval',
     ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
     theirs=dict(hidden_act='silu'),  # the convolution's activation as well
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
@@ -629,24 +550,24 @@ QWEN3_NEXT = like(
            'D.attn.c_proj': 'linear_attn.out_proj'},
     rows={'attn.c_attn': rows_gated_attention, 'D.attn.c_attn': rows_qwen3_next},
     layouts={'attn.conv': CONVOLUTION, **PLUS_ONE_NORMS},
-    ignored=('mtp.*',), rules=(SPARSE_LAYERS, SHARED_EXPERT, HYBRID))
+    ignored=('mtp.*',), rules=(*SPARSE_LAYERS, SHARED_EXPERT))
 QWEN3_5 = like(
     QWEN3_NEXT, 'Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
     theirs=dict(attn_output_gate=True), defaults=dict(mlp_only_layers=None),
     fields=dict(n_expert=None, n_expert_active=None, d_expert=None, norm_topk_prob=None),
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
-    rows={'D.attn.c_attn': rows_qwen3_5}, ignored=('mtp.*', 'model.visual.*'), rules=(HYBRID,))
+    rows={'D.attn.c_attn': rows_qwen3_5}, ignored=('mtp.*', 'model.visual.*'), rules=())
 DEEPSEEK_EXPERTS = like(
-    LLAMA, ignored=('model.layers.N.*',),  # the extra prediction layer
-    fields=dict(mlp_bias=None, n_shared_expert='n_shared_experts',
+    BASE, ignored=('model.layers.N.*',),  # the extra prediction layer
+    fields=dict(n_shared_expert='n_shared_experts',
                 n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
                 d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
                 **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
     ours=dict(router='sigmoid', balance_bias=True),
     theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'),
     names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
-    rules=(Rule(dict(topk_method=None), read_deepseek, write_deepseek),))
+    rules=(Rule({}, write=write_deepseek),))
 DEEPSEEK_V3 = like(
     DEEPSEEK_EXPERTS, 'DeepseekV3ForCausalLM',
     ours=dict(qk_norm=None, kv_lora_rank=512, latent_norm_eps=1e-6),  # whatever rms_norm_eps is
@@ -659,7 +580,7 @@ DEEPSEEK_V3 = like(
            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
     rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
 GLM4_MOE_LITE = like(
-    DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', fields=dict(n_dense_layer=None),
+    DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', defaults=dict(first_k_dense_replace=1),
     rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES))
 DEEPSEEK_V32 = like(
     GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', defaults=dict(first_k_dense_replace=3), exports=False,
@@ -701,13 +622,15 @@ FALCON = like(
                 read_falcon, write_falcon),))
 NEOX = like(
     BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
-    fields={**LLAMA.fields, 'n_kv_head': None, 'head_dim': None, 'mlp_bias': None,
+    fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
             'norm_eps': 'layer_norm_eps'},
     ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
               partial_rotary_factor=0.25),
     names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
            'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
-    rules=(Rule(dict(use_parallel_residual=True), read_neox, write_neox),))
+    rules=(converted('norm_placement', 'use_parallel_residual',
+                     lambda given, args: 'parallel_2' if given else 'pre',
+                     lambda config: config.norm_placement == 'parallel_2', True),))
 GPT2 = like(
     BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
     theirs=dict(scale_attn_weights=True),
@@ -719,24 +642,28 @@ GPT2 = like(
                            'mlp.c_proj.weight'), TRANSPOSED))
 MPT = like(
     BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
-    fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model'),
+    fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model',
+                attn_scale='softmax_scale'),
     ours=dict(bias=False, mlp='gelu', embed_norm=False),
-    theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4,
-                norm_type='low_precision_layernorm'),
+    theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
+                norm_type='low_precision_layernorm', attn_type='multihead_attention'),
+    harmless='attn_config attn_impl learned_pos_emb return_dict',
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
-    rules=(Rule(dict(attn_config={}, learned_pos_emb=None), read_mpt, write_mpt),))
+    rules=(Rule({}, write=write_mpt),))
+GEMMA = Rule({}, read_gemma)
 GEMMA2 = like(
-    LLAMA, 'Gemma2ForCausalLM', layers='SL', layer_types='SL',
-    fields=dict(mlp='hidden_activation hidden_act', mlp_bias=None,
+    BASE, 'Gemma2ForCausalLM', layers='SL', layer_types='SL',
+    fields=dict(mlp='hidden_activation hidden_act',
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
     defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
     names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
            'ln_4': 'post_feedforward_layernorm'},
     layouts=PLUS_ONE_NORMS,
-    rules=(Rule(dict(query_pre_attn_scalar=256), read_gemma2, write_gemma2),))
+    rules=(GEMMA, converted('attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
+                            lambda config: round(config.scale ** -2), 256)))
 GPTJ = like(
     GPT2, 'GPTJForCausalLM', layouts=dict.fromkeys(GPT2.layouts),
     ours=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True,
@@ -760,7 +687,7 @@ OPT = like(
     layouts={'wpe.weight': AFTER_TWO})
 INTERLEAVED = {'attn.c_attn': rows_interleaved}
 GLM = like(
-    LLAMA, 'GlmForCausalLM', fields=dict(proj_bias=None, mlp_bias=None), rows=INTERLEAVED,
+    BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
     ours=dict(qkv_bias=True, partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 GRANITE = like(
     LLAMA, 'GraniteForCausalLM', logit_scale=lambda c: 1 / c.get('logits_scaling', 1),
@@ -775,7 +702,7 @@ GRANITE_MOE = like(
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
 HUNYUAN = like(
-    LLAMA, 'HunYuanDenseV1ForCausalLM', fields=dict(mlp_bias=None),
+    BASE, 'HunYuanDenseV1ForCausalLM',
     ours=dict(qk_norm='rotated', norm_eps=1e-5), theirs=dict(norm_type='rms', use_qk_norm=True),
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
     harmless='*_id anyres_* attention_head_dim cla_share_factor class_num dense_list moe_intermediate_size '
@@ -783,7 +710,7 @@ HUNYUAN = like(
              'use_rotary_pos_emb vit_*',
     rules=(Rule({}, read_hunyuan),))
 COHERE = like(
-    LLAMA, 'CohereForCausalLM', fields=dict(mlp_bias=None, norm_eps='layer_norm_eps'), rows=INTERLEAVED,
+    BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps'), rows=INTERLEAVED,
     ours=dict(norm='layernorm', norm_eps=1e-5, norm_placement='parallel', tie_word_embeddings=True,
               rope_base=5e5),
     logit_scale=lambda c: c.get('logit_scale', 0.0625),
@@ -791,8 +718,8 @@ COHERE = like(
 ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
-    LLAMA, 'Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
-    fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None, mlp_bias=None,
+    BASE, 'Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
+    fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
                 tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
                 linear_conv_kernel_dim='conv_L_cache'),
     ours=dict(qk_norm=True, tie_word_embeddings=True, rope_base=1e6, norm_eps=1e-5),
@@ -803,20 +730,29 @@ LFM2 = like(
            'mlp.c_fc': 'feed_forward.w1 feed_forward.w3',
            'mlp.c_proj': 'feed_forward.w2'},
     layouts={'attn.conv': CONVOLUTION},
-    rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
-                     full_attn_idxs=None), read_lfm2, write_lfm2), HYBRID))
-MAMBA = dict(names={
-    'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
-    'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
-    'attn.o_norm': 'mamba.norm.weight', 'B.attn.c_attn': 'mamba.in_proj', 'B.attn.c_proj': 'mamba.out_proj'},
+    rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256),
+                read_lfm2, write_lfm2), listed('mixer_pattern', 'full_attn_idxs', 'A', 'C')))
+TIME_STEPS = Rule(dict(time_step_limit=None), check_mamba)
+MAMBA = dict(
+    names={'attn.A_log': 'mamba.A_log', 'attn.dt_bias': 'mamba.dt_bias', 'attn.skip': 'mamba.D',
+           'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
+           'attn.o_norm': 'mamba.norm.weight', 'B.attn.c_attn': 'mamba.in_proj',
+           'B.attn.c_proj': 'mamba.out_proj'},
     rows={'B.attn.c_attn': rows_mamba, 'attn.conv': rows_mamba_convolution,
           'attn.conv_bias': rows_mamba_convolution},
-    layouts={'attn.conv': CONVOLUTION})
-MAMBA_FIELDS = dict(
-    linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
-    linear_key_head_dim='mamba_d_state', linear_value_head_dim='mamba_d_head',
-    linear_conv_kernel_dim='mamba_d_conv', linear_conv_bias='mamba_conv_bias')
-MAMBA_RULE = Rule(dict(time_step_limit=None), check_mamba)
+    layouts={'attn.conv': CONVOLUTION}, theirs=dict(mamba_proj_bias=False), harmless='mamba_d_head',
+    fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
+                linear_key_head_dim='mamba_d_state', linear_conv_kernel_dim='mamba_d_conv',
+                linear_conv_bias='mamba_conv_bias'),
+    rules=(TIME_STEPS, converted(
+        'linear_value_head_dim', 'mamba_expand',
+        lambda given, args: given * args['n_embd'] // args['linear_n_value_head'],
+        lambda config: config.linear_n_value_head * config.linear_value_head_dim // config.n_embd, 2)))
+BAMBA = like(
+    like(LLAMA, **MAMBA), 'BambaForCausalLM', ours=dict(partial_rotary_factor=0.5, mixer_pattern='B'),
+    names={**renamed(LLAMA, 'mlp', 'feed_forward'), 'ln_2': 'pre_ff_layernorm',
+           'ln_f': 'model.final_layernorm'},
+    rules=(*MAMBA['rules'], listed('mixer_pattern', 'attn_layer_indices', 'A')))
 FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3': QWEN3,
     'llama': LLAMA,
@@ -828,7 +764,8 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'deepseek_v2': like(
         DEEPSEEK_V3, 'DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
         ours=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
-        theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False)),
+        theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
+        rules=(*DEEPSEEK_V3.rules, Rule(dict(topk_method=None), read_deepseek_v2, write_deepseek_v2))),
     'bloom': BLOOM,
     'falcon': FALCON,
     'gpt_neox': NEOX,
@@ -842,38 +779,31 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
             qk_norm=True, rope_base=1e6, rope_local={'rope_base': 1e4}),
         theirs=dict(use_bidirectional_attention=False, sliding_window_pattern=6),
+        harmless='rope_local_base_freq',
         defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
                       num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
                       max_position_embeddings=131072),  # what the published ones leave out
         layouts={f'attn.{norm}.weight': PLUS_ONE for norm in ('q_norm', 'k_norm')}),
     'lfm2': LFM2,
     'lfm2_moe': like(
-        LFM2, 'Lfm2MoeForCausalLM', rules=(HYBRID,), fields=dict(
+        LFM2, 'Lfm2MoeForCausalLM', rules=(), fields=dict(
             QWEN_EXPERTS, d_ff='intermediate_size', n_dense_layer='num_dense_layers',
             routed_scaling_factor='routed_scaling_factor', balance_bias='use_expert_bias'),
         ours=dict(router='sigmoid', balance_bias=True),
         names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
                'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
                'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
-    'bamba': like(
-        LLAMA, 'BambaForCausalLM', rows=MAMBA['rows'], layouts=MAMBA['layouts'], fields=MAMBA_FIELDS,
-        ours=dict(partial_rotary_factor=0.5), theirs=dict(mamba_proj_bias=False),
-        names={**MAMBA['names'], 'ln_2': 'pre_ff_layernorm', 'ln_f': 'model.final_layernorm',
-               **renamed(LLAMA, 'mlp.c', 'mlp', 'feed_forward')},
-        rules=(Rule(dict(attn_layer_indices=None, mamba_expand=2), read_mamba, write_bamba), MAMBA_RULE,
-               HYBRID)),
+    'bamba': BAMBA,
     'granitemoehybrid': like(
-        GRANITE_MOE, 'GraniteMoeHybridForCausalLM', layers='B', layer_types='BL', rows=MAMBA['rows'],
-        layouts=MAMBA['layouts'], fields=dict(MAMBA_FIELDS, mlp=None, d_ff=None),
-        theirs=dict(mamba_proj_bias=False, hidden_act='silu'),
-        names={**MAMBA['names'], **GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
+        like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='B', layer_types='BL',
+        fields=dict(mlp=None, d_ff=None), theirs=dict(hidden_act='silu'),
+        harmless='mamba_d_head attn_layer_indices',
+        names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
                'mlp.c_proj': 'shared_mlp.output_linear'},
-        rules=(Rule(dict(position_embedding_type=None, shared_intermediate_size=1024, mamba_expand=2,
-                         attn_layer_indices=None), read_granite_hybrid, write_granite_hybrid),
-               MAMBA_RULE, HYBRID)),
+        rules=(*MAMBA['rules'], Rule(dict(position_embedding_type=None, shared_intermediate_size=1024),
+                                     read_granite_hybrid, write_granite_hybrid))),
     'nemotron_h': like(
-        LLAMA, 'NemotronHForCausalLM', layer=nemotron_layer, rows=MAMBA['rows'],
-        layouts=MAMBA['layouts'],
+        BAMBA, 'NemotronHForCausalLM', layer=nemotron_layer,
         fields=dict(mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon', qkv_bias=None, proj_bias=None,
                     n_expert='n_routed_experts', n_expert_active='num_experts_per_tok',
                     d_expert='moe_intermediate_size', linear_n_key_head='n_groups',
@@ -881,33 +811,30 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                     linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
                     linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                     linear_conv_bias='use_conv_bias'),
-        ours=dict(pos='none', router='sigmoid', balance_bias=True),
-        theirs=dict(use_bias=False, moe_latent_size=None, mamba_hidden_act='silu', topk_method=None),
-        defaults=dict(num_hidden_layers=0, mlp_hidden_act='relu2', attention_bias=False, expand=2,
-                      mamba_proj_bias=False),
-        names={'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
-               **renamed(LLAMA, 'attn', 'self_attn', 'mixer'),
-               **{ours: theirs.replace('mamba', 'mixer') for ours, theirs in MAMBA['names'].items()},
-               'mlp.c_fc': 'mixer.up_proj', 'mlp.c_proj': 'mixer.down_proj', 'mlp.router': 'mixer.gate',
-               'mlp.expert_bias': 'mixer.gate.e_score_correction_bias',
+        ours=dict(pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
+                  mixer_pattern=None),
+        theirs=dict(use_bias=False, mamba_hidden_act='silu'), harmless='n_shared_experts topk_method expand',
+        defaults=dict(num_hidden_layers=0, mlp_hidden_act='relu2', attention_bias=False),
+        names={**renamed(BAMBA, 'mamba|self_attn|mlp|feed_forward', 'mixer'),
+               'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
+               'mlp.c_fc': 'mixer.up_proj', 'mlp.expert_bias': 'mixer.gate.e_score_correction_bias',
                'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
-               'mlp.experts.c_proj': 'mixer.experts.E.down_proj',
-               'mlp.shared.c_fc': 'mixer.shared_experts.up_proj',
-               'mlp.shared.c_proj': 'mixer.shared_experts.down_proj'},
-        rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None, n_shared_experts=None,
-                         moe_shared_expert_intermediate_size=None, topk_method=None),
-                    read_nemotron_h, write_nemotron_h), MAMBA_RULE, HYBRID)),
+               'mlp.shared.c_fc': 'mixer.shared_experts.up_proj'},
+        rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None),
+                    read_nemotron_h, write_nemotron_h), TIME_STEPS,
+               shared_width('moe_shared_expert_intermediate_size'))),
     'kimi_linear': like(
         DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM', layer_types='KM',
         fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
                     n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
-                    n_dense_layer=None, n_group='num_expert_group', norm_topk_prob='moe_renormalize',
+                    n_group='num_expert_group', norm_topk_prob='moe_renormalize',
                     linear_n_key_head='linear_num_heads', linear_n_value_head='linear_num_heads',
                     linear_key_head_dim='linear_head_dim', linear_value_head_dim='linear_head_dim',
                     linear_conv_kernel_dim='linear_conv_kernel_dim'),
         ours=dict(pos='none'),
-        theirs=dict(rope_interleave=None, moe_layer_freq=None, scoring_func=None, topk_method=None),
-        names={**renamed(DEEPSEEK_V3, 'mlp', 'mlp', 'block_sparse_moe'),
+        theirs=dict(mla_use_nope=True, use_grouped_topk=True,
+                    moe_router_activation_func='sigmoid'),
+        names={**renamed(DEEPSEEK_V3, 'mlp', 'block_sparse_moe'),
                'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3',
                'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
                'K.attn.c_attn': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.g_a_proj '
@@ -920,11 +847,10 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         layouts={'attn.conv': CONVOLUTION,
                  'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
         aliases={'.mlp.': '.block_sparse_moe.'},
-        rules=(Rule(dict(linear_attn_config=None, mlp_layer_types=None, first_k_dense_replace=None,
-                         topk_method=None), read_kimi_linear, write_kimi_linear), HYBRID)),
+        rules=(Rule(dict(linear_attn_config=None), read_kimi_linear, write_kimi_linear), MLP_TYPES)),
     'phi': like(
-        LLAMA, 'PhiForCausalLM',
-        fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, mlp_bias=None, head_dim=None),
+        BASE, 'PhiForCausalLM',
+        fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, head_dim=None),
         ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
                   partial_rotary_factor=0.5),
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
@@ -932,12 +858,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'smollm3': like(
         LLAMA, 'SmolLM3ForCausalLM', layers='S', layer_types='SL',
         defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
-        rules=(NO_ROPE,)),
+        rules=NO_ROPE),
     'gpt_oss': like(
-        LLAMA, 'GptOssForCausalLM', layers='SL', layer_types='SL',
+        BASE, 'GptOssForCausalLM', layers='SL', layer_types='SL',
         theirs=dict(swiglu_alpha=1.702, hidden_act='silu'),
-        fields=dict(EXPERTS, mlp=None, mlp_bias=None, d_expert='intermediate_size',
-                    mlp_limit='swiglu_limit'),
+        fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit', d_expert='intermediate_size'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
         names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router', 'attn.sink': 'self_attn.sinks',
                'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
@@ -952,13 +877,13 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         QWEN2, 'Qwen2MoeForCausalLM', layers='L', layer_types='', defaults=dict(max_window_layers=None),
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
         ours=dict(norm_topk_prob=False, shared_gate=True), names=SHARED_NAMES,
-        rules=(SPARSE_LAYERS, SHARED_EXPERT)),
+        rules=(*SPARSE_LAYERS, SHARED_EXPERT)),
     'qwen3_next': QWEN3_NEXT,
     'qwen3_5_text': QWEN3_5,
     'gemma': like(
         GEMMA2, 'GemmaForCausalLM', layers='L', layer_types='', ours=dict(norm_placement='pre'),
         fields=dict(mlp='hidden_act hidden_activation', attn_softcap=None, logit_softcap=None),
-        rules=(Rule({}, read_gemma),)),
+        rules=(GEMMA,)),
     'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', ours=dict(norm_placement='pre'),
                        names={'ln_2': 'pre_feedforward_layernorm'}),
     'phi3': like(
@@ -1024,14 +949,14 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
                'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
         ignored=('*.act_fn.beta', '*.act_fn.eps')),  # constants, which an export would need
-    'olmo': like(LLAMA, 'OlmoForCausalLM', fields=dict(mlp_bias=None, norm_eps=None),
+    'olmo': like(BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None),
                  ours=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
     'nanochat': like(
-        LLAMA, 'NanoChatForCausalLM',
-        fields=dict(mlp_bias=None, logit_softcap='final_logit_softcapping'),
+        BASE, 'NanoChatForCausalLM',
+        fields=dict(logit_softcap='final_logit_softcapping'),
         ours=dict(mlp='relu2', qk_norm='rotated', norm_weight=False, embed_norm=True),
         names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped},
-        rules=(Rule(dict(final_logit_softcapping=15.0), write=write_softcap),)),
+        defaults=dict(final_logit_softcapping=15.0)),
     'hunyuan_v1_dense': HUNYUAN,
     'opt': OPT,
     'gptj': GPTJ,
@@ -1040,12 +965,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt_neo': like(
         GPT2, 'GPTNeoForCausalLM', layouts=dict.fromkeys(GPT2.layouts), harmless='attention_types',
         fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',
-                    n_embd='hidden_size', d_ff='intermediate_size'),
+                    n_embd='hidden_size', d_ff='intermediate_size'), exports=False,
         ours=dict(qkv_bias=False, attn_scale=1.0),
         names={'attn.c_attn': 'attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj',
                'attn.c_proj': 'attn.attention.out_proj'},
-        rules=(Rule(dict(attention_layers=['global', 'local'] * 12, window_size=256), read_gpt_neo,
-                    write_gpt_neo),)),
+        rules=(Rule(dict(attention_layers=['global', 'local'] * 12, window_size=256), read_gpt_neo),)),
     'gpt_bigcode': like(
         GPT2, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True),
         layouts=dict.fromkeys(GPT2.layouts)),
@@ -1060,8 +984,8 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'exaone_moe': like(
         DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL', layer_types='SL',
         fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
-                    n_shared_expert='num_shared_experts', n_dense_layer=None),
-        ours=dict(qk_norm=True, norm_eps=1e-5), ignored=('mtp.*',),
+                    n_shared_expert='num_shared_experts'),
+        ours=dict(qk_norm=True, norm_eps=1e-5), ignored=('mtp.*',), defaults=dict(first_k_dense_replace=1),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
         rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
@@ -1075,10 +999,13 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'attn.c_attn': f"{LLAMA.names['attn.c_attn']} self_attn.gate_proj",
                'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
                'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
-        rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, Rule(dict(mup_enabled=False), read_mup, write_mup))),
+        rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, converted(
+            'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
+            lambda config: config.embed_scale != 1))),
     'hy_v3': like(
         DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
-        fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor', n_dense_layer=None),
+        fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
+        defaults=dict(first_k_dense_replace=1),
         harmless='n_group topk_group enable_moe_fp32_combine',
         ours=dict(qk_norm=True, norm_eps=1e-5, rope_base=11158840.0),
         names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
@@ -1115,10 +1042,10 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(*HUNYUAN.rules, Rule({}, read_topk))),
     'qwen3_5_moe_text': like(
         QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
-        ours=dict(shared_gate=True), rules=(SHARED_EXPERT, HYBRID)),
+        ours=dict(shared_gate=True), rules=(SHARED_EXPERT,)),
     'llama4_text': like(
-        LLAMA, 'Llama4ForCausalLM', exports=False,
-        fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size', mlp_bias=None),
+        BASE, 'Llama4ForCausalLM', exports=False,
+        fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size'),
         ours=dict(qk_norm='unit', norm_eps=1e-5, rope_base=5e5, n_shared_expert=1, router='sigmoid',
                   norm_topk_prob=False, expert_input_scale=True),
         names={'mlp.c_fc': 'feed_forward.gate_proj feed_forward.up_proj',
@@ -1129,11 +1056,10 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.shared.c_proj': 'feed_forward.shared_expert.down_proj'},
         rows=INTERLEAVED,
         layouts=TRANSPOSED_EXPERTS,
-        rules=(NO_ROPE, Rule(dict(attn_temperature_tuning=True, attn_scale=0.1, floor_scale=8192,
+        rules=(*NO_ROPE, Rule(dict(attn_temperature_tuning=True, attn_scale=0.1, floor_scale=8192,
                                   attention_chunk_size=8192, use_qk_norm=True), read_llama4),
-               expert_layers(dict(moe_layers=None, interleave_moe_layer_step=1),
-                             lambda c, i: (i in c['moe_layers'] if c['moe_layers'] else
-                                           (i + 1) % c['interleave_moe_layer_step'] == 0)))),
+               every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E', 1),
+               listed('expert_pattern', 'moe_layers', 'E', 'D'))),
     'kimi_k2': DEEPSEEK_V3,
     'flex_olmo': FLEX_OLMO,
     'olmoe': like(
@@ -1150,6 +1076,7 @@ REFUSED = {  # model_type: what its models have that model.py has not
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
+OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None)  # theirs, where ours are None or 0
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {

@@ -38,6 +38,7 @@ from families import (
     GATED_ACTIVATIONS,
     HARMLESS,
     LAYER_TYPES,
+    OFF,
     PLAIN_ACTIVATIONS,
     PLUS_ONE,
     REFUSED,
@@ -45,6 +46,7 @@ from families import (
     Layout,
     like,
     refuse,
+    unused,
 )
 from model import (
     CHANGEABLE,
@@ -85,6 +87,7 @@ def config_from_hf(c):
     """config.json, in transformers' old or new form -> GPTConfig. Raises ValueError that names all that is
     unsupported."""
     c = text_config(c)
+    c = {**c.get('attn_config', {}), **c}  # MPT's
     if c.get('model_type') not in FAMILIES:
         kind, known = c.get('model_type'), ', '.join(sorted(FAMILIES))
         reason = f"it has {REFUSED[kind]}" if kind in REFUSED else f"these are supported: {known}"
@@ -111,7 +114,12 @@ def config_from_hf(c):
         read_rope(c, args)
     for rule in family.rules:
         rule.read(c, args)
-    return GPTConfig(**args)
+    if (args.get('n_group') or 1) == 1:
+        args.update(n_group=None, topk_group=None)
+    if 'expert_pattern' in args:  # names each layer
+        args.pop('n_dense_layer', None)
+    ignored = unused(args)  # what transformers writes all the same
+    return GPTConfig(**{name: value for name, value in args.items() if name not in ignored})
 
 
 def text_config(c):
@@ -130,15 +138,12 @@ def read_rope(c, args):
     """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
     takes rope_scaling alone (modeling_rope_utils, 5.23). A family with rope_local has two rotations."""
     given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('rope_local', None)
-    if own is None:
-        if any(isinstance(value, dict) for value in given.values()):
-            refuse(c, rope_parameters=given)
-        args.update(rope_fields(given, c, args))
-        return
+    if own is None and any(isinstance(value, dict) for value in given.values()):
+        refuse(c, rope_parameters=given)
     args.update(rope_fields(given.get('full_attention', given), c, args))
-    base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
-    local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
-    if 'window' in args:
+    if own is not None and 'window' in args:
+        base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
+        local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
         args['rope_local'] = {name: value for name, value in local.items() if value != args[name]} or None
 
 
@@ -183,14 +188,14 @@ def write_rope(config, c):
 
 def read_layers(c, args, family):
     """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
-    size, every = c.get('sliding_window'), c.get('full_attention_interval')
-    period = c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
+    size, layers = c.get('sliding_window'), family.layers
+    period = (c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
+              or c.get('full_attention_interval'))
     is_used = size and c.get('use_sliding_window', True)
     if is_used and 'S' not in family.layers:
         refuse(c, sliding_window=size)
-    layers = 'D' * (every - 1) + 'L' if every else family.layers
     if isinstance(period, int):
-        layers = 'S' * (period - 1) + 'L'
+        layers = layers[0] * (period - 1) + 'L'
     if 'max_window_layers' in family.defaults:  # counts first layers without a window
         layers = 'L' * (c['max_window_layers'] or 0) + layers * args['n_layer']
     if family.layer_types and c.get('layer_types'):
@@ -237,11 +242,11 @@ def write_config(config, kind):
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.theirs}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
+    ignored = unused(vars(config))
     for ours, theirs in family.fields.items():
-        value, name = getattr(config, ours), theirs.split()[0]
-        if value is None and c.get(name) is not None:  # an expert's width, written over an MLP's
-            raise ValueError(f"{kind} has experts")
-        c[name] = activations.get(value) if ours == 'mlp' else value
+        value = getattr(config, ours) or OFF.get(ours, getattr(config, ours))
+        if value is not None or ours not in ignored:
+            c[theirs.split()[0]] = activations[value] if ours == 'mlp' else value
     write_layers(config, c, family)
     if config.pos == 'rope' and family.ours.get('pos', 'rope') == 'rope':
         write_rope(config, c)
@@ -302,7 +307,7 @@ def plan(model, family):
         module, dot, kind = name.rpartition('.')
         key, after = (name, '') if name in names else (module, dot + kind)
         if key not in names:
-            raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in hub.py")
+            raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in families.py")
         theirs = names[key](model.config) if callable(names[key]) else names[key]
         theirs = [before + one + after for one in theirs.split()]
 

@@ -137,6 +137,10 @@ HF = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers
 HF_LATENT = dict(HF, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
                  v_head_dim=12, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
                  moe_intermediate_size=24, first_k_dense_replace=1)
+HF_KIMI = dict({k: v for k, v in HF_LATENT.items() if not k.startswith('n_')}, q_lora_rank=None,
+               num_experts=8, num_experts_per_token=2, num_shared_experts=1,
+               pad_token_id=0, linear_num_heads=3, linear_head_dim=6, linear_conv_kernel_dim=3,
+               layer_types=['linear_attention', 'full_attention', 'linear_attention'])
 HF_HYBRID = dict(HF, head_dim=16, num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=4,
                  linear_key_head_dim=6, linear_value_head_dim=10, linear_conv_kernel_dim=3,
                  layer_types=['linear_attention', 'full_attention'] * 2)
@@ -231,10 +235,7 @@ HF_MODELS = [  # model_type and its configuration
         'linear_attention', 'moe', 'linear_attention', 'full_attention', 'mlp', 'linear_attention', 'moe'])),
     ('nemotron_h', dict(HF_NEMOTRON, attention_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=1,
                         layers_block_type=['full_attention', 'mlp', 'linear_attention', 'linear_attention'])),
-    ('kimi_linear', dict({k: v for k, v in HF_LATENT.items() if not k.startswith('n_')}, q_lora_rank=None,
-                         num_experts=8, num_experts_per_token=2, num_shared_experts=1,
-                         pad_token_id=0, linear_num_heads=3, linear_head_dim=6, linear_conv_kernel_dim=3,
-                         layer_types=['linear_attention', 'full_attention', 'linear_attention'])),
+    ('kimi_linear', HF_KIMI),
     ('gpt_oss', dict(HF, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
                      swiglu_limit=0.5,
                      **hf_rope('yarn', factor=4.0, truncate=False))),
@@ -373,6 +374,24 @@ def as_once_published(c, state):
              rope_scaling={'type': rope.pop('rope_type'), **rope})
 
 
+def gemma3_as_once_published(c, state):
+    rope = c.pop('rope_parameters')
+    c.update(rope_theta=rope['full_attention']['rope_theta'], sliding_window_pattern=6,
+             rope_local_base_freq=rope['sliding_attention']['rope_theta'])
+    del c['layer_types']
+
+
+def kimi_as_published(c, state):
+    kinds = {kind: [i for i, one in enumerate(c['layer_types'], 1) if one.startswith(kind)]
+             for kind in ('full', 'linear')}
+    c['linear_attn_config'] = dict(
+        full_attn_layers=kinds['full'], kda_layers=kinds['linear'], num_heads=c.pop('linear_num_heads'),
+        head_dim=c.pop('linear_head_dim'), short_conv_kernel_size=c.pop('linear_conv_kernel_dim'))
+    del c['layer_types'], c['mlp_layer_types']
+    c.update(first_k_dense_replace=1, mla_use_nope=True, use_grouped_topk=True,
+             moe_router_activation_func='sigmoid')
+
+
 def without_prefix(c, state):
     for name in list(state):
         state[name.removeprefix('transformer.')] = state.pop(name)
@@ -430,6 +449,8 @@ def minimind(**change):
 
 @pytest.mark.parametrize('kind, options, edit', [
     ('llama', dict(HF, **hf_rope('yarn', factor=4.0)), as_once_published),
+    ('gemma3_text', dict(HF, head_dim=12, sliding_window=6, num_hidden_layers=6), gemma3_as_once_published),
+    ('kimi_linear', HF_KIMI, kimi_as_published),
     ('gpt2', HF_GPT2, without_prefix),
     ('deepseek_v3', dict(HF_LATENT, q_lora_rank=12, n_group=2, topk_group=1), with_extra_layer),
     ('qwen3_5_text', HF_HYBRID, in_a_larger_model),
