@@ -55,6 +55,8 @@ def tiny_config(config):
     if config.n_kv_head:
         changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),
                        head_dim=math.ceil(8 / config.partial_rotary_factor))  # four pairs turn
+    if config.linear_n_key_head and config.linear_n_key_head == config.linear_n_value_head:
+        changes['linear_n_value_head'] = changes['linear_n_key_head']
     if config.query_scale:
         changes['query_scale'] = {**config.query_scale, 'length': 7}
     if config.rope_scaling:

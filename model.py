@@ -56,7 +56,7 @@ class GPTConfig:
     rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
     rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
     partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
-    rope_local: dict | None = None   # of these three what differs in S layers: {'rope_base': 1e4} (Gemma 3)
+    rope_local: dict | None = None   # the same three where S and C layers differ (Gemma 3)
     document_token: int | None = None  # starts a document: nothing before it is seen, positions restart
     # mixers: what mixes tokens in a block
     mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet,
@@ -253,7 +253,7 @@ def wrong_values(config):
 NEEDS = (
     # (what is needed, the fields that have no effect without it, whether a config has it); a mixer's own
     # options need a layer of it, see Mixer.fields
-    ('window_pattern, and an S layer of attention', 'window',
+    ('window_pattern, and an S or C layer of attention', 'window',
      lambda c: any(map(c.window_of, range(c.n_layer)))),
     ('window', 'window_pattern', lambda c: c.window),
     ('a layer for each letter', 'mixer_pattern',
@@ -261,6 +261,7 @@ NEEDS = (
     ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
     ("pos='rope', and layers with a window", 'rope_local',
      lambda c: c.pos == 'rope' and any(map(c.window_of, range(c.n_layer)))),
+    ("pos='rope'", 'qk_norm', lambda c: c.pos == 'rope' or c.qk_norm != 'unit'),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
     ('positions that layers use: rope or alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
     ('a layer of attention for alibi', 'pos',
@@ -554,7 +555,8 @@ ROPE_SCALINGS = {
 def complete_scaling(scaling, length):
     """A rope_scaling (None: none) with the length that the model was trained at, where its kind needs that
     and it is missing."""
-    kind, told = ROPE_SCALINGS.get((scaling or {}).get('rope_type')), 'original_max_position_embeddings'
+    told = 'original_max_position_embeddings'
+    kind = ROPE_SCALINGS.get(scaling.get('rope_type')) if isinstance(scaling, dict) else None
     if kind and told in inspect.signature(kind).parameters:
         return {told: length, **scaling}
     return scaling
@@ -587,15 +589,19 @@ def check_rope(config):
     """As Mixer.check, for a config with rotations."""
     if unknown := (config.rope_local or {}).keys() - {'rope_base', 'rope_scaling', 'partial_rotary_factor'}:
         yield 'rope_local', f"there is no {', '.join(unknown)} in it"
-    for kind in dict.fromkeys(map(config.rope_kind, (None, *range(config.n_layer)))):
-        if kind[1] < 2 or kind[1] % 2 or kind[1] > (config.qk_rope_head_dim or config.head_dim):
-            yield 'pos', f"rope rotates pairs: rope_dim={kind[1]} must be even, from 2 to a head's width"
-            continue
+    local = [layer for layer in range(config.n_layer) if config.rope_local and config.window_of(layer)]
+    for layer in (None, *local[:1]):
+        field = 'rope_scaling' if layer is None else 'rope_local'
         try:
-            rope_table(kind, torch.zeros(1, 1, device='cpu'), config.block_size)
+            kind = config.rope_kind(layer)
+            if kind[1] < 2 or kind[1] % 2 or kind[1] > (config.qk_rope_head_dim or config.head_dim):
+                yield 'pos', f"rope rotates pairs: rope_dim={kind[1]} must be even, from 2 to a head's width"
+                continue
+            cos, _ = rope_table(kind, torch.zeros(1, 1, device='cpu'), config.block_size)
+            if not cos.isfinite().all():
+                yield field, 'its angles are not finite'
         except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
-            yield 'rope_scaling', (f"{type(error).__name__} {error}; rope_type is one of "
-                                   f"{', '.join(ROPE_SCALINGS)}")
+            yield field, f"{type(error).__name__} {error}; rope_type is one of {', '.join(ROPE_SCALINGS)}"
 
 
 def rotate(x, rope):
@@ -866,8 +872,13 @@ class BaseAttention(Mixer):
     def check(cls, config):
         if config.pos == 'rope' and (config.head_dim or config.qk_rope_head_dim):
             yield from check_rope(config)
-        if config.query_scale:
-            query_scale(torch.zeros(1, 1, device='cpu'), **config.query_scale)
+        if config.query_scale is not None:
+            try:
+                query_scale(torch.zeros(1, 1, dtype=torch.long, device='cpu'), **config.query_scale)
+                if not set(config.query_scale.get('layers', 'PN')) & set(config.pos_pattern):
+                    yield 'query_scale pos_pattern', 'no layer has a letter of its layers'
+            except Exception as error:  # whatever the function makes of its options
+                yield 'query_scale', f"{type(error).__name__} {error}"
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -896,7 +907,7 @@ class BaseAttention(Mixer):
 
 class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention, by n_kv_head; with attn_gate its output is gated
-    element by element (arXiv:2505.06708)."""
+    (arXiv:2505.06708), each element or each head by itself."""
 
     fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'partial_rotary_factor', 'attn_gate')
 
@@ -1637,6 +1648,7 @@ class GPT(nn.Module):
         | biases, sinks, x0_lambdas   | 0                                                                  |
         | short convolutions          | uniform, at most 1 / sqrt(kernel), as nn.Conv1d                    |
         | DeltaNet's A_log; dt_bias   | log of uniform (0, 16); softplus of it log-uniform, 0.001 to 0.1   |
+        | xielu's alpha_p, alpha_n    | softplus of them 0.8 and 0.3                                       |
         """
         if self.wte.weight.is_meta:
             return
@@ -1678,8 +1690,8 @@ class GPT(nn.Module):
             balance, z, load = map(torch.stack, zip(*context.routing))
             aux = {'balance': balance.mean(), 'z': z.mean(), 'load': load}
         if self.mtp is not None and self.training:
-            context.routing = None
-            aux['mtp'] = self.loss(self.mtp(x, x0, context), F.pad(targets[:, 1:], (0, 1), value=-1))
+            own = dataclasses.replace(context, routing=None)  # recomputed blocks need theirs in backward
+            aux['mtp'] = self.loss(self.mtp(x, x0, own), F.pad(targets[:, 1:], (0, 1), value=-1))
         return loss, aux
 
     def loss(self, x, targets):

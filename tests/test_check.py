@@ -126,6 +126,11 @@ def test_sound_models_pass(options):
             assert holds, remark
 
 
+def test_a_small_model_of_each_kind_can_be_made():
+    for letter in flat.MIXERS:
+        check.tiny_config(GPTConfig(mixer_pattern=letter, **(MLA if letter == 'M' else {})))
+
+
 def test_a_layer_of_ones_own_is_no_fault(monkeypatch):
     class Mean(flat.Attention):
         def attend(self, q, k, v, context):

@@ -278,6 +278,19 @@ def test_activations_computed_twice_give_the_same_gradients_with_less_memory(opt
     assert smallest < between < size and smallest < size / 2
 
 
+def test_experts_computed_twice_know_nothing_of_the_prediction_layer():
+    found = []
+    for every in (0, 1):
+        torch.manual_seed(0)
+        model = tiny(n_expert=4, mtp=True).train()
+        if every:
+            flat_train.checkpoint_blocks(model, every)
+        loss, aux = model(*torch.randint(61, (2, 4, 16)))
+        (loss + aux['balance'] + aux['mtp']).backward()
+        found.append([w.grad for w in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_what_a_block_hands_on_is_not_lost_in_silence(monkeypatch):
     @dataclasses.dataclass
     class Context(flat.ForwardContext):
