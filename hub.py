@@ -144,7 +144,9 @@ def read_rope(c, args):
     if own is not None and 'window' in args:
         base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
         local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
-        args['rope_local'] = {name: value for name, value in local.items() if value != args[name]} or None
+        # a scaling that is set later is not theirs
+        args['rope_local'] = {name: value for name, value in local.items()
+                              if name == 'rope_scaling' or value != args[name]}
 
 
 def rope_fields(given, c, args):

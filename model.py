@@ -447,11 +447,11 @@ class Norm(nn.Module):
     """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450) over the last dimension; statistics in
     float32, the result in x's dtype."""
 
-    def __init__(self, width, config, weighted=True, eps=None):
+    def __init__(self, width, config, is_unit=False, eps=None):
         super().__init__()
-        weighted = weighted and config.norm_weight
-        self.weight = parameter(width, init=nn.init.ones_, group='vector') if weighted else None
-        self.bias = parameter(width, init=nn.init.zeros_, group='vector') if config.norm_bias else None
+        has_weight, has_bias = config.norm_weight and not is_unit, config.norm_bias and not is_unit
+        self.weight = parameter(width, init=nn.init.ones_, group='vector') if has_weight else None
+        self.bias = parameter(width, init=nn.init.zeros_, group='vector') if has_bias else None
         self.kind, self.eps = config.norm, eps or config.norm_eps
 
     def forward(self, x):
@@ -932,7 +932,7 @@ class Attention(BaseAttention):
         self.norms_last = config.qk_norm in ('rotated', 'unit')
         is_unit = config.qk_norm == 'unit'
         has_norm = self.rope_kind if is_unit else config.qk_norm
-        self.q_norm, self.k_norm = (Norm(width, config, not is_unit) if has_norm else nn.Identity()
+        self.q_norm, self.k_norm = (Norm(width, config, is_unit) if has_norm else nn.Identity()
                                     for width in self.normed)
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
 
@@ -1227,7 +1227,7 @@ class GatedDeltaNet(Mixer):
     queries, keys and values, of which the first two are normalised, and an output that is normalised and
     gated. A row keeps the last inputs of the convolution and a float32 state, whatever its length."""
 
-    documents = True
+    documents, n_products = True, 3
     fields = ('linear_n_key_head', 'linear_n_value_head', 'linear_key_head_dim', 'linear_value_head_dim',
               'linear_conv_kernel_dim')
 
@@ -1268,7 +1268,7 @@ class GatedDeltaNet(Mixer):
 
     def flops(self, length):
         # read, write and read the state, and the convolution: 2 FLOPs each, 3 times
-        return 6 * (3 * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
+        return 6 * (self.n_products * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
 
     def forward(self, x, context):
         *qkv, gate, beta, decay = self.c_attn(x)
@@ -1919,6 +1919,7 @@ class Mamba2(GatedDeltaNet):
     """Mamba-2 (arXiv:2405.21060) as linear attention, its section 6: C is the query, B the key, each of them
     shared by a group of heads, x the value, and the step size both writes and decays."""
 
+    n_products = 2  # it corrects nothing
     fields = (*GatedDeltaNet.fields, 'linear_conv_bias')
 
     @classmethod
