@@ -244,6 +244,8 @@ def write_config(config, kind):
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.theirs}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
+    if 'swiglu' in activations:  # None is read as that: an MLP that the family lacks is named, and it alone
+        activations.setdefault(config.mlp, None)
     ignored = unused(vars(config))
     for ours, theirs in family.fields.items():
         value = getattr(config, ours) or OFF.get(ours, getattr(config, ours))

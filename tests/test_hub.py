@@ -560,6 +560,7 @@ def test_exports_open_in_transformers_or_are_refused_by_name(tmp_path):
         hub.save_pretrained(model, None, tmp_path / 'out')
         near(hf_opened(tmp_path / 'out')(idx := tokens(model, 2, 20)).logits, model(idx))
     for options, part in ((dict(residual_lambdas=True), 'residual_lambdas .here True'),
+                          (dict(mlp='gelu'), "nearest, qwen3, differs in mlp .here 'gelu'"),
                           (dict(qk_norm='whole'), "qk_norm .here 'whole'"),
                           (dict(n_expert=4, n_shared_expert=1), 'n_shared_expert'),
                           (dict(n_expert=4, n_shared_expert=1, router='sigmoid', balance_bias=True,
