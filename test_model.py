@@ -916,7 +916,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     (dict(rope_local={'rope_base': 5.0}), ["needs pos='rope', and layers with a window"]),
     (dict(window=5, window_pattern='SC', rope_local={'base': 5.0, 'rope_base': -5.0, 'rope_scaling': 'yarn'}),
      ['there is no base in it', "AttributeError 'str'"]),
-    (dict(window=5, window_pattern='S', rope_local={'rope_base': -5.0}), ['angles are not finite']),
+    (dict(window=5, window_pattern='S', rope_local={'rope_base': -5.0}), ['rope_base must be above 0']),
     (dict(query_scale={'beta': 1.0}, qk_norm='unit', pos='alibi'),
      ["query_scale={'beta': 1.0}: TypeError", "qk_norm='unit': needs pos='rope'"]),
     (dict(query_scale={'beta': 1.0, 'length': 4, 'layers': 'N'}), ["pos_pattern='P': no layer"]),
