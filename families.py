@@ -129,11 +129,6 @@ def rows_interleaved(config, q, k, *rest):
     return [turned(q), turned(k), *rest]
 
 
-def rows_interleaved_norm(config, rows):
-    """Of a norm on queries or keys."""
-    return [rows_interleaved(config, rows, rows)[0]]
-
-
 def rows_swapped(config, q, k, v):
     """The halves of each query's and key's head change places, so that they turn the other way."""
     return [*(rows.view(-1, 2, config.head_dim // 2).flip(1).flatten() for rows in (q, k)), v]
@@ -179,21 +174,24 @@ def rows_qwen3_next(config, q, k, v, z, b, a):
 
 
 def rows_convolution(config, rows):
-    """Of queries, keys, values."""
+    """The channels of queries, of keys and of values, a tensor each."""
     keys = config.linear_n_key_head * config.linear_key_head_dim
     return rows.tensor_split([keys, 2 * keys])
 
 
 def rows_mamba(config, c, b, x, z, dt):
+    """One tensor: the output's gate, values, keys, queries, step sizes (z, x, B, C, dt in the paper)."""
     return [torch.cat((z, x, b, c, dt))]
 
 
 def rows_mamba_convolution(config, rows):
+    """One tensor: the channels of values, keys, queries."""
     c, b, x = rows_convolution(config, rows)
     return [torch.cat((x, b, c))]
 
 
 def rows_qwen3_5(config, q, k, v, z, b, a):
+    """Queries, keys and values in one tensor; gate, beta and decay in others."""
     return [torch.cat((q, k, v)), z, b, a]
 
 
@@ -303,7 +301,7 @@ def read_ernie(c, args):
 
 
 def read_indexer(c, args):
-    """An indexer picks so many tokens to attend to: up to these it picks all."""
+    """An indexer picks index_topk tokens to attend to; in a shorter context it picks all tokens."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
@@ -1066,7 +1064,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names,
         ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
-REFUSED = {  # model_type: what its models have that model.py has not
+REFUSED = {  # model_type: the part of its models that model.py lacks
     'bitnet': 'ternary weights', 'deepseek_v4': 'hyper-connections', 'diffllama': 'differential attention',
     'falcon_h1': 'attention and Mamba-2 side by side in a block', 'gemma3n_text': 'embeddings for each layer',
     'gemma4_text': 'embeddings for each layer', 'jamba': 'Mamba-1', 'mamba': 'Mamba-1',

@@ -56,7 +56,7 @@ class GPTConfig:
     rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
     rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
     partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
-    rope_local: dict | None = None   # the same three where S and C layers differ (Gemma 3)
+    rope_local: dict | None = None   # these three fields of S and C layers, where they differ (Gemma 3)
     document_token: int | None = None  # starts a document: nothing before it is seen, positions restart
     # mixers: what mixes tokens in a block
     mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet,
@@ -65,7 +65,7 @@ class GPTConfig:
     # attention
     window: int | None = None        # tokens that an S layer sees, its own among them (Mistral)
     window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL';
-                                     # C: chunks of `window` tokens that see nothing of others (Llama 4)
+                                     # C: chunks of `window` tokens, which do not see other chunks (Llama 4)
     qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3), False, whole
                                      # (all heads at once, OLMo 2), rotated (each head, after the rotation,
                                      # Hunyuan), unit (that without weights, where there is a rotation,
@@ -82,8 +82,9 @@ class GPTConfig:
     qk_nope_head_dim: int | None = None  # part of a head without positions; None: 128
     qk_rope_head_dim: int | None = None  # part with them; one key for all heads; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
-    latent_norm_eps: float | None = None  # of the norms on latent and query; None: norm_eps
-    # layers with a state of fixed size: D (arXiv:2412.06464, as in Qwen3-Next), K, B, and the last for C
+    latent_norm_eps: float | None = None  # of the norms on latent and compressed query; None: norm_eps
+    # layers with a state of fixed size: D (arXiv:2412.06464, as in Qwen3-Next), K (arXiv:2510.26692), B
+    # (arXiv:2405.21060), and of C (arXiv:2511.23404) the last field
     linear_n_key_head: int | None = None  # query and key heads; None: n_head; B: 1
     linear_n_value_head: int | None = None  # value heads, n times as many; None: as many; B: n_embd / 32
     linear_key_head_dim: int | None = None  # None: n_embd / n_head; B, the state's size: 64
@@ -103,7 +104,7 @@ class GPTConfig:
                                      # (modded-nanogpt)
     # MLP, biases
     mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
-    mlp_limit: float = 7.0           # of swiglu_oai's gate and up
+    mlp_limit: float = 7.0           # swiglu_oai clamps gate and up to this
     bias: bool = False               # in the linear layers, and in layernorm
     qkv_bias: bool | None = None     # of queries, keys, values (Qwen2); None: as bias
     proj_bias: bool | None = None    # of attention's output; None: as bias
@@ -115,7 +116,7 @@ class GPTConfig:
     shared_gate: bool = False        # these times the sigmoid of a projection to one element (Qwen2-MoE)
     d_expert: int | None = None      # an expert's width; None: d_ff
     n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
-    expert_input_scale: bool = False  # the chosen experts' weights go on what they get (Llama 4)
+    expert_input_scale: bool = False  # the chosen experts' weights multiply their input (Llama 4)
     expert_pattern: str = 'E'        # E: experts, D: dense, N: no MLP, a mixer alone (Nemotron-H)
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437)
     norm_topk_prob: bool = True      # the chosen experts' weights sum to 1
@@ -750,8 +751,8 @@ class Mixer(nn.Module, abc.ABC):
 # attention --------------------------------------------------------------------------------------------------
 
 def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
-    """softmax(scale q k^T + bias) v, with dropout p on the weights: the one entry point of attention, which
-    takes the first of these paths that computes it. q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K
+    """softmax(scale q k^T + bias) v, with dropout p on the weights: the one entry point of attention. Of its
+    paths it takes the first that can compute this. q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K
     dividing H (grouped queries, arXiv:2305.13245) -> (B, H, T, D')."""
     (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
     if context.eager:
@@ -1166,8 +1167,8 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     other by a triangular system, between them the state is handed on. A chunk of one token is the recurrence
     itself. q, k (B, heads, T, keys); v (B, heads, T, values); decay <= 0 (B, heads, T, 1), or of each key's
     channel (B, heads, T, keys); beta (B, heads, T, 1); state (B, heads, keys, values); all float32. is_start
-    (B, T) bool: where documents start, which see nothing of others. corrects: False leaves out what is
-    subtracted. chunk: a power of two. Returns y (B, heads, T, values) and the state after the last token."""
+    (B, T) bool: where documents start, which see nothing of others. corrects: False leaves out the subtracted
+    term. chunk: a power of two. Returns y (B, heads, T, values) and the state after the last token."""
     T, C = q.shape[2], chunk
     while T <= C // 2:
         C //= 2
@@ -1195,7 +1196,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     if corrects:
         k_beta = k * beta
         right = torch.cat((written, k_beta * carried), dim=-1)
-        # of the system what is below the diagonal counts
+        # only the part of the system below the diagonal counts
         right = torch.linalg.solve_triangular(scores(k_beta), right, upper=False, unitriangular=True)
         written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
     score, q, k, out = scores(q), q * carried, k * left, []
@@ -1478,7 +1479,7 @@ class MoE(nn.Module):
         return weight * config.routed_scaling_factor, chosen, logits, score
 
     def load(self, chosen, rows):
-        """chosen (n, k), the tokens of so many rows of a batch -> (rows, E): choices of each expert."""
+        """chosen (n, k), the tokens of `rows` rows of a batch -> (rows, E): choices of each expert."""
         every = torch.arange(self.config.n_expert, device=chosen.device)
         return (chosen.view(rows, -1, 1) == every).sum(1)
 
@@ -1813,9 +1814,9 @@ class GPT(nn.Module):
     # accounting
 
     def account(self, block_size=None):
-        """part -> (parameters, those that a token uses, training FLOPs a token). Tied weights count once. A
-        multiply-add is two FLOPs: 6 for a matmul weight, forward and backward, 4 if frozen, 0 for a looked-up
-        table. 'mixing': the mixers' products without weights, at a length of block_size."""
+        """part -> (parameters, parameters that a token uses, training FLOPs a token). Tied weights count
+        once. A multiply-add is two FLOPs: 6 for a matmul weight, forward and backward, 4 if frozen, 0 for a
+        looked-up table. 'mixing': the mixers' products without weights, at a length of block_size."""
         config, parts = self.config, {}
         share = config.n_expert_active / config.n_expert if config.n_expert else 1
         for name, w in self.named_parameters():

@@ -41,7 +41,7 @@ num_samples = 3             # for each prompt; chat gives one answer
 max_new_tokens = 500        # tokens in each sample
 batch_size = 64             # samples made at once
 output = ''                 # a file for JSON lines; a stopped run is resumed
-stop: str | tuple | list = ()  # end a sample at this text, or any of these
+stop: str | tuple | list = ()  # end a sample at this text, or at any text of a list
 # conversation
 chat = False                # answer by the model's chat template: questions typed in, or those of start
 system = ''                 # the message that a conversation begins with

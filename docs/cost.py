@@ -93,7 +93,7 @@ def without_cache(model, n):
 
 
 def filled_cache(model, length):
-    """A cache of 8 rows with so many random tokens, and room for one more."""
+    """A cache of 8 rows with `length` random tokens each, and room for one more."""
     cache = model.make_cache(1, length + 1)
     model(torch.randint(model.config.vocab_size, (1, length), device=machine.device), cache=cache, keep=1)
     cache.select([0] * 8)
