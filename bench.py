@@ -3,7 +3,9 @@ Measures: how fast, how big, how much memory, how good.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
+    python bench.py train --lengths=[1024,4096] --batch_size=1  # forward and backward at contexts, in tokens
     python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
+    python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
     python bench.py decode config/gpt2.py --batch_size=8     # beside one row alone; or --speculate=8
@@ -30,9 +32,11 @@ from configurator import configure, runtime
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
-batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits
+batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits; params:
+                                  # given, the memory of training with it is forecast
+memory: float | None = None       # params, train with lengths: GB to fit into; None: what this device has
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
-lengths: list | None = None       # eval: contexts in times the trained one
+lengths: list | None = None       # eval: contexts in times the trained one; train: in tokens
 prompt_len = 32                   # decode: tokens before
 max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
@@ -224,28 +228,52 @@ def measure_params(config, model_args, words):
         kind = tuple((name, w.shape) for name, w in block.named_parameters())
         kinds.setdefault(kind, []).append(number)
     layers = [measure_layer(model, numbers) for numbers in kinds.values()]
+    fits = measure_memory(config, model) if config['batch_size'] or config['memory'] else {}
     each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
     print(f"\nin {train.dtype_name(dtype)}: {total[0] * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     return {'params': total[0], 'active_params': total[1], 'flops_per_token': total[2],
             'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': train.dtype_name(dtype),
-            'layers': layers}
+            'layers': layers, **fits}
 
 
 def measure_layer(model, numbers):
-    """Prints the parameters of one of the layers `numbers`, all of one kind; returns them as a dict. A fused
-    projection is written as a sum: 4096 + 1024 + 1024 rows of queries, keys and values."""
-    counts, rows = {}, {}
-    for name, w in model.h[numbers[0]].named_parameters():
-        fused, shape = model.tags[f'h.{numbers[0]}.{name}'].rows or (), list(map(str, w.shape))
+    """Prints the parameters and training FLOPs a token of one of the layers `numbers`, all of one kind;
+    returns them as a dict. A fused projection is written as a sum: 4096 + 1024 + 1024 rows of queries, keys
+    and values. 'mixing': the mixer's products without weights, at a length of block_size."""
+    block, rows = model.h[numbers[0]], {}
+    for name, w in block.named_parameters():
+        full_name, shape = f'h.{numbers[0]}.{name}', list(map(str, w.shape))
+        fused, (n, _, flops) = model.tags[full_name].rows or (), model.cost(full_name, w)
         if len(fused) > 1:
             shape[-2] = f"({' + '.join(map(str, fused))})"
-        counts[name] = w.numel()
-        rows[name] = [' x '.join(shape), f"{w.numel():,}"]
-    total = sum(counts.values())
-    print_table(f"layer {numbers[0]}, one of {len(numbers)} alike", ['shape', 'parameters'],
-                {**rows, 'sum': ['', f"{total:,}"]})
-    return {'numbers': numbers, 'params': total, 'parts': counts}
+        rows[name] = ' x '.join(shape), n, flops
+    rows['mixing'] = '', 0, block.attn.flops(model.config.block_size)
+    _, counts, flops = zip(*rows.values())
+    total, total_flops = sum(counts), sum(flops)
+    print_table(f"layer {numbers[0]}, one of {len(numbers)} alike",
+                ['shape', 'parameters', '', 'training FLOPs a token', ''], {
+        name: [shape, f"{n:,}", f"{n / total:.1%}", f"{each:,}", f"{each / total_flops:.1%}"]
+        for name, (shape, n, each) in {**rows, 'sum': ('', total, total_flops)}.items()})
+    return {'numbers': numbers, 'params': total, 'parts': dict(zip(rows, counts)),
+            'flops': dict(zip(rows, flops))}
+
+
+def memory_limit(config, machine):
+    """Bytes to fit into."""
+    return config['memory'] * 1e9 if config['memory'] else train.memory_at_hand(machine.device)
+
+
+def measure_memory(config, model):
+    """The forecast of train.py's memory at batch_size, and the largest batch_size that fits."""
+    machine = runtime(config['device'], config['dtype'], config['seed'])
+    settings, batch_size = {**train.config, 'optimizer': config['optimizer']}, config['batch_size'] or 12
+    limit = memory_limit(config, machine)
+    parts, _ = train.forecast(model, machine, settings, batch_size)
+    largest = train.largest_batch(limit, model, machine, settings)
+    print(f"batch_size {batch_size}: {train.describe_memory(parts)}\n"
+          f"largest batch_size in {limit / 1e9:,.2f} GB: {largest:,}")
+    return {'memory': parts, 'largest_batch_size': largest}
 
 
 # how fast ---------------------------------------------------------------------------------------------------
@@ -289,14 +317,21 @@ def their_step(other, x, y, machine, grad_clip):
     return step
 
 
+def model_to_train(config, model_args):
+    """model_and_machine's, and what computes the model, compiled or itself."""
+    model, machine = model_and_machine(config, model_args)
+    if not train.resolve_compile(config['compile'], machine.device, math.inf):
+        return model, machine, model
+    print('compiling: about half a minute')
+    return model, machine, train.compile_model(model, machine.device)
+
+
 def measure_train(config, model_args, words):
     """Seconds a step, in turns with others, and the share of a large matmul's speed."""
-    model, machine = model_and_machine(config, model_args)
-    forward, device, batch_size = model, machine.device, config['batch_size'] or 12
-    compile = train.resolve_compile(config['compile'], device, math.inf)
-    if compile:
-        print('compiling: about half a minute')
-        forward = train.compile_model(model, device)
+    if config['lengths']:
+        return measure_lengths(config, model_args)
+    model, machine, forward = model_to_train(config, model_args)
+    device, batch_size, compile = machine.device, config['batch_size'] or 12, forward is not model
     n = 8192 if 'cuda' in device else 2048
     square = torch.randn(n, n, device=device).to(machine.dtype)
     steps = {'flatgpt': our_step(model, forward, machine, batch_size, config)}
@@ -311,6 +346,34 @@ def measure_train(config, model_args, words):
     peak = train.peak_flops(device, machine.dtype)
     return report(model, machine, times, dict.fromkeys(times, tokens), batch_size=batch_size, compile=compile,
                   mfu=flops / peak if peak else None, matmul_share=flops / matmul)
+
+
+def measure_lengths(config, model_args):
+    """Milliseconds of forward and backward, tokens a second and the process's peak memory so far, at each of
+    `lengths`; and the longest context that fits, a power of two, by train.forecast."""
+    found, batch_size = {}, config['batch_size'] or 12
+    for length in sorted(config['lengths']):
+        model, machine, forward = model_to_train(config, {**model_args, 'block_size': length})
+        x, y = torch.randint(model.config.vocab_size, (2, batch_size, length), device=machine.device)
+
+        def loss(forward=forward, machine=machine, x=x, y=y):
+            with machine.autocast():
+                return forward(x, y)[0]
+        times = take_turns({'forward': timed(loss, 1), 'both': timed(lambda loss=loss: loss().backward(), 1)},
+                           config['rounds'])
+        ms, both = (float(np.median(t)) * 1e3 for t in times.values())
+        found[length] = ms, both - ms, batch_size * length / both * 1e3, train.peak_mb(machine.device)
+    print_table('context', ['forward ms', 'backward ms', 'tok/s', 'peak MB'], {
+        f"{length:,}": [f"{number or math.nan:,.1f}" for number in row] for length, row in found.items()})
+    settings, limit = {**train.config, 'optimizer': config['optimizer']}, memory_limit(config, machine)
+
+    def fits(length):  # the process's peak so far is that of the lengths above
+        model.config.block_size = length
+        parts, _ = train.forecast(model, machine, settings, batch_size)
+        return sum(parts.values()) - parts['process'] <= limit
+    longest = next(2**i for i in itertools.count(6) if not fits(2 ** (i + 1)))
+    print(f"longest context in {limit / 1e9:,.2f} GB, of powers of two: {longest:,}")
+    return {'lengths': found, 'longest': longest, 'device': machine.device}
 
 
 @torch.no_grad()
@@ -559,10 +622,11 @@ def evaluate_choices(path, tokenizer, block_size, losses):
 MACHINE = 'init_from dataset device dtype json'
 COMMANDS = {
     # the settings that each reads besides GPTConfig's
-    'train': (measure_train, f'{MACHINE} vs batch_size steps rounds optimizer grad_clip compile seed'),
+    'train': (measure_train, f'{MACHINE} vs batch_size lengths memory steps rounds optimizer grad_clip '
+                             'compile seed'),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
                                'operators rounds compile seed'),
-    'params': (measure_params, 'init_from dataset dtype json'),
+    'params': (measure_params, f'{MACHINE} batch_size memory optimizer'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
 }
 CHOICES = {'optimizer': train.OPTIMIZERS, 'compile': (True, False, 'auto'), 'quantize': ('', 'int8')}

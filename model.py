@@ -1818,21 +1818,25 @@ class GPT(nn.Module):
         once. A multiply-add is two FLOPs: 6 for a matmul weight, forward and backward, 4 if frozen, 0 for a
         looked-up table. 'mixing': the mixers' products without weights, at a length of block_size."""
         config, parts = self.config, {}
-        share = config.n_expert_active / config.n_expert if config.n_expert else 1
         for name, w in self.named_parameters():
             part = next(part for pattern, part in PARTS.items() if pattern in name)
-            active = round(w.numel() * share) if 'experts.' in name else w.numel()
-            is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), nn.Embedding)
-            is_product = self.tags[name].group != 'vector' and not is_table
-            each = 6 if w.requires_grad else 4
-            parts.setdefault(part, []).append((w.numel(), active, each * active * is_product))
+            parts.setdefault(part, []).append(self.cost(name, w))
             if name == 'wte.weight' and self.lm_head is None:
-                parts['head'] = [(0, 0, each * active)]
+                parts['head'] = [(0, 0, (6 if w.requires_grad else 4) * w.numel())]
         if self.mtp is not None:
             last = self.mtp.block.attn.flops(block_size or config.block_size)
             parts['prediction layer'].append((0, 0, last + 6 * (self.lm_head or self.wte).weight.numel()))
         parts['mixing'] = [(0, 0, block.attn.flops(block_size or config.block_size)) for block in self.h]
         return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
+
+    def cost(self, name, w):
+        """Of a parameter of this name: (elements, those that a token uses, training FLOPs a token)."""
+        config, active = self.config, w.numel()
+        if 'experts.' in name:
+            active = round(active * config.n_expert_active / config.n_expert)
+        is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), nn.Embedding)
+        is_product = self.tags[name].group != 'vector' and not is_table
+        return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product
 
     def num_params(self, active=False):
         return sum(row[active] for row in self.account().values())

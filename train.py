@@ -18,6 +18,8 @@ import time
 START = time.time()  # before torch, whose import wall_s counts
 
 import collections
+import contextlib
+import copy
 import csv
 import dataclasses
 import datetime
@@ -30,9 +32,10 @@ import shutil
 import signal
 import sys
 import types
+import weakref
 from pathlib import Path
 
-from configurator import can_compile, choose_device, configure, print0, runtime, show
+from configurator import can_compile, choose_device, configure, keep_freed_memory, print0, runtime, show
 
 # input and output
 out_dir = 'out'                      # of checkpoints and log.csv
@@ -96,7 +99,10 @@ config, given = settings.config, settings.given
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hub import load
@@ -415,6 +421,101 @@ def shard_like(w, value):
     from torch.distributed.tensor import distribute_tensor
     value = value.to(w.device, w.dtype)
     return distribute_tensor(value, w.device_mesh, w.placements, src_data_rank=None)
+
+
+# a forecast of memory ---------------------------------------------------------------------------------------
+
+class LiveBytes(TorchDispatchMode):
+    """Notes in `changes` the bytes of each new tensor that an operation makes, and with a minus sign when it
+    is freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.changes, self.known = [], weakref.WeakSet()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **kwargs or {})
+        for x in tree_leaves(found):
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.known:
+                self.known.add(storage)
+                self.changes.append(storage.nbytes())
+                weakref.finalize(storage, self.changes.append, -storage.nbytes())
+        return found
+
+
+def forecast(model, machine, config, batch_size, shards=1):
+    """The memory of uncompiled iterations in micro-batches of batch_size, found on tensors without data: the
+    bytes of each part at the peak, a dict whose sum is the peak, and of all after each change, an array. It
+    takes the gradients of earlier micro-batches to be there, and experts to be used evenly. shards: ranks
+    that share the weights. 'process' is what this process has taken for other things so far."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # its first operation takes a second or two
+    weights = [*model.parameters(), *model.buffers()]
+    size, is_here = sum(w.nbytes for w in weights), not weights[0].is_meta
+    with FakeTensorMode(), LiveBytes() as live:
+        fake = copy.deepcopy(model, {id(w): torch.nn.Parameter(
+            torch.empty(w.shape, dtype=w.dtype, device=machine.device), w.requires_grad) for w in weights})
+        for module in fake.modules():
+            if hasattr(module, 'loop'):  # over experts
+                module.loop = lambda x, w, *_: torch.cat([
+                    F.linear(*pair) for pair in zip(x.tensor_split(len(w)), w.to(x.dtype))])
+        params = [w for w in fake.parameters() if w.requires_grad]
+        for w in params:
+            w.grad = torch.empty_like(w)
+        before = [torch.empty_like(w) for w in params]  # a copy of the weights, as at evaluations
+        optimizers = make_optimizers(fake, config)
+        for opt in optimizers:
+            opt.step()
+        del before
+        state = sum(live.changes)
+        x = torch.zeros(batch_size, model.config.block_size, dtype=torch.long, device=machine.device)
+        gradients(fake.train(), (x, x, None), iter(()), 1, machine.autocast,
+                  torch.amp.GradScaler(enabled=False), {'balance': 1, 'z': 1, 'mtp': 1})
+    total = np.cumsum(live.changes)
+    # sharded, a block and the next are gathered, and there are two copies of a block's gradients
+    parts = {'weights, gradients, optimizer': state / shards,
+             'activations': total.max() - state + (shards > 1) * 4 * size / len(model.h),
+             'process': max(0, (peak_mb(machine.device) or 0) * 2**20 - is_here * size)}
+    return parts, total - total.max() + sum(parts.values())
+
+
+def largest_batch(limit, model, machine, config, shards=1):
+    """The largest batch_size whose forecast is at most `limit` bytes; below 1: none. After each change the
+    bytes grow evenly with it."""
+    (_, two), (_, three) = (forecast(model, machine, config, n, shards) for n in (2, 3))
+    return 2 + int(((limit - two) / (three - two).clip(1e-6)).min() // 1)
+
+
+def memory_at_hand(device):
+    """Bytes that are free on the CUDA device, or that this machine has; infinite where it does not say."""
+    if 'cuda' in device:
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(AttributeError):  # Windows
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    return math.inf
+
+
+def describe_memory(parts):
+    each = ', '.join(f"{name} {size / 1e9:,.2f}" for name, size in parts.items())
+    return f"memory: {sum(parts.values()) / 1e9:,.2f} GB at the peak, uncompiled ({each})"
+
+
+def plan_memory(model, machine, config, micro_batch, share, shards):
+    """Prints the forecast, and where it is more than the memory at hand, settings that fit. share: sequences
+    of an iteration that are this rank's."""
+    limit = memory_at_hand(machine.device)
+    parts, _ = forecast(model, machine, config, micro_batch, shards)
+    need = sum(parts.values())
+    if config['checkpoint_activations'] or shards > 1 or 2 * need > limit:
+        keep_freed_memory(below=2**20)
+    elif machine.device == 'cpu':  # as measured, see docs/evidence.md
+        parts['gaps'] = (need - parts['process']) / 4
+    print0(f"{describe_memory(parts)}; {machine.device} has {limit / 1e9:,.2f}")
+    if need > limit:
+        largest = largest_batch(limit, model, machine, config, shards)
+        fits = [f"--batch_size={n} --gradient_accumulation_steps={share // n * world()[1]} fits, "
+                for n in range(1, micro_batch) if n <= largest and share % n == 0]
+        print0("warning: that is more than there is; "
+               f"{''.join(fits[-1:])}--checkpoint_activations=True needs less")
 
 
 # one iteration ----------------------------------------------------------------------------------------------
@@ -907,13 +1008,10 @@ if __name__ == '__main__':
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
     shard = shard and ranks > 1  # so that one begun on several may go on with one
-    if shard:
-        if lora or machine.dtype == torch.float16:
-            raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
-        shard_model(model, machine)
-    model.to(device).train()
-    block_size, params = model.config.block_size, [w for w in model.parameters() if w.requires_grad]
-    n_sequences, n_params = train_bins.n_sequences(block_size), model.num_params()
+    if shard and (lora or machine.dtype == torch.float16):
+        raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
+    block_size, n_params = model.config.block_size, model.num_params()
+    n_sequences = train_bins.n_sequences(block_size)
 
     # length
     sequences_per_iter = gradient_accumulation_steps * batch_size
@@ -930,8 +1028,6 @@ if __name__ == '__main__':
     flops_per_iter = model.flops_per_token() * tokens_per_iter
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
-    if lora:
-        print0(f"adapters: {sum(w.numel() for w in params):,} parameters of rank {lora['rank']} are trained")
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
     if train_bins.masks:
         print0(f"target mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are learnt; "
@@ -945,13 +1041,23 @@ if __name__ == '__main__':
         print0(f"warning: warmup_iters={warmup_iters} goes on to the end: the learning rate comes to "
                f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower --warmup_iters")
 
+    # memory
+    # a layer has some 300 operators of 5 us, and two cores reached 1.2e11 FLOP/s
+    seconds = max_iters * (accumulation * model.config.n_layer * 1.5e-3 + flops_per_iter / ranks / 1.2e11)
+    if seconds > 60 and not eval_only:  # a shorter run can hardly fill it
+        plan_memory(model, machine, config, micro_batch, accumulation * micro_batch, ranks if shard else 1)
+    if shard:
+        shard_model(model, machine)
+    model.to(device).train()
+    params = [w for w in model.parameters() if w.requires_grad]
+    if lora:
+        print0(f"adapters: {sum(w.numel() for w in params):,} parameters of rank {lora['rank']} are trained")
+
     # optimizers, compilation, ranks
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
     progress = resume(rest, optimizers, scaler) if resumed else Progress()
     del rest, source_tokenizer  # their memory
-    # a layer has some 300 operators of 5 us, and two cores reached 1.2e11 FLOP/s
-    seconds = max_iters * (accumulation * model.config.n_layer * 1.5e-3 + flops_per_iter / ranks / 1.2e11)
     compile, forward = resolve_compile(compile, device, seconds), model
     if compile and not eval_only:
         print0('compiling: the first iteration takes half a minute or more')
@@ -1076,6 +1182,7 @@ if __name__ == '__main__':
              f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
     elif not eval_only:
         memory = peak_mb(device)
+        print(f"MEASURED rank {rank} {memory*1.048576:.1f}")
         print0(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
              f"python sample.py --out_dir={shlex.quote(out_dir)}")

@@ -4,6 +4,7 @@ are not trained or compiled, their weights are random.
 
     python docs/cost.py
     python docs/cost.py --lengths=[256,1024] --dtype=bfloat16
+    python docs/cost.py --lengths=[32768] --rounds=1     # without the formula, whose scores would not fit
 """
 import functools
 import itertools
@@ -115,9 +116,11 @@ if __name__ == '__main__':
 
     for length in lengths:
         qkv = [randn(1, n_head, length, n_embd // n_head) for _ in range(3)]
-        hidden = qkv[0].new_full((length, length), float('-inf')).triu(1)
-        paths = {'formula': functools.partial(written_out, hidden),
-                 'SDPA': functools.partial(F.scaled_dot_product_attention, is_causal=True)}
+        paths = {'SDPA': functools.partial(F.scaled_dot_product_attention, is_causal=True)}
+        # with backward the formula holds scores, weights and gradients of both
+        if 6 * n_head * length**2 * machine.dtype.itemsize < train.memory_at_hand(machine.device):
+            hidden = qkv[0].new_full((length, length), float('-inf')).triu(1)
+            paths = {'formula': functools.partial(written_out, hidden), **paths}
         for what, run in {'forward': forward, 'with backward': forward_and_backward}.items():
             compare(f"attention of a layer, {length:,} tokens, {what}", 'peak bytes', {
                 name: (peak_bytes(run, path, qkv), run, path, qkv) for name, path in paths.items()})

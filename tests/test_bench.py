@@ -12,6 +12,8 @@ import torch
 from common import EVAL, ROOT, bench, log_rows, run, train, write_packed
 
 import model as flat
+import train as flat_train
+from configurator import runtime
 from model import GPT
 from test_model import tiny
 from tokenizer import CharTokenizer, make_tokenizer
@@ -25,7 +27,11 @@ def test_params_of_published_shapes(capsys):
     layer, = numbers['layers']
     assert len(layer['numbers']) == 36 and layer['params'] == 192_946_432 == sum(layer['parts'].values())
     assert numbers['params'] == 8_190_735_360 == 36 * layer['params'] + 2 * 151936 * 4096 + 4096
-    assert re.search(r'^attn.c_attn.weight +\(4096 \+ 1024 \+ 1024\) x 4096 +25,165,824$', out, re.M)
+    assert re.search(r'^attn.c_attn.weight +\(4096 \+ 1024 \+ 1024\) x 4096 +25,165,824 +13.0%  +150,994,944 '
+                     r'+4.8%$', out, re.M)
+    assert layer['flops']['mixing'] == 12 * 32 * 128 * 40960 and sum(layer['flops'].values()) == (
+        6 * (192_946_432 - 2 * 4096 - 2 * 128) + layer['flops']['mixing'])  # but norms
+    assert re.search(r'^mixing +0 +0.0%  +2,013,265,920 +63.5%$', out, re.M)
     shape = dict(n_embd=1024, n_layer=24, n_head=16, kv_lora_rank=512, qk_rope_head_dim=64, block_size=64,
                  qk_nope_head_dim=128, v_head_dim=128, d_ff=2816, vocab_size=32000, tie_word_embeddings=False)
     _, numbers = bench(capsys, 'params', *(f'--{name}={value}' for name, value in shape.items()))
@@ -42,8 +48,21 @@ def test_params_counts_a_real_model(capsys):
     assert numbers['flops_per_token'] == model.flops_per_token()
     layers = sum(len(kind['numbers']) * kind['params'] for kind in numbers['layers'])
     assert numbers['params'] - layers == 61 * 32 + 32  # embedding, last norm
+    flops = sum(len(kind['numbers']) * sum(kind['flops'].values()) for kind in numbers['layers'])
+    assert numbers['flops_per_token'] - flops == 6 * 61 * 32  # the head
     # of three layers the convolution's inputs and the state, of one the window's keys and values
     assert numbers['cache_bytes'] == 4 * (3 * (3 * 96 + 4 * 8 * 8) + 8 * 2 * 32)
+
+
+def test_params_forecasts_what_training_takes(capsys):
+    args = ['params', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_size=128', '--vocab_size=9999',
+            '--memory=4', '--optimizer=muon', *EVAL]
+    out, numbers = bench(capsys, *args)
+    largest = numbers['largest_batch_size']
+    assert f'largest batch_size in 4.00 GB: {largest}' in out and sum(numbers['memory'].values()) < 4e9
+    for n, fits in ((largest - 3, True), (largest + 3, False)):  # a sequence takes 15 MB, the process varies
+        _, numbers = bench(capsys, *args, f'--batch_size={n}')
+        assert (sum(numbers['memory'].values()) <= 4e9) == fits
 
 
 # how fast ---------------------------------------------------------------------------------------------------
@@ -67,6 +86,33 @@ def test_speeds_of_a_table_agree(capsys, args, others):
         assert float(speed) == pytest.approx(tokens * 1e3 / float(ms), rel=0.02)
     if '--operators=True' in args:
         assert 0 <= numbers['accepted_share'] <= 1 and 'aten::' in out
+
+
+def test_speeds_by_context(capsys):
+    out, numbers = bench(capsys, 'train', '--lengths=[32,128]', '--batch_size=3', '--memory=0.02',
+                         '--compile=False', *SMALL)
+    assert [*numbers['lengths']] == ['32', '128']
+    for length, (forward, backward, speed, peak) in numbers['lengths'].items():
+        assert forward > 0 and speed == pytest.approx(3e3 * int(length) / (forward + backward))
+        assert re.search(rf'^{length} +{forward:.1f} +{backward:.1f} +{speed:,.1f} +{peak:.1f}$', out, re.M)
+    model, machine = tiny(n_layer=1, n_head=2, n_embd=32, vocab_size=50), runtime('cpu', 'float32')
+    for times, fits in ((1, True), (2, False)):
+        model.config.block_size = times * numbers['longest']
+        parts, _ = flat_train.forecast(model, machine, flat_train.config, 3)
+        assert (sum(parts.values()) - parts['process'] <= 2e7) == fits
+
+
+def test_parts_at_lengths_whose_scores_do_not_fit(capsys, monkeypatch):
+    """Timings aside, each length has SDPA, and the formula where there is room for its scores."""
+    times = {'side': np.ones((1, 1))}
+    monkeypatch.setattr('bench.take_turns', lambda sides, rounds: dict.fromkeys(sides, times['side']))
+    monkeypatch.setattr(flat_train, 'memory_at_hand', lambda device: 6 * 3 * 64**2 * 4)
+    run('docs/cost.py', '--lengths=[32,64]', '--n_layer=1', '--n_head=3', '--n_embd=12', *EVAL)
+    out = capsys.readouterr().out
+    for length, formulas in ((32, 1), (64, 0)):
+        for what in ('forward', 'with backward'):
+            table = out.partition(f'attention of a layer, {length} tokens, {what}')[2].partition('\n\n')[0]
+            assert table.count('formula') == formulas and table.count('SDPA') == 1
 
 
 @pytest.mark.parametrize('args, message', [

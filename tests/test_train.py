@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import functools
 import glob
+import itertools
 import json
 import math
 import os
@@ -37,6 +38,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import hub
 import model as flat
 import train as flat_train
+from configurator import runtime
 from model import GPT, GPTConfig
 from test_model import tiny
 
@@ -306,6 +308,79 @@ def test_what_a_block_hands_on_is_not_lost_in_silence(monkeypatch):
     flat_train.checkpoint_blocks(model, 2)
     with pytest.raises(ValueError, match='checkpoint_activations would lose handed, which a block hands on'):
         model(torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize('options', [
+    {}, dict(optimizer='muon'), dict(every=1), dict(dtype='bfloat16', dropout=0.1), dict(rank=4),
+    dict(n_expert=4), dict(kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=16),
+    dict(mixer_pattern='DDDA', document_token=3), dict(vocab_size=5000, n_layer=1)], ids=str)
+def test_memory_is_forecast_as_torch_allocates_it(options, monkeypatch):
+    """The second micro-batch of an iteration and its update, by the events of torch's allocator."""
+    monkeypatch.setattr(flat_train, 'peak_mb', lambda device: None)
+    own = {name: options.get(name) for name in ('optimizer', 'every', 'dtype', 'rank')}
+    model = GPT(GPTConfig(**{**dict(n_layer=4, n_head=4, n_embd=64, block_size=128, vocab_size=300), **{
+        name: value for name, value in options.items() if name not in own}}))
+    if own['rank']:
+        flat.add_lora(model, own['rank'], 16.0, ['c_attn', 'c_proj', 'c_fc'])
+    if own['every']:
+        flat_train.checkpoint_blocks(model, own['every'])
+    machine = runtime('cpu', own['dtype'] or 'float32')
+    settings = {**flat_train.config, 'optimizer': own['optimizer'] or 'adamw'}
+    parts, history = flat_train.forecast(model, machine, settings, 4)
+    params = [w for w in model.parameters() if w.requires_grad]
+    optimizers, x = flat_train.make_optimizers(model, settings), torch.randint(300, (4, 128))
+    for w in params:
+        w.grad = torch.zeros_like(w)
+
+    def iteration():
+        flat_train.gradients(model, (x, x, None), iter(()), 1, machine.autocast, NO_SCALER, {'balance': 1})
+        before = [w.detach().clone() for w in params]
+        for opt in optimizers:
+            opt.step()
+        return before
+    iteration()
+    states = [value for opt in optimizers for state in opt.state.values() for value in state.values()]
+    held = sum(w.nbytes for w in (*model.parameters(), *(w.grad for w in params), *states))
+    with torch.profiler.profile(profile_memory=True) as seen:
+        iteration()
+    events = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == '[memory]']
+    measured = held + max(itertools.accumulate(events))
+    assert sum(parts.values()) == max(history) == pytest.approx(measured, rel=0.03)
+    assert parts['weights, gradients, optimizer'] == pytest.approx(held, rel=1e-3)
+
+
+def test_more_memory_than_there_is_is_said_with_settings_that_fit(monkeypatch, capsys):
+    given_back = []
+    monkeypatch.setattr(flat_train, 'keep_freed_memory', lambda below: given_back.append(below))
+    monkeypatch.setattr(flat_train, 'peak_mb', lambda device: None)
+    model, machine = tiny(n_layer=1), runtime('cpu', 'float32')
+
+    def need(n):
+        return sum(flat_train.forecast(model, machine, flat_train.config, n)[0].values())
+    six, seven = need(6), need(7)
+    for limit in (six + 1, seven - 1):
+        assert flat_train.largest_batch(limit, model, machine, flat_train.config) == 6
+    for limit, said in ((seven - 1, '--batch_size=6 --gradient_accumulation_steps=8 fits, --checkpoint_'),
+                        (need(5), '--batch_size=4 --gradient_accumulation_steps=12 fits, --checkpoint_'),
+                        (1, 'there is; --checkpoint_activations=True needs less')):
+        monkeypatch.setattr(flat_train, 'memory_at_hand', lambda device, limit=limit: limit)
+        capsys.readouterr()
+        flat_train.plan_memory(model, machine, flat_train.config, 24, 48, 1)
+        assert said in capsys.readouterr().out
+    assert given_back == [2**20] * 3
+    monkeypatch.setattr(flat_train, 'memory_at_hand', lambda device: 2**40)
+    flat_train.plan_memory(model, machine, flat_train.config, 24, 48, 1)
+    out = capsys.readouterr().out
+    assert 'gaps' in out and 'warning' not in out and len(given_back) == 3
+
+
+def test_sharded_weights_are_forecast_as_a_share(monkeypatch):
+    monkeypatch.setattr(flat_train, 'peak_mb', lambda device: None)
+    model, machine = tiny(), runtime('cpu', 'float32')
+    (one, _), (four, _) = (flat_train.forecast(model, machine, flat_train.config, 2, n) for n in (1, 4))
+    name, size = 'weights, gradients, optimizer', sum(w.nbytes for w in model.parameters())
+    assert four[name] == one[name] / 4 == pytest.approx(size, rel=0.01)  # of 4 times the weights
+    assert four['activations'] - one['activations'] == pytest.approx(4 * size / model.config.n_layer)
 
 
 def on_ranks(count, *runs, patch=''):
@@ -682,7 +757,7 @@ def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
     assert fine['first_it'] == 0 and fine['model'].config.dropout == 0.1
 
 
-def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
+def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder, capsys):
     train('--out_dir=out', '--keep=2', '--eval_interval=5')
     assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-15.pt', 'out/ckpt-20.pt', 'out/ckpt.pt']
     assert saved('out', 'ckpt-15.pt')['iter_num'] == 15
@@ -693,6 +768,8 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
     with pytest.raises(SystemExit, match='143'):  # as a program that SIGTERM has ended
         train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')
     assert saved('cut')['iter_num'] == 1
+    printed = capsys.readouterr().out  # of long runs alone
+    assert printed.count('\nmemory: ') == 1 and re.search(r'\nmemory: [^\0]+\ntime_limit=0 minutes', printed)
     train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
     assert same_weights(saved('whole')['model'], saved('cut')['model'])
 
