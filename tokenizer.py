@@ -338,8 +338,8 @@ class JsonTokenizer(Tokenizer):
         self.library = library_tokenizer(source)
         vocab = self.library.get_vocab(with_added_tokens=False)
         added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
-        tokens = {**token_bytes(vocab, json.loads(source)),
-                  **{i: token.content.encode() for i, token in added.items()}}
+        tokens = {**{i: token.content.encode() for i, token in added.items()},
+                  **token_bytes(vocab, json.loads(source))}  # Gemma's \u2581\u2581 is in both, and two spaces
         special = {token.content: i for i, token in added.items() if token.special}
         super().__init__('json', tokens, special, max(tokens) + 1)
         given = {name: self.config[name] for name in SPECIAL_TOKENS if self.config.get(name)}
