@@ -59,7 +59,7 @@ import hub
 import sample
 import train
 from model import GPT, GPTConfig, hidden_init, quantize_weights
-from prepare import FORMATS, Bins, ending, find_source, load_tokenizer, read_meta, records
+from prepare import FORMATS, Bins, ending, find_source, json_records, load_tokenizer, read_meta
 from tokenizer import pieces
 
 # timing -----------------------------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ def measure_eval(config, model_args, words):
     if words and tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
     name, = words or [train.data_folder(dataset)]
-    if words and ending(name) in FORMATS and 'endings' in next(records(name))[1]:
+    if words and ending(name) == '.jsonl' and 'endings' in next(json_records(name))[1]:
         found = evaluate_choices(name, tokenizer, model.config.block_size, losses)
     else:
         texts = text_tokens(name, tokenizer) if words else prepared_tokens(name, tokenizer, rest['path'])
@@ -538,7 +538,7 @@ def evaluate_choices(path, tokenizer, block_size, losses):
     0.2955 on the 10,042 questions of hellaswag_val.jsonl; lm-evaluation-harness has 0.2892 and 0.3114, as it
     changes the context and divides by bytes."""
     rows, labels = [], []  # four rows, of as many endings, for each label
-    for _, record in records(path):
+    for _, record in json_records(path):
         context = [*tokenizer.bos, *tokenizer.encode(record['ctx'])]
         labels.append(int(record['label']))
         for text in record['endings']:

@@ -6,7 +6,7 @@
     $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: a document for each file
     $ python prepare.py tales.jsonl.gz --field=story  # a document for each record; .parquet too
     $ zcat *.gz | python prepare.py -
-    $ python prepare.py climbmix --shards=10          # text of the web; fineweb_edu: tokens already
+    $ python prepare.py climbmix --tokenizer=gpt2     # text of the web, 10 files; fineweb_edu: tokens
     $ python prepare.py chats.jsonl                   # conversations: with target masks
     $ python prepare.py look data/chats               # shows a prepared folder
 
@@ -101,10 +101,10 @@ def sha256_of(path):
     return digest.hexdigest()
 
 
-def fetch(url, path, sha256=None):
-    """Downloads url to path, unless a file with this sha256 (where given) is there; returns path. Raises
-    FileNotFoundError if the server has no such file, OSError if it cannot be reached."""
-    if os.path.exists(path) and (sha256 is None or sha256 == sha256_of(path)):
+def fetch(url, path):
+    """Downloads url to path, unless it is there; returns path. Raises FileNotFoundError if the server has no
+    such file, OSError if it cannot be reached."""
+    if os.path.exists(path):
         return path
     import requests
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -128,8 +128,6 @@ def fetch(url, path, sha256=None):
                               f'{path}, or use a text file that you have: python prepare.py my.txt') from e
             time.sleep(wait)
     progress.close()
-    if sha256 and sha256 != sha256_of(part):
-        raise ValueError(f'{url} has another sha256 than {sha256[:12]}...: the file there has changed')
     os.replace(part, path)
     return path
 
@@ -173,7 +171,7 @@ def text_documents(path, errors):
     yield [text.strip()]
 
 
-def json_records(path, field, errors):
+def json_records(path, field=None, errors='strict'):
     """Raises ValueError for a line that is not JSON."""
     with open_bytes(path) as f:
         for n, line in enumerate(f, 1):
@@ -202,12 +200,8 @@ def parquet_records(path, field, errors):
 
 
 # By the end of a file's name, all others are text: functions that give ('file, line n', {field: value}), ...
+# of a path, the only field that is needed (None: all are) and `errors`
 FORMATS = {'.jsonl': json_records, '.parquet': parquet_records}
-
-
-def records(path, field=None, errors='strict'):
-    """The records of a file in FORMATS. field: the only one that is needed; None: all are."""
-    return FORMATS[ending(path)](path, field, errors)
 
 
 def file_documents(paths, field='text', errors='strict'):
@@ -216,7 +210,7 @@ def file_documents(paths, field='text', errors='strict'):
         if ending(path) not in FORMATS:
             yield from text_documents(path, errors)
             continue
-        for place, record in records(path, field, errors):
+        for place, record in FORMATS[ending(path)](path, field, errors):
             if not isinstance(record.get(field), str):
                 raise ValueError(f'{place}: no text in field {field!r}, its fields are '
                                  f'{", ".join(record):.200}: choose one by --field')
@@ -278,7 +272,7 @@ def from_json(value):
 def conversations(paths, field='text', errors='strict'):
     """The Conversations of files in FORMATS. Raises ValueError that names file and line."""
     for path in paths:
-        for place, record in records(path, None, errors):
+        for place, record in FORMATS.get(ending(path), json_records)(path, None, errors):
             messages = find_messages(record, field)
             if not messages:
                 raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
@@ -295,7 +289,7 @@ def holds_conversations(paths, field, errors):
     """Whether the first record has messages rather than text in this field."""
     for path in paths:
         if ending(path) in FORMATS:
-            for _, record in records(path, None, errors):
+            for _, record in FORMATS[ending(path)](path, None, errors):
                 return not isinstance(record.get(field), str) and find_messages(record, field) is not None
     return False
 
@@ -327,11 +321,11 @@ FIRST_RUN = os.path.join('data', 'pystdlib_bpe4096')  # what `python prepare.py`
 HUB = 'https://huggingface.co/datasets'
 
 
-def download(name, url, count=1, sha256=None, chats=False, tokenizer=None):
+def download(name, url, count=1, chats=False, tokenizer=None):
     """The Source of files, downloaded to data/<name>. url: with {} for the numbers of `count` files."""
     def documents():
         urls = map(url.format, range(count))
-        paths = [fetch(one, os.path.join('data', name, one.rpartition('/')[2]), sha256) for one in urls]
+        paths = [fetch(one, os.path.join('data', name, one.rpartition('/')[2])) for one in urls]
         return (conversations if chats else file_documents)(paths)
     return Source(name, name, documents, chats, tokenizer=tokenizer)
 
@@ -359,12 +353,11 @@ def fineweb(name, prefix, count):
 
 
 SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
-SHAKESPEARE_SUM = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
 # Functions that give a Source; only documents() downloads.
 SOURCES = {
     'pystdlib': pystdlib,
-    'shakespeare': lambda: download('shakespeare', SHAKESPEARE, sha256=SHAKESPEARE_SUM),
+    'shakespeare': lambda: download('shakespeare', SHAKESPEARE),
     'tinystories': lambda: download(
         'tinystories', f'{HUB}/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt'),
     'openwebtext': lambda: download(  # nanoGPT's

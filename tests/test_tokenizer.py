@@ -277,7 +277,7 @@ def published(name):
     """(tokenizer.json, tokenizer_config.json) with a family's rules and a small vocabulary, as dicts. Merges
     are learnt across words, so that only the rules keep words apart; 'Ġprepared' is made by none."""
     normalizers, pre_tokenizers, start, end, special, others, config = RULES[name]
-    pieces = not any('ByteLevel' == step['type'] for step in pre_tokenizers)
+    pieces = not any(step['type'] == 'ByteLevel' for step in pre_tokenizers)
     spec = json.loads((tok_oracles()['llama2'] if pieces else merged_bytes()).to_str())
     vocab = spec['model']['vocab']
     if not pieces:
