@@ -73,11 +73,7 @@ from tokenizer import (
 )
 
 RETRY_WAITS = (0.5, 1, 2, 4)  # seconds between the tries of a download
-
-
-@functools.cache
-def print_once(text):
-    print0(text)
+print_once = functools.cache(print0)
 
 
 @contextlib.contextmanager
