@@ -67,7 +67,7 @@ import hub
 import sample
 import train
 from model import GPT, GPTConfig, hidden_init, quantize_weights
-from prepare import Bins, ending, find_source, json_records, load_tokenizer, read_meta
+from prepare import FORMATS, Bins, ending, find_source, json_records, load_tokenizer, read_meta
 from tokenizer import pieces
 
 # timing -----------------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ def text_tokens(path, tokenizer):
         texts = [text for text, _ in pieces(document, tokenizer)]
         n_bytes += sum(len(text.encode()) for text in texts)
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
-    if ending(path) != '.jsonl':
+    if ending(path) not in FORMATS:
         documents = [np.concatenate(documents)]
     if tokenizer.eot is None:  # nothing stands before the first tokens
         n_bytes -= sum(int(tokenizer.sizes[ids[0]]) for ids in documents)
