@@ -545,19 +545,31 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     return numbers
 
 
-OPTIONS = {
-    # icl_task_type of a task of CORE: item -> (context, answer) of each option
-    'multiple_choice': lambda item: [(item['query'], choice) for choice in item['choices']],
-    'schema': lambda item: [(context, item['continuation']) for context in item['context_options']],
-    'language_modeling': lambda item: [(item['context'].strip(), item['continuation'])],
-}
+def answers(item, delimiter=' ', before=''):
+    """(context, answer) of each option of one of CORE's items: a question's choices, one continuation in
+    several contexts, or in one."""
+    if 'choices' in item:
+        options = [(item['query'], choice) for choice in item['choices']]
+    else:
+        contexts = item.get('context_options') or [item['context'].strip()]
+        options = [(context, item['continuation']) for context in contexts]
+    return [(f"{before}{context}{delimiter}", answer) for context, answer in options]
+
+
+def prompted(items, index, task):
+    """The answers to an item, their contexts begun with as many other items, answered, as the task says."""
+    others, delimiter = items[:index] + items[index + 1:], task.get('continuation_delimiter', ' ')
+    before = ''
+    for shot in random.Random(1234 + index).sample(others, task['num_fewshot'][0]):
+        before += ''.join(answers(shot, delimiter)[shot.get('gold', 0)]) + '\n\n'
+    return answers(items[index], delimiter, before)
 
 
 def answer_scores(tokenizer, block_size, losses, options, start, counted=''):
-    """options: (context, answer) each -> their losses, summed, how many tokens are counted, and how many of
-    these are the likeliest: (options,) each. start: ids before each text, of which one that is too long loses
-    its beginning. counted: 'multiple_choice' all tokens from the first that is not alike in all options,
-    'schema' those alike at their end, else all after the context."""
+    """options: (context, answer) each -> the answers' losses, summed, how many of their tokens are counted,
+    and how many of these are the likeliest: (options,) each. start: ids before each text, of which one that
+    is too long loses its beginning. counted: 'multiple_choice' all tokens from the first that is not alike
+    in all options, 'schema' those alike at their end, else all after the context."""
     def encode(text):
         return [*start, *tokenizer.encode_array(text).tolist()]
     texts, rows = [encode(context + answer) for context, answer in options], []
@@ -588,8 +600,7 @@ def evaluate_choices(path, tokenizer, score):
     items, right, each = [record for _, record in json_records(path)], [], []
     for item in announced(items):
         item = item if 'choices' in item else hellaswag_item(item)
-        options = [(f"{item['query']} ", choice) for choice in item['choices']]
-        sums, counts, _ = score(options, tokenizer.bos)
+        sums, counts, _ = score(answers(item), tokenizer.bos)
         sizes = 1, [*map(len, item['choices'])], counts
         right.append([(sums / size).argmin() == item['gold'] for size in sizes])
         each.append(sums.tolist())
@@ -598,17 +609,6 @@ def evaluate_choices(path, tokenizer, score):
         print(f"{name:<9} {share:.4f} \u00b1 {math.sqrt(share * (1 - share) / len(items)):.4f}")
     print(f"of {len(items):,} questions of {path}")
     return {'questions': len(items), **found, 'each': each}
-
-
-def core_options(items, index, task):
-    """The (context, answer) of each option of an item of CORE; a context begins with as many other items,
-    answered, as the task says."""
-    options, delimiter = OPTIONS[task['icl_task_type']], task.get('continuation_delimiter', ' ')
-    others, before = items[:index] + items[index + 1:], ''
-    for shot in random.Random(1234 + index).sample(others, task['num_fewshot'][0]):
-        context, answer = options(shot)[shot.get('gold', 0)]
-        before += f"{context}{delimiter}{answer}\n\n"
-    return [(f"{before}{context}{delimiter}", answer) for context, answer in options(items[index])]
 
 
 def evaluate_core(folder, tokenizer, score):
@@ -625,7 +625,7 @@ def evaluate_core(folder, tokenizer, score):
         random.Random(1337).shuffle(items)
         right, label = [], task['label']
         for index, item in enumerate(announced(items)):
-            sums, counts, hits = score(core_options(items, index, task), start, task['icl_task_type'])
+            sums, counts, hits = score(prompted(items, index, task), start, task['icl_task_type'])
             best = (sums / counts.clip(1)).argmin()
             right.append(best == item['gold'] if len(sums) > 1 else hits[0] == counts[0])
         accuracy = float(np.mean(right))
