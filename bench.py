@@ -649,7 +649,7 @@ def draw_attention(config, model_args, words):
     shown = dict(zip((n for n, block in enumerate(model.h) if block.attn.mask_kind), weights))
     if layer not in shown:
         raise ValueError(f"layer {layer} has no attention weights: choose --layer among {[*shown]}")
-    heads, = shown[layer]
+    heads = shown[layer][0].numpy()
     package = hub.package('matplotlib.figure', 'pictures need', 'matplotlib')
     lines, side = math.ceil(len(heads) / 4), 1.5 + len(ids) / 6  # side: in inches
     figure = package.Figure((4 * side, 1.2 * lines * side), layout='constrained')

@@ -427,7 +427,7 @@ def test_attention_is_drawn_with_its_tokens(folder, capsys, monkeypatch):
     monkeypatch.setattr(axes, 'imshow', lambda self, x: drawn.append(x) or imshow(self, x))
     for layer in (0, 1):
         bench(capsys, 'attention', text, '--init_from=out', f'--layer={layer}')
-        near(torch.stack(drawn), theirs[layer][0], 1e-5)
+        near(torch.tensor(np.stack(drawn)), theirs[layer][0], 1e-5)
         drawn.clear()
     assert Path('attention.png').read_bytes().startswith(b'\x89PNG')
 
