@@ -111,8 +111,10 @@ def test_sample_script_chats(base, capsys, monkeypatch):
     run('sample.py', '--out_dir=chat', *common, '--start=LINES:q.txt')  # each alone
     out = capsys.readouterr().out
     assert all(f"> {question}\n{answer}\n---" in out for question, answer in answers.items())
-    with pytest.raises(ValueError, match='out.*has no chat template.*leave out --chat'):
-        run('sample.py', *common)
+    monkeypatch.setattr(sys, 'stdin', io.StringIO('abc\n'))
+    with contextlib.suppress(SystemExit):
+        run('sample.py', *common, '--system=')
+    assert capsys.readouterr().out.count('no chat template: it continues the text') == 1
 
 
 def test_sampling_with_another_context(folder, capsys):
