@@ -696,9 +696,11 @@ if __name__ == '__main__':
     trained = f", iteration {rest['iter_num']:,}" if 'iter_num' in rest else ''
     model.eval()
     print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
+    if chat and not rest.get('masked', True):  # trained on text, whose tokenizer may have a template all the same
+        tokenizer.chat_template = None
     if chat and not tokenizer.chat_template:
-        print("it has no chat template: it continues the text that is typed; config/chat.py trains one that "
-              "answers")
+        print("it was not trained on conversations: it continues the text that is typed; config/chat.py "
+              "trains one that answers")
     n_draft = config['speculate']
     drafter = Lookup(n_draft) if n_draft else None
     if draft:

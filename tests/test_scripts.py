@@ -111,10 +111,15 @@ def test_sample_script_chats(base, capsys, monkeypatch):
     run('sample.py', '--out_dir=chat', *common, '--start=LINES:q.txt')  # each alone
     out = capsys.readouterr().out
     assert all(f"> {question}\n{answer}\n---" in out for question, answer in answers.items())
-    monkeypatch.setattr(sys, 'stdin', io.StringIO('abc\n'))
-    with contextlib.suppress(SystemExit):
-        run('sample.py', *common, '--system=')
-    assert capsys.readouterr().out.count('no chat template: it continues the text') == 1
+    state = {**torch.load('chat/ckpt.pt', weights_only=True), 'masked': False}
+    torch.save(state, 'chat/ckpt.pt')  # as of a run on text, with the same tokenizer
+    run('sample.py', '--out_dir=chat', *common, '--start=LINES:q.txt', '--system=')
+    out, tokenizer = capsys.readouterr().out, byte_chat_tokenizer()
+    assert out.count('was not trained on conversations: it continues the text') == 1
+    for question in answers:
+        ids = by_hand(model, tokenizer.encode(question), 8, temperature=0)
+        assert not {*ids} & {*tokenizer.stop_tokens}
+        assert f"> {question}\n{tokenizer.decode(ids)}\n---" in out
 
 
 def test_sampling_with_another_context(folder, capsys):
