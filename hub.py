@@ -72,13 +72,12 @@ def plain(dtype):
     return str(dtype).removeprefix('torch.')
 
 
-def package(name):
-    """A module that only published models need. Raises ImportError."""
+def package(name, need='published models need', install='safetensors tokenizers huggingface_hub'):
+    """A module of a package that few need. Raises ImportError."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ImportError(f"published models need {name}: pip install safetensors tokenizers "
-                          "huggingface_hub") from None
+        raise ImportError(f"{need} {name}: pip install {install}") from None
 
 
 # config.json ------------------------------------------------------------------------------------------------
