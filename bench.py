@@ -358,7 +358,7 @@ def measure_train(config, model_args, words):
 
 def measure_lengths(config, model_args):
     """Milliseconds of forward and backward, tokens a second and the process's peak memory so far, at each of
-    `lengths`; and the longest context that fits, a power of two, by train.forecast."""
+    `lengths`; and the longest that fits by train.forecast, in steps of two."""
     found, batch_size = {}, config['batch_size'] or 12
     for length in sorted(config['lengths']):
         model, machine, forward = model_to_train(config, {**model_args, 'block_size': length})
@@ -379,8 +379,8 @@ def measure_lengths(config, model_args):
         model.config.block_size = length
         parts, _ = train.forecast(model, machine, settings, batch_size)
         return sum(parts.values()) - parts['process'] <= limit
-    longest = next(2**i for i in itertools.count(6) if not fits(2 ** (i + 1)))
-    print(f"longest context in {limit / 1e9:,.2f} GB, of powers of two: {longest:,}")
+    longest = next(n for n in (length * 2**i for i in itertools.count()) if not fits(2 * n))
+    print(f"by the forecast {longest:,} tokens of context fit into {limit / 1e9:,.2f} GB, but not {2 * longest:,}")
     return {'lengths': found, 'longest': longest, 'device': machine.device}
 
 

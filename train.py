@@ -1182,7 +1182,6 @@ if __name__ == '__main__':
              f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
     elif not eval_only:
         memory = peak_mb(device)
-        print(f"MEASURED rank {rank} {memory*1.048576:.1f}")
         print0(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
              f"python sample.py --out_dir={shlex.quote(out_dir)}")
