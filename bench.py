@@ -380,7 +380,7 @@ def measure_lengths(config, model_args):
         parts, _ = train.forecast(model, machine, settings, batch_size)
         return sum(parts.values()) - parts['process'] <= limit
     longest = next(n for n in (length * 2**i for i in itertools.count()) if not fits(2 * n))
-    print(f"by the forecast {longest:,} tokens of context fit into {limit / 1e9:,.2f} GB, but not {2 * longest:,}")
+    print(f"by the forecast {longest:,} tokens fit into {limit / 1e9:,.2f} GB, {2 * longest:,} do not")
     return {'lengths': found, 'longest': longest, 'device': machine.device}
 
 
