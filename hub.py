@@ -593,12 +593,10 @@ def save_gguf(model, tokenizer, path, dtype=None):
     if config.n_shared_expert:
         keys['expert_shared_feed_forward_length'] = config.n_shared_expert * config.d_expert
     about = gguf_tokenizer(tokenizer, config.vocab_size) | {f'{arch}.{key}': keys[key] for key in keys}
-    writer = gguf.GGUFWriter(None, arch)
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
-           list: writer.add_array}
+    writer, kinds = gguf.GGUFWriter(None, arch), gguf.GGUFValueType
     for key, value in about.items():
-        if value is not None:
-            add[type(value)](key, value)
+        if value is not None:  # llama.cpp's counts have no sign
+            writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
     family = like(  # in our own layout, but for what rotates, with all experts in one tensor
         family, layouts=dict.fromkeys(family.layouts), names=GGUF_EXPERTS,
         rows={'attn.c_attn': rows_interleaved if arch in GGUF_PAIRED else None})
