@@ -10,21 +10,27 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
     python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at times the trained length
     python bench.py eval texts.jsonl --init_from=out         # of each {"text": ...}, by itself
-    python bench.py eval hellaswag_val.jsonl --init_from=gpt2
+    python bench.py eval hellaswag_val.jsonl --init_from=gpt2 # or {"query": ..., "choices": [...], "gold": 0}
+    python bench.py eval eval_bundle --init_from=out         # CORE, from nanochat's eval_bundle.zip, unpacked
+    python bench.py attention 'some text' --init_from=out    # a picture of a layer's attention, head by head
 
 --vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process, or
 transformers: its model or its generate with the same weights, uncompiled. Speeds are medians after a warm-up.
 Shares are of the speed of a large matmul, or sum, in the same run. --json=True prints all numbers too.
 """
 import contextlib
+import csv
 import functools
 import itertools
 import math
 import os
+import random
+import re
 import runpy
 import tempfile
 import time
 from json import dumps
+from pathlib import Path
 
 from configurator import configure, runtime
 
@@ -37,6 +43,8 @@ prompt_len = 32                   # decode: tokens before
 max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
 speculate: int | None = None      # decode: draft tokens at a time, of greedy text, as in sample.py
+layer = 0                         # attention: the layer's number
+png = 'attention.png'             # attention: the file to write
 operators = False                 # decode: also which operators take the time of a step
 steps = 10                        # train: steps a turn; decode generates max_new_tokens a turn
 rounds = 5                        # turns
@@ -59,7 +67,7 @@ import hub
 import sample
 import train
 from model import GPT, GPTConfig, hidden_init, quantize_weights
-from prepare import Bins, ending, find_source, json_records, load_tokenizer, read_meta
+from prepare import FORMATS, Bins, ending, find_source, json_records, load_tokenizer, read_meta
 from tokenizer import pieces
 
 # timing -----------------------------------------------------------------------------------------------------
@@ -392,17 +400,15 @@ def print_operators(generation, device_type):
 # how good ---------------------------------------------------------------------------------------------------
 
 def measure_eval(config, model_args, words):
-    """How well a model predicts a text, JSON lines of texts or HellaSwag's questions, or a val.bin."""
-    init_from, dataset, lengths = config['init_from'], config['dataset'], config['lengths']
-    if init_from == 'scratch':
-        raise ValueError("eval needs a trained model: --init_from=out, a checkpoint or a published model")
+    """How well a model predicts a text, JSON lines of texts or questions, CORE's tasks, or a val.bin."""
+    dataset, lengths = config['dataset'], config['lengths']
     # packed conversations do not see each other, as in train.py
     meta = read_meta(train.data_folder(dataset)) if dataset else None
-    model, tokenizer, rest = train.load_to_train(init_from, 'out', model_args, meta)
+    load = functools.partial(train.load_to_train, config['init_from'], 'out', meta=meta)
+    model, tokenizer, rest = load(asked=model_args)
     base = model.config.block_size
     if lengths:
-        model_args = {**model_args, 'block_size': base * max(lengths)}
-        model, tokenizer, rest = train.load_to_train(init_from, 'out', model_args, meta)
+        model, *_ = load(asked={**model_args, 'block_size': base * max(lengths)})
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
     if config['quantize']:  # autocast leaves float16's residual stream in float32
@@ -415,8 +421,11 @@ def measure_eval(config, model_args, words):
     if words and tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
     name, = words or [train.data_folder(dataset)]
-    if words and ending(name) == '.jsonl' and 'endings' in next(json_records(name))[1]:
-        found = evaluate_choices(name, tokenizer, model.config.block_size, losses)
+    score = functools.partial(answer_scores, tokenizer, model.config.block_size, losses)
+    if os.path.exists(f'{name}/core.yaml'):
+        found = evaluate_core(name, tokenizer, score)
+    elif ending(name) == '.jsonl' and {'endings', 'choices'} & {*next(json_records(name))[1]}:
+        found = evaluate_choices(name, tokenizer, score)
     else:
         texts = text_tokens(name, tokenizer) if words else prepared_tokens(name, tokenizer, rest['path'])
         if not words:
@@ -451,37 +460,43 @@ def text_tokens(path, tokenizer):
         texts = [text for text, _ in pieces(document, tokenizer)]
         n_bytes += sum(len(text.encode()) for text in texts)
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
-    if ending(path) != '.jsonl':
+    if ending(path) not in FORMATS:
         documents = [np.concatenate(documents)]
     if tokenizer.eot is None:  # nothing stands before the first tokens
         n_bytes -= sum(int(tokenizer.sizes[ids[0]]) for ids in documents)
     return [(ids[:-1], ids[1:]) for ids in documents], n_bytes
 
 
+def announced(items):
+    """Yields the items; says once, if it takes longer than five seconds, how long the others will take."""
+    begun, said = time.perf_counter(), False
+    for n, item in enumerate(items):
+        spent = time.perf_counter() - begun
+        if spent > 5 and not said:
+            print(f"about {train.duration(spent * (len(items) - n) / n)} to go", flush=True)
+            said = True
+        yield item
+
+
 @torch.no_grad()
 def row_losses(model, rows, machine, batch_size):
-    """Rows (inputs, targets) of up to T tokens -> the loss of each target, in nats, float64, and which are
-    targets, not -1: (rows, T) each, filled up with 0 and False. batch_size None: 256 MB of logits at a
-    time."""
+    """Rows (inputs, targets) of up to T tokens -> the loss of each target, in nats, float64, which are
+    targets, not -1, and which are the likeliest token: (rows, T) each, filled up with 0. batch_size None:
+    256 MB of logits at a time."""
     x, y = (pad_sequence([torch.as_tensor(each) for each in side], batch_first=True, padding_value=padding)
             for side, padding in zip(zip(*rows), (0, -1)))
     lengths = torch.tensor([len(inputs) for inputs, _ in rows])
-    order, losses = lengths.argsort(descending=True), torch.zeros(x.shape, dtype=torch.float64)
-    begun, said = time.perf_counter(), False
-    while len(order):
-        longest = lengths[order[0]]
-        n = batch_size or max(1, 2**26 // (model.config.vocab_size * int(longest)))
-        batch, order = order[:n], order[n:]
+    losses, is_first = torch.zeros(2, *x.shape, dtype=torch.float64)
+    n = batch_size or max(1, 2**26 // (model.config.vocab_size * x.shape[1]))
+    for batch in announced(lengths.argsort(descending=True).split(n)):
+        longest = lengths[batch[0]]
         inputs, targets = (side[batch, :longest].to(machine.device) for side in (x, y))
         with machine.autocast():
             logits = model(inputs).flatten(0, 1).float()
         found = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none')
         losses[batch, :longest] = found.view_as(targets).cpu().double()
-        spent = time.perf_counter() - begun
-        if spent > 5 and not said:
-            print(f"about {train.duration(spent * len(order) / (len(rows) - len(order)))} to go", flush=True)
-            said = True
-    return losses.numpy(), (y != -1).numpy()
+        is_first[batch, :longest] = (logits.argmax(-1).view_as(targets) == targets).cpu().double()
+    return losses.numpy(), (y != -1).numpy(), is_first.numpy()
 
 
 def summary(losses, is_target, last):
@@ -509,7 +524,7 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
                 for end in range(longest, len(inputs) + (1 if lengths else base), base)]
         if not rows:
             raise ValueError(f"{name} is too short: {longest:,} tokens are needed, give a longer text")
-        by_row, is_target = losses(rows)
+        by_row, is_target, _ = losses(rows)
         n_targets, found[str(length)] = summary(by_row, is_target, base if lengths else 0)
     print(f"{name}: {n_targets:,} targets in {len(rows):,} rows")
     print_table('tokens of context', [*found], {
@@ -530,28 +545,124 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     return numbers
 
 
-def evaluate_choices(path, tokenizer, block_size, losses):
-    """HellaSwag (arXiv:1905.07830) from its JSON lines: how often the right ending of four has the largest
-    sum of its tokens' log-probabilities (acc), or the largest mean (acc_norm), as a dict, printed.
+def answers(item, delimiter=' ', before=''):
+    """(context, answer) of each option of one of CORE's items: a question's choices, one continuation in
+    several contexts, or in one."""
+    if 'choices' in item:
+        options = [(item['query'], choice) for choice in item['choices']]
+    else:
+        contexts = item.get('context_options') or [item['context'].strip()]
+        options = [(context, item['continuation']) for context in contexts]
+    return [(f"{before}{context}{delimiter}", answer) for context, answer in options]
 
-    As in hellaswag.py of github.com/karpathy/build-nanogpt, by which GPT-2 124M has acc 0.2859 and acc_norm
-    0.2955 on the 10,042 questions of hellaswag_val.jsonl; lm-evaluation-harness has 0.2892 and 0.3114, as it
-    changes the context and divides by bytes."""
-    rows, labels = [], []  # four rows, of as many endings, for each label
-    for _, record in json_records(path):
-        context = [*tokenizer.bos, *tokenizer.encode(record['ctx'])]
-        labels.append(int(record['label']))
-        for text in record['endings']:
-            ids = tokenizer.encode(f' {text}')
-            inputs, targets = (context + ids)[:-1], [-1] * (len(context) - 1) + ids
-            rows.append((inputs[-block_size:], targets[-block_size:]))
-    sums, counts = (each.sum(1).reshape(len(labels), -1) for each in losses(rows))
-    found = {'questions': len(labels)}
-    for name, score in {'acc': sums, 'acc_norm': sums / counts}.items():
-        share = found[name] = float((score.argmin(1) == labels).mean())
-        print(f"{name:<9} {share:.4f} \u00b1 {math.sqrt(share * (1 - share) / len(labels)):.4f}")
-    print(f"of {len(labels):,} questions of {path}")
-    return found
+
+def prompted(items, index, task):
+    """The answers to an item, their contexts begun with as many other items, answered, as the task says."""
+    others, delimiter = items[:index] + items[index + 1:], task.get('continuation_delimiter', ' ')
+    before = ''
+    for shot in random.Random(1234 + index).sample(others, task['num_fewshot'][0]):
+        before += ''.join(answers(shot, delimiter)[shot.get('gold', 0)]) + '\n\n'
+    return answers(items[index], delimiter, before)
+
+
+def answer_scores(tokenizer, block_size, losses, options, start, counted=''):
+    """options: (context, answer) each -> the answers' losses, summed, how many of their tokens are counted,
+    and how many of these are the likeliest: (options,) each. start: ids before each text, of which one that
+    is too long loses its beginning. counted: 'multiple_choice' all tokens from the first that is not alike
+    in all options, 'schema' those alike at their end, else all after the context."""
+    def encode(text):
+        return [*start, *tokenizer.encode_array(text).tolist()]
+    texts, rows = [encode(context + answer) for context, answer in options], []
+    compared = {'multiple_choice': texts, 'schema': [ids[::-1] for ids in texts]}
+    alike = os.path.commonprefix(compared.get(counted) or [encode(options[0][0].rstrip())])
+    for ids in texts:
+        n = max(1, len(ids) - len(alike) if counted == 'schema' else len(alike))
+        rows.append((ids[:-1][-block_size:], ([-1] * (n - 1) + ids[n:])[-block_size:]))
+    return [each.sum(1) for each in losses(rows)]
+
+
+def hellaswag_item(record):
+    """A question of HellaSwag in the form of CORE's, worded as in lm-evaluation-harness."""
+    def clean(text):
+        return re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. ')).replace('  ', ' ')
+    query = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
+    return {'query': clean(query), 'choices': [*map(clean, record['endings'])], 'gold': int(record['label'])}
+
+
+def evaluate_choices(path, tokenizer, score):
+    """How often the right choice has the largest log-probability (acc), or the largest by character
+    (acc_norm) or by token (acc_token), as a dict, printed; and the loss of each choice. Of JSON lines with
+    query, choices and gold, or HellaSwag's (arXiv:1905.07830). score: answer_scores of a model.
+
+    acc and acc_norm are those of lm-evaluation-harness, by which GPT-2 124M has 0.2892 and 0.3114 on the
+    10,042 questions of hellaswag_val.jsonl. hellaswag.py of github.com/karpathy/build-nanogpt leaves the text
+    as it is: acc 0.2859, by token 0.2955."""
+    items, right, each = [record for _, record in json_records(path)], [], []
+    for item in announced(items):
+        item = item if 'choices' in item else hellaswag_item(item)
+        sums, counts, _ = score(answers(item), tokenizer.bos)
+        sizes = 1, [*map(len, item['choices'])], counts
+        right.append([(sums / size).argmin() == item['gold'] for size in sizes])
+        each.append(sums.tolist())
+    found = dict(zip(('acc', 'acc_norm', 'acc_token'), np.mean(right, 0).tolist()))
+    for name, share in found.items():
+        print(f"{name:<9} {share:.4f} \u00b1 {math.sqrt(share * (1 - share) / len(items)):.4f}")
+    print(f"of {len(items):,} questions of {path}")
+    return {'questions': len(items), **found, 'each': each}
+
+
+def evaluate_core(folder, tokenizer, score):
+    """CORE (arXiv:2406.11794) of a folder like nanochat's eval_bundle, as its core_eval.py has it, as a dict,
+    printed: the mean of the tasks' accuracies, each scaled so that guessing has 0. The right option is to
+    have the smallest mean loss or, where it is the only one, the likeliest tokens alone."""
+    core, meta = (Path(folder, name).read_text('utf-8') for name in ('core.yaml', 'eval_meta_data.csv'))
+    chance = {row['Eval Task']: float(row['Random baseline']) / 100
+              for row in csv.DictReader(meta.splitlines())}
+    found, start = {}, tokenizer.bos or [tokenizer.eot]
+    print(f"\n{'task':<32}   items  accuracy  centered")
+    for task in hub.package('yaml', 'core.yaml needs', 'pyyaml').safe_load(core)['icl_tasks']:
+        items = [item for _, item in json_records(f"{folder}/eval_data/{task['dataset_uri']}")]
+        random.Random(1337).shuffle(items)
+        right, label = [], task['label']
+        for index, item in enumerate(announced(items)):
+            sums, counts, hits = score(prompted(items, index, task), start, task['icl_task_type'])
+            best = (sums / counts.clip(1)).argmin()
+            right.append(best == item['gold'] if len(sums) > 1 else hits[0] == counts[0])
+        accuracy = float(np.mean(right))
+        centered = (accuracy - chance[label]) / (1 - chance[label])
+        found[label] = {'accuracy': accuracy, 'centered': centered}
+        print(f"{label:<32}  {len(items):>6,}  {accuracy:>8.4f}  {centered:>8.4f}")
+    mean = float(np.mean([each['centered'] for each in found.values()]))
+    print(f"{'CORE':<32}  {mean:>26.4f}")
+    return {'core': mean, 'tasks': found}
+
+
+def draw_attention(config, model_args, words):
+    """Writes a picture of a layer's attention to a text: a panel for each head, a row for each token that
+    attends."""
+    if not words:
+        raise ValueError("attention needs a text: python bench.py attention 'some text' --init_from=out")
+    model, tokenizer, _ = train.load_to_train(config['init_from'], 'out', model_args)
+    ids, weights, layer = tokenizer.encode(words[0]), [], config['layer']
+    with torch.no_grad():
+        model.eval()(torch.tensor([ids]), weights=weights)
+    shown = dict(zip((n for n, block in enumerate(model.h) if block.attn.mask_kind), weights))
+    if layer not in shown:
+        raise ValueError(f"layer {layer} has no attention weights: choose --layer among {[*shown]}")
+    heads = shown[layer][0].numpy()
+    package = hub.package('matplotlib.figure', 'pictures need', 'matplotlib')
+    lines, side = math.ceil(len(heads) / 4), 1.5 + len(ids) / 6  # side: in inches
+    figure = package.Figure((4 * side, 1.2 * lines * side), layout='constrained')
+    labels = [repr(tokenizer.decode([i])) for i in ids]
+    ticks = dict(ticks=range(len(ids)), labels=labels, parse_math=False)
+    for head, weight in enumerate(heads):  # (T, T)
+        axes = figure.add_subplot(lines, 4, head + 1, title=f'layer {layer}, head {head}')
+        axes.imshow(weight)
+        axes.set_xticks(**ticks, rotation=90)
+        axes.set_yticks(**ticks)
+    figure.savefig(config['png'])
+    print(config['png'])
+    return {'png': config['png']}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -564,6 +675,7 @@ COMMANDS = {
                                'operators rounds compile seed'),
     'params': (measure_params, 'init_from dataset dtype json'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
+    'attention': (draw_attention, 'init_from layer png json'),
 }
 CHOICES = {'optimizer': train.OPTIMIZERS, 'compile': (True, False, 'auto'), 'quantize': ('', 'int8')}
 
@@ -573,8 +685,9 @@ if __name__ == '__main__':
         raise ValueError(f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
     measure, known = COMMANDS[what]
-    unused = more[what == 'eval':] + [f'--{name}' for name, label in given.items() if label == 'flags'
-                               and name in config and name not in known.split()]
+    unused = more[what in ('eval', 'attention'):] + [
+        f'--{name}' for name, label in given.items()
+        if label == 'flags' and name in config and name not in known.split()]
     if unused:  # config files serve several scripts, and may have more
         raise ValueError(f"{what} has no use for {unused[0]}; its settings are GPTConfig's, {known}")
     sample.check_choices(config, CHOICES)

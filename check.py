@@ -135,7 +135,7 @@ def frequencies(config, local):
     return ROPE_SCALINGS[kind](freq, base, LONG, **options) if kind else (freq, 1.0)
 
 
-def attention(config, layer, module, x):
+def attention(config, layer, module, x, table):
     _, window, _, pos = letters(config, layer)
     turns, position = config.pos == 'rope' and pos == 'P', torch.arange(x.shape[1])[:, None]
     q, k, v, *gate = module.c_attn(x)
@@ -163,6 +163,9 @@ def attention(config, layer, module, x):
     score = capped(q @ k.mT * (config.attn_scale or config.head_dim ** -0.5), config.attn_softcap)
     if config.pos == 'alibi' and pos == 'P':  # as the code of arXiv:2108.12409 has it, for 6 heads
         score = score - config.alibi_scale * 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3])[:, None, None] * age
+    if config.pos == 't5' and pos == 'P':  # buckets of distances up to 16, then 16 in three doublings
+        buckets = [min(n, 16 + int(16 * math.log2(max(n, 16) / 16) / 3), 31) for n in range(len(position))]
+        score = score + table.weight[torch.tensor(buckets)[age.clamp(min=0)]].movedim(-1, 0)
     weight = score.exp() * (age >= 0) * within[window]
     total = weight.sum(-1, keepdim=True) + (module.sink.exp()[:, None, None] if config.attn_sink else 0)
     y = (weight / total @ v).transpose(1, 2)
@@ -239,7 +242,7 @@ def check_formulas(config):
             x = model.resid_lambdas[layer] * x + model.x0_lambdas[layer] * first
         y = seen[f'{name}.attn']
         if MIXERS[letter] is Attention:
-            y = same(f'{name}.attn', attention(config, layer, block.attn, norm(n[0], x)))
+            y = same(f'{name}.attn', attention(config, layer, block.attn, norm(n[0], x), model.t5_bias))
         between = norm(n[4], x + norm(n[1], scale * y))
         if kind != 'N':
             z = norm(n[2], x if 'parallel' in config.norm_placement else between)

@@ -79,13 +79,12 @@ def plain(dtype):
     return str(dtype).removeprefix('torch.')
 
 
-def package(name):
-    """A module that only models of others, or for others, need. Raises ImportError."""
+def package(name, need='published models need', install='safetensors tokenizers huggingface_hub'):
+    """A module of a package that few need. Raises ImportError."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ImportError(f"this needs {name}: pip install safetensors tokenizers huggingface_hub "
-                          "gguf") from None
+        raise ImportError(f"{need} {name}: pip install {install}") from None
 
 
 # config.json ------------------------------------------------------------------------------------------------
@@ -539,7 +538,7 @@ def gguf_tokenizer(tokenizer, n_vocab):
     if tokenizer is None:
         raise ValueError("a GGUF file holds a tokenizer, and here is none")
     spec, stops = json.loads(library_tokenizer(tokenizer.to_json()).to_str()), tokenizer.stop_tokens
-    step, merges = spec['pre_tokenizer'] or {'type': 'none'}, spec['model']['merges']
+    step, merges = spec['pre_tokenizer'] or {'type': 'none'}, spec['model'].get('merges')
     steps = step.get('pretokenizers', [step])
     words = ' '.join(one.get('pattern', one).get('Regex', one['type']) for one in steps
                      if one.get('use_regex', True))
@@ -579,8 +578,8 @@ def gguf_rope(config, arch):
 def save_gguf(model, tokenizer, path, dtype=None):
     """Writes one file for llama.cpp, or replaces it. dtype: of matrices, one of GGUF_DTYPES, None: the
     model's. Raises ValueError, with nothing written, for whatever llama.cpp lacks."""
-    gguf, config, path = package('gguf'), model.config, pathlib.Path(path)
-    kind = config_to_hf(config)['model_type']
+    gguf, config = package('gguf', 'files for llama.cpp need', 'gguf'), model.config
+    path, kind = pathlib.Path(path), config_to_hf(config)['model_type']
     if kind not in GGUF:
         raise ValueError(f"{kind} models are not written for llama.cpp, but {', '.join(GGUF)} are")
     family, (arch, fixed) = FAMILIES[kind], GGUF[kind]
@@ -758,6 +757,8 @@ if __name__ == '__main__':
         model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
+        elif save is save_gguf and not rest.get('masked', True):  # trained on text: Ollama would have it chat
+            tokenizer.chat_template = None
         if model.config.document_token is not None:  # transformers' models have no such thing
             print(f"document_token={model.config.document_token} is left out: it matters only where several "
                   "documents follow one another")

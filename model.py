@@ -6,7 +6,7 @@ adapters, eight bits and checkpoints.
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
     model = GPT(config)
     logits = model(idx)                          # (B, T) -> (B, T, vocab_size) float32
-    loss, aux = model(idx, targets)              # mean cross entropy over targets != -1
+    loss, aux = model(idx, targets)              # mean cross entropy over targets that are not negative
     cache = model.make_cache(B, max_len)         # the caller's object
     logits = model(idx, cache=cache, keep=1)     # appends; logits of the last new token only
 
@@ -50,9 +50,9 @@ class GPTConfig:
     d_ff: int | None = None          # MLP width; None: 4 n_embd; if gated 8/3 n_embd up to a multiple of 64
     # positions
     pos: str = 'rope'                # rope (arXiv:2104.09864), alibi (arXiv:2108.12409), learned (GPT-2),
-                                     # sinusoidal (arXiv:1706.03762), none
+                                     # sinusoidal (arXiv:1706.03762), t5 (arXiv:1910.10683), none
     alibi_scale: float = 1.0         # of ALiBi's slopes (Falcon)
-    pos_pattern: str = 'P'           # P: as pos says, N: none (rope and alibi only); 'PPPN' (SmolLM3)
+    pos_pattern: str = 'P'           # P: as pos says, N: none (rope, alibi, t5); 'PPPN' (SmolLM3)
     rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
     rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
     partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
@@ -264,9 +264,11 @@ NEEDS = (
      lambda c: c.pos == 'rope' and any(map(c.window_of, range(c.n_layer)))),
     ("pos='rope'", 'qk_norm', lambda c: c.pos == 'rope' or c.qk_norm != 'unit'),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
-    ('positions that layers use: rope or alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
-    ('a layer of attention for alibi', 'pos',
-     lambda c: c.pos != 'alibi' or any(issubclass(mixer, BaseAttention) for mixer in c.mixers)),
+    ('positions that layers use: rope, alibi, t5', 'pos_pattern', lambda c: c.pos in ('rope', *BIASED)),
+    ('a layer of attention that has positions', 'pos',
+     lambda c: c.pos not in BIASED or any(
+         issubclass(MIXERS[c.mixer_of(i)], BaseAttention) and letter(c.pos_pattern, i) == 'P'
+         for i in range(c.n_layer))),
     ('a larger vocab_size: there is no such token', 'document_token',
      lambda c: c.document_token < c.vocab_size),
     ('mixers that all keep documents apart', 'document_token',
@@ -480,7 +482,8 @@ def cpu_dropout(x, p):
 
 # positions --------------------------------------------------------------------------------------------------
 
-POSITIONS = ('rope', 'alibi', 'learned', 'sinusoidal', 'none')
+BIASED = ('alibi', 't5')  # positions that are added to attention's scores
+POSITIONS = ('rope', *BIASED, 'learned', 'sinusoidal', 'none')
 
 
 def yarn_mscale(factor, weight=1.0):
@@ -639,6 +642,20 @@ def alibi_slopes(n_head, device=None):
     return 2.0 ** torch.where(i <= n, -8 * i / n, -4 * (2 * (i - n) - 1) / n)
 
 
+class T5Bias(Embedding):
+    """A learned bias for each head and distance, which all layers share: distances (1 or B, 1, T, S) -> (1 or
+    B, H, T, S). Those from 16 to 128 fall into 16 buckets, equal in their logarithms; all beyond share the
+    last. Raffel et al. 2019, arXiv:1910.10683, 2.1, as a decoder has it."""
+
+    def __init__(self, config):
+        super().__init__(32, config.n_head, functools.partial(nn.init.normal_, std=config.n_embd ** -0.5))
+
+    def forward(self, distance):
+        far = 16 + (torch.log(distance.clamp(min=16) / 16) * (16 / math.log(128 / 16))).long()
+        bucket = torch.where(distance < 16, distance.clamp(min=0), far.clamp(max=31))
+        return super().forward(bucket[:, 0]).movedim(-1, 1)
+
+
 # what all layers of a forward pass share --------------------------------------------------------------------
 
 class Mask(typing.NamedTuple):
@@ -690,8 +707,8 @@ class Mixer(nn.Module, abc.ABC):
     ForwardContext, a mixer takes
     - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that turn, items of a scaling), or
       None; the config's own is config.rope_kind(layer), and (500.0, config.rope_dim, ()) one without scaling;
-    - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it, whether the window is a
-      chunk), or None;
+    - masks[self.mask_kind]; mask_kind is (window, whether the bias of alibi or t5 is in it, whether the
+      window is a chunk), or None;
     - idx (B, T), the token ids, and position_ids;
     - cache, None in training. A mixer says in __init__ what it keeps there: `slots`, (heads, width) of each
       tensor that has a slot for each token: cache.append(self.layer, context, k, v) takes the new ones, (B,
@@ -885,7 +902,7 @@ class BaseAttention(Mixer):
         super().__init__(config, layer)
         self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
         is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
-        self.mask_kind = (self.window, config.pos == 'alibi' and self.pos, is_chunked)
+        self.mask_kind = (self.window, config.pos in BIASED and self.pos, is_chunked)
         self.rope_kind = config.rope_kind(layer) if self.pos else None
         self.p, self.scale, self.softcap = config.dropout, config.scale, config.attn_softcap
         grown = (config.query_scale or {}).get('layers', 'PN')
@@ -1591,11 +1608,18 @@ class MultiTokenPrediction(nn.Module):
         return self.block(self.c_in(torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)), context)
 
 
+def cross_entropy(logits, targets):
+    """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
+    targets = targets.flatten().clamp(min=-1)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-1, reduction='sum')
+    return loss / (targets >= 0).sum().clamp(min=1)
+
+
 PARTS = {  # what a parameter's name contains: the part of the model that it is counted under
     'mtp.': 'prediction layer',
-    'wte.': 'embedding', 'wpe.': 'embedding', 'lm_head.': 'head', 'router.': 'router', 'experts.': 'experts',
-    'shared.': 'shared experts', 'shared_gate.': 'shared experts', 'mlp.': 'mlp', 'attn.': 'attention',
-    '': 'norms',
+    'wte.': 'embedding', 'wpe.': 'embedding', 't5_bias.': 'embedding', 'lm_head.': 'head',
+    'router.': 'router', 'experts.': 'experts', 'shared.': 'shared experts', 'shared_gate.': 'shared experts',
+    'mlp.': 'mlp', 'attn.': 'attention', '': 'norms',
 }
 
 
@@ -1611,6 +1635,7 @@ class GPT(nn.Module):
         n_drawn = round_up(config.vocab_size)
         self.wte = Embedding(n_drawn, C, embedding_init)
         self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
+        self.t5_bias = T5Bias(config) if config.pos == 't5' else None
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.mtp = MultiTokenPrediction(config) if config.mtp else None
@@ -1666,13 +1691,14 @@ class GPT(nn.Module):
         return w.dtype if scale is None else scale.dtype
 
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
-        """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), -1 to be
-        ignored, the mean cross entropy and aux: {} for a dense model, else 'balance' and 'z' (0-d, means over
-        the sparse layers, not in the loss) and 'load' (sparse layers, experts), choices made; with mtp, in
-        training, the extra layer's loss as 'mtp' (0-d, not in the loss). A cache takes the tokens; lengths
-        (B,): how many of the T are each row's own; padding follows them. keep: logits of each row's last
-        tokens only. weights: a list that takes each attention layer's, (B, H, T, S). Raises ValueError if the
-        tokens do not fit into block_size or the cache."""
+        """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), ignored where
+        negative (nanoGPT's -1, torch's -100), the mean cross entropy and aux: {} for a dense model, else
+        'balance' and 'z' (0-d, means over the sparse layers, not in the loss) and 'load' (sparse layers,
+        experts), choices made; with mtp, in training, the extra layer's loss as 'mtp' (0-d, not in the loss).
+        A cache takes the tokens; lengths (B,): how many of the T are each row's own; padding follows them.
+        keep: logits of each row's last tokens only; with targets these are aux['logits']. weights: a list
+        that takes each attention layer's, (B, H, T, S). Raises ValueError if the tokens do not fit into
+        block_size or the cache."""
         T, config = idx.shape[1], self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
@@ -1686,20 +1712,18 @@ class GPT(nn.Module):
             cache.advance(T, lengths)
         if targets is None:
             return self.head(self.last(x, keep, lengths))
-        loss, aux = self.loss(x, targets), {}
+        logits, aux = self.head(x), {}
+        loss = cross_entropy(logits, targets)
+        if keep is not None:
+            aux['logits'] = self.last(logits, keep, lengths)
         if context.routing:
             balance, z, load = map(torch.stack, zip(*context.routing))
-            aux = {'balance': balance.mean(), 'z': z.mean(), 'load': load}
+            aux |= {'balance': balance.mean(), 'z': z.mean(), 'load': load}
         if self.mtp is not None and self.training:
             own = dataclasses.replace(context, routing=None)  # recomputed blocks need theirs in backward
-            aux['mtp'] = self.loss(self.mtp(x, x0, own), F.pad(targets[:, 1:], (0, 1), value=-1))
+            later = F.pad(targets[:, 1:], (0, 1), value=-1)
+            aux['mtp'] = cross_entropy(self.head(self.mtp(x, x0, own)), later)
         return loss, aux
-
-    def loss(self, x, targets):
-        """x (B, T, C), what the last block gives -> mean cross entropy, 0-d."""
-        logits = self.head(x).flatten(0, 1)
-        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='sum')
-        return loss / (targets != -1).sum().clamp(min=1)
 
     def context(self, idx, cache=None, lengths=None, weights=None, routing=None):
         """The ForwardContext of the new tokens idx (B, T): positions, rotations, masks."""
@@ -1734,9 +1758,9 @@ class GPT(nn.Module):
             cache.starts.scatter_(1, at.expand_as(start), start)
         return start
 
-    def mask(self, context, window, alibi, chunked=False):
-        """The Mask of the layers with this window, None for all, and with or without ALiBi's bias. chunked:
-        documents are cut into chunks of a window."""
+    def mask(self, context, window, biased, chunked=False):
+        """The Mask of the layers with this window, None for all, and with or without the bias of alibi or t5.
+        chunked: documents are cut into chunks of a window."""
         positions, cache, starts = context.positions, context.cache, context.document_starts
         T, longest = positions.shape[1], 0 if cache is None else cache.longest
         is_causal = longest == 0  # nothing cached: the keys are the new tokens; static: False
@@ -1746,7 +1770,7 @@ class GPT(nn.Module):
         else:      # one token that sees all that is there
             is_plain = cache is None or cache.same_length and context.lengths is None and (
                 sees_all or cache.n_slots(window) <= window and not chunked)
-        if is_plain and starts is None and not alibi:
+        if is_plain and starts is None and not biased:
             return Mask(None, is_causal, None)
         k_pos = positions if cache is None else cache.key_positions(window, positions)
         first = 0 if starts is None else starts
@@ -1756,12 +1780,17 @@ class GPT(nn.Module):
             if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
                 first = first.clamp(max=cache.max_len - 1)
         bias, slopes, flex = torch.zeros((), dtype=context.dtype, device=positions.device), None, None
-        if alibi:
-            slopes = alibi_slopes(self.config.n_head, positions.device) * self.config.alibi_scale
+        can_flex = cache is None and not context.eager
+        if biased:
             distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
-            bias = (-slopes[:, None, None] * distance).to(bias.dtype)
-        if cache is None and not context.eager and use_flex(positions.device.type, context.dtype, T,
-                                                            self.training and self.config.dropout):
+            if self.t5_bias is None:
+                slopes = alibi_slopes(self.config.n_head, positions.device) * self.config.alibi_scale
+                bias = -slopes[:, None, None] * distance
+            else:  # is learned, by the gradient of the mask
+                bias, can_flex = self.t5_bias(distance), False
+            bias = bias.to(context.dtype)
+        if can_flex and use_flex(positions.device.type, context.dtype, T,
+                                 self.training and self.config.dropout):
             flex = flex_mask(T, window, chunked, starts, slopes, positions.device)
         return Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window, flex)
 

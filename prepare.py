@@ -4,9 +4,9 @@
     $ python prepare.py shakespeare --tokenizer=char  # data/shakespeare_char
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
     $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: a document for each file
-    $ python prepare.py tales.jsonl.gz --field=story  # a document for each record
+    $ python prepare.py tales.jsonl.gz --field=story  # a document for each record; .parquet too
     $ zcat *.gz | python prepare.py -
-    $ python prepare.py fineweb_edu --shards=10       # tokens that others prepared
+    $ python prepare.py climbmix --tokenizer=gpt2     # text of the web, 10 files; fineweb_edu: tokens
     $ python prepare.py chats.jsonl                   # conversations: with target masks
     $ python prepare.py look data/chats               # shows a prepared folder
 
@@ -41,9 +41,9 @@ from collections.abc import Callable
 
 from configurator import configure, print0
 
-# A name in SOURCES, a file (text, .jsonl, .gz), a folder or glob, or - for standard input
+# A name in SOURCES, a file (text, .jsonl, .gz, .parquet), a folder or glob, or - for standard input
 source = 'pystdlib'
-field = 'text'             # JSON lines: the field with a record's text or messages
+field = 'text'             # JSON lines, parquet: the field with a record's text or messages
 errors = 'strict'          # bytes that are not UTF-8: strict refuses them, replace puts U+FFFD
 # byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json or of
 # another dataset; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
@@ -54,7 +54,7 @@ out: str | None = None     # a name, or a path with a slash; None: <source>_<tok
 overwrite = False          # replaces data of another source in out
 val_fraction = 0.1         # for validation: each 10th document, or the last tenth of one text
 block_size = 256           # of the slots that conversations are packed into; as train.py's
-shards = 10                # fineweb, fineweb_edu: files of 100M tokens to train on
+shards = 10                # files to take of a source that has many (fineweb, fineweb_edu: to train on)
 procs: int | None = None   # processes that encode; None: one for each core
 words = configure(globals(), words=2).words
 
@@ -73,11 +73,7 @@ from tokenizer import (
 )
 
 RETRY_WAITS = (0.5, 1, 2, 4)  # seconds between the tries of a download
-
-
-@functools.cache
-def print_once(text):
-    print0(text)
+print_once = functools.cache(print0)
 
 
 @contextlib.contextmanager
@@ -101,10 +97,10 @@ def sha256_of(path):
     return digest.hexdigest()
 
 
-def fetch(url, path, sha256=None):
-    """Downloads url to path, unless a file with this sha256 (where given) is there; returns path. Raises
-    FileNotFoundError if the server has no such file, OSError if it cannot be reached."""
-    if os.path.exists(path) and (sha256 is None or sha256 == sha256_of(path)):
+def fetch(url, path):
+    """Downloads url to path, unless it is there; returns path. Raises FileNotFoundError if the server has no
+    such file, OSError if it cannot be reached."""
+    if os.path.exists(path):
         return path
     import requests
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -128,8 +124,6 @@ def fetch(url, path, sha256=None):
                               f'{path}, or use a text file that you have: python prepare.py my.txt') from e
             time.sleep(wait)
     progress.close()
-    if sha256 and sha256 != sha256_of(part):
-        raise ValueError(f'{url} has another sha256 than {sha256[:12]}...: the file there has changed')
     os.replace(part, path)
     return path
 
@@ -158,7 +152,7 @@ def read_text(path, errors='strict'):
                              'leave it out, or have U+FFFD there by --errors=replace') from None
 
 
-def text_documents(path, field, errors):
+def text_documents(path, errors):
     """A text file is one document; with <|endoftext|> in the first 16 MB, one for each part."""
     blocks = read_text(path, errors)
     head = list(itertools.islice(blocks, 16))
@@ -173,8 +167,8 @@ def text_documents(path, field, errors):
     yield [text.strip()]
 
 
-def json_records(path, errors='strict'):
-    """('file, line n', record) of JSON lines. Raises ValueError for a line that is not JSON."""
+def json_records(path, field=None, errors='strict'):
+    """Raises ValueError for a line that is not JSON."""
     with open_bytes(path) as f:
         for n, line in enumerate(f, 1):
             if line.strip():
@@ -185,21 +179,38 @@ def json_records(path, errors='strict'):
                 yield f'{path}, line {n}', record
 
 
-def json_documents(path, field, errors):
-    """JSON lines: a document for each record's text in this field."""
-    for place, record in json_records(path, errors):
-        if not isinstance(record.get(field), str):
-            raise ValueError(f'{place}: no text in field {field!r}, its fields are '
-                             f'{", ".join(record):.200}: choose one by --field')
-        yield [record[field]]
+def parquet_records(path, field, errors):
+    """Reads the column `field` alone, where there is one. Raises ValueError if it is not parquet."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError(f'{path} is read by a library that is not here: pip install pyarrow') from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # not all of it
+    except pyarrow.ArrowInvalid as e:
+        raise ValueError(f'{path}: {e}') from None
+    columns = [field] if field in file.schema_arrow.names else None
+    batches = file.iter_batches(256, columns=columns, use_threads=False)  # encoding forks this process
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    yield from ((f'{path}, row {n}', record) for n, record in enumerate(rows, 1))
 
 
-FORMATS = {'.jsonl': json_documents}  # by the end of a file's name; all others are text
+# By the end of a file's name, all others are text: functions that give ('file, line n', {field: value}), ...
+# of a path, the only field that is needed (None: all are) and `errors`
+FORMATS = {'.jsonl': json_records, '.parquet': parquet_records}
 
 
 def file_documents(paths, field='text', errors='strict'):
+    """A document for each record's text in this field; of text files as in text_documents."""
     for path in paths:
-        yield from FORMATS.get(ending(path), text_documents)(path, field, errors)
+        if ending(path) not in FORMATS:
+            yield from text_documents(path, errors)
+            continue
+        for place, record in FORMATS[ending(path)](path, field, errors):
+            if not isinstance(record.get(field), str):
+                raise ValueError(f'{place}: no text in field {field!r}, its fields are '
+                                 f'{", ".join(record):.200}: choose one by --field')
+            yield [record[field]]
 
 
 # conversations ----------------------------------------------------------------------------------------------
@@ -255,9 +266,9 @@ def from_json(value):
 
 
 def conversations(paths, field='text', errors='strict'):
-    """The Conversations of JSON lines. Raises ValueError that names file and line."""
+    """The Conversations of files in FORMATS. Raises ValueError that names file and line."""
     for path in paths:
-        for place, record in json_records(path, errors):
+        for place, record in FORMATS.get(ending(path), json_records)(path, None, errors):
             messages = find_messages(record, field)
             if not messages:
                 raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
@@ -273,8 +284,8 @@ def conversations(paths, field='text', errors='strict'):
 def holds_conversations(paths, field, errors):
     """Whether the first record has messages rather than text in this field."""
     for path in paths:
-        if ending(path) == '.jsonl':
-            for _, record in json_records(path, errors):
+        if ending(path) in FORMATS:
+            for _, record in FORMATS[ending(path)](path, None, errors):
                 return not isinstance(record.get(field), str) and find_messages(record, field) is not None
     return False
 
@@ -292,36 +303,27 @@ class Source:
     documents() -> an iterator over documents, iterables of blocks of text, or with chats over Conversations.
     Called anew for each pass, with the same result: def documents(): yield ['a text']; yield ['another']
     shards: addresses of files of tokens instead, the first for validation.
-    tokenizer: if the settings name none.
+    tokenizer: if the settings name none; None: byte, for conversations that of FIRST_RUN.
     """
     name: str  # of the dataset
     label: str  # the source in meta.json
     documents: Callable | None = None
     chats: bool = False
     shards: list | None = None
-    tokenizer: str = 'byte'
+    tokenizer: str | None = None
 
 
 FIRST_RUN = os.path.join('data', 'pystdlib_bpe4096')  # what `python prepare.py` makes
 HUB = 'https://huggingface.co/datasets'
 
 
-def download(name, *urls, sha256=None, chats=False):
-    """The Source of one file, downloaded to data/<name> from the first of urls that has it."""
+def download(name, url, count=1, chats=False, tokenizer=None):
+    """The Source of files, downloaded to data/<name>. url: with {} for the numbers of `count` files."""
     def documents():
-        for url in urls:
-            try:
-                path = fetch(url, os.path.join('data', name, url.rpartition('/')[2]), sha256)
-            except FileNotFoundError:
-                if url == urls[-1]:
-                    raise
-            else:
-                return (conversations if chats else file_documents)([path])
-    return chat_source(name, name, documents) if chats else Source(name, name, documents)
-
-
-def chat_source(name, label, documents):
-    return Source(name, label, documents, chats=True, tokenizer=FIRST_RUN)
+        urls = map(url.format, range(count))
+        paths = [fetch(one, os.path.join('data', name, one.rpartition('/')[2])) for one in urls]
+        return (conversations if chats else file_documents)(paths)
+    return Source(name, name, documents, chats, tokenizer=tokenizer)
 
 
 def library_files():
@@ -347,21 +349,31 @@ def fineweb(name, prefix, count):
 
 
 SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
-SHAKESPEARE_SUM = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
-TINYSTORIES = f'{HUB}/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt'
 MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
 # Functions that give a Source; only documents() downloads.
 SOURCES = {
     'pystdlib': pystdlib,
-    'shakespeare': lambda: download('shakespeare', SHAKESPEARE, sha256=SHAKESPEARE_SUM),
-    'tinystories': lambda: download('tinystories', TINYSTORIES),
+    'shakespeare': lambda: download('shakespeare', SHAKESPEARE),
+    'tinystories': lambda: download(
+        'tinystories', f'{HUB}/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt'),
+    'openwebtext': lambda: download(  # nanoGPT's
+        'openwebtext',
+        f'{HUB}/Skylion007/openwebtext/resolve/main/plain_text/train-{{:05d}}-of-00080.parquet',
+        min(shards, 80), tokenizer='gpt2'),
+    'climbmix': lambda: download(  # nanochat's
+        'climbmix', f'{HUB}/karpathy/climbmix-400b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
+    'fineweb_edu_text': lambda: download(
+        'fineweb_edu_text',
+        f'{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
     'fineweb': lambda: fineweb('fineweb', 'fineweb', 103),
     'fineweb_edu': lambda: fineweb('fineweb_edu', 'finewebedu', 99),
-    'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl',
-                                 f'{MINIMIND}/pretrain_hq.jsonl'),
-    'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl',
-                                     f'{MINIMIND}/sft_mini_512.jsonl', chats=True),
-    'pydoc_chat': lambda: chat_source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats),
+    'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl'),
+    'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl', chats=True),
+    'smol_smoltalk': lambda: download(
+        'smol_smoltalk',
+        f'{HUB}/HuggingFaceTB/smol-smoltalk/resolve/main/data/train-{{:05d}}-of-00004.parquet',
+        min(shards, 4), chats=True),
+    'pydoc_chat': lambda: Source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats, True),
 }
 
 
@@ -386,9 +398,9 @@ def find_source(source, field='text', errors='strict'):
     if not paths:
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
                                 f'{", ".join(SOURCES)}: check the path')
-    if holds_conversations(paths, field, errors):
-        return chat_source(plain_name(name), source, functools.partial(conversations, paths, field, errors))
-    return Source(plain_name(name), source, functools.partial(file_documents, paths, field, errors))
+    chats = holds_conversations(paths, field, errors)
+    documents = functools.partial(conversations if chats else file_documents, paths, field, errors)
+    return Source(plain_name(name), source, documents, chats)
 
 
 def keep_standard_input():
@@ -411,7 +423,7 @@ def output_folder(out, found, tokenizer):
     """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or for conversations data/<source>."""
     kind = dataset_name(tokenizer) if is_prepared(tokenizer) else tokenizer.removesuffix('tokenizer.json')
     usual = f'{found.name}_{plain_name(kind.replace("bpe:", "bpe"))}'
-    if found.chats or usual == 'shakespeare_gpt2':  # nanoGPT's name
+    if found.chats or usual in ('shakespeare_gpt2', 'openwebtext_gpt2'):  # nanoGPT's names
         usual = found.name
     return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
 
@@ -946,7 +958,7 @@ if __name__ == '__main__':
     choices = ['refuse', 'tokens', *['text'] * (not found.chats)]  # conversations are rendered with tokens
     if special_tokens not in choices:
         raise ValueError(f'special_tokens={special_tokens!r}: must be {" or ".join(choices)}')
-    tokenizer = tokenizer or found.tokenizer
+    tokenizer = tokenizer or found.tokenizer or (FIRST_RUN if found.chats else 'byte')
     folder = output_folder(out, found, tokenizer)
     if out and not overwrite:
         refuse_others(folder, found.label)

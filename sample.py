@@ -43,7 +43,7 @@ batch_size = 64             # samples made at once
 output = ''                 # a file for JSON lines; a stopped run is resumed
 stop: str | tuple | list = ()  # end a sample at this text, or at any text of a list
 # conversation
-chat = False                # answer by the model's chat template: questions typed in, or those of start
+chat = False                # answer questions typed in, or those of start; a base model continues them
 system = ''                 # the message that a conversation begins with
 thinking = 'show'           # show or hide it; on, off: ask the template for it or not
 # sampling
@@ -510,7 +510,11 @@ COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C cuts
 
 def chat_ids(model, tokenizer, messages, thinking):
     """messages -> (ids, '<think>\\n' if the template begins the answer with that, else ''). A model with a
-    document_token reads it first."""
+    document_token reads it first. Without a template the ids are those of one text, in which each answer
+    follows its question at once, and a line ends after it."""
+    if not tokenizer.chat_template:
+        text = ''.join(one['content'] + '\n' * (one['role'] != 'user') for one in messages)
+        return tokenizer.encode(text), ''
     ids = list(tokenizer.chat(messages, thinking={'on': True, 'off': False}.get(thinking)))
     first = model.config.document_token
     if first is not None and ids[:1] != [first]:
@@ -603,7 +607,7 @@ def converse(chat):
     print(COMMANDS)
     while True:
         try:
-            line = input('> ').strip()
+            line = input('> ').rstrip()
             if line == '/exit':
                 return
             elif line == '/reset':
@@ -689,12 +693,14 @@ if __name__ == '__main__':
                                   int8=quantize == 'int8', **changes)
     if tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
-    if chat and not tokenizer.chat_template:
-        raise ValueError(f"{rest['path']} has no chat template, it only continues text: leave out --chat, or "
-                         "train it on conversations: python prepare.py pydoc_chat, then config/chat.py")
     trained = f", iteration {rest['iter_num']:,}" if 'iter_num' in rest else ''
     model.eval()
     print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
+    if chat and not rest.get('masked', True):  # its tokenizer may have one all the same
+        tokenizer.chat_template = None
+    if chat and not tokenizer.chat_template:
+        print("it was not trained on conversations: it continues the text that is typed; config/chat.py "
+              "trains one that answers")
     n_draft = config['speculate']
     drafter = Lookup(n_draft) if n_draft else None
     if draft:

@@ -41,7 +41,7 @@ CHOICES = {  # the axes of the pairwise grid, which another choice combines anew
                   dict(n_kv_head=1, qk_norm='unit', query_scale={'beta': 0.5, 'length': 3})],
     'position': [{}, dict(rope_scaling=YARN), dict(pos_pattern='NP'), dict(pos='alibi'),
                  dict(pos='learned'), dict(pos='sinusoidal'), dict(pos='none'),
-                 dict(pos='alibi', pos_pattern='PN')],
+                 dict(pos='alibi', pos_pattern='PN'), dict(pos='t5', pos_pattern='NP')],
     'window': [{}, dict(window=5, window_pattern='S'), dict(window=5, window_pattern='SL'),
                dict(window=5, window_pattern='CL'),
                dict(window=5, window_pattern='LS', rope_local={'rope_base': 20.0, 'rope_scaling': YARN})],
@@ -778,7 +778,7 @@ def test_options_that_no_layer_has_are_refused_by_any_letter(monkeypatch):
     for options, message in ((dict(mixer_pattern='X', linear_conv_kernel_dim=3), 'only G layers have this'),
                              (dict(mixer_pattern='X', attn_sink=True), 'only B layers have this'),
                              (dict(mixer_pattern='XG', rope_base=5.0), 'only B layers have this'),
-                             (dict(mixer_pattern='X', pos='alibi'), 'needs a layer of attention')):
+                             (dict(mixer_pattern='X', pos='alibi'), 'layer of attention that has positions')):
         with pytest.raises(ValueError, match=message):
             GPTConfig(**options)
     monkeypatch.setattr(LeakyAverage, 'fields', ('rope_base', 'linear_n_key_head'))
@@ -825,8 +825,13 @@ def test_loss_counts_only_targets():
     model = tiny()
     idx, targets = tokens(model, 2, 8), tokens(model, 2, 8)
     targets[0, :5] = -1
-    expected = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    logits = model(idx)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     torch.testing.assert_close(model(idx, targets)[0], expected)
+    targets[0, :3] = -100  # torch's
+    loss, aux = model(idx, targets, keep=3)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(aux['logits'], logits[:, -3:])
     assert model(idx, torch.full_like(targets, -1))[0].item() == 0.0  # nothing to learn is no nan
 
 

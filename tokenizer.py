@@ -338,13 +338,12 @@ class JsonTokenizer(Tokenizer):
         self.library = library_tokenizer(source)
         vocab = self.library.get_vocab(with_added_tokens=False)
         added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
-        tokens = {**token_bytes(vocab, json.loads(source)),
-                  **{i: token.content.encode() for i, token in added.items()}}
+        tokens = {**{i: token.content.encode() for i, token in added.items()},
+                  **token_bytes(vocab, json.loads(source))}  # Gemma's \u2581\u2581 is in both, and two spaces
         special = {token.content: i for i, token in added.items() if token.special}
         super().__init__('json', tokens, special, max(tokens) + 1)
-        given = {name: self.config[name] for name in SPECIAL_TOKENS if self.config.get(name)}
         self.chat_variables = {name: token['content'] if isinstance(token, dict) else token
-                               for name, token in given.items()}
+                               for name in SPECIAL_TOKENS if (token := self.config.get(name))}
         self.chat_template = self.config.get('chat_template')
         added = {token.content: i for i, token in added.items()}
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']

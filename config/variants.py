@@ -4,6 +4,7 @@
 # `python prepare.py shakespeare --tokenizer=char`, for `hybrids` and `mtp` `python prepare.py`.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
+DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'
 GPT2 = QUICK.replace('config/llama_small.py', 'config/llama_small.py config/gpt2.py --n_head=4 --n_kv_head=4')
 LLAMA = '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
 
@@ -11,7 +12,7 @@ LISTS = {
     'positions': dict(base=QUICK, variants={
         'rope': '', 'rope, a quarter': '--partial_rotary_factor=0.25', 'rope, 4th none': '--pos_pattern=PPPN',
         'alibi': '--pos=alibi', 'learned': '--pos=learned', 'sinusoidal': '--pos=sinusoidal',
-        'none': '--pos=none'}),
+        't5': '--pos=t5', 'none': '--pos=none'}),
     'norms': dict(base=QUICK, variants={
         'rmsnorm': '', 'layernorm': '--norm=layernorm',
         'layernorm, bias': '--norm=layernorm --norm_bias=True', 'qk_norm': '--qk_norm=True',
@@ -31,10 +32,15 @@ LISTS = {
         'pre': '', 'post': '--norm_placement=post', 'output': '--norm_placement=output',
         'sandwich': '--norm_placement=sandwich',
         'parallel': '--norm_placement=parallel', 'parallel, 2 norms': '--norm_placement=parallel_2'}),
-    'warmup': dict(base=f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw '
-                   '--learning_rate=1e-3', variants={
+    'warmup': dict(base=f'{DEEP} --learning_rate=1e-3', variants={
         'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--norm_placement=post',
         'post, no warm-up': '--norm_placement=post --warmup_iters=0'}),
+    'stability': dict(base=DEEP, variants={
+        f'{name}, {rate:g}': f'{flags} --learning_rate={rate}'
+        for name, flags in {
+            'pre': '', 'pre, QK-norm': '--qk_norm=True', 'pre, LayerNorm': '--norm=layernorm',
+            'post': '--norm_placement=post', 'sandwich': '--norm_placement=sandwich'}.items()
+        for rate in (1e-3, 4e-3, 1.6e-2, 6.4e-2, 0.256)}),
     'experts': dict(base=QUICK, match='active', variants={
         'dense': '', '4 experts, 2 active': '--n_expert=4', '8 experts, 2 active': '--n_expert=8',
         '4 experts, 2 and a shared': '--n_expert=4 --n_shared_expert=1'}),

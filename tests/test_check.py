@@ -108,6 +108,7 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
     dict(HYBRID, attn_gate=True, head_dim=10, partial_rotary_factor=0.8, document_token=3, window=5,
          window_pattern='LS'),
     dict(pos='alibi', norm='layernorm', bias=True, norm_placement='post', mlp='gelu_tanh', embed_norm=True),
+    dict(pos='t5', pos_pattern='NP', window=9, window_pattern='SL'),
     dict(norm_placement='sandwich', attn_softcap=3.0, logit_softcap=5.0, residual_lambdas=True,
          pos='sinusoidal', norm_bias=True),
     dict(norm_placement='parallel_2', residual_scale=0.7, embed_scale=3.0, pos='learned',

@@ -208,6 +208,11 @@ def test_a_tokenizer_can_be_rebuilt_from_a_file(tokenizer, tmp_path):
 def test_tokenizers_that_llama_cpp_lacks_are_refused(tmp_path):
     lacking = [CharTokenizer('ab', 2), prep_toy_bpe('.|\n'), make_tokenizer('bpe:300', training=[['a b']],
                procs=1, pattern=r'\S+|\s+')]
+    end = {'id': 1, 'content': '</s>', 'special': True, 'single_word': False, 'lstrip': False,
+           'rstrip': False, 'normalized': False}
+    unigram = {'model': {'type': 'Unigram', 'unk_id': 0, 'vocab': [['<unk>', 0.0], ['</s>', 0.0]]},
+               'added_tokens': [end]}
+    lacking.append(JsonTokenizer(json.dumps(unigram)))
     lacking += [JsonTokenizer(tok_oracles()[name].to_str()) for name in ('gpt2 prefix', 'deepseek', 'llama2')]
     for tok in lacking:
         with pytest.raises(ValueError, match='llama.cpp has no such tokenizer as'):
@@ -239,6 +244,19 @@ def test_models_that_llama_cpp_lacks_are_refused_by_name(options, message, tmp_p
     assert not os.listdir(tmp_path)
 
 
+def test_a_model_of_text_alone_is_exported_without_a_chat_template(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tok = make_tokenizer('bpe:300', training=[['some text']], procs=1)
+    model = tiny(vocab_size=tok.n_vocab)
+    for masked in (True, False):
+        torch.save({'model': model.state_dict(), 'model_args': vars(model.config), 'tokenizer': tok.state(),
+                    'masked': masked}, 'ckpt.pt')
+        run('hub.py', 'export', 'ckpt.pt', 'x.gguf')
+        keys, _ = read('x.gguf')
+        assert keys.get('tokenizer.chat_template') == (tok.chat_template if masked else None)
+        assert keys['tokenizer.ggml.eot_token_id'] == tok.special['<|im_end|>' if masked else '<|endoftext|>']
+
+
 def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hub.save_pretrained(tiny(vocab_size=257), ByteTokenizer(), tmp_path / 'theirs')
@@ -260,7 +278,7 @@ def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert contents(tmp_path / 'new') == before
     monkeypatch.setitem(sys.modules, 'gguf', None)
-    with pytest.raises(ImportError, match='this needs gguf: pip install .*gguf'):
+    with pytest.raises(ImportError, match='files for llama.cpp need gguf: pip install gguf'):
         run('hub.py', 'export', 'theirs', 'x.gguf')
 
 

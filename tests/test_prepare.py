@@ -3,7 +3,6 @@ import collections
 import concurrent.futures
 import errno
 import gzip
-import hashlib
 import http.server
 import io
 import itertools
@@ -35,6 +34,7 @@ from common import (
     tok_oracles,
 )
 
+import bench
 import prepare
 import tokenizer as flat_tokenizer
 from tokenizer import EOT, CharTokenizer, JsonTokenizer, make_tokenizer
@@ -70,6 +70,14 @@ def files_of(folder):
 
 def write_jsonl(path, records):
     Path(path).write_text('\n'.join(map(json.dumps, records)), encoding='utf-8')
+
+
+def write_parquet(path, records, **options):
+    """A field that a record lacks is null."""
+    pa = pytest.importorskip('pyarrow')
+    names = dict.fromkeys(name for record in records for name in record)
+    table = pa.table({name: [record.get(name) for record in records] for name in names})
+    pytest.importorskip('pyarrow.parquet').write_table(table, path, **options)
 
 
 def save_tokenizer(tok, folder):
@@ -178,20 +186,29 @@ def test_shards_are_downloaded_and_read_in_place(tmp_path, monkeypatch):
     assert prepare.load_tokenizer(tmp_path).decode(ids[0][1:]) == text
 
 
-def test_much_text_needs_little_memory(tmp_path):
-    pytest.importorskip('resource')
-    (tmp_path / 'big.txt').write_bytes(b'many words in a line, and many lines\n' * (1 << 15) * 48)  # 58 MB
-    code = ("import resource, sys; sys.argv = ['prepare.py']; import prepare\n"
-            "used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-            "tok, before, source = prepare.make_tokenizer('byte'), used(), prepare.find_source('big.txt')\n"
+@pytest.mark.parametrize('name', ['big.txt', 'big.parquet'])
+def test_much_text_needs_little_memory(name, tmp_path):
+    if not os.path.exists('/proc/self/status'):
+        pytest.skip('the most memory used is read from /proc: ru_maxrss is at first that of the parent')
+    if name == 'big.txt':  # 58 MB
+        (tmp_path / name).write_bytes(b'many words in a line, and many lines\n' * (1 << 15) * 48)
+        (tmp_path / f'a {name}').write_text('small')
+    else:  # 100 MB in one row group, as large on disk
+        letters = np.random.default_rng(0).integers(97, 123, size=(5000, 20_000), dtype=np.uint8)
+        write_parquet(tmp_path / name, [{'text': row.tobytes().decode()} for row in letters],
+                      use_dictionary=False, compression='none')
+        write_parquet(tmp_path / f'a {name}', [{'text': 'small'}])
+    code = ("import sys; sys.argv = ['prepare.py']; import prepare\n"
+            f"next(prepare.find_source('a {name}').documents())\n"
+            "used = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+            f"tok, before, source = prepare.make_tokenizer('byte'), used(), prepare.find_source({name!r})\n"
             "n = prepare.characters_to_train_on(source, 0.1)\n"
             "prepare.write_dataset('d', prepare.split_texts(source, 0.1, n), tok, 'x')\n"
             "print(used() - before)")
     env = {**os.environ, 'PYTHONPATH': str(ROOT)}
     done = subprocess.run([sys.executable, '-c', code], env=env, check=True, capture_output=True, text=True,
                           cwd=tmp_path)
-    grown = int(done.stdout.split()[-1]) * (1 if sys.platform == 'darwin' else 1024)
-    assert grown < 80 << 20 and os.path.getsize(tmp_path / 'd/train.bin') > 100e6
+    assert int(done.stdout.split()[-1]) < 100 << 10 and os.path.getsize(tmp_path / 'd/train.bin') > 100e6
 
 
 def test_a_new_source_and_tokenizer_are_one_entry_each(tmp_path, monkeypatch):
@@ -400,6 +417,59 @@ def test_all_shapes_of_records_are_the_same_conversations(prep):
     assert sorted(os.listdir('data/talk')) == ['meta.json', 'train.bin', 'val.bin']
 
 
+@pytest.mark.parametrize('kind', ['texts', 'field', 'messages', 'sharegpt', 'pairs'])
+def test_parquet_is_prepared_as_the_same_json_lines(kind, monkeypatch, prep):
+    """Texts, and conversations with calls and tools, in one process or two: byte for byte."""
+    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 300)
+    template = ("{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+                "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    save_tokenizer(JsonTokenizer(chat_tokenizer().source, {'chat_template': template}), 'tok')
+    rng = random.Random(0)
+    pairs = [(prep_awkward(rng.randrange(80), i) + '?', prep_awkward(90, i) + '!') for i in range(50)]
+    calls = [{'function': {'name': 'now', 'arguments': '{"zone": "é"}'}}]
+    said = [[{'role': 'user', 'content': a}, *[{'role': 'assistant', 'content': '', 'tool_calls': calls},
+                                               {'role': 'tool', 'content': '12:00'}] * (i % 3 == 1),
+             {'role': 'assistant', 'content': b}] for i, (a, b) in enumerate(pairs)]
+    records = {
+        'texts': [{'id': i, 'text': a * (i % 5 > 0), 'score': i / 3} for i, (a, _) in enumerate(pairs)],
+        'field': [{'text': 'x', 'tale': b, 'more': [{'a': 1}]} for _, b in pairs],
+        'messages': [{'messages': each, **({'tools': json.dumps(TOOLS)} if i % 2 else {'n': i})}
+                     for i, each in enumerate(said)],
+        'sharegpt': [{'conversations': [{'from': 'human', 'value': a}, {'from': 'gpt', 'value': b}]}
+                     for a, b in pairs],
+        'pairs': [{'instruction': a, 'input': 'more' * (i % 2) or None, 'output': b}
+                  for i, (a, b) in enumerate(pairs)]}[kind]
+    write_jsonl('a.jsonl', records)
+    write_parquet('a.parquet', records, row_group_size=3)
+    made, field = [], 'tale' if kind == 'field' else 'text'
+    for name, n in ('jsonl', 1), ('parquet', 1), ('parquet', 2):
+        prep(f'a.{name} --tokenizer=tok --out={name}{n} --procs={n} --field={field}')
+        found = files_of(f'data/{name}{n}')
+        made.append({**found, 'meta.json': {**json.loads(found['meta.json']), 'source': ''}})
+    assert made[0] == made[1] == made[2] and ('train.mask.bin' in found) == (kind not in ('texts', 'field'))
+    assert prepare.read_meta('data/parquet2')['source'] == 'a.parquet'
+    if kind == 'texts':  # of bench.py eval
+        lines, rows = (bench.text_tokens(f'a.{name}', make_tokenizer('byte'))[0]
+                       for name in ('jsonl', 'parquet'))
+        assert len(lines) == len(rows) == 50
+        assert all(np.array_equal(a, b) for line, row in zip(lines, rows) for a, b in zip(line, row))
+
+
+def test_bad_parquet_is_one_line(prep, monkeypatch):
+    write_parquet('a.parquet', [{'story': 'a', 'id': 1}, {'story': 'b', 'id': 2}])
+    write_parquet('null.parquet', [{'text': 'a'}, {'text': None}])
+    Path('cut.parquet').write_bytes(Path('a.parquet').read_bytes()[:-9])
+    for name, message in [('a', "row 1: no text in field 'text', its fields are story, id"),
+                          ('null', 'row 2: no text'), ('cut', 'Parquet magic bytes')]:
+        error = prep(f'{name}.parquet')[1]
+        assert error.startswith(f'{name}.parquet') and message in error and not os.path.exists('data')
+    monkeypatch.setitem(sys.modules, 'pyarrow', None)
+    monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
+    with pytest.raises(ImportError, match='^a.parquet is read by .*: pip install pyarrow'):
+        prepare.find_source('a.parquet')
+
+
 def test_bad_conversations_are_named_by_file_and_line(prep):
     save_tokenizer(chat_tokenizer(), 'tok')
     good = prepare.make_messages(('Hi', 'Hello'))
@@ -490,6 +560,8 @@ def test_bins_dtype_follows_the_vocabulary(n_vocab, dtype, tmp_path):
 @pytest.mark.parametrize('name, command', [
     ('shakespeare_char', 'python prepare.py shakespeare --tokenizer=char'),
     ('shakespeare', 'python prepare.py shakespeare --tokenizer=gpt2'),
+    ('openwebtext', 'python prepare.py openwebtext'),
+    ('fineweb_edu_text_bpe4096', 'python prepare.py fineweb_edu_text --tokenizer=bpe:4096'),
     ('pystdlib_bpe4096', 'python prepare.py'),
     ('minimind_bpe6400', 'python prepare.py minimind --tokenizer=bpe:6400'),
     ('mydata', 'python prepare.py my.txt --out=mydata')])
@@ -539,17 +611,16 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
 
 # downloads --------------------------------------------------------------------------------------------------
 BODY = bytes(random.Random(3).randrange(256) for _ in range(200_000))
-BODY_SUM = hashlib.sha256(BODY).hexdigest()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """/ok; /500x2 fails twice; /lie sends half; /404 and /503"""
-    seen = []
+    """/ok; /500x2 fails twice; /lie sends half; /404 and /503; a path of `files` sends that file"""
+    seen, files = [], {}
 
     def do_GET(self):
         self.seen.append(self.path)
         status = {'/404': 404, '/503': 503, '/500x2': 500 if len(self.seen) < 3 else 200}.get(self.path, 200)
-        body = BODY if status == 200 else b'sorry'
+        body = self.files.get(self.path, BODY) if status == 200 else b'sorry'
         self.send_response(status)
         self.send_header('Content-Length', str(len(body)))
         self.end_headers()
@@ -570,18 +641,46 @@ def server(monkeypatch):
         server.shutdown()
 
 
-@pytest.mark.parametrize('path, n_requests, sha256', [
-    ('/ok', 1, None), ('/ok', 1, BODY_SUM), ('/500x2', 3, BODY_SUM)])
-def test_fetch_brings_the_file(path, n_requests, sha256, server, tmp_path):
+@pytest.mark.parametrize('path, n_requests', [('/ok', 1), ('/500x2', 3)])
+def test_fetch_brings_the_file(path, n_requests, server, tmp_path):
     for _ in range(2):  # the second time it is there already
-        prepare.fetch(server + path, str(tmp_path / 'deep' / 'file'), sha256)
+        prepare.fetch(server + path, str(tmp_path / 'deep' / 'file'))
         assert files_of(tmp_path / 'deep') == {'file': BODY} and len(Handler.seen) == n_requests
 
 
-@pytest.mark.parametrize('path, sha256, message', [
-    ('/404', None, '/404 is not there'), ('/503', None, '503.*: go online'), ('/lie', None, '/lie'),
-    ('/ok', '0' * 64, '000000000000.*changed')])
-def test_fetch_says_what_is_wrong(path, sha256, message, server, tmp_path):
-    with pytest.raises((OSError, ValueError), match=message):
-        prepare.fetch(server + path, str(tmp_path / 'file'), sha256)
+@pytest.mark.parametrize('path, message', [
+    ('/404', '/404 is not there'), ('/503', '503.*: go online'), ('/lie', '/lie')])
+def test_fetch_says_what_is_wrong(path, message, server, tmp_path):
+    with pytest.raises(OSError, match=message):
+        prepare.fetch(server + path, str(tmp_path / 'file'))
     assert not (tmp_path / 'file').exists()
+
+
+@pytest.mark.parametrize('name, n, path', [
+    ('openwebtext', 2, 'Skylion007/openwebtext/resolve/main/plain_text/train-{:05d}-of-00080.parquet'),
+    ('climbmix', 3, 'karpathy/climbmix-400b-shuffle/resolve/main/shard_{:05d}.parquet'),
+    ('fineweb_edu_text', 1, 'karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_{:05d}.parquet'),
+    ('smol_smoltalk', 4, 'HuggingFaceTB/smol-smoltalk/resolve/main/data/train-{:05d}-of-00004.parquet'),
+    ('tinystories', 1, 'roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt')])
+def test_sources_are_downloaded_in_order_and_once(name, n, path, server, tmp_path, monkeypatch):
+    """As many files as --shards says; smol_smoltalk has four."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, 'HUB', f'{server}/hub')
+    monkeypatch.setattr(prepare, 'shards', 9 if n == 4 else n)
+    paths, texts = [f'/hub/{path}'.format(i) for i in range(n)], []
+    for i, one in enumerate(paths):
+        texts += [f'{i} is here'] * 2
+        if path.endswith('.txt'):
+            Path('file').write_text('<|endoftext|>'.join(texts[-2:]))
+        elif name == 'smol_smoltalk':
+            write_parquet('file', [{'messages': prepare.make_messages(('Hi', texts[-1])), 'source': 'x'}] * 2)
+        else:
+            write_parquet('file', [{'text': texts[-1]}] * 2)
+        monkeypatch.setitem(Handler.files, one, Path('file').read_bytes())
+    found = prepare.find_source(name)
+    for _ in range(2):
+        made = [prepare.contents(document)[1] if found.chats else ''.join(document)
+                for document in found.documents()]
+        assert made == texts and Handler.seen == paths
+    assert prepare.output_folder(None, found, 'gpt2') == os.path.join('data', {
+        'openwebtext': name, 'smol_smoltalk': name}.get(name, f'{name}_gpt2'))

@@ -370,6 +370,21 @@ def test_a_conversation_with_its_cache_is_each_turn_from_nothing(template, varia
             assert drafting.messages == chat.messages
 
 
+def test_a_base_model_continues_what_is_typed():
+    """The text so far is the system message, what was typed and what followed it, a line each."""
+    model, tok = tiny(block_size=150, vocab_size=257), make_tokenizer('byte')
+    chat, text = new_chat(model, tokenizer=tok), 'Be short.\n'
+    for typed in ('def ', 'class A:', '    é <think>'):
+        expected = by_hand(model, [*(text + typed).encode()], 8, temperature=0)
+        assert 256 not in expected
+        pieces = []
+        assert 'max_new_tokens=8' in chat.answer(typed, pieces.append)
+        assert ''.join(pieces) == chat.messages[-1]['content'] == tok.decode(expected)
+        text += typed + tok.decode(expected) + '\n'
+    chat.answer('x' * 120, str)  # now the first turns are left out
+    assert [m['content'] for m in chat.messages[:-1]] == ['Be short.', 'x' * 120]
+
+
 def test_history_is_kept_within_the_context():
     chat = new_chat(chat_model(block_size=150))
     for i in range(5):

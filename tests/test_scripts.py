@@ -111,8 +111,15 @@ def test_sample_script_chats(base, capsys, monkeypatch):
     run('sample.py', '--out_dir=chat', *common, '--start=LINES:q.txt')  # each alone
     out = capsys.readouterr().out
     assert all(f"> {question}\n{answer}\n---" in out for question, answer in answers.items())
-    with pytest.raises(ValueError, match='out.*has no chat template.*leave out --chat'):
-        run('sample.py', *common)
+    state = {**torch.load('chat/ckpt.pt', weights_only=True), 'masked': False}
+    torch.save(state, 'chat/ckpt.pt')  # as of a run on text, with the same tokenizer
+    run('sample.py', '--out_dir=chat', *common, '--start=LINES:q.txt', '--system=')
+    out, tokenizer = capsys.readouterr().out, byte_chat_tokenizer()
+    assert out.count('was not trained on conversations: it continues the text') == 1
+    for question in answers:
+        ids = by_hand(model, tokenizer.encode(question), 8, temperature=0)
+        assert not {*ids} & {*tokenizer.stop_tokens}
+        assert f"> {question}\n{tokenizer.decode(ids)}\n---" in out
 
 
 def test_sampling_with_another_context(folder, capsys):

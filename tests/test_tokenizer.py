@@ -1,5 +1,6 @@
 """Tests of tokenizer."""
 import base64
+import functools
 import io
 import itertools
 import json
@@ -15,6 +16,7 @@ import tiktoken
 import torch
 from common import (
     CHAT_TEMPLATES,
+    DEEPSEEK_SPLIT,
     PREP_WORDS,
     TOOLS,
     prep_awkward,
@@ -202,6 +204,163 @@ def test_exported_tokenizers_encode_the_same(name, monkeypatch):
         ours = TiktokenTokenizer('toy', ours.pattern, ours.special, ranks)
         assert ours.encode('xyz xyz') == [ours.n_vocab - 1, *b' xyz']
         assert tk.Tokenizer.from_str(ours.to_json()).encode('xyz xyz').ids == ours.encode('xyz xyz')
+
+
+# the rules of published tokenizers --------------------------------------------------------------------------
+def split_json(pattern, kind='Regex', behavior='Isolated'):
+    return {'type': 'Split', 'pattern': {kind: pattern}, 'behavior': behavior, 'invert': False}
+
+
+def level_json(use_regex=False):
+    return {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': use_regex}
+
+
+def cased_words(digits, endings=''):
+    """The pattern of o200k_base and Tekken."""
+    upper, lower = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'
+    first = r'[^\r\n\p{L}\p{N}]?'
+    return (f'{first}{upper}*{lower}+{endings}|{first}{upper}+{lower}*{endings}|{digits}'
+            r'| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+')
+
+
+SPACES = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '▁'}
+NFC, PREPEND = {'type': 'NFC'}, {'type': 'Prepend', 'prepend': '▁'}
+RULES = {
+    # name: (normalizers, pre-tokenizers, the token that is put before a text, end of text, further special
+    # tokens, other tokens that are matched in any text, more of tokenizer_config.json)
+    'gpt2': ([], [level_json(True)], '', EOT, [], [], {'bos_token': EOT}),
+    'gpt-neox': ([NFC], [level_json(True)], '', EOT, ['<|padding|>'], [' ' * n for n in range(24, 1, -1)],
+                 {'bos_token': EOT, 'add_bos_token': False}),
+    'llama3': ([], [split_json(WORD_PATTERN), level_json()], '<|begin_of_text|>', '<|end_of_text|>',
+               ['<|eot_id|>'], [], {'bos_token': '<|begin_of_text|>'}),
+    'qwen3': ([NFC], [split_json(WORD_PATTERN.replace('{1,3}', '')), level_json()], '', EOT,
+              ['<|im_start|>', '<|im_end|>'], ['<tool_call>', '</tool_call>', '<think>', '</think>'],
+              {'add_bos_token': False, 'bos_token': None}),
+    'gpt-oss': ([], [split_json(cased_words(r'\p{N}{1,3}', "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")), level_json()],
+                '', '<|return|>', [EOT, '<|channel|>'], [], {'bos_token': '<|startoftext|>'}),
+    'tekken': ([], [split_json(cased_words(r'\p{N}')), level_json()], '<s>', '</s>', ['[INST]', '[/INST]'],
+               [], {'bos_token': '<s>'}),
+    'deepseek-v3': ([], [split_json(r'\p{N}{1,3}'), split_json('[一-龥぀-ゟ゠-ヿ]+'),
+                         split_json(DEEPSEEK_SPLIT), level_json()], '', '<｜end▁of▁sentence｜>',
+                    ['<｜User｜>'], [],
+                    {'bos_token': {'__type': 'AddedToken', 'content': '<｜begin▁of▁sentence｜>'},
+                     'add_bos_token': True}),
+    'falcon': ([], [{'type': 'Punctuation', 'behavior': 'Contiguous'}, level_json(True),
+                    {'type': 'Digits', 'individual_digits': False}, split_json('[0-9][0-9][0-9]')], '', EOT,
+               ['>>TITLE<<'], [], {}),
+    'bloom': ([], [split_json(r' ?[^(\s|[.,!?…。，、।۔،])]+'), level_json()], '', '</s>', ['<pad>'], [],
+              {'bos_token': '<s>'}),
+    'starcoder2': ([], [{'type': 'Digits', 'individual_digits': True}, level_json(True)], '', EOT,
+                   ['<fim_prefix>'], [], {'bos_token': EOT}),
+    'gemma': ([SPACES], [split_json(' ', 'String', 'MergedWithPrevious')], '<bos>', '<eos>',
+              ['<start_of_turn>'], ['\n', '\n\n', '▁▁', '▁▁▁▁'],
+              {'bos_token': '<bos>', 'add_bos_token': True}),
+    'llama2': ([PREPEND, SPACES], [], '<s>', '</s>', [], [], {'bos_token': '<s>', 'add_bos_token': True}),
+    'phi3': ([PREPEND, SPACES], [], '<s>', EOT, ['<|user|>', '<|end|>'], [],
+             {'bos_token': '<s>', 'add_bos_token': False}),
+}
+AWKWARD = [
+    'Plain words, as they come.', '  two spaces, and more    at the end   ', ' ', '\n', '', '\n\n\n',
+    '\t\tx\t', 'line\r\nline\r\rline\n \n\t\n  end\n', "It's WE'LL they'Ve I'D don't\u2019s",
+    '1 12 123 1234 12345678 3.14', 'x1y22z333 v2.0 ½ ² ⅷ １２３ ٣٤',
+    'héllo e\u0301a\u0308 \u1e9b\u0323 ﬁ ǅ',
+    '中文文本，没有空格。日本語カタカナ 한국어', 'नमस्ते مرحبا שלום Привет',
+    '🙂🙃 👩\u200d👩\u200d👧 🇩🇪 ✌🏽',
+    'a\u00a0b\u3000c\u2028d\u200be\ufefff', 'nul\0 bell\a esc\x1b del\x7f\x80', '▁under▁▁score _x__y ▁',
+    'if x:\n        return {"a": [1, 2]}  # done\n\n\n', '((())) !!! ?!... --- //// \\n <> >>',
+    'ÀÉ CamelCase SHOUT iPhone ΣΑΣ', 'the <think>hm</think> of <tool_call>', 'a <0x0A> and <unk> and Ġ',
+    'prepared unprepared prepared', 'x' * 70 + ' ' * 50 + 'y']
+
+
+@functools.cache
+def published(name):
+    """(tokenizer.json, tokenizer_config.json) with a family's rules and a small vocabulary, as dicts. Merges
+    are learnt across words, so that only the rules keep words apart; 'Ġprepared' is made by none."""
+    normalizers, pre_tokenizers, start, end, special, others, config = RULES[name]
+    pieces = not any(step['type'] == 'ByteLevel' for step in pre_tokenizers)
+    spec = json.loads((tok_oracles()['llama2'] if pieces else merged_bytes()).to_str())
+    vocab = spec['model']['vocab']
+    if not pieces:
+        vocab['Ġprepared'] = len(vocab)
+    bos = config.get('bos_token') or EOT
+    marks = [start, end, bos['content'] if isinstance(bos, dict) else bos, *special]
+    for token in filter(None, dict.fromkeys([*marks, *others])):
+        vocab.setdefault(token, len(vocab))
+    flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
+    spec['added_tokens'] = [
+        {'id': i, 'content': token, **flags, 'special': token in marks, 'rstrip': token in special and pieces}
+        for token, i in vocab.items() if token in (*marks, *others, *(['<unk>'] * pieces))]
+    spec['normalizer'] = {'type': 'Sequence', 'normalizers': normalizers}
+    spec['pre_tokenizer'] = {'type': 'Sequence', 'pretokenizers': pre_tokenizers} if pre_tokenizers else None
+    before = [{'SpecialToken': {'id': start, 'type_id': 0}}] * bool(start)
+    text = [[{'Sequence': {'id': which, 'type_id': 0}}] for which in 'AB']
+    spec['post_processor'] = {
+        'type': 'TemplateProcessing', 'single': before + text[0], 'pair': before + text[0] + text[1],
+        'special_tokens': {start: {'id': start, 'ids': [vocab[start]], 'tokens': [start]}} if start else {}}
+    spec['model']['ignore_merges'] = name in ('llama3', 'gpt-oss', 'tekken')
+    return spec, {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': end, **config}
+
+
+@functools.cache
+def merged_bytes():
+    """A byte-level BPE that has learnt from lines, not from words."""
+    tk = pytest.importorskip('tokenizers')
+    library = tk.Tokenizer(tk.models.BPE())
+    library.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = tk.decoders.ByteLevel()
+    library.train_from_iterator(
+        [*AWKWARD * 20, *tok_texts()[0].splitlines()[:1500], *tok_texts()[3].split(' ', 300)],
+        tk.trainers.BpeTrainer(vocab_size=1500, initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
+                               show_progress=False))
+    return library
+
+
+@pytest.mark.parametrize('name', RULES)
+def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, monkeypatch):
+    """Whole documents and pieces of them, special tokens as text and as tokens, between what transformers
+    puts before a text and the end of text; and back to the text, where the library itself finds back."""
+    tk = pytest.importorskip('tokenizers')
+    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 200)
+    spec, config = published(name)
+    for file, content in ('tokenizer.json', spec), ('tokenizer_config.json', config):
+        (tmp_path / file).write_text(json.dumps(content, ensure_ascii=False), encoding='utf-8')
+    tok = make_tokenizer(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    library = tk.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
+    marks = [token['content'] for token in spec['added_tokens']]
+    texts = [*AWKWARD, prep_awkward(300), ' '.join(AWKWARD), tok_texts()[0][:3000], *marks, *(
+        f'{mark}  see{mark} {mark}\n{AWKWARD[n % 25]}{mark}' for n, mark in enumerate(marks))]
+    for how in ('text', 'tokens'):
+        source = prepare.Source('x', 'x', lambda: ([text] for text in texts))
+        meta = prepare.write_dataset(tmp_path / how, prepare.split_texts(source, 0.1, None), tok, 'x', 1,
+                                     special_tokens=how)
+        wanted = [[*theirs(text, split_special_tokens=how == 'text')['input_ids'],
+                   theirs.eos_token_id] for text in texts if text]
+        for split in ('train', 'val'):
+            ids = [ids for n, ids in enumerate(wanted) if (n % 10 == 1) == (split == 'val')]
+            assert prep_ids(tmp_path / how, split).tolist() == [i for one in ids for i in one]
+    assert meta['documents'] == len(wanted) and tok.eot == theirs.eos_token_id
+    whole = len([*pieces([texts[len(AWKWARD)]], tok)]) == 1
+    assert whole == (name in ('llama2', 'phi3'))  # they put a space before every text
+    assert tok.decode(tok.bos) == RULES[name][2]  # not by add_bos_token, in transformers 5
+    found = 0
+    for text in texts:
+        ids = library.encode(text, add_special_tokens=False).ids
+        assert tok.encode(text) == theirs(text)['input_ids'] and tok.encode_chat(text) == ids
+        if library.decode(ids, skip_special_tokens=False) == text:
+            found += 1
+            assert tok.decode(ids) in (text, f' {text}')
+    assert found > len(texts) // 2
+
+
+def test_published_rules_differ():
+    """So that the test above would see one taken for another."""
+    tk = pytest.importorskip('tokenizers')
+    made = {}
+    for name in RULES:
+        library = tk.Tokenizer.from_str(json.dumps(published(name)[0]))
+        made[name] = str([library.encode(text, add_special_tokens=False).tokens for text in AWKWARD])
+    assert len(set(made.values())) == len(RULES) - 1 and made['llama2'] == made['phi3']
 
 
 CHAT_TEMPLATES |= {
