@@ -1064,6 +1064,32 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names,
         ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
+SILU = dict(mlp='swiglu', window=None, window_pattern=None)
+QWEN, GEGLU = dict(SILU, proj_bias=False), dict(mlp='geglu_tanh', proj_bias=False, attn_scale=None)
+GGUF = {  # model_type: llama.cpp's name, and what it fixes of GPTConfig, beside what FAMILIES do
+    'qwen3': ('qwen3', QWEN), 'qwen3_moe': ('qwen3moe', dict(QWEN, expert_pattern='E', norm_topk_prob=True)),
+    'qwen2': ('qwen2', dict(SILU, head_dim=None)), 'qwen2_moe': ('qwen2moe', dict(
+        SILU, head_dim=None, expert_pattern='E', norm_topk_prob=False, tie_word_embeddings=False)),
+    'llama': ('llama', SILU), 'mistral': ('llama', SILU), 'mixtral': ('llama', SILU),
+    'smollm3': ('smollm3', dict(QWEN, mlp_bias=False, pos_pattern='PPPN')),
+    'olmo2': ('olmo2', dict(QWEN, tie_word_embeddings=False)), 'gpt2': ('gpt2', dict(mlp='gelu_tanh')),
+    'gemma': ('gemma', GEGLU), 'gemma2': ('gemma2', dict(
+        GEGLU, window_pattern='SL', attn_softcap=50.0, logit_softcap=30.0)),
+    'gemma3_text': ('gemma3', dict(
+        GEGLU, window_pattern='SSSSSL', rope_local={'rope_base': 1e4, 'rope_scaling': None}))}
+GGUF_FIELDS = {  # llama.cpp's: ours
+    'context_length': 'block_size', 'block_count': 'n_layer', 'embedding_length': 'n_embd',
+    'attention.head_count': 'n_head', 'attention.head_count_kv': 'n_kv_head',
+    'attention.key_length': 'head_dim', 'attention.value_length': 'head_dim',
+    'attention.layer_norm_epsilon': 'norm_eps', 'attention.layer_norm_rms_epsilon': 'norm_eps',
+    'attention.sliding_window': 'window', 'attn_logit_softcapping': 'attn_softcap',
+    'final_logit_softcapping': 'logit_softcap', 'rope.dimension_count': 'rope_dim',
+    'rope.freq_base': 'rope_base', 'expert_count': 'n_expert', 'expert_used_count': 'n_expert_active',
+    'expert_feed_forward_length': 'd_expert'}
+GGUF_PAIRED = 'llama', 'smollm3'  # neighbours are a pair that rotates
+GGUF_EXPERTS = {  # all in one tensor
+    **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
+    'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
 REFUSED = {  # model_type: the part of its models that model.py lacks
     'bitnet': 'ternary weights', 'deepseek_v4': 'hyper-connections', 'diffllama': 'differential attention',
     'falcon_h1': 'attention and Mamba-2 side by side in a block', 'gemma3n_text': 'embeddings for each layer',

@@ -5,6 +5,7 @@ Models in and out: ours, nanoGPT's, and published ones of the Hugging Face hub.
     python hub.py folder                                  # the same for a folder with config.json
     python hub.py export out/ folder                      # a run of train.py -> a folder for transformers
     python hub.py export out/ folder --dtype=bfloat16
+    python hub.py export out/ my.gguf --dtype=q8_0        # one file for llama.cpp and what is built on it
     python hub.py families                                # those of families.py that are read, and written
 
 train.py, sample.py and bench.py read published models with --init_from=<id or folder>. HF_TOKEN, HF_HOME,
@@ -27,7 +28,7 @@ import typing
 
 from configurator import configure
 
-dtype: str | None = None  # of exported weights: float32, bfloat16, float16; None: as they are stored
+dtype: str | None = None  # of exported weights: float32, bfloat16, float16, in .gguf q8_0; None: as stored
 config, _, words, *_ = configure(globals(), words=3)
 
 import torch
@@ -36,6 +37,10 @@ from families import (
     FAMILIES,
     FUSED_EXPERTS,
     GATED_ACTIVATIONS,
+    GGUF,
+    GGUF_EXPERTS,
+    GGUF_FIELDS,
+    GGUF_PAIRED,
     HARMLESS,
     LAYER_TYPES,
     OFF,
@@ -46,6 +51,7 @@ from families import (
     Layout,
     like,
     refuse,
+    rows_interleaved,
     unused,
 )
 from model import (
@@ -57,12 +63,13 @@ from model import (
     checkpoint_path,
     fill_rows,
     letter,
+    llama3,
     merge_lora,
     quantize_weights,
     read_checkpoint,
 )
 from prepare import load_tokenizer
-from tokenizer import json_tokenizer, tokenizer_from_state
+from tokenizer import EOT, WORD_PATTERN, json_tokenizer, library_tokenizer, tokenizer_from_state
 
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
 
@@ -511,6 +518,106 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
                 (folder / name).unlink(missing_ok=True)
 
 
+# llama.cpp --------------------------------------------------------------------------------------------------
+
+GGUF_DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'q8_0': 'Q8_0'}
+GGUF_SPLITS = {  # what splits a text into words, in tokenizer.json: llama.cpp's name of it
+    '': 'gpt-2', 'ByteLevel': 'gpt-2', WORD_PATTERN: 'llama-bpe', WORD_PATTERN.replace('{1,3}', ''): 'qwen2',
+    # tiktoken's gpt2; cl100k_base, which differs where a text ends in line ends and spaces; o200k_base, which
+    # differs in combining marks
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s": 'gpt-2',
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
+    r"\s*[\r\n]|\s+(?!\S)|\s": 'llama-bpe',
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": 'gpt-4o'}
+
+
+def gguf_tokenizer(tokenizer, n_vocab):
+    """A tokenizer as llama.cpp's keys. Raises ValueError for all but byte-level BPE that it splits alike."""
+    if tokenizer is None:
+        raise ValueError("a GGUF file holds a tokenizer, and here is none")
+    spec, stops = json.loads(library_tokenizer(tokenizer.to_json()).to_str()), tokenizer.stop_tokens
+    step, merges = spec['pre_tokenizer'] or {'type': 'none'}, spec['model'].get('merges')
+    steps = step.get('pretokenizers', [step])
+    words = ' '.join(one.get('pattern', one).get('Regex', one['type']) for one in steps
+                     if one.get('use_regex', True))
+    if (words not in GGUF_SPLITS or merges and not words or not stops
+            or any(one.get('add_prefix_space') for one in steps)
+            or spec['normalizer'] not in (None, {'type': 'NFC'})):  # which it leaves out
+        raise ValueError(f"llama.cpp has no such tokenizer as {tokenizer.name!r}: export a folder, and try "
+                         "its own convert_hf_to_gguf.py")
+    # 1: normal, 3: control, 4: user-defined, 5: unused
+    tokens = {i: (text, 1) for text, i in spec['model']['vocab'].items()}
+    tokens |= {one['id']: (one['content'], 3 if one['special'] else 4) for one in spec['added_tokens']}
+    texts, kinds = zip(*(tokens.get(i, (f'[PAD{i}]', 5)) for i in range(n_vocab)))
+    return {
+        'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': GGUF_SPLITS[words],
+        'tokenizer.ggml.tokens': [*texts], 'tokenizer.ggml.token_type': [*kinds],
+        'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # none is not allowed
+        'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], 'tokenizer.ggml.eos_token_id': stops[0],
+        'tokenizer.ggml.eot_token_id': stops[-1], 'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
+        'tokenizer.chat_template': tokenizer.chat_template}
+
+
+def gguf_rope(config, arch):
+    """A rope_scaling as llama.cpp's keys and tensors. Raises ValueError for one that it lacks."""
+    options = dict(config.rope_scaling or {})
+    kind = options.pop('rope_type', None)
+    if kind == 'llama3' and arch == 'llama':
+        freq = config.rope_base ** -(torch.arange(0, config.rope_dim, 2) / config.rope_dim)
+        return {}, {'rope_freqs.weight': freq / llama3(freq, None, None, **options)[0]}
+    keys = {'type': kind, 'factor': options.pop('factor', None),
+            'original_context_length': options.pop('original_max_position_embeddings', None)}
+    if kind not in (None, 'linear', 'yarn') or options:
+        raise ValueError(f"llama.cpp's {arch} has no rope_scaling={config.rope_scaling}")
+    return {f'rope.scaling.{key}': value for key, value in keys.items()}, {}
+
+
+@torch.no_grad()
+def save_gguf(model, tokenizer, path, dtype=None):
+    """Writes one file for llama.cpp, or replaces it. dtype: of matrices, one of GGUF_DTYPES, None: the
+    model's. Raises ValueError, with nothing written, for whatever llama.cpp lacks."""
+    gguf, config = package('gguf', 'files for llama.cpp need', 'gguf'), model.config
+    path, kind = pathlib.Path(path), config_to_hf(config)['model_type']
+    if kind not in GGUF:
+        raise ValueError(f"{kind} models are not written for llama.cpp, but {', '.join(GGUF)} are")
+    family, (arch, fixed) = FAMILIES[kind], GGUF[kind]
+    found, known = canonical(config), canonical(dataclasses.replace(config, **fixed))
+    if wrong := [f"{name}={getattr(config, name)!r}" for name in fixed if found[name] != known[name]]:
+        raise ValueError(f"llama.cpp's {arch} has no {', '.join(wrong)}")
+    keys, tensors = gguf_rope(config, arch)
+    keys |= {theirs: getattr(config, ours) for theirs, ours in GGUF_FIELDS.items()}
+    keys['feed_forward_length'] = config.d_expert or config.d_ff
+    if config.n_shared_expert:
+        keys['expert_shared_feed_forward_length'] = config.n_shared_expert * config.d_expert
+    about = gguf_tokenizer(tokenizer, config.vocab_size) | {f'{arch}.{key}': keys[key] for key in keys}
+    writer, kinds = gguf.GGUFWriter(None, arch), gguf.GGUFValueType
+    for key, value in about.items():
+        if value is not None:  # llama.cpp's counts have no sign
+            writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
+    family = like(  # in our own layout, but for what rotates, with all experts in one tensor
+        family, layouts=dict.fromkeys(family.layouts), names=GGUF_EXPERTS,
+        rows={'attn.c_attn': rows_interleaved if arch in GGUF_PAIRED else None})
+    names, state = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.n_layer), model.state_dict()
+    tensors |= {part.name: state[ours][part.index]
+                for ours, parts in plan(model, family).items() for part in parts}
+    usual = GGUF_DTYPES[plain(dtype or model.wte.weight.dtype)]
+    for name, w in tensors.items():
+        module, _, what = name.rpartition('.')
+        exact = w.ndim == 1 or module.endswith('gate') or usual == 'Q8_0' and w.shape[-1] % 32
+        form = gguf.GGMLQuantizationType['F32' if exact else usual]
+        writer.add_tensor(f'{names[module]}.{what}', gguf.quantize(w.float().numpy(), form), raw_dtype=form)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        whole = pathlib.Path(temporary, path.name)
+        writer.write_header_to_file(whole)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        whole.replace(path)
+
+
 # the hub ----------------------------------------------------------------------------------------------------
 
 SMALL_FILES = ['config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', INDEX]
@@ -642,17 +749,22 @@ def find_tokenizer(rest, path):
 if __name__ == '__main__':
     if len(words) == 3 and words[0] == 'export':
         kinds = {plain(kind): kind for kind in DTYPES.values()}
+        save, readers = save_pretrained, 'transformers and vLLM'
+        if words[2].endswith('.gguf'):
+            save, readers, kinds['q8_0'] = save_gguf, 'llama.cpp', 'q8_0'
         if dtype and dtype not in kinds:
             raise ValueError(f"dtype={dtype!r} is none of {', '.join(kinds)}")
         model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
+        elif save is save_gguf and not rest.get('masked', True):  # trained on text: Ollama would have it chat
+            tokenizer.chat_template = None
         if model.config.document_token is not None:  # transformers' models have no such thing
             print(f"document_token={model.config.document_token} is left out: it matters only where several "
                   "documents follow one another")
             model.config.document_token = None
-        save_pretrained(model, tokenizer, words[2], kinds.get(dtype))
-        print(f"{rest['path']} is in {words[2]} for transformers and vLLM")
+        save(model, tokenizer, words[2], kinds.get(dtype))
+        print(f"{rest['path']} is in {words[2]} for {readers}")
     elif words == ['families']:
         print_families()
     elif len(words) == 1 and words[0] != 'export':
