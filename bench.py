@@ -34,7 +34,7 @@ import time
 from json import dumps
 from pathlib import Path
 
-from configurator import configure, runtime
+from configurator import configure, package, runtime
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
@@ -71,7 +71,7 @@ import hub
 import sample
 import train
 from model import GPT, GPTConfig, hidden_init, quantize_weights
-from prepare import FORMATS, Bins, ending, find_source, json_records, load_tokenizer, read_meta
+from prepare import FORMATS, Bins, ending, find_source, json_records, load_tokenizer, read_elements, read_meta
 from tokenizer import pieces
 
 # timing -----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def report(model, machine, times, tokens, **numbers):
     print(f"peak memory: {f'{peak_mb:,.0f} MB' if peak_mb else 'n/a'}")
     ms = float(np.median(times['flatgpt'])) * 1e3
     return {'tok_per_s': tokens['flatgpt'] / ms * 1e3, 'ms': ms, 'times_faster': times_faster,
-            'device': machine.device, 'dtype': train.dtype_name(machine.dtype),
+            'device': machine.device, 'dtype': hub.plain(machine.dtype),
             'params': model.num_params(), 'peak_mb': peak_mb, **numbers}
 
 
@@ -238,10 +238,10 @@ def measure_params(config, model_args, words):
     layers = [measure_layer(model, numbers) for numbers in kinds.values()]
     fits = measure_memory(config, model) if config['batch_size'] or config['memory'] else {}
     each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
-    print(f"\nin {train.dtype_name(dtype)}: {total[0] * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
+    print(f"\nin {hub.plain(dtype)}: {total[0] * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     return {'params': total[0], 'active_params': total[1], 'flops_per_token': total[2],
-            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': train.dtype_name(dtype),
+            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': hub.plain(dtype),
             'layers': layers, **fits}
 
 
@@ -275,7 +275,7 @@ def memory_limit(config, machine):
 def measure_memory(config, model):
     """The forecast of train.py's memory at batch_size, and the largest batch_size that fits."""
     machine = runtime(config['device'], config['dtype'], config['seed'])
-    settings, batch_size = {**train.config, 'optimizer': config['optimizer']}, config['batch_size'] or 12
+    settings, batch_size = train.config | config, config['batch_size'] or 12
     limit = memory_limit(config, machine)
     parts, _ = train.forecast(model, machine, settings, batch_size)
     largest = train.largest_batch(limit, model, machine, settings)
@@ -290,7 +290,7 @@ def our_step(model, forward, machine, batch_size, config):
     """A function that does one update as train.py does, on random tokens."""
     x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                          device=machine.device)
-    settings = {**train.config, **{name: config[name] for name in ('optimizer', 'grad_clip')}}
+    settings = train.config | config
     optimizers, params = train.make_optimizers(model, settings), list(model.parameters())
     scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
 
@@ -358,7 +358,7 @@ def measure_train(config, model_args, words):
 
 def measure_lengths(config, model_args):
     """Milliseconds of forward and backward, tokens a second and the process's peak memory so far, at each of
-    `lengths`; and the longest that fits by train.forecast, in steps of two."""
+    `lengths`; and the longest power of two that fits by train.forecast."""
     found, batch_size = {}, config['batch_size'] or 12
     for length in sorted(config['lengths']):
         model, machine, forward = model_to_train(config, {**model_args, 'block_size': length})
@@ -373,14 +373,15 @@ def measure_lengths(config, model_args):
         found[length] = ms, both - ms, batch_size * length / both * 1e3, train.peak_mb(machine.device)
     print_table('context', ['forward ms', 'backward ms', 'tok/s', 'peak MB'], {
         f"{length:,}": [f"{number or math.nan:,.1f}" for number in row] for length, row in found.items()})
-    settings, limit = {**train.config, 'optimizer': config['optimizer']}, memory_limit(config, machine)
+    settings, limit = train.config | config, memory_limit(config, machine)
 
     def fits(length):  # the process's peak so far is that of the lengths above
         model.config.block_size = length
         parts, _ = train.forecast(model, machine, settings, batch_size)
         return sum(parts.values()) - parts['process'] <= limit
-    longest = next(n for n in (length * 2**i for i in itertools.count()) if not fits(2 * n))
-    print(f"by the forecast {longest:,} tokens fit into {limit / 1e9:,.2f} GB, {2 * longest:,} do not")
+    longest = max(itertools.takewhile(fits, (2**i for i in range(25))), default=0)
+    print(f"the longest context, of powers of two, that the forecast has fit into {limit / 1e9:,.2f} GB: "
+          f"{longest:,}")
     return {'lengths': found, 'longest': longest, 'device': machine.device}
 
 
@@ -495,7 +496,7 @@ def measure_eval(config, model_args, words):
             base = read_meta(name)['block_size'] or base  # the length to which conversations are packed
         found = evaluate_text(name, *texts, base, lengths, losses)
     return {'path': rest['path'], 'params': model.num_params(), 'data': name, 'device': machine.device,
-            'dtype': train.dtype_name(machine.dtype), **found}
+            'dtype': hub.plain(machine.dtype), **found}
 
 
 def prepared_tokens(folder, tokenizer, path):
@@ -507,7 +508,7 @@ def prepared_tokens(folder, tokenizer, path):
                          f"stand for different text: prepare it with --tokenizer={path}")
     documents = []
     for shard, mask in itertools.zip_longest(bins.shards, bins.masks):
-        ids = np.fromfile(shard.path, shard.dtype, shard.n_tokens, offset=shard.offset).astype(np.int64)
+        ids = read_elements(shard, 0, shard.n_tokens).astype(np.int64)
         learned = np.fromfile(mask.path, bool)[1:] if mask else True
         documents.append((ids[:-1], np.where(learned, ids[1:], -1)))
     targets = np.concatenate([targets for _, targets in documents])
@@ -681,9 +682,9 @@ def evaluate_core(folder, tokenizer, score):
     core, meta = (Path(folder, name).read_text('utf-8') for name in ('core.yaml', 'eval_meta_data.csv'))
     chance = {row['Eval Task']: float(row['Random baseline']) / 100
               for row in csv.DictReader(meta.splitlines())}
-    found, start = {}, tokenizer.bos or [tokenizer.eot]
+    found, start = {}, tokenizer.bos or tokenizer.stop_tokens[:1]
     print(f"\n{'task':<32}   items  accuracy  centered")
-    for task in hub.package('yaml', 'core.yaml needs', 'pyyaml').safe_load(core)['icl_tasks']:
+    for task in package('yaml', 'core.yaml needs', 'pyyaml').safe_load(core)['icl_tasks']:
         items = [item for _, item in json_records(f"{folder}/eval_data/{task['dataset_uri']}")]
         random.Random(1337).shuffle(items)
         right, label = [], task['label']
@@ -703,9 +704,11 @@ def evaluate_core(folder, tokenizer, score):
 def draw_attention(config, model_args, words):
     """Writes a picture of a layer's attention to a text: a panel for each head, a row for each token that
     attends."""
-    if not words:
+    if not any(words):
         raise ValueError("attention needs a text: python bench.py attention 'some text' --init_from=out")
-    model, tokenizer, _ = train.load_to_train(config['init_from'], 'out', model_args)
+    model, tokenizer, rest = train.load_to_train(config['init_from'], 'out', model_args)
+    if tokenizer is None:
+        raise ValueError(rest['no_tokenizer'])
     ids, weights, layer = tokenizer.encode(words[0]), [], config['layer']
     with torch.no_grad():
         model.eval()(torch.tensor([ids]), weights=weights)
@@ -713,9 +716,9 @@ def draw_attention(config, model_args, words):
     if layer not in shown:
         raise ValueError(f"layer {layer} has no attention weights: choose --layer among {[*shown]}")
     heads = shown[layer][0].numpy()
-    package = hub.package('matplotlib.figure', 'pictures need', 'matplotlib')
+    pictures = package('matplotlib.figure', 'pictures need', 'matplotlib')
     lines, side = math.ceil(len(heads) / 4), 1.5 + len(ids) / 6  # side: in inches
-    figure = package.Figure((4 * side, 1.2 * lines * side), layout='constrained')
+    figure = pictures.Figure((4 * side, 1.2 * lines * side), layout='constrained')
     labels = [repr(tokenizer.decode([i])) for i in ids]
     ticks = dict(ticks=range(len(ids)), labels=labels, parse_math=False)
     for head, weight in enumerate(heads):  # (T, T)

@@ -37,7 +37,7 @@ import time
 from json import dumps, loads
 from pathlib import Path
 
-from configurator import configure, run_file
+from configurator import configure, package, run_file
 
 variants: list | dict | None = None  # what is added to the command line, or {name: that}
 seeds = 3                         # runs of each, by seed, seed + 1...
@@ -51,7 +51,6 @@ config, _, words = configure(globals(), 'GPTConfig', words=math.inf, also='train
 import numpy as np
 import torch
 
-import hub
 import train
 from bench import cache_per_token, named_model, print_json, print_table
 from model import GPT, GPTConfig
@@ -337,8 +336,8 @@ def curve(logs, by, column='val_loss'):
 def draw(path, curves, xlabel, ylabel, rows=()):
     """Writes a PNG. curves: name -> x, y and the spread of y; rows: of a comparison, whose losses stand
     beside, with the intervals of their differences to the first."""
-    package = hub.package('matplotlib.figure', 'pictures need', 'matplotlib')
-    figure = package.Figure(figsize=(9 if rows else 6, 3.4), layout='constrained')
+    pictures = package('matplotlib.figure', 'pictures need', 'matplotlib')
+    figure = pictures.Figure(figsize=(9 if rows else 6, 3.4), layout='constrained')
     axes, *beside = figure.subplots(1, 1 + bool(rows), squeeze=False)[0]
     for name, (x, y, spread) in curves.items():
         line, = axes.plot(x, y, marker='.', label=name)

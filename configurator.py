@@ -44,6 +44,14 @@ def print0(*values):
         print(*values, flush=True)
 
 
+def package(name, need='published models need', install='safetensors tokenizers huggingface_hub'):
+    """A module of a package that few need. Raises ImportError."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f"{need} {name}: pip install {install}") from None
+
+
 # settings ---------------------------------------------------------------------------------------------------
 
 class Setting(typing.NamedTuple):
@@ -337,8 +345,8 @@ def can_compile(device):
 
 
 def keep_freed_memory(below=1 << 30):
-    """Has glibc keep freed memory, of blocks below so many bytes: else each step on CPU maps its memory anew,
-    in 1.25 times the time. Kept blocks leave gaps, which take a quarter to twice as much again."""
+    """Has glibc keep freed blocks smaller than `below` bytes: else each step on a CPU maps its memory anew,
+    and takes 1.25 times as long. Kept blocks leave gaps, which take a quarter to twice as much again."""
     options = {-3: below, -1: 2**31 - 1, -2: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has mallopt
         for option, value in options.items():

@@ -1086,7 +1086,7 @@ GGUF_FIELDS = {  # llama.cpp's: ours
     'final_logit_softcapping': 'logit_softcap', 'rope.dimension_count': 'rope_dim',
     'rope.freq_base': 'rope_base', 'expert_count': 'n_expert', 'expert_used_count': 'n_expert_active',
     'expert_feed_forward_length': 'd_expert'}
-GGUF_PAIRED = 'llama', 'smollm3'  # neighbours are a pair that rotates
+GGUF_PAIRED = 'llama', 'smollm3'  # in these the rows that rotate as a pair are neighbours
 GGUF_EXPERTS = {  # all in one tensor
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
     'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}

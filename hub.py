@@ -14,7 +14,6 @@ HF_ENDPOINT and HF_HUB_OFFLINE work as in huggingface_hub. Only safetensors are 
 import dataclasses
 import fnmatch
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -26,7 +25,7 @@ import shutil
 import tempfile
 import typing
 
-from configurator import configure
+from configurator import configure, package
 
 dtype: str | None = None  # of exported weights: float32, bfloat16, float16, in .gguf q8_0; None: as stored
 config, _, words, *_ = configure(globals(), words=3)
@@ -77,14 +76,6 @@ DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  #
 def plain(dtype):
     """'bfloat16', without torch's prefix."""
     return str(dtype).removeprefix('torch.')
-
-
-def package(name, need='published models need', install='safetensors tokenizers huggingface_hub'):
-    """A module of a package that few need. Raises ImportError."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ImportError(f"{need} {name}: pip install {install}") from None
 
 
 # config.json ------------------------------------------------------------------------------------------------
@@ -469,9 +460,7 @@ def tokenizer_files(tokenizer, model):
     eot = None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot])
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eot,
               'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
-              **getattr(tokenizer, 'config', {})}  # its own end of text, chat template
-    if tokenizer.chat_template:
-        config['chat_template'] = tokenizer.chat_template
+              **getattr(tokenizer, 'config', {}), 'chat_template': tokenizer.chat_template}
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
@@ -731,9 +720,13 @@ def adapted_model(path, rest, state, changes):
 
 
 def find_tokenizer(rest, path):
-    """A checkpoint's own tokenizer; for one of nanoGPT's, its dataset's."""
+    """A checkpoint's own tokenizer, without a chat template if it was trained on text alone; for one of
+    nanoGPT's, its dataset's."""
     if rest.get('tokenizer'):
-        return tokenizer_from_state(rest['tokenizer'])
+        tokenizer = tokenizer_from_state(rest['tokenizer'])
+        if not rest.get('masked', True):
+            tokenizer.chat_template = None
+        return tokenizer
     dataset, n_vocab = rest.get('config', {}).get('dataset'), rest['model_args']['vocab_size']
     folder = os.path.join('data', str(dataset))
     if not os.path.isdir(folder):
@@ -757,8 +750,6 @@ if __name__ == '__main__':
         model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
-        elif save is save_gguf and not rest.get('masked', True):  # trained on text: Ollama would have it chat
-            tokenizer.chat_template = None
         if model.config.document_token is not None:  # transformers' models have no such thing
             print(f"document_token={model.config.document_token} is left out: it matters only where several "
                   "documents follow one another")

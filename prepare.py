@@ -39,7 +39,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from configurator import configure, print0
+from configurator import configure, package, print0
 
 # A name in SOURCES, a file (text, .jsonl, .gz, .parquet), a folder or glob, or - for standard input
 source = 'pystdlib'
@@ -168,7 +168,7 @@ def text_documents(path, errors):
 
 
 def json_records(path, field=None, errors='strict'):
-    """Raises ValueError for a line that is not JSON."""
+    """Of JSON lines, see FORMATS. Raises ValueError for a line that is not JSON."""
     with open_bytes(path) as f:
         for n, line in enumerate(f, 1):
             if line.strip():
@@ -180,14 +180,11 @@ def json_records(path, field=None, errors='strict'):
 
 
 def parquet_records(path, field, errors):
-    """Reads the column `field` alone, where there is one. Raises ValueError if it is not parquet."""
+    """Of the column `field` alone, where there is one. Raises ValueError if the file is not parquet."""
+    parquet = package('pyarrow.parquet', f'{path} needs', 'pyarrow')
     try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ImportError(f'{path} is read by a library that is not here: pip install pyarrow') from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # not all of it
-    except pyarrow.ArrowInvalid as e:
+        file = parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # not all of it
+    except ValueError as e:  # pyarrow's
         raise ValueError(f'{path}: {e}') from None
     columns = [field] if field in file.schema_arrow.names else None
     batches = file.iter_batches(256, columns=columns, use_threads=False)  # encoding forks this process
@@ -195,8 +192,8 @@ def parquet_records(path, field, errors):
     yield from ((f'{path}, row {n}', record) for n, record in enumerate(rows, 1))
 
 
-# By the end of a file's name, all others are text: functions that give ('file, line n', {field: value}), ...
-# of a path, the only field that is needed (None: all are) and `errors`
+# By the end of a file's name; all others are text. Functions of a path, the field that is needed (None: all
+# are) and `errors`, which yield ('file, line n', {field: value}) of each record
 FORMATS = {'.jsonl': json_records, '.parquet': parquet_records}
 
 

@@ -696,8 +696,6 @@ if __name__ == '__main__':
     trained = f", iteration {rest['iter_num']:,}" if 'iter_num' in rest else ''
     model.eval()
     print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
-    if chat and not rest.get('masked', True):  # its tokenizer may have one all the same
-        tokenizer.chat_template = None
     if chat and not tokenizer.chat_template:
         print("it was not trained on conversations: it continues the text that is typed; config/chat.py "
               "trains one that answers")

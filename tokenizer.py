@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from configurator import print0
+from configurator import package, print0
 
 EOT = '<|endoftext|>'         # the text of every tokenizer's end-of-text token
 SPLITS = ('train', 'val')
@@ -372,12 +372,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def library_tokenizer(source):
-    try:
-        import tokenizers
-    except ImportError:
-        raise ImportError('a tokenizer.json is read by a library that is not here: pip install '
-                          'tokenizers') from None
-    tok = tokenizers.Tokenizer.from_str(source)
+    tok = package('tokenizers', 'a tokenizer.json needs', 'tokenizers').Tokenizer.from_str(source)
     if (kind := type(tok.model).__name__) not in ('BPE', 'Unigram'):
         raise ValueError(f'unsupported model {kind}: BPE and Unigram are supported')
     tok.no_truncation()

@@ -105,7 +105,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hub import load
+from hub import load, plain
 from model import CHANGEABLE, GPT, GPTConfig, add_lora, lora_state
 from prepare import Bins, load_tokenizer, read_meta
 from sample import complete
@@ -451,7 +451,7 @@ def forecast(model, machine, config, batch_size, shards=1):
     from torch._subclasses.fake_tensor import FakeTensorMode  # its first operation takes a second or two
     weights = [*model.parameters(), *model.buffers()]
     size, is_here = sum(w.nbytes for w in weights), not weights[0].is_meta
-    with FakeTensorMode(), LiveBytes() as live:
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:  # a layer may have plain tensors
         fake = copy.deepcopy(model, {id(w): torch.nn.Parameter(
             torch.empty(w.shape, dtype=w.dtype, device=machine.device), w.requires_grad) for w in weights})
         for module in fake.modules():
@@ -479,10 +479,10 @@ def forecast(model, machine, config, batch_size, shards=1):
 
 
 def largest_batch(limit, model, machine, config, shards=1):
-    """The largest batch_size whose forecast is at most `limit` bytes; below 1: none. After each change the
-    bytes grow evenly with it."""
+    """The largest batch_size whose forecast is at most `limit` bytes; 0: none. After each change the bytes
+    grow evenly with it."""
     (_, two), (_, three) = (forecast(model, machine, config, n, shards) for n in (2, 3))
-    return 2 + int(((limit - two) / (three - two).clip(1e-6)).min() // 1)
+    return 2 + int(((limit - two) / (three - two).clip(1e-6)).min().clip(-2, 1e9) // 1)
 
 
 def memory_at_hand(device):
@@ -503,7 +503,10 @@ def plan_memory(model, machine, config, micro_batch, share, shards):
     """Prints the forecast, and where it is more than the memory at hand, settings that fit. share: sequences
     of an iteration that are this rank's."""
     limit = memory_at_hand(machine.device)
-    parts, _ = forecast(model, machine, config, micro_batch, shards)
+    try:
+        parts, _ = forecast(model, machine, config, micro_batch, shards)
+    except RuntimeError as error:  # of an operator that needs data, as a new layer may have; or it is wrong
+        return print0(f"no forecast of memory: {error}")
     need = sum(parts.values())
     if config['checkpoint_activations'] or shards > 1 or 2 * need > limit:
         keep_freed_memory(below=2**20)
@@ -862,10 +865,6 @@ def start_ranks(backend, device):
                             device_id=torch.device(kind, index) if 'nccl' in backend else None)
 
 
-def dtype_name(dtype):
-    return str(dtype).removeprefix('torch.')
-
-
 def resolve_runtime(device, dtype, seed, compile, was):
     """(configurator.runtime, compile). With the device and number of ranks of a checkpoint's runtime (was)
     'auto' means what it meant there, for an exact resume."""
@@ -985,6 +984,8 @@ if __name__ == '__main__':
     folder = data_folder(dataset)
     train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
     tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
+    # what follows knows conversations from this data, or from the model that it began with
+    masked = bool(train_bins.masks) or init_from != 'scratch' and rest.get('masked', True)
     facts = torch.tensor([train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num', 0)])
     if (all_reduce(facts.clone()) != ranks * facts).any():
         raise ValueError(f"rank {rank} has read other files than another: share out_dir and data between the "
@@ -1083,9 +1084,9 @@ if __name__ == '__main__':
     if not eval_only:
         stop = stop_on_signals(rank)
     constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
-                'tokenizer': tokenizer and tokenizer.state(), 'masked': bool(train_bins.masks),
+                'tokenizer': tokenizer and tokenizer.state(), 'masked': masked,
                 'runtime': dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads,
-                                compile=compile, dtype=dtype_name(machine.dtype))}
+                                compile=compile, dtype=plain(machine.dtype))}
 
     # the loop: train up to the next evaluation, evaluate, save
     began, first_it, peak = START - progress.wall_s, progress.iter_num, peak_flops(device, machine.dtype)

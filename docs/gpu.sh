@@ -26,7 +26,7 @@ for rows in 16 32 64; do run python bench.py train config/small.py --batch_size=
 run python bench.py train config/small.py --batch_size=32 --rounds=3 --optimizer=muon "$@"
 run python bench.py train config/small.py --batch_size=16 --rounds=3 --compile=False "$@"
 
-title the run itself, and gone on with
+title the run itself, stopped and resumed
 [ -d data/pystdlib_byte ] || run python prepare.py --tokenizer=byte
 small=(config/small.py --dataset=pystdlib_byte --vocab_size=50304 --out_dir="$out/small" --tokens_per_param=None
        --max_iters=60 --eval_interval=60 --eval_iters=2 --warmup_iters=5 --batch_size=32

@@ -483,5 +483,9 @@ def test_attention_of_a_layer_without_it_is_refused(folder, capsys):
     for layer in (0, 2, 4, -3):
         with pytest.raises(ValueError, match=rf'layer {layer} has no attention weights: .* among \[1\]'):
             run('bench.py', 'attention', 'some', '--init_from=out', f'--layer={layer}')
-    with pytest.raises(ValueError, match='attention needs a text'):
-        run('bench.py', 'attention', '--init_from=out')
+    for no_text in ([], ['']):
+        with pytest.raises(ValueError, match='attention needs a text'):
+            run('bench.py', 'attention', *no_text, '--init_from=out')
+    torch.save({**torch.load('out/ckpt.pt', weights_only=True), 'tokenizer': None}, 'out/ckpt.pt')
+    with pytest.raises(ValueError, match='names no tokenizer'):
+        run('bench.py', 'attention', 'some', '--init_from=out')

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -253,7 +254,10 @@ def test_a_model_of_text_alone_is_exported_without_a_chat_template(tmp_path, mon
                     'masked': masked}, 'ckpt.pt')
         run('hub.py', 'export', 'ckpt.pt', 'x.gguf')
         keys, _ = read('x.gguf')
-        assert keys.get('tokenizer.chat_template') == (tok.chat_template if masked else None)
+        run('hub.py', 'export', 'ckpt.pt', 'folder')
+        config = json.loads(Path('folder/tokenizer_config.json').read_text(encoding='utf-8'))
+        template = tok.chat_template if masked else None
+        assert keys.get('tokenizer.chat_template') == config['chat_template'] == template
         assert keys['tokenizer.ggml.eot_token_id'] == tok.special['<|im_end|>' if masked else '<|endoftext|>']
 
 

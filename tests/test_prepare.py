@@ -466,7 +466,7 @@ def test_bad_parquet_is_one_line(prep, monkeypatch):
         assert error.startswith(f'{name}.parquet') and message in error and not os.path.exists('data')
     monkeypatch.setitem(sys.modules, 'pyarrow', None)
     monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
-    with pytest.raises(ImportError, match='^a.parquet is read by .*: pip install pyarrow'):
+    with pytest.raises(ImportError, match='^a.parquet needs pyarrow.parquet: pip install pyarrow'):
         prepare.find_source('a.parquet')
 
 

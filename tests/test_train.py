@@ -374,6 +374,18 @@ def test_more_memory_than_there_is_is_said_with_settings_that_fit(monkeypatch, c
     assert 'gaps' in out and 'warning' not in out and len(given_back) == 3
 
 
+@pytest.mark.parametrize('has', ['an operator that needs data', 'a tensor that is no buffer'])
+def test_a_run_goes_on_without_a_forecast(has, capsys, monkeypatch):
+    """As a layer that somebody adds may have them."""
+    model, table = tiny(n_layer=1), torch.ones(32)
+    forward = type(model.ln_f).forward
+    monkeypatch.setattr(type(model.ln_f), 'forward', lambda norm, x: forward(norm, x) * (
+        table[:x.shape[-1]] if 'buffer' in has else float(x.sum() > 0)))
+    flat_train.plan_memory(model, runtime('cpu', 'float32'), flat_train.config, 2, 2, 1)
+    out = capsys.readouterr().out
+    assert ('at the peak' if 'buffer' in has else 'no forecast of memory') in out
+
+
 def test_sharded_weights_are_forecast_as_a_share(monkeypatch):
     monkeypatch.setattr(flat_train, 'peak_mb', lambda device: None)
     model, machine = tiny(), runtime('cpu', 'float32')
@@ -578,6 +590,14 @@ def test_packed_conversations_are_learnt_as_if_each_were_alone(folder, options):
     assert targets == count and loss == pytest.approx((total / count).item(), rel=1e-5)
     assert float(log_rows('out')[-1]['val_loss']) == pytest.approx(loss, abs=1e-6)
     assert [saved(out)['masked'] for out in ('base', 'out')] == [False, True]
+
+
+def test_a_run_on_text_still_knows_the_conversations_of_the_model_before(folder):
+    shutil.copytree('data/toy', 'data/text')
+    write_packed()
+    train('--out_dir=chat', '--max_iters=1')
+    train('--out_dir=more', '--max_iters=1', '--dataset=text', '--init_from=chat')
+    assert saved('more')['masked'] and hub.load('more')[2]['masked']
 
 
 def test_packed_data_has_its_block_size_and_its_document_token(folder):
