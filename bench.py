@@ -488,7 +488,7 @@ def measure_eval(config, model_args, words):
     score = functools.partial(answer_scores, tokenizer, model.config.block_size, losses)
     if os.path.exists(f'{name}/core.yaml'):
         found = evaluate_core(name, tokenizer, score)
-    elif ending(name) == '.jsonl' and {'endings', 'choices'} & {*next(json_records(name))[1]}:
+    elif ending(name) == '.jsonl' and {'endings', 'choices'} & {*next(json_records(name), ('', {}))[1]}:
         found = evaluate_choices(name, tokenizer, score)
     else:
         texts = text_tokens(name, tokenizer) if words else prepared_tokens(name, tokenizer, rest['path'])
@@ -519,8 +519,10 @@ def text_tokens(path, tokenizer):
     """The same of a text file, in one stream, but JSON lines one by one. End of text stands before each
     document, so that its first token is a target too."""
     start = [*([] if tokenizer.eot is None else [tokenizer.eot]), *tokenizer.bos]
-    documents, n_bytes = [], 0
-    for document in find_source(path).documents():
+    documents, n_bytes, source = [], 0, find_source(path)
+    if source.chats:
+        raise ValueError(f"{path} holds conversations: give --dataset, prepared with the model's tokenizer")
+    for document in source.documents():
         texts = [text for text, _ in pieces(document, tokenizer)]
         n_bytes += sum(len(text.encode()) for text in texts)
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
@@ -587,7 +589,7 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
         rows = [(inputs[end - length:end], targets[end - length:end]) for inputs, targets in documents
                 for end in range(longest, len(inputs) + (1 if lengths else base), base)]
         if not rows:
-            raise ValueError(f"{name} is too short: {longest:,} tokens are needed, give a longer text")
+            raise ValueError(f"{name} is too short: {longest if lengths else 1:,} tokens are needed")
         by_row, is_target, _ = losses(rows)
         n_targets, found[str(length)] = summary(by_row, is_target, base if lengths else 0)
     print(f"{name}: {n_targets:,} targets in {len(rows):,} rows")

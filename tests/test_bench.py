@@ -404,6 +404,16 @@ doc_to_target: '{target}'
 """
 
 
+@pytest.mark.parametrize('text, message', [
+    ('', 'a.jsonl is too short: 1 tokens are needed'),
+    (json.dumps({'prompt': 'a', 'response': 'b'}), "a.jsonl holds conversations: give --dataset")])
+def test_eval_of_lines_without_a_text_is_refused(text, message, folder):
+    save_model('out', make_tokenizer('byte'))
+    Path('a.jsonl').write_text(text, encoding='utf-8')
+    with pytest.raises(ValueError, match=message):
+        run('bench.py', 'eval', 'a.jsonl', '--init_from=out', *EVAL)
+
+
 def test_eval_equals_lm_evaluation_harness(folder, capsys, monkeypatch):
     """The real one, on an export: the losses of choices and of whole texts, and what it makes of them."""
     monkeypatch.setenv('HF_DATASETS_CACHE', str(folder / 'cache'))
