@@ -632,10 +632,10 @@ def prompted(items, index, task):
 
 
 def answer_scores(tokenizer, block_size, losses, options, start, counted=''):
-    """options: (context, answer) each -> the answers' losses, summed, how many of their tokens are counted,
-    and how many of these are the likeliest: (options,) each. start: ids before each text, of which one that
-    is too long loses its beginning. counted: 'multiple_choice' all tokens from the first that is not alike
-    in all options, 'schema' those alike at their end, else all after the context."""
+    """options: (context, answer) each -> the answers' summed losses, their numbers of counted tokens, and how
+    many counted tokens are the likeliest at their place: (options,) each. start: ids before each text; a text
+    that is too long loses its beginning. counted: 'multiple_choice' counts all tokens from the first that
+    differs between the options, 'schema' the tokens that all options end with, '' all after the context."""
     def encode(text):
         return [*start, *tokenizer.encode_array(text).tolist()]
     texts, rows = [encode(context + answer) for context, answer in options], []
@@ -661,8 +661,8 @@ def evaluate_choices(path, tokenizer, score):
     query, choices and gold, or HellaSwag's (arXiv:1905.07830). score: answer_scores of a model.
 
     acc and acc_norm are those of lm-evaluation-harness, by which GPT-2 124M has 0.2892 and 0.3114 on the
-    10,042 questions of hellaswag_val.jsonl. hellaswag.py of github.com/karpathy/build-nanogpt leaves the text
-    as it is: acc 0.2859, by token 0.2955."""
+    10,042 questions of hellaswag_val.jsonl. hellaswag.py of github.com/karpathy/build-nanogpt, without
+    the harness's changes to the text, has acc 0.2859 and acc_token 0.2955."""
     items, right, each = [record for _, record in json_records(path)], [], []
     for item in announced(items):
         item = item if 'choices' in item else hellaswag_item(item)

@@ -1859,7 +1859,7 @@ class GPT(nn.Module):
         return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
 
     def cost(self, name, w):
-        """Of a parameter of this name: (elements, those that a token uses, training FLOPs a token)."""
+        """(elements of the parameter w of this name, elements that a token uses, training FLOPs a token)."""
         config, active = self.config, w.numel()
         if 'experts.' in name:
             active = round(active * config.n_expert_active / config.n_expert)

@@ -346,7 +346,7 @@ def check_rewinds(model):
 
 
 def cache_for(model, cache, cached, ids, n_new, static=False):
-    """A cache of one row, with room for n_new tokens after the ids, that holds as many of these as it can but
+    """A cache of one row with room for n_new tokens after the ids. It holds as many of the ids as it can, but
     not the last: `cache`, which was fed the tokens `cached`, or a new one if it is None or too small."""
     if cache is None or len(ids) + n_new > cache.max_len:
         max_len = min(model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
@@ -646,8 +646,8 @@ def json_line(prompt, sample, **rest):
 
 
 def lines_in(path, rows):
-    """How many of the rows, (prompt, sample), have a line in the file; one cut short is removed. Raises
-    ValueError if it holds anything else, which stays as it is."""
+    """The number of rows, (prompt, sample), that have a line in the file; a line cut short is removed. Raises
+    ValueError, and leaves the file as it is, if it holds other lines."""
     with open(path, 'a+b') as f:
         f.seek(0)
         *lines, cut = f.read().split(b'\n')

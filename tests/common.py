@@ -93,7 +93,7 @@ def prep_ids(folder, split, dtype='<u2'):
 
 
 def prep_source(*texts):
-    """A Source of these documents; a single one is a text that is cut for train and val."""
+    """A Source of these documents; a single document is a text that is cut for train and val."""
     return prepare.Source('x', 'x', lambda: ([text] for text in texts))
 
 
