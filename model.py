@@ -310,13 +310,14 @@ def wrong_combinations(config, defaults):
 class Tag(typing.NamedTuple):
     """What a parameter is, noted where it is made."""
     init: typing.Callable          # fills it with its initial value, in place, as torch.nn.init's do
-    group: str                     # 'matrix', 'embedding' or 'vector'; see GPT.param_groups
+    group: str                     # of the optimizer; see tag
     rows: tuple | None = None      # of a matrix: row counts of the projections fused in it; None: it is one
 
 
 def tag(w, init, group, rows=None):
     """Gives a parameter its Tag; returns the parameter. group: 'matrix' if Muon may orthogonalise it (rows x
-    columns, or a stack of such), 'embedding' if AdamW decays it, 'vector' if nothing does."""
+    columns, or a stack of such), 'vector' if weight decay is not for it; 'embedding', 'head', 'gate',
+    'adapter', or a new name, for others. Each may have a learning rate of its own: lr_scales of train.py."""
     w.tag = Tag(init, group, rows)
     return w
 
@@ -1450,7 +1451,7 @@ class MoE(nn.Module):
         self.router = Linear(config.n_embd, config.n_expert, config.mlp_bias)
         self.experts = Experts(config)
         self.shared = MLP(config, shared) if shared else None
-        self.shared_gate = Linear(config.n_embd, 1, group='embedding') if config.shared_gate else None
+        self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
         if config.balance_bias:
             self.register_buffer('expert_bias', torch.zeros(config.n_expert))
 
@@ -1643,7 +1644,7 @@ class GPT(nn.Module):
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='vector')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='vector')
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
-        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'embedding')
+        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'head')
         self.tags = collect_tags(self)
         self.init_weights()
         # drawn as if the vocabulary were padded: a seed gives the same weights as in older versions
@@ -1873,15 +1874,6 @@ class GPT(nn.Module):
     def flops_per_token(self, block_size=None):
         return sum(row[2] for row in self.account(block_size).values())
 
-    def param_groups(self):
-        """Every parameter that is not frozen, by the group of its tag: 'matrix' (of the blocks: Muon takes
-        them), 'embedding' (wte, wpe, lm_head, adapters: decayed) and 'vector' (the rest: not decayed)."""
-        groups = {'matrix': [], 'embedding': [], 'vector': []}
-        for name, w in self.named_parameters():
-            if w.requires_grad:
-                groups[self.tags[name].group].append(w)
-        return groups
-
     def row_splits(self):
         """Each 'matrix' parameter -> row counts of the projections fused in it."""
         return {w: self.tags[name].rows or (w.shape[-2],) for name, w in self.named_parameters()
@@ -2026,8 +2018,8 @@ class LoRALinear(nn.Module):
     def __init__(self, base, rank, scale):
         super().__init__()
         self.base, self.scale = base, scale
-        self.lora_a = parameter(rank, base.in_features, init=hidden_init, group='embedding')
-        self.lora_b = parameter(base.out_features, rank, init=nn.init.zeros_, group='embedding')
+        self.lora_a = parameter(rank, base.in_features, init=hidden_init, group='adapter')
+        self.lora_b = parameter(base.out_features, rank, init=nn.init.zeros_, group='adapter')
 
     @property
     def weight(self):

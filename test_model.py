@@ -892,10 +892,10 @@ def test_counts_of_parameters_and_flops():
     # 12 layers of 12 C^2 weights and the head, 6 FLOPs each; 12 L H D T for attention
     assert gpt2.flops_per_token() == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
     model = tiny(n_kv_head=2, bias=True)
-    groups = model.param_groups()
-    assert sorted(map(id, sum(groups.values(), []))) == sorted(map(id, model.parameters()))
-    assert (all(w.ndim < 2 for w in groups['vector'])
-            and {id(w) for w in groups['embedding']} == {id(model.wte.weight)})
+    groups = {name: tag.group for name, tag in model.tags.items()}
+    assert groups.keys() == dict(model.named_parameters()).keys()
+    assert all((groups[name] == 'vector') == (w.ndim < 2) for name, w in model.named_parameters())
+    assert [name for name in groups if groups[name] == 'embedding'] == ['wte.weight']
     assert model.row_splits()[model.h[0].attn.c_attn.weight] == (32, 16, 16)
     assert model.row_splits()[model.h[0].attn.c_proj.weight] == (32,)
 

@@ -62,6 +62,7 @@ time_limit: float | None = None      # minutes after which the run stops as at C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
+lr_scales: dict = {}                 # of groups of parameters, relative to it: {'embedding': 12.0}
 weight_decay = 1e-1                  # on matrices and embeddings, not on norms and biases
 beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
@@ -305,31 +306,36 @@ def orthogonalise(x, steps=5, eps=1e-7):
     return x.mT if tall else x
 
 
-def make_adamw(decayed, plain, config):
-    """AdamW (arXiv:1711.05101); weight decay is for the first of its two groups of parameters."""
-    groups = [dict(params=decayed, weight_decay=config['weight_decay']), dict(params=plain, weight_decay=0.0)]
+def make_adamw(model, config, but=()):
+    """AdamW (arXiv:1711.05101) for the parameters of all groups `but` some. Without lr_scales it has
+    nanoGPT's two, in its order: the parameters that weight decay is for, and the vectors."""
+    found = {(True, 1.0): [], (False, 1.0): []}
+    for name, w in model.named_parameters():
+        group = model.tags[name].group
+        if w.requires_grad and group not in but:
+            kind = group != 'vector', config['lr_scales'].get(group, 1.0)
+            found.setdefault(kind, []).append(w)
+    groups = [dict(params=params, weight_decay=config['weight_decay'] * decays, lr_scale=scale)
+              for (decays, scale), params in found.items()]
     return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
                              fused=True)
 
 
 def adamw(model, config):
-    vectors = model.param_groups()['vector']
-    others = {id(w) for w in vectors}
-    matrices = [w for w in model.parameters() if w.requires_grad and id(w) not in others]  # nanoGPT's order
-    return [make_adamw(matrices, vectors, config)]
+    return [make_adamw(model, config)]
 
 
 def muon(model, config):
     """Muon for the matrices in the blocks, AdamW for the rest."""
-    groups = model.param_groups()
-    rest = make_adamw(groups['embedding'], groups['vector'], config)
-    if not groups['matrix']:  # with adapters all matrices are frozen
+    splits, rest = model.row_splits(), make_adamw(model, config, but=('matrix',))
+    matrices = [w for w in splits if w.requires_grad]
+    if not matrices:  # with adapters all are frozen
         return [rest]
-    return [Muon(groups['matrix'], config['learning_rate'], model.row_splits(), config['momentum'],
-                 config['weight_decay']), rest]
+    groups = [dict(params=matrices, lr_scale=config['lr_scales'].get('matrix', 1.0))]
+    return [Muon(groups, config['learning_rate'], splits, config['momentum'], config['weight_decay']), rest]
 
 
-OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr the loop sets
+OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr the loop sets, by lr_scale
     'adamw': adamw,
     'muon': muon,
 }
@@ -337,7 +343,11 @@ OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr t
 
 def make_optimizers(model, config):
     """The optimizers of config['optimizer']. Raises ValueError unless each parameter has just one, or none
-    if it is frozen."""
+    if it is frozen, and for lr_scales of no group."""
+    known = {tag.group for tag in model.tags.values()}
+    if not config['lr_scales'].keys() <= known:
+        raise ValueError(f"lr_scales={config['lr_scales']}: the groups of this model's parameters are "
+                         f"{', '.join(sorted(known))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
@@ -624,7 +634,8 @@ def packed(meta):
 LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
 COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
 MACHINE = {'device', 'dtype', 'compile', 'backend'}    # not taken from nanoGPT's files: another machine's
-FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}  # a checkpoint's states depend on them
+# a checkpoint's states depend on them
+FIXED = {'optimizer', 'lr_scales', 'lora_rank', 'lora_alpha', 'lora_targets'}
 
 
 def run_settings(config, given, rest):
@@ -633,7 +644,8 @@ def run_settings(config, given, rest):
     last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
     if last:
         config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last})}
-    was = rest and {'optimizer': 'adamw', 'lora_rank': 0, **rest.get('config', {})}  # nanoGPT's lacks these
+    # nanoGPT's files, and older ones, lack these
+    was = rest and {'optimizer': 'adamw', 'lora_rank': 0, 'lr_scales': {}, **rest.get('config', {})}
     changed = {name: was[name] for name in config if was.get(name, config[name]) != config[name]}
     for name in FIXED & changed.keys() & given.keys():
         raise ValueError(f"{name}={config[name]!r} differs from {rest['path']}, which has {was[name]!r}: "
@@ -1102,7 +1114,7 @@ if __name__ == '__main__':
                        lr_schedule if decay_lr else None, cooldown)
             for opt in optimizers:
                 for group in opt.param_groups:
-                    group['lr'] = lr
+                    group['lr'] = lr * group.get('lr_scale', 1.0)
             seed_dropout(seed, progress.iter_num, rank, device)
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
                                                  scaler, aux_weights)

@@ -1,5 +1,5 @@
-# One number sets the size: width, heads, batch, length and learning rate follow from n_layer. The flag
-# comes first, because overrides go from left to right:
+# One number sets the size: width, heads, batch, length, learning rate and weight decay follow from n_layer.
+# The flag comes first, because overrides go from left to right:
 #   python train.py --n_layer=8 config/dial.py
 # 4: 2M parameters, 8: 19M, 12: 94M, 16: 270M, 24: 950M (with a byte vocabulary).
 dataset = 'pystdlib_byte'
@@ -11,10 +11,12 @@ head_dim = 128
 block_size = 1024 if n_layer >= 8 else 256
 
 batch_size = 16
-gradient_accumulation_steps = 8 * max(1, n_layer // 4)
+# the best batch grows as tokens^0.383 (arXiv:2505.13738), these as n_layer^3; 524,288 tokens at 12 layers
+gradient_accumulation_steps = 8 * max(1, round(2**16 * (n_layer / 12) ** 1.149 / (batch_size * block_size)))
 tokens_per_param = 20
 optimizer = 'muon'
 learning_rate = 2e-3 * (768 / n_embd) ** 0.5  # the wider, the smaller
+weight_decay = 0.1 * (768 / n_embd) ** 2      # as nanochat has it
 warmup_iters = 50
 lr_schedule = 'wsd'
 min_lr = 0.0

@@ -92,6 +92,21 @@ def test_a_new_optimizer_is_one_entry_and_must_take_every_parameter(monkeypatch)
         make_optimizers(tiny(), optimizer='forgetful')
 
 
+def test_groups_of_parameters_have_their_own_learning_rates(folder):
+    scales, moved = {'embedding': 3.0, 'matrix': 2.0}, set()
+    for kind in ('adamw', 'muon'):
+        args = [f'--optimizer={kind}', '--weight_decay=0', '--warmup_iters=0']
+        start, plain, scaled = (train(f'--out_dir={kind}', *args, *more)['model'] for more in (
+            ['--max_iters=0'], ['--max_iters=1'], ['--max_iters=1', f'--lr_scales={scales}']))
+        for (name, w), one, other in zip(start.named_parameters(), plain.parameters(), scaled.parameters()):
+            group, move = start.tags[name].group, one - w
+            torch.testing.assert_close(other - w, move * scales.get(group, 1.0), rtol=1e-3, atol=1e-6)
+            moved |= {(kind, group)} if move.any() else set()
+    assert len(moved) == 6
+    with pytest.raises(ValueError, match="{.wte.: 3.0}: the groups .* are embedding, matrix, vector"):
+        train('--out_dir=out', "--lr_scales={'wte': 3.0}")
+
+
 def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
     """Else its steps stay on the CPU, and fused AdamW crashes on CUDA. Here their dtype shows it."""
     w = torch.nn.Parameter(torch.ones(3))
@@ -765,7 +780,8 @@ def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
     assert story['tokens_per_param'] is None and story['max_iters'] == 9 and story['weight_decay'] == 0.3
     assert story['model'].config.dropout == 0.1
     for flag, message in (('--n_layer=3', 'n_layer=3 differs from .*which has 2'),
-                          ('--optimizer=adamw', "optimizer='adamw' differs from .*which has 'muon'")):
+                          ('--optimizer=adamw', "optimizer='adamw' differs from .*which has 'muon'"),
+                          ("--lr_scales={'embedding': 2.0}", 'lr_scales=.* differs from .*which has {}')):
         with pytest.raises(ValueError, match=message):
             run('train.py', '--out_dir=out', '--init_from=resume', flag)
     weights = saved('out')
