@@ -227,6 +227,9 @@ def check_formulas(config):
     with torch.enable_grad():
         model(idx)
     x = config.embed_scale * model.wte.weight[idx]
+    if config.bigram_size:
+        rows = 36313 * idx + 27191 * F.pad(idx[:, :-1], (1, 0))
+        x = x + model.bigram.table.weight[rows % config.bigram_size]
     if config.pos == 'learned':
         x = x + model.wpe.weight[:LONG]
     if config.pos == 'sinusoidal':  # arXiv:1706.03762, 3.5
@@ -295,7 +298,7 @@ def check_cache(config):
     cache.select([2, 0, 1, 2])
     feed(cache, 'rows copied by select', (1, 2), (6, 16, 12, 6), (2, 0, 1, 2))
     feed(model.make_cache(3, T, static=True), 'in a static cache', (T - 3, 1, 2))
-    if any(block.attn.states for block in model.h):
+    if any(mixer.states for mixer in model.mixers()):
         return 'a state cannot rewind'
     cache = model.make_cache(3, T, rolling=False)
     model(idx[:, :18], cache=cache)
@@ -464,7 +467,7 @@ def check_updates(config, resumes=False):
             it += 1
             if resumes:
                 model, optimizers, it = reload(model, optimizers, scaler, settings, it)
-    return None if len(train.OPTIMIZERS) == 2 else 'adamw and muon'
+    return 'adamw and muon'
 
 
 def check_resuming(config):

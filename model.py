@@ -99,6 +99,8 @@ class GPTConfig:
     norm_placement: str = 'pre'      # pre, post, output, sandwich, parallel, parallel_2: see NORM_PLACEMENTS
     embed_norm: bool = False         # a norm after the embedding (BLOOM)
     embed_scale: float | None = None  # of the embedding (Gemma: sqrt(n_embd), also the default if sinusoidal)
+    bigram_size: int | None = None   # rows of a second embedding, which a hash of a token and the one before
+                                     # it looks up (modded-nanogpt)
     residual_scale: float = 1.0      # of what attention and MLP add (Granite)
     residual_lambdas: bool = False   # learned weights of stream and embedding before each layer, from 1 and 0
                                      # (modded-nanogpt)
@@ -316,8 +318,8 @@ class Tag(typing.NamedTuple):
 
 def tag(w, init, group, rows=None):
     """Gives a parameter its Tag; returns the parameter. group: 'matrix' if Muon may orthogonalise it (rows x
-    columns, or a stack of such), 'vector' if weight decay is not for it; 'embedding', 'head', 'gate',
-    'adapter', or a new name, for others. Each may have a learning rate of its own: lr_scales of train.py."""
+    columns, or a stack of such), 'vector' or 'scalar' if weight decay is not for it; 'embedding', 'head',
+    'bigram', 'gate', 'adapter', or a new name, for others. lr_scales of train.py has rates by group."""
     w.tag = Tag(init, group, rows)
     return w
 
@@ -378,10 +380,10 @@ def product(x, w, bias=None, scale=None):
 class Embedding(nn.Embedding):
     """idx (...) -> (..., width)"""
 
-    def __init__(self, rows, width, init):
+    def __init__(self, rows, width, init, group='embedding'):
         super().__init__(rows, width)
         self.register_buffer('scale', None, persistent=False)  # as in Linear
-        tag(self.weight, init, 'embedding')
+        tag(self.weight, init, group)
 
     def forward(self, idx):
         x = F.embedding(idx, self.weight)
@@ -1593,6 +1595,27 @@ class Block(nn.Module):
 
 # the model --------------------------------------------------------------------------------------------------
 
+class BigramEmbedding(Mixer):
+    """A row of a table for each token and the one before it, by a hash (modded-nanogpt, record of 2026-01-19;
+    arXiv:2501.16975). It is a Mixer as a cache keeps the token before."""
+
+    documents, states = True, [((1,), torch.long)]
+
+    def __init__(self, config):
+        super().__init__(config, config.n_layer)
+        self.table = Embedding(config.bigram_size, config.n_embd, nn.init.zeros_, 'bigram')
+
+    def flops(self, length):
+        return 0
+
+    def forward(self, context):
+        """-> (B, T, C). 0 stands before the first token of a document."""
+        before = self.after_last(context.idx, context)[:, :-1]
+        if context.document_starts is not None:
+            before = before.where(context.position_ids > 0, 0)
+        return self.table((36313 * context.idx + 27191 * before) % self.table.num_embeddings)
+
+
 class MultiTokenPrediction(nn.Module):
     """A layer like the last that predicts the token after the next, from the last block's output and the next
     token's embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2). Its loss trains all that comes before it;
@@ -1618,7 +1641,8 @@ def cross_entropy(logits, targets):
 
 PARTS = {  # what a parameter's name contains: the part of the model that it is counted under
     'mtp.': 'prediction layer',
-    'wte.': 'embedding', 'wpe.': 'embedding', 't5_bias.': 'embedding', 'lm_head.': 'head',
+    'wte.': 'embedding', 'wpe.': 'embedding', 'bigram.': 'embedding', 't5_bias.': 'embedding',
+    'lm_head.': 'head',
     'router.': 'router', 'experts.': 'experts', 'shared.': 'shared experts', 'shared_gate.': 'shared experts',
     'mlp.': 'mlp', 'attn.': 'attention', '': 'norms',
 }
@@ -1637,12 +1661,13 @@ class GPT(nn.Module):
         self.wte = Embedding(n_drawn, C, embedding_init)
         self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
         self.t5_bias = T5Bias(config) if config.pos == 't5' else None
+        self.bigram = BigramEmbedding(config) if config.bigram_size else None
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.mtp = MultiTokenPrediction(config) if config.mtp else None
         if config.residual_lambdas:
-            self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='vector')
-            self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='vector')
+            self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
+            self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
         self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'head')
         self.tags = collect_tags(self)
@@ -1669,7 +1694,7 @@ class GPT(nn.Module):
         |-----------------------------|--------------------------------------------------------------------|
         | wte, wpe                    | normal, std 0.02 (GPT-2), at most 4 / n_embd when tied             |
         | matrices of the blocks      | normal, std sqrt(1 / (3 columns)): 0.02 at 768, larger if narrower |
-        | every c_proj                | 0: blocks start as the identity; as above where a norm follows it  |
+        | every c_proj; bigrams       | 0: blocks start as the identity; as above where a norm follows it  |
         | lm_head, when untied        | 0: every token starts equally likely                               |
         | norm weights, resid_lambdas | 1, and Mamba-2's skip                                              |
         | biases, sinks, x0_lambdas   | 0                                                                  |
@@ -1800,6 +1825,8 @@ class GPT(nn.Module):
         config, x = self.config, self.wte(context.idx)
         if config.embed_scale != 1:
             x = x * config.embed_scale
+        if self.bigram is not None:
+            x = x + self.bigram(context)
         if self.wpe is not None:
             # padding may stand beyond the last position
             x = x + self.wpe(context.position_ids.clamp(max=config.block_size - 1))
@@ -1827,13 +1854,17 @@ class GPT(nn.Module):
         logits = (aligned_linear(x, w, bias) if padded else product(x, w, bias, head.scale)).float()
         return cap * torch.tanh(logits / cap) if cap else logits
 
+    def mixers(self):
+        """All modules that a cache keeps something of, in its order."""
+        return [*(block.attn for block in self.h), *([] if self.bigram is None else [self.bigram])]
+
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
         """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
         keep that alone, in a ring; False: all tokens, so that rewind can take any back."""
         if not (batch_size > 0 and 0 < max_len <= self.config.block_size):
             raise ValueError(f"batch_size={batch_size}, max_len={max_len}: a cache has rows, and 1 to "
                              f"block_size={self.config.block_size} tokens")
-        mixers = [block.attn for block in self.h]
+        mixers = self.mixers()
         for mixer in mixers:
             if not (mixer.slots or mixer.states):
                 raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
@@ -1865,7 +1896,7 @@ class GPT(nn.Module):
         if 'experts.' in name:
             active = round(active * config.n_expert_active / config.n_expert)
         is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), nn.Embedding)
-        is_product = self.tags[name].group != 'vector' and not is_table
+        is_product = self.tags[name].group not in ('vector', 'scalar') and not is_table
         return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product
 
     def num_params(self, active=False):

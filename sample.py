@@ -338,10 +338,10 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
 def check_rewinds(model):
     """Raises ValueError if a layer cannot take tokens back."""
-    for block in model.h:
-        if block.attn.states:
-            raise ValueError(f"speculation takes tokens back, but layer {block.attn.layer}, a "
-                             f"{type(block.attn).__name__}, keeps a state that cannot: leave out --speculate "
+    for mixer in model.mixers():
+        if mixer.states:
+            raise ValueError(f"speculation takes tokens back, but layer {mixer.layer}, a "
+                             f"{type(mixer).__name__}, keeps a state that cannot: leave out --speculate "
                              "and --draft, or name another draft")
 
 

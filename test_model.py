@@ -57,7 +57,8 @@ CHOICES = {  # the axes of the pairwise grid, which another choice combines anew
             dict(n_expert=4, n_expert_active=3, router='sigmoid', balance_bias=True, n_dense_layer=1,
                  d_expert=20),
             dict(n_expert=6, n_group=3, topk_group=2, expert_pattern='DE', mlp='gelu', mlp_bias=True)],
-    'documents': [{}, dict(document_token=3), dict(mtp=True)],
+    'documents': [{}, dict(document_token=3), dict(mtp=True), dict(bigram_size=50),
+                  dict(bigram_size=50, document_token=3)],
     'mixer': [{}, dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4),
               dict(attn_gate=True), dict(attn_gate='head'), dict(mixer_pattern='MD'),
               dict(mixer_pattern='D', linear_key_head_dim=6, linear_value_head_dim=10,
@@ -333,7 +334,7 @@ def test_no_token_sees_the_future_or_past_its_window(options):
     changed = idx.clone()
     changed[0, 7] = 5 if idx[0, 7] != 5 else 6
     # a window of 5 in 2 layers reaches 8 tokens back
-    windowed = all(block.attn.window and not block.attn.states for block in model.h)
+    windowed = all(mixer.window and not mixer.states for mixer in model.mixers())
     end = 7 + 9 if windowed else 24
     for grad in (True, False):
         with torch.set_grad_enabled(grad):

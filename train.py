@@ -60,7 +60,7 @@ epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's, arXiv:2203.15556)
 time_limit: float | None = None      # minutes after which the run stops as at Ctrl-C
 # optimizer
-optimizer = 'adamw'                  # adamw, muon (the blocks' matrices; AdamW the rest): OPTIMIZERS
+optimizer = 'adamw'                  # adamw, muon or normuon (blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
 lr_scales: dict = {}                 # of groups of parameters, relative to it: {'embedding': 12.0}
 weight_decay = 1e-1                  # on matrices and embeddings, not on norms and biases
@@ -234,11 +234,12 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast):
 class Muon(torch.optim.Optimizer):
     """Orthogonalised Nesterov momentum (https://kellerjordan.github.io/posts/muon), scaled to the RMS of
     AdamW's updates (arXiv:2502.16982): torch.optim.Muon with 'match_rms_adamw', but each projection of a
-    fused matrix by itself, all of a shape at once. row_splits: parameter -> rows of its projections."""
+    fused matrix by itself, all of a shape at once. row_splits: parameter -> rows of its projections. evens:
+    by even_rows."""
 
-    def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
+    def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1, evens=False):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.row_splits = row_splits
+        self.row_splits, self.evens = row_splits, evens
 
     @torch.no_grad()
     def step(self):
@@ -247,6 +248,8 @@ class Muon(torch.optim.Optimizer):
             for w in params:
                 if not self.state[w]:
                     self.state[w]['momentum_buffer'] = torch.zeros_like(w)
+                    if self.evens:
+                        self.state[w]['row_squares'] = torch.zeros(*w.shape[:-1], 1, device=w.device)
             grads, buffers = [w.grad for w in params], [self.state[w]['momentum_buffer'] for w in params]
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
             updates = torch._foreach_lerp(grads, buffers, group['momentum'])
@@ -268,16 +271,27 @@ class Muon(torch.optim.Optimizer):
                 update = update.bfloat16().full_tensor()  # as orthogonalise rounds it
                 target = torch.zeros_like(update, dtype=w.dtype)
                 changes.append((w, target))
-            rows = self.row_splits[w]
-            for u, part in zip(update.split(rows, dim=-2), target.split(rows, dim=-2)):
+            squares = self.state[w]['row_squares'] if self.evens else update  # which nothing reads then
+            for parts in zip(*(x.split(self.row_splits[w], dim=-2) for x in (target, update, squares))):
                 # experts' are (experts, rows, columns)
-                shapes[part.shape[-2:]].extend([(part, u)] if u.ndim == 2 else zip(part, u))
+                shapes[parts[0].shape[-2:]].extend([parts] if update.ndim == 2 else zip(*parts))
         for shape, matrices in shapes.items():
-            weights, updates = zip(*matrices)
+            weights, updates, squares = zip(*matrices)
             updates = orthogonalise_shared(updates).to(weights[0].dtype)
+            if self.evens:
+                updates = even_rows(updates, squares)
             torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
         for w, change in changes:
             w.add_(shard_like(w, change))
+
+
+def even_rows(updates, squares, beta=0.95, eps=1e-10):
+    """NorMuon (arXiv:2510.05491): divides the rows of n updates (n, rows, columns) by the roots of running
+    means of their squares, n tensors (rows, 1), which it moves; each matrix keeps its norm."""
+    torch._foreach_lerp_(squares, [*updates.square().mean(-1, keepdim=True)], 1 - beta)
+    even = updates / (torch.stack(squares) + eps).sqrt()
+    norm, had = (x.norm(dim=(1, 2), keepdim=True) for x in (even, updates))
+    return even * (had / norm.clamp(min=eps))
 
 
 def orthogonalise_shared(matrices):
@@ -313,7 +327,7 @@ def make_adamw(model, config, but=()):
     for name, w in model.named_parameters():
         group = model.tags[name].group
         if w.requires_grad and group not in but:
-            kind = group != 'vector', config['lr_scales'].get(group, 1.0)
+            kind = group not in ('vector', 'scalar'), config['lr_scales'].get(group, 1.0)
             found.setdefault(kind, []).append(w)
     groups = [dict(params=params, weight_decay=config['weight_decay'] * decays, lr_scale=scale)
               for (decays, scale), params in found.items()]
@@ -325,19 +339,21 @@ def adamw(model, config):
     return [make_adamw(model, config)]
 
 
-def muon(model, config):
+def muon(model, config, evens=False):
     """Muon for the matrices in the blocks, AdamW for the rest."""
     splits, rest = model.row_splits(), make_adamw(model, config, but=('matrix',))
     matrices = [w for w in splits if w.requires_grad]
     if not matrices:  # with adapters all are frozen
         return [rest]
     groups = [dict(params=matrices, lr_scale=config['lr_scales'].get('matrix', 1.0))]
-    return [Muon(groups, config['learning_rate'], splits, config['momentum'], config['weight_decay']), rest]
+    return [Muon(groups, config['learning_rate'], splits, config['momentum'], config['weight_decay'], evens),
+            rest]
 
 
 OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr the loop sets, by lr_scale
     'adamw': adamw,
     'muon': muon,
+    'normuon': functools.partial(muon, evens=True),
 }
 
 
@@ -363,8 +379,8 @@ def load_optimizers(optimizers, states):
         params = [w for group in opt.param_groups for w in group['params']]
         for i, values in state['state'].items():
             for name, value in values.items():
-                if value.ndim:
-                    w = params[i]
+                w = params[i]
+                if value.shape[1:] == w.shape[1:] and value.ndim:
                     values[name] = shard_like(w, value[:len(w)])  # older files pad the vocabulary
         # with this run's groups: `fused` decides which device the states go to
         opt.load_state_dict({'state': state['state'], 'param_groups': opt.state_dict()['param_groups']})

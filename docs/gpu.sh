@@ -33,6 +33,8 @@ small=(config/small.py --dataset=pystdlib_byte --vocab_size=50304 --out_dir="$ou
        --gradient_accumulation_steps=16)
 run torchrun --standalone train.py "${small[@]}" "$@"
 run torchrun --standalone train.py --out_dir="$out/small" --init_from=resume --max_iters=65
+run python bench.py eval --init_from="$out/small" --dtype=bfloat16
+run python bench.py eval --init_from="$out/small" --dtype=bfloat16 --quantize=int8
 
 title every kind of model, 20 iterations
 for config in moe_small hybrid_small mla_small llama_small bloom_small falcon_small; do

@@ -107,6 +107,31 @@ def test_groups_of_parameters_have_their_own_learning_rates(folder):
         train('--out_dir=out', "--lr_scales={'wte': 3.0}")
 
 
+def test_normuon_follows_its_paper():
+    """Algorithm 1 of arXiv:2510.05491, for each projection and each expert by itself."""
+    torch.manual_seed(0)
+    model = tiny(n_kv_head=2, n_expert=3, d_expert=20)
+    start = {w: w.detach().double() for w in model.row_splits()}
+    muon, _ = make_optimizers(model, optimizer='normuon', learning_rate=0.1, weight_decay=0.0)
+    expected, state = {w: start[w].clone() for w in start}, {}
+    for _ in range(3):
+        for w, rows in model.row_splits().items():
+            w.grad, new = torch.randn_like(w) ** 3, expected[w].view(-1, *w.shape[-2:])
+            for expert, grads in enumerate(w.grad.double().view(new.shape)):
+                for part, (grad, there) in enumerate(zip(grads.split(rows), new[expert].split(rows))):
+                    momentum, squares = state.get((w, expert, part), (0.0, 0.0))
+                    momentum = 0.95 * momentum + 0.05 * grad
+                    update = (0.05 * grad + 0.95 * momentum)[None].float()
+                    update = flat_train.orthogonalise(update)[0].double()
+                    squares = 0.95 * squares + 0.05 * update.square().mean(1, keepdim=True)
+                    even = update / squares.sqrt()
+                    there -= (0.1 * 0.2 * max(grad.shape) ** 0.5 * update.norm() / even.norm()) * even
+                    state[w, expert, part] = momentum, squares
+        muon.step()
+    for w, their in expected.items():
+        assert (w - their).norm() < 0.01 * (their - start[w]).norm()  # bfloat16 rounds
+
+
 def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
     """Else its steps stay on the CPU, and fused AdamW crashes on CUDA. Here their dtype shows it."""
     w = torch.nn.Parameter(torch.ones(3))
@@ -491,7 +516,8 @@ def masked_loss(model, bins, indices):
 
 
 SHARES = {  # kind of model -> its options
-    'dense': ['--optimizer=muon', '--n_kv_head=1', '--tie_word_embeddings=False', '--residual_lambdas=True'],
+    'dense': ['--optimizer=normuon', '--n_kv_head=1', '--tie_word_embeddings=False', '--bigram_size=40',
+              '--residual_lambdas=True'],
     # all experts: rounding must not choose another one
     'experts': ['--optimizer=muon', '--bias=True', '--n_expert=4', '--n_expert_active=4',
                 '--balance_bias=True', '--always_save_checkpoint=False'],
@@ -638,7 +664,7 @@ def test_a_batch_without_targets_is_zero(folder):
 # checkpoints ------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('options', [
-    ['--optimizer=adamw'], ['--optimizer=muon'],
+    ['--optimizer=adamw'], ['--optimizer=normuon', '--bigram_size=40'],
     ['--optimizer=muon', '--n_expert=4', '--n_shared_expert=1', '--balance_bias=True', '--z_loss=0.001',
      '--document_token=3', '--window=6', '--window_pattern=SL', '--residual_lambdas=True']])
 def test_resumed_equals_uninterrupted(folder, options):
