@@ -100,6 +100,10 @@ class GPTConfig:
     embed_norm: bool = False         # a norm after the embedding (BLOOM)
     embed_scale: float | None = None  # of the embedding (Gemma: sqrt(n_embd), also the default if sinusoidal)
     residual_scale: float = 1.0      # of what attention and MLP add (Granite)
+    value_embeds: bool = False
+    smear: bool = False
+    bigram: bool = False
+    backout: bool = False
     residual_lambdas: bool = False   # learned weights of stream and embedding before each layer, from 1 and 0
                                      # (modded-nanogpt)
     # MLP, biases
@@ -953,6 +957,11 @@ class Attention(BaseAttention):
         self.q_norm, self.k_norm = (Norm(width, config, is_unit) if has_norm else nn.Identity()
                                     for width in self.normed)
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
+        self.value_embed = None
+        if config.value_embeds and layer % 2 == (config.n_layer - 1) % 2:
+            self.value_embed = Embedding(config.vocab_size, K * D, hidden_init)
+            self.value_embed.weight.tag = Tag(lambda w: nn.init.normal_(w, std=(1 / (3 * C)) ** 0.5), 'value_embedding')
+            self.value_gate = Linear(12, K, init=nn.init.zeros_, group='vector')
 
     def forward(self, x, context):
         (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
@@ -960,6 +969,9 @@ class Attention(BaseAttention):
             q = self.q_norm(q.unflatten(-1, (-1, self.normed[0]))).flatten(2)
             k = self.k_norm(k.unflatten(-1, (-1, self.normed[1]))).flatten(2)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
+        if self.value_embed is not None:
+            own = self.value_embed(context.idx).type_as(v).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            v = v + 3 * self.value_gate(x[..., :12]).sigmoid().mT[..., None] * own
         q, k = rotate(q, rope), rotate(k, rope)
         if self.norms_last:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -1640,10 +1652,19 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.mtp = MultiTokenPrediction(config) if config.mtp else None
         if config.residual_lambdas:
-            self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='vector')
-            self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='vector')
+            self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
+            self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
+        if config.smear:
+            self.smear_gate = Linear(24, 1, init=nn.init.zeros_, group='vector')
+            self.smear_lambda = parameter(1, init=nn.init.zeros_, group='scalar')
+        if config.backout:
+            self.backout_lambda = parameter(1, init=lambda w: nn.init.constant_(w, 0.2), group='scalar')
+        if config.bigram:
+            self.bigram = Embedding(5 * config.vocab_size, C, nn.init.zeros_)
+            self.bigram.weight.tag = Tag(nn.init.zeros_, 'value_embedding')
+            self.bigram_lambdas = parameter(config.n_layer, init=lambda w: nn.init.constant_(w, 0.1), group='scalar')
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
-        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'embedding')
+        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'head')
         self.tags = collect_tags(self)
         self.init_weights()
         # drawn as if the vocabulary were padded: a seed gives the same weights as in older versions
@@ -1707,7 +1728,16 @@ class GPT(nn.Module):
         for i, block in enumerate(self.h):
             if config.residual_lambdas:
                 x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
+            if config.bigram:
+                if i == 0:
+                    pairs = (idx * 36313 + F.pad(idx[:, :-1], (1, 0)) * 27191) % (5 * config.vocab_size)
+                    xb = self.bigram(pairs).type_as(x)
+                x = x + self.bigram_lambdas[i].type_as(x) * xb
             x = block(x, context)
+            if config.backout and i == config.n_layer // 2:
+                middle = x
+        if config.backout:
+            x = x - self.backout_lambda.type_as(x) * middle
         if cache is not None:
             cache.advance(T, lengths)
         if targets is None:
@@ -1805,6 +1835,9 @@ class GPT(nn.Module):
         if config.pos == 'sinusoidal':
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
         x = self.ln_embd(x)
+        if config.smear:
+            gate = self.smear_lambda * self.smear_gate(F.rms_norm(x[..., :24], (24,))).sigmoid()
+            x = x + F.pad((gate[:, 1:] * x[:, :-1]), (0, 0, 1, 0))
         # a bfloat16 residual stream; under float16 it stays float32: no overflow
         x = x.bfloat16() if context.dtype is torch.bfloat16 else x
         return dropout(x, config.dropout if self.training else 0.0)
@@ -1872,7 +1905,7 @@ class GPT(nn.Module):
     def param_groups(self):
         """Every parameter that is not frozen, by the group of its tag: 'matrix' (of the blocks: Muon takes
         them), 'embedding' (wte, wpe, lm_head, adapters: decayed) and 'vector' (the rest: not decayed)."""
-        groups = {'matrix': [], 'embedding': [], 'vector': []}
+        groups = {'matrix': [], 'embedding': [], 'value_embedding': [], 'head': [], 'vector': [], 'scalar': []}
         for name, w in self.named_parameters():
             if w.requires_grad:
                 groups[self.tags[name].group].append(w)

@@ -63,6 +63,12 @@ weight_decay = 1e-1                  # on matrices and embeddings, not on norms 
 beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
 momentum = 0.95                      # Muon
+lr_scales: dict = {}
+cautious = False
+decay_to_zero = False
+normuon = False
+polar = False
+renorm = False
 grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
 # these losses join the objective, not the loss reported
 mtp_loss = 0.3                       # weight of mtp's, as DeepSeek-V3 begins
@@ -229,7 +235,8 @@ class Muon(torch.optim.Optimizer):
     AdamW's updates (arXiv:2502.16982): torch.optim.Muon with 'match_rms_adamw', but each projection of a
     fused matrix by itself, all of a shape at once. row_splits: parameter -> rows of its projections."""
 
-    def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1):
+    def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1, cautious=False, normuon=False):
+        self.cautious, self.normuon = cautious, normuon
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.row_splits = row_splits
 
@@ -243,16 +250,17 @@ class Muon(torch.optim.Optimizer):
             grads, buffers = [w.grad for w in params], [self.state[w]['momentum_buffer'] for w in params]
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
             updates = torch._foreach_lerp(grads, buffers, group['momentum'])
-            torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'])
+            if not self.cautious:
+                torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'])
             together, seen = collections.defaultdict(list), collections.Counter()
             for w, update in zip(params, updates):
                 # all at once, but sharded ones, which move() gathers: as many of a shape as ranks
                 together[is_sharded(w) and (w.shape, seen[w.shape] // world()[1])].append((w, update))
                 seen[w.shape] += 1
             for pairs in together.values():
-                self.move(pairs, group['lr'])
+                self.move(pairs, group['lr'], group['weight_decay'])
 
-    def move(self, pairs, lr):
+    def move(self, pairs, lr, decay):
         """Orthogonalises and subtracts updates; pairs: (parameter, update)."""
         shapes, changes = collections.defaultdict(list), []  # by (rows, columns); of sharded w
         for w, update in pairs:
@@ -262,12 +270,23 @@ class Muon(torch.optim.Optimizer):
                 target = torch.zeros_like(update, dtype=w.dtype)
                 changes.append((w, target))
             rows = self.row_splits[w]
-            for u, part in zip(update.split(rows, dim=-2), target.split(rows, dim=-2)):
+            if 'second' not in self.state[w]:
+                self.state[w]['second'] = torch.zeros_like(w[..., :1])
+            for u, part, second in zip(update.split(rows, dim=-2), target.split(rows, dim=-2),
+                                       self.state[w]['second'].split(rows, dim=-2)):
                 # experts' are (experts, rows, columns)
-                shapes[part.shape[-2:]].extend([(part, u)] if u.ndim == 2 else zip(part, u))
+                shapes[part.shape[-2:]].extend([(part, u, second)] if u.ndim == 2 else zip(part, u, second))
         for shape, matrices in shapes.items():
-            weights, updates = zip(*matrices)
+            weights, updates, seconds = zip(*matrices)
             updates = orthogonalise_shared(updates).to(weights[0].dtype)
+            if self.normuon:
+                size = updates.norm(dim=(-2, -1), keepdim=True)
+                torch._foreach_lerp_(list(seconds), list(updates.square().mean(-1, keepdim=True)), 0.05)
+                updates = updates * (torch.stack(seconds) + 1e-10).rsqrt()
+                updates = updates * size / updates.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+            if self.cautious and decay:
+                for w, u in zip(weights, updates):
+                    w.sub_(lr * decay * w * (w * u > 0))
             torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
         for w, change in changes:
             w.add_(shard_like(w, change))
@@ -292,35 +311,64 @@ def orthogonalise(x, steps=5, eps=1e-7):
     x = x.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
+    x = x / (x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps) * (1.01 if config['polar'] else 1))
+    for i in range(steps):
+        if config['polar']:
+            a, b, c = POLAR[i]
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if config['renorm']:
+        x = x * (min(x.shape[-2:]) ** 0.5 / x.float().norm(dim=(-2, -1), keepdim=True)).to(x.dtype)
     return x.mT if tall else x
 
 
-def make_adamw(decayed, plain, config):
+POLAR = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+
+
+class CautiousAdamW(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self):
+        decays = [group['weight_decay'] for group in self.param_groups]
+        for group in self.param_groups:
+            group['weight_decay'] = 0.0
+        super().step()
+        for group, decay in zip(self.param_groups, decays):
+            group['weight_decay'] = decay
+            if decay:
+                for w in group['params']:
+                    if w.grad is not None:
+                        w.sub_(group['lr'] * decay * w * (w * self.state[w]['exp_avg'] > 0))
+
+
+def make_adamw(groups, config):
     """AdamW (arXiv:1711.05101); weight decay is for the first of its two groups of parameters."""
-    groups = [dict(params=decayed, weight_decay=config['weight_decay']), dict(params=plain, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
+    groups = [dict(params=params, weight_decay=0.0 if name in ('vector', 'scalar') else config['weight_decay'],
+                   scale=config['lr_scales'].get(name, 1)) for name, params in groups.items() if params]
+    for group in groups:
+        group['decay'] = group['weight_decay']
+    return (CautiousAdamW if config['cautious'] else torch.optim.AdamW)(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
                              fused=True)
 
 
 def adamw(model, config):
-    vectors = model.param_groups()['vector']
-    others = {id(w) for w in vectors}
-    matrices = [w for w in model.parameters() if w.requires_grad and id(w) not in others]  # nanoGPT's order
-    return [make_adamw(matrices, vectors, config)]
+    return [make_adamw(model.param_groups(), config)]
 
 
 def muon(model, config):
     """Muon for the matrices in the blocks, AdamW for the rest."""
     groups = model.param_groups()
-    rest = make_adamw(groups['embedding'], groups['vector'], config)
-    if not groups['matrix']:  # with adapters all matrices are frozen
-        return [rest]
-    return [Muon(groups['matrix'], config['learning_rate'], model.row_splits(), config['momentum'],
-                 config['weight_decay']), rest]
+    matrices = groups.pop('matrix')
+    rest = make_adamw(groups, config)
+    muon = Muon(matrices, config['learning_rate'], model.row_splits(), config['momentum'],
+                 config['weight_decay'], config['cautious'], config['normuon'])
+    muon.param_groups[0].update(scale=config['lr_scales'].get('matrix', 1), decay=config['weight_decay'])
+    return [muon, rest]
 
 
 OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr the loop sets
@@ -995,7 +1043,9 @@ if __name__ == '__main__':
                        lr_schedule if decay_lr else None, cooldown)
             for opt in optimizers:
                 for group in opt.param_groups:
-                    group['lr'] = lr
+                    group['lr'] = lr * group['scale']
+                    if config['decay_to_zero']:
+                        group['weight_decay'] = group['decay'] * lr / learning_rate
             seed_dropout(seed, progress.iter_num, rank, device)
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
                                                  scaler, aux_weights)
