@@ -4,7 +4,7 @@
 dataset = 'pystdlib_bpe4096'
 
 n_layer = 4
-n_head = 4
+n_head = 3              # heads of 64
 n_embd = 192
 block_size = 256
 
@@ -13,6 +13,7 @@ gradient_accumulation_steps = 1
 max_iters = 750
 optimizer = 'muon'      # about half the tokens that AdamW needs
 learning_rate = 6e-3
+lr_scales = {'embedding': 12.0}  # the largest gain of all
 weight_decay = 0.0      # one epoch: nothing to regularise
 warmup_iters = 20
 lr_schedule = 'wsd'

@@ -16,6 +16,7 @@ gradient_accumulation_steps = 32  # 524,288 tokens an iteration
 tokens_per_param = 20   # Chinchilla's 2.5B tokens; on a small dataset give --epochs=3
 optimizer = 'muon'
 learning_rate = 2e-3
+lr_scales = {'embedding': 12.0}   # as in config/default.py; not measured at this size
 warmup_iters = 250
 lr_schedule = 'wsd'
 min_lr = 0.0

@@ -1,12 +1,17 @@
 # Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line
 # come after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
-# cores that do nothing else, but for `classic`. The data: `python prepare.py --tokenizer=byte`; for `classic`
-# `python prepare.py shakespeare --tokenizer=char`, for `hybrids` and `mtp` `python prepare.py`.
+# cores that do nothing else, but for `classic` and the two of `tricks`, of an hour. The data: `python
+# prepare.py --tokenizer=byte`; for `classic` `python prepare.py shakespeare --tokenizer=char`, for `hybrids`,
+# `mtp` and `tricks` `python prepare.py`.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'
 GPT2 = QUICK.replace('config/llama_small.py', 'config/llama_small.py config/gpt2.py --n_head=4 --n_kv_head=4')
 LLAMA = '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
+
+RECIPE = ('config/default.py --n_head=4 --n_embd=128 --max_iters=400 --eval_interval=100 --eval_iters=40 '
+          '''--compile=False --sample_tokens=0 --lr_scales="{'embedding': 12.0}"''')
+LARGER = f'{RECIPE} --n_layer=6 --n_embd=256 --max_iters=200 --eval_interval=200'
 
 LISTS = {
     'positions': dict(base=QUICK, variants={
@@ -64,6 +69,14 @@ LISTS = {
         'wsd, last 40%': '', 'wsd, last 80%': '--cooldown=0.8', 'wsd, last 20%': '--cooldown=0.2',
         'cosine': '--lr_schedule=cosine', 'cosine to a tenth': '--lr_schedule=cosine --min_lr=None',
         'linear': '--lr_schedule=linear', 'constant': '--decay_lr=False'}),
+    'tricks': dict(base=RECIPE, variants={
+        'base': '', 'one learning rate': '--lr_scales={}', 'NorMuon': '--optimizer=normuon',
+        'bigrams': '--bigram_size=20480', 'short convolution, 2 of 4': '--mixer_pattern=CA',
+        'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"''',
+        'heads of 64': '--n_head=2', 'relu2': '--mlp=relu2 --d_ff=576', 'softcap 15': '--logit_softcap=15'}),
+    'tricks_larger': dict(base=LARGER, variants={
+        'base': '', 'one learning rate': '--lr_scales={}', 'NorMuon': '--optimizer=normuon',
+        'bigrams': '--bigram_size=20480', 'short convolution, 3 of 6': '--mixer_pattern=CA'}),
     'size': dict(base=f'{QUICK} --max_iters=100000 --time_limit=1 --decay_lr=False', variants={
         '4 x 128': '', '2 x 128': '--n_layer=2', '8 x 128': '--n_layer=8', '4 x 64': '--n_embd=64',
         '4 x 192': '--n_embd=192'}),

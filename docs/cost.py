@@ -131,12 +131,15 @@ if __name__ == '__main__':
         name: (n_embd, forward_and_backward, norm, [x], [norm.weight])
         for name, norm in norms.items()}, calls=8)
 
-    # the MLPs have about the same parameters
-    models = {name: random_model(mlp=name, block_size=256) for name in ('swiglu', 'geglu', 'gelu', 'relu')}
-    models['swiglu, layernorm'] = random_model(norm='layernorm', block_size=256)
+    kinds = {name: dict(mlp=name) for name in ('swiglu', 'geglu', 'gelu', 'relu', 'relu2')}  # of equal size
+    kinds |= {'swiglu, layernorm': dict(norm='layernorm'), 'bigrams': dict(bigram_size=20480),
+              'short convolution, each 2nd': dict(mixer_pattern='CA'[:n_layer])}
+    models = {name: random_model(**options, block_size=256) for name, options in kinds.items()}
+    sides = {name: (model, {}) for name, model in models.items()}
+    sides |= {name: (models['swiglu'], {'optimizer': name}) for name in ('muon', 'normuon')}
     compare('a training step of 12 rows of 256 tokens', 'parameters', {
-        name: (model.num_params(), our_step(model, model, machine, 12, train.config))
-        for name, model in models.items()})
+        name: (model.num_params(), our_step(model, model, machine, 12, train.config | others))
+        for name, (model, others) in sides.items()})
 
     with torch.no_grad():
         model = random_model().to(machine.dtype).eval()

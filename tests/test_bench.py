@@ -98,7 +98,7 @@ def test_speeds_by_context(capsys):
     assert [*numbers['lengths']] == ['32', '128']
     for length, (forward, backward, speed, peak) in numbers['lengths'].items():
         assert forward > 0 and speed == pytest.approx(3e3 * int(length) / (forward + backward))
-        assert re.search(rf'^{length} +{forward:.1f} +{backward:.1f} +{speed:,.1f} +{peak:.1f}$', out, re.M)
+        assert re.search(rf'^{length} +{forward:.1f} +{backward:.1f} +{speed:,.1f} +{peak:,.1f}$', out, re.M)
     model, machine = tiny(n_layer=1, n_head=2, n_embd=32, vocab_size=50), runtime('cpu', 'float32')
     for times, fits in ((1, True), (2, False)):
         model.config.block_size = times * numbers['longest']
