@@ -54,7 +54,7 @@ steps = 10                        # train: steps a turn; decode generates max_ne
 rounds = 5                        # turns
 json: bool | str = False          # True: the numbers as a last line too; or a file to add that line to
 # as in train.py
-optimizer = 'adamw'               # adamw, muon
+optimizer = 'adamw'               # adamw, muon, normuon
 grad_clip = 1.0                   # 0: no clipping
 device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
