@@ -338,7 +338,7 @@ def collect_tags(model):
             raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
         if tags[name].group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
             raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
-                             "'embedding' for one that is decayed")
+                             "a name of its own for one that is decayed")
     return tags
 
 
@@ -1597,7 +1597,7 @@ class Block(nn.Module):
 
 class BigramEmbedding(Mixer):
     """A row of a table for each token and the one before it, by a hash (modded-nanogpt, record of 2026-01-19;
-    arXiv:2501.16975). It is a Mixer as a cache keeps the token before."""
+    arXiv:2501.16975). It is a Mixer because a cache keeps the token before, though no block has it."""
 
     documents, states = True, [((1,), torch.long)]
 
@@ -1887,7 +1887,7 @@ class GPT(nn.Module):
         if self.mtp is not None:
             last = self.mtp.block.attn.flops(block_size or config.block_size)
             parts['prediction layer'].append((0, 0, last + 6 * (self.lm_head or self.wte).weight.numel()))
-        parts['mixing'] = [(0, 0, block.attn.flops(block_size or config.block_size)) for block in self.h]
+        parts['mixing'] = [(0, 0, mixer.flops(block_size or config.block_size)) for mixer in self.mixers()]
         return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
 
     def cost(self, name, w):

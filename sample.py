@@ -337,12 +337,11 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 # speculation ------------------------------------------------------------------------------------------------
 
 def check_rewinds(model):
-    """Raises ValueError if a layer cannot take tokens back."""
+    """Raises ValueError if a mixer cannot take tokens back."""
     for mixer in model.mixers():
         if mixer.states:
-            raise ValueError(f"speculation takes tokens back, but layer {mixer.layer}, a "
-                             f"{type(mixer).__name__}, keeps a state that cannot: leave out --speculate "
-                             "and --draft, or name another draft")
+            raise ValueError(f"speculation takes tokens back, but {type(mixer).__name__} keeps a state that "
+                             "cannot: leave out --speculate and --draft, or name another draft")
 
 
 def cache_for(model, cache, cached, ids, n_new, static=False):

@@ -118,7 +118,7 @@ def tiny(**options):
     model = GPT(GPTConfig(**{**TINY, **options}))
     with torch.no_grad():
         for name, w in model.named_parameters():
-            if model.tags[name].group == 'vector':
+            if model.tags[name].group in ('vector', 'scalar'):
                 w += torch.randn_like(w) * 0.2
             else:
                 w.copy_(torch.randn_like(w) * 0.3)
@@ -892,6 +892,8 @@ def test_counts_of_parameters_and_flops():
     assert gpt2.num_params() == 124_439_808
     # 12 layers of 12 C^2 weights and the head, 6 FLOPs each; 12 L H D T for attention
     assert gpt2.flops_per_token() == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
+    looked_up = tiny(bigram_size=50, residual_lambdas=True)  # or scaled: no products
+    assert looked_up.flops_per_token() == tiny().flops_per_token()
     model = tiny(n_kv_head=2, bias=True)
     groups = {name: tag.group for name, tag in model.tags.items()}
     assert groups.keys() == dict(model.named_parameters()).keys()

@@ -62,8 +62,8 @@ time_limit: float | None = None      # minutes after which the run stops as at C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon or normuon (blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
-lr_scales: dict = {}                 # of groups of parameters, relative to it: {'embedding': 12.0}
-weight_decay = 1e-1                  # on matrices and embeddings, not on norms and biases
+lr_scales: dict = {}                 # of groups (tag in model.py), relative to it: {'embedding': 12.0}
+weight_decay = 1e-1                  # times the rate, on matrices and embeddings, not on norms and biases
 beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
 momentum = 0.95                      # Muon
@@ -287,7 +287,8 @@ class Muon(torch.optim.Optimizer):
 
 def even_rows(updates, squares, beta=0.95, eps=1e-10):
     """NorMuon (arXiv:2510.05491): divides the rows of n updates (n, rows, columns) by the roots of running
-    means of their squares, n tensors (rows, 1), which it moves; each matrix keeps its norm."""
+    means of their squares, n tensors (rows, 1), which it moves. Each matrix keeps its norm, as in
+    modded-nanogpt; the paper sets it."""
     torch._foreach_lerp_(squares, [*updates.square().mean(-1, keepdim=True)], 1 - beta)
     even = updates / (torch.stack(squares) + eps).sqrt()
     norm, had = (x.norm(dim=(1, 2), keepdim=True) for x in (even, updates))

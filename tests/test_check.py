@@ -112,13 +112,13 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
     dict(norm_placement='sandwich', attn_softcap=3.0, logit_softcap=5.0, residual_lambdas=True,
          pos='sinusoidal', norm_bias=True),
     dict(norm_placement='parallel_2', residual_scale=0.7, embed_scale=3.0, pos='learned',
-         tie_word_embeddings=False),
+         tie_word_embeddings=False, bigram_size=50),
     dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 64, 'start': 1}, window=5,
          window_pattern='LC', attn_gate='head',
          rope_local={'rope_base': 50.0, 'rope_scaling': YARN, 'partial_rotary_factor': 0.5},
          norm_weight=False, expert_pattern='NED', expert_input_scale=True, **MOE),
     dict(qk_norm='unit', query_scale={'beta': 0.5, 'length': 64, 'layers': 'N'}, pos_pattern='PN', mtp=True),
-    dict(mixer_pattern='CBK', n_layer=3, n_kv_head=None, mtp=True, document_token=3)],
+    dict(mixer_pattern='CBK', n_layer=3, n_kv_head=None, mtp=True, document_token=3, bigram_size=50)],
     ids=str)
 def test_sound_models_pass(options):
     for function, look_at in check.CHECKS.values():

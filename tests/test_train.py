@@ -108,7 +108,7 @@ def test_groups_of_parameters_have_their_own_learning_rates(folder):
 
 
 def test_normuon_follows_its_paper():
-    """Algorithm 1 of arXiv:2510.05491, for each projection and each expert by itself."""
+    """Algorithm 1 of arXiv:2510.05491 with Muon's momentum and norm, each projection and expert by itself."""
     torch.manual_seed(0)
     model = tiny(n_kv_head=2, n_expert=3, d_expert=20)
     start = {w: w.detach().double() for w in model.row_splits()}
@@ -664,7 +664,8 @@ def test_a_batch_without_targets_is_zero(folder):
 # checkpoints ------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('options', [
-    ['--optimizer=adamw'], ['--optimizer=normuon', '--bigram_size=40'],
+    ['--optimizer=adamw'],
+    ['--optimizer=normuon', '--bigram_size=40', "--lr_scales={'embedding': 3.0, 'vector': 2.0}"],
     ['--optimizer=muon', '--n_expert=4', '--n_shared_expert=1', '--balance_bias=True', '--z_loss=0.001',
      '--document_token=3', '--window=6', '--window_pattern=SL', '--residual_lambdas=True']])
 def test_resumed_equals_uninterrupted(folder, options):
@@ -805,6 +806,9 @@ def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
     story = run('train.py', 'more.py', '--out_dir=out', '--init_from=resume', '--dropout=0.1', '--eval_only')
     assert story['tokens_per_param'] is None and story['max_iters'] == 9 and story['weight_decay'] == 0.3
     assert story['model'].config.dropout == 0.1
+    older = saved('out')
+    del older['config']['lr_scales']
+    torch.save(older, 'out/ckpt.pt')
     for flag, message in (('--n_layer=3', 'n_layer=3 differs from .*which has 2'),
                           ('--optimizer=adamw', "optimizer='adamw' differs from .*which has 'muon'"),
                           ("--lr_scales={'embedding': 2.0}", 'lr_scales=.* differs from .*which has {}')):
