@@ -169,7 +169,7 @@ def fill_zeros(model):
 
 def cache_bytes(model, length, dtype):
     """Bytes that the cache of one row takes after `length` tokens."""
-    mixers = model.mixers()
+    mixers = model.cached_modules()
     slots = sum(heads * width * min(length, mixer.window or length)
                 for mixer in mixers for heads, width in mixer.slots)
     return slots * dtype.itemsize + sum(math.prod(shape) * (own or dtype).itemsize

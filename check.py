@@ -298,7 +298,7 @@ def check_cache(config):
     cache.select([2, 0, 1, 2])
     feed(cache, 'rows copied by select', (1, 2), (6, 16, 12, 6), (2, 0, 1, 2))
     feed(model.make_cache(3, T, static=True), 'in a static cache', (T - 3, 1, 2))
-    if any(mixer.states for mixer in model.mixers()):
+    if any(mixer.states for mixer in model.cached_modules()):
         return 'a state cannot rewind'
     cache = model.make_cache(3, T, rolling=False)
     model(idx[:, :18], cache=cache)

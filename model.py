@@ -312,14 +312,19 @@ def wrong_combinations(config, defaults):
 class Tag(typing.NamedTuple):
     """What a parameter is, noted where it is made."""
     init: typing.Callable          # fills it with its initial value, in place, as torch.nn.init's do
-    group: str                     # of the optimizer; see tag
+    group: str                     # one of GROUPS
     rows: tuple | None = None      # of a matrix: row counts of the projections fused in it; None: it is one
 
 
+GROUPS = {  # of parameters -> whether weight decay is for it; train.py has learning rates by group
+    'matrix': True,  # rows x columns, or a stack of such, which Muon may orthogonalise
+    'embedding': True, 'bigram': True, 'head': True, 'gate': True, 'adapter': True,
+    'vector': False, 'scalar': False,
+}
+
+
 def tag(w, init, group, rows=None):
-    """Gives a parameter its Tag; returns the parameter. group: 'matrix' if Muon may orthogonalise it (rows x
-    columns, or a stack of such), 'vector' or 'scalar' if weight decay is not for it; 'embedding', 'head',
-    'bigram', 'gate', 'adapter', or a new name, for others. lr_scales of train.py has rates by group."""
+    """Gives a parameter its Tag; returns the parameter. group: one of GROUPS."""
     w.tag = Tag(init, group, rows)
     return w
 
@@ -338,7 +343,7 @@ def collect_tags(model):
             raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
         if tags[name].group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
             raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
-                             "a name of its own for one that is decayed")
+                             "another of GROUPS")
     return tags
 
 
@@ -1854,7 +1859,7 @@ class GPT(nn.Module):
         logits = (aligned_linear(x, w, bias) if padded else product(x, w, bias, head.scale)).float()
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def mixers(self):
+    def cached_modules(self):
         """All modules that a cache keeps something of, in its order."""
         return [*(block.attn for block in self.h), *([] if self.bigram is None else [self.bigram])]
 
@@ -1864,7 +1869,7 @@ class GPT(nn.Module):
         if not (batch_size > 0 and 0 < max_len <= self.config.block_size):
             raise ValueError(f"batch_size={batch_size}, max_len={max_len}: a cache has rows, and 1 to "
                              f"block_size={self.config.block_size} tokens")
-        mixers = self.mixers()
+        mixers = self.cached_modules()
         for mixer in mixers:
             if not (mixer.slots or mixer.states):
                 raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
@@ -1887,7 +1892,8 @@ class GPT(nn.Module):
         if self.mtp is not None:
             last = self.mtp.block.attn.flops(block_size or config.block_size)
             parts['prediction layer'].append((0, 0, last + 6 * (self.lm_head or self.wte).weight.numel()))
-        parts['mixing'] = [(0, 0, mixer.flops(block_size or config.block_size)) for mixer in self.mixers()]
+        mixing = sum(mixer.flops(block_size or config.block_size) for mixer in self.cached_modules())
+        parts['mixing'] = [(0, 0, mixing)]
         return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
 
     def cost(self, name, w):
@@ -1896,7 +1902,7 @@ class GPT(nn.Module):
         if 'experts.' in name:
             active = round(active * config.n_expert_active / config.n_expert)
         is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), nn.Embedding)
-        is_product = self.tags[name].group not in ('vector', 'scalar') and not is_table
+        is_product = GROUPS[self.tags[name].group] and not is_table
         return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product
 
     def num_params(self, active=False):

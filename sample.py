@@ -338,7 +338,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
 def check_rewinds(model):
     """Raises ValueError if a mixer cannot take tokens back."""
-    for mixer in model.mixers():
+    for mixer in model.cached_modules():
         if mixer.states:
             raise ValueError(f"speculation takes tokens back, but {type(mixer).__name__} keeps a state that "
                              "cannot: leave out --speculate and --draft, or name another draft")

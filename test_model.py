@@ -334,7 +334,7 @@ def test_no_token_sees_the_future_or_past_its_window(options):
     changed = idx.clone()
     changed[0, 7] = 5 if idx[0, 7] != 5 else 6
     # a window of 5 in 2 layers reaches 8 tokens back
-    windowed = all(mixer.window and not mixer.states for mixer in model.mixers())
+    windowed = all(mixer.window and not mixer.states for mixer in model.cached_modules())
     end = 7 + 9 if windowed else 24
     for grad in (True, False):
         with torch.set_grad_enabled(grad):

@@ -62,8 +62,8 @@ time_limit: float | None = None      # minutes after which the run stops as at C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon or normuon (blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
-lr_scales: dict = {}                 # of groups (tag in model.py), relative to it: {'embedding': 12.0}
-weight_decay = 1e-1                  # times the rate, on matrices and embeddings, not on norms and biases
+lr_scales: dict = {}                 # of groups (GROUPS in model.py), relative to it: {'embedding': 12.0}
+weight_decay = 1e-1                  # times learning_rate, on matrices, embeddings; not on norms and biases
 beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
 momentum = 0.95                      # Muon
@@ -107,7 +107,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hub import load, plain
-from model import CHANGEABLE, GPT, GPTConfig, add_lora, lora_state
+from model import CHANGEABLE, GPT, GROUPS, GPTConfig, add_lora, lora_state
 from prepare import Bins, load_tokenizer, read_meta
 from sample import complete
 
@@ -328,9 +328,8 @@ def make_adamw(model, config, but=()):
     for name, w in model.named_parameters():
         group = model.tags[name].group
         if w.requires_grad and group not in but:
-            kind = group not in ('vector', 'scalar'), config['lr_scales'].get(group, 1.0)
-            found.setdefault(kind, []).append(w)
-    groups = [dict(params=params, weight_decay=config['weight_decay'] * decays, lr_scale=scale)
+            found.setdefault((GROUPS[group], config['lr_scales'].get(group, 1.0)), []).append(w)
+    groups = [dict(params=params, weight_decay=config['weight_decay'] * decays / scale, lr_scale=scale)
               for (decays, scale), params in found.items()]
     return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
                              fused=True)
@@ -346,9 +345,9 @@ def muon(model, config, evens=False):
     matrices = [w for w in splits if w.requires_grad]
     if not matrices:  # with adapters all are frozen
         return [rest]
-    groups = [dict(params=matrices, lr_scale=config['lr_scales'].get('matrix', 1.0))]
-    return [Muon(groups, config['learning_rate'], splits, config['momentum'], config['weight_decay'], evens),
-            rest]
+    scale = config['lr_scales'].get('matrix', 1.0)
+    groups = [dict(params=matrices, weight_decay=config['weight_decay'] / scale, lr_scale=scale)]
+    return [Muon(groups, config['learning_rate'], splits, config['momentum'], evens=evens), rest]
 
 
 OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr the loop sets, by lr_scale
@@ -360,11 +359,11 @@ OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr t
 
 def make_optimizers(model, config):
     """The optimizers of config['optimizer']. Raises ValueError unless each parameter has just one, or none
-    if it is frozen, and for lr_scales of no group."""
+    if it is frozen, and for wrong lr_scales."""
     known = {tag.group for tag in model.tags.values()}
-    if not config['lr_scales'].keys() <= known:
-        raise ValueError(f"lr_scales={config['lr_scales']}: the groups of this model's parameters are "
-                         f"{', '.join(sorted(known))}")
+    if not config['lr_scales'].keys() <= known or min(config['lr_scales'].values(), default=1) <= 0:
+        raise ValueError(f"lr_scales={config['lr_scales']} must be above 0, for groups of this model's "
+                         f"parameters: {', '.join(sorted(known))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]

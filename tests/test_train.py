@@ -95,15 +95,17 @@ def test_a_new_optimizer_is_one_entry_and_must_take_every_parameter(monkeypatch)
 def test_groups_of_parameters_have_their_own_learning_rates(folder):
     scales, moved = {'embedding': 3.0, 'matrix': 2.0}, set()
     for kind in ('adamw', 'muon'):
-        args = [f'--optimizer={kind}', '--weight_decay=0', '--warmup_iters=0']
+        args = [f'--optimizer={kind}', '--learning_rate=0.01', '--weight_decay=0.5', '--warmup_iters=0']
         start, plain, scaled = (train(f'--out_dir={kind}', *args, *more)['model'] for more in (
             ['--max_iters=0'], ['--max_iters=1'], ['--max_iters=1', f'--lr_scales={scales}']))
         for (name, w), one, other in zip(start.named_parameters(), plain.parameters(), scaled.parameters()):
-            group, move = start.tags[name].group, one - w
-            torch.testing.assert_close(other - w, move * scales.get(group, 1.0), rtol=1e-3, atol=1e-6)
-            moved |= {(kind, group)} if move.any() else set()
+            group = start.tags[name].group
+            decay = 0.005 * w * flat.GROUPS[group]  # not scaled
+            move = one - w + decay
+            torch.testing.assert_close(other - w, scales.get(group, 1.0) * move - decay, rtol=1e-3, atol=2e-6)
+            moved |= {(kind, group)} if move.abs().max() > 1e-4 else set()
     assert len(moved) == 6
-    with pytest.raises(ValueError, match="{.wte.: 3.0}: the groups .* are embedding, matrix, vector"):
+    with pytest.raises(ValueError, match="{'wte': 3.0} must .* parameters: embedding, matrix, vector"):
         train('--out_dir=out', "--lr_scales={'wte': 3.0}")
 
 
