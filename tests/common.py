@@ -93,7 +93,7 @@ def prep_ids(folder, split, dtype='<u2'):
 
 
 def prep_source(*texts):
-    """A Source of these documents; a single document is a text that is cut for train and val."""
+    """A Source of these documents; of a single one, its end becomes val."""
     return prepare.Source('x', 'x', lambda: ([text] for text in texts))
 
 
@@ -343,7 +343,7 @@ def dequantized(model):
     weights = dict(model.state_dict())
     for name, module in model.named_modules():
         if torch.is_tensor(getattr(module, 'scale', None)) and f'{name}.weight' in weights:
-            rows = weights[f'{name}.weight']  # without those that pad the vocabulary
+            rows = weights[f'{name}.weight']  # the vocabulary is not padded
             weights[f'{name}.weight'] = rows * module.scale[:len(rows)].float()[..., None]
     plain.load_state_dict(weights)
     return plain.eval()

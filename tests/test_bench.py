@@ -235,7 +235,7 @@ def test_eval_keeps_conversations_apart(folder, capsys):
 
 @pytest.mark.parametrize('scaling', [None, {'rope_type': 'yarn', 'factor': 4.0}])
 def test_eval_at_times_the_length(folder, capsys, scaling):
-    """The same targets at every length, those that end a row of the longest."""
+    """At every length the targets are the ones that end a row of the longest."""
     save_model('out', make_tokenizer('byte'), block_size=8)
     text = ''.join(map(chr, np.random.default_rng(0).integers(32, 127, size=61)))
     Path('text.txt').write_text(text, encoding='utf-8')

@@ -445,7 +445,7 @@ def test_a_chat_template_sees_nothing_of_python(expression):
 
 # training a tokenizer ---------------------------------------------------------------------------------------
 def naive_bpe(counts, n_merges):
-    """(tokens, {word: its tokens}) of byte pair encoding as it is defined: count all, merge one, again."""
+    """(tokens, {word: its tokens}) of byte pair encoding by definition: count all pairs, merge one, again."""
     tokens, words = [bytes([b]) for b in range(256)], {word: list(word.encode()) for word in counts}
     for _ in range(n_merges):
         pairs = {}
