@@ -1,8 +1,8 @@
 # Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line
 # come after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
-# cores that do nothing else, but for `classic` and the two of `tricks`, of an hour. The data: `python
-# prepare.py --tokenizer=byte`; for `classic` `python prepare.py shakespeare --tokenizer=char`, for `hybrids`,
-# `mtp` and `tricks` `python prepare.py`.
+# cores that do nothing else, but for `classic`, the two of `tricks` and `first_run`, of an hour or more. The
+# data: `python prepare.py --tokenizer=byte`; for `classic` `python prepare.py shakespeare --tokenizer=char`,
+# for `hybrids`, `mtp`, `tricks` and `first_run` `python prepare.py`.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'
@@ -77,6 +77,10 @@ LISTS = {
     'tricks_larger': dict(base=LARGER, variants={
         'base': '', 'one learning rate': '--lr_scales={}', 'NorMuon': '--optimizer=normuon',
         'bigrams': '--bigram_size=20480', 'short convolution, 3 of 6': '--mixer_pattern=CA'}),
+    'first_run': dict(base='config/default.py --sample_tokens=0', variants={
+        'default': '', 'speedrun': 'config/speedrun.py',
+        'and bigrams': 'config/speedrun.py --bigram_size=20480', 'decay 0.1': '--weight_decay=0.1',
+        'embedding x25': '''--lr_scales="{'embedding': 25.0}"'''}),
     'size': dict(base=f'{QUICK} --max_iters=100000 --time_limit=1 --decay_lr=False', variants={
         '4 x 128': '', '2 x 128': '--n_layer=2', '8 x 128': '--n_layer=8', '4 x 64': '--n_embd=64',
         '4 x 192': '--n_embd=192'}),
