@@ -2,7 +2,7 @@
 # Prints every figure that the README and docs/ call "not measured", on one CUDA device, in about 45 minutes:
 #   bash docs/gpu.sh | tee gpu.txt
 # Flags are added to each command, so that the script can be tried anywhere:
-#   bash docs/gpu.sh --device=cpu --n_layer=1 --n_embd=128 --d_ff=64 --block_size=128 --vocab_size=512
+#   bash docs/gpu.sh --n_layer=3 --n_embd=192 --d_ff=64 --block_size=128 --vocab_size=512   # but for float16
 cd "$(dirname "$0")/.." || exit
 out=$(mktemp -d)
 trap 'rm -r "$out"' EXIT
