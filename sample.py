@@ -645,8 +645,8 @@ def json_line(prompt, sample, **rest):
 
 
 def lines_in(path, rows):
-    """The number of rows, (prompt, sample), that have a line in the file; a line cut short is removed. If the
-    file holds other lines, it stays as it is: ValueError."""
+    """The number of rows, (prompt, sample), that have a line in the file; a line cut short is removed. Raises
+    ValueError, without changing the file, if it holds other lines."""
     with open(path, 'a+b') as f:
         f.seek(0)
         *lines, cut = f.read().split(b'\n')

@@ -573,7 +573,7 @@ class TokenizedWords:
         """Makes a pair one token at the places of count_again; returns index_pairs of its own pairs."""
         first, second = pair >> 20, pair & (1 << 20) - 1
         width = len(self.tokens[first])
-        if first == second:  # of those that overlap, as in aaa, every second one from the left
+        if first == second:  # as in aaa, places overlap: take every second place from the left
             n = np.arange(len(places))
             begin_of_run = np.maximum.accumulate(np.where(np.diff(places, prepend=-1) == width, 0, n))
             places = places[(n - begin_of_run) % 2 == 0]

@@ -54,7 +54,7 @@ wandb_run_name = 'gpt2'              # and run
 # batch, over all ranks
 gradient_accumulation_steps = 5 * 8  # micro-batches an iteration, all ranks together
 batch_size = 12                      # sequences of block_size tokens a micro-batch
-# length of the run: of these three the one given last
+# length of the run: the last of these three settings that is given counts
 max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's, arXiv:2203.15556)

@@ -362,7 +362,7 @@ def test_hf_checkpoints_in_and_out(kind, options, tmp_path):
         hub.save_pretrained(ours, None, tmp_path / 'out')
         near(hf_opened(tmp_path / 'out')(idx).logits, logits)
         assert torch.equal(hub.from_pretrained(tmp_path / 'out', **context)(idx), ours(idx))
-    flat.quantize_weights(ours, torch.float32)  # all at once; below each tensor as it is read
+    flat.quantize_weights(ours, torch.float32)  # a whole model; below, each tensor when it is read
     assert torch.equal(hub.from_pretrained(tmp_path / 'in', int8=True, **context)(idx), ours(idx))
 
 
