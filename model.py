@@ -666,18 +666,28 @@ class T5Bias(Embedding):
 
 # what all layers of a forward pass share --------------------------------------------------------------------
 
-class Mask(typing.NamedTuple):
-    """Which keys each query sees, in the layers of one kind."""
+@dataclasses.dataclass
+class Mask:
+    """Which keys each query sees, in the layers of one kind. A mixer that hides more calls add."""
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
     is_causal: bool               # the keys are the queries' own tokens, T == S; no query sees later ones
     window: int | None            # the most keys that a query sees; None: all
-    flex: tuple | None = None     # the same for flex_attention, where that is faster: see flex_mask
+    # the same for flex_attention, where that is faster: see flex_mask; a copy with another bias has none
+    flex: tuple | None = dataclasses.field(default=None, init=False)
+
+    def add(self, bias):
+        """A Mask with another bias added, (1 or B, 1 or H, T, S): -inf hides a key; each query keeps one."""
+        if self.bias is not None:
+            bias = bias + self.bias
+        elif self.is_causal:  # which a kernel then does not see to
+            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -math.inf)
+        return Mask(bias, self.is_causal, self.window)
 
 
 @dataclasses.dataclass
 class ForwardContext:
-    """What all layers of one forward pass share, made once by GPT.context. To hand a tensor on
-    to later layers, add a field with a default: for the new tokens only."""
+    """What all layers of one forward pass share, made once by GPT.context. A layer changes it by hand_on
+    alone."""
     idx: torch.Tensor             # (B, T), the new tokens' ids; any in padding
     positions: torch.Tensor       # (1 or B, T), the new tokens' in their rows: for masks and the cache
     position_ids: torch.Tensor    # the same, counted from each document's start: for rotations
@@ -690,6 +700,14 @@ class ForwardContext:
     dtype: torch.dtype            # that matmuls run in
     weights: list | None          # takes each attention layer's weights, (B, H, T, S)
     routing: list | None          # takes each sparse layer's balance, z and load
+    handed: dict = dataclasses.field(default_factory=dict)  # layer -> what it has handed on
+
+    def hand_on(self, layer, value):
+        """Makes `value`, a tensor or a tuple of tensors, handed[layer] for the layers after it: of the new
+        tokens only; a layer that reads it keeps what it needs of earlier tokens."""
+        if layer in self.handed:
+            raise ValueError(f"layer {layer} has handed on its value already: later layers may have read it")
+        self.handed[layer] = value
 
     def is_token(self):
         """(B, T) bool: False where padding is; None if there is none."""
@@ -726,7 +744,8 @@ class Mixer(nn.Module, abc.ABC):
     - lengths (B,), where padding follows rows: it must not change a state;
     - document_starts: tokens must not see those of another document. A mixer that sees to it sets
       `documents`; others are refused where there is a document_token;
-    - weights: a list if attention weights are asked for; attention appends (B, H, T, S).
+    - weights: a list if attention weights are asked for; attention appends (B, H, T, S);
+    - handed: what earlier layers hand on by context.hand_on(self.layer, value), by layer.
 
     flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
     weights. Parameters are made by parameter(...) or tag(...); c_proj ends the branch. `window` is how many
@@ -1751,7 +1770,8 @@ class GPT(nn.Module):
             balance, z, load = map(torch.stack, zip(*context.routing))
             aux |= {'balance': balance.mean(), 'z': z.mean(), 'load': load}
         if self.mtp is not None and self.training:
-            own = dataclasses.replace(context, routing=None)  # recomputed blocks need theirs in backward
+            handed = {i: value for i, value in context.handed.items() if i < config.n_layer - 1}
+            own = dataclasses.replace(context, routing=None, handed=handed)  # recomputed blocks need theirs
             later = F.pad(targets[:, 1:], (0, 1), value=-1)
             aux['mtp'] = cross_entropy(self.head(self.mtp(x, x0, own)), later)
         return loss, aux
@@ -1823,7 +1843,9 @@ class GPT(nn.Module):
         if can_flex and use_flex(positions.device.type, context.dtype, T,
                                  self.training and self.config.dropout):
             flex = flex_mask(T, window, chunked, starts, slopes, positions.device)
-        return Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window, flex)
+        mask = Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window)
+        mask.flex = flex
+        return mask
 
     def embed(self, context):
         """-> (B, T, C), what the first block gets."""

@@ -1,5 +1,6 @@
 """Tests of model."""
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -249,6 +250,25 @@ def test_masks_are_left_to_flex_attention_where_it_pays(monkeypatch):
     torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
     model(idx, cache=model.make_cache(2, 24))
     assert len(calls) == 2  # a layer each, and none with a cache
+
+
+class OwnAlibi(flat.Attention):
+    def attend(self, q, k, v, context):
+        age = (context.positions[:, :, None] - context.positions[:, None])[:, None]
+        mask = context.masks[self.mask_kind].add(-flat.alibi_slopes(4)[:, None, None] * age)
+        return super().attend(q, k, v, dataclasses.replace(context, masks={self.mask_kind: mask}))
+
+
+@pytest.mark.parametrize('options', [{}, dict(window=5, window_pattern='SL', document_token=3)])
+def test_a_mixer_may_add_a_bias_to_each_mask(options, monkeypatch):
+    monkeypatch.setitem(flat.MIXERS, 'X', OwnAlibi)
+    expected, model = tiny(pos='alibi', head_dim=16, **options), tiny(
+        pos='none', mixer_pattern='X', head_dim=16, **options)
+    idx = tokens(model, 2, 24)
+    for grad, flex in ((True, False), (False, False), (False, True)):  # flex knows masks without the bias
+        monkeypatch.setattr(flat, 'use_flex', lambda *a, flex=flex: flex)
+        with torch.set_grad_enabled(grad):
+            near(model(idx), expected(idx))
 
 
 def feed(model, idx, chunks, cache):

@@ -407,18 +407,28 @@ def checkpoint_blocks(model, every):
 
 
 def forward_recomputed(block, x, context):
-    """The forward of a checkpointed block: a single function, compiled once. Raises ValueError if a block
-    hands on more in the context than routing."""
+    """The forward of a checkpointed block: a single function, compiled once. Both of its runs find what the
+    layers before handed on. Raises ValueError if one changes the context other than by hand_on."""
+    def others(context):
+        return [leaf for field in dataclasses.fields(context) if field.name not in ('handed', 'routing')
+                for leaf in tree_leaves(getattr(context, field.name))]
+    handed, before = dict(context.handed), others(context)
+
+    def require_unchanged(own):
+        if len(before) != len(others(own)) or any(a is not b for a, b in zip(others(own), before)):
+            raise ValueError("checkpoint_activations would lose how a layer changes the context: let it call "
+                             "context.hand_on")
+
     def forward(x):
-        own = dataclasses.replace(context, routing=None if context.routing is None else [])
+        own = dataclasses.replace(context, handed=dict(handed), routing=[])
+        require_unchanged(own)  # by other layers, when backward runs this
         x = type(block).forward(block, x, own)
-        for field in dataclasses.fields(own):
-            if field.name != 'routing' and getattr(own, field.name) is not getattr(context, field.name):
-                raise ValueError(f"checkpoint_activations would lose {field.name}, which a block hands on")
-        return x, own.routing
-    x, routing = checkpoint(forward, x, use_reentrant=False)
+        require_unchanged(own)
+        return x, own.routing, {layer: own.handed[layer] for layer in own.handed if layer not in handed}
+    x, routing, new = checkpoint(forward, x, use_reentrant=False)
     if context.routing is not None:
         context.routing.extend(routing)
+    context.handed.update(new)
     return x
 
 

@@ -1,7 +1,6 @@
 """Tests of train."""
 import contextlib
 import csv
-import dataclasses
 import functools
 import glob
 import itertools
@@ -335,21 +334,54 @@ def test_experts_computed_twice_know_nothing_of_the_prediction_layer():
     assert all(map(torch.equal, *found))
 
 
-def test_what_a_block_hands_on_is_not_lost_in_silence(monkeypatch):
-    @dataclasses.dataclass
-    class Context(flat.ForwardContext):
-        handed: torch.Tensor | None = None
-    monkeypatch.setattr(flat, 'ForwardContext', Context)
+class Shares(flat.Attention):
+    """Adds what the layer before has handed on, and its input; even layers alone hand on."""
+
+    def forward(self, x, context):
+        y = super().forward(x, context)
+        for a, b in [context.handed[layer] for layer in context.handed if layer < self.layer]:
+            y = y + a.sin() * b
+        if self.layer % 2 == 0:
+            context.hand_on(self.layer, (y, x))
+        return y
+
+
+def test_layers_that_are_computed_twice_hand_on_the_same(monkeypatch):
+    monkeypatch.setitem(flat.MIXERS, 'X', Shares)
+
+    def gradients(every, **options):
+        torch.manual_seed(0)
+        model = tiny(n_layer=5, mixer_pattern='X', mtp=True, **options).train()
+        for w in model.parameters():
+            w.data.normal_(std=0.3)
+        if every:
+            flat_train.checkpoint_blocks(model, every)
+        loss, aux = model(*torch.randint(61, (2, 4, 16)))
+        (loss + aux.get('balance', 0) + aux['mtp']).backward()
+        return [w.grad for w in model.parameters()]
+    for options in ({}, dict(n_expert=4)):
+        plain, each, second = (gradients(every, **options) for every in (0, 1, 2))
+        assert all(map(torch.equal, plain, each)) and all(map(torch.equal, plain, second))
+
+
+@pytest.mark.parametrize('change, message', [
+    (lambda context, x: setattr(context, 'position_ids', x), 'would lose how a layer changes the context'),
+    (lambda context, x: context.ropes.update(x=x), 'would lose how a layer changes the context'),
+    (lambda context, x: [context.hand_on(0, x) for _ in range(2)], 'layer 0 has handed on its value')])
+@pytest.mark.parametrize('every', [1, 2])  # 2: blocks that are not computed twice change it
+def test_a_context_that_layers_change_is_not_lost_in_silence(change, message, every, monkeypatch):
     forward = flat.Block.forward
 
-    def hands_on(self, x, context):
-        context.handed = x
-        return forward(self, x, context)
-    monkeypatch.setattr(flat.Block, 'forward', hands_on)
-    model = tiny(n_layer=2).train()
-    flat_train.checkpoint_blocks(model, 2)
-    with pytest.raises(ValueError, match='checkpoint_activations would lose handed, which a block hands on'):
-        model(torch.zeros(1, 4, dtype=torch.long))
+    def changes(self, x, context):
+        y = forward(self, x, context)
+        if self.attn.layer == 2:
+            change(context, y)
+        return y
+    monkeypatch.setattr(flat.Block, 'forward', changes)
+    model = tiny(n_layer=3).train()
+    flat_train.checkpoint_blocks(model, every)
+    with pytest.raises(ValueError, match=message):
+        model(*torch.zeros(2, 1, 4, dtype=torch.long))[0].backward()
 
 
 @pytest.mark.parametrize('options', [
