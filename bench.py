@@ -201,7 +201,7 @@ def load_other(vs, model):
         shape = {name: getattr(model.config, name)
                  for name in ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'dropout')}
         return {'nanoGPT': found['GPT'](found['GPTConfig'](bias=False, **shape)).to(model.wte.weight.device)}
-    from transformers import AutoModelForCausalLM
+    AutoModelForCausalLM = package('transformers', '--vs needs', 'transformers').AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
         hub.save_pretrained(model, None, folder)
         return {vs: AutoModelForCausalLM.from_pretrained(folder, dtype=model.wte.weight.dtype).to(

@@ -28,6 +28,8 @@ from pathlib import Path
 
 SCRIPTS = ('train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check')  # a config file serves them all
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
+# the system's texts, and numpy's, of a disk that is full or locked
+CANNOT_WRITE = r'No space left|Read-only file|quota exceeded|File too large|requested and \d+ written'
 # of gloo and NCCL, on ranks that wait for one that has ended
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
 OUT_OF_MEMORY = {  # setting: how to use less memory; the first setting that the script has counts
@@ -105,7 +107,8 @@ def checked(arg, name, value, kinds):
     """The value of a setting in its type. Raises ValueError for an unknown name or a wrong type."""
     if name not in kinds:
         near = difflib.get_close_matches(name.strip('-').replace('-', '_').lower(), kinds)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
+        hint = ("give config files without --config=" if name == 'config' else
+                f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help")
         raise ValueError(f"{arg}: unknown setting {name!r}; {hint}")
     try:
         return (parse if arg.startswith('-') else fit)(value, kinds[name])
@@ -191,6 +194,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
                 found = {name: value for name, value in found.items() if name in config}
         for name, value in found.items():
             found[name] = value = checked(arg, name, value, dict.fromkeys(others) | kinds)
+            if value == '' and label == 'flags' and settings.get(name):  # its default
+                raise ValueError(f"{arg} is empty: give a value, or leave it out")
             values[name] = (config if name in config else model_args)[name] = value
             given.pop(name, None)
             given[name] = label
@@ -203,6 +208,18 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     return Configured(config, model_args, plain, given)
 
 
+@contextlib.contextmanager
+def reading(path):
+    """Raises ValueError that names the file for what a library says of its content."""
+    try:
+        yield
+    except Exception as error:
+        if on_purpose(error, error.__traceback__) or getattr(error, 'filename', None):
+            raise
+        raise ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: "
+                         f"{str(error).partition('. ')[0]:.150}") from error
+
+
 def on_purpose(error, trace):
     """Whether our own code raised this error for the user: the innermost frame is ours, at `raise`."""
     while trace.tb_next:
@@ -213,10 +230,12 @@ def on_purpose(error, trace):
             and code.co_code[trace.tb_lasti] == dis.opmap['RAISE_VARARGS'])
 
 
-def named_file(error):
-    """Whether the system refused a file that the command line names, or one in a folder that it names."""
+def refused_file(error):
+    """Whether the system gave no permission, or refused a file that the command line names, or one in a
+    folder that it names."""
     name = str(getattr(error, 'filename', None) or '')
-    return name and any(name in arg or name.startswith(arg.partition('=')[2] or arg) for arg in sys.argv[1:])
+    return isinstance(error, PermissionError) or name and any(
+        name in arg or name.startswith(arg.partition('=')[2] or arg) for arg in sys.argv[1:])
 
 
 def one_line_errors(kind, error, trace, settings=()):
@@ -231,7 +250,9 @@ def one_line_errors(kind, error, trace, settings=()):
         message = '; '.join(['out of memory', *advice[:1]])
     elif 'RANK' in os.environ and re.search(LOST_RANK, message):
         message = 'this rank ends because another one has, which says why'
-    elif not (on_purpose(error, trace) or named_file(error)):
+    elif re.search(CANNOT_WRITE, message) and not on_purpose(error, trace):
+        message = f"cannot write ({message}): free some space, or write elsewhere"
+    elif not (on_purpose(error, trace) or refused_file(error)):
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
 

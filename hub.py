@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import typing
 
-from configurator import configure, package
+from configurator import configure, package, reading
 
 dtype: str | None = None  # of exported weights: float32, bfloat16, float16, in .gguf q8_0; None: as stored
 config, _, words, *_ = configure(globals(), words=3)
@@ -334,7 +334,8 @@ def of(mixer, table):
 
 
 def read_json(folder, name):
-    with open(os.path.join(folder, name), encoding='utf-8') as f:
+    path = os.path.join(folder, name)
+    with reading(path), open(path, encoding='utf-8') as f:
         return json.load(f)
 
 
@@ -354,7 +355,7 @@ def read_headers(folder):
     for path in [os.path.join(folder, name) for name in weight_names(folder)]:
         if not os.path.exists(path):
             raise FileNotFoundError(f"{path} is missing; weights are read from safetensors alone")
-        with package('safetensors').safe_open(path, 'pt') as file:
+        with reading(path), package('safetensors').safe_open(path, 'pt') as file:
             for name in file.keys():  # noqa: SIM118 (it is no dict)
                 header = file.get_slice(name)
                 found[name] = Stored(path, name, tuple(header.get_shape()), DTYPES[header.get_dtype()])
@@ -647,7 +648,7 @@ def describe(name, folder):
         print(f"tokenizer: {tokenizer.n_vocab:,} tokens, texts end with {' or '.join(ends) or 'none'}, "
               f"{'with a' if tokenizer.chat_template else 'no'} chat template")
     except (OSError, ImportError, ValueError) as error:  # the model can be used without
-        print(f"tokenizer: none ({error})")
+        return print(f"tokenizer: none ({error})\nfolder: {folder}")
     name, shorter = shlex.quote(name), ' --block_size=1024' * (config.block_size > 1024)
     print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} --start='Once upon a time'",
           f"prepare.py my.txt --tokenizer={shlex.quote(folder)} --out=mine",

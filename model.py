@@ -2209,7 +2209,7 @@ def read_checkpoint(path):
         # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
         found = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
         state, args = found['model'], found['model_args']
-    except (RuntimeError, pickle.UnpicklingError, LookupError, TypeError, EOFError) as error:
+    except (RuntimeError, OSError, pickle.UnpicklingError, LookupError, TypeError, EOFError) as error:
         raise ValueError(f"{path} is no checkpoint of train.py, or is damaged: use another one") from error
     is_nanogpt = any('transformer.' in name for name in state)
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT

@@ -28,7 +28,7 @@ import sys
 import time
 import weakref
 
-from configurator import can_compile, choose_device, configure, runtime
+from configurator import can_compile, choose_device, configure, reading, runtime
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
@@ -664,7 +664,7 @@ def read_prompts(start):
     kind, _, path = start.partition(':')
     text = sys.stdin.read() if start == '-' else start
     if kind in ('FILE', 'LINES'):
-        with open(path, encoding='utf-8', newline='') as f:
+        with reading(path), open(path, encoding='utf-8', newline='') as f:
             text = f.read()
     prompts = [prompt for prompt in (text.splitlines() if kind == 'LINES' else [text]) if prompt]
     if not prompts:
@@ -712,7 +712,7 @@ if __name__ == '__main__':
         print("compiling the step: a minute or two, unless it is kept from an earlier run")
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                    repetition_penalty=repetition_penalty, compile=compile, drafter=drafter,
-                   stop=[stop] if isinstance(stop, str) else stop)
+                   stop=[stop] if isinstance(stop, str) else list(map(str, stop)))
     conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, **options)
     if not prompts:
         converse(conversation)

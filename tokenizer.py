@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from configurator import package, print0
+from configurator import package, print0, reading
 
 EOT = '<|endoftext|>'         # the text of every tokenizer's end-of-text token
 SPLITS = ('train', 'val')
@@ -654,11 +654,13 @@ def json_tokenizer(path):
     if path.is_dir():
         path = path / 'tokenizer.json'
     if (beside := path.with_name('tokenizer_config.json')).exists():
-        found = json.loads(beside.read_bytes())
+        with reading(beside):
+            found = json.loads(beside.read_bytes())
         config = {key: found[key] for key in (*SPECIAL_TOKENS, 'chat_template') if found.get(key)}
     if (beside := path.with_name('chat_template.jinja')).exists():
         config['chat_template'] = beside.read_bytes().decode()
-    return JsonTokenizer(path.read_bytes().decode(), config)  # as bytes: line ends stay as they are
+    with reading(path):
+        return JsonTokenizer(path.read_bytes().decode(), config)  # as bytes: line ends stay as they are
 
 
 def tokenizer_from_state(state):

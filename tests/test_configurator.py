@@ -101,6 +101,7 @@ def test_a_flag_has_the_type_of_its_setting(arg, value, script):
     ('--learing_rate=1', "unknown setting 'learing_rate'; did you mean 'learning_rate'"),
     ('-max_iters=1', "'max_iters'"), ('--max-iters=1', "did you mean 'max_iters'"),
     ('--not_a_setting=1', 'unknown'), ('--n_layer=2.5', "must be int, got '2.5'"),
+    ('--config=config/a.py', 'give config files without --config='), ('--out_dir=', 'is empty'),
     ('--out_dir', 'str, got True'), ('--decay_lr=2', 'True or False'), ('--min_lr=none', 'float or None'),
     ('nope.py', 'there is no config file nope.py; config/ has a.py, default.py'),
     ('config/typo.py', "'learning_rate'"),
@@ -191,6 +192,15 @@ def test_nanogpts_settings_have_their_names_and_values():
 @pytest.mark.parametrize('code, line', [
     ("runtime('gpu')", 'x.py: device=gpu: use cpu, mps, cuda, cuda:1 or auto'),
     ("open(sys.argv[1].partition('=')[2])", "x.py: [Errno 2] No such file or directory: 'no.txt'"),
+    ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot write ([Errno 28] No space left "
+     "on device: '/tmp1'): free some space, or write elsewhere"),
+    ("raise OSError('1024 requested and 480 written')",  # numpy's, where the disk is full
+     'x.py: cannot write (1024 requested and 480 written): free some space, or write elsewhere'),
+    ("raise PermissionError(13, 'Permission denied', 'b')", "x.py: [Errno 13] Permission denied: 'b'"),
+    ("with configurator.reading('a.json'): int('{')",
+     "x.py: a.json is damaged or of another kind: ValueError: invalid literal for int() with base 10: '{'"),
+    ("with configurator.reading('a.json'): open(sys.argv[1].partition('=')[2])",
+     "x.py: [Errno 2] No such file or directory: 'no.txt'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory; lower --batch_size'),
     ("raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]')",

@@ -38,6 +38,20 @@ def test_text_becomes_a_model_its_samples_and_an_export(tmp_path, monkeypatch, c
     assert re.search(r'^It was.*$', capsys.readouterr().out, re.M)[0] == sampled != 'It was'
 
 
+def test_a_damaged_file_is_named(base):
+    pytest.importorskip('safetensors')
+    run('hub.py', 'export', 'out', 'mine')
+    Path('out/ckpt.pt').rename('mine/ckpt.pt')
+    for path in sorted(Path('mine').iterdir()):
+        whole, name = path.read_bytes(), path if path.suffix == '.pt' else 'mine'
+        for size in {0, min(4097, len(whole) // 3), len(whole) // 2, len(whole) - 2}:
+            path.unlink()  # it is mapped
+            path.write_bytes(whole[:size])
+            with pytest.raises(ValueError, match=f'{path} is .*damaged'):
+                run('sample.py', f'--init_from={name}', *CPU)
+        path.write_bytes(whole)
+
+
 def test_readme_lines_generate_from_python(base):
     readme = (ROOT / 'README.md').read_text(encoding='utf-8')
     code = re.search(r'```python\n(.*?)```', readme, re.S)[1].replace("'def '", "'abc'")
@@ -80,11 +94,13 @@ def test_answers_are_written_in_order_and_gone_on_with(base):
 def test_sample_script(base, capsys):
     common = [*CPU, '--max_new_tokens=8', '--temperature=0']
     Path('p.txt').write_text('abc', encoding='utf-8')
-    run('sample.py', *common, '--start=FILE:p.txt', '--num_samples=2')
+    Path('none.txt').touch()
+    run('sample.py', *common, '--start=FILE:p.txt', '--num_samples=2', '--stop=[1, 2]')
     model, _ = GPT.from_checkpoint('out/ckpt.pt')
     greedy = ''.join(chr(97 + t) for t in made(model.eval(), [[0, 1, 2]], 8, temperature=0)[0])
     assert capsys.readouterr().out.endswith(f"{'-' * 15}\nabc{greedy}\n{'-' * 15}\nabc{greedy}\n{'-' * 15}\n")
-    for flag, message in (('--start=a?', r"'\?'.*char vocabulary of 23"), ('--start=', 'empty prompt'),
+    for flag, message in (('--start=a?', r"'\?'.*char vocabulary of 23"), ('--start=', 'is empty'),
+                          ('--start=LINES:none.txt', 'empty prompt'), ('--start=FILE:out/ckpt.pt', 'damaged'),
                           ('--top_p=0', 'top_p=0.0 must be at least 1e-06'),
                           ('--compile=yes', "compile='yes' is none of")):
         with pytest.raises(ValueError, match=message):
