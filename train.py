@@ -31,6 +31,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import types
 import weakref
 from pathlib import Path
@@ -920,6 +921,21 @@ def resolve_compile(compile, device, seconds):
     return ('cuda' in device or device == 'cpu' and seconds > 120) and can_compile(device)
 
 
+SIGN_OF_LIFE = 20  # seconds
+
+
+def tell_compiling(progress):
+    """Says, from a thread, how long the first iteration takes, until it is done."""
+    first, began = progress.iter_num, time.time()
+
+    def tell():
+        time.sleep(SIGN_OF_LIFE)
+        while progress.iter_num == first:
+            print0(f"still compiling, {duration(time.time() - began)} so far")
+            time.sleep(SIGN_OF_LIFE)
+    threading.Thread(target=tell, daemon=True).start()
+
+
 def compile_model(model, device):
     """A compiled function like model(idx, targets); the model stays as it is."""
     # eager's random numbers, compiled or not; fast on CPUs
@@ -1009,6 +1025,10 @@ def stop_on_signals(rank):
 if __name__ == '__main__':
     # start and settings
     check_settings(config)
+    unset = {name: config[name] for name, ways in (('dataset', {'dataset'}), ('max_iters', LENGTH))
+             if not ways & given.keys()}
+    if unset and init_from != 'resume':
+        show("not given, so nanoGPT's (a config file replaces config/default.py)", unset)
     model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
     if init_from != 'scratch':
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, settings.model_args,
@@ -1099,7 +1119,9 @@ if __name__ == '__main__':
     del rest, source_tokenizer  # their memory
     compile, forward = resolve_compile(compile, device, seconds), model
     if compile and not eval_only:
-        print0('compiling: the first iteration takes half a minute or more')
+        whole = '' if 'cuda' in device else f", the run up to {duration(seconds)} on two idle cores"
+        print0(f"compiling: the first iteration takes half a minute or more{whole}")
+        tell_compiling(progress)
         forward = compile_model(model, device)
     evaluated = forward if 'cuda' in device else model  # on CPUs compiling again costs more than it gives
     if ranks > 1 and not shard:
@@ -1154,8 +1176,9 @@ if __name__ == '__main__':
             it = progress.iter_num
             if time_limit is not None and time.time() - START >= 60 * time_limit and not stop:
                 print0(f"time_limit={time_limit:g} minutes are over: stopping")
-                stop.append(signal.SIGTERM)
-            stopping = all_reduce(torch.tensor(len(stop))).item() > 0  # on any rank
+                stop.append(0)
+            asked, signals = all_reduce(torch.tensor([len(stop), sum(stop)])).tolist()  # of any rank
+            stopping = asked > 0 and it < max_iters
             logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
             if logs or early or stopping:
                 if skipped > progress.skipped:
@@ -1183,6 +1206,9 @@ if __name__ == '__main__':
         if stopping:  # whoever stops it may not wait for an evaluation
             progress.wall_s = time.time() - began
             save_run(out_dir, 'ckpt.pt', constant, model, progress, optimizers, scaler)
+            print0(f"saved at {progress.iter_num:,} of {max_iters:,}, an evaluation follows; go on with: "
+                   f"{'torchrun ...' if ranks > 1 else 'python'} {shlex.quote(sys.argv[0])} "
+                   f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
         quarter = max(1, min(eval_iters, val_bins.n_sequences(block_size) // batch_size) // 4)
         (val_loss, count), (train_loss, _) = (
             evaluate(evaluated, model, bins, batches_taken, batch_size, device, machine.autocast)
@@ -1214,12 +1240,7 @@ if __name__ == '__main__':
         if stopping or progress.iter_num >= max_iters:
             break
 
-    stopped = stopping and progress.iter_num < max_iters
-    if stopped:
-        print0(f"saved and stopped at {progress.iter_num:,} of {max_iters:,}; go on with: "
-             f"{'torchrun ...' if ranks > 1 else 'python'} {shlex.quote(sys.argv[0])} "
-             f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
-    elif not eval_only:
+    if not (stopping or eval_only):
         memory = peak_mb(device)
         print0(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
@@ -1228,5 +1249,5 @@ if __name__ == '__main__':
         lock.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if stopped:  # as shells report signals
-        sys.exit(128 + (stop or [signal.SIGTERM])[0])
+    if stopping and signals:  # as shells report them
+        sys.exit(128 + (max(stop, default=0) or signal.SIGTERM))

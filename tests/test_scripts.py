@@ -193,6 +193,14 @@ def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
     assert os.listdir('out') == ['ckpt.pt'] and Path('out/ckpt.pt').read_bytes() == b'a run'
 
 
+def test_a_config_file_without_data_or_length_is_told(folder, capsys):
+    Path('one.py').write_text('n_layer = 2', encoding='utf-8')
+    with pytest.raises(FileNotFoundError, match='openwebtext is not prepared'):
+        run('train.py', 'one.py')
+    assert ("not given, so nanoGPT's (a config file replaces config/default.py): dataset = 'openwebtext', "
+            'max_iters = 600000\n') in re.sub('\n +', ' ', capsys.readouterr().out)
+
+
 def test_errors_of_a_script_are_one_line_and_a_status(folder):
     done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--dataset=nowhere'],
                           capture_output=True, text=True)

@@ -865,13 +865,22 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder, capsys):
     assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-15.old-1.pt', 'out/ckpt-20.old-1.pt',
                                              'out/ckpt.old-1.pt', 'out/ckpt.pt']
     train('--out_dir=whole')
-    with pytest.raises(SystemExit, match='143'):  # as a program that SIGTERM has ended
-        train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')
+    train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')  # not as an error
     assert saved('cut')['iter_num'] == 1
     printed = capsys.readouterr().out  # of long runs alone
     assert printed.count('\nmemory: ') == 1 and re.search(r'\nmemory: [^\0]+\ntime_limit=0 minutes', printed)
     train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
     assert same_weights(saved('whole')['model'], saved('cut')['model'])
+
+
+def test_compiling_gives_signs_of_life(monkeypatch, capfd):
+    monkeypatch.setattr(flat_train, 'SIGN_OF_LIFE', 0.01)
+    progress, said = flat_train.Progress(), ''
+    flat_train.tell_compiling(progress)
+    while said.count('\n') < 2:
+        said += capfd.readouterr().out
+    progress.iter_num = 1
+    assert said.startswith('still compiling, 0:00 so far\n')
 
 
 # stopping ---------------------------------------------------------------------------------------------------
@@ -907,7 +916,7 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     finally:
         first.kill()
     assert first.returncode == 130 and 'stopping after this iteration' in error, out + error
-    said = re.search('^saved and stopped at ([78]) of 1,000,000; .*: python [^ ]*train.py (.*)', out, re.M)
+    said = re.search('^saved at ([78]) of 1,000,000 .*: python [^ ]*train.py (.*)\nstep ', out, re.M)
     assert saved('cut it')['iter_num'] == int(said[1]) and 'done' not in out
     run('train.py', *shlex.split(said[2]), '--max_iters=20')
     assert same_weights(saved('whole')['model'], saved('cut it')['model'])
