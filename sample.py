@@ -152,17 +152,18 @@ def compile_step(model, device):
     _, version, tag = VERSIONS[model]
     # version stands for the model, whose guards would take longer than a layer
     # fullgraph: a piece of a graph could be reused with an earlier model's weights
-    compiled = functools.partial(torch.compile(step, dynamic=False, fullgraph=whole, options={
-        'guard_filter_fn': lambda guards: ["L['model']" not in guard.name for guard in guards],
-        'triton.cudagraphs': whole and device.type == 'cuda',
-        # fuses the cast of eight bits with the product of one row
-        'coordinate_descent_tuning': model.wte.scale is not None}), version=version)
+    options = {'guard_filter_fn': lambda guards: ["L['model']" not in guard.name for guard in guards],
+               'triton.cudagraphs': whole and device.type == 'cuda'}
+    # tuned, products with one row are sums that the compiler writes, with the cast of eight bits in them
+    many, single = (functools.partial(torch.compile(step, dynamic=False, fullgraph=whole, options={
+        **options, 'coordinate_descent_tuning': tuned}), version=version) for tuned in (False, True))
 
     def run(model, tokens, *args):
+        one = tokens.numel() == 1
+        compiled = single if one else many
         if not frozen or tokens.shape in shapes:
             return compiled(model, tokens, *args)
         shapes.add(tokens.shape)
-        one = tokens.numel() == 1
         # oneDNN's kernels are faster, though not for one token, and cannot be kept
         with (inductor.patch({**FREEZING, 'fx_graph_cache': one and bool(tag)}),
               torch.compiler.config.patch(cache_key_tag=tag),

@@ -238,37 +238,45 @@ class Muon(torch.optim.Optimizer):
     fused matrix by itself, all of a shape at once. row_splits: parameter -> rows of its projections. evens:
     by even_rows."""
 
+    _step_supports_amp_scaling = True  # as fused AdamW, which torch marks so
+    found_inf = 0.0                    # or 0-d on the device; 1: the step changes nothing
+
     def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1, evens=False):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.row_splits, self.evens = row_splits, evens
 
     @torch.no_grad()
     def step(self):
+        kept = 1 - self.found_inf
         for group in self.param_groups:
             params = [w for w in group['params'] if w.grad is not None]
+            lr = group['lr'] * kept
             for w in params:
                 if not self.state[w]:
                     self.state[w]['momentum_buffer'] = torch.zeros_like(w)
                     if self.evens:
                         self.state[w]['row_squares'] = torch.zeros(*w.shape[:-1], 1, device=w.device)
             grads, buffers = [w.grad for w in params], [self.state[w]['momentum_buffer'] for w in params]
+            if torch.is_tensor(kept):  # momentum that is its own gradient stays
+                for grad, momentum in zip(grads, buffers):
+                    torch.where(kept > 0, grad, momentum, out=grad)
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
             updates = torch._foreach_lerp(grads, buffers, group['momentum'])
-            torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'])
+            torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
             together, seen = collections.defaultdict(list), collections.Counter()
             for w, update in zip(params, updates):
                 # all at once, but sharded ones, which move() gathers: as many of a shape as ranks
-                together[is_sharded(w) and (w.shape, seen[w.shape] // world()[1])].append((w, update))
+                together[is_sharded(update) and (w.shape, seen[w.shape] // world()[1])].append((w, update))
                 seen[w.shape] += 1
             for pairs in together.values():
-                self.move(pairs, group['lr'])
+                self.move(pairs, lr, kept)
 
-    def move(self, pairs, lr):
+    def move(self, pairs, lr, kept):
         """Orthogonalises and subtracts updates; pairs: (parameter, update)."""
         shapes, changes = collections.defaultdict(list), []  # by (rows, columns); of sharded w
         for w, update in pairs:
             target = w
-            if is_sharded(w):
+            if is_sharded(update):
                 update = update.bfloat16().full_tensor()  # as orthogonalise rounds it
                 target = torch.zeros_like(update, dtype=w.dtype)
                 changes.append((w, target))
@@ -280,18 +288,19 @@ class Muon(torch.optim.Optimizer):
             weights, updates, squares = zip(*matrices)
             updates = orthogonalise_shared(updates).to(weights[0].dtype)
             if self.evens:
-                updates = even_rows(updates, squares)
-            torch._foreach_add_(weights, list(updates), alpha=-lr * 0.2 * max(shape) ** 0.5)
+                updates = even_rows(updates, squares, kept)
+            torch._foreach_sub_(weights, list(updates * (lr * 0.2 * max(shape) ** 0.5)))
         for w, change in changes:
             w.add_(shard_like(w, change))
 
 
-def even_rows(updates, squares, beta=0.95, eps=1e-10):
+def even_rows(updates, squares, kept=1.0, beta=0.95, eps=1e-10):
     """NorMuon (arXiv:2510.05491): divides the rows of n updates (n, rows, columns) by the roots of running
-    means of their squares, n tensors (rows, 1), which it moves. Each matrix keeps its norm, as in
-    modded-nanogpt; the paper sets it."""
-    torch._foreach_lerp_(squares, [*updates.square().mean(-1, keepdim=True)], 1 - beta)
-    even = updates / (torch.stack(squares) + eps).sqrt()
+    means of their squares, n tensors (rows, 1), which it moves unless kept is 0. Each matrix keeps its norm,
+    as in modded-nanogpt; the paper sets it."""
+    means = torch.stack(squares).lerp(updates.square().mean(-1, keepdim=True), (1 - beta) * kept)
+    torch._foreach_copy_(squares, [*means])
+    even = updates / (means + eps).sqrt()
     norm, had = (x.norm(dim=(1, 2), keepdim=True) for x in (even, updates))
     return even * (had / norm.clamp(min=eps))
 
@@ -391,14 +400,17 @@ def load_optimizers(optimizers, states):
 
 def shard_model(model, machine):
     """Moves the model to the device, spread over the ranks by FSDP2 (arXiv:2304.11277), which gathers a
-    block's weights, in the compute dtype, while it computes."""
+    block's weights, in the compute dtype, while it computes. Small ones, which the model reads in float32,
+    stay whole on each rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
     compute = None if machine.dtype == torch.float32 else machine.dtype
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    whole = {w for name, w in model.named_parameters()
+             if not GROUPS[model.tags[name].group] or 'router.' in name}
     for part in (*model.h, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
 
 
 def checkpoint_blocks(model, every):
@@ -436,6 +448,14 @@ def forward_recomputed(block, x, context):
 def is_sharded(w):
     """Whether w is a DTensor (whose module is slow to import)."""
     return hasattr(w, 'full_tensor')
+
+
+def mixed(params):
+    """A context in which torch's functions take whole parameters and sharded ones, if there are, together."""
+    if not any(map(is_sharded, params)):
+        return contextlib.nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
+    return implicit_replication()
 
 
 def gather(value, wanted=True):
@@ -536,7 +556,7 @@ def describe_memory(parts):
     return f"memory: {sum(parts.values()) / 1e9:,.2f} GB at the peak, uncompiled ({each})"
 
 
-def plan_memory(model, machine, config, micro_batch, share, shards):
+def plan_memory(model, machine, config, micro_batch, share, shards, compile=False):
     """Prints the forecast, and where it is more than the memory at hand, settings that fit. share: sequences
     of an iteration that are this rank's."""
     limit = memory_at_hand(machine.device)
@@ -554,7 +574,7 @@ def plan_memory(model, machine, config, micro_batch, share, shards):
         largest = largest_batch(limit, model, machine, config, shards)
         fits = [f"--batch_size={n} --gradient_accumulation_steps={share // n * world()[1]} fits, "
                 for n in range(1, micro_batch) if n <= largest and share % n == 0]
-        print0("warning: that is more than there is; "
+        print0(f"warning: that is more than there is{', but compiled steps need less' * compile}; "
                f"{''.join(fits[-1:])}--checkpoint_activations=True needs less")
 
 
@@ -589,27 +609,27 @@ def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_ra
     the weights moved, 0-d tensors."""
     for opt in optimizers:
         scaler.unscale_(opt)
-    grad_norm = gather(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
-                                                      foreach=params[0].device.type != 'mps'))
-    moved = grad_norm.isfinite()
-    for opt in optimizers:
-        if takes_found_inf(opt, params[0]) and not scaler.is_enabled():
-            opt.found_inf = (~moved).float()  # the device decides, the host does not wait
-            opt.step()
-        elif moved:
-            scaler.step(opt)
+    device, sharded = params[0].device.type, any(map(is_sharded, params))
+    for w in params:
+        if sharded and not is_sharded(w) and w.grad is not None:  # FSDP reduces the others
+            all_reduce(w.grad).div_(world()[1])
+    with mixed(params):
+        grad_norm = gather(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
+                                                          foreach=device != 'mps'))
+        moved = grad_norm.isfinite()
+        waits = sharded or device == 'mps' or scaler.is_enabled()
+        for opt in optimizers:
+            if getattr(opt, '_step_supports_amp_scaling', False) and not waits:
+                opt.found_inf = (~moved).float()  # the device decides, the host does not wait
+                opt.step()
+            elif moved:
+                scaler.step(opt)
     if model.config.balance_bias:
         model.move_balance(expert_load, balance_rate * moved)
     scaler.update()
     for opt in optimizers:
         opt.zero_grad(set_to_none=True)
     return grad_norm, moved
-
-
-def takes_found_inf(opt, w):
-    """Whether opt, of weights like w, skips a step if its found_inf, 0-d, is 1."""
-    return (getattr(opt, '_step_supports_amp_scaling', False) and w.device.type in ('cpu', 'cuda')
-            and not is_sharded(w))
 
 
 def seed_dropout(seed, it, rank, device):
@@ -621,9 +641,10 @@ def seed_dropout(seed, it, rank, device):
 def relative_change(params, before):
     """Norm of an update over the norm of the weights `before` it, which it overwrites."""
     norm = torch.nn.utils.get_total_norm
-    size = norm(before)
-    torch._foreach_sub_(before, [w.detach() for w in params])
-    return (gather(norm(before)) / gather(size)).item()
+    with mixed(params):
+        size = norm(before)
+        torch._foreach_sub_(before, [w.detach() for w in params])
+        return (gather(norm(before)) / gather(size)).item()
 
 
 MAX_SKIPPED = 10  # skipped updates in a row that end the run
@@ -914,11 +935,21 @@ def resolve_runtime(device, dtype, seed, compile, was):
             was['compile'] if compile == 'auto' else compile)
 
 
+def eager_seconds(model, machine, max_iters, accumulation, tokens):
+    """Of an uncompiled run, roughly. tokens: of an iteration that are this rank's. A layer has some 300
+    operators of 5 us; two cores reached 1.2e11 FLOP/s, nanoGPT on an A100 an eighth of its peak."""
+    speed = 1.2e11
+    if machine.device_type == 'cuda':
+        speed = (peak_flops(machine.device, machine.dtype) or 3e14) / 8
+    return max_iters * (accumulation * model.config.n_layer * 1.5e-3
+                        + model.flops_per_token() * tokens / speed)
+
+
 def resolve_compile(compile, device, seconds):
-    """compile='auto' -> bool. seconds: of an eager run on a CPU, where compiling takes 40 s."""
+    """compile='auto' -> bool. seconds: of an eager run; compiling takes 40 s on a CPU, about that on CUDA."""
     if compile != 'auto':
         return compile
-    return ('cuda' in device or device == 'cpu' and seconds > 120) and can_compile(device)
+    return device != 'mps' and seconds > 120 and can_compile(device)
 
 
 SIGN_OF_LIFE = 20  # seconds
@@ -1101,10 +1132,11 @@ if __name__ == '__main__':
                f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower --warmup_iters")
 
     # memory
-    # a layer has some 300 operators of 5 us, and two cores reached 1.2e11 FLOP/s
-    seconds = max_iters * (accumulation * model.config.n_layer * 1.5e-3 + flops_per_iter / ranks / 1.2e11)
+    seconds = eager_seconds(model, machine, max_iters, accumulation, tokens_per_iter / ranks)
+    compile = resolve_compile(compile, device, seconds)
     if seconds > 60 and not eval_only:  # a shorter run can hardly fill it
-        plan_memory(model, machine, config, micro_batch, accumulation * micro_batch, ranks if shard else 1)
+        plan_memory(model, machine, config, micro_batch, accumulation * micro_batch, ranks if shard else 1,
+                    compile)
     if shard:
         shard_model(model, machine)
     model.to(device).train()
@@ -1117,7 +1149,7 @@ if __name__ == '__main__':
     scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
     progress = resume(rest, optimizers, scaler) if resumed else Progress()
     del rest, source_tokenizer  # their memory
-    compile, forward = resolve_compile(compile, device, seconds), model
+    forward = model
     if compile and not eval_only:
         whole = '' if 'cuda' in device else f", the run up to {duration(seconds)} on two idle cores"
         print0(f"compiling: the first iteration takes half a minute or more{whole}")

@@ -211,6 +211,11 @@ def test_experts_that_wait_for_the_host_are_in_no_cuda_graph(options, device, ca
     monkeypatch.setattr(torch, 'compile', lambda step, options, **_: graphs.append(options) or step)
     flat_sample.compile_step(model, torch.device(device))
     assert graphs[0]['triton.cudagraphs'] == (whole and device == 'cuda')
+    # products with one row are tuned
+    monkeypatch.setattr(torch, 'compile', lambda step, options, **_: lambda *args, version: options)
+    run = flat_sample.compile_step(model, torch.device('cuda'))
+    assert [run(model, torch.zeros(shape))['coordinate_descent_tuning'] for shape in ((1, 1), (2, 1), (1, 4))
+            ] == [True, False, False]
     flat.quantize_weights(model, dtype)
     assert flat_sample.is_one_graph(model, torch.device(device)) == (not options)
 

@@ -152,7 +152,7 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(options, monkey
     # on CPUs alone the model looks at its targets
     monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
     asks, autocast = [], functools.partial(torch.autocast, 'cpu', torch.bfloat16)
-    for kind in 'adamw', 'muon':
+    for kind in 'adamw', 'muon', 'normuon':
         with FakeTensorMode():
             model, idx = tiny(**options), torch.zeros(2, 16, dtype=torch.long)
             optimizers = make_optimizers(model, optimizer=kind)
@@ -164,7 +164,24 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(options, monkey
                 except DataDependentOutputException:
                     asks.append(kind)
                     break
-    assert asks == ['muon']  # which cannot leave an update out by itself
+    assert not asks
+
+
+def test_an_update_that_is_skipped_changes_nothing():
+    """At the first, before there is momentum, and later: weights and states are those of sound ones alone."""
+    found = []
+    for grads in (math.nan, 0.5, math.inf, 0.25), (0.5, 0.25):
+        torch.manual_seed(0)
+        model = tiny()
+        params, optimizers = list(model.parameters()), make_optimizers(model, optimizer='normuon')
+        for grad in grads:
+            for w in params:
+                w.grad = torch.sin(torch.arange(w.numel(), dtype=torch.float32)).view_as(w) * grad
+            _, moved = flat_train.update(model, params, optimizers, NO_SCALER, 1.0, None, 0.0)
+            assert moved == math.isfinite(grad)
+        found.append([*params, *(value for opt in optimizers for state in opt.state.values()
+                                 for value in state.values())])
+    assert len(found[0]) > 2 * len(params) and all(map(torch.equal, *found))
 
 
 # runs -------------------------------------------------------------------------------------------------------
@@ -236,10 +253,25 @@ def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
 
 @pytest.mark.parametrize('compile, device, seconds, expected', [
     ('auto', 'cpu', 119, False), ('auto', 'cpu', 121, True), ('auto', 'mps', 1e9, False),
-    ('auto', 'cuda:0', 1, True), (True, 'cpu', 1, True), (False, 'cpu', 1e9, False)])
+    ('auto', 'cuda:0', 119, False), ('auto', 'cuda:0', 121, True), (True, 'cpu', 1, True),
+    (False, 'cpu', 1e9, False)])
 def test_runs_that_earn_it_are_compiled(compile, device, seconds, expected, monkeypatch):
     monkeypatch.setattr(flat_train, 'can_compile', lambda device: True)
     assert flat_train.resolve_compile(compile, device, seconds) is expected
+
+
+@pytest.mark.parametrize('card', ['NVIDIA H200', 'NVIDIA A10', 'NVIDIA GeForce RTX 3060'])
+def test_the_first_run_is_over_on_a_gpu_before_a_compiler_would_be(card, monkeypatch):
+    """Unlike config/small.py."""
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: card)
+    machine, seconds = types.SimpleNamespace(device='cuda:0', device_type='cuda', dtype=torch.bfloat16), []
+    first = dict(n_layer=4, n_head=3, n_embd=192, block_size=256, vocab_size=4096)
+    small = dict(n_layer=12, n_head=6, n_kv_head=2, n_embd=768, d_ff=2432)
+    for shape, length in (first, (750, 1, 4096)), (small, (4758, 32, 2**19)):
+        with torch.device('meta'):
+            model = GPT(GPTConfig(**shape))
+        seconds.append(flat_train.eager_seconds(model, machine, *length))
+    assert seconds[0] < 20 and seconds[1] > 3600
 
 
 def test_flops_are_those_of_the_card_that_is_named(monkeypatch):
@@ -442,6 +474,9 @@ def test_more_memory_than_there_is_is_said_with_settings_that_fit(monkeypatch, c
         flat_train.plan_memory(model, machine, flat_train.config, 24, 48, 1)
         assert said in capsys.readouterr().out
     assert given_back == [2**20] * 3
+    flat_train.plan_memory(model, machine, flat_train.config, 24, 48, 1, compile=True)
+    assert 'more than there is, but compiled steps need less; --checkpoint_' in capsys.readouterr().out
+    given_back.pop()
     monkeypatch.setattr(flat_train, 'memory_at_hand', lambda device: 2**40)
     flat_train.plan_memory(model, machine, flat_train.config, 24, 48, 1)
     out = capsys.readouterr().out
@@ -626,21 +661,37 @@ model.GPT.forward = broken
 
 
 def test_compiled_ranks_equal_eager_ones(folder):
-    """Cut where DDP sends gradients, in buckets of 25 MB, here of 10 KB, and where FSDP gathers weights."""
-    patch = ('import torch\ndist._DEFAULT_FIRST_BUCKET_BYTES = 4096\n'
-             'ddp = torch.nn.parallel.DistributedDataParallel\n'
-             'ddp.__init__ = functools.partialmethod(ddp.__init__, bucket_cap_mb=0.01)')
+    """Cut where DDP sends gradients, in buckets of 25 MB, here of 10 KB, and where FSDP gathers weights. In
+    bfloat16 it gathers matrices, but none that the model reads in float32."""
+    patch = '''
+import model, torch
+dist._DEFAULT_FIRST_BUCKET_BYTES = 4096
+ddp = torch.nn.parallel.DistributedDataParallel
+ddp.__init__ = functools.partialmethod(ddp.__init__, bucket_cap_mb=0.01)
+forward = model.Block.forward
+def show(self, x, context):
+    if rank == 0 and '--dtype=bfloat16' in sys.argv:
+        print(*(f'{name} {w.dtype}' for name, w in self.named_parameters()), sep='\\n', flush=True)
+    return forward(self, x, context)
+model.Block.forward = show
+'''
     common = [*TOY, '--max_iters=4', '--eval_interval=4', '--log_interval=1', '--dropout=0.2',
               '--gradient_accumulation_steps=4', '--n_expert=4', '--d_expert=16', '--n_dense_layer=1',
               '--checkpoint_activations=2']
     kinds = {'eager': ['--compile=False'], 'ddp': ['--compile=True'],
-             'shard': ['--compile=True', '--shard=True']}
+             'shard': ['--compile=True', '--shard=True'],
+             'bfloat16': ['--dtype=bfloat16', '--shard=True', '--max_iters=1', '--mixer_pattern=AD']}
     found = on_ranks(2, *([f'--out_dir={kind}', *common, *more] for kind, more in kinds.items()), patch=patch)
     assert 'raised: ' not in found, found
     for key, error in ('loss', 1e-4), ('grad_norm', 1e-3):
-        eager, *compiled = ([float(row[key]) for row in log_rows(kind)] for kind in kinds)
+        eager, *compiled = ([float(row[key]) for row in log_rows(kind)] for kind in [*kinds][:3])
         assert len(eager) == 4 and all(each == pytest.approx(eager, rel=error) for each in compiled)
     assert not any('_orig_mod' in name for kind in kinds for name in saved(kind)['model'])
+    dtypes = {dtype: {name for name, was in re.findall(r'^(\S+) torch\.(\w+)$', found, re.M) if was == dtype}
+              for dtype in ('float32', 'bfloat16')}
+    assert dtypes['bfloat16'] == {name for name in dtypes['bfloat16'] | dtypes['float32'] if re.search(
+        r'(c_attn|c_proj|c_fc)\.weight', name)}, dtypes
+    assert {'mlp.router.weight', 'attn.A_log', 'attn.dt_bias', 'ln_1.weight'} <= dtypes['float32']
 
 
 # target masks and documents ---------------------------------------------------------------------------------
