@@ -45,8 +45,8 @@ from configurator import configure, package, print0
 source = 'pystdlib'
 field = 'text'             # JSON lines, parquet: the field with a record's text or messages
 errors = 'strict'          # bytes that are not UTF-8: strict refuses them, replace puts U+FFFD
-# byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json or of
-# another dataset; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
+# byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, another
+# dataset's or a run's; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
 tokenizer: str | None = None
 special_tokens = 'refuse'  # in a document: refuse, or learn them as text or as tokens
 pattern: str | None = None  # of bpe:4096: the regular expression of words; None: GPT-4's
@@ -536,12 +536,12 @@ def cut_in_two(blocks, n_train):
 
 # encoding ---------------------------------------------------------------------------------------------------
 
-def refuse_special(text, special, place):
-    """Raises ValueError if the pattern `special` is in the text."""
+def refuse_special(text, special, place, plain=''):
+    """Raises ValueError if the pattern `special` is in the text. plain: another way out of it."""
     if special and (found := re.search(special, text)):
         around = text[max(0, found.start() - 20):found.end() + 20]
         raise ValueError(f'{place}: {found[0]!r} in {around!r} is a special token of the tokenizer: remove '
-                         'it, or learn it as one by --special_tokens=tokens, as plain text by =text')
+                         f'it, or learn it as one by --special_tokens=tokens{plain}')
 
 
 def text_items(texts, tok, special, counts):
@@ -552,7 +552,8 @@ def text_items(texts, tok, special, counts):
             raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart: '
                              'name another by --tokenizer')
         for n, (piece, last) in enumerate(pieces(document, tok)):
-            refuse_special(piece, special, f'document {counts["documents"]:,}')
+            refuse_special(piece, special, f'document {counts["documents"]:,}',
+                           plain=', as plain text by --special_tokens=text')
             yield (split, piece, n == 0, last and whole), len(piece)
 
 
@@ -789,8 +790,22 @@ def is_prepared(folder):
     return any(os.path.isfile(os.path.join(folder, name)) for name in ('meta.json', 'meta.pkl'))
 
 
+def data_folder(name):
+    """data/<name>, or the path `name` if only that is a folder."""
+    folder = os.path.join('data', name.removeprefix(f'data{os.sep}'))
+    return name if os.path.isdir(name) and not os.path.isdir(folder) else folder
+
+
+def is_run(path):
+    """Whether this is a run of train.py, or one of its checkpoints."""
+    return os.fspath(path).endswith('.pt') or os.path.exists(os.path.join(path, 'ckpt.pt'))
+
+
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder."""
+    """The tokenizer of a prepared folder, or of a run."""
+    if is_run(folder):
+        from model import checkpoint_path, read_checkpoint  # torch takes a second
+        return tokenizer_from_state(read_checkpoint(checkpoint_path(folder))['tokenizer'])
     state = read_meta(folder)['tokenizer']
     if state is None:
         return make_tokenizer('gpt2')
@@ -916,7 +931,7 @@ def check_ids(ids, vocab_size, path, advice):
 
 def look(folder):
     """Prints a prepared folder's counts, document lengths, commonest tokens and beginning."""
-    folder = folder if os.path.isdir(folder) else os.path.join('data', folder)
+    folder = data_folder(folder)
     splits = [Bins(folder, split) for split in reversed(SPLITS)]
     meta, tok = read_meta(folder), load_tokenizer(folder)
     print(f'{folder}: {meta.get("source")}, tokenizer {tok.name}, vocabulary '
@@ -967,7 +982,7 @@ if __name__ == '__main__':
     else:
         n_train = characters_to_train_on(found, val_fraction)
         texts = functools.partial(split_texts, found, val_fraction, n_train)
-        if is_prepared(tokenizer) and pattern is None:
+        if (is_prepared(tokenizer) or is_run(tokenizer)) and pattern is None:
             tok = load_tokenizer(tokenizer)
         elif tokenizer.startswith('data' + os.sep) and not os.path.exists(tokenizer):
             raise FileNotFoundError(f'tokenizer={tokenizer!r}: that folder is not prepared; '
@@ -990,5 +1005,10 @@ if __name__ == '__main__':
         print(f'slots of {block_size} tokens, {filled:.0%} full; {meta["train_learnt"]:,} train tokens are '
               f'learnt; {meta["cut"]:,} longer ones are cut')
     config, usual = (['config/chat.py'], 'pydoc_chat') if found.chats else ([], dataset_name(FIRST_RUN))
-    name = dataset_name(folder)
-    print('next:', shlex.join(['python', 'train.py', *config, *[f'--dataset={name}'] * (name != usual)]))
+    name, note = dataset_name(folder), ''
+    flags = [f'--dataset={name}'] * (name != usual)
+    if found.chats and tokenizer != FIRST_RUN:  # that of config/chat.py's base
+        is_model = is_run(tokenizer) or os.path.exists(os.path.join(tokenizer, 'config.json'))
+        note = '' if is_model else ' (RUN: a model that was trained with this tokenizer)'
+        flags.append(f'--init_from={tokenizer if is_model else "RUN"}')
+    print('next:', shlex.join(['python', 'train.py', *config, *flags]) + note)

@@ -109,7 +109,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hub import load, plain
 from model import CHANGEABLE, GPT, GROUPS, GPTConfig, add_lora, lora_state
-from prepare import Bins, load_tokenizer, read_meta
+from prepare import Bins, data_folder, load_tokenizer, read_meta
 from sample import complete
 
 # learning rate ----------------------------------------------------------------------------------------------
@@ -999,12 +999,6 @@ def peak_mb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 
 
-def data_folder(dataset):
-    """data/<dataset>, or dataset itself if only that is a folder."""
-    folder = os.path.join('data', dataset)
-    return dataset if os.path.isdir(dataset) and not os.path.isdir(folder) else folder
-
-
 def check_data(folder, meta, train_bins, val_bins, config):
     """Raises ValueError if a GPT of this config cannot train on the folder."""
     if meta['block_size'] not in (None, config.block_size):
@@ -1027,7 +1021,8 @@ def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
         print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
         return None
     if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
-        source = data_folder(rest['config']['dataset']) if 'config' in rest else rest['path']
+        has_own = rest.get('tokenizer') or 'config' not in rest  # nanoGPT's have none
+        source = rest['path'] if has_own else data_folder(rest['config']['dataset'])
         differs = (f"{folder} was prepared with another tokenizer than the model's, so that ids stand for "
                    f"other text: python prepare.py ... --tokenizer={shlex.quote(source)}")
         if resumed:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,19 +24,77 @@ from model import GPT, GPTConfig
 CPU = ['--device=cpu', '--dtype=float32']
 
 
-def test_text_becomes_a_model_its_samples_and_an_export(tmp_path, monkeypatch, capsys):
+SHORT = [*TOY[5:], '--max_iters=6']  # of any shape
+
+
+def advised(text):
+    """[[script, argument, ...]] of the commands in what a script says."""
+    return [shlex.split(command)[1:] for command in re.findall(r'python [a-z]+\.py[^`\n(]*', str(text))]
+
+
+def test_advice_leads_from_a_text_to_a_model_its_samples_and_an_export(tmp_path, monkeypatch, capsys):
+    """Each command that a script prints is run as it is, but for flags that make it short."""
     monkeypatch.chdir(tmp_path)
     Path('my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
-    run('prepare.py', 'my.txt', '--tokenizer=byte')
-    run('train.py', '--dataset=my_byte', '--out_dir=out dir', *TOY[1:], '--block_size=32', '--max_iters=60')
-    capsys.readouterr()
+
+    def follow(said, *flags):
+        for command in (commands := advised(said)):
+            run(*command, *flags)
+        assert commands
+        return capsys.readouterr().out
+
+    with pytest.raises(FileNotFoundError, match='data/my_byte is not prepared') as error:
+        run('train.py', '--dataset=data/my_byte')
+    said = follow(follow(error.value), *TOY[1:], '--block_size=32', '--max_iters=60', '--out_dir=out dir')
     greedy = ['--start=It was', '--num_samples=1', '--max_new_tokens=12', '--temperature=0', *CPU]
-    run('sample.py', '--out_dir=out dir', *greedy)
-    sampled = re.search(r'^It was.*$', capsys.readouterr().out, re.M)[0]
+    sampled = re.search(r'^It was.*$', follow(said, *greedy), re.M)[0]
     pytest.importorskip('safetensors')
     run('hub.py', 'export', 'out dir', 'mine')
-    run('sample.py', '--init_from=mine', *greedy)
+    run('hub.py', 'mine')
+    sample, prepare, train = advised(capsys.readouterr().out)
+    run(*sample, *greedy)
     assert re.search(r'^It was.*$', capsys.readouterr().out, re.M)[0] == sampled != 'It was'
+    run(*prepare)
+    run(*train, *SHORT, '--out_dir=fine')
+    with pytest.raises(FileNotFoundError, match='data/pystdlib_bpe4096 is not prepared.*`python prepare.py`'):
+        run('prepare.py', 'look')
+
+
+def test_advice_about_tokenizers_leads_to_conversations(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path('my.txt').write_text('It was the best of times, it was the worst of <|im_end|>.\n' * 400, 'utf-8')
+    turns = [[('user', f'What is {n}?'), ('assistant', f'It is {n}.<|im_end|>')] for n in range(30)]
+    Path('chats.jsonl').write_text('\n'.join(json.dumps({'messages': [
+        {'role': role, 'content': content} for role, content in turn]}) for turn in turns), 'utf-8')
+
+    def ways_out(*command):
+        """Flags that are said to help; each does."""
+        with pytest.raises(ValueError, match='is a special token of the tokenizer') as error:
+            run('prepare.py', *command)
+        for flag in (flags := re.findall(r'--special_tokens=\w+', str(error.value))):
+            run('prepare.py', *command, flag)
+        return len(flags)
+
+    assert ways_out('my.txt', '--tokenizer=bpe:300') == 2
+    run('train.py', '--dataset=my_bpe300', *TOY[1:], '--block_size=128', '--max_iters=6', '--out_dir=base')
+    assert ways_out('chats.jsonl', '--tokenizer=base', '--block_size=128') == 1
+    *_, command = advised(capsys.readouterr().out)
+    tuned = run(*command, *SHORT[1:], '--out_dir=fine')
+    assert tuned['model'].config.document_token is not None and tuned['first_it'] == 0
+    assert 'warning' not in capsys.readouterr().out  # the base has this tokenizer
+    run('prepare.py', 'chats.jsonl', '--tokenizer=data/my_bpe300', '--block_size=128',
+        '--special_tokens=tokens')
+    said = capsys.readouterr().out
+    assert [advised(said)[-1]] == advised(' '.join(['python', *command]).replace('=base', '=RUN'))
+    assert '(RUN: a model that was trained with this tokenizer)' in said
+
+    run('prepare.py', 'my.txt', '--tokenizer=byte')
+    eval_base = ['bench.py', 'eval', '--init_from=base', *CPU]
+    with pytest.raises(ValueError, match='another tokenizer than base/ckpt.pt has') as error:
+        run(*eval_base, '--dataset=my_byte')
+    run('prepare.py', 'my.txt', re.search(r'--tokenizer=\S+', str(error.value))[0], '--out=again',
+        '--special_tokens=text')
+    run(*eval_base, '--dataset=again')
 
 
 def test_a_damaged_file_is_named(base):

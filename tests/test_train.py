@@ -967,7 +967,7 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
     finally:
         first.kill()
     assert first.returncode == 130 and 'stopping after this iteration' in error, out + error
-    said = re.search('^saved at ([78]) of 1,000,000 .*: python [^ ]*train.py (.*)\nstep ', out, re.M)
+    said = re.search('^saved at ([78]) of 1,000,000, .*: python [^ ]*train.py (.*)\nstep ', out, re.M)
     assert saved('cut it')['iter_num'] == int(said[1]) and 'done' not in out
     run('train.py', *shlex.split(said[2]), '--max_iters=20')
     assert same_weights(saved('whole')['model'], saved('cut it')['model'])
