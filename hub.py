@@ -471,7 +471,7 @@ EXPORTED = (WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', 'config.json')
 def save_pretrained(model, tokenizer, folder, dtype=None):
     """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: may be None; dtype: of the
     weights, None: the model's. Raises ValueError if no family computes the same or the folder holds other
-    files, and OSError, with nothing changed, if it cannot be written."""
+    files, OSError or SafetensorError, with nothing changed, if it cannot be written."""
     safetensors, folder = package('safetensors'), pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     if model.wte.weight.dtype not in DTYPES.values():
@@ -494,11 +494,8 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding='utf-8', newline='')
         tensors = their_tensors(model, plan(model, FAMILIES[c['model_type']]), dtype)
-        try:
-            package('safetensors.torch').save_file(
-                tensors, temporary / WEIGHTS, {'format': 'pt', 'exported_by': 'flatgpt'})
-        except safetensors.SafetensorError as error:  # a full disk
-            raise OSError(f"{folder} cannot be written: {error}") from None
+        package('safetensors.torch').save_file(
+            tensors, temporary / WEIGHTS, {'format': 'pt', 'exported_by': 'flatgpt'})
         shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else private to its owner
         folder.mkdir(exist_ok=True)
         for name in EXPORTED:

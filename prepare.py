@@ -18,7 +18,6 @@ import codecs
 import collections
 import contextlib
 import dataclasses
-import errno
 import functools
 import glob
 import gzip
@@ -76,17 +75,6 @@ RETRY_WAITS = (0.5, 1, 2, 4)  # seconds between the tries of a download
 print_once = functools.cache(print0)
 
 
-@contextlib.contextmanager
-def named_when_full(path):
-    """Raises OSError that names path if the disk is full."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno == errno.ENOSPC:
-            raise OSError(f'{path} cannot be written ({e.strerror}): free some space') from None
-        raise
-
-
 # downloads --------------------------------------------------------------------------------------------------
 
 def sha256_of(path):
@@ -113,7 +101,7 @@ def fetch(url, path):
             response.raise_for_status()
             size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that all of it comes
             progress = Progress(f'download {os.path.basename(path)}', size)
-            with named_when_full(part), open(part, 'wb') as f:
+            with open(part, 'wb') as f:
                 for block in response.iter_content(1 << 16):
                     f.write(block)
                     progress.add(len(block))
@@ -536,12 +524,13 @@ def cut_in_two(blocks, n_train):
 
 # encoding ---------------------------------------------------------------------------------------------------
 
-def refuse_special(text, special, place, plain=''):
-    """Raises ValueError if the pattern `special` is in the text. plain: another way out of it."""
+def refuse_special(text, special, place):
+    """Raises ValueError if the pattern `special` is in the text."""
     if special and (found := re.search(special, text)):
         around = text[max(0, found.start() - 20):found.end() + 20]
         raise ValueError(f'{place}: {found[0]!r} in {around!r} is a special token of the tokenizer: remove '
-                         f'it, or learn it as one by --special_tokens=tokens{plain}')
+                         'it, or learn it as one by --special_tokens=tokens, or, of documents but not of '
+                         'conversations, as plain text by --special_tokens=text')
 
 
 def text_items(texts, tok, special, counts):
@@ -552,8 +541,7 @@ def text_items(texts, tok, special, counts):
             raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart: '
                              'name another by --tokenizer')
         for n, (piece, last) in enumerate(pieces(document, tok)):
-            refuse_special(piece, special, f'document {counts["documents"]:,}',
-                           plain=', as plain text by --special_tokens=text')
+            refuse_special(piece, special, f'document {counts["documents"]:,}')
             yield (split, piece, n == 0, last and whole), len(piece)
 
 
@@ -717,7 +705,7 @@ def new_files(folder):
     """A temporary folder whose FILES replace those in `folder` if all goes well, meta.json last."""
     os.makedirs(folder, exist_ok=True)
     try:
-        with named_when_full(folder), tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
+        with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
             yield temp
             for name in FILES:
                 if os.path.exists(os.path.join(temp, name)):
@@ -1005,10 +993,8 @@ if __name__ == '__main__':
         print(f'slots of {block_size} tokens, {filled:.0%} full; {meta["train_learnt"]:,} train tokens are '
               f'learnt; {meta["cut"]:,} longer ones are cut')
     config, usual = (['config/chat.py'], 'pydoc_chat') if found.chats else ([], dataset_name(FIRST_RUN))
-    name, note = dataset_name(folder), ''
+    name = dataset_name(folder)
     flags = [f'--dataset={name}'] * (name != usual)
     if found.chats and tokenizer != FIRST_RUN:  # that of config/chat.py's base
-        is_model = is_run(tokenizer) or os.path.exists(os.path.join(tokenizer, 'config.json'))
-        note = '' if is_model else ' (RUN: a model that was trained with this tokenizer)'
-        flags.append(f'--init_from={tokenizer if is_model else "RUN"}')
-    print('next:', shlex.join(['python', 'train.py', *config, *flags]) + note)
+        flags.append(f'--init_from={tokenizer if is_run(tokenizer) else "RUN-WITH-THIS-TOKENIZER"}')
+    print('next:', shlex.join(['python', 'train.py', *config, *flags]))

@@ -955,16 +955,13 @@ def resolve_compile(compile, device, seconds):
 SIGN_OF_LIFE = 20  # seconds
 
 
-def tell_compiling(progress):
-    """Says, from a thread, how long the first iteration takes, until it is done."""
-    first, began = progress.iter_num, time.time()
-
-    def tell():
+def tell_compiling(progress, first, seconds):
+    """Says again and again, in a thread, how long it is compiling, until iteration `first` is done."""
+    began = time.time()
+    while progress.iter_num == first:
+        print0(f"compiling, {duration(time.time() - began)} so far: it takes half a minute or more, the "
+               f"whole run at most about {duration(seconds)}")
         time.sleep(SIGN_OF_LIFE)
-        while progress.iter_num == first:
-            print0(f"still compiling, {duration(time.time() - began)} so far")
-            time.sleep(SIGN_OF_LIFE)
-    threading.Thread(target=tell, daemon=True).start()
 
 
 def compile_model(model, device):
@@ -1051,11 +1048,10 @@ def stop_on_signals(rank):
 if __name__ == '__main__':
     # start and settings
     check_settings(config)
-    unset = {name: config[name] for name, ways in (('dataset', {'dataset'}), ('max_iters', LENGTH))
-             if not ways & given.keys()}
-    if unset and init_from != 'resume':
-        show("not given, so nanoGPT's (a config file replaces config/default.py)", unset)
     model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
+    if not resumed and ('dataset' not in given or LENGTH.isdisjoint(given)):
+        print0(f"dataset={dataset} and max_iters={max_iters} are nanoGPT's where they are not given: a "
+               "config file replaces config/default.py")
     if init_from != 'scratch':
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, settings.model_args,
                                                       None if resumed else read_meta(data_folder(dataset)))
@@ -1146,9 +1142,8 @@ if __name__ == '__main__':
     del rest, source_tokenizer  # their memory
     forward = model
     if compile and not eval_only:
-        whole = '' if 'cuda' in device else f", the run up to {duration(seconds)} on two idle cores"
-        print0(f"compiling: the first iteration takes half a minute or more{whole}")
-        tell_compiling(progress)
+        threading.Thread(target=tell_compiling, args=(progress, progress.iter_num, seconds),
+                         daemon=True).start()
         forward = compile_model(model, device)
     evaluated = forward if 'cuda' in device else model  # on CPUs compiling again costs more than it gives
     if ranks > 1 and not shard:

@@ -257,7 +257,7 @@ def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(prepare, 'sha256_of', fails)
         for folder in 'data/a', 'data/b':
-            with pytest.raises(OSError, match=f'{folder} cannot be written .*free some space'):
+            with pytest.raises(OSError, match='no more'):
                 prepare.write_dataset(folder, prep_texts(source), tok, 'a')
     assert os.listdir('data') == ['a'] and files_of('data/a') == before
     prepare.write_dataset('data/a', prep_texts(source), tok, 'a')

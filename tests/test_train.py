@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -927,11 +928,13 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder, capsys):
 def test_compiling_gives_signs_of_life(monkeypatch, capfd):
     monkeypatch.setattr(flat_train, 'SIGN_OF_LIFE', 0.01)
     progress, said = flat_train.Progress(), ''
-    flat_train.tell_compiling(progress)
+    thread = threading.Thread(target=flat_train.tell_compiling, args=(progress, 0, 90))
+    thread.start()
     while said.count('\n') < 2:
         said += capfd.readouterr().out
     progress.iter_num = 1
-    assert said.startswith('still compiling, 0:00 so far\n')
+    thread.join()
+    assert said.startswith('compiling, 0:00 so far: ') and 'the whole run at most about 1:30\n' in said
 
 
 # stopping ---------------------------------------------------------------------------------------------------
