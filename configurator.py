@@ -22,6 +22,7 @@ import shutil
 import sys
 import sysconfig
 import textwrap
+import time
 import types
 import typing
 from pathlib import Path
@@ -205,6 +206,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     if flags:
         show('flags', flags)
     settings.update(config)
+    if launched and config.get('device') in ('auto', 'cpu'):
+        yield_cores()
     return Configured(config, model_args, plain, given)
 
 
@@ -292,6 +295,31 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
                 functools.partial(torch.autocast, kind, compute))
     return types.SimpleNamespace(device=device, device_type=kind, dtype=compute, autocast=autocast,
                                  threads=threads)
+
+
+def yield_cores():
+    """Has OpenMP's threads wait asleep, not spinning, where other programs keep more than a third of the
+    cores busy. OpenMP reads the environment when torch loads it; a user who has set something there decides.
+
+    Beside others two threads then take 0.3 to 0.6 of the time, one thread mostly more; alone they would take
+    1.1 to 1.5 times as long. Their number stays, and with it each rounding. See docs/evidence.md.
+    """
+    decided = {'OMP_NUM_THREADS', 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys()
+    if decided or 'torch' in sys.modules or sys.platform != 'linux':
+        return
+    busy, cores = busy_cores(), os.cpu_count()
+    if busy > cores / 3:
+        os.environ['OMP_WAIT_POLICY'] = 'passive'
+        print0(f"other programs use about {busy:.1f} of {cores} cores: threads wait asleep")
+
+
+def busy_cores():
+    """How many cores other programs use, on Linux: in a tenth of a second, which this one sleeps."""
+    def used():  # hundredths of a second: user, nice, system
+        return sum(map(int, Path('/proc/stat').read_text('utf-8').split()[1:4]))
+    before = used()
+    time.sleep(0.1)
+    return (used() - before) / 10
 
 
 def choose_device(device):

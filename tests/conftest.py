@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if 'PYTEST_XDIST_WORKER' in os.environ:  # before torch: a thread for each worker, and for what it starts
     os.environ.setdefault('OMP_NUM_THREADS', '1')
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # whatever else runs here
 
 import os
 import signal

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import sysconfig
 import types
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -251,6 +253,34 @@ def test_the_cpu_makes_no_call_to_cuda(monkeypatch, capsys):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     assert runtime('cpu', 'float32', seed=3, threads=1).threads == torch.get_num_threads() == 1
     assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize('cores, variables, asleep', [
+    (2, {}, True), (4, {'CI': '1'}, True), (6, {}, False), (2, {'OMP_NUM_THREADS': '2'}, False),
+    (2, {'OMP_WAIT_POLICY': 'active'}, False), (2, {'GOMP_SPINCOUNT': '9'}, False)])
+def test_threads_wait_asleep_beside_others_unless_the_user_decides(cores, variables, asleep, script,
+                                                                   monkeypatch, capsys):
+    monkeypatch.setattr(configurator, 'busy_cores', lambda: 1.6)
+    monkeypatch.setattr(os, 'cpu_count', lambda: cores)
+    monkeypatch.setattr(sys, 'platform', 'linux')
+    code = Path('script.py').read_text('utf-8')
+    Path('script.py').write_text(code.replace('max_iters', "device = 'cpu'\nmax_iters", 1), 'utf-8')
+    with mock.patch.dict(os.environ, variables, clear=True), mock.patch.dict(sys.modules):
+        script('config/a.py')  # torch is here, too late
+        del sys.modules['torch']
+        script('config/a.py', '--device=cuda')
+        assert 'other programs' not in capsys.readouterr().out and os.environ == variables
+        script('config/a.py')
+        assert os.environ == variables | ({'OMP_WAIT_POLICY': 'passive'} if asleep else {})
+    line = f'other programs use about 1.6 of {cores} cores: threads wait asleep\n'
+    assert capsys.readouterr().out.endswith(line) == asleep
+
+
+def test_time_that_programs_use_is_read_from_linux(monkeypatch):
+    texts = iter(['cpu  100 20 30 4000 50 6 7 8 0 0\ncpu0 1 2 3 4', 'cpu  110 22 34 4004 51 6 7 8 0 0\ncpu0'])
+    file = types.SimpleNamespace(read_text=lambda encoding: next(texts))
+    monkeypatch.setattr(configurator, 'Path', lambda name: file)
+    assert configurator.busy_cores() == 1.6  # user, nice, system: 16 hundredths of a second in a tenth
 
 
 @pytest.mark.parametrize('amx, bf16, vendor, dtype, precision', [
