@@ -296,7 +296,7 @@ def our_step(model, forward, machine, batch_size, config):
 
     def step():
         _, load, _ = train.gradients(forward, (x, y, None), iter(()), 1, machine.autocast, scaler,
-                                     {name: settings[f'{name}_loss'] for name in ('balance', 'z', 'mtp')})
+                                     settings)
         train.update(model, params, optimizers, scaler, settings['grad_clip'], load, settings['balance_rate'])
     return step
 

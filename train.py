@@ -121,14 +121,24 @@ SCHEDULES = {  # (share of the decay done, cooldown) -> share of the way from mi
 }
 
 
-def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
-    """Learning rate of iteration `it`: warm-up, then the schedule (None: constant) to `floor` at `end`."""
+def lr_at(it, config):
+    """Learning rate of iteration `it`: warm-up, then the schedule down to min_lr. config: train.py's."""
+    peak, floor, warmup = config['learning_rate'], config['min_lr'], config['warmup_iters']
     if it < warmup:
         return peak * (it + 1) / (warmup + 1)
-    if schedule is None:
+    if not config['decay_lr']:
         return peak
+    end = config['max_iters'] if config['lr_decay_iters'] is None else config['lr_decay_iters']
     done = min(1.0, (it - warmup) / max(1, end - warmup))
-    return floor + SCHEDULES[schedule](done, cooldown) * (peak - floor)
+    floor = peak / 10 if floor is None else floor
+    return floor + SCHEDULES[config['lr_schedule']](done, config['cooldown']) * (peak - floor)
+
+
+def set_rates(optimizers, lr):
+    """Gives each group of parameters its learning rate."""
+    for opt in optimizers:
+        for group in opt.param_groups:
+            group['lr'] = lr * group.get('lr_scale', 1.0)
 
 
 # ranks ------------------------------------------------------------------------------------------------------
@@ -526,7 +536,7 @@ def forecast(model, machine, config, batch_size, shards=1):
         state = sum(live.changes)
         x = torch.zeros(batch_size, model.config.block_size, dtype=torch.long, device=machine.device)
         gradients(fake.train(), (x, x, None), iter(()), 1, machine.autocast,
-                  torch.amp.GradScaler(enabled=False), {'balance': 1, 'z': 1, 'mtp': 1})
+                  torch.amp.GradScaler(enabled=False), config)
     total = np.cumsum(live.changes)
     # sharded, a block and the next are gathered, and there are two copies of a block's gradients
     parts = {'weights, gradients, optimizer': state / shards,
@@ -580,10 +590,16 @@ def plan_memory(model, machine, config, micro_batch, share, shards, compile=Fals
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-def gradients(forward, batch, batches, accumulation, autocast, scaler, aux_weights):
-    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. aux_weights: the weights of
-    the losses in GPT.forward's aux. Returns the mean loss, the experts' load or None, and the next
-    iteration's first batch."""
+LOSSES = {  # of GPT.forward's aux, beside the loss reported: the setting that weighs them
+    'balance': 'balance_loss',
+    'z': 'z_loss',
+    'mtp': 'mtp_loss',
+}
+
+
+def gradients(forward, batch, batches, accumulation, autocast, scaler, config):
+    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. config has the weights of
+    LOSSES. Returns the mean loss, the experts' load or None, and the next iteration's first batch."""
     losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
@@ -594,8 +610,8 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, aux_weigh
         if weight is not None:
             loss = loss * weight
         losses += loss.detach()
-        for name, its_weight in aux_weights.items():
-            loss = loss + its_weight * aux[name] if name in aux else loss
+        for name, setting in LOSSES.items():
+            loss = loss + config[setting] * aux[name] if name in aux else loss
         if 'load' in aux:  # a model with experts
             loads.append(aux['load'])
         loss = loss / loss.isfinite()  # else by 0, so that no gradient is finite on any rank
@@ -1104,8 +1120,6 @@ if __name__ == '__main__':
         length = f'tokens_per_param={tokens_per_param:g}'
         max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
     config['max_iters'] = max_iters
-    decay_end = max_iters if lr_decay_iters is None else lr_decay_iters
-    floor = learning_rate / 10 if min_lr is None else min_lr
     flops_per_iter = model.flops_per_token() * tokens_per_iter
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
@@ -1175,19 +1189,15 @@ if __name__ == '__main__':
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device)
     batch, row, stopping, skipped, in_a_row = next(batches, None), None, False, progress.skipped, 0
-    aux_weights = {'balance': balance_loss, 'z': z_loss, 'mtp': mtp_loss}
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
         while progress.iter_num < goal and not stopping and not eval_only:
-            lr = lr_at(progress.iter_num, learning_rate, floor, warmup_iters, decay_end,
-                       lr_schedule if decay_lr else None, cooldown)
-            for opt in optimizers:
-                for group in opt.param_groups:
-                    group['lr'] = lr * group.get('lr_scale', 1.0)
+            lr = lr_at(progress.iter_num, config)
+            set_rates(optimizers, lr)
             seed_dropout(seed, progress.iter_num, rank, device)
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
-                                                 scaler, aux_weights)
+                                                 scaler, config)
             at_goal = progress.iter_num + 1 == goal
             before = [w.detach().clone() for w in params] if at_goal else None
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
