@@ -301,8 +301,8 @@ def yield_cores():
     """Has OpenMP's threads wait asleep, not spinning, where other programs keep more than a third of the
     cores busy. OpenMP reads the environment when torch loads it; a user who has set something there decides.
 
-    Beside others two threads then take 0.3 to 0.6 of the time, one thread mostly more; alone they would take
-    1.1 to 1.5 times as long. Their number stays, and with it each rounding. See docs/evidence.md.
+    Beside others two threads then take 0.3 to 0.6 of the time, alone they would take 1.1 to 1.5 times as
+    long (docs/evidence.md). One thread is slower beside many, and rounds otherwise than the run it resumes.
     """
     decided = {'OMP_NUM_THREADS', 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys()
     if decided or 'torch' in sys.modules or sys.platform != 'linux':
