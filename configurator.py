@@ -34,10 +34,10 @@ CANNOT_WRITE = r'No space left|Read-only file|quota exceeded|File too large|requ
 # of gloo and NCCL, on ranks that wait for one that has ended
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
 OUT_OF_MEMORY = {  # setting: how to use less memory; the first setting that the script has counts
+    'rounds': 'lower --batch_size',
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
     'num_samples': 'lower --batch_size or --max_new_tokens',
     'procs': 'lower --procs',
-    'batch_size': 'lower --batch_size',
 }
 
 

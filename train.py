@@ -667,21 +667,23 @@ MAX_SKIPPED = 10  # skipped updates in a row that end the run
 
 
 def diverge(event, it, out_dir):
-    raise ValueError(f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
-                     "lower --learning_rate, or use --dtype=float32")
+    error = (f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
+             "lower --learning_rate, or use --dtype=float32")
+    note(out_dir, status='diverged', error=error)
+    raise ValueError(error)
 
 
 # going on from a checkpoint ---------------------------------------------------------------------------------
 
-def load_to_train(init_from, out_dir, asked, meta=None):
+def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
     """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError if a field
     asked for differs and is not CHANGEABLE."""
     resumed = init_from == 'resume'
     changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
     if meta and not resumed:
         changes = {**packed(meta), **changes}
-    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=not resumed,
-                                  merge=not resumed, **changes)
+    model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=not resumed, merge=not resumed,
+                                  **changes)
     for name, value in asked.items():
         was = rest['model_args'][name]
         if name not in CHANGEABLE and value not in (None, was):
