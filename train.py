@@ -24,6 +24,7 @@ import csv
 import dataclasses
 import datetime
 import functools
+import json
 import math
 import os
 import re
@@ -39,7 +40,7 @@ from pathlib import Path
 from configurator import can_compile, choose_device, configure, keep_freed_memory, print0, runtime, show
 
 # input and output
-out_dir = 'out'                      # of checkpoints and log.csv
+out_dir = 'out'                      # of checkpoints, log.csv and run.json
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations, each with a checkpoint
@@ -820,7 +821,7 @@ def lock_folder(out_dir):
 def prepare_out_dir(out_dir, resumed, keep_best):
     """Renames the files of an earlier run, ckpt.pt to ckpt.old-3.pt; when resuming, only a best.pt that is no
     longer kept."""
-    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
+    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
     earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
     if resumed and keep_best:
         if not earlier:  # nanoGPT's ckpt.pt is its best
@@ -832,6 +833,15 @@ def prepare_out_dir(out_dir, resumed, keep_best):
     for path in earlier:
         new = path.rename(path.with_name(f'{path.stem}.old-{number}{path.suffix}'))
         print0(f"{path} of the run before is now {new}")
+
+
+def note(out_dir, **facts):
+    """Adds facts to run.json, which tells other programs what a run is and how it has ended."""
+    path = Path(out_dir, 'run.json')
+    if world()[0] == 0:
+        known = json.loads(path.read_text('utf-8')) if path.exists() else {}
+        path.with_suffix('.tmp').write_text(json.dumps(known | facts), 'utf-8')
+        path.with_suffix('.tmp').replace(path)
 
 
 LOG_FIELDS = {  # columns of log.csv and their formats
@@ -1174,6 +1184,7 @@ if __name__ == '__main__':
         lock = lock_folder(out_dir)
         prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
         start_log(log_file, progress.iter_num)
+        note(out_dir, status='running', error=None, config=config, params=n_params, data=folder)
         if wandb_log:
             wandb = start_wandb(wandb_project, wandb_run_name,
                                 {**config, **dataclasses.asdict(model.config)}, progress.wandb_id)
@@ -1251,10 +1262,10 @@ if __name__ == '__main__':
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
         print0(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
              f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
-        if not math.isfinite(val_loss):
-            diverge(f"val loss is {val_loss}", progress.iter_num, out_dir)
         if eval_only:
             break
+        if not math.isfinite(val_loss):
+            diverge(f"val loss is {val_loss}", progress.iter_num, out_dir)
         improved = val_loss < progress.best_val_loss
         progress.best_val_loss, progress.wall_s = min(val_loss, progress.best_val_loss), time.time() - began
         if rank == 0 and row:  # before the checkpoint: a run killed in between writes it anew
@@ -1274,8 +1285,11 @@ if __name__ == '__main__':
         if stopping or progress.iter_num >= max_iters:
             break
 
-    if not (stopping or eval_only):
+    if not eval_only:
         memory = peak_mb(device)
+        status = 'done' if not stopping else 'stopped' if signals else 'time_limit'
+        note(out_dir, status=status, peak_mb=memory)
+    if not (stopping or eval_only):
         print0(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
              f"python sample.py --out_dir={shlex.quote(out_dir)}")

@@ -847,7 +847,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
     with pytest.raises(OSError, match='cannot write .*ckpt.pt, what was there is kept; is the disk full'):
         train('--out_dir=out', '--max_iters=20', '--init_from=resume')
     assert Path('out/ckpt.pt').read_bytes() == before
-    assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv']
+    assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv', 'run.json']
 
 
 def test_runs_over_runs_are_all_kept(folder, capsys):
@@ -859,7 +859,8 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
         weights.append(story['model'].state_dict())
     assert 'log.csv of the run before is now out/log.old-2.csv\n' in capsys.readouterr().out
     assert sorted(os.listdir('out')) == ['best.old-1.pt', 'ckpt.old-1.pt', 'ckpt.old-2.pt', 'ckpt.pt', 'lock',
-                                         'log.csv', 'log.old-1.csv', 'log.old-2.csv']
+                                         'log.csv', 'log.old-1.csv', 'log.old-2.csv', 'run.json',
+                                         'run.old-1.json', 'run.old-2.json']
     for name, expected in zip(('old-1.', 'old-2.', ''), weights):
         model, _, rest = hub.load(f'out/ckpt.{name}pt')
         assert same_weights(model.state_dict(), expected)
@@ -952,7 +953,7 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
                 break
         with pytest.raises(ValueError, match='out_dir=cut it: another training writes there; give another'):
             train('--out_dir=cut it')
-        assert sorted(os.listdir('cut it')) == ['lock', 'log.csv']
+        assert sorted(os.listdir('cut it')) == ['lock', 'log.csv', 'run.json']
         two = two_ranks('--out_dir=cut it', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
         said = re.findall(r'^\[rank.*', two, re.M)  # one line of each
         assert 'another training' in said[0] and 'this rank ends because another one has' in said[1], two
