@@ -20,11 +20,12 @@ import tempfile
 import traceback
 from unittest import mock
 
-from configurator import configure, show
+from configurator import configure, effective, show
 
 init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
-config, model_args, words, *_ = configure(globals(), 'GPTConfig', words=1)
+settings = configure(globals(), 'GPTConfig', words=1)
+config, _, words, *_ = settings
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 import hub
 import train
 from bench import print_json
-from model import GPT, MIXERS, ROPE_SCALINGS, Attention, GPTConfig
+from model import GPT, MIXERS, ROPE_SCALINGS, Attention, GPTConfig, unused
 
 # a small model of the same kind -----------------------------------------------------------------------------
 
@@ -431,8 +432,7 @@ def check_updates(config, resumes=False):
     data = Sequences(config)
     for kind in {'adamw', 'muon'} & train.OPTIMIZERS.keys():
         settings = {**train.config, 'learning_rate': 0.1, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99,
-                    'momentum': 0.7, 'optimizer': kind,
-                    **{f'{name}_loss': weight for name, weight in AUX_WEIGHTS.items()}}
+                    'momentum': 0.7, 'optimizer': kind}
         model, it = randomized(config, dropout=0.0).train(), 0
         other, optimizers = copy.deepcopy(model), train.make_optimizers(model, settings)
         steps, scaler = [*their_steps(other, kind)], torch.amp.GradScaler('cpu', init_scale=64.0)
@@ -447,7 +447,7 @@ def check_updates(config, resumes=False):
             (expected + sum(map(weighted, aux)) / 2).backward()
             size = torch.nn.utils.get_total_norm([w.grad for w in other.parameters()]).item()
             loss, load, _ = train.gradients(model, first, iter([second]), 2, contextlib.nullcontext, scaler,
-                                            settings)
+                                            AUX_WEIGHTS)
             require_equal(loss, expected, 'the loss reported')
             for (name, w), their, step in zip(model.named_parameters(), other.parameters(), steps):
                 require_equal(w.grad / scale, their.grad, f"iteration {it}: the gradient of {name}", 1e-2,
@@ -480,9 +480,7 @@ def check_rates(config):
     for name in train.SCHEDULES:
         known = {0: 1 / 11, 4: 5 / 11, 10: 1.0, 60: halfway.get(name), 110: 0.1, 130: 0.1}
         for it, expected in known.items():
-            config = {**train.config, 'learning_rate': 1.0, 'min_lr': 0.1, 'warmup_iters': 10,
-                      'lr_decay_iters': 110, 'lr_schedule': name, 'cooldown': 0.4}
-            found = train.lr_at(it, config)
+            found = train.lr_at(it, 1.0, 0.1, 10, 110, name, 0.4)
             require_equal(found, expected or found, f"{name} from 1 to 0.1, from 10 to 110: the rate at {it}")
 
 
@@ -546,6 +544,6 @@ def check(config, init_from='scratch', **model_args):
 
 
 if __name__ == '__main__':
-    numbers = check(config, *(words or [init_from]), **model_args)
+    numbers = check(config, *(words or [init_from]), **effective(settings, unused))
     print_json(json, what='check', **numbers)
     sys.exit(bool(numbers['failed']))

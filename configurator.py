@@ -34,10 +34,35 @@ CANNOT_WRITE = r'No space left|Read-only file|quota exceeded|File too large|requ
 # of gloo and NCCL, on ranks that wait for one that has ended
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
 OUT_OF_MEMORY = {  # setting: how to use less memory; the first setting that the script has counts
-    'rounds': 'lower --batch_size',
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
     'num_samples': 'lower --batch_size or --max_new_tokens',
     'procs': 'lower --procs',
+    'batch_size': 'lower --batch_size',
+}
+RANGES = {  # (lowest, highest): settings of any script; others have no range
+    (1, 1_000_000): 'batch_size gradient_accumulation_steps',
+    (1, 1e18): 'eval_interval eval_iters log_interval num_samples max_new_tokens steps rounds seeds shards '
+               'procs prompt_len',
+    (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters '
+               'lr_decay_iters lora_rank weight_decay grad_clip mtp_loss balance_loss z_loss balance_rate '
+               'keep sample_tokens checkpoint_activations seed temperature top_k speculate',
+    (1e-6, 1e18): 'lora_alpha repetition_penalty memory',
+    (0, 1): 'min_p', (1e-6, 1): 'top_p cooldown', (0, 0.999999): 'beta1 beta2 momentum',
+    (1e-6, 0.5): 'val_fraction',
+}
+AT_MOST = {'min_lr': 'learning_rate', 'lora_rank': 'n_embd', 'prompt_len': 'block_size'}  # another setting
+CHOICES = {  # of settings whose values are in no table of a script
+    'compile': (True, False, 'auto'), 'quantize': ('', 'int8'), 'thinking': ('show', 'hide', 'on', 'off'),
+    'errors': ('strict', 'replace'), 'match': (None, 'none', 'params', 'active'),
+}
+UNUSED = {  # a setting, or what else a script knows, and its value: the flags without effect there
+    'optimizer=adamw': 'momentum', 'decay_lr=False': 'lr_schedule', 'lr_schedule=cosine': 'cooldown',
+    'lr_schedule=linear': 'cooldown', 'mtp=False': 'mtp_loss', 'n_expert=None': 'balance_loss z_loss',
+    'balance_bias=False': 'balance_rate', 'lora_rank=0': 'lora_alpha lora_targets',
+    'torchrun=False': 'backend shard', 'recomputed_blocks=0': 'checkpoint_activations',
+    'tokens_beyond_window=0': 'window', 'chat=False': 'system thinking',
+    'temperature=0.0': 'top_k top_p min_p', 'own_files=False': 'errors field', 'own_files=True': 'shards',
+    'records=False': 'field',
 }
 
 
@@ -146,6 +171,7 @@ class Configured(typing.NamedTuple):
     model_args: dict  # fields of model_config that were given
     words: list       # plain words of the command line
     given: dict       # name -> 'flags' or its config file, of all that was set, the last one last
+    file_args: dict   # model_args as the config files alone have them
 
 
 def configure(settings, model_config=None, words=0, argv=None, default_file=None, also=None):
@@ -179,7 +205,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and not arg.endswith('.py')]
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
-    overrides, model_args, given = [arg for arg in argv if arg not in plain], {}, {}
+    overrides, model_args, given, file_args = [arg for arg in argv if arg not in plain], {}, {}, {}
     start = [arg for arg in overrides if arg.startswith('--init_from=')][-1:] or ['--init_from=scratch']
     by_default = (launched and default_file and start != ['--init_from=resume']
                   and all(arg.startswith('-') for arg in overrides))
@@ -202,13 +228,51 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
             given[name] = label
         if label != 'flags':
             show(label, found)
+            file_args |= {name: value for name, value in found.items() if name in fields}
     flags = {name: values[name] for name, label in given.items() if label == 'flags'}
     if flags:
         show('flags', flags)
+    check_settings({name: values[name] for name in given})
     settings.update(config)
     if launched and config.get('device') in ('auto', 'cpu'):
         yield_cores()
-    return Configured(config, model_args, plain, given)
+    return Configured(config, model_args, plain, given, file_args)
+
+
+def check_settings(settings, choices=CHOICES):
+    """Raises ValueError for settings out of RANGES, or that are none of choices, name -> values. None is in
+    any range."""
+    wrong = [f"{name}={settings[name]!r} is none of {', '.join(map(str, known))}"
+             for name, known in choices.items() if name in settings and settings[name] not in known]
+    wrong += [f"{name}={settings[name]} must be at least {low:g} and at most {AT_MOST.get(name, high)}"
+              for (low, high), names in RANGES.items() for name in names.split()
+              if settings.get(name) is not None
+              and not low <= settings[name] <= settings.get(AT_MOST.get(name), high)]
+    if wrong:
+        raise ValueError('; '.join(wrong))
+
+
+def check_effect(given, facts):
+    """Raises ValueError for a flag that is UNUSED. facts: settings, and what else the script knows."""
+    for name, value in facts.items():
+        refuse_unused(given, UNUSED.get(f'{name}={value}', '').split(), f'with {name}={value}')
+
+
+def refuse_unused(given, names, where):
+    """Raises ValueError if one of the names is a flag; config files, which serve many runs, may have it."""
+    for name in names:
+        if given.get(name) == 'flags':
+            raise ValueError(f"--{name} has no effect {where}: leave it out")
+
+
+def effective(settings, unused):
+    """model_args without those of config files that flags have left without effect. settings: Configured;
+    unused: model.unused."""
+    args, given = settings.model_args, settings.given
+    lost = [name for name in unused(args) - unused(settings.file_args) if given[name] != 'flags']
+    if lost:
+        print0(f"left out, without effect beside the flags: {', '.join(lost)}")
+    return {name: args[name] for name in args if name not in lost}
 
 
 @contextlib.contextmanager
@@ -301,8 +365,8 @@ def yield_cores():
     """Has OpenMP's threads wait asleep, not spinning, where other programs keep more than a third of the
     cores busy. OpenMP reads the environment when torch loads it; a user who has set something there decides.
 
-    Beside others two threads then take 0.3 to 0.6 of the time, alone they would take 1.1 to 1.5 times as
-    long (docs/evidence.md). One thread is slower beside many, and rounds otherwise than the run it resumes.
+    Beside others two threads then take 0.3 to 0.6 of the time, one thread mostly more; alone they would take
+    1.1 to 1.5 times as long. Their number stays, and with it each rounding. See docs/evidence.md.
     """
     decided = {'OMP_NUM_THREADS', 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys()
     if decided or 'torch' in sys.modules or sys.platform != 'linux':

@@ -137,10 +137,13 @@ class GPTConfig:
 
     def __post_init__(self):
         self.n_expert = self.n_expert or None  # so that a flag can say it: --n_expert=0
-        # combinations are checked only where each field by itself is sound
-        problems = wrong_values(self) or wrong_combinations(self, self.fill_defaults())
+        problems, unused = wrong_values(self), set()
+        if not problems:  # combinations are checked only where each field by itself is sound
+            problems, unused = wrong_combinations(self, self.fill_defaults())
         if problems:
-            raise ValueError('invalid config: ' + '; '.join(problems))
+            error = ValueError('invalid config: ' + '; '.join(problems))
+            error.unused = unused
+            raise error
 
     def fill_defaults(self):
         """Replaces each None by its default; returns all these defaults."""
@@ -250,6 +253,8 @@ def wrong_values(config):
             problems.append(f"{name}={value!r} must be made of {', '.join(patterns[name])}")
         elif type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
             problems.append(f"{name}={value!r} must be {'at least' if may_be_zero else 'above'} 0")
+        elif name == 'dropout' and value >= 1:
+            problems.append(f"{name}={value!r} must be below 1")
     return problems
 
 
@@ -288,11 +293,13 @@ NEEDS = (
     ('both n_group and topk_group', 'n_group topk_group', lambda c: c.n_group and c.topk_group),
     ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
 )
+# of these, fields that have an effect without it, but a wrong one
+REQUIRED = {'mixer_pattern', 'document_token', 'norm_placement'}
 
 
 def wrong_combinations(config, defaults):
-    """Impossible combinations of fields, and fields without effect, as texts. defaults: from
-    fill_defaults."""
+    """Impossible combinations of fields, and fields without effect, as texts; and the names of the latter.
+    defaults: from fill_defaults."""
     given = [field.name for field in dataclasses.fields(config)
              if getattr(config, field.name) not in (field.default, defaults.get(field.name))]
     problems = [(name, f"needs {needed}") for needed, names, has_it in NEEDS for name in names.split()
@@ -301,10 +308,20 @@ def wrong_combinations(config, defaults):
         kinds = {kind for kind, mixer in MIXERS.items() if name in mixer.fields}
         if kinds and not kinds & set(config.mixer_pattern):
             problems.append((f'{name} mixer_pattern', f"only {' and '.join(sorted(kinds))} layers have this"))
+    unused = {names.split()[0] for names, _ in problems} - REQUIRED
     for module in (*config.mixers, MoE):
         problems += module.check(config)
     return [', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f': {reason}'
-            for names, reason in problems]
+            for names, reason in problems], unused
+
+
+def unused(args):
+    """The names of GPTConfig's args that have no effect beside the others; it refuses them."""
+    try:
+        GPTConfig(**args)
+    except ValueError as error:
+        return getattr(error, 'unused', set())
+    return set()
 
 
 # parameters and linear layers -------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from configurator import configure, package, print0
+from configurator import check_effect, configure, package, print0
 
 # A name in SOURCES, a file (text, .jsonl, .gz, .parquet), a folder or glob, or - for standard input
 source = 'pystdlib'
@@ -55,7 +55,7 @@ val_fraction = 0.1         # for validation: each 10th document, or the last ten
 block_size = 256           # of the slots that conversations are packed into; as train.py's
 shards = 10                # files to take of a source that has many (fineweb, fineweb_edu: to train on)
 procs: int | None = None   # processes that encode; None: one for each core
-words = configure(globals(), words=2).words
+_, _, words, given, _ = configure(globals(), words=2)
 
 import numpy as np
 
@@ -289,6 +289,7 @@ class Source:
     Called anew for each pass, with the same result: def documents(): yield ['a text']; yield ['another']
     shards: addresses of files of tokens instead, the first for validation.
     tokenizer: if the settings name none; None: byte, for conversations that of FIRST_RUN.
+    records: whether `field` has an effect.
     """
     name: str  # of the dataset
     label: str  # the source in meta.json
@@ -296,6 +297,7 @@ class Source:
     chats: bool = False
     shards: list | None = None
     tokenizer: str | None = None
+    records: bool = False
 
 
 FIRST_RUN = os.path.join('data', 'pystdlib_bpe4096')  # what `python prepare.py` makes
@@ -385,7 +387,8 @@ def find_source(source, field='text', errors='strict'):
                                 f'{", ".join(SOURCES)}: check the path')
     chats = holds_conversations(paths, field, errors)
     documents = functools.partial(conversations if chats else file_documents, paths, field, errors)
-    return Source(plain_name(name), source, documents, chats)
+    records = any(ending(path) in FORMATS for path in paths)
+    return Source(plain_name(name), source, documents, chats, records=records)
 
 
 def keep_standard_input():
@@ -493,8 +496,6 @@ def documents_of(source):
 
 def characters_to_train_on(source, fraction):
     """How many characters of a single text are for training, as in nanoGPT; None: documents stay whole."""
-    if not 0 < fraction <= 0.5:
-        raise ValueError(f'val_fraction={fraction}: must lie above 0 and be 0.5 or less, like 0.1')
     if source.chats:
         return None
     documents = documents_of(source)
@@ -954,7 +955,9 @@ if __name__ == '__main__':
         sys.exit()
     if words[1:]:
         raise ValueError(f'{words[1]!r} is one source too many: put files into a folder, or quote a glob')
-    found = find_source(words[0] if words else source, field, errors)
+    source = words[0] if words else source
+    found = find_source(source, field, errors)
+    check_effect(given, {'own_files': source not in SOURCES, 'records': found.records})
     choices = ['refuse', 'tokens', *['text'] * (not found.chats)]  # conversations are rendered with tokens
     if special_tokens not in choices:
         raise ValueError(f'special_tokens={special_tokens!r}: must be {" or ".join(choices)}')

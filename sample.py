@@ -28,7 +28,7 @@ import sys
 import time
 import weakref
 
-from configurator import can_compile, choose_device, configure, reading, runtime
+from configurator import can_compile, check_effect, choose_device, configure, reading, runtime
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
@@ -61,7 +61,7 @@ draft = ''                  # a smaller model of the same tokenizer, as init_fro
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: fastest here, given compile and quantize
 compile: bool | str = 'auto'  # torch.compile the step, 1 to 2 minutes; auto: from 4,000 (CUDA 10,000) steps
-config = configure(globals()).config
+config, _, _, given, _ = configure(globals())
 
 import numpy as np
 import torch
@@ -632,13 +632,6 @@ def converse(chat):
 
 # the script -------------------------------------------------------------------------------------------------
 
-def check_choices(settings, choices):
-    """Raises ValueError for a setting that is none of its choices."""
-    for name, known in choices.items():
-        if settings[name] not in known:
-            raise ValueError(f"{name}={settings[name]!r} is none of {', '.join(map(repr, known))}")
-
-
 def json_line(prompt, sample, **rest):
     """As bytes; a prompt's that are not UTF-8 become escapes like \\udcff, valid JSON."""
     line = json.dumps({'prompt': prompt, 'sample': sample, **rest}, ensure_ascii=False)
@@ -673,15 +666,8 @@ def read_prompts(start):
     return prompts
 
 
-CHOICES = {'compile': (True, False, 'auto'), 'quantize': ('', 'int8'),
-           'thinking': ('show', 'hide', 'on', 'off')}
-LEAST = {'temperature': 0, 'top_k': 0, 'top_p': 1e-6, 'num_samples': 1, 'max_new_tokens': 1, 'batch_size': 1}
-
 if __name__ == '__main__':
-    check_choices(config, CHOICES)
-    for name, least in LEAST.items():
-        if (config[name] or 0) < least:
-            raise ValueError(f"{name}={config[name]} must be at least {least}")
+    check_effect(given, config)
     prompts = [] if chat and start == '\n' else read_prompts(start)
     num_samples = 1 if chat else num_samples
     steps = max_new_tokens * max(1, math.ceil(len(prompts) * num_samples / batch_size))

@@ -24,7 +24,6 @@ import csv
 import dataclasses
 import datetime
 import functools
-import json
 import math
 import os
 import re
@@ -37,10 +36,21 @@ import types
 import weakref
 from pathlib import Path
 
-from configurator import can_compile, choose_device, configure, keep_freed_memory, print0, runtime, show
+from configurator import (
+    can_compile,
+    check_effect,
+    check_settings,
+    choose_device,
+    configure,
+    effective,
+    keep_freed_memory,
+    print0,
+    runtime,
+    show,
+)
 
 # input and output
-out_dir = 'out'                      # of checkpoints, log.csv and run.json
+out_dir = 'out'                      # of checkpoints and log.csv
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations, each with a checkpoint
@@ -109,7 +119,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hub import load, plain
-from model import CHANGEABLE, GPT, GROUPS, GPTConfig, add_lora, lora_state
+from model import CHANGEABLE, GPT, GROUPS, GPTConfig, add_lora, lora_state, unused
 from prepare import Bins, data_folder, load_tokenizer, read_meta
 from sample import complete
 
@@ -122,24 +132,14 @@ SCHEDULES = {  # (share of the decay done, cooldown) -> share of the way from mi
 }
 
 
-def lr_at(it, config):
-    """Learning rate of iteration `it`: warm-up, then the schedule down to min_lr. config: train.py's."""
-    peak, floor, warmup = config['learning_rate'], config['min_lr'], config['warmup_iters']
+def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
+    """Learning rate of iteration `it`: warm-up, then the schedule (None: constant) to `floor` at `end`."""
     if it < warmup:
         return peak * (it + 1) / (warmup + 1)
-    if not config['decay_lr']:
+    if schedule is None:
         return peak
-    end = config['max_iters'] if config['lr_decay_iters'] is None else config['lr_decay_iters']
     done = min(1.0, (it - warmup) / max(1, end - warmup))
-    floor = peak / 10 if floor is None else floor
-    return floor + SCHEDULES[config['lr_schedule']](done, config['cooldown']) * (peak - floor)
-
-
-def set_rates(optimizers, lr):
-    """Gives each group of parameters its learning rate."""
-    for opt in optimizers:
-        for group in opt.param_groups:
-            group['lr'] = lr * group.get('lr_scale', 1.0)
+    return floor + SCHEDULES[schedule](done, cooldown) * (peak - floor)
 
 
 # ranks ------------------------------------------------------------------------------------------------------
@@ -537,7 +537,7 @@ def forecast(model, machine, config, batch_size, shards=1):
         state = sum(live.changes)
         x = torch.zeros(batch_size, model.config.block_size, dtype=torch.long, device=machine.device)
         gradients(fake.train(), (x, x, None), iter(()), 1, machine.autocast,
-                  torch.amp.GradScaler(enabled=False), config)
+                  torch.amp.GradScaler(enabled=False), {'balance': 1, 'z': 1, 'mtp': 1})
     total = np.cumsum(live.changes)
     # sharded, a block and the next are gathered, and there are two copies of a block's gradients
     parts = {'weights, gradients, optimizer': state / shards,
@@ -591,16 +591,10 @@ def plan_memory(model, machine, config, micro_batch, share, shards, compile=Fals
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-LOSSES = {  # of GPT.forward's aux, beside the loss reported: the setting that weighs them
-    'balance': 'balance_loss',
-    'z': 'z_loss',
-    'mtp': 'mtp_loss',
-}
-
-
-def gradients(forward, batch, batches, accumulation, autocast, scaler, config):
-    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. config has the weights of
-    LOSSES. Returns the mean loss, the experts' load or None, and the next iteration's first batch."""
+def gradients(forward, batch, batches, accumulation, autocast, scaler, aux_weights):
+    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. aux_weights: the weights of
+    the losses in GPT.forward's aux. Returns the mean loss, the experts' load or None, and the next
+    iteration's first batch."""
     losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
@@ -611,8 +605,8 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, config):
         if weight is not None:
             loss = loss * weight
         losses += loss.detach()
-        for name, setting in LOSSES.items():
-            loss = loss + config[setting] * aux[name] if name in aux else loss
+        for name, its_weight in aux_weights.items():
+            loss = loss + its_weight * aux[name] if name in aux else loss
         if 'load' in aux:  # a model with experts
             loads.append(aux['load'])
         loss = loss / loss.isfinite()  # else by 0, so that no gradient is finite on any rank
@@ -668,23 +662,21 @@ MAX_SKIPPED = 10  # skipped updates in a row that end the run
 
 
 def diverge(event, it, out_dir):
-    error = (f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
-             "lower --learning_rate, or use --dtype=float32")
-    note(out_dir, status='diverged', error=error)
-    raise ValueError(error)
+    raise ValueError(f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
+                     "lower --learning_rate, or use --dtype=float32")
 
 
 # going on from a checkpoint ---------------------------------------------------------------------------------
 
-def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
+def load_to_train(init_from, out_dir, asked, meta=None):
     """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError if a field
     asked for differs and is not CHANGEABLE."""
     resumed = init_from == 'resume'
     changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
     if meta and not resumed:
         changes = {**packed(meta), **changes}
-    model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=not resumed, merge=not resumed,
-                                  **changes)
+    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=not resumed,
+                                  merge=not resumed, **changes)
     for name, value in asked.items():
         was = rest['model_args'][name]
         if name not in CHANGEABLE and value not in (None, was):
@@ -821,7 +813,7 @@ def lock_folder(out_dir):
 def prepare_out_dir(out_dir, resumed, keep_best):
     """Renames the files of an earlier run, ckpt.pt to ckpt.old-3.pt; when resuming, only a best.pt that is no
     longer kept."""
-    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
+    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
     earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
     if resumed and keep_best:
         if not earlier:  # nanoGPT's ckpt.pt is its best
@@ -833,15 +825,6 @@ def prepare_out_dir(out_dir, resumed, keep_best):
     for path in earlier:
         new = path.rename(path.with_name(f'{path.stem}.old-{number}{path.suffix}'))
         print0(f"{path} of the run before is now {new}")
-
-
-def note(out_dir, **facts):
-    """Adds facts to run.json, which tells other programs what a run is and how it has ended."""
-    path = Path(out_dir, 'run.json')
-    if world()[0] == 0:
-        known = json.loads(path.read_text('utf-8')) if path.exists() else {}
-        path.with_suffix('.tmp').write_text(json.dumps(known | facts), 'utf-8')
-        path.with_suffix('.tmp').replace(path)
 
 
 LOG_FIELDS = {  # columns of log.csv and their formats
@@ -906,40 +889,7 @@ def start_wandb(project, name, settings, run_id):
 
 # settings and machine ---------------------------------------------------------------------------------------
 
-CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES, 'compile': (True, False, 'auto')}
-LIMITS = {  # (lowest, highest): settings
-    (1, 1e18): 'batch_size gradient_accumulation_steps eval_interval eval_iters log_interval',
-    (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters keep seed '
-               'lr_decay_iters weight_decay grad_clip mtp_loss balance_loss z_loss balance_rate lora_rank '
-               'sample_tokens checkpoint_activations',
-    (0, 0.999999): 'beta1 beta2 momentum', (1e-9, 1): 'cooldown', (1e-9, 1e18): 'lora_alpha',
-}
-UNUSED = {  # flag: (the setting, the values with which the flag has no effect)
-    'momentum': ('optimizer', ['adamw']),
-    'lr_schedule': ('decay_lr', [False]), 'cooldown': ('lr_schedule', ['cosine', 'linear']),
-    'mtp_loss': ('mtp', [False]), 'balance_loss': ('n_expert', [None]), 'z_loss': ('n_expert', [None]),
-    'balance_rate': ('balance_bias', [False]),
-    'lora_alpha': ('lora_rank', [0]), 'lora_targets': ('lora_rank', [0]),
-}
-
-
-def check_settings(config):
-    """Raises ValueError for settings that are none of CHOICES, or out of LIMITS."""
-    wrong = [f"{name}={config[name]!r} is none of {', '.join(map(str, known))}"
-             for name, known in CHOICES.items() if config[name] not in known]
-    wrong += [f"{name}={config[name]} must be at least {low:g} and at most {high:g}"
-              for (low, high), names in LIMITS.items() for name in names.split()
-              if config[name] is not None and not low <= config[name] <= high]
-    if wrong:
-        raise ValueError('; '.join(wrong))
-
-
-def check_effect(given, settings):
-    """Raises ValueError for a flag without effect (config files may have such). settings: the script's and
-    the model's."""
-    for name, (other, values) in UNUSED.items():
-        if given.get(name) == 'flags' and settings[other] in values:
-            raise ValueError(f"--{name} has no effect with {other}={settings[other]}: leave it out")
+CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES}
 
 
 def start_ranks(backend, device):
@@ -1075,13 +1025,13 @@ def stop_on_signals(rank):
 
 if __name__ == '__main__':
     # start and settings
-    check_settings(config)
+    model_args = effective(settings, unused)
     model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
     if not resumed and ('dataset' not in given or LENGTH.isdisjoint(given)):
         print0(f"dataset={dataset} and max_iters={max_iters} are nanoGPT's where they are not given: a "
                "config file replaces config/default.py")
     if init_from != 'scratch':
-        model, source_tokenizer, rest = load_to_train(init_from, out_dir, settings.model_args,
+        model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args,
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
@@ -1107,12 +1057,16 @@ if __name__ == '__main__':
 
     # model
     if model is None:
-        model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **settings.model_args}))
+        model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
         if model.config.n_expert_active == 1 and model.config.norm_topk_prob:  # fine in published models
             raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router "
                              "learns nothing: --norm_topk_prob=False")
     check_data(folder, meta, train_bins, val_bins, model.config)
-    check_effect(given, {**config, **vars(model.config)})
+    facts = {**config, **vars(model.config), 'torchrun': 'RANK' in os.environ,
+             'recomputed_blocks': model.config.n_layer // max(1, checkpoint_activations),
+             'tokens_beyond_window': max(0, model.config.block_size - (model.config.window or 0))}
+    check_settings(facts, CHOICES)
+    check_effect(given, facts)
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
@@ -1132,6 +1086,8 @@ if __name__ == '__main__':
         length = f'tokens_per_param={tokens_per_param:g}'
         max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
     config['max_iters'] = max_iters
+    decay_end = max_iters if lr_decay_iters is None else lr_decay_iters
+    floor = learning_rate / 10 if min_lr is None else min_lr
     flops_per_iter = model.flops_per_token() * tokens_per_iter
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
@@ -1184,7 +1140,6 @@ if __name__ == '__main__':
         lock = lock_folder(out_dir)
         prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
         start_log(log_file, progress.iter_num)
-        note(out_dir, status='running', error=None, config=config, params=n_params, data=folder)
         if wandb_log:
             wandb = start_wandb(wandb_project, wandb_run_name,
                                 {**config, **dataclasses.asdict(model.config)}, progress.wandb_id)
@@ -1202,15 +1157,19 @@ if __name__ == '__main__':
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device)
     batch, row, stopping, skipped, in_a_row = next(batches, None), None, False, progress.skipped, 0
+    aux_weights = {'balance': balance_loss, 'z': z_loss, 'mtp': mtp_loss}
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
         while progress.iter_num < goal and not stopping and not eval_only:
-            lr = lr_at(progress.iter_num, config)
-            set_rates(optimizers, lr)
+            lr = lr_at(progress.iter_num, learning_rate, floor, warmup_iters, decay_end,
+                       lr_schedule if decay_lr else None, cooldown)
+            for opt in optimizers:
+                for group in opt.param_groups:
+                    group['lr'] = lr * group.get('lr_scale', 1.0)
             seed_dropout(seed, progress.iter_num, rank, device)
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
-                                                 scaler, config)
+                                                 scaler, aux_weights)
             at_goal = progress.iter_num + 1 == goal
             before = [w.detach().clone() for w in params] if at_goal else None
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
@@ -1262,10 +1221,10 @@ if __name__ == '__main__':
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
         print0(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
              f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
-        if eval_only:
-            break
         if not math.isfinite(val_loss):
             diverge(f"val loss is {val_loss}", progress.iter_num, out_dir)
+        if eval_only:
+            break
         improved = val_loss < progress.best_val_loss
         progress.best_val_loss, progress.wall_s = min(val_loss, progress.best_val_loss), time.time() - began
         if rank == 0 and row:  # before the checkpoint: a run killed in between writes it anew
@@ -1285,11 +1244,8 @@ if __name__ == '__main__':
         if stopping or progress.iter_num >= max_iters:
             break
 
-    if not eval_only:
-        memory = peak_mb(device)
-        status = 'done' if not stopping else 'stopped' if signals else 'time_limit'
-        note(out_dir, status=status, peak_mb=memory)
     if not (stopping or eval_only):
+        memory = peak_mb(device)
         print0(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
              f"python sample.py --out_dir={shlex.quote(out_dir)}")

@@ -41,7 +41,7 @@ for config in moe_small hybrid_small mla_small llama_small bloom_small falcon_sm
     run python train.py config/$config.py --out_dir="$out/$config" --max_iters=20 --eval_iters=2 "$@"
 done
 for flags in '--window=64 --window_pattern=SL' --document_token=10 --checkpoint_activations=True --dtype=float16 \
-             --dtype=float32 --deterministic=True --shard=True; do
+             --dtype=float32 --deterministic=True; do
     # shellcheck disable=SC2086  # two flags are two words
     run python train.py config/llama_small.py --out_dir="$out/flags" --max_iters=20 --eval_iters=2 $flags "$@"
 done

@@ -2,6 +2,7 @@
 import ast
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 import runpy
@@ -20,7 +21,7 @@ from common import ROOT
 import configurator
 import train
 from configurator import runtime
-from model import GPTConfig
+from model import GPTConfig, unused
 
 MODEL = '''
 raise SystemExit('model.py was imported')
@@ -57,7 +58,7 @@ max_iters = 100
 compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list[str] | None = None
-config, model_args, words, given = configure(
+config, model_args, words, given, file_args = configure(
     globals(), 'GPTConfig', words=1, default_file='config/default.py', also='train.py')
 not_a_setting = 3
 '''
@@ -88,7 +89,7 @@ def script(tmp_path, monkeypatch):
 @pytest.mark.parametrize('arg, value', [
     ('--learning_rate=1', 1.0), ('--max_iters=1e6', 1000000), ('--out_dir=123', '123'),
     ('--out_dir=None', 'None'), ("--out_dir='a'", "'a'"), ('--start=a=b', 'a=b'),
-    ('--min_lr=None', None), ('--compile=False', False), ('--compile=max', 'max'), ('--compile', True),
+    ('--min_lr=None', None), ('--compile=False', False), ('--compile=auto', 'auto'), ('--compile', True),
     ('--decay_lr=false', False), ("--stop=['a', 'b']", ['a', 'b']), ('--stop=12', '12'),
     ('--n_layer=4', 4), ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ("--pattern=('S',)", ('S',))])
 def test_a_flag_has_the_type_of_its_setting(arg, value, script):
@@ -122,6 +123,7 @@ def test_files_and_flags_override_from_left_to_right(script, capsys, monkeypatch
     assert found['learning_rate'] == found['config']['learning_rate'] == 2.0 and found['words'] == ['look']
     assert found['model_args'] == {'n_layer': 2, 'n_embd': 128}
     assert found['given']['n_embd'] == 'config/a.py' and found['given']['n_layer'] == 'flags'
+    assert found['file_args'] == {'n_embd': 128}
     out = capsys.readouterr().out
     assert "config/a.py: max_iters = 10, n_embd = 128, out_dir = 'é'" in out and 'learning_rate = 2.0' in out
     monkeypatch.setenv('RANK', '1')  # only rank 0 prints
@@ -173,6 +175,67 @@ def test_the_fields_of_our_model_are_read_as_they_are():
         assert type(field.default) in read[field.name].kinds
 
 
+def test_tables_name_settings_and_what_scripts_begin_with_is_within():
+    known = configurator.declared(ROOT / 'model.py', 'GPTConfig')
+    for script in configurator.SCRIPTS:
+        own = configurator.declared(ROOT / f'{script}.py')
+        known |= own
+        configurator.check_settings({name: eval(ast.unparse(each.default)) for name, each in own.items()})
+    tables = (*configurator.RANGES.values(), *configurator.UNUSED.values(), *configurator.CHOICES,
+              *configurator.AT_MOST, *configurator.AT_MOST.values())
+    assert {name for names in tables for name in names.split()} <= known.keys()
+    for name, value in (fact.split('=') for fact in configurator.UNUSED):  # as the script's own value reads
+        if name in known:
+            kinds = known[name].kinds or [type(eval(ast.unparse(known[name].default)))]
+            assert str(configurator.parse(value, kinds)) == value
+
+
+def test_a_range_ends_where_it_says():
+    for (low, high), names in configurator.RANGES.items():
+        for name in names.split():
+            other = configurator.AT_MOST.get(name)
+            others, highest = ({other: 7}, 7) if other else ({}, high)
+            for value in (None, low, highest):
+                configurator.check_settings({name: value, **others})
+            for value in (low - 1e-7, highest * 1.1, math.nan):
+                with pytest.raises(ValueError, match=re.escape(f'{name}={value} must be at least {low:g}')):
+                    configurator.check_settings({name: value, **others})
+    configurator.check_settings({'of_a_fork': -1, 'min_lr': 9.0})
+
+
+def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
+    for fact, names in configurator.UNUSED.items():
+        name, value = fact.split('=')
+        for flag in names.split():
+            configurator.check_effect({flag: 'config/x.py'}, {name: value})
+            configurator.check_effect({flag: 'flags'}, {name: 'one of a fork'})
+            with pytest.raises(ValueError, match=f'--{flag} has no effect with {fact}: leave it out'):
+                configurator.check_effect({flag: 'flags'}, {name: value})
+
+
+@pytest.mark.parametrize('file, flags, lost', [
+    ('llama_small.py', ['--pos=alibi', '--n_layer=2'], 'rope_base'),
+    ('moe_small.py', ['--n_expert=0'], 'n_expert_active n_shared_expert d_expert'),
+    ('hybrid_small.py', ['--mixer_pattern=A'], 'linear_n_key_head linear_n_value_head'),
+    ('alibi.py', ['--pos=rope'], 'alibi_scale'), ('llama_small.py', ['--n_layer=2'], ''),
+    ('alibi.py', ['--pos=rope', '--alibi_scale=2'], None),
+    ('alone.py', [], None), ('alone.py', ['--n_layer=2'], None),  # no flag's fault
+    ('hybrid_small.py', ['--n_layer=2'], None)])  # 'DDA' needs three
+def test_flags_take_the_ground_of_what_a_config_file_says(file, flags, lost, tmp_path, monkeypatch):
+    """lost: the fields that are left out; None: it is refused."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'alibi.py').write_text("pos = 'alibi'\nalibi_scale = 2.0")
+    (tmp_path / 'alone.py').write_text('window = 8')
+    path = file if (tmp_path / file).exists() else str(ROOT / 'config' / file)
+    settings = configurator.configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=[path, *flags])
+    args = configurator.effective(settings, unused)
+    if lost is None:
+        with pytest.raises(ValueError, match='invalid config: .* needs '):
+            GPTConfig(**args)
+    else:
+        assert GPTConfig(**args) and args.keys() == settings.model_args.keys() - {*lost.split()}
+
+
 NANOGPT = '''  # its train.py, without the sizes that GPTConfig owns
 out_dir = 'out'; eval_interval = 2000; log_interval = 1; eval_iters = 200; eval_only = False
 always_save_checkpoint = True; init_from = 'scratch'; wandb_log = False; wandb_project = 'owt'
@@ -215,8 +278,7 @@ def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monke
     try:
         exec(compile(code, '/elsewhere/x.py', 'exec'), {**globals()})
     except BaseException as error:
-        configurator.one_line_errors(type(error), error, error.__traceback__,
-                                      {'gradient_accumulation_steps', 'rounds'})
+        configurator.one_line_errors(type(error), error, error.__traceback__, {'batch_size'})
     said = capsys.readouterr().err
     assert said == line + '\n' if line else said.startswith('Traceback') and '/elsewhere/x.py' in said
 

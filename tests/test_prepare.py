@@ -138,7 +138,7 @@ def test_the_same_documents_from_every_kind_of_source(monkeypatch, prep):
     for source, name in {'files': 'files', 'files/**/*.md': 'files', 'marks.txt': 'marks', '-': 'stdin',
                          'marks.txt.gz': 'marks', 'tales.JSONL': 'tales', 'lines.jsonl.gz': 'lines'}.items():
         monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(marked)))
-        prep(f'{source} --tokenizer=char --field=story --overwrite=True')
+        prep(f'{source} --tokenizer=char --overwrite=True' + ' --field=story' * ('json' in source.lower()))
         folder = f'data/{name}_char'
         made[source] = [prep_ids(folder, split).tolist() for split in ('train', 'val')]
     chars = sorted(set(''.join(texts)))
@@ -231,7 +231,10 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
         Path(name).write_bytes(data)
     assert not prep('good.txt --out=d')[1]
     before = files_of('data/d')
-    table = [('cut.txt', 'cut.txt is not UTF-8 text: 0xf0 .*--errors=replace'),
+    table = [('good.txt --field=x', '--field has no effect with records=False'),
+             ('good.txt --shards=2', '--shards has no effect with own_files=True'),
+             ('pydoc_chat --errors=replace', '--errors has no effect with own_files=False'),
+             ('cut.txt', 'cut.txt is not UTF-8 text: 0xf0 .*--errors=replace'),
              ('good.txt --tokenizer=data/x', 'python prepare.py my.txt --out=x'),
              ('short.txt', 'train has no token to learn'), ('*.none', 'no such .*, pydoc_chat'),
              ('broken.jsonl', 'broken.jsonl, line 3'),

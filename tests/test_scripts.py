@@ -111,15 +111,6 @@ def test_a_damaged_file_is_named(base):
         path.write_bytes(whole)
 
 
-def test_texts_count_the_families(capsys):
-    """As hub.py does."""
-    run('hub.py', 'families')
-    count = r'(\d+) (?:published )?families'
-    found = re.search(count, capsys.readouterr().out)[1]
-    for name in ('README.md', 'docs/architectures.md'):
-        assert re.search(count, (ROOT / name).read_text(encoding='utf-8'))[1] == found, name
-
-
 def test_readme_lines_generate_from_python(base):
     readme = (ROOT / 'README.md').read_text(encoding='utf-8')
     code = re.search(r'```python\n(.*?)```', readme, re.S)[1].replace("'def '", "'abc'")
@@ -170,6 +161,11 @@ def test_sample_script(base, capsys):
     for flag, message in (('--start=a?', r"'\?'.*char vocabulary of 23"), ('--start=', 'is empty'),
                           ('--start=LINES:none.txt', 'empty prompt'), ('--start=FILE:out/ckpt.pt', 'damaged'),
                           ('--top_p=0', 'top_p=0.0 must be at least 1e-06'),
+                          ('--min_p=2', 'min_p=2.0 must be .* at most 1'),
+                          ('--repetition_penalty=0', 'repetition_penalty=0.0 must be at least 1e-06'),
+                          ('--speculate=-1', 'speculate=-1 must'), ('--seed=-1', 'seed=-1 must'),
+                          ('--top_k=3', '--top_k has no effect with temperature=0.0'),
+                          ('--system=x', '--system has no effect with chat=False'),
                           ('--compile=yes', "compile='yes' is none of")):
         with pytest.raises(ValueError, match=message):
             run('sample.py', *common, flag)
@@ -250,7 +246,13 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--dtype=float16'], 'float16 needs CUDA'), (['--init_from=missing.pt'], 'no checkpoint at missing.pt'),
     (['--optimizer=sgd'], "optimizer='sgd' is none of adamw"), (['--eval_interval=0'], 'must be at least 1'),
     (['--optimizer=adamw', '--momentum=0.5'], '--momentum has no effect'),
-    (['--z_loss=0.1'], '--z_loss has no effect'), (['--beta2=1'], 'beta2=1.0 must be .* at most 0.999')])
+    (['--z_loss=0.1'], '--z_loss has no effect'), (['--dropout=1'], 'dropout=1.0 must be below 1'),
+    (['--min_lr=1'], 'min_lr=1.0 must be .* at most learning_rate'),
+    (['--batch_size=1000000000'], 'batch_size=1000000000 must be .* at most 1000000'),
+    (['--checkpoint_activations=3'], 'no effect with recomputed_blocks=0'),
+    (['--window=16', '--window_pattern=S'], '--window has no effect with tokens_beyond_window=0'),
+    (['--shard=True'], '--shard has no effect with torchrun=False'),
+    (['--beta2=1'], 'beta2=1.0 must be .* at most 0.999')])
 def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
     """Nor does it move the run that is there."""
     os.mkdir('out')
