@@ -38,8 +38,8 @@ from configurator import check_settings, configure, effective, package, refuse_u
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
-batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits; params:
-                                  # given, the memory of training with it is forecast
+batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB);
+                                  # params: given, the memory of training with it is forecast
 memory: float | None = None       # params, train with lengths: GB to fit into; None: what this device has
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts in times the trained one; train: in tokens
@@ -51,6 +51,7 @@ layer = 0                         # attention: the layer's number
 png = 'attention.png'             # attention: the file to write
 operators = False                 # decode: also which operators take the time of a step
 steps = 10                        # train: steps a turn; decode generates max_new_tokens a turn
+gradient_accumulation_steps = 1   # train: micro-batches a step; two of them are timed
 rounds = 5                        # turns
 json: bool | str = False          # True: the numbers as a last line too; or a file to add that line to
 # as in train.py
@@ -90,13 +91,27 @@ def seconds_each(items):
     return np.diff(stamps)
 
 
-def timed(f, steps):
-    """A side of take_turns: the seconds of each call of f, (steps,)."""
+def timed(calls, steps, counts=(1,)):
+    """A side of take_turns: the seconds of steps, (steps,), as if each did every call `counts` times."""
     def side():
-        f()  # another side has left the caches cold
+        for f in calls:  # another side has left the caches cold
+            f()
         synchronize()
-        return seconds_each((f(), synchronize()) for _ in range(steps))
+        return seconds_each((f(), synchronize()) for f in calls * steps).reshape(steps, -1) @ counts
     return side
+
+
+def reading(device):
+    """A side of take_turns: the seconds to read a byte, by sums of 256 MB; on CUDA, where that is too little
+    to time, by sums of 4 GB before the turns, which leave its memory to the model."""
+    def side():
+        big = torch.ones(2**30 if 'cuda' in device else 2**26, device=device)
+        return timed([big.sum], 8)() / big.nbytes
+    if 'cuda' not in device:
+        return side
+    seconds = side()
+    torch.cuda.reset_peak_memory_stats(device)
+    return lambda: seconds
 
 
 def take_turns(sides, rounds):
@@ -150,15 +165,19 @@ def print_json(where, **numbers):
 
 # models -----------------------------------------------------------------------------------------------------
 
-def named_model(config, model_args, **others):
+def named_model(config, model_args, dtype=torch.float32, **others):
     """The model that the settings name. A new one has `others`, fields of GPTConfig, over them the vocabulary
     of config['dataset'] if it is prepared, over both the fields given."""
     if config['init_from'] != 'scratch':
-        return train.load_to_train(config['init_from'], 'out', model_args)[0]
+        return train.load_to_train(config['init_from'], 'out', model_args, dtype=dtype)[0]
     folder = train.data_folder(config['dataset'])
     if config['dataset'] and os.path.isdir(folder):
         others['vocab_size'] = read_meta(folder)['vocab_size']
-    return GPT(GPTConfig(**{**others, **model_args}))
+    torch.set_default_dtype(dtype)
+    try:
+        return GPT(GPTConfig(**{**others, **model_args}))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def fill_zeros(model):
@@ -182,10 +201,13 @@ def cache_per_token(model, dtype):
     return cache_bytes(model, 1, dtype) - cache_bytes(model, 0, dtype)
 
 
-def model_and_machine(config, model_args, bound_by_memory=False):
-    """named_model, and configurator.runtime's machine, where it is."""
+def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
+    """named_model, and configurator.runtime's machine, where it is: to be trained in float32, else in the
+    compute dtype, without a copy in float32 on the device."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
-    model = named_model(config, model_args).to(machine.device)
+    with torch.device(machine.device if config['init_from'] == 'scratch' else 'cpu'):
+        model = named_model(config, model_args, torch.float32 if to_train else machine.dtype)
+    model.to(machine.device)
     fill_zeros(model)
     print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {model.num_params():,} parameters, "
           f"context {model.config.block_size}")
@@ -288,18 +310,20 @@ def measure_memory(config, model):
 # how fast ---------------------------------------------------------------------------------------------------
 
 def our_step(model, forward, machine, batch_size, config):
-    """A function that does one update as train.py does, on random tokens."""
+    """Two functions that do as train.py does, on random tokens: a micro-batch's gradients, an update."""
     x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
                          device=machine.device)
     settings = train.config | config
     optimizers, params = train.make_optimizers(model, settings), list(model.parameters())
-    scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
+    scaler, load = torch.amp.GradScaler(machine.device_type, enabled=False), None
 
-    def step():
-        _, load, _ = train.gradients(forward, (x, y, None), iter(()), 1, machine.autocast, scaler,
-                                     {name: settings[f'{name}_loss'] for name in ('balance', 'z', 'mtp')})
+    def gradients():
+        nonlocal load
+        _, load, _ = train.gradients(forward, (x, y, None), iter(()), 1, machine.autocast, scaler, settings)
+
+    def update():
         train.update(model, params, optimizers, scaler, settings['grad_clip'], load, settings['balance_rate'])
-    return step
+    return gradients, update
 
 
 def their_step(other, x, y, machine, grad_clip):
@@ -314,16 +338,18 @@ def their_step(other, x, y, machine, grad_clip):
         optimizer = torch.optim.AdamW(params, fused=True)
         forward = functools.partial(other, input_ids=x, labels=x)
 
-    def step():
+    def gradients():
         with precision_of_others(machine.device):
             with autocast():
                 found = forward()
             (found[1] if isinstance(found, tuple) else found.loss).backward()
-            if grad_clip:
-                torch.nn.utils.clip_grad_norm_(params, grad_clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    return step
+
+    def update():
+        if grad_clip:
+            torch.nn.utils.clip_grad_norm_(params, grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return gradients, update
 
 
 def model_to_train(config, model_args):
@@ -347,14 +373,20 @@ def measure_train(config, model_args, words):
     for name, other in load_other(config['vs'], model).items():
         x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size), device=device)
         steps[name] = their_step(other.train(), x, y, machine, config['grad_clip'])
-    sides = {name: timed(step, config['steps']) for name, step in steps.items()}
-    times = take_turns({**sides, 'matmul': timed(lambda: square @ square, 1)}, config['rounds'])
-    matmul, tokens = 2 * n**3 / times.pop('matmul').min(), batch_size * model.config.block_size
+    accumulation = config['gradient_accumulation_steps']
+    again = min(accumulation - 1, 1)  # of the micro-batches that add to the gradients of the first, one
+    counts = [1] + [accumulation - 1] * again + [1]
+    sides = {name: timed([gradients] * (1 + again) + [update], config['steps'], counts)
+             for name, (gradients, update) in steps.items()}
+    times = take_turns({**sides, 'matmul': timed([lambda: square @ square], 1)}, config['rounds'])
+    matmul = 2 * n**3 / times.pop('matmul').min()
+    tokens = accumulation * batch_size * model.config.block_size
     flops = model.flops_per_token() * tokens / float(np.median(times['flatgpt']))
     print(f"{flops / 1e9:,.0f} GFLOP/s, a large matmul reaches {matmul / 1e9:,.0f}")
     peak = train.peak_flops(device, machine.dtype)
     return report(model, machine, times, dict.fromkeys(times, tokens), batch_size=batch_size, compile=compile,
-                  mfu=flops / peak if peak else None, matmul_share=flops / matmul)
+                  gradient_accumulation_steps=accumulation, mfu=flops / peak if peak else None,
+                  matmul_share=flops / matmul)
 
 
 def measure_lengths(config, model_args):
@@ -368,21 +400,24 @@ def measure_lengths(config, model_args):
         def loss(forward=forward, machine=machine, x=x, y=y):
             with machine.autocast():
                 return forward(x, y)[0]
-        times = take_turns({'forward': timed(loss, 1), 'both': timed(lambda loss=loss: loss().backward(), 1)},
-                           config['rounds'])
+        sides = {'forward': timed([loss], 1), 'both': timed([lambda loss=loss: loss().backward()], 1)}
+        times = take_turns(sides, config['rounds'])
         ms, both = (float(np.median(t)) * 1e3 for t in times.values())
         found[length] = ms, both - ms, batch_size * length / both * 1e3, train.peak_mb(machine.device)
     print_table('context', ['forward ms', 'backward ms', 'tok/s', 'peak MB'], {
         f"{length:,}": [f"{number or math.nan:,.1f}" for number in row] for length, row in found.items()})
     settings, limit = train.config | config, memory_limit(config, machine)
 
-    def fits(length):  # the process's peak so far is that of the lengths above
+    longest, begun = 0, time.perf_counter()
+    for length in (2**i for i in range(6, 25)):
         model.config.block_size = length
         parts, _ = train.forecast(model, machine, settings, batch_size)
-        return sum(parts.values()) - parts['process'] <= limit
-    longest = max(itertools.takewhile(fits, (2**i for i in range(25))), default=0)
-    print(f"the longest context, of powers of two, that the forecast has fit into {limit / 1e9:,.2f} GB: "
-          f"{longest:,}")
+        need = sum(parts.values()) - parts['process']  # whose peak so far is that of the lengths above
+        print(f"{length:,} tokens: {need / 1e9:,.2f} GB by the forecast", flush=True)
+        longest = length if need <= limit else longest
+        if need > limit or time.perf_counter() - begun > 30:  # the next takes as long as all before
+            break
+    print(f"the longest of these contexts that fits into {limit / 1e9:,.2f} GB: {longest:,}")
     return {'lengths': found, 'longest': longest, 'device': machine.device}
 
 
@@ -409,9 +444,10 @@ def time_other(model, prompts, new, greedy):
 def measure_decode(config, model_args, words):
     """Seconds a step, in turns with others, and the share of the memory's bandwidth."""
     compile, n_draft, new = config['compile'] is True, config['speculate'], config['max_new_tokens']
-    model, machine = model_and_machine(config, model_args, compile or config['quantize'] == 'int8')
+    model, machine = model_and_machine(config, model_args, to_train=False,
+                                       bound_by_memory=compile or config['quantize'] == 'int8')
     check_settings({**config, **vars(model.config)})
-    model.to(machine.dtype).eval()
+    model.eval()
     batch_size, drafter = 1 if n_draft else config['batch_size'] or 1, n_draft and sample.Lookup(n_draft)
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
 
@@ -434,10 +470,9 @@ def measure_decode(config, model_args, words):
         print('compiling: a minute or two')
     if config['operators']:
         print_operators(sides['flatgpt'], machine.device_type)
-    big = torch.ones(2**26, device=machine.device)  # 256 MB
-    times = take_turns({**sides, 'prompt': timed(lambda: [*sample.generate(model, prompts, 1)], 1),
-                        'reading': timed(big.sum, 8)}, config['rounds'])
-    bandwidth = big.nbytes / times.pop('reading').min(1)  # of each turn
+    times = take_turns({**sides, 'prompt': timed([lambda: [*sample.generate(model, prompts, 1)]], 1),
+                        'reading': reading(machine.device)}, config['rounds'])
+    bandwidth = 1 / times.pop('reading').min(1)  # of each turn
     numbers = {'prefill_ms': float(np.median(times.pop('prompt'))) * 1e3}
     print(f"{config['prompt_len']} tokens of prompt: {numbers['prefill_ms']:.2f} ms")
     if n_draft:
@@ -550,12 +585,13 @@ def announced(items):
 def row_losses(model, rows, machine, batch_size):
     """Rows (inputs, targets) of up to T tokens -> the loss of each target, in nats, float64, which are
     targets, not -1, and which are the likeliest token: (rows, T) each, filled up with 0. batch_size None:
-    256 MB of logits at a time."""
+    256 MB of logits at a time, on CUDA, which a single row would not fill, 2 GB."""
     x, y = (pad_sequence([torch.as_tensor(each) for each in side], batch_first=True, padding_value=padding)
             for side, padding in zip(zip(*rows), (0, -1)))
     lengths = torch.tensor([len(inputs) for inputs, _ in rows])
     losses, is_first = torch.zeros(2, *x.shape, dtype=torch.float64)
-    n = batch_size or max(1, 2**26 // (model.config.vocab_size * x.shape[1]))
+    at_once = 2**29 if 'cuda' in machine.device else 2**26
+    n = batch_size or max(1, at_once // (model.config.vocab_size * x.shape[1]))
     for batch in announced(lengths.argsort(descending=True).split(n)):
         longest = lengths[batch[0]]
         inputs, targets = (side[batch, :longest].to(machine.device) for side in (x, y))
@@ -740,8 +776,8 @@ def draw_attention(config, model_args, words):
 MACHINE = 'init_from dataset device dtype json'
 COMMANDS = {
     # the settings that each reads besides GPTConfig's
-    'train': (measure_train, f'{MACHINE} vs batch_size lengths memory steps rounds optimizer grad_clip '
-                             'compile seed'),
+    'train': (measure_train, f'{MACHINE} vs batch_size gradient_accumulation_steps lengths memory steps '
+                             'rounds optimizer grad_clip compile seed'),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
                                'operators rounds compile seed'),
     'params': (measure_params, f'{MACHINE} batch_size memory optimizer'),

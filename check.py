@@ -432,7 +432,8 @@ def check_updates(config, resumes=False):
     data = Sequences(config)
     for kind in {'adamw', 'muon'} & train.OPTIMIZERS.keys():
         settings = {**train.config, 'learning_rate': 0.1, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99,
-                    'momentum': 0.7, 'optimizer': kind}
+                    'momentum': 0.7, 'optimizer': kind,
+                    **{f'{name}_loss': weight for name, weight in AUX_WEIGHTS.items()}}
         model, it = randomized(config, dropout=0.0).train(), 0
         other, optimizers = copy.deepcopy(model), train.make_optimizers(model, settings)
         steps, scaler = [*their_steps(other, kind)], torch.amp.GradScaler('cpu', init_scale=64.0)
@@ -447,7 +448,7 @@ def check_updates(config, resumes=False):
             (expected + sum(map(weighted, aux)) / 2).backward()
             size = torch.nn.utils.get_total_norm([w.grad for w in other.parameters()]).item()
             loss, load, _ = train.gradients(model, first, iter([second]), 2, contextlib.nullcontext, scaler,
-                                            AUX_WEIGHTS)
+                                            settings)
             require_equal(loss, expected, 'the loss reported')
             for (name, w), their, step in zip(model.named_parameters(), other.parameters(), steps):
                 require_equal(w.grad / scale, their.grad, f"iteration {it}: the gradient of {name}", 1e-2,
@@ -480,7 +481,9 @@ def check_rates(config):
     for name in train.SCHEDULES:
         known = {0: 1 / 11, 4: 5 / 11, 10: 1.0, 60: halfway.get(name), 110: 0.1, 130: 0.1}
         for it, expected in known.items():
-            found = train.lr_at(it, 1.0, 0.1, 10, 110, name, 0.4)
+            config = {**train.config, 'learning_rate': 1.0, 'min_lr': 0.1, 'warmup_iters': 10,
+                      'lr_decay_iters': 110, 'lr_schedule': name, 'cooldown': 0.4}
+            found = train.lr_at(it, config)
             require_equal(found, expected or found, f"{name} from 1 to 0.1, from 10 to 110: the rate at {it}")
 
 

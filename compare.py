@@ -54,6 +54,7 @@ import torch
 import train
 from bench import cache_per_token, named_model, print_json, print_table
 from model import GPT, GPTConfig, unused
+from prepare import Bins
 
 ROOT = Path(__file__).resolve().parent
 RUNS = 'out-compare'
@@ -94,7 +95,7 @@ def worktree(revision, folder):
     commit = git('stash', 'create').strip() or 'HEAD' if is_work else revision  # a commit that nothing names
     git('worktree', 'add', '--detach', str(folder), commit)
     if is_work:
-        for name in git('ls-files', '--others', '--exclude-standard', '*.py').splitlines():
+        for name in git('ls-files', '-z', '--others', '--exclude-standard', '*.py').split('\0')[:-1]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     git('add', '--all', cwd=folder)  # to the index of this worktree alone
@@ -110,14 +111,17 @@ def parse_variant(text):
 
 
 def data_meta(args):
-    """The meta.json, '' without one, of the data that a command line of train.py names."""
+    """The meta.json, '' without one, of the data that a command line of train.py names. Raises
+    FileNotFoundError unless it is prepared."""
     values = {**train.config, **dataclasses.asdict(GPTConfig())}  # which config files see
     for arg in args:
         if is_config(arg):
             values |= run_file(arg, ROOT, values)
         elif arg.startswith('--dataset='):
             values['dataset'] = arg.partition('=')[2]
-    return read_text(os.path.join(train.data_folder(values['dataset']), 'meta.json'))
+    folder = train.data_folder(values['dataset'])
+    Bins(folder, 'train')
+    return read_text(os.path.join(folder, 'meta.json'))
 
 
 def make_variants(texts, base, place):
@@ -132,6 +136,8 @@ def make_variants(texts, base, place):
                              "and seeds go from compare.py's --seed on")
         if revision not in digests:
             digests[revision] = worktree(revision, code)
+            if 'run.json' not in (code / 'train.py').read_text('utf-8'):
+                raise ValueError(f"variant {name!r}: train.py of {revision} writes no run.json to compare by")
         if not any(is_config(arg) or arg.startswith('--init_from=') for arg in args):
             args.insert(0, 'config/default.py')  # as train.py has it, but of this revision
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
@@ -181,29 +187,20 @@ def read_log(folder):
         return [row for row in csv.DictReader(f) if row['wall_s']]
 
 
-def number_of(pattern, text):
-    """The last number that a pattern finds, or None."""
-    found = re.findall(pattern, text, re.M)
-    return float(found[-1].replace(',', '')) if found else None
-
-
-RUN_LENGTH = r'^run: ([\d,]+) iterations'
+def read_facts(folder):
+    """A run's run.json; before it is written {}."""
+    return loads(read_text(os.path.join(folder, 'run.json')) or '{}')
 
 
 def read_run(folder):
-    """A run that is over: 'error' (None, or why it would fail again), 'rows' of its log, numbers."""
-    text, log = read_text(os.path.join(folder, 'printed.txt')), os.path.join(folder, 'log.csv')
-    diverged = re.search(r'^train.py: (the run diverged.*)', text, re.M)
-    if diverged:
-        return {'error': diverged[1]}
-    rows = read_log(folder) if os.path.exists(log) else []
-    is_all = rows and int(rows[-1]['iter']) == number_of(RUN_LENGTH, text)
-    if not (is_all or 'minutes are over' in text) or not rows[-1]['val_loss']:
-        return None
-    return {'error': None, 'rows': rows, 'params': number_of(r'^model: ([\d,]+) parameters', text),
-            'data': re.search(r'^data: (.*), [\d,]+ tokens to train', text, re.M)[1],
-            'ms': statistics.median(float(row['ms_per_iter']) for row in rows),
-            'peak_mb': number_of(r'peak memory ([\d,]+) MB', text), 'seconds': float(rows[-1]['wall_s'])}
+    """A run that is over, or None: what its run.json says ('error': why it would fail again), 'rows' of its
+    log, and numbers of these."""
+    facts = read_facts(folder)
+    if facts.get('status') not in ('done', 'time_limit'):
+        return facts if facts.get('error') else None
+    rows = read_log(folder)
+    return {**facts, 'rows': rows, 'ms': [float(row['ms_per_iter']) for row in rows],
+            'seconds': float(rows[-1]['wall_s'])}
 
 
 def run_variant(variant, seed, runs_left):
@@ -212,7 +209,8 @@ def run_variant(variant, seed, runs_left):
     folder, told = variant.folder(seed), False
     os.makedirs(folder, exist_ok=True)
     printed, args = os.path.join(folder, 'printed.txt'), [*variant.args, f'--seed={seed}']
-    if os.path.exists(os.path.join(folder, 'ckpt.pt')) and '--time_limit' not in str(args):
+    saved = os.path.exists(os.path.join(folder, 'ckpt.pt'))
+    if saved and read_facts(folder)['config']['time_limit'] is None:
         args = ['--init_from=resume']  # the checkpoint holds all settings
     with open(printed, 'w', encoding='utf-8') as f:
         process = subprocess.Popen(  # in its own session: the terminal's Ctrl-C is ours alone
@@ -220,13 +218,14 @@ def run_variant(variant, seed, runs_left):
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         while process.poll() is None:
-            text = '' if told else read_text(printed)
-            ms = number_of(r'^iter .* ([\d.]+) ms', text)
-            if ms:
-                told, left = True, number_of(RUN_LENGTH, text) * ms / 1e3 * runs_left
-                print(f"{variant.name}, seed {seed}: {ms:.0f} ms a step, about {train.duration(left)} for "
-                      f"all {runs_left} to come", flush=True)
             time.sleep(0.1)
+            with contextlib.suppress(FileNotFoundError):  # not written yet
+                rows = [] if told else read_log(folder)
+                if len(rows) > 1:  # the first has the warm-up
+                    told, ms = True, float(rows[-1]['ms_per_iter'])
+                    left = read_facts(folder)['config']['max_iters'] * ms / 1e3 * runs_left
+                    print(f"{variant.name}, seed {seed}: {ms:.0f} ms a step, about {train.duration(left)} "
+                          f"for all {runs_left} to come", flush=True)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -242,13 +241,15 @@ def run_all(variants, seeds):
     runs = {variant.folder(seed): (variant, seed) for seed in seeds for variant in variants}
     found = {folder: read_run(folder) for folder in runs}
     todo = [folder for folder, run in found.items() if not run]
-    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before, whose ms/step are of then")
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before: their ms/step are older")
     for i, folder in enumerate(todo):
         run = found[folder] = run_variant(*runs[folder], len(todo) - i)
         if run['error']:
             print(f"{runs[folder][0].name}, seed {runs[folder][1]}: failed: {run['error']}", flush=True)
     return [[found[variant.folder(seed)] for seed in seeds] for variant in variants]
 
+
+LOSSES = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns of log.csv
 
 # judging ----------------------------------------------------------------------------------------------------
 
@@ -289,8 +290,11 @@ def comparison(variants, runs):
         row |= {'column': column, 'losses': losses, 'loss': statistics.fmean(losses),
                 'sd': statistics.stdev(losses) if len(losses) > 1 else None,
                 'cache_bytes_per_token': variant.model and cache_per_token(variant.model, torch.bfloat16)}
-        for name in ('ms', 'peak_mb', 'params', 'seconds'):
-            row[name] = statistics.median(run[name] or 0 for run in own)
+        low, row['ms'], high = np.percentile([ms for run in own for ms in run['ms']], [10, 50, 90]).tolist()
+        row['ms_range'] = low, high
+        for name in ('peak_mb', 'params', 'seconds'):
+            values = [run[name] for run in own]
+            row[name] = None if None in values else statistics.median(values)
         if 'losses' in rows[0] and row is not rows[0]:
             mean, half = paired_difference(losses, rows[0]['losses'])
             row |= {'difference': mean, 'half_interval': half, 'verdict': judge(mean, half)}
@@ -310,24 +314,28 @@ def print_comparison(rows, n_seeds):
             mean, half = row['difference'], row['half_interval']
             interval = '' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"
             difference = f"{mean:+.4f}{interval}"
-        table[row['variant']] = [loss, difference, verdict, f"{row['ms']:.1f}", f"{row['peak_mb']:.0f}",
-                                 f"{row['params']:,.0f}", f"{row['cache_bytes_per_token'] or 0:,}"]
-    loss = 'val loss' if column == 'val_loss' else 'bits per byte'
+        low, high = row['ms_range']
+        sizes = [row[name] for name in ('peak_mb', 'params', 'cache_bytes_per_token')]
+        table[row['variant']] = [loss, difference, verdict, f"{row['ms']:.1f} ({low:.1f} to {high:.1f})",
+                                 *('n/a' if size is None else f"{size:,.0f}" for size in sizes)]
     heads = ['to the first, 95% confidence', 'verdict', 'ms/step', 'peak MB', 'parameters', 'cache B/token']
-    print_table('variant', [loss, *heads], table)
+    print_table('variant', [LOSSES[column], *heads], table)
+    print("ms/step is a median, in brackets the 10th and 90th percentile")
     print(f"± is the spread over {n_seeds} seeds, the difference is paired by seed, each interval by itself"
           if n_seeds > 1 else 'one seed tells nothing of the spread between seeds: --seeds=3')
 
 
 # pictures ---------------------------------------------------------------------------------------------------
 
-AXES = {'iter': 'iter', 'tokens': 'tokens', 'time': 'wall_s'}
+AXES = {  # name: (column of log.csv, label)
+    'iter': ('iter', 'iterations'), 'tokens': ('tokens', 'tokens'), 'time': ('wall_s', 'seconds'),
+}
 
 
 def curve(logs, by, column='val_loss'):
     """Logs of runs that differ by seed -> where all were evaluated on the axis `by`, their mean loss and its
     spread, (evaluations,) each."""
-    points = [{int(row['iter']): (float(row[AXES[by]]), float(row[column])) for row in rows if row[column]}
+    points = [{int(row['iter']): (float(row[AXES[by][0]]), float(row[column])) for row in rows if row[column]}
               for rows in logs]
     shared = sorted(set.intersection(*map(set, points)))  # a stopped run was evaluated there too
     x, y = np.array([[run[it] for run in points] for it in shared]).transpose(2, 0, 1)  # (evaluations, runs)
@@ -345,7 +353,8 @@ def draw(path, curves, xlabel, ylabel, rows=()):
         axes.fill_between(x, y - spread, y + spread, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize='small')
+    if not rows:  # which name the colours
+        figure.legend(loc='outside right upper', fontsize='small')
     for axes in beside:
         for i, row in enumerate(rows):
             axes.errorbar(row['loss'], i, xerr=row.get('half_interval'), fmt='o', capsize=3)
@@ -369,7 +378,7 @@ def plot(names, by, path):
         else:
             curves[name] = curve([read_log(name)], by)
             print(f"{name}: val loss {curves[name][1][-1]:.4f}")
-    labels = ('context', 'perplexity') if names[0].endswith('.jsonl') else (AXES[by], 'validation loss')
+    labels = ('context', 'perplexity') if names[0].endswith('.jsonl') else (AXES[by][1], LOSSES['val_loss'])
     draw(path, curves, *labels)
     return {'plot': path, 'last': {name: float(y[-1]) for name, (_, y, _) in curves.items()}}
 
@@ -406,11 +415,13 @@ def compare(config, args, name='compare'):
     rows = comparison(variants, runs)
     print_comparison(rows, len(seeds))
     good = [row for row in rows if 'error' not in row]
+    if not good:
+        raise ValueError('no variant has a run of each seed to compare: see why above')
     curves = {row['variant']: curve([run['rows'] for run in own], config['by'], row['column'])
               for row, own in zip(rows, runs) if row in good}
     path = config['png'] or f'{RUNS}/{name}.png'
     try:
-        draw(path, curves, config['by'], 'validation loss', good)
+        draw(path, curves, AXES[config['by']][1], LOSSES[good[0]['column']], good)
     except ImportError as error:
         print(error)
     return {'match': match, 'plot': path, 'rows': rows, 'runs': folders}

@@ -34,10 +34,10 @@ CANNOT_WRITE = r'No space left|Read-only file|quota exceeded|File too large|requ
 # of gloo and NCCL, on ranks that wait for one that has ended
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
 OUT_OF_MEMORY = {  # setting: how to use less memory; the first setting that the script has counts
+    'rounds': 'lower --batch_size',
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
     'num_samples': 'lower --batch_size or --max_new_tokens',
     'procs': 'lower --procs',
-    'batch_size': 'lower --batch_size',
 }
 RANGES = {  # (lowest, highest): settings of any script; others have no range
     (1, 1_000_000): 'batch_size gradient_accumulation_steps',
@@ -365,8 +365,8 @@ def yield_cores():
     """Has OpenMP's threads wait asleep, not spinning, where other programs keep more than a third of the
     cores busy. OpenMP reads the environment when torch loads it; a user who has set something there decides.
 
-    Beside others two threads then take 0.3 to 0.6 of the time, one thread mostly more; alone they would take
-    1.1 to 1.5 times as long. Their number stays, and with it each rounding. See docs/evidence.md.
+    Beside others two threads then take 0.3 to 0.6 of the time, alone they would take 1.1 to 1.5 times as
+    long (docs/evidence.md). One thread is slower beside many, and rounds otherwise than the run it resumes.
     """
     decided = {'OMP_NUM_THREADS', 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys()
     if decided or 'torch' in sys.modules or sys.platform != 'linux':

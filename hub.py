@@ -653,12 +653,14 @@ def describe(name, folder):
 
 
 def print_families():
-    """Prints each family, whether it is written too, and what it sets that GPTConfig has otherwise."""
+    """Prints each family, whether it is written too, and what it sets that GPTConfig has otherwise; and how
+    many there are."""
     for kind, family in FAMILIES.items():
         needs = [f'{name}={value}' for name, value in family.ours.items()
                  if value != getattr(GPTConfig, name)]
         mixers = f"mixers {family.layer_types}, " if family.layer_types.strip('SL') else ''
         print(f"{kind:20} {'read, written' if family.exports else 'read':15} {mixers}{', '.join(needs)}")
+    print(f"{len(FAMILIES)} families")
 
 
 # loading ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import csv
 import dataclasses
 import datetime
 import functools
+import json
 import math
 import os
 import re
@@ -50,7 +51,7 @@ from configurator import (
 )
 
 # input and output
-out_dir = 'out'                      # of checkpoints and log.csv
+out_dir = 'out'                      # of checkpoints, log.csv and run.json
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations, each with a checkpoint
@@ -132,14 +133,24 @@ SCHEDULES = {  # (share of the decay done, cooldown) -> share of the way from mi
 }
 
 
-def lr_at(it, peak, floor, warmup, end, schedule='cosine', cooldown=0.4):
-    """Learning rate of iteration `it`: warm-up, then the schedule (None: constant) to `floor` at `end`."""
+def lr_at(it, config):
+    """Learning rate of iteration `it`: warm-up, then the schedule down to min_lr. config: train.py's."""
+    peak, floor, warmup = config['learning_rate'], config['min_lr'], config['warmup_iters']
     if it < warmup:
         return peak * (it + 1) / (warmup + 1)
-    if schedule is None:
+    if not config['decay_lr']:
         return peak
+    end = config['max_iters'] if config['lr_decay_iters'] is None else config['lr_decay_iters']
     done = min(1.0, (it - warmup) / max(1, end - warmup))
-    return floor + SCHEDULES[schedule](done, cooldown) * (peak - floor)
+    floor = peak / 10 if floor is None else floor
+    return floor + SCHEDULES[config['lr_schedule']](done, config['cooldown']) * (peak - floor)
+
+
+def set_rates(optimizers, lr):
+    """Gives each group of parameters its learning rate."""
+    for opt in optimizers:
+        for group in opt.param_groups:
+            group['lr'] = lr * group.get('lr_scale', 1.0)
 
 
 # ranks ------------------------------------------------------------------------------------------------------
@@ -537,7 +548,7 @@ def forecast(model, machine, config, batch_size, shards=1):
         state = sum(live.changes)
         x = torch.zeros(batch_size, model.config.block_size, dtype=torch.long, device=machine.device)
         gradients(fake.train(), (x, x, None), iter(()), 1, machine.autocast,
-                  torch.amp.GradScaler(enabled=False), {'balance': 1, 'z': 1, 'mtp': 1})
+                  torch.amp.GradScaler(enabled=False), config)
     total = np.cumsum(live.changes)
     # sharded, a block and the next are gathered, and there are two copies of a block's gradients
     parts = {'weights, gradients, optimizer': state / shards,
@@ -591,10 +602,16 @@ def plan_memory(model, machine, config, micro_batch, share, shards, compile=Fals
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-def gradients(forward, batch, batches, accumulation, autocast, scaler, aux_weights):
-    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. aux_weights: the weights of
-    the losses in GPT.forward's aux. Returns the mean loss, the experts' load or None, and the next
-    iteration's first batch."""
+LOSSES = {  # of GPT.forward's aux, beside the loss reported: the setting that weighs them
+    'balance': 'balance_loss',
+    'z': 'z_loss',
+    'mtp': 'mtp_loss',
+}
+
+
+def gradients(forward, batch, batches, accumulation, autocast, scaler, config):
+    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. config has the weights of
+    LOSSES. Returns the mean loss, the experts' load or None, and the next iteration's first batch."""
     losses, loads = torch.zeros((), device=batch[0].device), []
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
@@ -605,8 +622,8 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, aux_weigh
         if weight is not None:
             loss = loss * weight
         losses += loss.detach()
-        for name, its_weight in aux_weights.items():
-            loss = loss + its_weight * aux[name] if name in aux else loss
+        for name, setting in LOSSES.items():
+            loss = loss + config[setting] * aux[name] if name in aux else loss
         if 'load' in aux:  # a model with experts
             loads.append(aux['load'])
         loss = loss / loss.isfinite()  # else by 0, so that no gradient is finite on any rank
@@ -662,21 +679,23 @@ MAX_SKIPPED = 10  # skipped updates in a row that end the run
 
 
 def diverge(event, it, out_dir):
-    raise ValueError(f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
-                     "lower --learning_rate, or use --dtype=float32")
+    error = (f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
+             "lower --learning_rate, or use --dtype=float32")
+    note(out_dir, status='diverged', error=error)
+    raise ValueError(error)
 
 
 # going on from a checkpoint ---------------------------------------------------------------------------------
 
-def load_to_train(init_from, out_dir, asked, meta=None):
+def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
     """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError if a field
     asked for differs and is not CHANGEABLE."""
     resumed = init_from == 'resume'
     changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
     if meta and not resumed:
         changes = {**packed(meta), **changes}
-    model, tokenizer, rest = load(init_from, out_dir, dtype=torch.float32, best=not resumed,
-                                  merge=not resumed, **changes)
+    model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=not resumed, merge=not resumed,
+                                  **changes)
     for name, value in asked.items():
         was = rest['model_args'][name]
         if name not in CHANGEABLE and value not in (None, was):
@@ -813,7 +832,7 @@ def lock_folder(out_dir):
 def prepare_out_dir(out_dir, resumed, keep_best):
     """Renames the files of an earlier run, ckpt.pt to ckpt.old-3.pt; when resuming, only a best.pt that is no
     longer kept."""
-    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv'
+    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
     earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
     if resumed and keep_best:
         if not earlier:  # nanoGPT's ckpt.pt is its best
@@ -825,6 +844,15 @@ def prepare_out_dir(out_dir, resumed, keep_best):
     for path in earlier:
         new = path.rename(path.with_name(f'{path.stem}.old-{number}{path.suffix}'))
         print0(f"{path} of the run before is now {new}")
+
+
+def note(out_dir, **facts):
+    """Adds facts to run.json, which tells other programs what a run is and how it has ended."""
+    path = Path(out_dir, 'run.json')
+    if world()[0] == 0:
+        known = json.loads(path.read_text('utf-8')) if path.exists() else {}
+        path.with_suffix('.tmp').write_text(json.dumps(known | facts), 'utf-8')
+        path.with_suffix('.tmp').replace(path)
 
 
 LOG_FIELDS = {  # columns of log.csv and their formats
@@ -1086,8 +1114,6 @@ if __name__ == '__main__':
         length = f'tokens_per_param={tokens_per_param:g}'
         max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
     config['max_iters'] = max_iters
-    decay_end = max_iters if lr_decay_iters is None else lr_decay_iters
-    floor = learning_rate / 10 if min_lr is None else min_lr
     flops_per_iter = model.flops_per_token() * tokens_per_iter
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
@@ -1140,6 +1166,7 @@ if __name__ == '__main__':
         lock = lock_folder(out_dir)
         prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
         start_log(log_file, progress.iter_num)
+        note(out_dir, status='running', error=None, config=config, params=n_params, data=folder)
         if wandb_log:
             wandb = start_wandb(wandb_project, wandb_run_name,
                                 {**config, **dataclasses.asdict(model.config)}, progress.wandb_id)
@@ -1157,19 +1184,15 @@ if __name__ == '__main__':
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device)
     batch, row, stopping, skipped, in_a_row = next(batches, None), None, False, progress.skipped, 0
-    aux_weights = {'balance': balance_loss, 'z': z_loss, 'mtp': mtp_loss}
     while True:
         goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
         timed_it, timed_at = progress.iter_num, time.time()
         while progress.iter_num < goal and not stopping and not eval_only:
-            lr = lr_at(progress.iter_num, learning_rate, floor, warmup_iters, decay_end,
-                       lr_schedule if decay_lr else None, cooldown)
-            for opt in optimizers:
-                for group in opt.param_groups:
-                    group['lr'] = lr * group.get('lr_scale', 1.0)
+            lr = lr_at(progress.iter_num, config)
+            set_rates(optimizers, lr)
             seed_dropout(seed, progress.iter_num, rank, device)
             loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
-                                                 scaler, aux_weights)
+                                                 scaler, config)
             at_goal = progress.iter_num + 1 == goal
             before = [w.detach().clone() for w in params] if at_goal else None
             grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
@@ -1221,10 +1244,10 @@ if __name__ == '__main__':
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
         print0(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
              f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
-        if not math.isfinite(val_loss):
-            diverge(f"val loss is {val_loss}", progress.iter_num, out_dir)
         if eval_only:
             break
+        if not math.isfinite(val_loss):
+            diverge(f"val loss is {val_loss}", progress.iter_num, out_dir)
         improved = val_loss < progress.best_val_loss
         progress.best_val_loss, progress.wall_s = min(val_loss, progress.best_val_loss), time.time() - began
         if rank == 0 and row:  # before the checkpoint: a run killed in between writes it anew
@@ -1244,8 +1267,11 @@ if __name__ == '__main__':
         if stopping or progress.iter_num >= max_iters:
             break
 
-    if not (stopping or eval_only):
+    if not eval_only:
         memory = peak_mb(device)
+        status = 'done' if not stopping else 'stopped' if signals else 'time_limit'
+        note(out_dir, status=status, peak_mb=memory)
+    if not (stopping or eval_only):
         print0(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
              f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
              f"python sample.py --out_dir={shlex.quote(out_dir)}")

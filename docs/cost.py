@@ -1,6 +1,6 @@
 """
-What parts cost: attention, norms, MLPs and caches, beside each other on this machine; a few minutes. Models
-are not trained or compiled, their weights are random.
+What parts cost: attention, norms and caches, beside each other on this machine; a few minutes. Models are
+not trained or compiled, their weights are random.
 
     python docs/cost.py
     python docs/cost.py --lengths=[256,1024] --dtype=bfloat16
@@ -30,15 +30,14 @@ import torch
 import torch.nn.functional as F
 
 import train
-from bench import cache_per_token, fill_zeros, our_step, print_table, take_turns, timed
+from bench import cache_per_token, fill_zeros, print_table, take_turns, timed
 from model import GPT, GPTConfig
-from sample import generate
 
 
 def compare(title, counted, sides, calls=1):
     """Prints the time of sides, name -> (what it has of what is counted, a function, its arguments), and both
     relative to the first side. calls: of each function in a turn."""
-    times = take_turns({name: timed(functools.partial(*call), calls) for name, (_, *call) in sides.items()},
+    times = take_turns({name: timed([functools.partial(*call)], calls) for name, (_, *call) in sides.items()},
                        rounds)
     ms, counts = [np.median(t) * 1e3 for t in times.values()], [count for count, *_ in sides.values()]
     print_table(title, [counted, 'of the first', 'ms', 'of the first', 'times as fast'], {
@@ -79,19 +78,7 @@ def peak_bytes(f, *args):
     return max(itertools.accumulate(sizes, initial=0))
 
 
-# generating -------------------------------------------------------------------------------------------------
-
-def with_cache(model, n):
-    """Generates n tokens after one, greedily."""
-    return list(generate(model, [[0]], n, temperature=0))
-
-
-def without_cache(model, n):
-    """The same, each token by a pass over all before it."""
-    idx = torch.tensor([[0]], device=machine.device)
-    for _ in range(n):
-        idx = torch.cat((idx, model(idx, keep=1).argmax(-1)), dim=1)
-
+# decoding ---------------------------------------------------------------------------------------------------
 
 def filled_cache(model, length):
     """A cache of 8 rows with `length` random tokens each, and room for one more."""
@@ -131,23 +118,7 @@ if __name__ == '__main__':
         name: (n_embd, forward_and_backward, norm, [x], [norm.weight])
         for name, norm in norms.items()}, calls=8)
 
-    kinds = {name: dict(mlp=name) for name in ('swiglu', 'geglu', 'gelu', 'relu', 'relu2')}  # of equal size
-    kinds |= {'swiglu, layernorm': dict(norm='layernorm'), 'bigrams': dict(bigram_size=20480),
-              'short convolution, each 2nd': dict(mixer_pattern='CA'[:n_layer])}
-    models = {name: random_model(**options, block_size=256) for name, options in kinds.items()}
-    sides = {name: (model, {}) for name, model in models.items()}
-    sides |= {name: (models['swiglu'], {'optimizer': name}) for name in ('muon', 'normuon')}
-    compare('a training step of 12 rows of 256 tokens', 'parameters', {
-        name: (model.num_params(), our_step(model, model, machine, 12, train.config | others))
-        for name, (model, others) in sides.items()})
-
     with torch.no_grad():
-        model = random_model().to(machine.dtype).eval()
-        for n in (100, 200):
-            compare(f"generating {n} tokens", 'tokens computed', {
-                'without a cache': (n * (n + 1) // 2, without_cache, model, n),
-                'with a cache': (n, with_cache, model, n)})
-
         models = {name: random_model(n_kv_head=n, block_size=longest + 1).to(machine.dtype).eval()
                   for name, n in {'MHA': n_head, 'GQA': n_head // 3, 'MQA': 1}.items()}
         compare(f"decoding 8 rows after {longest:,} tokens", 'cache bytes a token', {

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import types
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from common import EVAL, ROOT, bench, log_rows, prep_toy_bpe, run, train, write_packed
 
+import bench as flat_bench
 import hub
 import model as flat
 import train as flat_train
@@ -104,6 +106,63 @@ def test_speeds_by_context(capsys):
         model.config.block_size = times * numbers['longest']
         parts, _ = flat_train.forecast(model, machine, flat_train.config, 3)
         assert (sum(parts.values()) - parts['process'] <= 2e7) == fits
+
+
+@pytest.mark.parametrize('n', [1, 4])
+def test_a_step_has_all_its_micro_batches_and_one_update(n, capsys, monkeypatch):
+    """By a clock on which a micro-batch takes 2 seconds, an update 5, and each look at it 1."""
+    clock, seconds = itertools.count(), {'gradients': 2, 'update': 5}
+
+    def taking(f, seconds):
+        def called(*args):
+            for _ in range(seconds):
+                next(clock)
+            return f(*args)
+        return called
+    for name, each in seconds.items():
+        monkeypatch.setattr(flat_train, name, taking(getattr(flat_train, name), each))
+    monkeypatch.setattr('time.perf_counter', lambda: next(clock))
+    _, numbers = bench(capsys, 'train', '--steps=2', '--block_size=16', '--compile=False',
+                       f'--gradient_accumulation_steps={n}', *SMALL)
+    assert numbers['ms'] == 1e3 * (n * 3 + 6)
+    assert numbers['tok_per_s'] == pytest.approx(n * 12 * 16 / (n * 3 + 6))
+
+
+def test_a_context_that_takes_long_to_forecast_ends_the_search(capsys, monkeypatch):
+    clock = itertools.count(0, 9)
+    monkeypatch.setattr('time.perf_counter', lambda: next(clock))
+    out, numbers = bench(capsys, 'train', '--lengths=[32]', '--batch_size=1', '--compile=False', *SMALL)
+    assert numbers['longest'] == 64 * 2**3 and out.count('GB by the forecast') == 4
+
+
+def test_a_model_that_decodes_comes_to_the_device_in_its_dtype(folder, monkeypatch):
+    seen, to, init = [], GPT.to, GPT.init_weights
+
+    def watch(f):
+        def watched(self, *args):
+            if 'meta' in args or f is init:
+                seen.append({w.dtype for w in self.parameters()})
+            return f(self, *args)
+        return watched
+    machine = types.SimpleNamespace(device='meta', dtype=torch.bfloat16)  # no data, as if it were a GPU
+    monkeypatch.setattr(flat_bench, 'runtime', lambda *_, **options: machine)
+    monkeypatch.setattr(flat_bench, 'fill_zeros', lambda model: None)
+    save_model('out', make_tokenizer('byte'))
+    monkeypatch.setattr(GPT, 'to', watch(to))
+    monkeypatch.setattr(GPT, 'init_weights', watch(init))
+    for name in 'scratch', 'out':
+        model, _ = flat_bench.model_and_machine({**flat_bench.config, 'init_from': name}, {}, to_train=False)
+        assert {str(w.device) for w in model.parameters()} == {'meta'}
+    assert len(seen) == 4 and seen.count({torch.bfloat16}) == 3  # the checkpoint's skeleton is float32
+
+
+def test_bandwidth_of_a_gpu_is_that_of_four_gigabytes(monkeypatch):
+    """By tensors without data, and a clock that ticks each millisecond."""
+    clock, ones, reset = itertools.count(0, 1e-3), torch.ones, []
+    monkeypatch.setattr('time.perf_counter', lambda: next(clock))
+    monkeypatch.setattr(torch, 'ones', lambda n, device: ones(n, device='meta'))
+    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', reset.append)
+    assert 1 / flat_bench.reading('cuda:0')() == pytest.approx(4 * 2**30 / 1e-3) and reset == ['cuda:0']
 
 
 def test_parts_at_lengths_whose_scores_do_not_fit(capsys, monkeypatch):

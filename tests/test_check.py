@@ -81,7 +81,7 @@ MISTAKES = [
     ('one order for all epochs', {}, flat_train, 'sequence_order', lambda f: functools.cache(
         lambda seed, epoch, n: f(seed, 0, n)), check.check_data, 'in one order'),
     ('the auxiliary losses twice', MOE, flat_train, 'gradients',
-     lambda f: lambda *args: f(*args[:-1], {name: 2 * w for name, w in args[-1].items()}),
+     lambda f: lambda *args: f(*args[:-1], {**args[-1], 'balance_loss': 0.2}),
      check.check_updates, 'gradient'),
     ('norms that decay', {}, flat_train.OPTIMIZERS, 'adamw', lambda f: decay_all,
      check.check_updates, 'the move of h.0.ln_1.weight'),

@@ -1,10 +1,11 @@
 """Tests of compare.py: its runs are train.py's, its statistics those of textbooks."""
-import csv
+import contextlib
 import glob
 import importlib.util
 import json
 import math
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -63,31 +64,41 @@ def test_runs_are_ordinary_stopped_and_continued(folder, no_git, monkeypatch):
     assert flat_compare.compare(config, TOY) == numbers
 
 
-def fake_run(folder, losses, seconds=0.5, printed=''):
-    """Writes what a run leaves. losses: iteration -> val loss."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / 'log.csv', 'w', encoding='utf-8', newline='') as f:
-        writer = csv.DictWriter(f, flat_train.LOG_FIELDS)
-        writer.writeheader()
-        for it, loss in losses.items():
-            writer.writerow({'iter': it, 'tokens': it * 64, 'ms_per_iter': 5, 'wall_s': it * seconds,
-                             'val_loss': '' if loss is None else loss})
-    (folder / 'printed.txt').write_text(
-        'model: 1,234 parameters, 2 layers\ndata: data/toy, 3,000 tokens to train on\n'
-        f'run: 20 iterations of 64 tokens\n{printed}', encoding='utf-8')
+def write_run(folder, losses, seconds=0.5):
+    """Writes what train.py leaves of a run that is over, by its functions. losses: iteration -> val loss."""
+    os.makedirs(folder, exist_ok=True)
+    log = os.path.join(folder, 'log.csv')
+    flat_train.start_log(log, 0)
+    for it, loss in losses.items():
+        flat_train.log_row(log, None, {'iter': it, 'tokens': it * 64, 'ms_per_iter': it, 'val_loss': loss,
+                                       'wall_s': it * seconds})
+    flat_train.note(folder, status='done', error=None, params=1234, data='data/toy', peak_mb=None)
 
 
-def test_what_is_kept_of_a_run(tmp_path):
-    for name, options, kept in (
-            ('done', dict(losses={10: 3.0, 20: 2.0}), True), ('stopped', dict(losses={10: 3.0}), False),
-            ('no loss', dict(losses={10: 3.0, 20: None}), False), ('killed', dict(losses={}), False),
-            ('timed', dict(losses={10: 3.0}, printed='time_limit=1 minutes are over: stopping'), True)):
-        fake_run(tmp_path / name, **options)
-        assert bool(flat_compare.read_run(tmp_path / name)) == kept, name
-    assert flat_compare.read_run(tmp_path / 'done')['params'] == 1234
-    fake_run(tmp_path / 'diverged', {}, printed='train.py: the run diverged at 3: x')
-    assert flat_compare.read_run(tmp_path / 'diverged') == {'error': 'the run diverged at 3: x'}
+def test_what_is_kept_of_a_run(folder, monkeypatch):
+    """A run that diverged is not trained again; a run of limited time, which its config file says, is over at
+    its end, and begins anew after Ctrl-C, where others go on."""
+    with pytest.raises(ValueError, match='diverged'):
+        run('train.py', *TOY, '--learning_rate=1e18', '--out_dir=bad')
+    assert 'the run diverged' in flat_compare.read_run('bad')['error']
+    assert flat_compare.read_run('nowhere') is None
+
+    def popen(command, **_):
+        raise KeyboardInterrupt(command)
+    Path('timed.py').write_text('time_limit = 1e-9', encoding='utf-8')
+    for config, status, args in (['timed.py'], 'time_limit', ['timed.py', *TOY, '--seed=1']), (
+            [], 'done', ['--init_from=resume']):
+        variant = Variant('x', ROOT, '', [*config, *TOY], None)
+        with contextlib.suppress(SystemExit):
+            run('train.py', *variant.args, f'--out_dir={variant.folder(1)}')
+        found = flat_compare.read_run(variant.folder(1))
+        assert (found['status'], found['error'], bool(found['rows'][-1]['val_loss'])) == (status, None, True)
+        flat_train.note(variant.folder(1), status='stopped')
+        assert flat_compare.read_run(variant.folder(1)) is None
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+            patch.setattr(subprocess, 'Popen', popen)
+            flat_compare.run_variant(variant, 1, 1)
+        assert stopped.value.args[0][2:] == [*args, f'--out_dir={variant.folder(1)}']
 
 
 def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
@@ -97,7 +108,7 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
     repo = folder / 'repo'
     (repo / 'config').mkdir(parents=True)
     for name in ('train.py', 'model.py', 'config/default.py'):
-        (repo / name).write_text('class GPTConfig: pass\n', encoding='utf-8')
+        (repo / name).write_text('class GPTConfig: pass  # run.json\n', encoding='utf-8')
     monkeypatch.setattr(flat_compare, 'ROOT', repo)
     monkeypatch.setattr(flat_compare, 'new_model', lambda args: None)
 
@@ -115,7 +126,7 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
     for name in ('test_model.py', 'bench.py', 'README.md', 'config/other.py', 'notes.txt'):
         (repo / name).write_text('x', encoding='utf-8')
     assert run_of('') == head
-    for name in ('model.py', 'config/default.py', 'mixers.py'):  # the last is new
+    for name in ('model.py', 'config/default.py', 'my größe.py'):  # the last is new
         (repo / name).write_text('class GPTConfig: n_layer = 3\n', encoding='utf-8')
         work = run_of('')
         assert work not in (head, run_of('HEAD:'))
@@ -130,6 +141,9 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
     for name in ('toy', 'other'):
         Path('data', name, 'meta.json').write_text('{}', encoding='utf-8')
     assert before[:2] == [head, head] and not {*before} & {run_of(text) for text in texts}
+    (repo / 'train.py').write_text('', encoding='utf-8')
+    with pytest.raises(ValueError, match='train.py of WORK writes no run.json'):
+        run_of('')
 
 
 @pytest.mark.parametrize('text, revision, args', [
@@ -143,9 +157,10 @@ def test_variants_are_read(text, revision, args):
     (["--variants=['', '--n_head=3']"], 'n_head must divide'),
     (["--variants=['', '--out_dir=x']"], "variant '--out_dir=x': leave out out_dir"),
     (["--variants=['', '--n_embd=512']", '--match=params'], "--n_embd=512': no d_ff gives it the 33,728"),
+    (["--variants=['']", '--dataset=nowhere'], 'data/nowhere is not prepared'),
     ([], 'say what to compare'), (['--match=loss'], "match='loss' is none of")])
 def test_mistakes_show_before_any_run(folder, args, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         run('compare.py', *TOY, *args)
     assert not os.path.exists('out-compare')
 
@@ -205,10 +220,11 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
         if not found[variant.name]:
             return {'error': 'the run diverged: x'}
         at_ctrl_c = {15: 1.0} if (variant.name, seed) == ('d', 8) else {}
-        fake_run(variant.folder(seed), {1: None, 10: 1.9, **at_ctrl_c, 20: found[variant.name][seed - 7]})
+        write_run(variant.folder(seed), {1: None, 10: 1.9, **at_ctrl_c, 20: found[variant.name][seed - 7]})
         return flat_compare.read_run(variant.folder(seed))
     monkeypatch.setattr(flat_compare, 'run_variant', run_variant)
-    variants = {'a': '', 'b': '--norm=layernorm', 'c': '--learning_rate=1e12', 'd': '--beta1=0.8'}
+    variants = {'a': '', 'b': '--norm=layernorm', 'c': '--learning_rate=1e12',
+                'd': 'HEAD: --beta1=0.8'}
     config = {**flat_compare.config, 'variants': variants, 'seed': 7}
     numbers = flat_compare.compare(config, TOY)
     assert trained == [(name, seed) for seed in (7, 8, 9) for name in variants]
@@ -218,7 +234,9 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
     half = 4.3027 * 0.05 / 3 ** 0.5  # of 0.25, 0.15, 0.2
     assert [b['difference'], b['half_interval']] == pytest.approx([0.2, half], abs=5e-5)
     assert (b['verdict'], d['verdict']) == ('worse', 'no difference seen')
-    assert 'c: 3 of 3 runs failed: the run diverged: x' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert 'c: 3 of 3 runs failed: the run diverged: x' in out
+    assert re.search(r'^d .* 10.0 \(1.0 to 20.0\) +n/a +1,234 +n/a$', out, re.M)
     if importlib.util.find_spec('matplotlib'):
         assert Path(numbers['plot']).read_bytes().startswith(b'\x89PNG')
     variants['e'] = '--beta1=0.7'
@@ -231,8 +249,8 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
 # pictures ---------------------------------------------------------------------------------------------------
 def test_curves_of_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    fake_run('a', {1: None, 10: 3.0, 17: 2.5, 20: 2.0}, 0.5)  # was stopped at 17
-    fake_run('b', {1: None, 10: 3.5, 20: 2.25}, 0.7)
+    write_run('a', {1: None, 10: 3.0, 17: 2.5, 20: 2.0}, 0.5)  # was stopped at 17
+    write_run('b', {1: None, 10: 3.5, 20: 2.25}, 0.7)
     logs = [flat_compare.read_log(name) for name in 'ab']
     for by, x in ('iter', [10, 20]), ('tokens', [640, 1280]), ('time', [6, 12]):
         at, mean, spread = curve(logs, by)

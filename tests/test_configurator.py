@@ -278,7 +278,8 @@ def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monke
     try:
         exec(compile(code, '/elsewhere/x.py', 'exec'), {**globals()})
     except BaseException as error:
-        configurator.one_line_errors(type(error), error, error.__traceback__, {'batch_size'})
+        configurator.one_line_errors(type(error), error, error.__traceback__,
+                                      {'gradient_accumulation_steps', 'rounds'})
     said = capsys.readouterr().err
     assert said == line + '\n' if line else said.startswith('Traceback') and '/elsewhere/x.py' in said
 

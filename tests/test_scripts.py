@@ -111,6 +111,15 @@ def test_a_damaged_file_is_named(base):
         path.write_bytes(whole)
 
 
+def test_texts_count_the_families(capsys):
+    """As hub.py does."""
+    run('hub.py', 'families')
+    count = r'(\d+) (?:published )?families'
+    found = re.search(count, capsys.readouterr().out)[1]
+    for name in ('README.md', 'docs/architectures.md'):
+        assert re.search(count, (ROOT / name).read_text(encoding='utf-8'))[1] == found, name
+
+
 def test_readme_lines_generate_from_python(base):
     readme = (ROOT / 'README.md').read_text(encoding='utf-8')
     code = re.search(r'```python\n(.*?)```', readme, re.S)[1].replace("'def '", "'abc'")

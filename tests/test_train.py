@@ -71,14 +71,6 @@ def test_ranks_share_a_batch(accumulation, size, ranks, expected):
         flat_train.share_batch(1, 64, 3)
 
 
-def test_learning_rate_schedules():
-    """Where check.py does not look: at a quarter, and at four fifths, between warm-up and end."""
-    for name, expected in {'cosine': [0.1 + 0.45 * (1 + math.cos(math.pi * done)) for done in (0.25, 0.8)],
-                           'linear': [0.775, 0.28], 'wsd': [1.0, 0.55], None: [1.0, 1.0]}.items():
-        assert [flat_train.lr_at(it, 1.0, 0.1, 10, 110, name, 0.4) for it in (35, 90)] == pytest.approx(
-            expected)
-
-
 # optimizers -------------------------------------------------------------------------------------------------
 
 def test_a_new_optimizer_is_one_entry_and_must_take_every_parameter(monkeypatch):
@@ -159,7 +151,7 @@ def test_an_iteration_waits_for_nothing_that_the_device_computes(options, monkey
             optimizers = make_optimizers(model, optimizer=kind)
             for _ in range(2):
                 _, load, _ = flat_train.gradients(model, (idx, idx, None), iter([(idx, idx, None)]), 2,
-                                                  autocast, NO_SCALER, {'balance': 0.01})
+                                                  autocast, NO_SCALER, flat_train.config)
                 try:
                     flat_train.update(model, list(model.parameters()), optimizers, NO_SCALER, 1.0, load, 0.01)
                 except DataDependentOutputException:
@@ -428,7 +420,7 @@ def test_memory_is_forecast_as_torch_allocates_it(options, monkeypatch):
         w.grad = torch.zeros_like(w)
 
     def iteration():
-        flat_train.gradients(model, (x, x, None), iter(()), 1, machine.autocast, NO_SCALER, {'balance': 1})
+        flat_train.gradients(model, (x, x, None), iter(()), 1, machine.autocast, NO_SCALER, settings)
         before = [w.detach().clone() for w in params]
         for opt in optimizers:
             opt.step()
@@ -554,8 +546,7 @@ def test_two_ranks_equal_one_and_a_plain_loop(folder):
             opt.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in opt.param_groups:
-                group['lr'] = flat_train.lr_at(it, 5e-3, 5e-4, 3, 10)
+            flat_train.set_rates([opt], flat_train.lr_at(it, story['config']))
             opt.step()
             if row := rows.get(str(it + 1)):
                 assert float(row['loss']) == pytest.approx(loss.item(), rel=1e-4)
@@ -846,7 +837,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
     with pytest.raises(OSError, match='cannot write .*ckpt.pt, what was there is kept; is the disk full'):
         train('--out_dir=out', '--max_iters=20', '--init_from=resume')
     assert Path('out/ckpt.pt').read_bytes() == before
-    assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv']
+    assert sorted(os.listdir('out')) == ['ckpt.pt', 'lock', 'log.csv', 'run.json']
 
 
 def test_runs_over_runs_are_all_kept(folder, capsys):
@@ -858,7 +849,8 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
         weights.append(story['model'].state_dict())
     assert 'log.csv of the run before is now out/log.old-2.csv\n' in capsys.readouterr().out
     assert sorted(os.listdir('out')) == ['best.old-1.pt', 'ckpt.old-1.pt', 'ckpt.old-2.pt', 'ckpt.pt', 'lock',
-                                         'log.csv', 'log.old-1.csv', 'log.old-2.csv']
+                                         'log.csv', 'log.old-1.csv', 'log.old-2.csv', 'run.json',
+                                         'run.old-1.json', 'run.old-2.json']
     for name, expected in zip(('old-1.', 'old-2.', ''), weights):
         model, _, rest = hub.load(f'out/ckpt.{name}pt')
         assert same_weights(model.state_dict(), expected)
@@ -951,7 +943,7 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
                 break
         with pytest.raises(ValueError, match='out_dir=cut it: another training writes there; give another'):
             train('--out_dir=cut it')
-        assert sorted(os.listdir('cut it')) == ['lock', 'log.csv']
+        assert sorted(os.listdir('cut it')) == ['lock', 'log.csv', 'run.json']
         two = two_ranks('--out_dir=cut it', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
         said = re.findall(r'^\[rank.*', two, re.M)  # one line of each
         assert 'another training' in said[0] and 'this rank ends because another one has' in said[1], two
