@@ -564,10 +564,12 @@ def gguf_rope(config, arch):
 
 @torch.no_grad()
 def save_gguf(model, tokenizer, path, dtype=None):
-    """Writes one file for llama.cpp, or replaces it. dtype: of matrices, one of GGUF_DTYPES, None: the
-    model's. Raises ValueError, with nothing written, for whatever llama.cpp lacks."""
+    """Writes one file for llama.cpp. dtype: of matrices, one of GGUF_DTYPES, None: the
+    model's. Raises ValueError, with nothing written, for whatever llama.cpp lacks, or if the file exists."""
     gguf, config = package('gguf', 'files for llama.cpp need', 'gguf'), model.config
     path, kind = pathlib.Path(path), config_to_hf(config)['model_type']
+    if path.exists():
+        raise ValueError(f"{path} is there already: remove it, or give another name")
     if kind not in GGUF:
         raise ValueError(f"{kind} models are not written for llama.cpp, but {', '.join(GGUF)} are")
     family, (arch, fixed) = FAMILIES[kind], GGUF[kind]

@@ -128,9 +128,9 @@ def test_matrices_take_another_dtype(tmp_path):
     hub.save_gguf(model, ByteTokenizer(), tmp_path / 'x.gguf')
     exact = read(tmp_path / 'x.gguf')[1]
     for dtype, kind, error in ('bfloat16', 'BF16', 2**-8), ('float16', 'F16', 2**-11), ('q8_0', 'Q8_0', 0):
-        hub.save_gguf(model, ByteTokenizer(), tmp_path / 'x.gguf', dtype)
-        kinds = {one.name: one.tensor_type.name for one in gguf.GGUFReader(tmp_path / 'x.gguf').tensors}
-        for name, w in read(tmp_path / 'x.gguf')[1].items():
+        hub.save_gguf(model, ByteTokenizer(), tmp_path / kind, dtype)
+        kinds = {one.name: one.tensor_type.name for one in gguf.GGUFReader(tmp_path / kind).tensors}
+        for name, w in read(tmp_path / kind)[1].items():
             is_exact = w.ndim == 1 or 'gate_inp' in name or kind == 'Q8_0' and w.shape[-1] % 32
             assert kinds[name] == ('F32' if is_exact else kind), name
             near = exact[name].abs() * error + 1e-7
@@ -252,8 +252,8 @@ def test_a_model_of_text_alone_is_exported_without_a_chat_template(tmp_path, mon
     for masked in (True, False):
         torch.save({'model': model.state_dict(), 'model_args': vars(model.config), 'tokenizer': tok.state(),
                     'masked': masked}, 'ckpt.pt')
-        run('hub.py', 'export', 'ckpt.pt', 'x.gguf')
-        keys, _ = read('x.gguf')
+        run('hub.py', 'export', 'ckpt.pt', f'{masked}.gguf')
+        keys, _ = read(f'{masked}.gguf')
         run('hub.py', 'export', 'ckpt.pt', 'folder')
         config = json.loads(Path('folder/tokenizer_config.json').read_text(encoding='utf-8'))
         template = tok.chat_template if masked else None
@@ -277,9 +277,11 @@ def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         with pytest.raises(OSError):
-            run('hub.py', 'export', 'theirs', 'new/x.gguf')
+            run('hub.py', 'export', 'theirs', 'new/y.gguf')
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(ValueError, match='x.gguf is there already'):
+        run('hub.py', 'export', 'theirs', 'new/x.gguf')
     assert contents(tmp_path / 'new') == before
     monkeypatch.setitem(sys.modules, 'gguf', None)
     with pytest.raises(ImportError, match='files for llama.cpp need gguf: pip install gguf'):
