@@ -1072,6 +1072,9 @@ if __name__ == '__main__':
     tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
     # what follows knows conversations from this data, or from the model that it began with
     masked = bool(train_bins.masks) or init_from != 'scratch' and rest.get('masked', True)
+    if resumed and rest.get('data', meta) != meta:
+        print0(f"warning: {folder} has changed since the checkpoint: it was prepared from "
+               f"{rest['data'].get('source')}, and is now from {meta.get('source')}")
     facts = torch.tensor([train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num', 0)])
     if (all_reduce(facts.clone()) != ranks * facts).any():
         raise ValueError(f"rank {rank} has read other files than another: share out_dir and data between the "
@@ -1175,7 +1178,7 @@ if __name__ == '__main__':
     if not eval_only:
         stop = stop_on_signals(rank)
     constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
-                'tokenizer': tokenizer and tokenizer.state(), 'masked': masked,
+                'tokenizer': tokenizer and tokenizer.state(), 'masked': masked, 'data': meta,
                 'runtime': dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads,
                                 compile=compile, dtype=plain(machine.dtype))}
 

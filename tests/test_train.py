@@ -826,6 +826,19 @@ def test_another_tokenizer_than_the_models_is_said(folder, capsys):
     assert not os.path.exists('not')
 
 
+def test_a_resume_says_that_its_data_has_changed(folder, capsys):
+    for name, text in ('a', 'some text, ' * 99), ('b', 'another text, ' * 99):
+        Path(name).write_text(text)
+        run('prepare.py', f'--source={name}', '--out=d', '--overwrite=True')
+        train('--out_dir=out', '--dataset=d', '--vocab_size=257', '--max_iters=1')
+        run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
+        assert 'has changed' not in capsys.readouterr().out
+    run('prepare.py', '--source=a', '--out=d', '--overwrite=True')
+    run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
+    assert 'data/d has changed since the checkpoint: it was prepared from b, and is now from a' in (
+        capsys.readouterr().out)
+
+
 def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
     train('--out_dir=out', '--max_iters=10')
     before = Path('out/ckpt.pt').read_bytes()
