@@ -436,6 +436,7 @@ WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = (EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5)))
 SAMPLE = 64                 # groups of CHUNK characters read in full; after them every tenth, counted tenfold
+LONGEST = 256               # bytes of a token
 WORDS_BYTES = 1 << 24       # of different words, the commonest, that train_bpe holds in memory
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
           "'<|im_end|>\n' }}{% endfor %}"
@@ -453,8 +454,7 @@ def bpe_tokenizer(size, training, procs, pattern, **_):
     words = WordSplitter(pattern or WORD_PATTERN)
     counts, n_read = count_words(words, training, procs)
     learnt = train_bpe(counts, n_merges)
-    fewer = f' ({n_merges:,} were wanted, but no other pair occurs twice)' if len(learnt) < n_merges else ''
-    print0(f'bpe: learnt {len(learnt):,} merges{fewer} from {n_read / 1e6:,.2f} MB, with '
+    print0(f'bpe: learnt {len(learnt):,} of {n_merges:,} merges from {n_read / 1e6:,.2f} MB, with '
            f'{len(counts):,} different words')
     tokens = [bytes([b]) for b in range(256)] + learnt
     special = {text: len(tokens) + i for i, text in enumerate(BPE_SPECIAL)}
@@ -468,7 +468,10 @@ class WordSplitter:
 
     def __init__(self, pattern):
         import regex
-        self.pattern, self.encode_array = pattern, regex.compile(pattern).findall
+        try:
+            self.pattern, self.encode_array = pattern, regex.compile(pattern).findall
+        except regex.error as e:
+            raise ValueError(f'pattern={pattern!r}: {e}: mend this regular expression') from None
 
     def count(self, group):
         """The words of [text, ...] -> (Counter, bytes). Raises ValueError if some text is in no word."""
@@ -500,7 +503,8 @@ def train_bpe(counts, n_merges):
     """{word: how often} -> the tokens that byte pair encoding (arXiv:1508.07909) adds to the 256 bytes.
 
     Up to n_merges times the commonest pair of neighbours within words becomes a token, from left to right in
-    every word; of equally common pairs that of the lowest ids. Ends early if no pair occurs twice.
+    every word; of equally common pairs that of the lowest ids. Ends early if no pair that fits into a token
+    occurs twice.
 
     Once the younger of its tokens is made everywhere, a pair can only get rarer. So it is counted then, and
     once more whenever that old number brings it to the top of the heap.
@@ -543,8 +547,8 @@ class TokenizedWords:
         self.index = []  # of the pairs of bytes, then of those with each new token
 
     def index_pairs(self, places):
-        """[(-number, pair)] of the pairs that begin at these places, single ones left out. Adds to index,
-        sorted by pair: the pairs, where the places of each start and end, the places."""
+        """[(-number, pair)] of the pairs that begin at these places, without single and long ones. Adds to
+        index, sorted by pair: the pairs, where the places of each start and end, the places."""
         first = self.ids[places]
         pairs = first.astype(np.int64) << 20 | self.ids[places + self.sizes[first]]
         order = np.argsort(pairs, kind='stable')  # the places of one pair remain sorted
@@ -552,7 +556,8 @@ class TokenizedWords:
         starts = np.flatnonzero(np.diff(pairs, prepend=-1))
         lengths = np.diff(starts, append=len(pairs))
         numbers = np.add.reduceat(self.weight[places], starts) if len(starts) else starts
-        kept = numbers > 1
+        first, second = pairs[starts] >> 20, pairs[starts] & (1 << 20) - 1
+        kept = (numbers > 1) & (self.sizes[first] + self.sizes[second] <= LONGEST)
         places, pairs, lengths = places[np.repeat(kept, lengths)], pairs[starts[kept]], lengths[kept]
         ends = np.cumsum(lengths)
         self.index.append((pairs, ends - lengths, ends, places))

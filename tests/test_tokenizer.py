@@ -332,7 +332,8 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
         f'{mark}  see{mark} {mark}\n{AWKWARD[n % 25]}{mark}' for n, mark in enumerate(marks))]
     for how in ('text', 'tokens'):
         source = prepare.Source('x', 'x', lambda: ([text] for text in texts))
-        meta = prepare.write_dataset(tmp_path / how, prepare.split_texts(source, 0.1, None), tok, 'x', 1,
+        whole = [0 if n % 10 == 1 else 1 << 30 for n in range(len(texts))]
+        meta = prepare.write_dataset(tmp_path / how, prepare.split_texts(source, 0.1, whole), tok, 'x', 1,
                                      special_tokens=how)
         wanted = [[*theirs(text, split_special_tokens=how == 'text')['input_ids'],
                    theirs.eos_token_id] for text in texts if text]
@@ -530,6 +531,8 @@ def test_bpe_of_a_small_text_has_a_smaller_vocabulary(tmp_path, monkeypatch, cap
                         *((['--tokenizer=bpe:300', f'--pattern={pattern}'], 'leaves out')
                           for pattern in ('(a)|.', r'\w+', 'a*'))]:
         assert part in prep_run(['my.txt', *flags], capsys)[1] and os.listdir() == ['my.txt']
+    error = prep_run(['my.txt', '--tokenizer=bpe:300', '--pattern=('], capsys)[1]
+    assert error.startswith("pattern='(': missing )")
 
 
 def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch):
@@ -538,6 +541,7 @@ def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch):
     begin = time.process_time()
     tok = bpe_of(word + 'a' * 100_000, 1000)
     assert tok.n_vocab == 1000 and time.process_time() - begin < 20
+    assert train_bpe({'a' * 5000: 1}, 99) == [b'a' * 2**i for i in range(1, 9)]  # 256 bytes at most
     monkeypatch.setattr(flat_tokenizer, 'WORDS_BYTES', 40)
     assert train_bpe({'gh' * 9: 5, 'ef' * 9: 4, 'cd' * 9: 3, 'ab' * 99: 2}, 2) == [b'gh', b'ghgh']
     monkeypatch.setattr(flat_tokenizer, 'SAMPLE', 5)
