@@ -174,14 +174,27 @@ class Configured(typing.NamedTuple):
     file_args: dict   # model_args as the config files alone have them
 
 
-def configure(settings, model_config=None, words=0, argv=None, default_file=None, also=None):
+def is_text(path, settings):
+    """Whether a .py file is text to a script that learns text: it is, unless its folder is named config.
+    Raises ValueError where that is unclear: it assigns one of the script's settings."""
+    if Path(path).parent.name == 'config':
+        return False
+    unclear = settings.keys() & re.findall(r'(?m)^(\w+) *=(?!=)', Path(path).read_text('utf-8', 'replace'))
+    if unclear:
+        raise ValueError(f"{path} sets {min(unclear)}: is it settings or text? Settings belong in a folder "
+                         f"config; --source={path} learns it")
+    return True
+
+
+def configure(settings, model_config=None, words=0, argv=None, default_file=None, also=None, texts=False):
     """Override a script's settings by config files and flags, and print which.
 
     settings: the script's globals(). model_config: the dataclass in the model.py beside the script whose
     fields are settings too. words: how many plain words the command line may have. argv: the command line of
     an imported script. default_file: a config file that is loaded unless the command line names one, or
     resumes; without the fields of model_config if --init_from names a model. also: another script, whose
-    flags are let through. Raises ValueError for an unknown setting or file, or a value of a wrong type.
+    flags are let through. texts: whether words may be texts, see is_text. Raises ValueError for
+    an unknown setting or file, or a value of a wrong type.
     """
     path, launched = Path(settings['__file__']), settings['__name__'] == '__main__'
     own = declared(path)
@@ -202,7 +215,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
         raise SystemExit(0)
 
-    plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and not arg.endswith('.py')]
+    plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and (
+        not arg.endswith('.py') or texts and is_text(arg, own))]
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides, model_args, given, file_args = [arg for arg in argv if arg not in plain], {}, {}, {}

@@ -4,7 +4,8 @@
     $ python prepare.py shakespeare --tokenizer=char  # data/shakespeare_char
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
     $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: a document for each file
-    $ python prepare.py tales.jsonl.gz --field=story  # a document for each record; .parquet too
+    $ python prepare.py tales.jsonl.gz --field=story  # a document for each record; .json, .csv, .parquet too
+    $ python prepare.py model.py                      # text, as all .py files but those of a folder config
     $ zcat *.gz | python prepare.py -
     $ python prepare.py climbmix --tokenizer=gpt2     # text of the web, 10 files; fineweb_edu: tokens
     $ python prepare.py chats.jsonl                   # conversations: with target masks
@@ -17,11 +18,13 @@ import atexit
 import codecs
 import collections
 import contextlib
+import csv
 import dataclasses
 import functools
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -38,11 +41,11 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from configurator import check_effect, configure, package, print0
+from configurator import check_effect, configure, package, print0, reading
 
-# A name in SOURCES, a file (text, .jsonl, .gz, .parquet), a folder or glob, or - for standard input
+# A name in SOURCES, a file (text or in FORMATS, perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
-field = 'text'             # JSON lines, parquet: the field with a record's text or messages
+field = 'text'             # JSON, CSV, parquet: the field with a record's text or messages
 errors = 'strict'          # bytes that are not UTF-8: strict refuses them, replace puts U+FFFD
 # byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, another
 # dataset's or a run's; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
@@ -51,11 +54,11 @@ special_tokens = 'refuse'  # in a document: refuse, or learn them as text or as 
 pattern: str | None = None  # of bpe:4096: the regular expression of words; None: GPT-4's
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replaces data of another source in out
-val_fraction = 0.1         # for validation: each 10th document, or the last tenth of one text
+val_fraction = 0.1         # for validation, at most: each 10th document, or the last tenth of one text
 block_size = 256           # of the slots that conversations are packed into; as train.py's
 shards = 10                # files to take of a source that has many (fineweb, fineweb_edu: to train on)
 procs: int | None = None   # processes that encode; None: one for each core
-_, _, words, given, _ = configure(globals(), words=2)
+_, _, words, given, _ = configure(globals(), words=2, texts=True)
 
 import numpy as np
 
@@ -119,8 +122,16 @@ def fetch(url, path):
 # files as documents -----------------------------------------------------------------------------------------
 # A document is an iterable of blocks of text, never in memory as a whole.
 
+@contextlib.contextmanager
 def open_bytes(path):
-    return (gzip.open if path.lower().endswith('.gz') else open)(path, 'rb')
+    """The file, unpacked. Raises ValueError that names it if it is damaged, or read as text but not UTF-8."""
+    with reading(path), (gzip.open if path.lower().endswith('.gz') else open)(path, 'rb') as f:
+        try:
+            yield f
+        except UnicodeDecodeError as e:
+            around = e.object[max(0, e.start - 20):e.end + 20]
+            raise ValueError(f'{path} is not UTF-8 text: {e.object[e.start]:#04x} in {around!r}: convert it, '
+                             'leave it out, or have U+FFFD there by --errors=replace') from None
 
 
 def ending(path):
@@ -130,14 +141,9 @@ def ending(path):
 
 
 def read_text(path, errors='strict'):
-    """The file's text in blocks. Raises ValueError if it is not UTF-8."""
+    """The file's text in blocks, without a byte order mark."""
     with open_bytes(path) as f:
-        try:
-            yield from codecs.iterdecode(iter(functools.partial(f.read, 1 << 20), b''), 'utf-8', errors)
-        except UnicodeDecodeError as e:
-            around = e.object[max(0, e.start - 20):e.end + 20]
-            raise ValueError(f'{path} is not UTF-8 text: {e.object[e.start]:#04x} in {around!r}: convert it, '
-                             'leave it out, or have U+FFFD there by --errors=replace') from None
+        yield from codecs.iterdecode(iter(functools.partial(f.read, 1 << 20), b''), 'utf-8-sig', errors)
 
 
 def text_documents(path, errors):
@@ -156,15 +162,30 @@ def text_documents(path, errors):
 
 
 def json_records(path, field=None, errors='strict'):
-    """Of JSON lines, see FORMATS. Raises ValueError for a line that is not JSON."""
+    """Of JSON lines, or of one array, see FORMATS. Raises ValueError for what is not JSON, or no object."""
     with open_bytes(path) as f:
-        for n, line in enumerate(f, 1):
-            if line.strip():
+        is_array = f.read(999).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b'[')
+        f.seek(0)
+        for n, record in enumerate(json.load(f) if is_array else map(bytes.strip, f), 1):
+            place = f'{path}, {"record" if is_array else "line"} {n}'
+            if not is_array:
+                if not record:
+                    continue
                 try:
-                    record = json.loads(line.decode('utf-8-sig', errors))
+                    record = json.loads(record.decode('utf-8-sig', errors))
                 except ValueError as e:
-                    raise ValueError(f'{path}, line {n}: {e}: mend or remove the line') from None
-                yield f'{path}, line {n}', record
+                    raise ValueError(f'{place}: {e}: mend or remove the line') from None
+            if not isinstance(record, dict):
+                raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
+            yield place, record
+
+
+def csv_records(path, field, errors):
+    """Of comma-separated values below a line with the fields' names."""
+    csv.field_size_limit(1 << 30)
+    with open_bytes(path) as f:
+        rows = csv.DictReader(io.TextIOWrapper(f, 'utf-8-sig', errors, newline=''), restkey='')
+        yield from ((f'{path}, line {rows.line_num}', row) for row in rows)
 
 
 def parquet_records(path, field, errors):
@@ -180,18 +201,30 @@ def parquet_records(path, field, errors):
     yield from ((f'{path}, row {n}', record) for n, record in enumerate(rows, 1))
 
 
-# By the end of a file's name; all others are text. Functions of a path, the field that is needed (None: all
-# are) and `errors`, which yield ('file, line n', {field: value}) of each record
-FORMATS = {'.jsonl': json_records, '.parquet': parquet_records}
+# By the end of a file's name. Functions of a path, the field that is needed (None: all are) and `errors`,
+# which yield ('file, line n', {field: value}) of each record
+FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_records, '.csv': csv_records,
+           '.parquet': parquet_records}
+
+
+def format_of(path):
+    """The function of FORMATS that reads this file; None: it is text, as is .json that begins neither with an
+    array of objects nor, like JSON lines, with an object's first field on the first line."""
+    if ending(path) == '.json':
+        with open_bytes(path) as f:
+            if not re.match(rb'\s*(\[\s*{|{ *")', f.read(999).removeprefix(codecs.BOM_UTF8)):
+                return None
+    return FORMATS.get(ending(path))
 
 
 def file_documents(paths, field='text', errors='strict'):
     """A document for each record's text in this field; of text files as in text_documents."""
     for path in paths:
-        if ending(path) not in FORMATS:
+        records = format_of(path)
+        if not records:
             yield from text_documents(path, errors)
             continue
-        for place, record in FORMATS[ending(path)](path, field, errors):
+        for place, record in records(path, field, errors):
             if not isinstance(record.get(field), str):
                 raise ValueError(f'{place}: no text in field {field!r}, its fields are '
                                  f'{", ".join(record):.200}: choose one by --field')
@@ -213,13 +246,16 @@ ORDER = re.compile('s?(ua(t+a)*)+u?')  # of ROLES' letters
 def find_messages(record, field):
     """A record's messages, by `field`, else MESSAGES, else PAIRS; or None."""
     for name in (field, *MESSAGES):
-        if isinstance(record.get(name), list):
+        messages = record.get(name)
+        if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
             return [{'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
-                    if 'from' in message else message for message in record[name]]
+                    if 'from' in message else message for message in messages]
     for ask, answer in PAIRS:
         if record.keys() >= {ask, answer}:
-            question = '\n\n'.join(filter(None, [record[ask], record.get('input')]))
-            return make_messages((question, record[answer]))
+            question, more = record[ask], record.get('input')
+            if question and more:
+                question = f'{question}\n\n{more}'
+            return make_messages((question or more, record[answer]))
     return None
 
 
@@ -253,11 +289,12 @@ def from_json(value):
 def conversations(paths, field='text', errors='strict'):
     """The Conversations of files in FORMATS. Raises ValueError that names file and line."""
     for path in paths:
-        for place, record in FORMATS.get(ending(path), json_records)(path, None, errors):
+        for place, record in (format_of(path) or json_records)(path, None, errors):
             messages = find_messages(record, field)
             if not messages:
                 raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
-                                 f'needs {" or ".join(MESSAGES)}, or a pair like prompt and response')
+                                 f'needs a list of objects in {" or ".join(MESSAGES)}, or a pair like prompt '
+                                 'and response')
             check_messages(messages, place)
             for message in messages:
                 if 'tool_calls' in message:
@@ -269,9 +306,12 @@ def conversations(paths, field='text', errors='strict'):
 def holds_conversations(paths, field, errors):
     """Whether the first record has messages rather than text in this field."""
     for path in paths:
-        if ending(path) in FORMATS:
-            for _, record in FORMATS[ending(path)](path, None, errors):
-                return not isinstance(record.get(field), str) and find_messages(record, field) is not None
+        if records := format_of(path):
+            for _, record in records(path, None, errors):
+                found = not isinstance(record.get(field), str) and find_messages(record, field) is not None
+                if found and len(paths) > 1:
+                    print0(f'{path} holds conversations: all files are read as such')
+                return found
     return False
 
 
@@ -387,18 +427,16 @@ def find_source(source, field='text', errors='strict'):
                                 f'{", ".join(SOURCES)}: check the path')
     chats = holds_conversations(paths, field, errors)
     documents = functools.partial(conversations if chats else file_documents, paths, field, errors)
-    records = any(ending(path) in FORMATS for path in paths)
+    records = any(map(format_of, paths))
     return Source(plain_name(name), source, documents, chats, records=records)
 
 
 def keep_standard_input():
-    """Copies standard input, read twice, to a file -> its path, .jsonl if it begins with a JSON object."""
+    """Copies standard input, read twice, to a file -> its path; .json may be text."""
     folder = tempfile.mkdtemp(prefix='flatgpt-')
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    first = sys.stdin.buffer.readline()
-    path = os.path.join(folder, 'stdin.jsonl' if re.match(rb'\s*{\s*"', first) else 'stdin.txt')
+    path = os.path.join(folder, 'stdin.json')
     with open(path, 'wb') as f:
-        f.write(first)
         shutil.copyfileobj(sys.stdin.buffer, f)
     return path
 
@@ -495,23 +533,29 @@ def documents_of(source):
 
 
 def characters_to_train_on(source, fraction):
-    """How many characters of a single text are for training, as in nanoGPT; None: documents stay whole."""
+    """How many characters of each document, from its beginning, are for training, as an array; None:
+    conversations, which stay whole.
+
+    Of every n-th document, from the second on, n = 1 / fraction, none are, unless val would get more than
+    its fraction of all; of a single text all but the end, as in nanoGPT.
+    """
     if source.chats:
         return None
-    documents = documents_of(source)
-    n = sum(map(len, next(documents, ())))
-    return None if next(documents, None) else int(n * (1 - fraction))
+    lengths = np.fromiter((sum(map(len, document)) for document in documents_of(source)), np.int64)
+    is_val = np.arange(len(lengths)) % round(1 / fraction) == min(1, len(lengths) - 1)
+    most = lengths.sum() - int(lengths.sum() * (1 - fraction))
+    return lengths - np.diff(np.minimum(np.cumsum(lengths * is_val), most), prepend=0)
 
 
 def split_texts(source, fraction, n_train):
-    """(split, document, whether it is whole). Every n-th document, from the second on, is for val,
-    n = 1 / fraction; of a single text the text after n_train characters."""
+    """(split, document or a part of it, the document's number from 1 on; 0: it is the only text). n_train:
+    of characters_to_train_on."""
     for n, document in enumerate(documents_of(source)):
-        if n_train is None:
-            yield 'val' if n % round(1 / fraction) == 1 else 'train', document, True
+        if source.chats:
+            yield 'val' if n % round(1 / fraction) == 1 else 'train', document, n + 1
         else:
-            for split, parts in itertools.groupby(cut_in_two(document, n_train), key=lambda part: part[0]):
-                yield split, (block for _, block in parts), False
+            for split, parts in itertools.groupby(cut_in_two(document, n_train[n]), lambda part: part[0]):
+                yield split, (block for _, block in parts), n + 1 if len(n_train) > 1 else 0
 
 
 def cut_in_two(blocks, n_train):
@@ -535,21 +579,20 @@ def refuse_special(text, special, place):
 
 
 def text_items(texts, tok, special, counts):
-    """((split, piece, whether it begins a text, whether it ends a document), its characters)."""
-    for split, document, whole in texts:
-        counts['documents'] += whole
-        if whole and tok.eot is None:
+    """((split, piece, whether it begins a text, whether it ends one of several), its characters)."""
+    for split, document, number in texts:
+        counts['documents'] = number
+        if number and tok.eot is None:
             raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart: '
                              'name another by --tokenizer')
         for n, (piece, last) in enumerate(pieces(document, tok)):
-            refuse_special(piece, special, f'document {counts["documents"]:,}')
-            yield (split, piece, n == 0, last and whole), len(piece)
+            refuse_special(piece, special, f'document {number:,}')
+            yield (split, piece, n == 0, last and number > 0), len(piece)
 
 
 def chat_items(texts, special, counts):
     """((split, Conversation), its characters)."""
-    for split, conversation, _ in texts:
-        counts['documents'] += 1
+    for split, conversation, counts['documents'] in texts:
         text = '\n'.join(contents(conversation))
         refuse_special(text, special, conversation.place)
         yield (split, conversation), len(text)
@@ -963,7 +1006,7 @@ if __name__ == '__main__':
         raise ValueError(f'special_tokens={special_tokens!r}: must be {" or ".join(choices)}')
     tokenizer = tokenizer or found.tokenizer or (FIRST_RUN if found.chats else 'byte')
     folder = output_folder(out, found, tokenizer)
-    if out and not overwrite:
+    if (out or source not in SOURCES) and not overwrite:
         refuse_others(folder, found.label)
 
     if found.shards:
@@ -983,14 +1026,18 @@ if __name__ == '__main__':
             tok = make_tokenizer(
                 tokenizer, texts=(blocks(document) for _, document, _ in texts()),
                 training=(blocks(document) for split, document, _ in texts() if split == 'train'),
-                by_document=n_train is None, procs=procs, pattern=pattern)
+                by_document=found.chats or len(n_train) > 1, procs=procs, pattern=pattern)
         meta = write_dataset(folder, texts(), tok, found.label, procs, block_size if found.chats else None,
                              special_tokens)
         kind = 'conversations' if found.chats else 'documents'
-        print(f'{found.label}:', 'one text, cut in two' if n_train else f'{meta["documents"]:,} {kind}')
+        many = f'{meta["documents"]:,} {kind}'
+        print(f'{found.label}:', many if meta['documents'] else 'one text, cut in two')
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
+    if (least := min(meta['train_tokens'], meta['val_tokens'])) <= block_size:
+        print(f'warning: one split has {least:,} tokens, fewer than a context of {block_size} and its '
+              'last target: prepare more text, or train with a smaller --block_size')
     if found.chats:
         filled = meta['filled'] / (meta['train_tokens'] + meta['val_tokens'])
         print(f'slots of {block_size} tokens, {filled:.0%} full; {meta["train_learnt"]:,} train tokens are '

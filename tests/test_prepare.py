@@ -1,16 +1,19 @@
 """Tests of prepare.py: sources, splits, conversations, files on disk and reading them."""
 import collections
 import concurrent.futures
+import csv
 import errno
 import gzip
 import http.server
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -126,19 +129,29 @@ def test_the_same_documents_from_every_kind_of_source(monkeypatch, prep):
     for i, text in enumerate(texts):
         Path(f'files/deep/{i:02d}.md').write_text(text, encoding='utf-8', newline='')
     Path('files/deep/05 empty.md').touch()
-    marked = '\r\n<|endoftext|>\n\n'.join(texts).encode() + b'<|endoftext|>\n'
+    marked = ('\ufeff' + '\r\n<|endoftext|>\n\n'.join(texts)).encode() + b'<|endoftext|>\n'
     lines = [json.dumps({'id': i, 'story': text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)]
     lines[5:5] = ['', '  ', json.dumps({'story': '', 'id': None})]
     lines = '\ufeff'.encode() + '\r\n'.join(lines).encode()
+    array = json.dumps([{'story': text} for text in texts], indent=1).encode('utf-8-sig')
+    with open('table.csv', 'w', encoding='utf-8-sig', newline='') as f:
+        csv.writer(f).writerows([['id', 'story'], *enumerate(texts)])
+    Path('array.json').write_bytes(array)
+    Path('lines.ndjson').write_bytes(lines)
+    Path('lines2.json').write_bytes(lines)
     Path('marks.txt').write_bytes(marked)
     Path('marks.txt.gz').write_bytes(gzip.compress(marked))
     Path('tales.JSONL').write_bytes(lines)
     Path('lines.jsonl.gz').write_bytes(gzip.compress(lines[:999]) + gzip.compress(lines[999:]))  # as of `cat`
     made = {}
     for source, name in {'files': 'files', 'files/**/*.md': 'files', 'marks.txt': 'marks', '-': 'stdin',
-                         'marks.txt.gz': 'marks', 'tales.JSONL': 'tales', 'lines.jsonl.gz': 'lines'}.items():
-        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(marked)))
-        prep(f'{source} --tokenizer=char --overwrite=True' + ' --field=story' * ('json' in source.lower()))
+                         'marks.txt.gz': 'marks', 'tales.JSONL': 'tales', 'lines.jsonl.gz': 'lines',
+                         'array.json': 'array', 'lines.ndjson': 'lines', 'lines2.json': 'lines2',
+                         'table.csv': 'table', '- ': 'stdin', '-  ': 'stdin'}.items():
+        piped = {'-': marked, '- ': array, '-  ': lines}.get(source, b'')
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(piped)))
+        is_text = name in ('files', 'marks') or source == '-'
+        prep(f'{source} --tokenizer=char --overwrite=True' + ' --field=story' * (not is_text))
         folder = f'data/{name}_char'
         made[source] = [prep_ids(folder, split).tolist() for split in ('train', 'val')]
     chars = sorted(set(''.join(texts)))
@@ -158,6 +171,36 @@ def test_a_single_text_is_cut_by_its_characters(name, monkeypatch, prep):
     prep(f'{name} --out=d --val_fraction=0.3')
     cut, ids = int(len(text) * 0.7), [bytes(prep_ids('data/d', split).tolist()) for split in ('train', 'val')]
     assert ids == [text[:cut].encode(), text[cut:].encode()]
+
+
+@pytest.mark.parametrize('lengths', [(30, 3000), (3000, 30), (50, 50), (9,) * 25, (1, 90, *[5] * 20, 800, 4)])
+def test_val_has_no_more_than_its_share(lengths, tmp_path):
+    """Each tenth document as far as there is room; character by character, each is in one split, in order."""
+    texts, n, room = [chr(97 + i) * length for i, length in enumerate(lengths)], 0, sum(lengths) / 10
+    prepare.write_dataset(tmp_path, prep_texts(prep_source(*texts)), make_tokenizer('byte'), 'x')
+    train, val = (bytes(ids[ids < 256].tolist()).decode() for ids in (
+        prep_ids(tmp_path, 'train'), prep_ids(tmp_path, 'val')))
+    wanted = {'train': '', 'val': ''}
+    for i, text in enumerate(texts):
+        n = min(len(text), math.ceil(room) - len(wanted['val'])) if i % 10 == 1 else 0
+        wanted['val'] += text[len(text) - n:]
+        wanted['train'] += text[:len(text) - n]
+    assert (train, val) == (wanted['train'], wanted['val']) and 0 < len(val) < room + 1
+    ends = np.flatnonzero(prep_ids(tmp_path, 'train') == 256)  # no two documents without an end between them
+    assert len(ends) == len(set(train)) and ends[-1] == len(train) + len(ends) - 1
+
+
+def test_a_py_file_is_text_but_in_a_folder_config(prep):
+    code = 'raise SystemExit("learnt, not run")\n' * 20
+    os.makedirs('config')
+    for name, data in ('model.py', code), ('mine.py', 'x = 1\nout = "d"\n' + code), (
+            'config/mine.py', "source = 'model.py'\nout = 'd'"):
+        Path(name).write_text(data)
+    for line in 'model.py --out=d', '--source=model.py --out=d', 'config/mine.py':
+        assert prep(f'{line} --overwrite=True')[1] == ''
+        ids = [prep_ids('data/d', split).tolist() for split in ('train', 'val')]
+        assert bytes(sum(ids, [])).decode() == code
+    assert 'mine.py sets out: is it settings or text?' in prep('mine.py')[1] and os.listdir('data') == ['d']
 
 
 def test_text_that_is_not_utf8_is_replaced_when_asked(prep):
@@ -227,9 +270,16 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
     for name, data in (('short.txt', b'x'), ('cut.txt', 'abc🙂'.encode()[:-1]),
                        ('good.txt', b'some good text, enough for two parts'), ('other.txt', b'another text'),
                        ('broken.jsonl', b'{"text": "a"}\n\n{"text": "b"\n'),
-                       ('number.jsonl', b'{"text": 3}')):
+                       ('number.jsonl', b'{"text": 3}'), ('list.jsonl', b'{"text": "a"}\n[1, 2]'),
+                       ('array.json', b'[{"text": "a"}, 3]'), ('table.csv', b'id,story\n1,"a\nb"\n'),
+                       ('cut.txt.gz', gzip.compress(b'some text')[:-9]), ('not.gz', b'text'),
+                       ('bits.jsonl.gz', gzip.compress(b'some text')[:10] + b'\xff' * 20)):
         Path(name).write_bytes(data)
-    assert not prep('good.txt --out=d')[1]
+    assert not prep('good.txt --out=d')[1] and not prep('good.txt')[1]
+    os.makedirs('deep')
+    shutil.copy('other.txt', 'deep/good.txt')
+    assert 'data/good_byte holds data of good.txt, not of deep/good.txt' in prep('deep/good.txt')[1]
+    shutil.rmtree('data/good_byte')
     before = files_of('data/d')
     table = [('good.txt --field=x', '--field has no effect with records=False'),
              ('good.txt --shards=2', '--shards has no effect with own_files=True'),
@@ -238,7 +288,11 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
              ('good.txt --tokenizer=data/x', 'python prepare.py my.txt --out=x'),
              ('short.txt', 'train has no token to learn'), ('*.none', 'no such .*, pydoc_chat'),
              ('broken.jsonl', 'broken.jsonl, line 3'),
-             ('number.jsonl', "number.jsonl, line 1: no text in field 'text'.* --field")]
+             ('number.jsonl', "number.jsonl, line 1: no text in field 'text'.* --field"),
+             ('list.jsonl', r'list.jsonl, line 2: \[1, 2\] is not an object'),
+             ('array.json', 'array.json, record 2: 3 is not an object'),
+             ('table.csv', 'table.csv, line 3: no text .* its fields are id, story'),
+             *((name, f'{name} is damaged') for name in ('cut.txt.gz', 'not.gz', 'bits.jsonl.gz'))]
     for line, message in table:
         for where in ('d', 'fresh'):                 # over an earlier folder, and to a new one
             assert re.search(message, prep(f'{line} --out={where} --overwrite=True')[1])
@@ -478,12 +532,20 @@ def test_bad_conversations_are_named_by_file_and_line(prep):
     good = prepare.make_messages(('Hi', 'Hello'))
     user, answer = good
     table = [({'messages': [answer, user]}, 'take turns'), ({'text': 'a'}, 'its fields are text'),
+             ({'messages': 'Hi'}, 'its fields are messages'), ({'messages': [1]}, 'needs a list of objects'),
+             ([user], 'is not an object'), ({'prompt': [user], 'response': 'x'}, 'message 1: '),
              ({'messages': [user, {'role': 'assistant', 'content': ' '}]}, 'message 2: '),
              ({'messages': [{'from': 'human', 'value': 'x'}, {'from': 'bing', 'value': 'x'}]}, "'bing'")]
     for record, part in table:
         write_jsonl('chats.jsonl', [{'messages': good}, record])
         error = prep('chats.jsonl --tokenizer=tok')[1]
         assert 'chats.jsonl, line 2' in error and part in error and os.listdir('data') == []
+    write_jsonl('chats.jsonl', [{'messages': good}])
+    os.makedirs('more')
+    shutil.move('chats.jsonl', 'more/1.jsonl')
+    Path('more/2.txt').write_text('some text')
+    out, error = prep('more --tokenizer=tok')
+    assert 'more/1.jsonl holds conversations: all files are read as such' in out and '2.txt, line 1' in error
 
 
 def test_calls_are_learnt_and_tools_are_not(tmp_path, monkeypatch):
