@@ -152,11 +152,11 @@ def compile_step(model, device):
     _, version, tag = VERSIONS[model]
     # version stands for the model, whose guards would take longer than a layer
     # fullgraph: a piece of a graph could be reused with an earlier model's weights
-    options = {'guard_filter_fn': lambda guards: ["L['model']" not in guard.name for guard in guards],
-               'triton.cudagraphs': whole and device.type == 'cuda'}
-    # tuned, products with one row are sums that the compiler writes, with the cast of eight bits in them
     many, single = (functools.partial(torch.compile(step, dynamic=False, fullgraph=whole, options={
-        **options, 'coordinate_descent_tuning': tuned}), version=version) for tuned in (False, True))
+        'guard_filter_fn': lambda guards: ["L['model']" not in guard.name for guard in guards],
+        'triton.cudagraphs': whole and device.type == 'cuda',
+        # products with one row become sums that the compiler writes, with the cast of eight bits in them
+        'coordinate_descent_tuning': tuned}), version=version) for tuned in (False, True))
 
     def run(model, tokens, *args):
         one = tokens.numel() == 1

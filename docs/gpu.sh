@@ -1,66 +1,198 @@
 #!/usr/bin/env bash
-# Prints every figure that the README and docs/ call "not measured", on one CUDA device, in about 45 minutes:
-#   bash docs/gpu.sh | tee gpu.txt
-# Flags are added to each command, so that the script can be tried anywhere:
-#   bash docs/gpu.sh --n_layer=3 --n_embd=192 --d_ff=64 --block_size=128 --vocab_size=512   # but for float16
+# Prints the figures that the README and docs/ call "not measured", on CUDA devices, in sections of less than nine
+# minutes, the most important first:
+#   bash docs/gpu.sh right          # or paths, train, profile, run, decode, 1b, 8b, kinds, kinds2, flags, mixers
+# $OUT, out-gpu unless set, takes all that its commands print, <section>.txt, and gpu.json: of each command the exit
+# code (124 or 137: it hung, and was ended at its limit; the others still run), the seconds, and its numbers or last lines.
+# Further flags are added to each command, so that the script can be tried anywhere:
+#   bash docs/gpu.sh train --n_layer=3 --n_embd=192 --block_size=128 --vocab_size=512 --compile=False --device=cpu
 cd "$(dirname "$0")/.." || exit
-out=$(mktemp -d)
-trap 'rm -r "$out"' EXIT
+out=${OUT:-out-gpu} section=$1 fresh=1 failed=0
+shift
+mkdir -p "$out" || exit
+export PYTHONUNBUFFERED=1  # what a command has printed before its limit counts
+work=$(mktemp -d)
+trap 'rm -r "$work"' EXIT
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 
-title() { printf '\n# %s\n' "$*"; }
-run() {  # prints the command, and the end of what it prints
-    printf '\n$ %s\n' "$*"
-    "$@" 2>&1 | tail -n 14
+run() {  # seconds at most, command; prints the end of what that prints
+    local limit=$1 left=$((530 - SECONDS)) began=$SECONDS code
+    shift
+    ((limit < left)) || limit=$((left > 1 ? left : 1))
+    printf '\n$ %s\n' "${*%%$'\n'*}" | tee -a "$out/$section.txt"
+    timeout -k 10 "$limit" "$@" </dev/null >"$work/output" 2>&1
+    code=$?
+    tail -n 14 "$work/output"
+    cat "$work/output" >>"$out/$section.txt"
+    ((code == 0)) || { failed=$((failed + 1)); echo "exit code $code after $((SECONDS - began)) s"; }
+    python - "$out/gpu.json" "$section" $fresh $code $((SECONDS - began)) "$work/output" "${*%%$'\n'*}" <<'PYTHON'
+import json, os, sys
+path, section, fresh, code, seconds, output, command = sys.argv[1:]
+found = json.load(open(path)) if os.path.exists(path) else {}
+lines = open(output, errors='replace').read().splitlines() or ['']
+try:
+    numbers = dict(json.loads(lines[-1]))
+except (ValueError, TypeError):
+    numbers = None
+row = {'command': command, 'exit': int(code), 'seconds': int(seconds), 'numbers': numbers}
+found[section] = ([] if fresh == '1' else found[section]) + [row if numbers else {**row, 'end': lines[-30:]}]
+with open(path + '.tmp', 'w') as f:
+    json.dump(found, f, indent=1)
+os.replace(path + '.tmp', path)
+PYTHON
+    fresh=0
 }
 
-title machine
-python -c "import torch; print(torch.__version__, torch.version.cuda, torch.backends.cudnn.version())"
-nvidia-smi --query-gpu=name,memory.total --format=csv,noheader
+text() {  # the text that runs learn from: Python's own library, as bytes
+    [ -d data/pystdlib_byte ] || run 60 python prepare.py --tokenizer=byte
+}
 
-title is it right
-run python -m pytest -q test_model.py
-run python check.py config/small.py "$@"
+short() {  # seconds, folder, config, flags: 20 iterations
+    run "$1" python train.py "config/$3.py" --out_dir="$work/$2" --max_iters=20 --warmup_iters=5 --eval_iters=2 \
+        --log_interval=1 "${@:4}"
+}
 
-title a training step of config/small.py, 500,000 tokens a second on an H200 is the aim
-for rows in 16 32 64; do run python bench.py train config/small.py --batch_size=$rows --rounds=3 "$@"; done
-run python bench.py train config/small.py --batch_size=32 --rounds=3 --optimizer=muon "$@"
-run python bench.py train config/small.py --batch_size=16 --rounds=3 --compile=False "$@"
+kinds() {  # configs: on the GPU compiled in bfloat16, and on the CPU in float32
+    text
+    for config in "$@"; do
+        short 100 "$config" "$config" --compile=True "${flags[@]}"
+        short 70 "$config-cpu" "$config" --compile=False --dtype=float32 "${flags[@]}" --device=cpu
+        run 10 python -c "$beside" "$work/$config" "$work/$config-cpu"
+    done
+}
 
-title the run itself, stopped and resumed
-[ -d data/pystdlib_byte ] || run python prepare.py --tokenizer=byte
-small=(config/small.py --dataset=pystdlib_byte --vocab_size=50304 --out_dir="$out/small" --tokens_per_param=None
-       --max_iters=60 --eval_interval=60 --eval_iters=2 --warmup_iters=5 --batch_size=32
-       --gradient_accumulation_steps=16)
-run torchrun --standalone train.py "${small[@]}" "$@"
-run torchrun --standalone train.py --out_dir="$out/small" --init_from=resume --max_iters=65
-run python bench.py eval --init_from="$out/small" --dtype=bfloat16
-run python bench.py eval --init_from="$out/small" --dtype=bfloat16 --quantize=int8
+beside='import csv, json, sys  # the losses of two runs
+losses = [[float(row["loss"]) for row in csv.DictReader(open(f"{out}/log.csv"))] for out in sys.argv[1:]]
+print(json.dumps({"losses": losses, "largest difference": max(abs(a - b) for a, b in zip(*losses))}))'
 
-title every kind of model, 20 iterations
-for config in moe_small hybrid_small mla_small llama_small bloom_small falcon_small; do
-    run python train.py config/$config.py --out_dir="$out/$config" --max_iters=20 --eval_iters=2 "$@"
-done
-for flags in '--window=64 --window_pattern=SL' --document_token=10 --checkpoint_activations=True --dtype=float16 \
-             --dtype=float32 --deterministic=True; do
-    # shellcheck disable=SC2086  # two flags are two words
-    run python train.py config/llama_small.py --out_dir="$out/flags" --max_iters=20 --eval_iters=2 $flags "$@"
-done
+profile='import json, sys, warnings  # where the time of a step goes, by kernel; its memory; how often the host waits
+import torch
+import train
+from configurator import runtime
+from model import GPT, GPTConfig
+shape = dict(n_layer=12, n_head=6, n_kv_head=2, n_embd=768, d_ff=2432, block_size=1024, vocab_size=50304)
+given = dict(flag.strip("-").split("=") for flag in sys.argv[1:])
+rows, device = int(given.pop("batch_size", 32)), given.pop("device", "auto")
+compiled = given.pop("compile", "True") == "True"
+machine = runtime(device)
+model = GPT(GPTConfig(**shape | {name: int(value) for name, value in given.items()})).to(machine.device).train()
+settings = {**train.config, "optimizer": "muon"}
+parts, _ = train.forecast(model, machine, settings, rows)
+optimizers, params = train.make_optimizers(model, settings), list(model.parameters())
+scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
+x = torch.randint(model.config.vocab_size, (rows, model.config.block_size), device=machine.device)
+forward = train.compile_model(model, machine.device) if compiled else model
+def step():
+    train.gradients(forward, (x, x, None), iter(()), 1, machine.autocast, scaler, {})
+    train.update(model, params, optimizers, scaler, 1.0, None, 0.0)
+for _ in range(3):
+    step()
+on_gpu = machine.device_type == "cuda"
+with torch.profiler.profile() as found:
+    for _ in range(5):
+        step()
+    if on_gpu:
+        torch.cuda.synchronize()
+print(found.key_averages().table(sort_by=f"self_{machine.device_type}_time_total", row_limit=40, max_name_column_width=90))
+with warnings.catch_warnings(record=True) as waits:
+    warnings.simplefilter("always")
+    if on_gpu:
+        torch.cuda.set_sync_debug_mode("warn")
+    step()
+numbers = {"forecast uncompiled GB": sum(parts.values()) / 1e9, "peak GB": (train.peak_mb(machine.device) or 0) * 2**20 / 1e9,
+           "waits a step": len(waits) if on_gpu else None}
+print(*(str(wait.message) for wait in waits), sep="\n")
+print(json.dumps(numbers))'
 
-title decoding: 124M, 1B, 8B
-for flags in --compile=False --compile=True '--compile=True --quantize=int8' '--compile=True --prompt_len=900'; do
-    # shellcheck disable=SC2086
-    run python bench.py decode config/small.py --rounds=3 $flags "$@"
-done
-billion=(--n_layer=16 --n_head=32 --n_kv_head=8 --n_embd=2048 --d_ff=8192 --vocab_size=128256 --block_size=4096)
-for flags in '' --quantize=int8 --prompt_len=3000; do
-    # shellcheck disable=SC2086
-    run python bench.py decode "${billion[@]}" --compile=True --rounds=3 $flags "$@"
-    # shellcheck disable=SC2086
-    run python bench.py decode config/qwen3_8b.py --block_size=4096 --compile=True --rounds=3 $flags "$@"
-done
+flags=("$@")
+machine='import json, platform, torch
+cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({"torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda, "cards": cards,
+                  "cudnn": torch.backends.cudnn.version()}))'
+run 60 python -c "$machine"
 
-title mixers, and what parts cost
-for mixer in D B K C; do
-    run python bench.py train --n_layer=4 --n_head=8 --n_embd=512 --block_size=2048 --mixer_pattern=$mixer "$@"
-done
-run python docs/cost.py
+case $section in
+right)  # losses and gradients of seven kinds beside the CPU, updates, eight bits
+    run 100 python -m pytest -v -s tests/test_cuda.py -k 'losses and not compiled'
+    run 80 python -m pytest -v -s tests/test_cuda.py -k 'updates or eight or logits'
+    run 260 python -m pytest -v -s tests/test_cuda.py -k 'losses and compiled and not states'
+    run 300 python -m pytest -v -s tests/test_cuda.py -k 'losses and compiled and states'
+    ;;
+paths)  # the same text on each path, bit for bit where asked for, ranks
+    run 200 python -m pytest -v -s tests/test_cuda.py -k greedy
+    run 160 python -m pytest -v -s tests/test_cuda.py -k deterministic
+    run 160 python -m pytest -v -s tests/test_cuda.py -k ranks
+    ;;
+train)
+    for rows in 16 32 64; do
+        run 110 python bench.py train config/small.py --json=True --batch_size=$rows --rounds=3 "$@"
+    done
+    run 100 python bench.py train config/small.py --json=True --batch_size=32 --rounds=3 --optimizer=muon "$@"
+    run 60 python bench.py train config/small.py --json=True --batch_size=16 --rounds=3 --compile=False "$@"
+    ;;
+profile)
+    run 150 python -c "$profile" --batch_size=32 "$@"
+    for variable in TORCHINDUCTOR_COORDINATE_DESCENT_TUNING TORCHINDUCTOR_MAX_AUTOTUNE_GEMM; do
+        run 180 env $variable=1 python bench.py train config/small.py --json=True --batch_size=32 --rounds=3 "$@"
+    done
+    ;;
+run)  # 60 iterations of config/small.py, resumed
+    text
+    run 240 torchrun --standalone train.py config/small.py --dataset=pystdlib_byte --vocab_size=50304 \
+        --out_dir="$work/small" --tokens_per_param=None --max_iters=60 --eval_interval=60 --eval_iters=2 \
+        --warmup_iters=5 --batch_size=32 --gradient_accumulation_steps=16 --compile=True "$@"
+    run 150 torchrun --standalone train.py --out_dir="$work/small" --init_from=resume --max_iters=65
+    run 60 python bench.py eval --json=True --init_from="$work/small" --dtype=bfloat16
+    run 60 python bench.py eval --json=True --init_from="$work/small" --dtype=bfloat16 --quantize=int8
+    ;;
+decode)
+    for more in --compile=False --compile=True '--compile=True --quantize=int8' '--compile=True --prompt_len=900' \
+                '--compile=True --batch_size=64'; do
+        # shellcheck disable=SC2086  # two flags are two words
+        run 110 python bench.py decode config/small.py --json=True --rounds=2 $more "$@"
+    done
+    ;;
+1b)
+    for more in --compile=False --compile=True '--compile=True --quantize=int8' '--compile=True --prompt_len=3000'; do
+        # shellcheck disable=SC2086
+        run 130 python bench.py decode --n_layer=16 --n_head=32 --n_kv_head=8 --n_embd=2048 --d_ff=8192 \
+            --vocab_size=128256 --block_size=4096 --json=True --rounds=2 $more "$@"
+    done
+    ;;
+8b)
+    for more in '' --quantize=int8; do
+        # shellcheck disable=SC2086
+        run 260 python bench.py decode config/qwen3_8b.py --block_size=4096 --compile=True --json=True --rounds=2 $more "$@"
+    done
+    ;;
+kinds)
+    kinds moe_small hybrid_small mla_small
+    ;;
+kinds2)
+    kinds llama_small bloom_small falcon_small
+    ;;
+flags)
+    text
+    for more in '--window=64 --window_pattern=SL' --document_token=10 --checkpoint_activations=True --dtype=float16 \
+                --dtype=float32 --deterministic=True; do
+        # shellcheck disable=SC2086
+        short 70 flags llama_small $more "$@"
+    done
+    ((gpus < 2)) || run 90 torchrun --standalone --nproc_per_node="$gpus" train.py config/llama_small.py --max_iters=20 \
+        --out_dir="$work/shard" --shard=True --compile=True "$@"
+    ;;
+mixers)
+    for mixer in A D B K C; do
+        run 75 python bench.py train --n_layer=4 --n_head=8 --n_embd=512 --block_size=2048 --mixer_pattern=$mixer --rounds=2 \
+            --json=True "$@"
+    done
+    run 150 python docs/cost.py
+    ;;
+*)
+    echo "$section is no section: see the top of docs/gpu.sh"
+    exit 2
+    ;;
+esac
+echo
+echo "$failed commands failed; see $out/$section.txt and $out/gpu.json"
+exit $((failed > 0))

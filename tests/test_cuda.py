@@ -1,0 +1,214 @@
+"""Whether all is right on a GPU, beside the CPU in float32. Skipped where there is none.
+
+    python -m pytest tests/test_cuda.py
+    FLATGPT_TEST_DEVICE=cpu python -m pytest tests/test_cuda.py  # the file itself, with the CPU as the GPU
+"""
+import contextlib
+import copy
+import functools
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import ROOT, TOY, dequantized, log_rows, made, run, same_weights, torchrun
+
+import model as flat
+import sample as flat_sample
+import train as flat_train
+from model import GPT, GPTConfig
+
+DEVICE = os.environ.get('FLATGPT_TEST_DEVICE', 'cuda')
+IS_GPU = DEVICE.startswith('cuda')
+if IS_GPU and not torch.cuda.is_available():
+    pytest.skip('there is no CUDA device', allow_module_level=True)
+
+# wide enough for flex_attention; a vocabulary that is padded in training
+SHAPE = dict(n_layer=1, n_head=4, n_embd=128, block_size=256, vocab_size=301)
+KINDS = {
+    'grouped queries': dict(n_kv_head=2),
+    'window': dict(n_layer=2, n_kv_head=2, window=100, window_pattern='SL'),
+    'documents': dict(n_kv_head=2, document_token=3),
+    'latent attention': dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32),
+    'experts, the first without tokens': dict(n_expert=4, d_expert=64, balance_bias=True),
+    'alibi': dict(pos='alibi'),
+    'states': dict(n_layer=5, mixer_pattern='DABKC', linear_n_key_head=2, linear_n_value_head=2,
+                   linear_key_head_dim=16, linear_value_head_dim=16),
+}
+WAYS = {  # (dtype, compiled, largest difference of losses, least cosine of gradients)
+    'float32': (torch.float32, False, 1e-4, 1 - 1e-6),
+    'bfloat16': (torch.bfloat16, False, 2e-2, 0.99),
+    'bfloat16 compiled': (torch.bfloat16, True, 2e-2, 0.99),
+    'float16': (torch.float16, False, 2e-2, 0.99),
+}
+
+
+def new_model(**options):
+    """With no branch at zero, and in experts none that chooses the first."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**SHAPE, **options}))
+    with torch.no_grad():
+        for w in model.parameters():
+            if not w.any():
+                w.normal_(std=0.02)
+    for name, bias in model.named_buffers():
+        if name.endswith('expert_bias'):
+            bias[0] = -10
+    return model
+
+
+def new_batch(device):
+    torch.manual_seed(1)
+    tokens = torch.randint(301, (4, 257))
+    tokens[:, [70, 200]] = 3
+    return tokens[:, :-1].to(device), tokens[:, 1:].to(device), None
+
+
+def autocast(device, dtype):
+    if dtype is torch.float32:
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, torch.device(device).type, dtype)
+
+
+def new_scaler(device, dtype):
+    return torch.amp.GradScaler(torch.device(device).type, enabled=dtype is torch.float16)
+
+
+def one_iteration(model, device, dtype=torch.float32, compiled=False, scaler=None):
+    """Leaves the gradients in model. Returns the loss, and the experts' load or None."""
+    torch.set_float32_matmul_precision('highest')
+    forward = flat_train.compile_model(model, device) if compiled else model
+    loss, load, _ = flat_train.gradients(
+        forward, new_batch(device), iter(()), 1, autocast(device, dtype),
+        scaler or new_scaler(device, torch.float32), {'balance': 0.01})
+    return loss.item(), load
+
+
+@functools.cache
+def on_cpu(kind):
+    """The loss and gradients of a kind on the CPU in float32."""
+    model = new_model(**KINDS[kind]).train()
+    loss, _ = one_iteration(model, 'cpu')
+    return loss, {name: w.grad.double() for name, w in model.named_parameters()}
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('way', WAYS)
+def test_losses_and_gradients_equal_the_cpus(kind, way):
+    dtype, compiled, error, least = WAYS[way]
+    expected, gradients = on_cpu(kind)
+    model = new_model(**KINDS[kind]).train().to(DEVICE)
+    loss, load = one_iteration(model, DEVICE, dtype, compiled)
+    found = {name: w.grad.double().cpu() for name, w in model.named_parameters()}
+    ours, theirs = (torch.cat([grads[name].flatten() for name in gradients]) for grads in (found, gradients))
+    cosine = F.cosine_similarity(ours, theirs, dim=0).item()
+    print(f"{kind}, {way}: loss {loss:.5f}, on the CPU {expected:.5f}; gradients: cosine {cosine:.7f}, "
+          f"norm {ours.norm():.4f} and {theirs.norm():.4f}")
+    assert abs(loss - expected) < error and cosine > least
+    assert (ours.norm() / theirs.norm()).item() == pytest.approx(1, rel=0.02)
+    if 'experts' in kind:
+        assert load[:, 0].tolist() == [0] and not any(
+            grad[0].any() for name, grad in found.items() if '.experts.' in name)
+
+
+@pytest.mark.parametrize('optimizer, dtype', [
+    ('adamw', torch.float32), ('normuon', torch.float32), ('muon', torch.float16)])
+def test_updates_equal_the_cpus_and_the_host_does_not_wait(optimizer, dtype):
+    """But for float16's scaler. The last of them is skipped, as a gradient is not finite."""
+    found, watch = [], torch.cuda.set_sync_debug_mode if IS_GPU else print
+    for device, dtype_there in ('cpu', torch.float32), (DEVICE, dtype):
+        model = new_model(n_kv_head=2).train().to(device)
+        params, scaler = list(model.parameters()), new_scaler(device, dtype_there)
+        optimizers = flat_train.make_optimizers(model, {**flat_train.config, 'optimizer': optimizer})
+        for i in range(4):
+            before = [w.detach().clone() for w in params]
+            one_iteration(model, device, dtype_there, scaler=scaler)
+            if i == 3:
+                params[0].grad[0] = math.nan
+            watch('error' if i and device == DEVICE and not scaler.is_enabled() else 'default')
+            _, moved = flat_train.update(model, params, optimizers, scaler, 1.0, None, 0.0)
+            watch('default')
+            assert all(map(torch.equal, before, params)) == (i == 3) != moved.item()
+        found.append([w.detach().cpu() for w in params])
+    for (name, _), one, other in zip(model.named_parameters(), *found):
+        assert (one - other).norm() <= 0.02 * one.norm(), name
+
+
+# runs -------------------------------------------------------------------------------------------------------
+
+RUN = [*TOY, f'--device={DEVICE}', '--block_size=128', '--n_embd=64', '--log_interval=1']
+
+
+def train(out, *args):
+    return run('train.py', *RUN, f'--out_dir={out}', *args)
+
+
+def test_greedy_text_is_the_same_on_each_path(folder, monkeypatch):
+    """Of a trained model in float32: on the CPU; uncompiled, compiled for one row and for three, drafted."""
+    monkeypatch.setattr(flat_sample, 'FREEZING', {'freezing': True})  # on CPUs: tries no other kernels
+    model = train('out', '--max_iters=40', '--n_kv_head=1', '--dropout=0.1')['model'].eval()
+    assert float(log_rows('out')[-1]['val_loss']) < 1.2  # it has learnt what there is
+    torch.set_float32_matmul_precision('highest')
+    prompts = [[1, 8, 20], [4], [2, 13, 22, 21]]
+    greedy = functools.partial(made, prompts=prompts, n=60, temperature=0)
+    drafts = flat_sample.Lookup(4)
+    expected = greedy(copy.deepcopy(model).cpu())
+    assert all(len(set(tokens)) > 5 for tokens in expected)
+    for options in {}, dict(compile=True, batch_size=1), dict(compile=True, batch_size=3):
+        assert greedy(model, **options) == expected, options
+    for compiled in False, True:
+        speculated = [[] for _ in prompts]
+        for row, token in flat_sample.speculate(model, prompts, 60, drafts, temperature=0, compile=compiled):
+            speculated[row].append(token)
+        assert [tokens[:-1] for tokens in speculated] == expected
+    assert drafts.n_accepted
+
+
+@pytest.mark.parametrize('rows', [1, 2, 40])
+def test_eight_bits_stand_for_their_weights(rows):
+    model, idx = new_model(n_kv_head=2).eval(), torch.randint(301, (1, rows))
+    flat.quantize_weights(model, torch.bfloat16)
+    with torch.no_grad():
+        expected = dequantized(model)(idx)
+        assert (model.to(DEVICE)(idx.to(DEVICE)).cpu() - expected).norm() <= 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize('options', [
+    ['--compile=False', '--mixer_pattern=DABK', '--n_layer=4', '--linear_n_key_head=2',
+     '--linear_n_value_head=2', '--document_token=3'],
+    ['--compile=True', '--n_expert=4', '--d_expert=32', '--window=64', '--window_pattern=SL']],
+    ids=['states', 'compiled experts'])
+def test_deterministic_runs_are_resumed_bit_for_bit(folder, options):
+    args = ['--deterministic=True', '--dtype=bfloat16', '--optimizer=muon', '--dropout=0.1', *options]
+    whole = train('whole', *args)['model'].state_dict()
+    train('parts', *args, '--max_iters=10', '--lr_decay_iters=20')
+    parts = run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=20')['model'].state_dict()
+    assert same_weights(whole, parts) and all(w.isfinite().all() for w in whole.values())
+
+
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_sharded_ranks_equal_one_process(folder, ranks):
+    if IS_GPU and torch.cuda.device_count() < ranks:
+        pytest.skip(f'NCCL needs a device for each of {ranks} ranks')
+    # all experts are chosen: rounding must not choose others
+    args = ['--n_expert=4', '--n_expert_active=4', '--d_expert=32', '--dtype=bfloat16', '--compile=True',
+            '--gradient_accumulation_steps=4', '--max_iters=10']
+    train('one', *args)
+    torchrun(ranks, str(ROOT / 'train.py'), *RUN, *args, '--out_dir=ranks', *['--shard=True'] * (ranks > 1))
+    for key, error in ('loss', 2e-2), ('val_loss', 2e-2), ('grad_norm', 0.1):
+        one, found = ([float(row[key] or 0) for row in log_rows(out)] for out in ('one', 'ranks'))
+        assert one == pytest.approx(found, rel=error), key
+
+
+def test_more_logits_than_32_bits_can_number():
+    """The mean loss and the last row's gradient, where there is memory for it, else of fewer rows."""
+    width, room = 50304, IS_GPU and torch.cuda.mem_get_info()[0] > 64e9
+    rows = 2**31 // width + 64 if room else 300
+    logits = torch.zeros(1, rows, width, device=DEVICE, requires_grad=True)
+    loss = flat.cross_entropy(logits, torch.full((1, rows), 7, device=DEVICE))
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(width), rel=1e-4)
+    expected = torch.full((width,), 1 / width / rows)
+    expected[7] -= 1 / rows
+    torch.testing.assert_close(logits.grad[0, -1].cpu(), expected, rtol=1e-3, atol=0)
