@@ -241,7 +241,7 @@ def run_all(variants, seeds):
     runs = {variant.folder(seed): (variant, seed) for seed in seeds for variant in variants}
     found = {folder: read_run(folder) for folder in runs}
     todo = [folder for folder, run in found.items() if not run]
-    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before: their ms/step are older")
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before, with that day's ms/step")
     for i, folder in enumerate(todo):
         run = found[folder] = run_variant(*runs[folder], len(todo) - i)
         if run['error']:
