@@ -255,7 +255,7 @@ def check_formulas(config):
         x = same(name, between)
     x = x if config.norm_placement == 'post' else norm_of(config, model.ln_f, x)
     logits = x @ model.wte.weight.mT if config.tie_word_embeddings else model.lm_head(x)
-    require_equal(model(idx), same('', capped(logits, config.logit_softcap)),
+    require_equal(model(idx), same('', capped(config.logit_scale * logits, config.logit_softcap)),
                   'logits where no gradient is asked for')
     others = [mixer.__name__ for mixer in config.mixers if mixer is not Attention]
     return f"none for {', '.join(others)}" if others else None

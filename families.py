@@ -38,7 +38,6 @@ class Family(typing.NamedTuple):
     harmless: str = ''          # patterns of their fields that change nothing
     layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
     layer_types: str = ''       # letters their layer_types may hold; '': transformers ignores them
-    logit_scale: typing.Callable = lambda c: 1  # config.json -> a factor on the logits, which ln_f takes
     exports: bool = True        # False: its config.json can be read alone
 
 
@@ -472,6 +471,8 @@ NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N', 4),
 MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(dense='D', sparse='E'))
 SPARSE_LAYERS = (every('expert_pattern', 'decoder_sparse_step', 'D', 'E', 1),
                  listed('expert_pattern', 'mlp_only_layers', 'D'))
+LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
+                           lambda config: 1 / config.logit_scale)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
 LOCAL_ROPE = Rule(dict(sliding_window_pattern=None), read_rope_where_short)
 ROPE_WHERE_SHORT = Rule(dict(sliding_window_pattern=None), read_rope_where_short, write_rope_where_short)
@@ -688,10 +689,10 @@ GLM = like(
     BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
     ours=dict(qkv_bias=True, partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 GRANITE = like(
-    LLAMA, 'GraniteForCausalLM', logit_scale=lambda c: 1 / c.get('logits_scaling', 1),
+    LLAMA, 'GraniteForCausalLM', rules=(LOGITS_SCALING,),
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
                 residual_scale='residual_multiplier'),
-    ours=dict(attn_scale=1.0), defaults=dict(logits_scaling=1.0))
+    ours=dict(attn_scale=1.0))
 GRANITE_MOE = like(
     GRANITE, 'GraniteMoeForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size', mlp_bias=None),
     names={'mlp.router': 'block_sparse_moe.router.layer',
@@ -708,11 +709,10 @@ HUNYUAN = like(
              'use_rotary_pos_emb vit_*',
     rules=(Rule({}, read_hunyuan),))
 COHERE = like(
-    BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps'), rows=INTERLEAVED,
+    BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps', logit_scale='logit_scale'),
+    rows=INTERLEAVED,
     ours=dict(norm='layernorm', norm_eps=1e-5, norm_placement='parallel', tie_word_embeddings=True,
-              rope_base=5e5),
-    logit_scale=lambda c: c.get('logit_scale', 0.0625),
-    rules=(Rule(dict(logit_scale=None), write=lambda config, c: c.update(logit_scale=1.0)),))
+              rope_base=5e5, logit_scale=0.0625))
 ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
@@ -798,8 +798,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         harmless='mamba_d_head attn_layer_indices',
         names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
                'mlp.c_proj': 'shared_mlp.output_linear'},
-        rules=(*MAMBA['rules'], Rule(dict(position_embedding_type=None, shared_intermediate_size=1024),
-                                     read_granite_hybrid, write_granite_hybrid))),
+        rules=(*MAMBA['rules'], LOGITS_SCALING,
+               Rule(dict(position_embedding_type=None, shared_intermediate_size=1024),
+                    read_granite_hybrid, write_granite_hybrid))),
     'nemotron_h': like(
         BAMBA, 'NemotronHForCausalLM', layer=nemotron_layer,
         fields=dict(mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon', qkv_bias=None, proj_bias=None,
@@ -896,14 +897,14 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'granite': GRANITE,
     'hyperclovax': like(
         GRANITE, 'HyperCLOVAXForCausalLM', theirs=dict(use_post_norm=True),
-        ours=dict(attn_scale=None, norm_placement='sandwich'),
-        logit_scale=lambda c: c.get('logits_scaling', 1),
+        ours=dict(attn_scale=None, norm_placement='sandwich'), rules=(),
+        fields=dict(logit_scale='logits_scaling'),
         names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
     'cohere': COHERE,
     'cohere2': like(
         COHERE, 'Cohere2ForCausalLM', layers='SSSL', layer_types='SL', ours=dict(rope_base=1e4),
         theirs=dict(position_embedding_type='rope_gptj'), defaults=dict(sliding_window=4096),
-        rules=(*COHERE.rules, ROPE_WHERE_SHORT)),
+        rules=(ROPE_WHERE_SHORT,)),
     'exaone4': like(
         MISTRAL, 'Exaone4ForCausalLM', layers='SSSL', layer_types='SL',
         defaults=dict(sliding_window=4096),
@@ -1031,8 +1032,8 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
     'granitemoe': GRANITE_MOE,
     'granitemoeshared': like(
-        GRANITE_MOE, 'GraniteMoeSharedForCausalLM', rules=(shared_width('shared_intermediate_size'),),
-        names=GRANITE_SHARED),
+        GRANITE_MOE, 'GraniteMoeSharedForCausalLM', names=GRANITE_SHARED,
+        rules=(LOGITS_SCALING, shared_width('shared_intermediate_size'))),
     'hunyuan_v1_moe': like(
         HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(n_shared_expert=1),
         fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),

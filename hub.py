@@ -231,7 +231,7 @@ def canonical(config):
             'rope_local': [has_heads and config.rope_kind(i) for i in layers],
             'pos_pattern': [letter(config.pos_pattern, i) for i in layers],
             'mixer_pattern': [config.mixer_of(i) for i in layers],
-            'attn_scale': has_heads and round(config.scale, 9),
+            'attn_scale': has_heads and round(config.scale, 9), 'logit_scale': round(config.logit_scale, 9),
             'd_ff': config.d_ff if 'D' in mlps else None}
 
 
@@ -429,18 +429,14 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
         model = GPT(changed_config(config, changes))
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
         family = like(family, names=FUSED_EXPERTS)
-    parts, scale = plan(model, family), family.logit_scale(c)
+    parts = plan(model, family)
     check(parts, stored, model, family, folder)
     for name, w in model.named_parameters():
-        exact = parts[name][0].layout is PLUS_ONE or scale != 1 and name.startswith('ln_f.')
-        w.data = w.data.to(torch.float32 if exact else dtype)
+        w.data = w.data.to(torch.float32 if parts[name][0].layout is PLUS_ONE else dtype)
     if int8:
         quantize_weights(model, dtype)
     model = model.to_empty(device=device)
     fill(model, parts, stored)
-    with torch.no_grad():
-        for w in model.ln_f.parameters():
-            w *= scale
     return model.eval()
 
 

@@ -130,6 +130,7 @@ class GPTConfig:
     # head
     tie_word_embeddings: bool = True  # the head reads the embedding's rows (arXiv:1608.05859)
     head_bias: bool = False          # of an untied head (GPT-J, Phi)
+    logit_scale: float = 1.0         # of the logits (Cohere, Granite)
     logit_softcap: float = 0.0       # c * tanh(logits / c) (Gemma 2); 0 is off
     # training
     dropout: float = 0.0             # on embedding, attention weights and both residual branches
@@ -1892,7 +1893,8 @@ class GPT(nn.Module):
 
     def head(self, x):
         """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
-        x, head, cap = self.ln_f(x), self.lm_head or self.wte, self.config.logit_softcap
+        x, head = self.ln_f(x), self.lm_head or self.wte
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
         w, bias = head.weight, getattr(head, 'bias', None)
         padded = self.training and x.is_cuda and len(w) % 64
         logits = (aligned_linear(x, w, bias) if padded else product(x, w, bias, head.scale)).float()
@@ -1929,6 +1931,7 @@ class GPT(nn.Module):
             if name == 'wte.weight' and self.lm_head is None:
                 parts['head'] = [(0, 0, (6 if w.requires_grad else 4) * w.numel())]
         if self.mtp is not None:
+        logits = logits if scale == 1 else logits * scale
             last = self.mtp.block.attn.flops(block_size or config.block_size)
             parts['prediction layer'].append((0, 0, last + 6 * (self.lm_head or self.wte).weight.numel()))
         mixing = sum(mixer.flops(block_size or config.block_size) for mixer in self.cached_modules())
