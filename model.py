@@ -817,7 +817,8 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
     paths it takes the first that can compute this. q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K
     dividing H (grouped queries, arXiv:2305.13245) -> (B, H, T, D')."""
     (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
-    if context.eager:
+    # with a window a block takes its part of the keys, a kernel all of them
+    if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
     if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it has no narrower heads
         from torch.nn.attention.flex_attention import flex_attention
@@ -851,6 +852,7 @@ def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
     tokens, and gradients follow. Returns
 
     - how the query heads of a group share a head of keys: 'rows', their queries are rows of one product, so
+BLOCK = 128       # queries that eager_attention takes at once
       that keys are read once a group, by any kernel; 'repeat', each gets a copy; 'gqa', the kernel knows
       groups. On CUDA only flash attention does, and cuDNN; GPUs too old for it have no bfloat16 either;
     - whether cuDNN may compute it. It is the fastest in training, but builds a plan for each new shape, in
@@ -891,12 +893,14 @@ def flex_mask(T, window, chunked, starts, slopes, device):
             None if slopes is None else add_alibi)
 
 
-def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=128, few=False):
+def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=BLOCK,
+                    few=False):
     """attend, written out, in blocks of queries, which leave out keys that a causal mask hides from all of
     them. For what no kernel does: capped scores, a sink, attention weights on request; for training on CPUs,
-    see `eager` in GPT.context; and for few queries in a compiled step, by sums that the compiler makes two
-    loops of, which read keys and values once: on a CPU SDPA takes ten times as long, and CUDA's kernels that
-    take a bias give all keys of a head to one multiprocessor."""
+    see `eager` in GPT.context, and windows there, where it takes half of SDPA's time at a window of a fourth
+    of the tokens; and for few queries in a compiled step, by sums that the compiler makes two loops of, which
+    read keys and values once: on a CPU SDPA takes ten times as long, and CUDA's kernels that take a bias give
+    all keys of a head to one multiprocessor."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     q, out, block = q * scale, [], T if few or weights is not None else block
     for start in range(0, T, block):

@@ -212,6 +212,21 @@ def test_every_path_of_attention_equals_naive_loops(window, alibi, softcap, sunk
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@torch.no_grad()
+def test_windows_cost_a_cpu_their_part_of_the_keys(monkeypatch):
+    model, sdpa = tiny(block_size=300, window=5, window_pattern='SC', document_token=3), []
+    kernel, idx = F.scaled_dot_product_attention, tokens(model, 2, 300)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention',
+                        lambda *args, **options: sdpa.append(1) or kernel(*args, **options))
+    found, cached = model(idx), model(idx, cache=model.make_cache(2, 300))
+    assert not sdpa
+    monkeypatch.setattr(flat, 'BLOCK', 300)
+    expected = model(idx)
+    assert len(sdpa) == 2
+    near(found, expected)
+    near(cached, expected)
+
+
 @pytest.mark.parametrize('dtype, T, fits_flash, is_training, expected', [
     (torch.bfloat16, 7, True, True, ('gqa', True)),       # training: the only cuDNN
     (torch.bfloat16, 7, True, False, ('gqa', False)),     # prefill: a new shape each time
