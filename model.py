@@ -88,7 +88,7 @@ class GPTConfig:
     linear_n_key_head: int | None = None  # query and key heads; None: n_head; B: 1
     linear_n_value_head: int | None = None  # value heads, n times as many; None: as many; B: n_embd / 32
     linear_key_head_dim: int | None = None  # None: n_embd / n_head; B, the state's size: 64
-    linear_value_head_dim: int | None = None  # None: as a key
+    linear_value_head_dim: int | None = None  # None: as a key; B: 64
     linear_conv_bias: bool | None = None  # of the short convolution; None: in B
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
     # norm and where it stands
@@ -1690,7 +1690,7 @@ PARTS = {  # what a parameter's name contains: the part of the model that it is 
     'wte.': 'embedding', 'wpe.': 'embedding', 'bigram.': 'embedding', 't5_bias.': 'embedding',
     'lm_head.': 'head',
     'router.': 'router', 'experts.': 'experts', 'shared.': 'shared experts', 'shared_gate.': 'shared experts',
-    'mlp.': 'mlp', 'attn.': 'attention', '': 'norms',
+    'mlp.': 'mlp', 'attn.': 'attention', 'lambdas': 'residual weights', 'ln_': 'norms', '': 'others',
 }
 
 
@@ -1771,6 +1771,7 @@ class GPT(nn.Module):
         keep: logits of each row's last tokens only; with targets these are aux['logits']. weights: a list
         that takes each attention layer's, (B, H, T, S). Raises ValueError if the tokens do not fit into
         block_size or the cache."""
+        | t5_bias                     | normal, std 1 / sqrt(n_embd)                                       |
         T, config = idx.shape[1], self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
@@ -2190,10 +2191,10 @@ INT8_ROWS = 16  # more are multiplied faster by the weight in their own dtype
 @torch.no_grad()
 def quantize_weights(model, dtype):
     """Puts the large weights of a model into 8 bits, with scales of dtype; it cannot be trained any more.
-    Norms, biases, learned positions and routers stay, and so does c_kv, which its mixer multiplies by itself.
-    On the meta device it prepares for fill_rows."""
+    Norms, biases, T5's among them, learned positions, routers and gates of one element stay, and so does
+    c_kv, which its mixer multiplies by itself. On the meta device it prepares for fill_rows."""
     for name, module in model.named_modules():
-        is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 'router')
+        is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 't5_bias', 'router', 'shared_gate')
         if is_large and isinstance(module, (Linear, Embedding, GroupedLinear)):
             weight, module.scale = quantize_rows(module.weight, dtype)
             module.weight = nn.Parameter(weight, requires_grad=False)

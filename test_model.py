@@ -985,6 +985,7 @@ def test_an_invalid_config_names_every_problem(options, parts):
 @pytest.mark.parametrize('options, targets', [
     (dict(bias=True, n_kv_head=2, attn_gate=True), ['c_attn', 'c_proj', 'c_fc']),
     ({**MLA, 'q_lora_rank': 8}, ['attn.c_attn', 'c_q', 'c_kv', 'attn.c_proj']),  # c_kv is never called
+    assert looked_up.account()['residual weights'][0] == 2 * 2 and 'others' not in looked_up.account()
     (dict(n_expert=4, n_shared_expert=1, d_expert=8), ['router', 'shared.c_fc', 'c_attn']),
     (dict(mixer_pattern='DA'), ['c_attn', '1.attn.c_proj', 'c_proj'])], ids=str)
 def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):

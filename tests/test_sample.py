@@ -270,7 +270,8 @@ def test_a_compiled_step_has_the_weights_of_its_model(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('variant', [
     {}, dict(tie_word_embeddings=False, bias=True, norm='layernorm', pos='learned', mlp='gelu'), MLA,
-    dict(n_expert=4, n_shared_expert=1), dict(mixer_pattern='DA'), dict(embed_scale=2.0, attn_gate=True)])
+    dict(n_expert=4, n_shared_expert=1, shared_gate=True, pos='t5'), dict(mixer_pattern='DA'),
+    dict(embed_scale=2.0, attn_gate=True)])
 def test_int8_is_the_model_of_its_dequantized_weights(variant):
     model, idx = tiny(**variant), torch.randint(61, (2, 20))
     for w in model.parameters():
@@ -279,6 +280,8 @@ def test_int8_is_the_model_of_its_dequantized_weights(variant):
     before, exact, n = model.state_dict(), model(idx).detach(), model.num_params()
     flat.quantize_weights(model, torch.float32)
     assert model.num_params() == n and sum(w.dtype is torch.int8 for w in model.parameters()) >= 9
+    assert not any(w.dtype is torch.int8 for name, w in model.named_parameters() if name.split('.')[-2] in (
+        'wpe', 't5_bias', 'router', 'shared_gate', 'c_kv'))
     plain = dequantized(model)
     with torch.no_grad():
         near(model(idx), plain(idx), 1e-5)
