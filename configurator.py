@@ -364,7 +364,7 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
         dtype = fastest_dtype(kind, index, bound_by_memory)
     if dtype not in ('float32', 'bfloat16') and (kind, dtype) != ('cuda', 'float16'):
         raise ValueError(f"dtype={dtype}: use --dtype=auto, float32 or bfloat16; float16 needs CUDA")
-    torch.set_float32_matmul_precision(matmul_precision(kind))
+    torch.set_float32_matmul_precision(matmul_precision(kind, dtype))
     # torch.manual_seed asks CUDA as well, which device=cpu must not touch
     (torch.default_generator if kind == 'cpu' else torch).manual_seed(seed)
     print0(f"device {device} ({name}), dtype {dtype}")
@@ -431,15 +431,16 @@ def fastest_dtype(kind, index, bound_by_memory):
     return 'bfloat16' if kind == 'cpu' and (bound_by_memory or has_units) else 'float32'
 
 
-def matmul_precision(kind):
-    """How float32 matmuls may be computed: by TF32 on CUDA; on AMD's CPUs by oneDNN ('medium', exact there).
+def matmul_precision(kind, dtype):
+    """How float32 matmuls may be computed. On CUDA by TF32 in a float32 run; in 16 bits those that are left,
+    of routers and states, are float32 for a reason. On AMD's CPUs by oneDNN ('medium', exact there).
 
     oneDNN takes 0.4 of the time of MKL, which is slow on AMD; on Intel's CPUs it takes 1.2 to 2 times as
     long, and rounds to bfloat16 with AMX.
     """
     if kind == 'cpu' and 'AuthenticAMD' in cpu_vendor():
         return 'medium'
-    return 'high' if kind == 'cuda' else 'highest'
+    return 'high' if (kind, dtype) == ('cuda', 'float32') else 'highest'
 
 
 def cpu_vendor():

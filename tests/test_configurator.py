@@ -369,7 +369,10 @@ def test_ranks_and_dtypes_of_two_gpus(capability, dtype, monkeypatch, capsys):
     monkeypatch.delenv('LOCAL_RANK', raising=False)
     run = runtime('cuda:1')
     assert (run.device, run.dtype, chosen) == ('cuda:1', getattr(torch, dtype), [1])
-    assert torch.get_float32_matmul_precision() == 'high' and 'cuda:1 (a GPU)' in capsys.readouterr().out
+    # routers and states, which are not in 16 bits
+    assert torch.get_float32_matmul_precision() == 'highest' and 'cuda:1 (a GPU)' in capsys.readouterr().out
+    runtime('cuda:1', 'float32')
+    assert torch.get_float32_matmul_precision() == 'high'
     assert runtime('auto', 'float16').device == 'cuda:0'
     monkeypatch.setenv('LOCAL_RANK', '1')
     assert runtime('auto').device == 'cuda:1'
