@@ -1785,10 +1785,8 @@ class GPT(nn.Module):
             cache.advance(T, lengths)
         if targets is None:
             return self.head(self.last(x, keep, lengths))
-        logits, aux = self.head(x), {}
-        loss = cross_entropy(logits, targets)
-        if keep is not None:
-            aux['logits'] = self.last(logits, keep, lengths)
+        loss, last = self.loss(x, targets, keep, lengths)
+        aux = {} if keep is None else {'logits': last}
         if context.routing:
             balance, z, load = map(torch.stack, zip(*context.routing))
             aux |= {'balance': balance.mean(), 'z': z.mean(), 'load': load}
@@ -1796,7 +1794,7 @@ class GPT(nn.Module):
             handed = {i: value for i, value in context.handed.items() if i < config.n_layer - 1}
             own = dataclasses.replace(context, routing=None, handed=handed)  # recomputed blocks need theirs
             later = F.pad(targets[:, 1:], (0, 1), value=-1)
-            aux['mtp'] = cross_entropy(self.head(self.mtp(x, x0, own)), later)
+            aux['mtp'], _ = self.loss(self.mtp(x, x0, own), later)
         return loss, aux
 
     def context(self, idx, cache=None, lengths=None, weights=None, routing=None):
@@ -1936,6 +1934,12 @@ class GPT(nn.Module):
             if name == 'wte.weight' and self.lm_head is None:
                 parts['head'] = [(0, 0, (6 if w.requires_grad else 4) * w.numel())]
         if self.mtp is not None:
+    def loss(self, x, targets, keep=None, lengths=None):
+        """x as head takes it -> the mean cross entropy, 0-d, and with keep the logits of each row's last
+        tokens. A sharded model is compiled method by method: logits that no other needs are not kept."""
+        logits = self.head(x)
+        return cross_entropy(logits, targets), None if keep is None else self.last(logits, keep, lengths)
+
         logits = logits if scale == 1 else logits * scale
             last = self.mtp.block.attn.flops(block_size or config.block_size)
             parts['prediction layer'].append((0, 0, last + 6 * (self.lm_head or self.wte).weight.numel()))

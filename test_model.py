@@ -911,6 +911,22 @@ def test_initial_weights_are_what_the_table_says(options):
             std = 0.02 if name in ('wte.weight', 'wpe.weight') else (1 / (3 * w.shape[-1])) ** 0.5
             assert w.std().item() == pytest.approx(std, rel=0.05) and abs(w.mean()) < 0.1 * std, name
 
+def test_logits_stay_within_the_graph_of_the_loss():
+    model, made = tiny().train(), []
+    for block in model.h:  # as a sharded model's, which breaks the graph at each
+        block.forward = torch.compiler.disable(block.forward)
+
+    def backend(graph, inputs):
+        def run(*inputs):
+            made.append(graph(*inputs))
+            return made[-1]
+        return run
+    idx = tokens(model, 2, 8)
+    loss, _ = torch.compile(model, backend=backend)(idx, idx)
+    torch.testing.assert_close(made[-1][0], loss)
+    assert all(x.shape[-1:] != (61,) for outputs in made for x in outputs)
+
+
 
 @pytest.mark.parametrize('bias', [None, torch.randn(61)])
 def test_the_padded_product_of_a_vocabulary_is_the_product(bias):
