@@ -1680,8 +1680,9 @@ class MultiTokenPrediction(nn.Module):
 
 def cross_entropy(logits, targets):
     """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
-    targets = targets.flatten().clamp(min=-1)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-1, reduction='sum')
+    targets, rows = targets.flatten().clamp(min=-1), max(1, MOST_LOGITS // logits.shape[-1])
+    loss = sum(F.cross_entropy(some, wanted, ignore_index=-1, reduction='sum')
+               for some, wanted in zip(logits.flatten(0, 1).split(rows), targets.split(rows)))
     return loss / (targets >= 0).sum().clamp(min=1)
 
 
@@ -1711,6 +1712,9 @@ class GPT(nn.Module):
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.mtp = MultiTokenPrediction(config) if config.mtp else None
+MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
+
+
         if config.residual_lambdas:
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
