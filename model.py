@@ -456,13 +456,22 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x, offsets):
         if self.has_kernel(x.dtype, x.device.type):
-            y = F.grouped_mm(x, self.weight.to(x.dtype).mT, offs=offsets)
+            w = self.weight.to(x.dtype)
+            if torch.is_grad_enabled() and skips_empty(x.device.type):
+                w = w.where(offsets.diff(prepend=offsets.new_zeros(1))[:, None, None] > 0, 0)
+            y = F.grouped_mm(x, w.mT, offs=offsets)
         else:
             y = self.loop(x, self.weight, self.scale, offsets)
         if self.bias is not None:
             expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
             y = y + self.bias[expert].type_as(y)
         return y.split(self.widths, dim=-1)
+
+
+def skips_empty(device):
+    """Whether the backward pass of grouped_mm writes no gradient for an expert without rows, on a type of
+    device: on Blackwell it holds whatever was in memory (pytorch issue 172439)."""
+    return device == 'cuda'
 
 
 def loop_over_experts(x, weight, scale, offsets):
@@ -566,7 +575,8 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
     each = long_factor if length > original_max_position_embeddings else short_factor
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
-    return freq / torch.tensor(each, device=freq.device), attention_factor
+    # filled on the device: a tensor of a list would be copied there in each step
+    return freq / torch.stack([freq.new_full((), one) for one in each]), attention_factor
 
 
 ROPE_SCALINGS = {
@@ -842,6 +852,7 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
     return y.reshape(B, H, T, -1)  # some kernels return the heads innermost but one
 
 
+BLOCK = 128       # queries that eager_attention takes at once
 FEW_QUERIES = 16  # of a head of keys, as in decoding; SDPA's kernels are made for long sequences
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -852,7 +863,6 @@ def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
     tokens, and gradients follow. Returns
 
     - how the query heads of a group share a head of keys: 'rows', their queries are rows of one product, so
-BLOCK = 128       # queries that eager_attention takes at once
       that keys are read once a group, by any kernel; 'repeat', each gets a copy; 'gqa', the kernel knows
       groups. On CUDA only flash attention does, and cuDNN; GPUs too old for it have no bfloat16 either;
     - whether cuDNN may compute it. It is the fastest in training, but builds a plan for each new shape, in
@@ -1243,7 +1253,7 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
         return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % C)).unflatten(dim, (-1, C))
 
     q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, C, ...)
-    total = decay.cumsum(-2)  # log of how much the state from before the chunk has decayed
+    total = running_sum(decay)  # log of how much the state from before the chunk has decayed
     hidden = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
     carried, left = total.exp(), (total[..., -1:, :] - total).exp()  # from the chunk's start, to its end
     if is_start is not None:
@@ -1271,6 +1281,22 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
         out.append(q[:, :, i] @ state + score[:, :, i] @ new)
         state = state * carried[:, :, i, -1, :, None] + k[:, :, i].mT @ new
     return torch.cat(out, dim=2)[:, :, :T], state
+
+
+def running_sum(x):
+    """x (..., n, channels) -> the same shape, the sum of the rows up to each."""
+    if has_cumsum(x.device.type):
+        return x.cumsum(-2)
+    step = 1
+    while step < x.shape[-2]:
+        x, step = x + F.pad(x[..., :-step, :], (0, 0, step, 0)), 2 * step
+    return x
+
+
+def has_cumsum(device):
+    """Whether torch sums up floats on a type of device: CUDA's kernel differs from run to run, and is refused
+    where that is."""
+    return device != 'cuda' or not torch.are_deterministic_algorithms_enabled()
 
 
 def decayed_scores(q, k, total):
@@ -1686,6 +1712,9 @@ def cross_entropy(logits, targets):
     return loss / (targets >= 0).sum().clamp(min=1)
 
 
+MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
+
+
 PARTS = {  # what a parameter's name contains: the part of the model that it is counted under
     'mtp.': 'prediction layer',
     'wte.': 'embedding', 'wpe.': 'embedding', 'bigram.': 'embedding', 't5_bias.': 'embedding',
@@ -1712,9 +1741,6 @@ class GPT(nn.Module):
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.mtp = MultiTokenPrediction(config) if config.mtp else None
-MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
-
-
         if config.residual_lambdas:
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
@@ -1745,6 +1771,7 @@ MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorc
         | wte, wpe                    | normal, std 0.02 (GPT-2), at most 4 / n_embd when tied             |
         | matrices of the blocks      | normal, std sqrt(1 / (3 columns)): 0.02 at 768, larger if narrower |
         | every c_proj; bigrams       | 0: blocks start as the identity; as above where a norm follows it  |
+        | t5_bias                     | normal, std 1 / sqrt(n_embd)                                       |
         | lm_head, when untied        | 0: every token starts equally likely                               |
         | norm weights, resid_lambdas | 1, and Mamba-2's skip                                              |
         | biases, sinks, x0_lambdas   | 0                                                                  |
@@ -1775,7 +1802,6 @@ MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorc
         keep: logits of each row's last tokens only; with targets these are aux['logits']. weights: a list
         that takes each attention layer's, (B, H, T, S). Raises ValueError if the tokens do not fit into
         block_size or the cache."""
-        | t5_bias                     | normal, std 1 / sqrt(n_embd)                                       |
         T, config = idx.shape[1], self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
@@ -1905,7 +1931,14 @@ MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorc
         w, bias = head.weight, getattr(head, 'bias', None)
         padded = self.training and x.is_cuda and len(w) % 64
         logits = (aligned_linear(x, w, bias) if padded else product(x, w, bias, head.scale)).float()
+        logits = logits if scale == 1 else logits * scale
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def loss(self, x, targets, keep=None, lengths=None):
+        """x as head takes it -> the mean cross entropy, 0-d, and with keep the logits of each row's last
+        tokens. A sharded model is compiled method by method: logits that no other needs are not kept."""
+        logits = self.head(x)
+        return cross_entropy(logits, targets), None if keep is None else self.last(logits, keep, lengths)
 
     def cached_modules(self):
         """All modules that a cache keeps something of, in its order."""
@@ -1938,13 +1971,6 @@ MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorc
             if name == 'wte.weight' and self.lm_head is None:
                 parts['head'] = [(0, 0, (6 if w.requires_grad else 4) * w.numel())]
         if self.mtp is not None:
-    def loss(self, x, targets, keep=None, lengths=None):
-        """x as head takes it -> the mean cross entropy, 0-d, and with keep the logits of each row's last
-        tokens. A sharded model is compiled method by method: logits that no other needs are not kept."""
-        logits = self.head(x)
-        return cross_entropy(logits, targets), None if keep is None else self.last(logits, keep, lengths)
-
-        logits = logits if scale == 1 else logits * scale
             last = self.mtp.block.attn.flops(block_size or config.block_size)
             parts['prediction layer'].append((0, 0, last + 6 * (self.lm_head or self.wte).weight.numel()))
         mixing = sum(mixer.flops(block_size or config.block_size) for mixer in self.cached_modules())
