@@ -72,9 +72,10 @@ from torch.nn.utils.rnn import pad_sequence
 import hub
 import sample
 import train
-from model import GPT, GPTConfig, hidden_init, quantize_weights, unused
+from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params, unused
 from prepare import FORMATS, Bins, ending, find_source, json_records, load_tokenizer, read_elements, read_meta
 from tokenizer import pieces
+from weights import quantize_weights
 
 # timing -----------------------------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ def report(model, machine, times, tokens, **numbers):
     ms = float(np.median(times['flatgpt'])) * 1e3
     return {'tok_per_s': tokens['flatgpt'] / ms * 1e3, 'ms': ms, 'times_faster': times_faster,
             'device': machine.device, 'dtype': hub.plain(machine.dtype),
-            'params': model.num_params(), 'peak_mb': peak_mb, **numbers}
+            'params': num_params(model), 'peak_mb': peak_mb, **numbers}
 
 
 def print_json(where, **numbers):
@@ -189,7 +190,7 @@ def fill_zeros(model):
 
 def cache_bytes(model, length, dtype):
     """Bytes that the cache of one row takes after `length` tokens."""
-    mixers = model.cached_modules()
+    mixers = model.mixers
     slots = sum(heads * width * min(length, mixer.window or length)
                 for mixer in mixers for heads, width in mixer.slots)
     return slots * dtype.itemsize + sum(math.prod(shape) * (own or dtype).itemsize
@@ -209,7 +210,7 @@ def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
         model = named_model(config, model_args, torch.float32 if to_train else machine.dtype)
     model.to(machine.device)
     fill_zeros(model)
-    print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {model.num_params():,} parameters, "
+    print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {num_params(model):,} parameters, "
           f"context {model.config.block_size}")
     return model, machine
 
@@ -249,7 +250,7 @@ def measure_params(config, model_args, words):
     with torch.device('meta' if config['init_from'] == 'scratch' else 'cpu'):
         # GPT-2's vocabulary: GPTConfig's default has rows that pad it
         model = named_model(config, model_args, vocab_size=50257)
-    length, parts = model.config.block_size, model.account()  # part -> (parameters, active ones, FLOPs)
+    length, parts = model.config.block_size, account(model)  # part -> (parameters, active ones, FLOPs)
     total = [sum(counts) for counts in zip(*parts.values())]
     print_table('', ['parameters', '', 'active', '', 'training FLOPs a token', ''], {
         part: [cell for n, whole in zip(counts, total) for cell in (f"{n:,}", f"{n / (whole or 1):.1%}")]
@@ -275,7 +276,7 @@ def measure_layer(model, numbers):
     block, rows = model.h[numbers[0]], {}
     for name, w in block.named_parameters():
         full_name, shape = f'h.{numbers[0]}.{name}', list(map(str, w.shape))
-        fused, (n, _, flops) = model.tags[full_name].rows or (), model.cost(full_name, w)
+        fused, (n, _, flops) = model.tags[full_name].rows or (), cost(model, full_name, w)
         if len(fused) > 1:
             shape[-2] = f"({' + '.join(map(str, fused))})"
         rows[name] = ' x '.join(shape), n, flops
@@ -381,7 +382,7 @@ def measure_train(config, model_args, words):
     times = take_turns({**sides, 'matmul': timed([lambda: square @ square], 1)}, config['rounds'])
     matmul = 2 * n**3 / times.pop('matmul').min()
     tokens = accumulation * batch_size * model.config.block_size
-    flops = model.flops_per_token() * tokens / float(np.median(times['flatgpt']))
+    flops = flops_per_token(model) * tokens / float(np.median(times['flatgpt']))
     print(f"{flops / 1e9:,.0f} GFLOP/s, a large matmul reaches {matmul / 1e9:,.0f}")
     peak = train.peak_flops(device, machine.dtype)
     return report(model, machine, times, dict.fromkeys(times, tokens), batch_size=batch_size, compile=compile,
@@ -514,7 +515,7 @@ def measure_eval(config, model_args, words):
     model.to(machine.device).eval()
     if config['quantize']:  # autocast leaves float16's residual stream in float32
         quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
-    print(f"{rest['path']}: {model.num_params():,} parameters, context {base:,}")
+    print(f"{rest['path']}: {num_params(model):,} parameters, context {base:,}")
     losses = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])
     dataset = dataset or rest.get('config', {}).get('dataset')
     if not words and not dataset:
@@ -532,7 +533,7 @@ def measure_eval(config, model_args, words):
         if not words:
             base = read_meta(name)['block_size'] or base  # the length to which conversations are packed
         found = evaluate_text(name, *texts, base, lengths, losses)
-    return {'path': rest['path'], 'params': model.num_params(), 'data': name, 'device': machine.device,
+    return {'path': rest['path'], 'params': num_params(model), 'data': name, 'device': machine.device,
             'dtype': hub.plain(machine.dtype), **found}
 
 

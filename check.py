@@ -299,7 +299,7 @@ def check_cache(config):
     cache.select([2, 0, 1, 2])
     feed(cache, 'rows copied by select', (1, 2), (6, 16, 12, 6), (2, 0, 1, 2))
     feed(model.make_cache(3, T, static=True), 'in a static cache', (T - 3, 1, 2))
-    if any(mixer.states for mixer in model.cached_modules()):
+    if any(mixer.states for mixer in model.mixers):
         return 'a state cannot rewind'
     cache = model.make_cache(3, T, rolling=False)
     model(idx[:, :18], cache=cache)
@@ -491,10 +491,10 @@ def check_rates(config):
 
 CHECKS = {  # name: (function of a small config, where to look)
     'first loss near ln(vocabulary)': (check_start, 'parameter() and tag() where it is made, GPT.head'),
-    'documents do not see each other': (check_documents, 'document_starts in the mixer, GPT.mask'),
+    'documents do not see each other': (check_documents, 'document_starts in the mixer, make_mask'),
     'modules equal their formulas': (check_formulas, 'its forward; expected, if this is your change'),
     'cache equals no cache, and no token sees later ones': (
-        check_cache, 'GPT.mask, Cache, slots and states of the mixer'),
+        check_cache, 'make_mask, Cache, slots and states of the mixer'),
     'gradients equal differences': (check_gradients, 'detach, no_grad, in-place changes, backward functions'),
     'dropout in training only': (check_dropout, 'dropout, self.training, seed_dropout in train.py'),
     'data and evaluation': (check_data, 'sequence_order, read_batches, evaluate in train.py; Bins'),

@@ -53,7 +53,7 @@ import torch
 
 import train
 from bench import cache_per_token, named_model, print_json, print_table
-from model import GPT, GPTConfig, unused
+from model import GPT, GPTConfig, num_params, unused
 from prepare import Bins
 
 ROOT = Path(__file__).resolve().parent
@@ -159,15 +159,15 @@ def new_model(args):
 def match_size(variant, target, active):
     """Sets d_ff, or experts' d_expert, so that the variant has `target` parameters, to 1%."""
     name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
-    width, have = getattr(variant.model.config, name), variant.model.num_params(active)
+    width, have = getattr(variant.model.config, name), num_params(variant.model, active)
     if abs(have / target - 1) <= 0.01:
         return
-    each = (new_model([*variant.args, f'--{name}={width + 64}']).num_params(active) - have) / 64
+    each = (num_params(new_model([*variant.args, f'--{name}={width + 64}']), active) - have) / 64
     for multiple in (64, 8, 2):
         wanted = multiple * max(1, round((width + (target - have) / each) / multiple))
         model = new_model([*variant.args, f'--{name}={wanted}'])
-        if abs(model.num_params(active) / target - 1) <= 0.01:
-            print(f"{variant.name}: {name}={wanted} (was {width}), {model.num_params(active):,} parameters")
+        if abs(num_params(model, active) / target - 1) <= 0.01:
+            print(f"{variant.name}: {name}={wanted} (was {width}), {num_params(model, active):,} parameters")
             variant.args.append(f'--{name}={wanted}')
             return
     raise ValueError(f"variant {variant.name!r}: no {name} gives it the {target:,} parameters of the first, "
@@ -405,7 +405,7 @@ def compare(config, args, name='compare'):
             if match in ('params', 'active'):
                 if None in [variant.model for variant in variants]:
                     raise ValueError(f"match={match} counts by the working tree's code, and from scratch")
-                target = variants[0].model.num_params(match == 'active')
+                target = num_params(variants[0].model, match == 'active')
                 for variant in variants[1:]:
                     match_size(variant, target, match == 'active')
             runs = run_all(variants, seeds)

@@ -2,13 +2,14 @@
 The published families of models: how transformers writes each one's config.json and names its tensors.
 `python hub.py families` prints them. A new family is an entry of FAMILIES: see Family.
 """
+import fnmatch
 import math
 import re
 import typing
 
 import torch
 
-from model import MIXERS, letter, round_up
+from model import MIXERS, GPTConfig, letter, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -1126,3 +1127,200 @@ HARMLESS = '''
     scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation
     use_parallel_block use_parallel_embedding validate_runner_input word_embed_proj_dim
 '''  # fields of any config.json that change nothing here, or are read below
+
+
+# config.json ------------------------------------------------------------------------------------------------
+
+def config_from_hf(c):
+    """config.json, in transformers' old or new form -> GPTConfig. Raises ValueError that names all that is
+    unsupported."""
+    c = text_config(c)
+    c = {**c.get('attn_config', {}), **c}  # MPT's
+    if c.get('model_type') not in FAMILIES:
+        kind, known = c.get('model_type'), ', '.join(sorted(FAMILIES))
+        reason = f"it has {REFUSED[kind]}" if kind in REFUSED else f"these are supported: {known}"
+        raise ValueError(f"model_type={kind!r} is unsupported; {reason}")
+    family = FAMILIES[c['model_type']]
+    known = [*family.theirs, *' '.join((HARMLESS, family.harmless, *family.fields.values())).split()]
+    for defaults in (family.defaults, *(rule.theirs for rule in family.rules)):
+        c, known = {**defaults, **c}, [*known, *defaults]
+    args, activations = dict(family.ours), activations_of(family)
+    for ours, theirs in family.fields.items():
+        given = [c[name] for name in theirs.split() if c.get(name) is not None]
+        if given:
+            args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
+        if isinstance(family.ours.get(ours), bool):  # theirs knows no third value
+            args[ours] = bool(args[ours])
+    missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
+               if ours not in args}
+    wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
+    unknown = {name: value for name, value in c.items() if value and name not in known
+               and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
+    refuse(c, **missing, **wrong, **unknown)
+    read_layers(c, args, family)
+    if args.get('pos', 'rope') == 'rope':
+        read_rope(c, args)
+    for rule in family.rules:
+        rule.read(c, args)
+    if (args.get('n_group') or 1) == 1:
+        args.update(n_group=None, topk_group=None)
+    if 'expert_pattern' in args:  # names each layer
+        args.pop('n_dense_layer', None)
+    ignored = unused(args)  # what transformers writes all the same
+    return GPTConfig(**{name: value for name, value in args.items() if name not in ignored})
+
+
+def text_config(c):
+    """The part of a config.json that is about text, if the model reads images too."""
+    if 'text_config' not in c:
+        return c
+    outer = {name: c[name] for name in ('tie_word_embeddings', 'quantization_config') if name in c}
+    return {**outer, 'model_type': f"{c['model_type']}_text", **c['text_config']}
+
+
+def activations_of(family):
+    return GATED_ACTIVATIONS if 'gate' in family.names['mlp.c_fc'] else PLAIN_ACTIVATIONS
+
+
+def read_rope(c, args):
+    """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
+    takes rope_scaling alone (modeling_rope_utils, 5.23). A family with rope_local has two rotations."""
+    given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('rope_local', None)
+    if own is None and any(isinstance(value, dict) for value in given.values()):
+        refuse(c, rope_parameters=given)
+    args.update(rope_fields(given.get('full_attention', given), c, args))
+    if own is not None and 'window' in args:
+        base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
+        local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
+        # a scaling that is set later is not theirs
+        args['rope_local'] = {name: value for name, value in local.items()
+                              if name == 'rope_scaling' or value != args[name]}
+
+
+def rope_fields(given, c, args):
+    """One rotation. mrope, for images, is left out: for text all its positions are equal."""
+    rope = {'rope_type' if name == 'type' else name: value for name, value in given.items()
+            if value is not None and not name.startswith('mrope_')}
+    base = rope.pop('rope_theta', None) or c.get('rope_theta') or c.get('rotary_emb_base')
+    found = {'rope_base': float(base or args.get('rope_base', 10000.0)), 'rope_scaling': None}
+    share = rope.pop('partial_rotary_factor', None) or c.get('partial_rotary_factor') or c.get('rotary_pct')
+    if 'partial_rotary_factor' in args:
+        found['partial_rotary_factor'] = share or args['partial_rotary_factor']
+    elif share not in (None, 1):
+        refuse(c, partial_rotary_factor=share)
+    kind = rope.pop('rope_type', 'default')
+    if kind != 'default':
+        found['rope_scaling'] = scaling = {'rope_type': kind, **rope}
+        length, trained = c['max_position_embeddings'], 'original_max_position_embeddings'
+        if kind not in ('linear', 'ntk'):
+            scaling.setdefault(trained, c.get(trained) or length)
+        if kind == 'longrope':
+            scaling.setdefault('factor', length / scaling[trained])
+    return found
+
+
+THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope')  # transformers' rope_types
+
+
+def write_rope(config, c):
+    ours, both = FAMILIES[c['model_type']].ours, {}
+    for kind, local in ('full_attention', {}), ('sliding_attention', config.rope_local or {}):
+        base, share, scaling = (local.get(name, getattr(config, name)) for name in (
+            'rope_base', 'partial_rotary_factor', 'rope_scaling'))
+        both[kind] = {'rope_theta': base, 'rope_type': 'default', **(scaling or {})}
+        if both[kind]['rope_type'] not in THEIR_SCALINGS or both[kind]['rope_type'] == 'dynamic' and (
+                scaling['original_max_position_embeddings'] != config.block_size):
+            raise ValueError('transformers has no such scaling')
+        if 'partial_rotary_factor' in ours:
+            both[kind]['partial_rotary_factor'] = share
+    c['rope_parameters'] = both if 'rope_local' in ours else both['full_attention']
+
+
+def read_layers(c, args, family):
+    """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
+    size, layers = c.get('sliding_window'), family.layers
+    period = (c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
+              or c.get('full_attention_interval'))
+    is_used = size and c.get('use_sliding_window', True)
+    if is_used and 'S' not in family.layers:
+        refuse(c, sliding_window=size)
+    if isinstance(period, int):
+        layers = layers[0] * (period - 1) + 'L'
+    if 'max_window_layers' in family.defaults:  # counts first layers without a window
+        layers = 'L' * (c['max_window_layers'] or 0) + layers * args['n_layer']
+    if family.layer_types and c.get('layer_types'):
+        letters = {LAYER_TYPES[one]: one for one in family.layer_types}
+        if unknown := set(c['layer_types']) - letters.keys():
+            refuse(c, layer_types=unknown)
+        layers = ''.join(letters[one] for one in c['layer_types'])
+    layers = layers[:args['n_layer']]
+    if is_used and 'S' in layers:
+        args.update(window=size, window_pattern=re.sub('[^S]', 'L', layers))
+    if family.layer_types.strip('SL'):
+        args['mixer_pattern'] = re.sub('[SL]', 'A', layers)
+
+
+def write_layers(config, c, family):
+    if 'S' in family.layers:
+        size = config.window
+        if size is None and 'L' in family.layers:  # a number is expected
+            size = config.block_size
+        c.update(sliding_window=size, use_sliding_window=config.window is not None, max_window_layers=0)
+    if family.layer_types:
+        c['layer_types'] = [LAYER_TYPES.get(config.mixer_of(i)) or
+                            LAYER_TYPES['L' if config.window_of(i) is None else 'S']
+                            for i in range(config.n_layer)]
+
+
+def canonical(config):
+    """A config's computation, however it is written."""
+    layers, windows = range(config.n_layer), config.window_pattern
+    has_heads, mlps = config.head_dim or config.kv_lora_rank, list(map(config.mlp_of, layers))
+    return {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
+            'n_dense_layer': None, 'expert_pattern': mlps, 'window': None,
+            'window_pattern': [config.window_of(i) and (config.window, letter(windows, i)) for i in layers],
+            'rope_local': [has_heads and config.rope_kind(i) for i in layers],
+            'pos_pattern': [letter(config.pos_pattern, i) for i in layers],
+            'mixer_pattern': [config.mixer_of(i) for i in layers],
+            'attn_scale': has_heads and round(config.scale, 9), 'logit_scale': round(config.logit_scale, 9),
+            'd_ff': config.d_ff if 'D' in mlps else None}
+
+
+def write_config(config, kind):
+    """The config.json of a family that comes nearest. Raises ValueError and others."""
+    family = FAMILIES[kind]
+    c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
+         'eos_token_id': None, **family.theirs}
+    activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
+    if 'swiglu' in activations:  # None is read as that: an MLP that the family lacks is named, and it alone
+        activations.setdefault(config.mlp, None)
+    ignored = unused(vars(config))
+    for ours, theirs in family.fields.items():
+        value = getattr(config, ours) or OFF.get(ours, getattr(config, ours))
+        if value is not None or ours not in ignored:
+            c[theirs.split()[0]] = activations[value] if ours == 'mlp' else value
+    write_layers(config, c, family)
+    if config.pos == 'rope' and family.ours.get('pos', 'rope') == 'rope':
+        write_rope(config, c)
+    for rule in family.rules:
+        rule.write(config, c)
+    return c
+
+
+def config_to_hf(config):
+    """GPTConfig -> config.json of the first family whose reading of it computes the same. Raises ValueError
+    that names what the nearest family lacks."""
+    ours, nearest = canonical(config), []
+    for kind in (kind for kind, family in FAMILIES.items() if family.exports):
+        try:
+            c = write_config(config, kind)
+            read = canonical(config_from_hf(c))
+        except (ValueError, TypeError, LookupError, AttributeError, ZeroDivisionError):
+            continue  # this family cannot even write it down
+        lacks = [name for name in ours if ours[name] != read[name]]
+        if not lacks:
+            return c
+        nearest.append((kind, lacks))
+    kind, lacks = min(nearest, key=lambda one: len(one[1]))
+    raise ValueError(f"no published family computes this model; the nearest, {kind}, differs in "
+                     + ', '.join(f"{name} (here {getattr(config, name)!r})" for name in lacks))

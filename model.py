@@ -1,7 +1,11 @@
 """
-The modern decoder-only language model, read from top to bottom: configuration, parameters and linear layers,
-norm, positions, attention, the cache, Gated DeltaNet, MLP and experts, block, GPT; at the end further mixers,
-adapters, eight bits and checkpoints.
+The modern decoder-only language model, in five parts, each of which can be read with only those above it:
+
+    I    the decoder: settings, linear layers, norm, rotation, attention, MLP, block, GPT: a whole Qwen3
+    II   cache, masks, kernels
+    III  latent attention, experts
+    IV   other positions, scalings, activations, norm placements; bigrams, the prediction layer
+    V    validation, accounting
 
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
     model = GPT(config)
@@ -10,19 +14,18 @@ adapters, eight bits and checkpoints.
     cache = model.make_cache(B, max_len)         # the caller's object
     logits = model(idx, cache=cache, keep=1)     # appends; logits of the last new token only
 
-Shapes in comments: B batch rows, T new tokens, S tokens to attend to, C = n_embd, H query heads, K key/value
-heads, D = head_dim, E experts. This file prints nothing, picks no device, reads no globals,
-downloads nothing.
+mixers.py has the layers with a state, weights.py adapters and 8 bits. Shapes in comments: B batch rows, T new
+tokens, S tokens to attend to, C = n_embd, H query heads, K key/value heads, D = head_dim, E experts. This
+file prints nothing, picks no device, reads no globals, downloads nothing.
 """
 import abc
+import collections
 import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
 import math
-import os
-import pickle
 import re
 import typing
 
@@ -31,7 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# configuration ----------------------------------------------------------------------------------------------
+# I. the decoder =============================================================================================
 
 @dataclasses.dataclass
 class GPTConfig:
@@ -137,41 +140,29 @@ class GPTConfig:
     mtp: bool = False                # one more layer predicts the token after the next: MultiTokenPrediction
 
     def __post_init__(self):
-        self.n_expert = self.n_expert or None  # so that a flag can say it: --n_expert=0
-        problems, unused = wrong_values(self), set()
-        if not problems:  # combinations are checked only where each field by itself is sound
-            problems, unused = wrong_combinations(self, self.fill_defaults())
-        if problems:
-            error = ValueError('invalid config: ' + '; '.join(problems))
-            error.unused = unused
-            raise error
+        complete(self)  # each None becomes its default, and what cannot be computed is refused: part V
 
-    def fill_defaults(self):
-        """Replaces each None by its default; returns all these defaults."""
-        is_latent, is_gated = self.kv_lora_rank is not None, ACTIVATIONS[self.mlp][1]
-        defaults = dict(mixer_pattern='M' if is_latent else 'A', qk_norm=not is_latent, qkv_bias=self.bias,
-                        proj_bias=self.bias, mlp_bias=self.bias,
-                        norm_bias=self.bias and self.norm == 'layernorm',
-                        embed_scale=self.n_embd ** 0.5 if self.pos == 'sinusoidal' else 1.0,
-                        d_ff=round_up(8 * self.n_embd / 3) if is_gated else 4 * self.n_embd)
-        if is_latent:
-            defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-                             latent_norm_eps=self.norm_eps)
-        else:
-            defaults |= dict(n_kv_head=self.n_head, head_dim=quotient(self.n_embd, self.n_head))
-        if self.n_expert is not None:
-            defaults |= dict(n_expert_active=min(2, self.n_expert), d_expert=self.d_ff or defaults['d_ff'])
-        self.mixer_pattern = self.mixer_pattern or defaults['mixer_pattern']
-        for mixer in self.mixers:
-            defaults |= mixer.defaults(self)
-        for name, value in defaults.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        self.rope_scaling = complete_scaling(self.rope_scaling, self.block_size)
-        if 'rope_scaling' in (local := self.rope_local or {}):
-            scaling = complete_scaling(local['rope_scaling'], self.block_size)
-            self.rope_local = {**local, 'rope_scaling': scaling}
-        return defaults
+    def mixer_of(self, layer):
+        """The letter in MIXERS of a layer."""
+        return letter(self.mixer_pattern, layer)
+
+    @property
+    def mixers(self):
+        """The classes of its layers' mixers, each once."""
+        return [MIXERS[kind] for kind in dict.fromkeys(self.mixer_pattern)]
+
+    def window_of(self, layer):
+        """The window of a layer; None: it sees all."""
+        slides = self.window and self.window_pattern and letter(self.window_pattern, layer) != 'L'
+        return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
+
+    def mlp_of(self, layer):
+        """E: experts, D: a dense MLP, N: none."""
+        kind = letter(self.expert_pattern, layer)
+        return 'D' if kind == 'E' and (self.n_expert is None or layer < self.n_dense_layer) else kind
+
+    def has_experts(self, layer):
+        return self.mlp_of(layer) == 'E'
 
     @property
     def rope_dim(self):
@@ -202,28 +193,6 @@ class GPTConfig:
         grown = yarn_mscale(scaling['factor'], weight) if weight else 1.0
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * grown ** 2
 
-    def mixer_of(self, layer):
-        """The letter in MIXERS of a layer."""
-        return letter(self.mixer_pattern, layer)
-
-    @property
-    def mixers(self):
-        """The classes of its layers' mixers, each once."""
-        return [MIXERS[kind] for kind in dict.fromkeys(self.mixer_pattern)]
-
-    def window_of(self, layer):
-        """The window of a layer; None: it sees all."""
-        slides = self.window and self.window_pattern and letter(self.window_pattern, layer) != 'L'
-        return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
-
-    def mlp_of(self, layer):
-        """E: experts, D: a dense MLP, N: none."""
-        kind = letter(self.expert_pattern, layer)
-        return 'D' if kind == 'E' and (self.n_expert is None or layer < self.n_dense_layer) else kind
-
-    def has_experts(self, layer):
-        return self.mlp_of(layer) == 'E'
-
 
 def letter(pattern, layer):
     return pattern[layer % len(pattern)]
@@ -231,98 +200,6 @@ def letter(pattern, layer):
 
 def round_up(n, multiple=64):
     return math.ceil(n / multiple) * multiple
-
-
-def quotient(n, parts):
-    """None if parts do not divide n."""
-    return None if n % parts else n // parts
-
-
-def wrong_values(config):
-    """Fields that are out of range or unknown, as texts."""
-    known = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), attn_gate=(True, False, 'head'),
-                 qk_norm=(True, False, 'whole', 'rotated', 'unit', None),
-                 mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
-    patterns = dict(pos_pattern='PN', window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS)
-    problems = []
-    for name, value in vars(config).items():
-        may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
-        if name in known and value not in known[name]:
-            problems.append(f"{name}={value!r} is none of {', '.join(map(str, known[name]))}")
-        elif name.endswith('_pattern') and value is not None and not (
-                value and set(value) <= set(patterns[name])):
-            problems.append(f"{name}={value!r} must be made of {', '.join(patterns[name])}")
-        elif type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
-            problems.append(f"{name}={value!r} must be {'at least' if may_be_zero else 'above'} 0")
-        elif name == 'dropout' and value >= 1:
-            problems.append(f"{name}={value!r} must be below 1")
-    return problems
-
-
-NEEDS = (
-    # (what is needed, the fields that have no effect without it, whether a config has it); a mixer's own
-    # options need a layer of it, see Mixer.fields
-    ('window_pattern, and an S or C layer of attention', 'window',
-     lambda c: any(map(c.window_of, range(c.n_layer)))),
-    ('window', 'window_pattern', lambda c: c.window),
-    ('a layer for each letter', 'mixer_pattern',
-     lambda c: set(c.mixer_pattern) == set(c.mixer_pattern[:c.n_layer])),
-    ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
-    ("pos='rope', and layers with a window", 'rope_local',
-     lambda c: c.pos == 'rope' and any(map(c.window_of, range(c.n_layer)))),
-    ("pos='rope'", 'qk_norm', lambda c: c.pos == 'rope' or c.qk_norm != 'unit'),
-    ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
-    ('positions that layers use: rope, alibi, t5', 'pos_pattern', lambda c: c.pos in ('rope', *BIASED)),
-    ('a layer of attention that has positions', 'pos',
-     lambda c: c.pos not in BIASED or any(
-         issubclass(MIXERS[c.mixer_of(i)], BaseAttention) and letter(c.pos_pattern, i) == 'P'
-         for i in range(c.n_layer))),
-    ('a larger vocab_size: there is no such token', 'document_token',
-     lambda c: c.document_token < c.vocab_size),
-    ('mixers that all keep documents apart', 'document_token',
-     lambda c: all(mixer.documents for mixer in c.mixers)),
-    ('branches that do not end in a norm, which undoes it', 'residual_scale', lambda c: not ends_in_norm(c)),
-    ('n_expert, and a layer that has experts',
-     'n_expert n_expert_active n_shared_expert d_expert n_dense_layer router norm_topk_prob '
-     'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence expert_input_scale',
-     lambda c: any(map(c.has_experts, range(c.n_layer)))),
-    ('n_expert, or an N', 'expert_pattern', lambda c: c.n_expert or 'N' in c.expert_pattern),
-    ("norm_placement='pre', where a layer has no MLP", 'norm_placement',
-     lambda c: 'N' not in c.expert_pattern),
-    ("mlp='swiglu_oai'", 'mlp_limit', lambda c: c.mlp == 'swiglu_oai'),
-    ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
-    ('both n_group and topk_group', 'n_group topk_group', lambda c: c.n_group and c.topk_group),
-    ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
-)
-# of these, fields that have an effect without it, but a wrong one
-REQUIRED = {'mixer_pattern', 'document_token', 'norm_placement'}
-
-
-def wrong_combinations(config, defaults):
-    """Impossible combinations of fields, and fields without effect, as texts; and the names of the latter.
-    defaults: from fill_defaults."""
-    given = [field.name for field in dataclasses.fields(config)
-             if getattr(config, field.name) not in (field.default, defaults.get(field.name))]
-    problems = [(name, f"needs {needed}") for needed, names, has_it in NEEDS for name in names.split()
-                if name in given and not has_it(config)]
-    for name in given:
-        kinds = {kind for kind, mixer in MIXERS.items() if name in mixer.fields}
-        if kinds and not kinds & set(config.mixer_pattern):
-            problems.append((f'{name} mixer_pattern', f"only {' and '.join(sorted(kinds))} layers have this"))
-    unused = {names.split()[0] for names, _ in problems} - REQUIRED
-    for module in (*config.mixers, MoE):
-        problems += module.check(config)
-    return [', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f': {reason}'
-            for names, reason in problems], unused
-
-
-def unused(args):
-    """The names of GPTConfig's args that have no effect beside the others; it refuses them."""
-    try:
-        GPTConfig(**args)
-    except ValueError as error:
-        return getattr(error, 'unused', set())
-    return set()
 
 
 # parameters and linear layers -------------------------------------------------------------------------------
@@ -352,27 +229,9 @@ def parameter(*shape, init, group, rows=None):
     return tag(nn.Parameter(torch.full(shape, math.nan)), init, group, rows)  # NaN until init has filled it
 
 
-def collect_tags(model):
-    """Name -> Tag of every parameter. Raises ValueError for one without a tag, or a false 'matrix'."""
-    tags = {}
-    for name, w in model.named_parameters():
-        tags[name] = getattr(w, 'tag', None)
-        if tags[name] is None:
-            raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
-        if tags[name].group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
-            raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
-                             "another of GROUPS")
-    return tags
-
-
 def hidden_init(w):
     """Normal, std sqrt(1 / (3 columns)): 0.02 at 768 columns."""
     nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
-
-
-def ends_in_norm(config):
-    """Whether a norm follows attention and MLP before they are added."""
-    return config.norm_placement in ('output', 'sandwich')
 
 
 def branch_init(config):
@@ -382,46 +241,13 @@ def branch_init(config):
 
 
 class Linear(nn.Linear):
-    """x (..., n_in) -> (..., n_out). scale: of each row, once the weight has 8 bits; see quantize_weights."""
+    """x (..., n_in) -> (..., n_out)"""
 
     def __init__(self, n_in, n_out, bias=False, init=hidden_init, group='matrix', rows=None):
         super().__init__(n_in, n_out, bias=bias)
-        self.register_buffer('scale', None, persistent=False)
         tag(self.weight, init, group, rows)
         if bias:
             tag(self.bias, nn.init.zeros_, 'vector')
-
-    def forward(self, x):
-        return product(x, self.weight, self.bias, self.scale)
-
-
-def product(x, w, bias=None, scale=None):
-    """x @ w^T + bias, for a weight in 8 bits with a scale for each row."""
-    return F.linear(x, w, bias) if scale is None else int8_linear(x, w, bias, scale)
-
-
-class Embedding(nn.Embedding):
-    """idx (...) -> (..., width)"""
-
-    def __init__(self, rows, width, init, group='embedding'):
-        super().__init__(rows, width)
-        self.register_buffer('scale', None, persistent=False)  # as in Linear
-        tag(self.weight, init, group)
-
-    def forward(self, idx):
-        x = F.embedding(idx, self.weight)
-        return x if self.scale is None else x.to(self.scale.dtype) * self.scale[idx][..., None]
-
-    def reset_parameters(self):
-        if not self.weight.is_meta:  # on meta normal_ would import the compiler, in a second or two
-            super().reset_parameters()
-
-
-def aligned_linear(x, w, bias):
-    """x @ w^T + bias, with w padded by rows of zeros to a multiple of 64: GPUs are slow with results whose
-    rows are not aligned. The one place where a vocabulary is padded."""
-    y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
-    return y if bias is None else y + bias
 
 
 class FusedLinear(Linear):
@@ -436,50 +262,23 @@ class FusedLinear(Linear):
         return super().forward(x).split(self.widths, dim=-1)
 
 
-class GroupedLinear(nn.Module):
-    """A FusedLinear for each expert: x (n, n_in), rows sorted by expert, offsets (E,) int32, where each
-    expert's rows end -> a tensor (n, width) for each of widths."""
+class Embedding(nn.Embedding):
+    """idx (...) -> (..., width)"""
 
-    def __init__(self, n_expert, n_in, widths, bias=False, init=hidden_init):
-        super().__init__()
-        self.widths = tuple(widths)
-        self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=self.widths)
-        self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
-        self.register_buffer('scale', None, persistent=False)  # as in Linear
-        # not compiled: lengths vary; not a decorator: that would import the compiler with this file
-        self.loop = torch.compiler.disable(loop_over_experts)
+    def __init__(self, rows, width, init, group='embedding'):
+        super().__init__(rows, width)
+        tag(self.weight, init, group)
 
-    def has_kernel(self, dtype, device):
-        """Whether torch multiplies all experts at once: in bfloat16, and rows of whole 16 bytes."""
-        return (dtype is torch.bfloat16 and device != 'mps' and self.scale is None
-                and not any(n % 8 for n in self.weight.shape[1:]))
+    def as_head(self, x):
+        """x (..., width) -> logits (..., rows)"""
+        return F.linear(x, self.weight)
 
-    def forward(self, x, offsets):
-        if self.has_kernel(x.dtype, x.device.type):
-            w = self.weight.to(x.dtype)
-            if torch.is_grad_enabled() and skips_empty(x.device.type):
-                w = w.where(offsets.diff(prepend=offsets.new_zeros(1))[:, None, None] > 0, 0)
-            y = F.grouped_mm(x, w.mT, offs=offsets)
-        else:
-            y = self.loop(x, self.weight, self.scale, offsets)
-        if self.bias is not None:
-            expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
-            y = y + self.bias[expert].type_as(y)
-        return y.split(self.widths, dim=-1)
+    def reset_parameters(self):
+        if not self.weight.is_meta:  # on meta normal_ would import the compiler, in a second or two
+            super().reset_parameters()
 
 
-def skips_empty(device):
-    """Whether the backward pass of grouped_mm writes no gradient for an expert without rows, on a type of
-    device: on Blackwell it holds whatever was in memory (pytorch issue 172439)."""
-    return device == 'cuda'
-
-
-def loop_over_experts(x, weight, scale, offsets):
-    segments = x.tensor_split(offsets[:-1].long().cpu())
-    each = weight.to(x.dtype) if scale is None else weight  # in 8 bits only experts that have rows are read
-    return torch.cat([product(rows, w, scale=None if scale is None else scale[i])
-                      for i, (rows, w) in enumerate(zip(segments, each.unbind())) if len(rows)])
-
+# norm and rotation ------------------------------------------------------------------------------------------
 
 class Norm(nn.Module):
     """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450) over the last dimension; statistics in
@@ -500,6 +299,863 @@ class Norm(nn.Module):
         return (y if bias is None else y + bias).type_as(x)
 
 
+def rope_table(kind, position_ids, length):
+    """cos and sin of the rotation angles at position_ids (1 or B, T), each (1 or B, 1, T, dimensions / 2)
+    float32, for a kind of rotation (base, dimensions, items of a scaling): position p turns pair i by
+    p * base^(-2i / dimensions). RoFormer, arXiv:2104.09864, equation 15. length: of the context, for scalings
+    that depend on it."""
+    (base, width, scaling), options = kind, dict(kind[2])
+    pair = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32)
+    freq, factor = 1.0 / base ** (pair / width), 1.0
+    if scaling:
+        freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
+    angle = position_ids[:, None, :, None] * freq
+    # one tensor first: a compiled step would compute angles anew in each layer
+    return torch.cat((angle.cos() * factor, angle.sin() * factor), dim=1).split(1, dim=1)
+
+
+def rotate(x, rope):
+    """x (B, heads, T, D) with its first dimensions rotated by rope = (cos, sin), each (1 or B, 1, T, pairs).
+    Pair i is x[i], x[i + pairs], the half-split layout of Llama and transformers; checkpoints in GPT-J's
+    interleaved layout are permuted when read."""
+    if rope is None:
+        return x
+    cos, sin = rope
+    a, b, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), dim=-1)
+    a, b = a.float(), b.float()
+    return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x), rest), dim=-1)
+
+
+# attention --------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class ForwardContext:
+    """What all layers of one forward pass share, made once by make_context. A layer changes it by hand_on
+    alone."""
+    idx: torch.Tensor             # (B, T), the new tokens' ids; any in padding
+    positions: torch.Tensor       # (1 or B, T), the new tokens' in their rows: for masks and the cache
+    position_ids: torch.Tensor    # the same, counted from each document's start: for rotations
+    document_starts: torch.Tensor | None  # (B, T): positions where the tokens' documents start; None: 0
+    ropes: dict                   # a mixer's rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
+    masks: dict                   # a mixer's mask_kind -> Mask
+    cache: 'Cache | None'
+    lengths: torch.Tensor | None  # (B,): new tokens of each row, which padding follows; None: all T
+    base: int                     # where the block's mixers begin in a cache, in this turn
+    eager: bool                   # attention is to be written out, not left to a kernel
+    dtype: torch.dtype            # that matmuls run in
+    weights: list | None          # takes each attention layer's weights, (B, H, T, S)
+    routing: list | None          # takes each sparse layer's number, balance, z and load
+    handed: dict = dataclasses.field(default_factory=dict)  # layer -> what it has handed on
+
+    def hand_on(self, layer, value):
+        """Makes `value`, a tensor or a tuple of tensors, handed[layer] for the layers after it: of the new
+        tokens only; a layer that reads it keeps what it needs of earlier tokens."""
+        if layer in self.handed:
+            raise ValueError(f"layer {layer} has handed on its value already: later layers may have read it")
+        self.handed[layer] = value
+
+    def is_token(self):
+        """(B, T) bool: False where padding is; None if there is none."""
+        if self.lengths is None:
+            return None
+        return torch.arange(self.positions.shape[1], device=self.lengths.device) < self.lengths[:, None]
+
+
+class Mixer(nn.Module, abc.ABC):
+    """What mixes the tokens of a row in a block: attention, latent attention, Gated DeltaNet, yours. To add
+    one, write the class, give it a letter in MIXERS, put the letter into the grid of test_model.py. For
+    another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context),
+    where query head h, of H, goes with key head h // (H / K), and head_widths if its products are wider.
+
+    forward(x, context): x (B, T, C) -> (B, T, C). Tokens must not see later ones. From `context`, the
+    ForwardContext, a mixer takes
+    - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that turn, items of a scaling), or
+      None; the config's own is config.rope_kind(layer), and (500.0, config.rope_dim, ()) one without scaling;
+    - masks[self.mask_kind]; mask_kind is (window, whether the bias of alibi or t5 is in it, whether the
+      window is a chunk), or None;
+    - idx (B, T), the token ids, and position_ids;
+    - cache, None in training. A mixer says in __init__ what it keeps there: `slots`, (heads, width) of each
+      tensor that has a slot for each token: cache.append(self, context, k, v) takes the new ones, (B, heads,
+      T, width), and returns all to attend to; `states`, (shape, dtype or None for the compute dtype) of each
+      tensor of fixed size that a row keeps: read cache.states[self.entry(context)], a list of (B, *shape),
+      zero for a new row, and write with .copy_(), or call after_last where a few tokens back are needed. One
+      that keeps nothing, as it reads another's, says slots = None;
+    - lengths (B,), where padding follows rows: it must not change a state;
+    - document_starts: tokens must not see those of another document. A mixer that sees to it sets
+      `documents`; others are refused where there is a document_token;
+    - weights: a list if attention weights are asked for; attention appends (B, H, T, S);
+    - handed: what earlier layers hand on by context.hand_on(self.layer, value), by layer.
+
+    flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
+    weights. Parameters are made by parameter(...) or tag(...); c_proj ends the branch. `window` is how many
+    tokens the slots are for, None for all; a class that can have one sets `can_slide` and asks
+    config.window_of(layer). `fields` names options of GPTConfig that have an effect in its layers alone."""
+
+    slots = states = fields = ()
+    mask_kind = rope_kind = window = None
+    documents = can_slide = False
+
+    @classmethod
+    def defaults(cls, config):
+        """Field of GPTConfig -> the value that None stands for in a model with such a layer."""
+        return {}
+
+    @classmethod
+    def check(cls, config):
+        """What it cannot compute: pairs ('field other_field', reason)."""
+        return ()
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.place = layer, 0  # among its block's mixers: see make_schedule
+
+    def entry(self, context):
+        """The number of its entry in a cache, in this turn of its block."""
+        return context.base + self.place
+
+    @abc.abstractmethod
+    def forward(self, x, context):
+        ...
+
+    @abc.abstractmethod
+    def flops(self, length):
+        ...
+
+
+class BaseAttention(Mixer):
+    """Common to both kinds of attention: scores that are scaled, capped and masked, and a sink. head_widths:
+    a head's key width plus its value width, for flops."""
+
+    documents = can_slide = True
+    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'rope_local', 'qkv_bias', 'proj_bias', 'attn_scale',
+              'attn_softcap', 'attn_sink', 'query_scale')
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
+        is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
+        self.mask_kind = (self.window, config.pos in BIASED and self.pos, is_chunked)
+        self.rope_kind = config.rope_kind(layer) if self.pos else None
+        self.p, self.scale, self.softcap = config.dropout, config.scale, config.attn_softcap
+        grown = (config.query_scale or {}).get('layers', 'PN')
+        self.query_scale = config.query_scale if letter(config.pos_pattern, layer) in grown else None
+        self.n_head, self.sink = config.n_head, None
+        if config.attn_sink:
+            self.sink = parameter(config.n_head, init=nn.init.zeros_, group='vector')
+
+    def attend(self, q, k, v, context):
+        mask, p = context.masks[self.mask_kind], self.p if self.training else 0.0
+        if self.query_scale:
+            q = q * query_scale(context.position_ids, **self.query_scale).type_as(q)
+        return attend(q, k, v, context, mask, self.scale, p, self.softcap, self.sink)
+
+    def flops(self, length):
+        # scores and the sum of values over the sequence or the window, the masked half counted too (PaLM,
+        # arXiv:2204.02311, appendix B)
+        return 6 * self.n_head * self.head_widths * min(length, self.window or length)
+
+
+class Attention(BaseAttention):
+    """Multi-head, grouped-query or multi-query attention, by n_kv_head; with attn_gate its output is gated
+    (arXiv:2505.06708), each element or each head by itself."""
+
+    fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'partial_rotary_factor', 'attn_gate')
+
+    @classmethod
+    def check(cls, config):
+        return *check_positions(config), *check_heads(config)
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        H, K, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
+        gate = (H if config.attn_gate == 'head' else H * D,) if config.attn_gate else ()
+        self.c_attn = FusedLinear(C, (H * D, K * D, K * D, *gate), bias=config.qkv_bias)
+        self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
+        # elements of a token that are normalised together: a head's, or all heads'
+        self.normed = [n * D if config.qk_norm == 'whole' else D for n in (H, K)]
+        self.norms_last = config.qk_norm in ('rotated', 'unit')
+        is_unit = config.qk_norm == 'unit'
+        has_norm = self.rope_kind if is_unit else config.qk_norm
+        self.q_norm, self.k_norm = (Norm(width, config, is_unit) if has_norm else nn.Identity()
+                                    for width in self.normed)
+        self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
+
+    def project(self, x, context):
+        """x (B, T, C) -> q (B, H, T, D), k and v (B, K, T, D), normalised and rotated, and the output's gate,
+        a list of one tensor or none."""
+        (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
+        if not self.norms_last:
+            q = self.q_norm(q.unflatten(-1, (-1, self.normed[0]))).flatten(2)
+            k = self.k_norm(k.unflatten(-1, (-1, self.normed[1]))).flatten(2)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
+        q, k = rotate(q, rope), rotate(k, rope)
+        if self.norms_last:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v, gate
+
+    def forward(self, x, context):
+        q, k, v, gate = self.project(x, context)
+        if context.cache is not None:  # all keys and values so far
+            k, v = context.cache.append(self, context, k, v)
+        y = self.attend(q, k, v, context).transpose(1, 2)  # (B, T, H, D)
+        if gate:  # for each element, or for each head
+            y = y * gate[0].unflatten(-1, (self.n_head, -1)).sigmoid()
+        return self.c_proj(y.flatten(2))
+
+
+MIXERS = {  # letter in mixer_pattern: class; others enter themselves below, and in mixers.py
+    'A': Attention,
+}
+
+
+# MLP and block ----------------------------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    # name: (function, or class of a module with parameters; gated: it takes gate and up, arXiv:2002.05202)
+    'swiglu': (lambda gate, up: F.silu(gate) * up, True),
+    'geglu': (lambda gate, up: F.gelu(gate) * up, True),
+    'geglu_tanh': (lambda gate, up: F.gelu(gate, approximate='tanh') * up, True),  # Gemma's
+    'reglu': (lambda gate, up: F.relu(gate) * up, True),
+    'glu': (lambda gate, up: torch.sigmoid(gate) * up, True),
+    'gelu': (F.gelu, False),                                        # the exact one, by erf
+    'gelu_tanh': (functools.partial(F.gelu, approximate='tanh'), False),  # OpenAI GPT-2's
+    'relu': (F.relu, False),
+    'relu2': (lambda x: F.relu(x).square(), False),                 # Primer, arXiv:2109.08668
+    'silu': (F.silu, False),
+}
+
+
+def activation(config):
+    """The activation of config.mlp and whether it is gated; a class becomes an instance, with parameters."""
+    act, gated = ACTIVATIONS[config.mlp]
+    if act is swiglu_oai:
+        act = functools.partial(act, limit=config.mlp_limit)
+    return act() if isinstance(act, type) else act, gated
+
+
+class MLP(nn.Module):
+    """x (..., C) -> (..., C): down(act(up(x))), or gated: down(act(gate(x), up(x)))."""
+
+    def __init__(self, config, width):
+        super().__init__()
+        self.act, gated = activation(config)
+        self.c_fc = FusedLinear(config.n_embd, (width,) * (2 if gated else 1), config.mlp_bias)
+        self.c_proj = Linear(width, config.n_embd, config.mlp_bias, init=branch_init(config))
+
+    def forward(self, x):
+        return self.c_proj(self.act(*self.c_fc(x)))
+
+
+def pre_norm(x, attn, mlp, ln_1, ln_2):
+    """GPT-2, Llama."""
+    x = x + attn(ln_1(x))
+    return x + mlp(ln_2(x))
+
+
+NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms, or a class, see streams; how many norms)
+    'pre': (pre_norm, 2),
+}
+
+
+def streams(config):
+    """(enter, leave): functions around the blocks, from the embedding (B, T, C) to what they hand each other,
+    and back. Both are the identity, unless norm_placement's entry is a class: a module that each block makes
+    by (config, layer), with static methods of these names, as for hyper-connections (arXiv:2409.19606)."""
+    placement, _ = NORM_PLACEMENTS[config.norm_placement]
+    return getattr(placement, 'enter', lambda x: x), getattr(placement, 'leave', lambda x: x)
+
+
+class Block(nn.Module):
+    """A mixer and an MLP or experts, with norms where config.norm_placement says."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        has_mlp = config.mlp_of(layer) != 'N'
+        self.placement, n_norm = NORM_PLACEMENTS[config.norm_placement] if has_mlp else (mixer_alone, 1)
+        if isinstance(self.placement, type):
+            self.placement = self.placement(config, layer)
+        self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
+        self.ln_1 = Norm(config.n_embd, config)
+        self.attn = MIXERS[config.mixer_of(layer)](config, layer)
+        for name in self.norms[1:]:  # nanoGPT's files number optimizer states in this order
+            setattr(self, name, Norm(config.n_embd, config))
+        self.sparse = config.has_experts(layer)
+        self.mlp = MoE(config, layer) if self.sparse else MLP(config, config.d_ff) if has_mlp else None
+        self.p, self.scale = config.dropout, config.residual_scale
+
+    def forward(self, x, context):
+        """x (B, T, C) -> (B, T, C)"""
+        norms = [getattr(self, name) for name in self.norms]
+        return self.placement(x, lambda y: self.branch(self.attn(y, context)),
+                              lambda y: self.branch(self.mlp(y, context) if self.sparse else self.mlp(y)),
+                              *norms)
+
+    def branch(self, y):
+        y = dropout(y, self.p if self.training else 0.0)
+        return y if self.scale == 1 else y * self.scale
+
+
+# the model --------------------------------------------------------------------------------------------------
+
+class GPT(nn.Module):
+    """The decoder. Raises ValueError if a module of it has parameters without a tag."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        tied, C = config.tie_word_embeddings, config.n_embd
+        # blocks start as the identity: with a tied head a token's logit for itself is n_embd * std
+        embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
+        n_drawn = round_up(config.vocab_size)
+        self.wte = Embedding(n_drawn, C, embedding_init)
+        self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
+        self.t5_bias = T5Bias(config) if config.pos == 't5' else None
+        self.bigram = BigramEmbedding(config) if config.bigram_size else None
+        self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.mtp = MultiTokenPrediction(config) if config.mtp else None
+        if config.residual_lambdas:
+            self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
+            self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
+        self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
+        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'head')
+        # the order of the blocks; one that comes again has more turns
+        self.schedule, self.mixers = make_schedule(self, range(config.n_layer))
+        self.tags = collect_tags(self)
+        self.init_weights()
+        # drawn as if the vocabulary were padded: a seed gives the same weights as in older versions
+        for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
+            w.data = w.data[:config.vocab_size].clone()
+        self.wte.num_embeddings = config.vocab_size
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Gives every parameter the initial value that its tag says where it is made: `python bench.py params
+        --init=True` lists them."""
+        if self.wte.weight.is_meta:
+            return
+        for name, w in self.named_parameters():
+            self.tags[name].init(w)
+            if w.isnan().any():
+                raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
+
+    def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
+        """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), ignored where
+        negative (nanoGPT's -1, torch's -100), the mean cross entropy and aux: {} for a dense model, else
+        'balance' and 'z' (0-d, means over the sparse layers, not in the loss) and 'load' (sparse layers,
+        experts), choices made; with mtp, in training, the extra layer's loss as 'mtp' (0-d, not in the loss).
+        A cache takes the tokens; lengths (B,): how many of the T are each row's own; padding follows them.
+        keep: logits of each row's last tokens only; with targets these are aux['logits']. weights: a list
+        that takes each attention layer's, (B, H, T, S). Raises ValueError if the tokens do not fit into
+        block_size or the cache."""
+        T, config = idx.shape[1], self.config
+        if config.block_size < T:
+            raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
+        context = make_context(self, idx, cache, lengths, weights, [] if targets is not None else None)
+        (enter, leave), x0 = streams(config), self.embed(context)
+        x = enter(x0)                                                                             # (B, T, C)
+        for i, base in self.schedule:
+            if config.residual_lambdas:
+                x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
+            context.base = base
+            x = self.h[i](x, context).type_as(x)
+        x = leave(x)
+        if cache is not None:
+            cache.advance(T, lengths)
+        if targets is None:
+            return self.head(last_tokens(x, keep, lengths))
+        loss, last = self.loss(x, targets, keep, lengths)
+        aux = {} if keep is None else {'logits': last}
+        if context.routing:
+            aux |= routing_losses(context.routing)
+        if self.mtp is not None and self.training:
+            handed = {i: value for i, value in context.handed.items() if i < config.n_layer - 1}
+            own = dataclasses.replace(context, routing=None, handed=handed)  # recomputed blocks need theirs
+            later = F.pad(targets[:, 1:], (0, 1), value=-1)
+            aux['mtp'], _ = self.loss(self.mtp(x, x0, own), later)
+        return loss, aux
+
+    def embed(self, context):
+        """-> (B, T, C), what the first block gets."""
+        config, x = self.config, self.wte(context.idx)
+        if config.embed_scale != 1:
+            x = x * config.embed_scale
+        if self.bigram is not None:
+            x = x + self.bigram(context)
+        if self.wpe is not None:
+            # padding may stand beyond the last position
+            x = x + self.wpe(context.position_ids.clamp(max=config.block_size - 1))
+        if config.pos == 'sinusoidal':
+            x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
+        x = self.ln_embd(x)
+        # a bfloat16 residual stream; under float16 it stays float32: no overflow
+        x = x.bfloat16() if context.dtype is torch.bfloat16 else x
+        return dropout(x, config.dropout if self.training else 0.0)
+
+    def head(self, x):
+        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
+        x, head = self.ln_f(x), self.lm_head or self.wte
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        if self.training and x.is_cuda and len(head.weight) % 64:
+            logits = aligned_linear(x, head.weight, getattr(head, 'bias', None))
+        else:
+            logits = self.wte.as_head(x) if self.lm_head is None else self.lm_head(x)
+        logits = logits.float() if scale == 1 else logits.float() * scale
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def loss(self, x, targets, keep=None, lengths=None):
+        """x as head takes it -> the mean cross entropy, 0-d, and with keep the logits of each row's last
+        tokens. A sharded model is compiled method by method: logits that no other needs are not kept."""
+        logits = self.head(x)
+        return cross_entropy(logits, targets), None if keep is None else last_tokens(logits, keep, lengths)
+
+    def compute_dtype(self):
+        """The dtype that matmuls run in: autocast's where it is on, else the weights', or their scale's."""
+        w = self.wte.weight
+        if torch.is_autocast_enabled(w.device.type):
+            return torch.get_autocast_dtype(w.device.type)
+        return getattr(self.wte, 'scale', w).dtype
+
+    def make_cache(self, batch_size, max_len, static=False, rolling=True):
+        """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
+        keep that alone, in a ring; False: all tokens, so that rewind can take any back."""
+        return Cache(self, batch_size, max_len, static, rolling)
+
+
+def cross_entropy(logits, targets):
+    """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
+    targets, rows = targets.flatten().clamp(min=-1), max(1, MOST_LOGITS // logits.shape[-1])
+    loss = sum(F.cross_entropy(some, wanted, ignore_index=-1, reduction='sum')
+               for some, wanted in zip(logits.flatten(0, 1).split(rows), targets.split(rows)))
+    return loss / (targets >= 0).sum().clamp(min=1)
+
+
+MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
+
+
+@torch.no_grad()
+def generate_plainly(model, idx, max_new_tokens, temperature=1.0):
+    """Appends tokens to idx (B, T), drawn one by one, without a cache: sample.py does the same sooner."""
+    for _ in range(max_new_tokens):
+        logits = model(idx[:, -model.config.block_size:])[:, -1] / temperature
+        idx = torch.cat((idx, torch.multinomial(logits.softmax(-1), 1)), dim=1)
+    return idx
+
+
+# II. cache, masks, kernels ==================================================================================
+
+class Cache:
+    """The tokens so far, as each layer keeps them. Made by GPT.make_cache, owned by the caller. For each
+    mixer in its turn `slots` has a list of tensors (B, heads, number of slots + 1, width), its KV cache, and
+    `states` a list of tensors (B, ...) of fixed size; see Mixer. The slot of a token is its position, and in
+    a rolling KV cache, which holds a window alone, its position modulo the number of slots:
+
+        max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
+        slot   0  1  2  3  4  5 | 6            slot   0  1  2  3 | 4
+        row 0  a  b  c  .  .  . |              row 0  e  f  c  d |
+        row 1  a  b  c  d  e  . |
+
+    Slots beyond a row's length are masked. The last takes padding; nothing reads it.
+
+    Rows may have different lengths: `length` (B,) counts each row's tokens, `longest` is their maximum, on
+    the host, and `same_length` says that all are alike. If `static`, only tensors may change, so that one
+    compiled step serves every position: then the caller keeps count, `longest` is None, and each step attends
+    to all slots, empty ones masked."""
+
+    def __init__(self, model, batch_size, max_len, static=False, rolling=True):
+        config, dtype, device = model.config, model.compute_dtype(), model.wte.weight.device
+        if not (batch_size > 0 and 0 < max_len <= config.block_size):
+            raise ValueError(f"batch_size={batch_size}, max_len={max_len}: a cache has rows, and 1 to "
+                             f"block_size={config.block_size} tokens")
+        for mixer in model.mixers:
+            if not (mixer.slots or mixer.states or mixer.slots is None):
+                raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
+                                 "states, so that nothing of it can be cached: see Mixer")
+        self.max_len, self.static, self.rolling = max_len, static, rolling
+        self.longest, self.same_length = (None, False) if static else (0, True)
+        self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
+        # the position where each position's document starts, and a last column for padding
+        self.starts = torch.zeros(batch_size, (max_len + 1) * (config.document_token is not None),
+                                  dtype=torch.long, device=device)
+        self.slots = [[torch.zeros(batch_size, heads, self.n_slots(mixer.window) + 1, width, device=device,
+                                   dtype=dtype) for heads, width in mixer.slots or ()]
+                      for mixer in model.mixers]
+        self.states = [[torch.zeros(batch_size, *shape, device=device, dtype=own or dtype)
+                        for shape, own in mixer.states] for mixer in model.mixers]
+
+    def n_slots(self, window):
+        """The number of tokens that a layer with this window keeps."""
+        return min(window, self.max_len) if self.rolling and window else self.max_len
+
+    def used(self, n_slots, T):
+        """The number of slots to attend to once T new tokens are in."""
+        return n_slots if self.static else min(self.longest + T, n_slots)
+
+    def key_positions(self, window, positions):
+        """(1 or B, S): the positions of the keys that append returns in a layer with this window, for new
+        tokens at positions (1 or B, T); -1 for an empty slot."""
+        n_slots, T = self.n_slots(window), positions.shape[1]
+        if n_slots == self.max_len:
+            return torch.arange(self.used(n_slots, T), device=positions.device)[None]
+        n_in = int(T == 1)  # new tokens that are in a slot already, see append
+        slot = torch.arange(self.used(n_slots, n_in), device=positions.device)
+        last = positions[:, :1] - 1 + n_in
+        old = (last - (last - slot) % n_slots).clamp(min=-1)  # the last position that falls to each slot
+        return old if n_in else torch.cat((old, positions), dim=1)
+
+    def append(self, mixer, context, *new):
+        """Puts a mixer's new tensors (B, heads, T, width) into the slots of context.positions; returns all to
+        attend to, (B, heads, S, width) each."""
+        slots, T = self.slots[mixer.entry(context)], new[0].shape[2]
+        n_slots = slots[0].shape[2] - 1
+        if T == 1 or n_slots == self.max_len:
+            self.write(slots, n_slots, context, new)
+            return [old[:, :, :self.used(n_slots, T)] for old in slots]
+        # of several tokens the first sees what the last will overwrite
+        seen = [torch.cat((old[:, :, :self.used(n_slots, 0)], add), dim=2) for old, add in zip(slots, new)]
+        self.write(slots, n_slots, context, new)
+        return seen
+
+    def write(self, slots, n_slots, context, new):
+        T, device = new[0].shape[2], self.length.device
+        if self.same_length and context.lengths is None:
+            start = self.longest % n_slots
+            if start + T <= n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
+                for old, add in zip(slots, new):
+                    old[:, :, start:start + T] = add
+                return
+        column, row = torch.arange(T, device=device), torch.arange(len(self.length), device=device)[:, None]
+        end = T if context.lengths is None else context.lengths[:, None]
+        kept = (column < end) & (column >= end - n_slots)  # no padding, and of a long text its end
+        slot = (context.positions % n_slots).where(kept, n_slots)
+        for old, add in zip(slots, new):
+            old[row, :, slot] = add.transpose(1, 2).to(old.dtype)
+
+    def positions(self, T, lengths=None):
+        """Positions of the next T tokens: (1, T) if all rows are alike, else (B, T). Raises ValueError if
+        they do not fit."""
+        if lengths is not None or not self.static:
+            longest = self.longest + T if lengths is None else int((self.length + lengths).max())
+            if longest > self.max_len:
+                raise ValueError(f"cache is full: {longest} tokens into {self.max_len} slots; "
+                                 "make_cache with a larger max_len")
+        start = self.longest if self.same_length else self.length[:, None]
+        return start + torch.arange(T, device=self.length.device)[None]
+
+    def advance(self, T, lengths=None):
+        """Counts the tokens that have been appended."""
+        self.length += T if lengths is None else lengths
+        if lengths is not None:
+            self._recount()
+        elif not self.static:
+            self.longest += T
+
+    def rewind(self, n):
+        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Raises ValueError if
+        a row is shorter, or for a layer that keeps no earlier tokens: one with a state, or a rolling KV cache
+        that has wrapped."""
+        n = torch.as_tensor(n, device=self.length.device)
+        kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots if layer) - 1
+        if ((n < 0) | (n > self.length) | (n > 0) & (self.length > kept) & (kept < self.max_len)).any():
+            raise ValueError(f"cannot rewind {n.tolist()} of {self.length.tolist()} tokens: there are not so "
+                             "many, or a layer keeps only a state or a window (for a window: rolling=False)")
+        self.length -= n
+        self._recount()
+
+    def reset(self):
+        """Empties all rows."""
+        for tensor in [self.length, *itertools.chain(*self.states)]:
+            tensor.zero_()
+        self._recount()
+
+    def select(self, rows):
+        """Keeps, reorders or copies rows: a list or (B',) of row numbers."""
+        rows = torch.as_tensor(rows, device=self.length.device)
+        self.slots, self.states = ([[tensor[rows] for tensor in layer] for layer in layers]
+                                   for layers in (self.slots, self.states))
+        self.length, self.starts = self.length[rows], self.starts[rows]
+        self._recount()
+
+    def _recount(self):
+        if not self.static:
+            shortest, self.longest = int(self.length.min()), int(self.length.max())
+            self.same_length = shortest == self.longest
+
+    def tensors(self):
+        """All tensors that a step changes, for CUDA graphs."""
+        return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
+
+    @property
+    def nbytes(self):
+        return sum(t.nbytes for t in self.tensors()[2:])
+
+
+def after_last(mixer, x, context, state=0):
+    """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
+    mixer.states[state], of shape (n, ...), holds those n tokens, and then takes the n that end the row with
+    x, padding left out."""
+    lengths, n = context.lengths, mixer.states[state][0][0]
+    if context.cache is None:
+        return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
+    end = x.shape[1] if lengths is None else lengths[:, None]
+    before = context.cache.states[mixer.entry(context)][state]
+    x, row = torch.cat((before, x), dim=1), torch.arange(len(x), device=x.device)[:, None]
+    before.copy_(x[row, end + torch.arange(n, device=x.device)])
+    return x
+
+
+def mixers_in(module):
+    return [part for part in module.modules() if isinstance(part, Mixer)]
+
+
+def make_schedule(model, turns):
+    """turns: numbers of blocks, in the order in which they compute. Returns the schedule, for each turn
+    (block, number of its first mixer in a cache), and the mixers in a cache's order, those outside the blocks
+    last; tells each its place."""
+    schedule, mixers = [], []
+    for i in turns:
+        schedule.append((i, len(mixers)))
+        own = mixers_in(model.h[i])
+        for mixer in own:
+            mixer.place = own.index(mixer)
+        mixers += own
+    for part in (part for part in model.children() if part is not model.h and part is not model.mtp):
+        for mixer in mixers_in(part):
+            mixer.place = len(mixers)
+            mixers.append(mixer)
+    return schedule, mixers
+
+
+# masks ------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Mask:
+    """Which keys each query sees, in the layers of one kind. A mixer that hides more calls add."""
+    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
+    is_causal: bool               # the keys are the queries' own tokens, T == S; no query sees later ones
+    window: int | None            # the most keys that a query sees; None: all
+    # the same for flex_attention, where that is faster: see flex_mask; a copy with another bias has none
+    flex: tuple | None = dataclasses.field(default=None, init=False)
+
+    def add(self, bias):
+        """A Mask with another bias added, (1 or B, 1 or H, T, S): -inf hides a key; each query keeps one."""
+        if self.bias is not None:
+            bias = bias + self.bias
+        elif self.is_causal:  # which a kernel then does not see to
+            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -math.inf)
+        return Mask(bias, self.is_causal, self.window)
+
+
+def visible(q_pos, k_pos, first=0):
+    """From absolute positions: q_pos (1 or B, T), k_pos (1 or B, S), -1 for an empty slot -> (1 or B, 1, T,
+    S) bool. A token sees itself and what came before, from `first` (1 or B, T) on."""
+    first = first[:, :, None] if torch.is_tensor(first) else first
+    return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first))[:, None]
+
+
+def make_context(model, idx, cache=None, lengths=None, weights=None, routing=None):
+    """The ForwardContext of the new tokens idx (B, T): positions, rotations, masks."""
+    T, config, device = idx.shape[1], model.config, idx.device
+    positions = torch.arange(T, device=device)[None] if cache is None else cache.positions(T, lengths)
+    # on a CPU SDPA's backward takes 1.5 to 2 times as long, 3 times with dropout
+    eager = bool(weights is not None or config.attn_softcap or config.attn_sink
+                 or device.type == 'cpu' and torch.is_grad_enabled())
+    context = ForwardContext(idx, positions, positions, None, {}, {}, cache, lengths, 0, eager,
+                             model.compute_dtype(), weights, routing)
+    if config.document_token is not None:
+        context.document_starts = find_starts(context, config.document_token)
+        context.position_ids = positions - context.document_starts
+    # of each kind that layers have, None among them
+    for kind in dict.fromkeys(mixer.rope_kind for mixer in model.mixers):
+        context.ropes[kind] = kind and rope_table(kind, context.position_ids, config.block_size)
+    for kind in dict.fromkeys(mixer.mask_kind for mixer in model.mixers):
+        context.masks[kind] = kind and make_mask(model, context, *kind)
+    return context
+
+
+def find_starts(context, document_token):
+    """(B, T): the position where each new token's document starts: its last document_token, or 0."""
+    positions, cache, is_token = context.positions, context.cache, context.is_token()
+    starts_here = context.idx == document_token
+    if is_token is not None:  # padding starts none: a state would forget its document
+        starts_here = starts_here & is_token
+    start = torch.where(starts_here, positions, 0).cummax(dim=1).values
+    if cache is not None:
+        before = cache.starts.gather(1, (cache.length[:, None] - 1).clamp(min=0))  # (B, 1)
+        start = torch.maximum(start, before)
+        at = positions if is_token is None else positions.where(is_token, cache.max_len)
+        cache.starts.scatter_(1, at.expand_as(start), start)
+    return start
+
+
+def make_mask(model, context, window, biased, chunked=False):
+    """The Mask of the layers with this window, None for all, and with or without the bias of alibi or t5.
+    chunked: documents are cut into chunks of a window."""
+    positions, cache, starts = context.positions, context.cache, context.document_starts
+    T, longest = positions.shape[1], 0 if cache is None else cache.longest
+    is_causal = longest == 0  # nothing cached: the keys are the new tokens; static: False
+    sees_all = window is None or longest is not None and longest + T <= window
+    if T > 1:  # SDPA has this mask
+        is_plain = is_causal and sees_all and not context.eager
+    else:      # one token that sees all that is there
+        is_plain = cache is None or cache.same_length and context.lengths is None and (
+            sees_all or cache.n_slots(window) <= window and not chunked)
+    if is_plain and starts is None and not biased:
+        return Mask(None, is_causal, None)
+    k_pos = positions if cache is None else cache.key_positions(window, positions)
+    first = 0 if starts is None else starts
+    if window is not None:
+        age = context.position_ids % window if chunked else window - 1  # of the oldest token seen
+        first = (positions - age).clamp(min=first)
+        if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
+            first = first.clamp(max=cache.max_len - 1)
+    bias, slopes, flex = torch.zeros((), dtype=context.dtype, device=positions.device), None, None
+    can_flex = cache is None and not context.eager
+    if biased:
+        distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
+        if model.t5_bias is None:
+            slopes = alibi_slopes(model.config.n_head, positions.device) * model.config.alibi_scale
+            bias = -slopes[:, None, None] * distance
+        else:  # is learned, by the gradient of the mask
+            bias, can_flex = model.t5_bias(distance), False
+        bias = bias.to(context.dtype)
+    if can_flex and use_flex(positions.device.type, context.dtype, T,
+                             model.training and model.config.dropout):
+        flex = flex_mask(T, window, chunked, starts, slopes, positions.device)
+    mask = Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window)
+    mask.flex = flex
+    return mask
+
+
+def last_tokens(x, keep, lengths):
+    """x (B, T, C) -> (B, keep, C): the last `keep` tokens of each row; None: all."""
+    if keep is None:
+        return x
+    if lengths is None:
+        return x[:, max(0, x.shape[1] - keep):]
+    column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
+    return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
+
+
+# kernels ----------------------------------------------------------------------------------------------------
+
+def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
+    """softmax(scale q k^T + bias) v, with dropout p on the weights: the one entry point of attention. Of its
+    paths it takes the first that can compute this. q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K
+    dividing H (grouped queries, arXiv:2305.13245) -> (B, H, T, D')."""
+    (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
+    # with a window a block takes its part of the keys, a kernel all of them
+    if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
+        return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
+    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it has no narrower heads
+        from torch.nn.attention.flex_attention import flex_attention
+        block_mask, score_mod = mask.flex
+        return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
+    is_causal = bias is None and mask.is_causal and T > 1
+    if (H // K * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
+            and (bias is not None or q.device.type == 'cpu' and not is_causal)):
+        return eager_attention(q.float(), k.float(), v.float(), mask, scale, few=True).type_as(v)
+    sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
+                                   is_causal and torch.is_grad_enabled())
+    if H > K and sharing == 'rows':
+        q = q.reshape(B, K, H // K * T, D)
+        if bias is not None:  # (1 or B, 1 or K, H / K T, S)
+            bias = bias.expand(-1, max(bias.shape[1], H // K), -1, -1).reshape(len(bias), -1, H // K * T, S)
+    elif H > K and sharing == 'repeat':
+        k, v = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1)
+    with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
+        y = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal, scale=scale,
+                                           enable_gqa=q.shape[1] > k.shape[1])
+    return y.reshape(B, H, T, -1)  # some kernels return the heads innermost but one
+
+
+BLOCK = 128       # queries that eager_attention takes at once
+FEW_QUERIES = 16  # of a head of keys, as in decoding; SDPA's kernels are made for long sequences
+
+
+ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
+    """How torch's scaled_dot_product_attention is called on a type of device, for T queries of each head.
+    fits_flash: keys and values are of one width, at most 256; is_training: the keys are the queries' own
+    tokens, and gradients follow. Returns
+
+    - how the query heads of a group share a head of keys: 'rows', their queries are rows of one product, so
+      that keys are read once a group, by any kernel; 'repeat', each gets a copy; 'gqa', the kernel knows
+      groups. On CUDA only flash attention does, and cuDNN; GPUs too old for it have no bfloat16 either;
+    - whether cuDNN may compute it. It is the fastest in training, but builds a plan for each new shape, in
+      tenths of a second, and has been wrong with masks (pytorch issues 196678, 193893)."""
+    use_cudnn = device != 'cuda' or is_training and not has_bias
+    if T == 1 or has_bias:
+        return 'rows', use_cudnn
+    if device == 'mps' or device == 'cuda' and not (dtype is torch.bfloat16 and fits_flash):
+        return 'repeat', use_cudnn
+    return 'gqa', use_cudnn
+
+
+def use_flex(device, dtype, T, dropout):
+    """Whether flex_attention is for the masks of a step without a cache. It skips what they hide, but has to
+    be compiled, and knows no dropout; a short sequence has nothing to skip."""
+    return (device == 'cuda' and dtype is torch.bfloat16 and T >= 128 and not dropout
+            and torch.compiler.is_compiling())
+
+
+def flex_mask(T, window, chunked, starts, slopes, device):
+    """The mask of T tokens as flex_attention takes it, (block mask, function that changes scores or None):
+    of a window, or of chunks, from the starts (B, T) of documents on, with ALiBi's slopes (H,); None where
+    there is none. The bias of the same Mask then costs nothing: the compiler drops it unread."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def is_seen(b, h, q, k):
+        seen = k <= q
+        if window is not None:
+            age = (q if starts is None else q - starts[b, q]) % window if chunked else window - 1
+            seen = seen & (q - k <= age)
+        return seen if starts is None else seen & (k >= starts[b, q])
+
+    def add_alibi(score, b, h, q, k):
+        return score - slopes[h] * (q - k)
+
+    rows = None if starts is None else len(starts)
+    return (create_block_mask(is_seen, rows, None, T, T, device=device),
+            None if slopes is None else add_alibi)
+
+
+def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=BLOCK,
+                    few=False):
+    """attend, written out, in blocks of queries, which leave out keys that a causal mask hides from all of
+    them. For what no kernel does: capped scores, a sink, attention weights on request; for training on CPUs,
+    see `eager` in make_context, and windows there, where it takes half of SDPA's time at a window of a fourth
+    of the tokens; and for few queries in a compiled step, by sums that the compiler makes two loops of, which
+    read keys and values once: on a CPU SDPA takes ten times as long, and CUDA's kernels that take a bias give
+    all keys of a head to one multiprocessor."""
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    q, out, block = q * scale, [], T if few or weights is not None else block
+    for start in range(0, T, block):
+        end = min(start + block, T)
+        first = max(0, start + 1 - mask.window) if mask.is_causal and mask.window else 0
+        last = end if mask.is_causal else S
+        keys, values = k[:, :, first:last], v[:, :, first:last]
+        # a group's heads are rows of one product: (B, K, H / K t, D) @ (B, K, D, seen)
+        rows = q[:, :, start:end].reshape(B, K, -1, D)
+        score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
+        score = score.view(B, H, end - start, last - first)
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if mask.bias is not None:
+            score = score + mask.bias[:, :, start:end, first:last]
+        if sink is not None:  # has weight but no value
+            score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
+        weight = score.softmax(dim=-1)[..., :last - first]
+        if weights is not None:
+            weights.append(weight)
+        weight = dropout(weight, p).reshape(B, K, -1, last - first)
+        y = (weight[..., None] * values[:, :, None]).sum(dim=-2) if few else weight @ values
+        out.append(y.view(B, H, end - start, -1))
+    return torch.cat(out, dim=2)
+
+
 def dropout(x, p):
     """Zeroes each element with probability p and scales the others by 1 / (1 - p)."""
     if not p:
@@ -515,11 +1171,247 @@ def cpu_dropout(x, p):
     return torch.where(bits >= limit - 32768, x * (65536 / (65536 - limit)), 0.0)
 
 
-# positions --------------------------------------------------------------------------------------------------
+def aligned_linear(x, w, bias):
+    """x @ w^T + bias, with w padded by rows of zeros to a multiple of 64: GPUs are slow with results whose
+    rows are not aligned. The one place where a vocabulary is padded."""
+    y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
+    return y if bias is None else y + bias
 
-BIASED = ('alibi', 't5')  # positions that are added to attention's scores
-POSITIONS = ('rope', *BIASED, 'learned', 'sinusoidal', 'none')
 
+# III. latent attention, experts =============================================================================
+
+class LatentAttention(BaseAttention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
+    are projections of one latent a token, which is all that is cached, beside one rotary key that the heads
+    share. Training computes them ("expanded"). Where that costs less, as in decoding, queries are projected
+    down to the latents, and outputs up from them ("absorbed", its section 2.1.2): then the latents are keys
+    and values of multi-query attention."""
+
+    fields = (*BaseAttention.fields, 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim',
+              'v_head_dim', 'latent_norm_eps')
+
+    @classmethod
+    def check(cls, config):
+        yield from check_positions(config)
+        if config.kv_lora_rank is None:
+            yield 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank'
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        H, C, rank, q_rank = config.n_head, config.n_embd, config.kv_lora_rank, config.q_lora_rank
+        self.rank, self.nope, self.rope = rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.v, q_width = config.v_head_dim, H * (self.nope + self.rope)
+        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, self.rope), bias=config.qkv_bias)
+        eps = config.latent_norm_eps
+        self.q_norm = Norm(q_rank, config, eps=eps) if q_rank else nn.Identity()
+        self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
+        self.kv_norm = Norm(rank, config, eps=eps)
+        self.c_kv = Linear(rank, H * (self.nope + self.v))  # for each head k, then v
+        self.c_proj = Linear(H * self.v, C, bias=config.proj_bias, init=branch_init(config))
+        self.slots, self.head_widths = [(1, rank + self.rope)], self.nope + self.rope + self.v
+
+    def forward(self, x, context, absorb=None):
+        (q, latent, k_rope), rope = self.c_attn(x), context.ropes[self.rope_kind]
+        q = self.c_q(self.q_norm(q)).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        q, q_rope = q.split((self.nope, self.rope), dim=-1)
+        latent = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], rope)), dim=-1)
+        if context.cache is not None:
+            latent, = context.cache.append(self, context, latent)  # (B, 1, S, rank + rope)
+        w_k, w_v = self.c_kv.weight.view(self.n_head, -1, self.rank).split((self.nope, self.v), dim=1)
+        T, S, up = q.shape[2], latent.shape[2], self.rank * (self.nope + self.v)
+        if absorb is None:  # multiplications a head
+            absorb = (context.cache is not None
+                      and T * (up + S * (2 * self.rank + self.rope)) < S * (up + T * self.head_widths))
+        if absorb:
+            q, k, v = q @ w_k, latent, latent[..., :self.rank]
+        else:
+            kv = self.c_kv(latent[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            k, v = kv.split((self.nope, self.v), dim=-1)
+            k = torch.cat((k, latent[..., self.rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
+        y = self.attend(torch.cat((q, rotate(q_rope, rope)), dim=-1), k, v, context)
+        return self.c_proj((y @ w_v.mT if absorb else y).transpose(1, 2).flatten(2))
+
+
+MIXERS['M'] = LatentAttention
+
+
+# experts ----------------------------------------------------------------------------------------------------
+
+class GroupedLinear(nn.Module):
+    """A FusedLinear for each expert: x (n, n_in), rows sorted by expert, offsets (E,) int32, where each
+    expert's rows end -> a tensor (n, width) for each of widths."""
+
+    def __init__(self, n_expert, n_in, widths, bias=False, init=hidden_init):
+        super().__init__()
+        self.widths = tuple(widths)
+        self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=self.widths)
+        self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
+        # not compiled: lengths vary; not a decorator: that would import the compiler with this file
+        self.loop = torch.compiler.disable(loop_over_experts)
+
+    def has_kernel(self, dtype, device):
+        """Whether torch multiplies all experts at once: in bfloat16, and rows of whole 16 bytes."""
+        return (dtype is torch.bfloat16 and device != 'mps'
+                and not any(n % 8 for n in self.weight.shape[1:]))
+
+    def forward(self, x, offsets):
+        y = self.product(x, offsets)
+        if self.bias is not None:
+            expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
+            y = y + self.bias[expert].type_as(y)
+        return y.split(self.widths, dim=-1)
+
+    def product(self, x, offsets):
+        w = self.weight.to(x.dtype)
+        if self.has_kernel(x.dtype, x.device.type):
+            if torch.is_grad_enabled() and skips_empty(x.device.type):
+                w = w.where(offsets.diff(prepend=offsets.new_zeros(1))[:, None, None] > 0, 0)
+            return F.grouped_mm(x, w.mT, offs=offsets)
+        return self.loop(F.linear, x, offsets, w)
+
+
+def skips_empty(device):
+    """Whether the backward pass of grouped_mm writes no gradient for an expert without rows, on a type of
+    device: on Blackwell it holds whatever was in memory (pytorch issue 172439)."""
+    return device == 'cuda'
+
+
+def loop_over_experts(product, x, offsets, *weights):
+    """product(an expert's rows, its weights), of experts that have rows, one after the other."""
+    segments = x.tensor_split(offsets[:-1].long().cpu())
+    return torch.cat([product(rows, *each) for rows, *each in zip(segments, *weights) if len(rows)])
+
+
+class Experts(nn.Module):
+    """An MLP for each expert: x (n, C), rows sorted by expert, offsets (E,) where they end -> (n, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.act, gated = activation(config)
+        E, width = config.n_expert, config.d_expert
+        self.c_fc = GroupedLinear(E, config.n_embd, (width,) * (2 if gated else 1), config.mlp_bias)
+        self.c_proj = GroupedLinear(E, width, (config.n_embd,), config.mlp_bias, init=branch_init(config))
+
+    def forward(self, x, offsets):
+        y, = self.c_proj(self.act(*self.c_fc(x, offsets)), offsets)
+        return y
+
+
+ROUTERS = {
+    # name: (logits -> logs of the experts' scores, scores of a group's experts -> the group's score)
+    'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
+    'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),         # DeepSeek-V3
+}
+
+
+class MoE(nn.Module):
+    """Mixture of experts: each token passes through the n_expert_active experts that its router scores
+    highest (Shazeer et al. 2017, arXiv:1701.06538), and through the shared ones (DeepSeekMoE,
+    arXiv:2401.06066). No token is dropped."""
+
+    @classmethod
+    def check(cls, config):
+        """As Mixer.check."""
+        if config.n_expert is None:
+            return
+        n_groups, used = config.n_group or 1, config.topk_group or 1
+        if config.n_expert % n_groups or used > n_groups:
+            yield 'n_group topk_group n_expert', 'n_group must divide n_expert, and topk_group not be larger'
+        if config.n_expert_active > config.n_expert // n_groups * used:
+            yield 'n_expert_active n_expert n_group topk_group', 'a token cannot use more experts than it has'
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config, self.layer, shared = config, layer, (config.n_shared_expert or 0) * config.d_expert
+        self.router = Linear(config.n_embd, config.n_expert, config.mlp_bias)
+        self.experts = Experts(config)
+        self.shared = MLP(config, shared) if shared else None
+        self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
+        if config.balance_bias:
+            self.register_buffer('expert_bias', torch.zeros(config.n_expert))
+
+    def forward(self, x, context):
+        """x (B, T, C) -> (B, T, C)"""
+        flat, k = x.flatten(0, 1), self.config.n_expert_active  # (n, C)
+        weight, chosen, logits, score = self.route(flat)
+        order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
+        ends = self.load(chosen, 1)[0].cumsum(0, dtype=torch.int32)
+        each = flat.to(context.dtype)[:, None].expand(-1, k, -1).flatten(0, 1)  # a row a choice
+        if self.config.expert_input_scale:
+            each, weight = each * weight.view(-1, 1).type_as(each), torch.ones_like(weight)
+        # index_select: the backward of indexing is slow, or not deterministic
+        y = self.experts(each.index_select(0, order), ends)
+        y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
+        y = (y * weight[..., None].type_as(y)).sum(1).view_as(x)
+        if context.routing is not None:
+            context.routing.append((self.layer, *self.statistics(chosen, logits, score, len(x))))
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+
+    def route(self, x):
+        """x (n, C) -> weights (n, k), experts (n, k), logits and log scores (n, E); all float32."""
+        config, (log, group_score) = self.config, ROUTERS[self.config.router]
+        with torch.autocast(x.device.type, enabled=False):
+            bias = self.router.bias if self.router.bias is None else self.router.bias.float()
+            logits = F.linear(x.float(), self.router.weight.float(), bias)
+        score = log(logits)
+        rank = score.detach().exp()
+        if config.balance_bias:  # arXiv:2408.15664: in choosing, not in weighing
+            rank = rank + self.expert_bias
+        if config.n_group:
+            groups = rank.unflatten(1, (config.n_group, -1))  # (n, groups, experts of one)
+            best = group_score(groups).topk(config.topk_group).indices
+            kept = (torch.arange(config.n_group, device=x.device)[:, None] == best[:, None]).any(-1)
+            rank = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
+        chosen = rank.topk(config.n_expert_active).indices
+        weight = score.gather(1, chosen)
+        # normalised among the chosen: the softmax of log scores, which no underflow can reach
+        weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
+        return weight * config.routed_scaling_factor, chosen, logits, score
+
+    def load(self, chosen, rows):
+        """chosen (n, k), the tokens of `rows` rows of a batch -> (rows, E): choices of each expert."""
+        every = torch.arange(self.config.n_expert, device=chosen.device)
+        return (chosen.view(rows, -1, 1) == every).sum(1)
+
+    def statistics(self, chosen, logits, score, rows):
+        """balance (0-d): 1 when experts are used evenly (Switch, arXiv:2101.03961, equations 4 to 6); z
+        (0-d): ST-MoE's, arXiv:2202.08906; load (E,): choices of each expert."""
+        rows = rows if self.config.balance_per_sequence else 1
+        load = self.load(chosen, rows)
+        share = score.softmax(-1).view(rows, -1, self.config.n_expert).mean(1)  # of the scores, (rows, E)
+        balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
+        return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
+
+    def _apply(self, fn, recurse=True):
+        """What .to() and .cuda() call. A cast to 16 bits must not round expert biases: they are put back."""
+        exact = getattr(self, 'expert_bias', None)
+        super()._apply(fn, recurse)
+        if exact is not None and not exact.is_meta:
+            self.expert_bias = exact.to(self.expert_bias.device)
+        return self
+
+
+def routing_losses(routing):
+    """(layer, balance, z, load) of each turn of a sparse layer -> the entries of GPT.forward's aux."""
+    layers, balance, z, loads = zip(*routing)
+    load = {layer: sum(one for its, one in zip(layers, loads) if its == layer) for layer in layers}
+    return {'balance': torch.stack(balance).mean(), 'z': torch.stack(z).mean(),
+            'load': torch.stack([load[layer] for layer in sorted(load)])}
+
+
+@torch.no_grad()
+def move_balance(model, load, rate=0.001):
+    """Moves each expert bias by rate towards even load (sparse layers, E), after a step: up for experts with
+    less than the mean, down for those with more (Wang et al. 2024, arXiv:2408.15664)."""
+    sparse = [block.mlp for block in model.h if block.sparse]
+    for moe, one in zip(sparse, load):
+        moe.expert_bias += rate * (one.mean() - one).sign()
+
+
+# IV. other positions, scalings, activations, norm placements; bigrams, the prediction layer =================
 
 def yarn_mscale(factor, weight=1.0):
     """How much YaRN sharpens attention in a context that is factor times longer."""
@@ -602,60 +1494,6 @@ def complete_scaling(scaling, length):
     return scaling
 
 
-def changed_config(trained, changes):
-    """A trained model's config with other fields; the length that it was trained at does not change."""
-    length = (trained.rope_scaling or {}).get('original_max_position_embeddings', trained.block_size)
-    if 'rope_scaling' in changes:
-        changes = {**changes, 'rope_scaling': complete_scaling(changes['rope_scaling'], length)}
-    return dataclasses.replace(trained, **changes)
-
-
-def rope_table(kind, position_ids, length):
-    """cos and sin of the rotation angles at position_ids (1 or B, T), each (1 or B, 1, T, dimensions / 2)
-    float32, for a kind of rotation (base, dimensions, items of a scaling): position p turns pair i by
-    p * base^(-2i / dimensions). RoFormer, arXiv:2104.09864, equation 15. length: of the context, for scalings
-    that depend on it."""
-    (base, width, scaling), options = kind, dict(kind[2])
-    pair = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32)
-    freq, factor = 1.0 / base ** (pair / width), 1.0
-    if scaling:
-        freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
-    angle = position_ids[:, None, :, None] * freq
-    # one tensor first: a compiled step would compute angles anew in each layer
-    return torch.cat((angle.cos() * factor, angle.sin() * factor), dim=1).split(1, dim=1)
-
-
-def check_rope(config):
-    """As Mixer.check, for a config with rotations."""
-    if unknown := (config.rope_local or {}).keys() - {'rope_base', 'rope_scaling', 'partial_rotary_factor'}:
-        yield 'rope_local', f"there is no {', '.join(unknown)} in it"
-    local = [layer for layer in range(config.n_layer) if config.rope_local and config.window_of(layer)]
-    for layer in (None, *local[:1]):
-        field = 'rope_scaling' if layer is None else 'rope_local'
-        try:
-            kind = config.rope_kind(layer)
-            if kind[1] < 2 or kind[1] % 2 or kind[1] > (config.qk_rope_head_dim or config.head_dim):
-                yield 'pos', f"rope rotates pairs: rope_dim={kind[1]} must be even, from 2 to a head's width"
-                continue
-            rope_table(kind, torch.zeros(1, 1, device='cpu'), config.block_size)
-            if kind[0] <= 0:
-                yield field, 'rope_base must be above 0'
-        except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
-            yield field, f"{type(error).__name__} {error}; rope_type is one of {', '.join(ROPE_SCALINGS)}"
-
-
-def rotate(x, rope):
-    """x (B, heads, T, D) with its first dimensions rotated by rope = (cos, sin), each (1 or B, 1, T, pairs).
-    Pair i is x[i], x[i + pairs], the half-split layout of Llama and transformers; checkpoints in GPT-J's
-    interleaved layout are permuted when read."""
-    if rope is None:
-        return x
-    cos, sin = rope
-    a, b, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), dim=-1)
-    a, b = a.float(), b.float()
-    return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x), rest), dim=-1)
-
-
 def sinusoid(position_ids, width):
     """position_ids (1 or B, T) -> (1 or B, T, width): sines at even, cosines at odd dimensions
     (arXiv:1706.03762, 3.5)."""
@@ -692,735 +1530,7 @@ class T5Bias(Embedding):
         return super().forward(bucket[:, 0]).movedim(-1, 1)
 
 
-# what all layers of a forward pass share --------------------------------------------------------------------
-
-@dataclasses.dataclass
-class Mask:
-    """Which keys each query sees, in the layers of one kind. A mixer that hides more calls add."""
-    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
-    is_causal: bool               # the keys are the queries' own tokens, T == S; no query sees later ones
-    window: int | None            # the most keys that a query sees; None: all
-    # the same for flex_attention, where that is faster: see flex_mask; a copy with another bias has none
-    flex: tuple | None = dataclasses.field(default=None, init=False)
-
-    def add(self, bias):
-        """A Mask with another bias added, (1 or B, 1 or H, T, S): -inf hides a key; each query keeps one."""
-        if self.bias is not None:
-            bias = bias + self.bias
-        elif self.is_causal:  # which a kernel then does not see to
-            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -math.inf)
-        return Mask(bias, self.is_causal, self.window)
-
-
-@dataclasses.dataclass
-class ForwardContext:
-    """What all layers of one forward pass share, made once by GPT.context. A layer changes it by hand_on
-    alone."""
-    idx: torch.Tensor             # (B, T), the new tokens' ids; any in padding
-    positions: torch.Tensor       # (1 or B, T), the new tokens' in their rows: for masks and the cache
-    position_ids: torch.Tensor    # the same, counted from each document's start: for rotations
-    document_starts: torch.Tensor | None  # (B, T): positions where the tokens' documents start; None: 0
-    ropes: dict                   # a mixer's rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
-    masks: dict                   # a mixer's mask_kind -> Mask
-    cache: 'Cache | None'
-    lengths: torch.Tensor | None  # (B,): new tokens of each row, which padding follows; None: all T
-    eager: bool                   # attention is to be written out, not left to a kernel
-    dtype: torch.dtype            # that matmuls run in
-    weights: list | None          # takes each attention layer's weights, (B, H, T, S)
-    routing: list | None          # takes each sparse layer's balance, z and load
-    handed: dict = dataclasses.field(default_factory=dict)  # layer -> what it has handed on
-
-    def hand_on(self, layer, value):
-        """Makes `value`, a tensor or a tuple of tensors, handed[layer] for the layers after it: of the new
-        tokens only; a layer that reads it keeps what it needs of earlier tokens."""
-        if layer in self.handed:
-            raise ValueError(f"layer {layer} has handed on its value already: later layers may have read it")
-        self.handed[layer] = value
-
-    def is_token(self):
-        """(B, T) bool: False where padding is; None if there is none."""
-        if self.lengths is None:
-            return None
-        return torch.arange(self.positions.shape[1], device=self.lengths.device) < self.lengths[:, None]
-
-
-def visible(q_pos, k_pos, first=0):
-    """From absolute positions: q_pos (1 or B, T), k_pos (1 or B, S), -1 for an empty slot -> (1 or B, 1, T,
-    S) bool. A token sees itself and what came before, from `first` (1 or B, T) on."""
-    first = first[:, :, None] if torch.is_tensor(first) else first
-    return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first))[:, None]
-
-
-class Mixer(nn.Module, abc.ABC):
-    """What mixes the tokens of a row in a block: attention, latent attention, Gated DeltaNet, yours. To add
-    one, write the class, give it a letter in MIXERS, put the letter into the grid of test_model.py. For
-    another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context),
-    where query head h, of H, goes with key head h // (H / K), and head_widths if its products are wider.
-
-    forward(x, context): x (B, T, C) -> (B, T, C). Tokens must not see later ones. From `context`, the
-    ForwardContext, a mixer takes
-    - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that turn, items of a scaling), or
-      None; the config's own is config.rope_kind(layer), and (500.0, config.rope_dim, ()) one without scaling;
-    - masks[self.mask_kind]; mask_kind is (window, whether the bias of alibi or t5 is in it, whether the
-      window is a chunk), or None;
-    - idx (B, T), the token ids, and position_ids;
-    - cache, None in training. A mixer says in __init__ what it keeps there: `slots`, (heads, width) of each
-      tensor that has a slot for each token: cache.append(self.layer, context, k, v) takes the new ones, (B,
-      heads, T, width), and returns all to attend to; `states`, (shape, dtype or None for the compute dtype)
-      of each tensor of fixed size that a row keeps: read cache.states[self.layer], a list of (B, *shape),
-      zero for a new row, and write with .copy_(), or call after_last where a few tokens back are needed;
-    - lengths (B,), where padding follows rows: it must not change a state;
-    - document_starts: tokens must not see those of another document. A mixer that sees to it sets
-      `documents`; others are refused where there is a document_token;
-    - weights: a list if attention weights are asked for; attention appends (B, H, T, S);
-    - handed: what earlier layers hand on by context.hand_on(self.layer, value), by layer.
-
-    flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
-    weights. Parameters are made by parameter(...) or tag(...); c_proj ends the branch. `window` is how many
-    tokens the slots are for, None for all; a class that can have one sets `can_slide` and asks
-    config.window_of(layer). `fields` names options of GPTConfig that have an effect in its layers alone."""
-
-    slots = states = fields = ()
-    mask_kind = rope_kind = window = None
-    documents = can_slide = False
-
-    @classmethod
-    def defaults(cls, config):
-        """Field of GPTConfig -> the value that None stands for in a model with such a layer."""
-        return {}
-
-    @classmethod
-    def check(cls, config):
-        """What it cannot compute: pairs ('field other_field', reason)."""
-        return ()
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.layer = layer
-
-    def after_last(self, x, context, state=0):
-        """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's
-        first token. states[state], of shape (n, ...), holds those n tokens, and then takes the n that end
-        the row with x, padding left out."""
-        cache, lengths, n = context.cache, context.lengths, self.states[state][0][0]
-        if cache is None:
-            return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
-        end = x.shape[1] if lengths is None else lengths[:, None]
-        before = cache.states[self.layer][state]
-        x, row = torch.cat((before, x), dim=1), torch.arange(len(x), device=x.device)[:, None]
-        before.copy_(x[row, end + torch.arange(n, device=x.device)])
-        return x
-
-    @abc.abstractmethod
-    def forward(self, x, context):
-        ...
-
-    @abc.abstractmethod
-    def flops(self, length):
-        ...
-
-
-# attention --------------------------------------------------------------------------------------------------
-
-def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
-    """softmax(scale q k^T + bias) v, with dropout p on the weights: the one entry point of attention. Of its
-    paths it takes the first that can compute this. q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K
-    dividing H (grouped queries, arXiv:2305.13245) -> (B, H, T, D')."""
-    (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
-    # with a window a block takes its part of the keys, a kernel all of them
-    if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
-        return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
-    if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it has no narrower heads
-        from torch.nn.attention.flex_attention import flex_attention
-        block_mask, score_mod = mask.flex
-        return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
-    is_causal = bias is None and mask.is_causal and T > 1
-    if (H // K * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
-            and (bias is not None or q.device.type == 'cpu' and not is_causal)):
-        return eager_attention(q.float(), k.float(), v.float(), mask, scale, few=True).type_as(v)
-    sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
-                                   is_causal and torch.is_grad_enabled())
-    if H > K and sharing == 'rows':
-        q = q.reshape(B, K, H // K * T, D)
-        if bias is not None:  # (1 or B, 1 or K, H / K T, S)
-            bias = bias.expand(-1, max(bias.shape[1], H // K), -1, -1).reshape(len(bias), -1, H // K * T, S)
-    elif H > K and sharing == 'repeat':
-        k, v = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1)
-    with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
-        y = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal, scale=scale,
-                                           enable_gqa=q.shape[1] > k.shape[1])
-    return y.reshape(B, H, T, -1)  # some kernels return the heads innermost but one
-
-
-BLOCK = 128       # queries that eager_attention takes at once
-FEW_QUERIES = 16  # of a head of keys, as in decoding; SDPA's kernels are made for long sequences
-ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
-    """How torch's scaled_dot_product_attention is called on a type of device, for T queries of each head.
-    fits_flash: keys and values are of one width, at most 256; is_training: the keys are the queries' own
-    tokens, and gradients follow. Returns
-
-    - how the query heads of a group share a head of keys: 'rows', their queries are rows of one product, so
-      that keys are read once a group, by any kernel; 'repeat', each gets a copy; 'gqa', the kernel knows
-      groups. On CUDA only flash attention does, and cuDNN; GPUs too old for it have no bfloat16 either;
-    - whether cuDNN may compute it. It is the fastest in training, but builds a plan for each new shape, in
-      tenths of a second, and has been wrong with masks (pytorch issues 196678, 193893)."""
-    use_cudnn = device != 'cuda' or is_training and not has_bias
-    if T == 1 or has_bias:
-        return 'rows', use_cudnn
-    if device == 'mps' or device == 'cuda' and not (dtype is torch.bfloat16 and fits_flash):
-        return 'repeat', use_cudnn
-    return 'gqa', use_cudnn
-
-
-def use_flex(device, dtype, T, dropout):
-    """Whether flex_attention is for the masks of a step without a cache. It skips what they hide, but has to
-    be compiled, and knows no dropout; a short sequence has nothing to skip."""
-    return (device == 'cuda' and dtype is torch.bfloat16 and T >= 128 and not dropout
-            and torch.compiler.is_compiling())
-
-
-def flex_mask(T, window, chunked, starts, slopes, device):
-    """The mask of T tokens as flex_attention takes it, (block mask, function that changes scores or None):
-    of a window, or of chunks, from the starts (B, T) of documents on, with ALiBi's slopes (H,); None where
-    there is none. The bias of the same Mask then costs nothing: the compiler drops it unread."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def is_seen(b, h, q, k):
-        seen = k <= q
-        if window is not None:
-            age = (q if starts is None else q - starts[b, q]) % window if chunked else window - 1
-            seen = seen & (q - k <= age)
-        return seen if starts is None else seen & (k >= starts[b, q])
-
-    def add_alibi(score, b, h, q, k):
-        return score - slopes[h] * (q - k)
-
-    rows = None if starts is None else len(starts)
-    return (create_block_mask(is_seen, rows, None, T, T, device=device),
-            None if slopes is None else add_alibi)
-
-
-def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=BLOCK,
-                    few=False):
-    """attend, written out, in blocks of queries, which leave out keys that a causal mask hides from all of
-    them. For what no kernel does: capped scores, a sink, attention weights on request; for training on CPUs,
-    see `eager` in GPT.context, and windows there, where it takes half of SDPA's time at a window of a fourth
-    of the tokens; and for few queries in a compiled step, by sums that the compiler makes two loops of, which
-    read keys and values once: on a CPU SDPA takes ten times as long, and CUDA's kernels that take a bias give
-    all keys of a head to one multiprocessor."""
-    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    q, out, block = q * scale, [], T if few or weights is not None else block
-    for start in range(0, T, block):
-        end = min(start + block, T)
-        first = max(0, start + 1 - mask.window) if mask.is_causal and mask.window else 0
-        last = end if mask.is_causal else S
-        keys, values = k[:, :, first:last], v[:, :, first:last]
-        # a group's heads are rows of one product: (B, K, H / K t, D) @ (B, K, D, seen)
-        rows = q[:, :, start:end].reshape(B, K, -1, D)
-        score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
-        score = score.view(B, H, end - start, last - first)
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
-        if mask.bias is not None:
-            score = score + mask.bias[:, :, start:end, first:last]
-        if sink is not None:  # has weight but no value
-            score = torch.cat((score, sink.type_as(score)[:, None, None].expand_as(score[..., :1])), dim=-1)
-        weight = score.softmax(dim=-1)[..., :last - first]
-        if weights is not None:
-            weights.append(weight)
-        weight = dropout(weight, p).reshape(B, K, -1, last - first)
-        y = (weight[..., None] * values[:, :, None]).sum(dim=-2) if few else weight @ values
-        out.append(y.view(B, H, end - start, -1))
-    return torch.cat(out, dim=2)
-
-
-class BaseAttention(Mixer):
-    """Common to both kinds of attention: scores that are scaled, capped and masked, and a sink. head_widths:
-    a head's key width plus its value width, for flops."""
-
-    documents = can_slide = True
-    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'rope_local', 'qkv_bias', 'proj_bias', 'attn_scale',
-              'attn_softcap', 'attn_sink', 'query_scale')
-
-    @classmethod
-    def check(cls, config):
-        if config.pos == 'rope' and (config.head_dim or config.qk_rope_head_dim):
-            yield from check_rope(config)
-        if config.query_scale is not None:
-            try:
-                query_scale(torch.zeros(1, 1, dtype=torch.long, device='cpu'), **config.query_scale)
-                if not set(config.query_scale.get('layers', 'PN')) & set(config.pos_pattern):
-                    yield 'query_scale pos_pattern', 'no layer has a letter of its layers'
-            except Exception as error:  # whatever the function makes of its options
-                yield 'query_scale', f"{type(error).__name__} {error}"
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
-        is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
-        self.mask_kind = (self.window, config.pos in BIASED and self.pos, is_chunked)
-        self.rope_kind = config.rope_kind(layer) if self.pos else None
-        self.p, self.scale, self.softcap = config.dropout, config.scale, config.attn_softcap
-        grown = (config.query_scale or {}).get('layers', 'PN')
-        self.query_scale = config.query_scale if letter(config.pos_pattern, layer) in grown else None
-        self.n_head, self.sink = config.n_head, None
-        if config.attn_sink:
-            self.sink = parameter(config.n_head, init=nn.init.zeros_, group='vector')
-
-    def attend(self, q, k, v, context):
-        mask, p = context.masks[self.mask_kind], self.p if self.training else 0.0
-        if self.query_scale:
-            q = q * query_scale(context.position_ids, **self.query_scale).type_as(q)
-        return attend(q, k, v, context, mask, self.scale, p, self.softcap, self.sink)
-
-    def flops(self, length):
-        # scores and the sum of values over the sequence or the window, the masked half counted too (PaLM,
-        # arXiv:2204.02311, appendix B)
-        return 6 * self.n_head * self.head_widths * min(length, self.window or length)
-
-
-class Attention(BaseAttention):
-    """Multi-head, grouped-query or multi-query attention, by n_kv_head; with attn_gate its output is gated
-    (arXiv:2505.06708), each element or each head by itself."""
-
-    fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'partial_rotary_factor', 'attn_gate')
-
-    @classmethod
-    def check(cls, config):
-        yield from super().check(config)
-        if config.kv_lora_rank is not None:
-            yield 'mixer_pattern kv_lora_rank', 'a model has attention (A) or latent attention (M), not both'
-        elif config.head_dim is None:
-            yield 'n_embd n_head', 'n_head must divide n_embd, or set head_dim'
-        if config.n_head % (config.n_kv_head or 1):
-            yield 'n_kv_head n_head', 'n_kv_head must divide n_head'
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        H, K, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
-        gate = (H if config.attn_gate == 'head' else H * D,) if config.attn_gate else ()
-        self.c_attn = FusedLinear(C, (H * D, K * D, K * D, *gate), bias=config.qkv_bias)
-        self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
-        # elements of a token that are normalised together: a head's, or all heads'
-        self.normed = [n * D if config.qk_norm == 'whole' else D for n in (H, K)]
-        self.norms_last = config.qk_norm in ('rotated', 'unit')
-        is_unit = config.qk_norm == 'unit'
-        has_norm = self.rope_kind if is_unit else config.qk_norm
-        self.q_norm, self.k_norm = (Norm(width, config, is_unit) if has_norm else nn.Identity()
-                                    for width in self.normed)
-        self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
-
-    def forward(self, x, context):
-        (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
-        if not self.norms_last:
-            q = self.q_norm(q.unflatten(-1, (-1, self.normed[0]))).flatten(2)
-            k = self.k_norm(k.unflatten(-1, (-1, self.normed[1]))).flatten(2)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
-        q, k = rotate(q, rope), rotate(k, rope)
-        if self.norms_last:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if context.cache is not None:
-            k, v = context.cache.append(self.layer, context, k, v)
-        y = self.attend(q, k, v, context).transpose(1, 2)  # (B, T, H, D)
-        if gate:  # for each element, or for each head
-            y = y * gate[0].unflatten(-1, (self.n_head, -1)).sigmoid()
-        return self.c_proj(y.flatten(2))
-
-
-class LatentAttention(BaseAttention):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
-    are projections of one latent a token, which is all that is cached, beside one rotary key that the heads
-    share. Training computes them ("expanded"). Where that costs less, as in decoding, queries are projected
-    down to the latents, and outputs up from them ("absorbed", its section 2.1.2): then the latents are keys
-    and values of multi-query attention."""
-
-    fields = (*BaseAttention.fields, 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim',
-              'v_head_dim', 'latent_norm_eps')
-
-    @classmethod
-    def check(cls, config):
-        yield from super().check(config)
-        if config.kv_lora_rank is None:
-            yield 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank'
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        H, C, rank, q_rank = config.n_head, config.n_embd, config.kv_lora_rank, config.q_lora_rank
-        self.rank, self.nope, self.rope = rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-        self.v, q_width = config.v_head_dim, H * (self.nope + self.rope)
-        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, self.rope), bias=config.qkv_bias)
-        eps = config.latent_norm_eps
-        self.q_norm = Norm(q_rank, config, eps=eps) if q_rank else nn.Identity()
-        self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
-        self.kv_norm = Norm(rank, config, eps=eps)
-        self.c_kv = Linear(rank, H * (self.nope + self.v))  # for each head k, then v
-        self.c_proj = Linear(H * self.v, C, bias=config.proj_bias, init=branch_init(config))
-        self.slots, self.head_widths = [(1, rank + self.rope)], self.nope + self.rope + self.v
-
-    def forward(self, x, context, absorb=None):
-        (q, latent, k_rope), rope = self.c_attn(x), context.ropes[self.rope_kind]
-        q = self.c_q(self.q_norm(q)).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-        q, q_rope = q.split((self.nope, self.rope), dim=-1)
-        latent = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], rope)), dim=-1)
-        if context.cache is not None:
-            latent, = context.cache.append(self.layer, context, latent)  # (B, 1, S, rank + rope)
-        w_k, w_v = self.c_kv.weight.view(self.n_head, -1, self.rank).split((self.nope, self.v), dim=1)
-        T, S, up = q.shape[2], latent.shape[2], self.rank * (self.nope + self.v)
-        if absorb is None:  # multiplications a head
-            absorb = (context.cache is not None
-                      and T * (up + S * (2 * self.rank + self.rope)) < S * (up + T * self.head_widths))
-        if absorb:
-            q, k, v = q @ w_k, latent, latent[..., :self.rank]
-        else:
-            kv = self.c_kv(latent[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-            k, v = kv.split((self.nope, self.v), dim=-1)
-            k = torch.cat((k, latent[..., self.rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
-        y = self.attend(torch.cat((q, rotate(q_rope, rope)), dim=-1), k, v, context)
-        return self.c_proj((y @ w_v.mT if absorb else y).transpose(1, 2).flatten(2))
-
-
-# the cache --------------------------------------------------------------------------------------------------
-
-class Cache:
-    """The tokens so far, as each layer keeps them. Made by GPT.make_cache, owned by the caller. For a layer
-    `slots` has a list of tensors (B, heads, number of slots + 1, width), its KV cache, and `states` a list of
-    tensors (B, ...) of fixed size; see Mixer. The slot of a token is its position, and in a rolling KV cache,
-    which holds a window alone, its position modulo the number of slots:
-
-        max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
-        slot   0  1  2  3  4  5 | 6            slot   0  1  2  3 | 4
-        row 0  a  b  c  .  .  . |              row 0  e  f  c  d |
-        row 1  a  b  c  d  e  . |
-
-    Slots beyond a row's length are masked. The last takes padding; nothing reads it.
-
-    Rows may have different lengths: `length` (B,) counts each row's tokens, `longest` is their maximum, on
-    the host, and `same_length` says that all are alike. If `static`, only tensors may change, so that one
-    compiled step serves every position: then the caller keeps count, `longest` is None, and each step attends
-    to all slots, empty ones masked."""
-
-    def __init__(self, mixers, batch_size, max_len, device, dtype, static, rolling, documents):
-        self.max_len, self.static, self.rolling = max_len, static, rolling
-        self.longest, self.same_length = (None, False) if static else (0, True)
-        self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
-        # the position where each position's document starts, and a last column for padding
-        self.starts = torch.zeros(batch_size, (max_len + 1) * documents, dtype=torch.long, device=device)
-        self.slots = [[torch.zeros(batch_size, heads, self.n_slots(mixer.window) + 1, width, device=device,
-                                   dtype=dtype) for heads, width in mixer.slots] for mixer in mixers]
-        self.states = [[torch.zeros(batch_size, *shape, device=device, dtype=own or dtype)
-                        for shape, own in mixer.states] for mixer in mixers]
-
-    def n_slots(self, window):
-        """The number of tokens that a layer with this window keeps."""
-        return min(window, self.max_len) if self.rolling and window else self.max_len
-
-    def used(self, n_slots, T):
-        """The number of slots to attend to once T new tokens are in."""
-        return n_slots if self.static else min(self.longest + T, n_slots)
-
-    def key_positions(self, window, positions):
-        """(1 or B, S): the positions of the keys that append returns in a layer with this window, for new
-        tokens at positions (1 or B, T); -1 for an empty slot."""
-        n_slots, T = self.n_slots(window), positions.shape[1]
-        if n_slots == self.max_len:
-            return torch.arange(self.used(n_slots, T), device=positions.device)[None]
-        n_in = int(T == 1)  # new tokens that are in a slot already, see append
-        slot = torch.arange(self.used(n_slots, n_in), device=positions.device)
-        last = positions[:, :1] - 1 + n_in
-        old = (last - (last - slot) % n_slots).clamp(min=-1)  # the last position that falls to each slot
-        return old if n_in else torch.cat((old, positions), dim=1)
-
-    def append(self, layer, context, *new):
-        """Puts a layer's new tensors (B, heads, T, width) into the slots of context.positions; returns all to
-        attend to, (B, heads, S, width) each."""
-        slots, T = self.slots[layer], new[0].shape[2]
-        n_slots = slots[0].shape[2] - 1
-        if T == 1 or n_slots == self.max_len:
-            self.write(slots, n_slots, context, new)
-            return [old[:, :, :self.used(n_slots, T)] for old in slots]
-        # of several tokens the first sees what the last will overwrite
-        seen = [torch.cat((old[:, :, :self.used(n_slots, 0)], add), dim=2) for old, add in zip(slots, new)]
-        self.write(slots, n_slots, context, new)
-        return seen
-
-    def write(self, slots, n_slots, context, new):
-        T, device = new[0].shape[2], self.length.device
-        if self.same_length and context.lengths is None:
-            start = self.longest % n_slots
-            if start + T <= n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
-                for old, add in zip(slots, new):
-                    old[:, :, start:start + T] = add
-                return
-        column, row = torch.arange(T, device=device), torch.arange(len(self.length), device=device)[:, None]
-        end = T if context.lengths is None else context.lengths[:, None]
-        kept = (column < end) & (column >= end - n_slots)  # no padding, and of a long text its end
-        slot = (context.positions % n_slots).where(kept, n_slots)
-        for old, add in zip(slots, new):
-            old[row, :, slot] = add.transpose(1, 2).to(old.dtype)
-
-    def positions(self, T, lengths=None):
-        """Positions of the next T tokens: (1, T) if all rows are alike, else (B, T). Raises ValueError if
-        they do not fit."""
-        if lengths is not None or not self.static:
-            longest = self.longest + T if lengths is None else int((self.length + lengths).max())
-            if longest > self.max_len:
-                raise ValueError(f"cache is full: {longest} tokens into {self.max_len} slots; "
-                                 "make_cache with a larger max_len")
-        start = self.longest if self.same_length else self.length[:, None]
-        return start + torch.arange(T, device=self.length.device)[None]
-
-    def advance(self, T, lengths=None):
-        """Counts the tokens that have been appended."""
-        self.length += T if lengths is None else lengths
-        if lengths is not None:
-            self._recount()
-        elif not self.static:
-            self.longest += T
-
-    def rewind(self, n):
-        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Raises ValueError if
-        a row is shorter, or for a layer that keeps no earlier tokens: one with a state, or a rolling KV cache
-        that has wrapped."""
-        n = torch.as_tensor(n, device=self.length.device)
-        kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots) - 1
-        if ((n < 0) | (n > self.length) | (n > 0) & (self.length > kept) & (kept < self.max_len)).any():
-            raise ValueError(f"cannot rewind {n.tolist()} of {self.length.tolist()} tokens: there are not so "
-                             "many, or a layer keeps only a state or a window (for a window: rolling=False)")
-        self.length -= n
-        self._recount()
-
-    def reset(self):
-        """Empties all rows."""
-        for tensor in [self.length, *itertools.chain(*self.states)]:
-            tensor.zero_()
-        self._recount()
-
-    def select(self, rows):
-        """Keeps, reorders or copies rows: a list or (B',) of row numbers."""
-        rows = torch.as_tensor(rows, device=self.length.device)
-        self.slots, self.states = ([[tensor[rows] for tensor in layer] for layer in layers]
-                                   for layers in (self.slots, self.states))
-        self.length, self.starts = self.length[rows], self.starts[rows]
-        self._recount()
-
-    def _recount(self):
-        if not self.static:
-            shortest, self.longest = int(self.length.min()), int(self.length.max())
-            self.same_length = shortest == self.longest
-
-    def tensors(self):
-        """All tensors that a step changes, for CUDA graphs."""
-        return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
-
-    @property
-    def nbytes(self):
-        return sum(t.nbytes for t in self.tensors()[2:])
-
-
-# Gated DeltaNet ---------------------------------------------------------------------------------------------
-
-def short_convolution(x, weight, context):
-    """Causal and depthwise: y_t = sum of weight[:, -1 - j] x_{t - j}, j tokens back, none of them before the
-    start of the token's document. x (B, kernel - 1 + T, channels), the inputs of T tokens and of those before
-    them, see Mixer.after_last; weight (channels, kernel) -> (B, T, channels)."""
-    kernel, y = weight.shape[1], 0.0
-    T = x.shape[1] - (kernel - 1)
-    for j in range(kernel):
-        tap = x[:, kernel - 1 - j:kernel - 1 - j + T] * weight[:, -1 - j]
-        y = y + (tap if context.document_starts is None else tap * (context.position_ids >= j)[..., None])
-    return y
-
-
-def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, chunk=64):
-    """Linear attention whose state S (keys x values) forgets, and corrects what it holds for a key:
-
-        S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(decay_t) S_{t-1})^T,    y_t = S_t^T q_t
-
-    arXiv:2412.06464, equation 10, in chunks (its section 3.3): within one the corrections depend on each
-    other by a triangular system, between them the state is handed on. A chunk of one token is the recurrence
-    itself. q, k (B, heads, T, keys); v (B, heads, T, values); decay <= 0 (B, heads, T, 1), or of each key's
-    channel (B, heads, T, keys); beta (B, heads, T, 1); state (B, heads, keys, values); all float32. is_start
-    (B, T) bool: where documents start, which see nothing of others. corrects: False leaves out the subtracted
-    term. chunk: a power of two. Returns y (B, heads, T, values) and the state after the last token."""
-    T, C = q.shape[2], chunk
-    while T <= C // 2:
-        C //= 2
-
-    def chunks(x, dim):  # padded with zeros, so that nothing is written and nothing decays
-        return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % C)).unflatten(dim, (-1, C))
-
-    q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, C, ...)
-    total = running_sum(decay)  # log of how much the state from before the chunk has decayed
-    hidden = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    carried, left = total.exp(), (total[..., -1:, :] - total).exp()  # from the chunk's start, to its end
-    if is_start is not None:
-        document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0 began before the chunk
-        hidden = hidden | (document[..., :, None] != document[..., None, :])
-        carried = carried * (document == 0)[..., None]
-        left = left * (document == document[..., -1:])[..., None]
-    between = None  # (B, heads, chunks, C, C): decayed from j to i, where that is the same in all channels
-    if decay.shape[-1] == 1:
-        between = (total - total.mT).masked_fill(hidden, -math.inf).exp()
-
-    def scores(x):
-        return decayed_scores(x, k, total).masked_fill(hidden, 0.0) if between is None else x @ k.mT * between
-
-    written = v * beta
-    if corrects:
-        k_beta = k * beta
-        right = torch.cat((written, k_beta * carried), dim=-1)
-        # only the part of the system below the diagonal counts
-        right = torch.linalg.solve_triangular(scores(k_beta), right, upper=False, unitriangular=True)
-        written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
-    score, q, k, out = scores(q), q * carried, k * left, []
-    for i in range(q.shape[2]):
-        new = written[:, :, i] - read[:, :, i] @ state if corrects else written[:, :, i]
-        out.append(q[:, :, i] @ state + score[:, :, i] @ new)
-        state = state * carried[:, :, i, -1, :, None] + k[:, :, i].mT @ new
-    return torch.cat(out, dim=2)[:, :, :T], state
-
-
-def running_sum(x):
-    """x (..., n, channels) -> the same shape, the sum of the rows up to each."""
-    if has_cumsum(x.device.type):
-        return x.cumsum(-2)
-    step = 1
-    while step < x.shape[-2]:
-        x, step = x + F.pad(x[..., :-step, :], (0, 0, step, 0)), 2 * step
-    return x
-
-
-def has_cumsum(device):
-    """Whether torch sums up floats on a type of device: CUDA's kernel differs from run to run, and is refused
-    where that is."""
-    return device != 'cuda' or not torch.are_deterministic_algorithms_enabled()
-
-
-def decayed_scores(q, k, total):
-    """For i >= j the sum over channels of q_i k_j exp(total_i - total_j), (..., C, C); q, k and total, which
-    falls, are (..., C, channels), C a power of two. k exp(-total) would overflow: of two adjacent blocks the
-    later's queries decay from the earlier's end, and the earlier's keys to there."""
-    score, half = (q * k).sum(-1)[..., None, None], 1  # blocks of one
-    while half < q.shape[-2]:
-        (_, late), (early, _), (before, after) = (  # (..., pairs of blocks, half, channels)
-            x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, total))
-        end = before[..., -1:, :]
-        across = (late * (after - end).exp()) @ (early * (end - before).exp()).mT
-        first, second = score.unflatten(-3, (-1, 2)).unbind(-3)
-        score = torch.cat((F.pad(first, (0, half)), torch.cat((across, second), dim=-1)), dim=-2)
-        half *= 2
-    return score[..., 0, :, :]
-
-
-class GatedDeltaNet(Mixer):
-    """Linear attention by the gated delta rule (arXiv:2412.06464), as in Qwen3-Next: a short convolution over
-    queries, keys and values, of which the first two are normalised, and an output that is normalised and
-    gated. A row keeps the last inputs of the convolution and a float32 state, whatever its length."""
-
-    documents, n_products = True, 3
-    fields = ('linear_n_key_head', 'linear_n_value_head', 'linear_key_head_dim', 'linear_value_head_dim',
-              'linear_conv_kernel_dim')
-
-    @classmethod
-    def defaults(cls, config):
-        heads, width = config.linear_n_key_head or config.n_head, quotient(config.n_embd, config.n_head)
-        return dict(linear_n_key_head=heads, linear_n_value_head=heads, linear_key_head_dim=width,
-                    linear_value_head_dim=config.linear_key_head_dim or width, linear_conv_kernel_dim=4)
-
-    @classmethod
-    def check(cls, config):
-        if config.linear_key_head_dim is None:
-            yield 'n_embd n_head', 'n_head must divide n_embd, or set linear_key_head_dim'
-        if config.linear_n_value_head % config.linear_n_key_head:
-            yield 'linear_n_value_head linear_n_key_head', 'key heads must divide value heads'
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.n_key, self.n_value = config.linear_n_key_head, config.linear_n_value_head
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        keys, values = self.n_key * self.key_dim, self.n_value * self.value_dim
-        kernel, self.qkv = config.linear_conv_kernel_dim, (keys, keys, values)
-        others, n_decay, n_normed = self.other_widths(keys, values)
-        self.c_attn = FusedLinear(config.n_embd, (*self.qkv, *others))
-        self.conv, self.conv_bias = convolution(sum(self.qkv), kernel), None
-        self.dt_bias = parameter(n_decay, init=dt_init, group='vector')
-        self.A_log = parameter(self.n_value, init=decay_init, group='vector')
-        self.o_norm = parameter(n_normed, init=nn.init.ones_, group='vector')
-        self.c_proj = Linear(values, config.n_embd, init=branch_init(config))
-        self.eps = config.norm_eps
-        self.states = [((kernel - 1, sum(self.qkv)), None),
-                       ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
-
-    def other_widths(self, keys, values):
-        """Widths of other projections than queries, keys and values (the output's gate; for each value head
-        beta and decay), of dt_bias and of o_norm."""
-        return (values, self.n_value, self.n_value), self.n_value, self.value_dim
-
-    def flops(self, length):
-        # read, write and read the state, and the convolution: 2 FLOPs each, 3 times
-        return 6 * (self.n_products * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
-
-    def forward(self, x, context):
-        *qkv, gate, beta, decay = self.c_attn(x)
-        return self.mix(qkv, gate, beta, decay, context, F.silu)
-
-    def mix(self, qkv, gate, beta, decay, context, act):
-        """beta (B, T, n_value), decay (B, T, n_value or keys), act for the gate -> (B, T, C)"""
-        q, k, v = self.convolved(qkv, context)
-        q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
-        decay = F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.n_value, -1))
-        decay = -self.A_log.float().exp()[:, None] * decay
-        y = self.recur(q * self.key_dim ** -0.5, k, v, decay, beta.float().sigmoid(), context)
-        y = F.rms_norm(y, (self.value_dim,), self.o_norm.float(), self.eps)
-        y = y * act(gate.unflatten(-1, (self.n_value, -1)).float())
-        return self.c_proj(y.type_as(gate).flatten(2))
-
-    def convolved(self, qkv, context):
-        """-> q, k, v, (B, value heads, T, width) float32"""
-        x = torch.cat(qkv, dim=-1)
-        x = short_convolution(self.after_last(x, context), self.conv.type_as(x), context)
-        x = F.silu(x if self.conv_bias is None else x + self.conv_bias.type_as(x))
-        q, k, v = (y.unflatten(-1, (-1, width)).transpose(1, 2).float() for y, width in zip(
-            x.split(self.qkv, dim=-1), (self.key_dim, self.key_dim, self.value_dim)))
-        return *(y.repeat_interleave(self.n_value // self.n_key, dim=1) for y in (q, k)), v
-
-    def recur(self, q, k, v, decay, beta, context, corrects=True):
-        """The rule from the cached state on. decay (B, T, n_value, 1 or keys), beta (B, T, n_value) -> (B, T,
-        n_value, values)."""
-        cache, is_token = context.cache, context.is_token()
-        if is_token is not None:  # padding writes nothing, and nothing is forgotten over it
-            beta, decay = beta * is_token[..., None], decay * is_token[..., None, None]
-        state = q.new_zeros(len(q), *self.states[1][0]) if cache is None else cache.states[self.layer][1]
-        is_start = None if context.document_starts is None else context.position_ids == 0
-        with torch.autocast(q.device.type, enabled=False):
-            y, after = gated_delta_rule(q, k, v, decay.transpose(1, 2), beta.mT[..., None], state, is_start,
-                                        corrects)
-        if cache is not None:
-            state.copy_(after)
-        return y.transpose(1, 2)
-
-
-def convolution(channels, kernel):
-    """The weight of a short_convolution."""
-    bounded = functools.partial(nn.init.uniform_, a=-kernel ** -0.5, b=kernel ** -0.5)
-    return parameter(channels, kernel, init=bounded, group='vector')
-
-
-def decay_init(w):
-    """The log of uniform (0, 16), as Mamba 2 and the paper's code start."""
-    nn.init.uniform_(w, 1e-3, 16).log_()
-
-
-def dt_init(w):
-    """Its softplus is log-uniform from 0.001 to 0.1."""
-    step = nn.init.uniform_(w, math.log(0.001), math.log(0.1)).exp_()
-    w.copy_(step + torch.log(-torch.expm1(-step)))
-
-
-# MLP and experts --------------------------------------------------------------------------------------------
+# activations, norm placements -------------------------------------------------------------------------------
 
 def swiglu_oai(gate, up, limit=7.0):
     """gpt-oss's, arXiv:2508.10925."""
@@ -1443,154 +1553,7 @@ class XIELU(nn.Module):
         return (curve + 0.5 * x).type_as(x)
 
 
-ACTIVATIONS = {
-    # name: (function, or class of a module with parameters; gated: it takes gate and up, arXiv:2002.05202)
-    'swiglu': (lambda gate, up: F.silu(gate) * up, True),
-    'geglu': (lambda gate, up: F.gelu(gate) * up, True),
-    'geglu_tanh': (lambda gate, up: F.gelu(gate, approximate='tanh') * up, True),  # Gemma's
-    'reglu': (lambda gate, up: F.relu(gate) * up, True),
-    'glu': (lambda gate, up: torch.sigmoid(gate) * up, True),
-    'swiglu_oai': (swiglu_oai, True),
-    'gelu': (F.gelu, False),                                        # the exact one, by erf
-    'gelu_tanh': (functools.partial(F.gelu, approximate='tanh'), False),  # OpenAI GPT-2's
-    'relu': (F.relu, False),
-    'relu2': (lambda x: F.relu(x).square(), False),                 # Primer, arXiv:2109.08668
-    'silu': (F.silu, False),
-    'xielu': (XIELU, False),
-}
-
-
-def activation(config):
-    """The activation of config.mlp and whether it is gated; a class becomes an instance, with parameters."""
-    act, gated = ACTIVATIONS[config.mlp]
-    if act is swiglu_oai:
-        act = functools.partial(act, limit=config.mlp_limit)
-    return act() if isinstance(act, type) else act, gated
-
-
-class MLP(nn.Module):
-    """x (..., C) -> (..., C): down(act(up(x))), or gated: down(act(gate(x), up(x)))."""
-
-    def __init__(self, config, width):
-        super().__init__()
-        self.act, gated = activation(config)
-        self.c_fc = FusedLinear(config.n_embd, (width,) * (2 if gated else 1), config.mlp_bias)
-        self.c_proj = Linear(width, config.n_embd, config.mlp_bias, init=branch_init(config))
-
-    def forward(self, x):
-        return self.c_proj(self.act(*self.c_fc(x)))
-
-
-class Experts(nn.Module):
-    """An MLP for each expert: x (n, C), rows sorted by expert, offsets (E,) where they end -> (n, C)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.act, gated = activation(config)
-        E, width = config.n_expert, config.d_expert
-        self.c_fc = GroupedLinear(E, config.n_embd, (width,) * (2 if gated else 1), config.mlp_bias)
-        self.c_proj = GroupedLinear(E, width, (config.n_embd,), config.mlp_bias, init=branch_init(config))
-
-    def forward(self, x, offsets):
-        y, = self.c_proj(self.act(*self.c_fc(x, offsets)), offsets)
-        return y
-
-
-ROUTERS = {
-    # name: (logits -> logs of the experts' scores, scores of a group's experts -> the group's score)
-    'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
-    'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),         # DeepSeek-V3
-}
-
-
-class MoE(nn.Module):
-    """Mixture of experts: each token passes through the n_expert_active experts that its router scores
-    highest (Shazeer et al. 2017, arXiv:1701.06538), and through the shared ones (DeepSeekMoE,
-    arXiv:2401.06066). No token is dropped."""
-
-    @classmethod
-    def check(cls, config):
-        """As Mixer.check."""
-        if config.n_expert is None:
-            return
-        n_groups, used = config.n_group or 1, config.topk_group or 1
-        if config.n_expert % n_groups or used > n_groups:
-            yield 'n_group topk_group n_expert', 'n_group must divide n_expert, and topk_group not be larger'
-        if config.n_expert_active > config.n_expert // n_groups * used:
-            yield 'n_expert_active n_expert n_group topk_group', 'a token cannot use more experts than it has'
-
-    def __init__(self, config):
-        super().__init__()
-        self.config, shared = config, (config.n_shared_expert or 0) * config.d_expert
-        self.router = Linear(config.n_embd, config.n_expert, config.mlp_bias)
-        self.experts = Experts(config)
-        self.shared = MLP(config, shared) if shared else None
-        self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
-        if config.balance_bias:
-            self.register_buffer('expert_bias', torch.zeros(config.n_expert))
-
-    def forward(self, x, context):
-        """x (B, T, C) -> (B, T, C)"""
-        flat, k = x.flatten(0, 1), self.config.n_expert_active  # (n, C)
-        weight, chosen, logits, score = self.route(flat)
-        order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
-        ends = self.load(chosen, 1)[0].cumsum(0, dtype=torch.int32)
-        each = flat.to(context.dtype)[:, None].expand(-1, k, -1).flatten(0, 1)  # a row a choice
-        if self.config.expert_input_scale:
-            each, weight = each * weight.view(-1, 1).type_as(each), torch.ones_like(weight)
-        # index_select: the backward of indexing is slow, or not deterministic
-        y = self.experts(each.index_select(0, order), ends)
-        y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
-        y = (y * weight[..., None].type_as(y)).sum(1).view_as(x)
-        if context.routing is not None:
-            context.routing.append(self.statistics(chosen, logits, score, len(x)))
-        if self.shared is None:
-            return y
-        shared = self.shared(x)
-        return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
-
-    def route(self, x):
-        """x (n, C) -> weights (n, k), experts (n, k), logits and log scores (n, E); all float32."""
-        config, (log, group_score) = self.config, ROUTERS[self.config.router]
-        with torch.autocast(x.device.type, enabled=False):
-            bias = self.router.bias if self.router.bias is None else self.router.bias.float()
-            logits = F.linear(x.float(), self.router.weight.float(), bias)
-        score = log(logits)
-        rank = score.detach().exp()
-        if config.balance_bias:  # arXiv:2408.15664: in choosing, not in weighing
-            rank = rank + self.expert_bias
-        if config.n_group:
-            groups = rank.unflatten(1, (config.n_group, -1))  # (n, groups, experts of one)
-            best = group_score(groups).topk(config.topk_group).indices
-            kept = (torch.arange(config.n_group, device=x.device)[:, None] == best[:, None]).any(-1)
-            rank = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
-        chosen = rank.topk(config.n_expert_active).indices
-        weight = score.gather(1, chosen)
-        # normalised among the chosen: the softmax of log scores, which no underflow can reach
-        weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
-        return weight * config.routed_scaling_factor, chosen, logits, score
-
-    def load(self, chosen, rows):
-        """chosen (n, k), the tokens of `rows` rows of a batch -> (rows, E): choices of each expert."""
-        every = torch.arange(self.config.n_expert, device=chosen.device)
-        return (chosen.view(rows, -1, 1) == every).sum(1)
-
-    def statistics(self, chosen, logits, score, rows):
-        """balance (0-d): 1 when experts are used evenly (Switch, arXiv:2101.03961, equations 4 to 6); z
-        (0-d): ST-MoE's, arXiv:2202.08906; load (E,): choices of each expert."""
-        rows = rows if self.config.balance_per_sequence else 1
-        load = self.load(chosen, rows)
-        share = score.softmax(-1).view(rows, -1, self.config.n_expert).mean(1)  # of the scores, (rows, E)
-        balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
-        return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
-
-
-# block ------------------------------------------------------------------------------------------------------
-
-def pre_norm(x, attn, mlp, ln_1, ln_2):
-    """GPT-2, Llama."""
-    x = x + attn(ln_1(x))
-    return x + mlp(ln_2(x))
+ACTIVATIONS |= {'swiglu_oai': (swiglu_oai, True), 'xielu': (XIELU, False)}
 
 
 def post_norm(x, attn, mlp, ln_1, ln_2):
@@ -1603,6 +1566,11 @@ def output_norm(x, attn, mlp, ln_1, ln_2):
     """OLMo 2, arXiv:2501.00656."""
     x = x + ln_1(attn(x))
     return x + ln_2(mlp(x))
+
+
+def ends_in_norm(config):
+    """Whether a norm follows attention and MLP before they are added."""
+    return config.norm_placement in ('output', 'sandwich')
 
 
 def sandwich_norm(x, attn, mlp, ln_1, ln_2, ln_3, ln_4):
@@ -1627,8 +1595,7 @@ def mixer_alone(x, attn, mlp, ln_1):
     return x + attn(ln_1(x))
 
 
-NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms; how many norms)
-    'pre': (pre_norm, 2),
+NORM_PLACEMENTS |= {
     'post': (post_norm, 2),
     'output': (output_norm, 2),
     'sandwich': (sandwich_norm, 4),
@@ -1637,35 +1604,7 @@ NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms; how many norm
 }
 
 
-class Block(nn.Module):
-    """A mixer and an MLP or experts, with norms where config.norm_placement says."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        has_mlp = config.mlp_of(layer) != 'N'
-        self.placement, n_norm = NORM_PLACEMENTS[config.norm_placement] if has_mlp else (mixer_alone, 1)
-        self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
-        self.ln_1 = Norm(config.n_embd, config)
-        self.attn = MIXERS[config.mixer_of(layer)](config, layer)
-        for name in self.norms[1:]:  # nanoGPT's files number optimizer states in this order
-            setattr(self, name, Norm(config.n_embd, config))
-        self.sparse = config.has_experts(layer)
-        self.mlp = MoE(config) if self.sparse else MLP(config, config.d_ff) if has_mlp else None
-        self.p, self.scale = config.dropout, config.residual_scale
-
-    def forward(self, x, context):
-        """x (B, T, C) -> (B, T, C)"""
-        norms = [getattr(self, name) for name in self.norms]
-        return self.placement(x, lambda y: self.branch(self.attn(y, context)),
-                              lambda y: self.branch(self.mlp(y, context) if self.sparse else self.mlp(y)),
-                              *norms)
-
-    def branch(self, y):
-        y = dropout(y, self.p if self.training else 0.0)
-        return y if self.scale == 1 else y * self.scale
-
-
-# the model --------------------------------------------------------------------------------------------------
+# bigrams, the prediction layer ------------------------------------------------------------------------------
 
 class BigramEmbedding(Mixer):
     """A row of a table for each token and the one before it, by a hash (modded-nanogpt, record of 2026-01-19;
@@ -1682,7 +1621,7 @@ class BigramEmbedding(Mixer):
 
     def forward(self, context):
         """-> (B, T, C). 0 stands before the first token of a document."""
-        before = self.after_last(context.idx, context)[:, :-1]
+        before = after_last(self, context.idx, context)[:, :-1]
         if context.document_starts is not None:
             before = before.where(context.position_ids > 0, 0)
         return self.table((36313 * context.idx + 27191 * before) % self.table.num_embeddings)
@@ -1697,585 +1636,250 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         self.ln_x, self.ln_next = Norm(config.n_embd, config), Norm(config.n_embd, config)
         self.c_in = Linear(2 * config.n_embd, config.n_embd)
-        self.block = Block(config, config.n_layer - 1)
+        self.block, self.streams = Block(config, config.n_layer - 1), streams(config)
 
     def forward(self, x, x0, context):
         """x, and x0, which the first block got, (B, T, C) -> (B, T, C); meaningless for the last token."""
-        return self.block(self.c_in(torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)), context)
+        (enter, leave), both = self.streams, torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)
+        return leave(self.block(enter(self.c_in(both)), context))
 
 
-def cross_entropy(logits, targets):
-    """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
-    targets, rows = targets.flatten().clamp(min=-1), max(1, MOST_LOGITS // logits.shape[-1])
-    loss = sum(F.cross_entropy(some, wanted, ignore_index=-1, reduction='sum')
-               for some, wanted in zip(logits.flatten(0, 1).split(rows), targets.split(rows)))
-    return loss / (targets >= 0).sum().clamp(min=1)
+# V. validation, accounting ==================================================================================
 
+BIASED = ('alibi', 't5')  # positions that are added to attention's scores
+POSITIONS = ('rope', *BIASED, 'learned', 'sinusoidal', 'none')
 
-MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
 
+def complete(config):
+    """Replaces each None by its default. Raises ValueError for a config that cannot be computed, or has an
+    option without effect, naming all problems."""
+    config.n_expert = config.n_expert or None  # so that a flag can say it: --n_expert=0
+    problems, without_effect = wrong_values(config), set()
+    if not problems:  # combinations are checked only where each field by itself is sound
+        problems, without_effect = wrong_combinations(config, fill_defaults(config))
+    if problems:
+        error = ValueError('invalid config: ' + '; '.join(problems))
+        error.unused = without_effect
+        raise error
 
-PARTS = {  # what a parameter's name contains: the part of the model that it is counted under
-    'mtp.': 'prediction layer',
-    'wte.': 'embedding', 'wpe.': 'embedding', 'bigram.': 'embedding', 't5_bias.': 'embedding',
-    'lm_head.': 'head',
-    'router.': 'router', 'experts.': 'experts', 'shared.': 'shared experts', 'shared_gate.': 'shared experts',
-    'mlp.': 'mlp', 'attn.': 'attention', 'lambdas': 'residual weights', 'ln_': 'norms', '': 'others',
-}
 
-
-class GPT(nn.Module):
-    """The decoder. Raises ValueError if a module of it has parameters without a tag."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        tied, C = config.tie_word_embeddings, config.n_embd
-        # blocks start as the identity: with a tied head a token's logit for itself is n_embd * std
-        embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
-        n_drawn = round_up(config.vocab_size)
-        self.wte = Embedding(n_drawn, C, embedding_init)
-        self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
-        self.t5_bias = T5Bias(config) if config.pos == 't5' else None
-        self.bigram = BigramEmbedding(config) if config.bigram_size else None
-        self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.mtp = MultiTokenPrediction(config) if config.mtp else None
-        if config.residual_lambdas:
-            self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
-            self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
-        self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
-        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'head')
-        self.tags = collect_tags(self)
-        self.init_weights()
-        # drawn as if the vocabulary were padded: a seed gives the same weights as in older versions
-        for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
-            w.data = w.data[:config.vocab_size].clone()
-        self.wte.num_embeddings = config.vocab_size
-
-    def _apply(self, fn, recurse=True):
-        """What .to() and .cuda() call. A cast to 16 bits must not round expert biases: they are put back."""
-        exact = [(m, m.expert_bias) for m in self.modules() if hasattr(m, 'expert_bias')]
-        super()._apply(fn, recurse)
-        for m, bias in exact:
-            if not bias.is_meta:
-                m.expert_bias = bias.to(m.expert_bias.device)
-        return self
-
-    @torch.no_grad()
-    def init_weights(self):
-        """Gives every parameter the initial value that its tag says where it is made:
-
-        | tensor                      | value                                                              |
-        |-----------------------------|--------------------------------------------------------------------|
-        | wte, wpe                    | normal, std 0.02 (GPT-2), at most 4 / n_embd when tied             |
-        | matrices of the blocks      | normal, std sqrt(1 / (3 columns)): 0.02 at 768, larger if narrower |
-        | every c_proj; bigrams       | 0: blocks start as the identity; as above where a norm follows it  |
-        | t5_bias                     | normal, std 1 / sqrt(n_embd)                                       |
-        | lm_head, when untied        | 0: every token starts equally likely                               |
-        | norm weights, resid_lambdas | 1, and Mamba-2's skip                                              |
-        | biases, sinks, x0_lambdas   | 0                                                                  |
-        | short convolutions          | uniform, at most 1 / sqrt(kernel), as nn.Conv1d                    |
-        | DeltaNet's A_log; dt_bias   | log of uniform (0, 16); softplus of it log-uniform, 0.001 to 0.1   |
-        | xielu's alpha_p, alpha_n    | softplus of them 0.8 and 0.3                                       |
-        """
-        if self.wte.weight.is_meta:
-            return
-        for name, w in self.named_parameters():
-            self.tags[name].init(w)
-            if w.isnan().any():
-                raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
-
-    def compute_dtype(self):
-        """The dtype that matmuls run in: autocast's where it is on, else the weights'."""
-        w, scale = self.wte.weight, self.wte.scale
-        if torch.is_autocast_enabled(w.device.type):
-            return torch.get_autocast_dtype(w.device.type)
-        return w.dtype if scale is None else scale.dtype
-
-    def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
-        """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), ignored where
-        negative (nanoGPT's -1, torch's -100), the mean cross entropy and aux: {} for a dense model, else
-        'balance' and 'z' (0-d, means over the sparse layers, not in the loss) and 'load' (sparse layers,
-        experts), choices made; with mtp, in training, the extra layer's loss as 'mtp' (0-d, not in the loss).
-        A cache takes the tokens; lengths (B,): how many of the T are each row's own; padding follows them.
-        keep: logits of each row's last tokens only; with targets these are aux['logits']. weights: a list
-        that takes each attention layer's, (B, H, T, S). Raises ValueError if the tokens do not fit into
-        block_size or the cache."""
-        T, config = idx.shape[1], self.config
-        if config.block_size < T:
-            raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
-        context = self.context(idx, cache, lengths, weights, [] if targets is not None else None)
-        x = x0 = self.embed(context)                                                              # (B, T, C)
-        for i, block in enumerate(self.h):
-            if config.residual_lambdas:
-                x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
-            x = block(x, context)
-        if cache is not None:
-            cache.advance(T, lengths)
-        if targets is None:
-            return self.head(self.last(x, keep, lengths))
-        loss, last = self.loss(x, targets, keep, lengths)
-        aux = {} if keep is None else {'logits': last}
-        if context.routing:
-            balance, z, load = map(torch.stack, zip(*context.routing))
-            aux |= {'balance': balance.mean(), 'z': z.mean(), 'load': load}
-        if self.mtp is not None and self.training:
-            handed = {i: value for i, value in context.handed.items() if i < config.n_layer - 1}
-            own = dataclasses.replace(context, routing=None, handed=handed)  # recomputed blocks need theirs
-            later = F.pad(targets[:, 1:], (0, 1), value=-1)
-            aux['mtp'], _ = self.loss(self.mtp(x, x0, own), later)
-        return loss, aux
-
-    def context(self, idx, cache=None, lengths=None, weights=None, routing=None):
-        """The ForwardContext of the new tokens idx (B, T): positions, rotations, masks."""
-        T, config, device = idx.shape[1], self.config, idx.device
-        positions = torch.arange(T, device=device)[None] if cache is None else cache.positions(T, lengths)
-        # on a CPU SDPA's backward takes 1.5 to 2 times as long, 3 times with dropout
-        eager = bool(weights is not None or config.attn_softcap or config.attn_sink
-                     or device.type == 'cpu' and torch.is_grad_enabled())
-        context = ForwardContext(idx, positions, positions, None, {}, {}, cache, lengths, eager,
-                                 self.compute_dtype(), weights, routing)
-        if config.document_token is not None:
-            context.document_starts = self.document_starts(context)
-            context.position_ids = positions - context.document_starts
-        # of each kind that layers have, None among them
-        for kind in dict.fromkeys(block.attn.rope_kind for block in self.h):
-            context.ropes[kind] = kind and rope_table(kind, context.position_ids, config.block_size)
-        for kind in dict.fromkeys(block.attn.mask_kind for block in self.h):
-            context.masks[kind] = kind and self.mask(context, *kind)
-        return context
-
-    def document_starts(self, context):
-        """(B, T): the position where each new token's document starts: its last document_token, or 0."""
-        positions, cache, is_token = context.positions, context.cache, context.is_token()
-        starts_here = context.idx == self.config.document_token
-        if is_token is not None:  # padding starts none: a state would forget its document
-            starts_here = starts_here & is_token
-        start = torch.where(starts_here, positions, 0).cummax(dim=1).values
-        if cache is not None:
-            before = cache.starts.gather(1, (cache.length[:, None] - 1).clamp(min=0))  # (B, 1)
-            start = torch.maximum(start, before)
-            at = positions if is_token is None else positions.where(is_token, cache.max_len)
-            cache.starts.scatter_(1, at.expand_as(start), start)
-        return start
-
-    def mask(self, context, window, biased, chunked=False):
-        """The Mask of the layers with this window, None for all, and with or without the bias of alibi or t5.
-        chunked: documents are cut into chunks of a window."""
-        positions, cache, starts = context.positions, context.cache, context.document_starts
-        T, longest = positions.shape[1], 0 if cache is None else cache.longest
-        is_causal = longest == 0  # nothing cached: the keys are the new tokens; static: False
-        sees_all = window is None or longest is not None and longest + T <= window
-        if T > 1:  # SDPA has this mask
-            is_plain = is_causal and sees_all and not context.eager
-        else:      # one token that sees all that is there
-            is_plain = cache is None or cache.same_length and context.lengths is None and (
-                sees_all or cache.n_slots(window) <= window and not chunked)
-        if is_plain and starts is None and not biased:
-            return Mask(None, is_causal, None)
-        k_pos = positions if cache is None else cache.key_positions(window, positions)
-        first = 0 if starts is None else starts
-        if window is not None:
-            age = context.position_ids % window if chunked else window - 1  # of the oldest token seen
-            first = (positions - age).clamp(min=first)
-            if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
-                first = first.clamp(max=cache.max_len - 1)
-        bias, slopes, flex = torch.zeros((), dtype=context.dtype, device=positions.device), None, None
-        can_flex = cache is None and not context.eager
-        if biased:
-            distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
-            if self.t5_bias is None:
-                slopes = alibi_slopes(self.config.n_head, positions.device) * self.config.alibi_scale
-                bias = -slopes[:, None, None] * distance
-            else:  # is learned, by the gradient of the mask
-                bias, can_flex = self.t5_bias(distance), False
-            bias = bias.to(context.dtype)
-        if can_flex and use_flex(positions.device.type, context.dtype, T,
-                                 self.training and self.config.dropout):
-            flex = flex_mask(T, window, chunked, starts, slopes, positions.device)
-        mask = Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window)
-        mask.flex = flex
-        return mask
-
-    def embed(self, context):
-        """-> (B, T, C), what the first block gets."""
-        config, x = self.config, self.wte(context.idx)
-        if config.embed_scale != 1:
-            x = x * config.embed_scale
-        if self.bigram is not None:
-            x = x + self.bigram(context)
-        if self.wpe is not None:
-            # padding may stand beyond the last position
-            x = x + self.wpe(context.position_ids.clamp(max=config.block_size - 1))
-        if config.pos == 'sinusoidal':
-            x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
-        x = self.ln_embd(x)
-        # a bfloat16 residual stream; under float16 it stays float32: no overflow
-        x = x.bfloat16() if context.dtype is torch.bfloat16 else x
-        return dropout(x, config.dropout if self.training else 0.0)
-
-    def last(self, x, keep, lengths):
-        """x (B, T, C) -> (B, keep, C): the last `keep` tokens of each row; None: all."""
-        if keep is None:
-            return x
-        if lengths is None:
-            return x[:, max(0, x.shape[1] - keep):]
-        column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
-        return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
-
-    def head(self, x):
-        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
-        x, head = self.ln_f(x), self.lm_head or self.wte
-        scale, cap = self.config.logit_scale, self.config.logit_softcap
-        w, bias = head.weight, getattr(head, 'bias', None)
-        padded = self.training and x.is_cuda and len(w) % 64
-        logits = (aligned_linear(x, w, bias) if padded else product(x, w, bias, head.scale)).float()
-        logits = logits if scale == 1 else logits * scale
-        return cap * torch.tanh(logits / cap) if cap else logits
-
-    def loss(self, x, targets, keep=None, lengths=None):
-        """x as head takes it -> the mean cross entropy, 0-d, and with keep the logits of each row's last
-        tokens. A sharded model is compiled method by method: logits that no other needs are not kept."""
-        logits = self.head(x)
-        return cross_entropy(logits, targets), None if keep is None else self.last(logits, keep, lengths)
-
-    def cached_modules(self):
-        """All modules that a cache keeps something of, in its order."""
-        return [*(block.attn for block in self.h), *([] if self.bigram is None else [self.bigram])]
-
-    def make_cache(self, batch_size, max_len, static=False, rolling=True):
-        """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
-        keep that alone, in a ring; False: all tokens, so that rewind can take any back."""
-        if not (batch_size > 0 and 0 < max_len <= self.config.block_size):
-            raise ValueError(f"batch_size={batch_size}, max_len={max_len}: a cache has rows, and 1 to "
-                             f"block_size={self.config.block_size} tokens")
-        mixers = self.cached_modules()
-        for mixer in mixers:
-            if not (mixer.slots or mixer.states):
-                raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
-                                 "states, so that nothing of it can be cached: see Mixer")
-        return Cache(mixers, batch_size, max_len, self.wte.weight.device, self.compute_dtype(), static,
-                     rolling, self.config.document_token is not None)
-
-    # accounting
-
-    def account(self, block_size=None):
-        """part -> (parameters, parameters that a token uses, training FLOPs a token). Tied weights count
-        once. A multiply-add is two FLOPs: 6 for a matmul weight, forward and backward, 4 if frozen, 0 for a
-        looked-up table. 'mixing': the mixers' products without weights, at a length of block_size."""
-        config, parts = self.config, {}
-        for name, w in self.named_parameters():
-            part = next(part for pattern, part in PARTS.items() if pattern in name)
-            parts.setdefault(part, []).append(self.cost(name, w))
-            if name == 'wte.weight' and self.lm_head is None:
-                parts['head'] = [(0, 0, (6 if w.requires_grad else 4) * w.numel())]
-        if self.mtp is not None:
-            last = self.mtp.block.attn.flops(block_size or config.block_size)
-            parts['prediction layer'].append((0, 0, last + 6 * (self.lm_head or self.wte).weight.numel()))
-        mixing = sum(mixer.flops(block_size or config.block_size) for mixer in self.cached_modules())
-        parts['mixing'] = [(0, 0, mixing)]
-        return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
-
-    def cost(self, name, w):
-        """(elements of the parameter w of this name, elements that a token uses, training FLOPs a token)."""
-        config, active = self.config, w.numel()
-        if 'experts.' in name:
-            active = round(active * config.n_expert_active / config.n_expert)
-        is_table = isinstance(self.get_submodule(name.rpartition('.')[0]), nn.Embedding)
-        is_product = GROUPS[self.tags[name].group] and not is_table
-        return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product
-
-    def num_params(self, active=False):
-        return sum(row[active] for row in self.account().values())
-
-    def flops_per_token(self, block_size=None):
-        return sum(row[2] for row in self.account(block_size).values())
-
-    def row_splits(self):
-        """Each 'matrix' parameter -> row counts of the projections fused in it."""
-        return {w: self.tags[name].rows or (w.shape[-2],) for name, w in self.named_parameters()
-                if self.tags[name].group == 'matrix'}
-
-    @torch.no_grad()
-    def move_balance(self, load, rate=0.001):
-        """Moves each expert bias by rate towards even load (sparse layers, E), after a step: up for experts
-        with less than the mean, down for those with more (Wang et al. 2024, arXiv:2408.15664)."""
-        sparse = [block.mlp for block in self.h if block.sparse]
-        for moe, one in zip(sparse, load):
-            moe.expert_bias += rate * (one.mean() - one).sign()
-
-    @classmethod
-    def from_checkpoint(cls, path, **changes):
-        """Reads a checkpoint of train.py, or of nanoGPT. Returns the model, on the CPU and in float32, and
-        the rest of the file, a dict. changes: see from_state. Raises as these two do."""
-        rest = read_checkpoint(path)
-        model = cls.from_state(rest.pop('model'), rest['model_args'], **changes)
-        return model, {**rest, 'model_args': dataclasses.asdict(model.config)}
-
-    @classmethod
-    def from_state(cls, state, model_args, **changes):
-        """The model of a state dict and the fields of its config. changes: fields to set otherwise, of those
-        in CHANGEABLE. Raises ValueError for more positions than were learned, RuntimeError for weights that
-        are missing or of another shape."""
-        trained = GPTConfig(**model_args)
-        config = changed_config(trained, changes)
-        if 'wpe.weight' in state:
-            if config.block_size > trained.block_size:
-                raise ValueError(f"block_size={config.block_size} is more than the {trained.block_size} "
-                                 "positions that the model has learned")
-            state = {**state, 'wpe.weight': state['wpe.weight'][:config.block_size]}
-        with torch.device('meta'):
-            model = cls(config)
-        model = model.to_empty(device='cpu')
-        model.load_state_dict(state)
-        return model
-
-
-# further mixers ---------------------------------------------------------------------------------------------
-
-class ShortConvolution(Mixer):
-    """C * conv(B * x), three projections and a short convolution: LFM2, arXiv:2511.23404."""
-
-    documents = True
-    fields = ('linear_conv_kernel_dim',)
-
-    @classmethod
-    def defaults(cls, config):
-        return dict(linear_conv_kernel_dim=4)
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        C, kernel = config.n_embd, config.linear_conv_kernel_dim
-        self.c_attn, self.conv = FusedLinear(C, (C, C, C)), convolution(C, kernel)
-        self.c_proj, self.states = Linear(C, C, init=branch_init(config)), [((kernel - 1, C), None)]
-
-    def flops(self, length):
-        return 6 * self.conv.numel()
-
-    def forward(self, x, context):
-        before, after, x = self.c_attn(x)
-        x = self.after_last(before * x, context)
-        return self.c_proj(after * short_convolution(x, self.conv.type_as(x), context))
-
-
-class Mamba2(GatedDeltaNet):
-    """Mamba-2 (arXiv:2405.21060) as linear attention, its section 6: C is the query, B the key, each of them
-    shared by a group of heads, x the value, and the step size both writes and decays."""
-
-    n_products = 2  # it corrects nothing
-    fields = (*GatedDeltaNet.fields, 'linear_conv_bias')
-
-    @classmethod
-    def defaults(cls, config):
-        return dict(linear_n_key_head=1, linear_n_value_head=max(1, config.n_embd // 32),
-                    linear_key_head_dim=64, linear_value_head_dim=64, linear_conv_kernel_dim=4,
-                    linear_conv_bias=True)
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.skip = parameter(self.n_value, init=nn.init.ones_, group='vector')
-        if config.linear_conv_bias:
-            self.conv_bias = parameter(sum(self.qkv), init=nn.init.zeros_, group='vector')
-
-    def other_widths(self, keys, values):
-        return (values, self.n_value), self.n_value, values
-
-    def forward(self, x, context):
-        *qkv, gate, step = self.c_attn(x)
-        q, k, v = self.convolved(qkv, context)
-        step = F.softplus(step.float() + self.dt_bias.float())
-        decay = -self.A_log.float().exp() * step
-        y = self.recur(q, k, v, decay[..., None], step, context, corrects=False)
-        y = (y + self.skip.float()[:, None] * v.transpose(1, 2)).flatten(2) * F.silu(gate.float())
-        group = y.shape[-1] // self.n_key  # is normalised together
-        y = F.rms_norm(y.unflatten(-1, (-1, group)), (group,), eps=self.eps).flatten(2) * self.o_norm.float()
-        return self.c_proj(y.type_as(gate))
-
-
-class KimiDeltaAttention(GatedDeltaNet):
-    """Gated DeltaNet with a decay for each channel of a key, by a projection of low rank, as is the output's
-    gate (arXiv:2510.26692)."""
-
-    @classmethod
-    def check(cls, config):
-        yield from super().check(config)
-        if config.linear_n_value_head != config.linear_n_key_head:
-            yield 'linear_n_value_head linear_n_key_head', 'K layers have as many key heads as value heads'
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.c_gate = Linear(self.value_dim, self.qkv[2])
-        self.c_decay = Linear(self.key_dim, self.qkv[1])
-
-    def other_widths(self, keys, values):
-        return (self.value_dim, self.n_value, self.key_dim), keys, self.value_dim
-
-    def forward(self, x, context):
-        *qkv, gate, beta, decay = self.c_attn(x)
-        return self.mix(qkv, self.c_gate(gate), beta, self.c_decay(decay), context, torch.sigmoid)
-
-
-MIXERS = {  # letter in mixer_pattern: class
-    'A': Attention,
-    'M': LatentAttention,
-    'D': GatedDeltaNet,
-    'C': ShortConvolution,
-    'B': Mamba2,
-    'K': KimiDeltaAttention,
-}
-
-
-# low-rank adapters ------------------------------------------------------------------------------------------
-
-class LoRALinear(nn.Module):
-    """A frozen linear layer with a trained low-rank update of its weight, scale * lora_b @ lora_a (Hu et al.
-    2021, arXiv:2106.09685). It starts at zero: lora_a (rank, n_in) random, lora_b (n_out,
-    rank) zeros. The projections of a FusedLinear share lora_a. AdamW takes both."""
-
-    def __init__(self, base, rank, scale):
-        super().__init__()
-        self.base, self.scale = base, scale
-        self.lora_a = parameter(rank, base.in_features, init=hidden_init, group='adapter')
-        self.lora_b = parameter(base.out_features, rank, init=nn.init.zeros_, group='adapter')
-
-    @property
-    def weight(self):
-        """The weight with its update, for those who read it themselves, and for merging."""
-        return self.base.weight + self.scale * (self.lora_b @ self.lora_a).to(self.base.weight.dtype)
-
-    @property
-    def bias(self):
-        return self.base.bias
-
-    def forward(self, x):
-        y = F.linear(x, self.base.weight, self.base.bias)
-        y = y + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
-        return y.split(self.base.widths, dim=-1) if isinstance(self.base, FusedLinear) else y
-
-
-@torch.no_grad()
-def add_lora(model, rank, alpha, targets):
-    """Freezes a GPT, and puts a LoRALinear of scale alpha / rank in the place of each linear layer of its
-    blocks whose name is one of targets or ends in it, as 'c_attn' or 'mlp.c_proj' do. Raises ValueError for a
-    target that names no layer, or one that is not plain, as the experts' are."""
-    modules, chosen = dict(model.h.named_modules()), set()
-    plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
-    for target in targets:
-        named = {name for name in modules if f'.{name}'.endswith(f'.{target}')}
-        if not named or not named <= plain:
-            raise ValueError(f"lora_targets: {target!r} is not the name of linear layers alone; adapters are "
-                             f"for {', '.join(sorted({name.partition('.')[2] for name in plain}))}")
-        chosen |= named
-    model.requires_grad_(False)
-    for name in sorted(chosen):
-        base = modules[name]
-        lora = LoRALinear(base, rank, alpha / rank)
-        for part, w in lora.named_parameters(prefix=f'h.{name}'):
-            model.tags[part] = model.tags.get(part.replace('.base.', '.')) or w.tag
-        for w in (lora.lora_a, lora.lora_b):
-            w.tag.init(w)
-        model.h.set_submodule(name, lora.to(base.weight.device, base.weight.dtype))
-
-
-@torch.no_grad()
-def merge_lora(model):
-    """Adds each update to its weight and takes the adapters away; every parameter can be trained again."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoRALinear):
-            module.base.weight.copy_(module.weight)
-            model.set_submodule(name, module.base)
-    model.requires_grad_(True)
-
-
-def lora_state(model):
-    """Name -> tensor of the adapters alone."""
-    return {name: w for name, w in model.state_dict().items() if '.lora_' in name}
-
-
-# eight bits -------------------------------------------------------------------------------------------------
-
-def quantize_rows(w, dtype):
-    """w (..., n_in) -> int8 of the same shape and a scale for each row, (...) of dtype, whose product is w to
-    within half a scale: the largest value of a row becomes 127 ("vector-wise" in arXiv:2208.07339)."""
-    scale = (w.abs().amax(dim=-1).float() / 127).to(dtype)
-    steps = w / scale.float().masked_fill(scale == 0, 1.0)[..., None]
-    return steps.round_().clamp_(-127, 127).to(torch.int8), scale
-
-
-def int8_linear(x, w, bias, scale):
-    """x (..., n_in), w (n_out, n_in) int8, bias, scale (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
-    rows, scale, is_cpu = x.numel() // x.shape[-1], scale.to(x.dtype), x.device.type == 'cpu'
-    few = is_cpu and rows <= INT8_ROWS
-    if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is slow otherwise
-        y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale).view(*x.shape[:-1], -1)
-    elif few and torch.compiler.is_compiling():  # one loop; a cast of its own would be kept, in 32 bits
-        y = (x[..., None, :] * w).sum(dim=-1) * scale
-    elif x.dtype is torch.float16:  # where the product may overflow before it is scaled
-        y = F.linear(x, w.to(x.dtype) * scale[:, None])
-    else:  # few rows in parts, whose copies stay in a CPU's cache
-        parts = w.split(max(1, 2**18 // x.shape[-1])) if few else [w]
-        y = torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1) * scale
-    return y if bias is None else y + bias.type_as(y)
-
-
-INT8_ROWS = 16  # more are multiplied faster by the weight in their own dtype
-
-
-@torch.no_grad()
-def quantize_weights(model, dtype):
-    """Puts the large weights of a model into 8 bits, with scales of dtype; it cannot be trained any more.
-    Norms, biases, T5's among them, learned positions, routers and gates of one element stay, and so does
-    c_kv, which its mixer multiplies by itself. On the meta device it prepares for fill_rows."""
-    for name, module in model.named_modules():
-        is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 't5_bias', 'router', 'shared_gate')
-        if is_large and isinstance(module, (Linear, Embedding, GroupedLinear)):
-            weight, module.scale = quantize_rows(module.weight, dtype)
-            module.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def fill_rows(model, name, w, index, values):
-    """Copies values to w[index] in whatever form they are kept there; w is the tensor that state_dict() has
-    by this name."""
-    module = model.get_submodule(name.rpartition('.')[0])
-    if w.dtype is torch.int8:
-        values, scale = quantize_rows(values.to(w.device), module.scale.dtype)
-        module.scale[index] = scale
-    w[index] = values.to(w.device, w.dtype)
-
-
-# checkpoints ------------------------------------------------------------------------------------------------
-
-# fields of GPTConfig that a checkpoint may be read with otherwise: they change no weights, but crop positions
-CHANGEABLE = ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence', 'document_token')
-
-
-def checkpoint_path(name, best=True):
-    """name itself, or if it is a run's folder, its best.pt where wanted and there, else its ckpt.pt."""
-    if not os.path.isdir(name):
-        return name
-    path = os.path.join(name, 'best.pt')
-    return path if best and os.path.exists(path) else os.path.join(name, 'ckpt.pt')
-
-
-def read_checkpoint(path):
-    """The dict in a file of train.py's or nanoGPT's, its weights, 'model', and options, 'model_args', named
-    as they are now; runs no code of it. Raises FileNotFoundError, or ValueError for another kind of file."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
-                                "--out_dir or --init_from")
+def unused(args):
+    """The names of GPTConfig's args that have no effect beside the others; it refuses them."""
     try:
-        # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
-        found = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
-        state, args = found['model'], found['model_args']
-    except (RuntimeError, OSError, pickle.UnpicklingError, LookupError, TypeError, EOFError) as error:
-        raise ValueError(f"{path} is no checkpoint of train.py, or is damaged: use another one") from error
-    is_nanogpt = any('transformer.' in name for name in state)
-    prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
-    state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
-             for name, w in state.items()}
-    args = {'norm_placement' if name == 'wiring' else name: value for name, value in args.items()}
-    if is_nanogpt:
-        state.pop('lm_head.weight', None)  # the same as wte's
-        args = {**dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False), **args}
-    return {**found, 'model': state, 'model_args': args}
+        GPTConfig(**args)
+    except ValueError as error:
+        return getattr(error, 'unused', set())
+    return set()
+
+
+def fill_defaults(config):
+    """Replaces each None by its default; returns all these defaults."""
+    is_latent, is_gated = config.kv_lora_rank is not None, ACTIVATIONS[config.mlp][1]
+    defaults = dict(mixer_pattern='M' if is_latent else 'A', qk_norm=not is_latent, qkv_bias=config.bias,
+                    proj_bias=config.bias, mlp_bias=config.bias,
+                    norm_bias=config.bias and config.norm == 'layernorm',
+                    embed_scale=config.n_embd ** 0.5 if config.pos == 'sinusoidal' else 1.0,
+                    d_ff=round_up(8 * config.n_embd / 3) if is_gated else 4 * config.n_embd)
+    if is_latent:
+        defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+                         latent_norm_eps=config.norm_eps)
+    else:
+        defaults |= dict(n_kv_head=config.n_head, head_dim=quotient(config.n_embd, config.n_head))
+    if config.n_expert is not None:
+        defaults |= dict(n_expert_active=min(2, config.n_expert), d_expert=config.d_ff or defaults['d_ff'])
+    config.mixer_pattern = config.mixer_pattern or defaults['mixer_pattern']
+    for mixer in config.mixers:
+        defaults |= mixer.defaults(config)
+    for name, value in defaults.items():
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+    config.rope_scaling = complete_scaling(config.rope_scaling, config.block_size)
+    if 'rope_scaling' in (local := config.rope_local or {}):
+        scaling = complete_scaling(local['rope_scaling'], config.block_size)
+        config.rope_local = {**local, 'rope_scaling': scaling}
+    return defaults
+
+
+def quotient(n, parts):
+    """None if parts do not divide n."""
+    return None if n % parts else n // parts
+
+
+def wrong_values(config):
+    """Fields that are out of range or unknown, as texts."""
+    known = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), attn_gate=(True, False, 'head'),
+                 qk_norm=(True, False, 'whole', 'rotated', 'unit', None),
+                 mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
+    patterns = dict(pos_pattern='PN', window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS)
+    problems = []
+    for name, value in vars(config).items():
+        may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
+        if name in known and value not in known[name]:
+            problems.append(f"{name}={value!r} is none of {', '.join(map(str, known[name]))}")
+        elif name.endswith('_pattern') and value is not None and not (
+                value and set(value) <= set(patterns[name])):
+            problems.append(f"{name}={value!r} must be made of {', '.join(patterns[name])}")
+        elif type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
+            problems.append(f"{name}={value!r} must be {'at least' if may_be_zero else 'above'} 0")
+        elif name == 'dropout' and value >= 1:
+            problems.append(f"{name}={value!r} must be below 1")
+    return problems
+
+
+NEEDS = (
+    # (what is needed, the fields that have no effect without it, whether a config has it); a mixer's own
+    # options need a layer of it, see Mixer.fields
+    ('window_pattern, and an S or C layer of attention', 'window',
+     lambda c: any(map(c.window_of, range(c.n_layer)))),
+    ('window', 'window_pattern', lambda c: c.window),
+    ('a layer for each letter', 'mixer_pattern',
+     lambda c: set(c.mixer_pattern) == set(c.mixer_pattern[:c.n_layer])),
+    ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
+    ("pos='rope', and layers with a window", 'rope_local',
+     lambda c: c.pos == 'rope' and any(map(c.window_of, range(c.n_layer)))),
+    ("pos='rope'", 'qk_norm', lambda c: c.pos == 'rope' or c.qk_norm != 'unit'),
+    ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
+    ('positions that layers use: rope, alibi, t5', 'pos_pattern', lambda c: c.pos in ('rope', *BIASED)),
+    ('a layer of attention that has positions', 'pos',
+     lambda c: c.pos not in BIASED or any(
+         issubclass(MIXERS[c.mixer_of(i)], BaseAttention) and letter(c.pos_pattern, i) == 'P'
+         for i in range(c.n_layer))),
+    ('a larger vocab_size: there is no such token', 'document_token',
+     lambda c: c.document_token < c.vocab_size),
+    ('mixers that all keep documents apart', 'document_token',
+     lambda c: all(mixer.documents for mixer in c.mixers)),
+    ('branches that do not end in a norm, which undoes it', 'residual_scale', lambda c: not ends_in_norm(c)),
+    ('n_expert, and a layer that has experts',
+     'n_expert n_expert_active n_shared_expert d_expert n_dense_layer router norm_topk_prob '
+     'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence expert_input_scale',
+     lambda c: any(map(c.has_experts, range(c.n_layer)))),
+    ('n_expert, or an N', 'expert_pattern', lambda c: c.n_expert or 'N' in c.expert_pattern),
+    ("norm_placement='pre', where a layer has no MLP", 'norm_placement',
+     lambda c: 'N' not in c.expert_pattern),
+    ("mlp='swiglu_oai'", 'mlp_limit', lambda c: c.mlp == 'swiglu_oai'),
+    ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
+    ('both n_group and topk_group', 'n_group topk_group', lambda c: c.n_group and c.topk_group),
+    ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
+)
+# of these, fields that have an effect without it, but a wrong one
+REQUIRED = {'mixer_pattern', 'document_token', 'norm_placement'}
+
+
+def wrong_combinations(config, defaults):
+    """Impossible combinations of fields, and fields without effect, as texts; and the names of the latter.
+    defaults: from fill_defaults."""
+    given = [field.name for field in dataclasses.fields(config)
+             if getattr(config, field.name) not in (field.default, defaults.get(field.name))]
+    problems = [(name, f"needs {needed}") for needed, names, has_it in NEEDS for name in names.split()
+                if name in given and not has_it(config)]
+    for name in given:
+        kinds = {kind for kind, mixer in MIXERS.items() if name in mixer.fields}
+        if kinds and not kinds & set(config.mixer_pattern):
+            problems.append((f'{name} mixer_pattern', f"only {' and '.join(sorted(kinds))} layers have this"))
+    without_effect = {names.split()[0] for names, _ in problems} - REQUIRED
+    for module in (*config.mixers, MoE):
+        problems += module.check(config)
+    return [', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f': {reason}'
+            for names, reason in problems], without_effect
+
+
+def check_rope(config):
+    """As Mixer.check, for a config with rotations."""
+    if unknown := (config.rope_local or {}).keys() - {'rope_base', 'rope_scaling', 'partial_rotary_factor'}:
+        yield 'rope_local', f"there is no {', '.join(unknown)} in it"
+    local = [layer for layer in range(config.n_layer) if config.rope_local and config.window_of(layer)]
+    for layer in (None, *local[:1]):
+        field = 'rope_scaling' if layer is None else 'rope_local'
+        try:
+            kind = config.rope_kind(layer)
+            if kind[1] < 2 or kind[1] % 2 or kind[1] > (config.qk_rope_head_dim or config.head_dim):
+                yield 'pos', f"rope rotates pairs: rope_dim={kind[1]} must be even, from 2 to a head's width"
+                continue
+            rope_table(kind, torch.zeros(1, 1, device='cpu'), config.block_size)
+            if kind[0] <= 0:
+                yield field, 'rope_base must be above 0'
+        except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
+            yield field, f"{type(error).__name__} {error}; rope_type is one of {', '.join(ROPE_SCALINGS)}"
+
+
+def check_positions(config):
+    """As Mixer.check, for both kinds of attention."""
+    if config.pos == 'rope' and (config.head_dim or config.qk_rope_head_dim):
+        yield from check_rope(config)
+    if config.query_scale is not None:
+        try:
+            query_scale(torch.zeros(1, 1, dtype=torch.long, device='cpu'), **config.query_scale)
+            if not set(config.query_scale.get('layers', 'PN')) & set(config.pos_pattern):
+                yield 'query_scale pos_pattern', 'no layer has a letter of its layers'
+        except Exception as error:  # whatever the function makes of its options
+            yield 'query_scale', f"{type(error).__name__} {error}"
+
+
+def check_heads(config):
+    """As Mixer.check, for A layers."""
+    if config.kv_lora_rank is not None:
+        yield 'mixer_pattern kv_lora_rank', 'a model has attention (A) or latent attention (M), not both'
+    elif config.head_dim is None:
+        yield 'n_embd n_head', 'n_head must divide n_embd, or set head_dim'
+    if config.n_head % (config.n_kv_head or 1):
+        yield 'n_kv_head n_head', 'n_kv_head must divide n_head'
+
+
+def collect_tags(model):
+    """Name -> Tag of every parameter. Raises ValueError for one without a tag, or a false 'matrix'."""
+    tags = {}
+    for name, w in model.named_parameters():
+        tags[name] = getattr(w, 'tag', None)
+        if tags[name] is None:
+            raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
+        if tags[name].group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
+            raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
+                             "another of GROUPS")
+    return tags
+
+
+# accounting -------------------------------------------------------------------------------------------------
+
+def account(model, block_size=None):
+    """part -> (parameters, parameters that a token uses, training FLOPs a token); a part is the module of the
+    parameters, in a layer without its number. Tied weights count once. 'mixing': the mixers' products without
+    weights, at a length of block_size."""
+    length, parts = block_size or model.config.block_size, collections.defaultdict(list)
+    turns = collections.Counter(f'h.{i}' for i, _ in model.schedule)
+    for name, w in model.named_parameters():
+        number, elements, active, flops = '.'.join(name.split('.')[:2]), *cost(model, name, w)
+        path = re.sub(r'^h\.\d+\.', '', name).split('.')
+        parts['.'.join(path[:-2]) or path[0]].append((elements, active, flops * turns.get(number, 1)))
+    head = (model.lm_head or model.wte).weight
+    if model.lm_head is None:
+        parts['head'] = [(0, 0, (6 if head.requires_grad else 4) * head.numel())]
+    if model.mtp is not None:
+        parts['mtp'].append((0, 0, model.mtp.block.attn.flops(length) + 6 * head.numel()))
+    parts['mixing'] = [(0, 0, sum(mixer.flops(length) for mixer in model.mixers))]
+    return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
+
+
+def cost(model, name, w):
+    """(elements of the parameter w of this name, elements that a token uses, training FLOPs a token). A
+    multiply-add is two FLOPs: 6 for a matmul weight, forward and backward, 4 if frozen, 0 for a looked-up
+    table."""
+    config, active = model.config, w.numel()
+    if 'experts.' in name:
+        active = round(active * config.n_expert_active / config.n_expert)
+    is_table = hasattr(model.get_submodule(name.rpartition('.')[0]), 'num_embeddings')
+    is_product = GROUPS[model.tags[name].group] and not is_table
+    return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product
+
+
+def num_params(model, active=False):
+    return sum(row[active] for row in account(model).values())
+
+
+def flops_per_token(model, block_size=None):
+    return sum(row[2] for row in account(model, block_size).values())
+
+
+def row_splits(model):
+    """Each 'matrix' parameter -> row counts of the projections fused in it."""
+    return {w: model.tags[name].rows or (w.shape[-2],) for name, w in model.named_parameters()
+            if model.tags[name].group == 'matrix'}

@@ -836,7 +836,7 @@ def is_run(path):
 def load_tokenizer(folder):
     """The tokenizer of a prepared folder, or of a run."""
     if is_run(folder):
-        from model import checkpoint_path, read_checkpoint  # torch takes a second
+        from hub import checkpoint_path, read_checkpoint  # torch takes a second
         return tokenizer_from_state(read_checkpoint(checkpoint_path(folder))['tokenizer'])
     state = read_meta(folder)['tokenizer']
     if state is None:

@@ -68,7 +68,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hub import load
-from model import round_up
+from model import num_params, round_up
 
 # one token --------------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
 def check_rewinds(model):
     """Raises ValueError if a mixer cannot take tokens back."""
-    for mixer in model.cached_modules():
+    for mixer in model.mixers:
         if mixer.states:
             raise ValueError(f"speculation takes tokens back, but {type(mixer).__name__} keeps a state that "
                              "cannot: leave out --speculate and --draft, or name another draft")
@@ -681,7 +681,7 @@ if __name__ == '__main__':
         raise ValueError(rest['no_tokenizer'])
     trained = f", iteration {rest['iter_num']:,}" if 'iter_num' in rest else ''
     model.eval()
-    print(f"{rest['path']}: {model.num_params():,} parameters{trained}")
+    print(f"{rest['path']}: {num_params(model):,} parameters{trained}")
     if chat and not tokenizer.chat_template:
         print("it was not trained on conversations: it continues the text that is typed; config/chat.py "
               "trains one that answers")

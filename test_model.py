@@ -14,9 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
+import hub
+import mixers
 import model as flat
-from model import GPT, GPTConfig
+import weights
+from model import GPT, GPTConfig, flops_per_token, make_context, move_balance, num_params, row_splits
 
 ROOT = Path(flat.__file__).resolve().parent
 
@@ -114,10 +118,13 @@ DYNAMIC = dict(rope_scaling={'rope_type': 'dynamic', 'factor': 4.0, 'original_ma
 GRID = [*(combined(row) for row in pairwise(CHOICES)), DYNAMIC]
 
 
-def tiny(**options):
-    """A model whose every weight matters: nothing is left at zero or one."""
+def tiny(turns=None, **options):
+    """A model whose every weight matters: nothing is left at zero or one. turns: of its blocks, as a fork may
+    have them."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**{**TINY, **options}))
+    if turns:
+        model.schedule, model.mixers = flat.make_schedule(model, turns)
     with torch.no_grad():
         for name, w in model.named_parameters():
             if model.tags[name].group in ('vector', 'scalar'):
@@ -131,7 +138,7 @@ def tiny(**options):
 
 def bare_context(eager=True, routing=None):
     """For a module that needs no positions."""
-    return flat.ForwardContext(*[None] * 4, {}, {}, None, None, eager, torch.float32, None, routing)
+    return flat.ForwardContext(*[None] * 4, {}, {}, None, None, 0, eager, torch.float32, None, routing)
 
 
 def tokens(model, *shape):
@@ -370,7 +377,7 @@ def test_no_token_sees_the_future_or_past_its_window(options):
     changed = idx.clone()
     changed[0, 7] = 5 if idx[0, 7] != 5 else 6
     # a window of 5 in 2 layers reaches 8 tokens back
-    windowed = all(mixer.window and not mixer.states for mixer in model.cached_modules())
+    windowed = all(mixer.window and not mixer.states for mixer in model.mixers)
     end = 7 + 9 if windowed else 24
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
@@ -428,7 +435,7 @@ def test_caches_keep_to_their_size_and_refuse_the_rest(options, slots, elements)
 def test_latent_attention_absorbed_and_expanded_follows_the_paper(options):
     model = tiny(**MLA, **options)
     x, attn, pos = torch.randn(2, 20, 32), model.h[0].attn, [list(range(20))] * 2
-    context = model.context(torch.zeros(2, 20, dtype=torch.long))
+    context = make_context(model, torch.zeros(2, 20, dtype=torch.long))
     # arXiv:2405.04434, equations 9 to 19
     def norm(v, w):
         return F.rms_norm(v, w.shape, w, 1e-3)
@@ -483,7 +490,7 @@ def test_all_tensors_are_on_the_models_device(options, as_cuda, monkeypatch):
         loss, aux = model(idx, idx)
         (loss + sum(aux[name] for name in ('balance', 'z') if aux)).backward()
         if aux and config.balance_bias:
-            model.move_balance(aux['load'])
+            move_balance(model, aux['load'])
         assert all(w.grad.device == w.device for w in model.parameters())
         with torch.no_grad():
             for static in (False, True):
@@ -505,7 +512,7 @@ def test_another_layer_predicts_the_token_after_the_next():
     assert len(aux['load']) == 2  # of the blocks before it alone
     mtp = model.mtp
     both = torch.cat((mtp.ln_x(seen[0][:, :-1]), mtp.ln_next(model.wte(inputs[:, 1:]))), dim=-1)
-    context = model.context(inputs[:, :-1])
+    context = make_context(model, inputs[:, :-1])
     logits, after = model.head(mtp.block(mtp.c_in(both), context)), targets[:, 1:]
     kept = after != -1
     near(aux['mtp'], F.cross_entropy(logits[kept], after[kept]), 1e-5)
@@ -537,8 +544,8 @@ def test_the_chunked_delta_rule_is_the_recurrence(T, documents, channels, correc
         def cumsum(x, *args, kernel=torch.Tensor.cumsum):
             assert not x.is_floating_point()
             return kernel(x, *args)
-        has_cumsum = flat.has_cumsum
-        monkeypatch.setattr(flat, 'has_cumsum', lambda device: has_cumsum('cuda'))
+        has_cumsum = mixers.has_cumsum
+        monkeypatch.setattr(mixers, 'has_cumsum', lambda device: has_cumsum('cuda'))
         monkeypatch.setattr(torch.Tensor, 'cumsum', cumsum)
         monkeypatch.setattr(torch, 'are_deterministic_algorithms_enabled', lambda: True)
     g = torch.Generator().manual_seed(T)
@@ -550,7 +557,7 @@ def test_the_chunked_delta_rule_is_the_recurrence(T, documents, channels, correc
     inputs = [x.requires_grad_() for x in (q, k, v, decay, beta, torch.randn(2, 3, 4, 6, generator=g))]
     expected = naive_delta_rule(*inputs, is_start, corrects)
     for chunk in (64, 8):
-        found = flat.gated_delta_rule(*inputs, is_start if documents else None, corrects, chunk)
+        found = mixers.gated_delta_rule(*inputs, is_start if documents else None, corrects, chunk)
         for a, b in zip(found, expected):
             torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
     weight = torch.randn(found[0].shape, generator=g)
@@ -565,7 +572,7 @@ def test_strong_decays_of_channels_neither_overflow_nor_vanish():
     q, k, v = (torch.randn(1, 1, 64, 4, generator=g) for _ in range(3))
     k, decay = k / k.norm(dim=-1, keepdim=True), torch.tensor([-90.0, -1.0, -1e-3, 0.0]).expand(1, 1, 64, 4)
     state, is_start = torch.zeros(1, 1, 4, 4), torch.zeros(1, 64, dtype=torch.bool)
-    for a, b in zip(flat.gated_delta_rule(q, k, v, decay, torch.ones(1, 1, 64, 1), state),
+    for a, b in zip(mixers.gated_delta_rule(q, k, v, decay, torch.ones(1, 1, 64, 1), state),
                     naive_delta_rule(q, k, v, decay, torch.ones(1, 1, 64, 1), state, is_start)):
         torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
 
@@ -647,7 +654,7 @@ def test_aux_losses_follow_their_formulas(router, k, per_sequence):
     def statistics():
         routing = []
         moe(x, bare_context(routing=routing))
-        return routing[0]
+        return routing[0][1:]
     balance, z, load = statistics()
     logits = (x @ moe.router.weight.T).view(3 if per_sequence else 1, -1, 8)
     score, each = logits.softmax(-1) if router == 'softmax' else logits.sigmoid(), []
@@ -674,7 +681,7 @@ def test_a_router_deep_in_underflow_still_weighs_to_one():
     weight, chosen, _, _ = moe.route(torch.randn(7, 32))
     moe(torch.randn(1, 7, 32), bare_context(routing=routing))
     torch.testing.assert_close(weight.sum(-1), torch.ones(7))
-    assert set(chosen.flatten().tolist()) == {0, 1} and routing[0][0] >= 1
+    assert set(chosen.flatten().tolist()) == {0, 1} and routing[0][1] >= 1
 
 
 def test_the_balance_bias_evens_the_load_and_is_never_rounded():
@@ -684,7 +691,7 @@ def test_the_balance_bias_evens_the_load_and_is_never_rounded():
     model.float()
     for _ in range(300):
         load = torch.bincount(moe.route(x)[1].flatten(), minlength=4)
-        model.move_balance(load.expand(2, 4).float(), rate=0.01)
+        move_balance(model, load.expand(2, 4).float(), rate=0.01)
     assert load.max() < 1.3 * load.float().mean()
 
 
@@ -725,7 +732,7 @@ def test_a_scaling_is_told_the_trained_length(tmp_path):
     for scaling in (None, short):  # trained plainly, and so
         model = tiny(block_size=16, rope_scaling=scaling)
         torch.save({'model': model.state_dict(), 'model_args': vars(model.config)}, tmp_path / 'ckpt.pt')
-        longer, rest = GPT.from_checkpoint(tmp_path / 'ckpt.pt', block_size=64, rope_scaling=short)
+        longer, _, rest = hub.load(tmp_path / 'ckpt.pt', block_size=64, rope_scaling=short)
         assert longer.config.rope_scaling == rest['model_args']['rope_scaling'] == told
 
 
@@ -767,13 +774,14 @@ class LeakyAverage(flat.Mixer):
         return 6 * 16
 
     def forward(self, x, context):
-        state = x.new_zeros(len(x), 16) if context.cache is None else context.cache.states[self.layer][0]
+        cache = context.cache
+        state = x.new_zeros(len(x), 16) if cache is None else cache.states[self.entry(context)][0]
         y, last, is_token = [], state, context.is_token()
         for t, new in enumerate(self.c_fc(x).unbind(1)):
             now = last * self.leak.sigmoid() + new
             last = now if is_token is None else torch.where(is_token[:, t:t + 1], now, last)
             y.append(now)
-        if context.cache is not None:
+        if cache is not None:
             state.copy_(last)
         return self.c_proj(torch.stack(y, dim=1))
 
@@ -798,6 +806,53 @@ class TokenTable(flat.Attention):
         return super().forward(x + self.table(context.idx), context)
 
 
+class Canon(flat.Attention):
+    """A short convolution before attention, a mixer inside a mixer: arXiv:2512.17351."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.canon = mixers.ShortConvolution(config, layer)
+
+    def forward(self, x, context):
+        return super().forward(x + self.canon(x, context), context)
+
+
+class SharedKeys(flat.Attention):
+    """Layers after the first attend to the keys and values of the first: arXiv:2405.05254."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        if layer:
+            self.slots, self.k_norm = None, torch.nn.Identity()
+
+    def forward(self, x, context):
+        q, k, v, _ = self.project(x, context)
+        if self.layer == 0:
+            k, v = (k, v) if context.cache is None else context.cache.append(self, context, k, v)
+            context.hand_on(0, (k, v))
+        return self.c_proj(self.attend(q, *context.handed[0], context).transpose(1, 2).flatten(2))
+
+
+class TwoStreams(torch.nn.Module):
+    """A placement of norms with two streams, as hyper-connections have: arXiv:2409.19606."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.share = flat.parameter(2, 1, 1, 1, init=torch.nn.init.ones_, group='scalar')
+
+    @staticmethod
+    def enter(x):
+        return torch.stack((x, x))
+
+    @staticmethod
+    def leave(x):
+        return x.sum(0)
+
+    def forward(self, x, attn, mlp, ln_1, ln_2):
+        x = x + self.share * attn(ln_1((self.share * x).sum(0)))
+        return x + mlp(ln_2(x[0]))
+
+
 def halved(freq, base, length, *, factor):
     return freq / factor, 1.0
 
@@ -813,7 +868,8 @@ def fork(monkeypatch):
     for table, name, entry in (
             (flat.ACTIVATIONS, 'swish', (Swish, False)), (flat.ROPE_SCALINGS, 'halved', halved),
             (flat.NORM_PLACEMENTS, 'triple', (triple, 3)), (flat.MIXERS, 'X', LeakyAverage),
-            (flat.MIXERS, 'W', WindowBase), (flat.MIXERS, 'T', TokenTable)):
+            (flat.MIXERS, 'W', WindowBase), (flat.MIXERS, 'T', TokenTable), (flat.MIXERS, 'Y', Canon),
+            (flat.MIXERS, 'H', SharedKeys), (flat.NORM_PLACEMENTS, 'streams', (TwoStreams, 2))):
         monkeypatch.setitem(table, name, entry)
 
 
@@ -821,7 +877,9 @@ def fork(monkeypatch):
     dict(mlp='swish', rope_scaling={'rope_type': 'halved', 'factor': 2.0}, norm_placement='triple',
          mixer_pattern='XA'),
     dict(mixer_pattern='W', window=5, window_pattern='SL', n_kv_head=2),
-    dict(mixer_pattern='T', n_kv_head=1, document_token=3)], ids=grid_name)
+    dict(mixer_pattern='T', n_kv_head=1, document_token=3),
+    dict(mixer_pattern='YD', norm_placement='streams', linear_conv_kernel_dim=3, document_token=3),
+    dict(mixer_pattern='H', n_kv_head=2), dict(turns=[0, 1, 1, 0], mixer_pattern='AD')], ids=grid_name)
 def test_the_grid_holds_what_a_fork_adds(options, fork, monkeypatch):
     test_cached_equals_uncached(options, monkeypatch)
     for test in (test_every_parameter_learns, test_no_token_sees_the_future_or_past_its_window):
@@ -830,16 +888,26 @@ def test_the_grid_holds_what_a_fork_adds(options, fork, monkeypatch):
 
 def test_only_products_are_counted_as_such(fork):
     plain, looked_up, leaky = tiny(), tiny(mixer_pattern='T'), tiny(mixer_pattern='XA')
-    assert looked_up.num_params() == plain.num_params() + 2 * 61 * 32
-    assert looked_up.flops_per_token() == plain.flops_per_token()
-    assert leaky.flops_per_token(10) - leaky.flops_per_token(5) == 12 * 32 * 5  # the attention layer's
+    assert num_params(looked_up) == num_params(plain) + 2 * 61 * 32
+    assert flops_per_token(looked_up) == flops_per_token(plain)
+    assert flops_per_token(leaky, 10) - flops_per_token(leaky, 5) == 12 * 32 * 5  # the attention layer's
     routed = dict(n_expert=4, n_shared_expert=1)
-    assert (tiny(**routed, shared_gate=True).flops_per_token() - tiny(**routed).flops_per_token()
+    assert (flops_per_token(tiny(**routed, shared_gate=True)) - flops_per_token(tiny(**routed))
             == 6 * 2 * 32)
 
 
+@pytest.mark.parametrize('options', [
+    {}, dict(n_kv_head=2, attn_gate=True, tie_word_embeddings=False), {**MLA, 'q_lora_rank': 12},
+    dict(turns=[0, 1, 0]), dict(n_expert=4, n_shared_expert=1, d_expert=24)], ids=grid_name)
+def test_flops_are_those_that_torch_counts(options):
+    model = tiny(**options)
+    with FlopCounterMode(display=False) as counter:  # forward alone; attention written out, as in training
+        model(tokens(model, 2, 24))
+    assert 3 * counter.get_total_flops() == flops_per_token(model) * 48
+
+
 def test_options_that_no_layer_has_are_refused_by_any_letter(monkeypatch):
-    monkeypatch.setattr(flat, 'MIXERS', {'X': LeakyAverage, 'G': flat.GatedDeltaNet, 'B': WindowBase})
+    monkeypatch.setattr(flat, 'MIXERS', {'X': LeakyAverage, 'G': mixers.GatedDeltaNet, 'B': WindowBase})
     for options, message in ((dict(mixer_pattern='X', linear_conv_kernel_dim=3), 'only G layers have this'),
                              (dict(mixer_pattern='X', attn_sink=True), 'only B layers have this'),
                              (dict(mixer_pattern='XG', rope_base=5.0), 'only B layers have this'),
@@ -883,7 +951,7 @@ def test_bfloat16_is_near_float32():
     cast = model.to(torch.bfloat16)(idx).log_softmax(-1)
     assert auto.dtype == cast.dtype == torch.float32
     assert (auto - full).abs().mean() < 0.05 * full.std() and (cast - full).abs().mean() < 0.05 * full.std()
-    assert model.context(idx).ropes[model.config.rope_kind()][0].dtype == torch.float32  # never rounded
+    assert make_context(model, idx).ropes[model.config.rope_kind()][0].dtype == torch.float32  # never rounded
 
 
 def test_loss_counts_only_targets(monkeypatch):
@@ -980,19 +1048,20 @@ def test_counts_of_parameters_and_flops():
     with torch.device('meta'):
         gpt2 = GPT(GPTConfig(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, pos='learned',
                              norm='layernorm', mlp='gelu_tanh', qk_norm=False, bias=True))
-    assert gpt2.num_params() == 124_439_808
+    assert num_params(gpt2) == 124_439_808
     # 12 layers of 12 C^2 weights and the head, 6 FLOPs each; 12 L H D T for attention
-    assert gpt2.flops_per_token() == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
+    assert flops_per_token(gpt2) == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
     looked_up = tiny(bigram_size=50, residual_lambdas=True)  # or scaled: no products
-    assert looked_up.flops_per_token() == tiny().flops_per_token()
-    assert looked_up.account()['residual weights'][0] == 2 * 2 and 'others' not in looked_up.account()
+    assert flops_per_token(looked_up) == flops_per_token(tiny())
+    lambdas = flat.account(looked_up)
+    assert lambdas['resid_lambdas'][0] == lambdas['x0_lambdas'][0] == 2
     model = tiny(n_kv_head=2, bias=True)
     groups = {name: tag.group for name, tag in model.tags.items()}
     assert groups.keys() == dict(model.named_parameters()).keys()
     assert all((groups[name] == 'vector') == (w.ndim < 2) for name, w in model.named_parameters())
     assert [name for name in groups if groups[name] == 'embedding'] == ['wte.weight']
-    assert model.row_splits()[model.h[0].attn.c_attn.weight] == (32, 16, 16)
-    assert model.row_splits()[model.h[0].attn.c_proj.weight] == (32,)
+    assert row_splits(model)[model.h[0].attn.c_attn.weight] == (32, 16, 16)
+    assert row_splits(model)[model.h[0].attn.c_proj.weight] == (32,)
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean():
@@ -1046,12 +1115,12 @@ def test_an_invalid_config_names_every_problem(options, parts):
 def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     model = tiny(**options)
     idx, before = tokens(model, 2, 16), {name: w.clone() for name, w in model.state_dict().items()}
-    logits, n = model(idx).detach(), model.num_params()
-    flat.add_lora(model, 3, 6.0, targets)
+    logits, n = model(idx).detach(), num_params(model)
+    weights.add_lora(model, 3, 6.0, targets)
     assert torch.equal(model(idx), logits)
-    adapters = flat.lora_state(model)
+    adapters = weights.lora_state(model)
     assert {name for name, w in model.named_parameters() if w.requires_grad} == set(adapters)
-    assert model.num_params() == n + sum(w.numel() for w in adapters.values())
+    assert num_params(model) == n + sum(w.numel() for w in adapters.values())
     for w in adapters.values():
         w += torch.randn_like(w) * 0.1
     model(idx, idx)[0].backward()
@@ -1061,7 +1130,7 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     for name, a in adapters.items():
         if name.endswith('lora_a'):  # W + alpha / rank B A, by hand
             before[name.removesuffix('lora_a') + 'weight'] += 6 / 3 * adapters[name[:-1] + 'b'] @ a
-    flat.merge_lora(model)
+    weights.merge_lora(model)
     torch.testing.assert_close(dict(model.state_dict()), before, atol=1e-6, rtol=1e-5)
     assert (expected - logits).abs().max() > 0.01
     near(model(idx), expected, 2e-5)
@@ -1071,7 +1140,7 @@ def test_what_cannot_have_an_adapter_is_named():
     model = tiny(n_expert=4, n_shared_expert=1, d_expert=8)
     for target in ('c_fc', 'q_proj', 'attn', '', 'lm_head'):
         with pytest.raises(ValueError, match=f'{target!r} is not the name of linear layers.* attn.c_attn, '):
-            flat.add_lora(model, 2, 1, ['c_attn', target])
+            weights.add_lora(model, 2, 1, ['c_attn', target])
         assert all(w.requires_grad for w in model.parameters())
 
 

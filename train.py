@@ -113,16 +113,25 @@ config, given = settings.config, settings.given
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hub import load, plain
-from model import CHANGEABLE, GPT, GROUPS, GPTConfig, add_lora, lora_state, unused
+from hub import CHANGEABLE, load, plain
+from model import (
+    GPT,
+    GROUPS,
+    GPTConfig,
+    flops_per_token,
+    move_balance,
+    num_params,
+    row_splits,
+    unused,
+)
 from prepare import Bins, data_folder, load_tokenizer, read_meta
 from sample import complete
+from weights import add_lora, lora_state
 
 # learning rate ----------------------------------------------------------------------------------------------
 
@@ -373,7 +382,7 @@ def adamw(model, config):
 
 def muon(model, config, evens=False):
     """Muon for the matrices in the blocks, AdamW for the rest."""
-    splits, rest = model.row_splits(), make_adamw(model, config, but=('matrix',))
+    splits, rest = row_splits(model), make_adamw(model, config, but=('matrix',))
     matrices = [w for w in splits if w.requires_grad]
     if not matrices:  # with adapters all are frozen
         return [rest]
@@ -447,7 +456,7 @@ def forward_recomputed(block, x, context):
     def others(context):
         return [leaf for field in dataclasses.fields(context) if field.name not in ('handed', 'routing')
                 for leaf in tree_leaves(getattr(context, field.name))]
-    handed, before = dict(context.handed), others(context)
+    base, handed, before = context.base, dict(context.handed), others(context)
 
     def require_unchanged(own):
         if len(before) != len(others(own)) or any(a is not b for a, b in zip(others(own), before)):
@@ -455,7 +464,7 @@ def forward_recomputed(block, x, context):
                              "context.hand_on")
 
     def forward(x):
-        own = dataclasses.replace(context, handed=dict(handed), routing=[])
+        own = dataclasses.replace(context, base=base, handed=dict(handed), routing=[])
         require_unchanged(own)  # by other layers, when backward runs this
         x = type(block).forward(block, x, own)
         require_unchanged(own)
@@ -535,8 +544,8 @@ def forecast(model, machine, config, batch_size, shards=1):
             torch.empty(w.shape, dtype=w.dtype, device=machine.device), w.requires_grad) for w in weights})
         for module in fake.modules():
             if hasattr(module, 'loop'):  # over experts
-                module.loop = lambda x, w, *_: torch.cat([
-                    F.linear(*pair) for pair in zip(x.tensor_split(len(w)), w.to(x.dtype))])
+                module.loop = lambda product, x, _, w: torch.cat([
+                    product(*pair) for pair in zip(x.tensor_split(len(w)), w)])
         params = [w for w in fake.parameters() if w.requires_grad]
         for w in params:
             w.grad = torch.empty_like(w)
@@ -653,7 +662,7 @@ def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_ra
             elif moved:
                 scaler.step(opt)
     if model.config.balance_bias:
-        model.move_balance(expert_load, balance_rate * moved)
+        move_balance(model, expert_load, balance_rate * moved)
     scaler.update()
     for opt in optimizers:
         opt.zero_grad(set_to_none=True)
@@ -948,7 +957,7 @@ def eager_seconds(model, machine, max_iters, accumulation, tokens):
     if machine.device_type == 'cuda':
         speed = (peak_flops(machine.device, machine.dtype) or 3e14) / 8
     return max_iters * (accumulation * model.config.n_layer * 1.5e-3
-                        + model.flops_per_token() * tokens / speed)
+                        + flops_per_token(model) * tokens / speed)
 
 
 def resolve_compile(compile, device, seconds):
@@ -1104,7 +1113,7 @@ if __name__ == '__main__':
     shard = shard and ranks > 1  # so that one begun on several may go on with one
     if shard and (lora or machine.dtype == torch.float16):
         raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
-    block_size, n_params = model.config.block_size, model.num_params()
+    block_size, n_params = model.config.block_size, num_params(model)
     n_sequences = train_bins.n_sequences(block_size)
 
     # length
@@ -1117,7 +1126,7 @@ if __name__ == '__main__':
         length = f'tokens_per_param={tokens_per_param:g}'
         max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
     config['max_iters'] = max_iters
-    flops_per_iter = model.flops_per_token() * tokens_per_iter
+    flops_per_iter = flops_per_token(model) * tokens_per_iter
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")

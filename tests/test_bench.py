@@ -20,7 +20,7 @@ import hub
 import model as flat
 import train as flat_train
 from configurator import runtime
-from model import GPT
+from model import GPT, flops_per_token, num_params
 from test_model import near, tiny
 from tokenizer import EOT, CharTokenizer, JsonTokenizer, make_tokenizer
 
@@ -50,8 +50,8 @@ def test_params_counts_a_real_model(capsys):
     model = GPT(flat.GPTConfig(**size))
     _, numbers = bench(capsys, 'params', '--dtype=float32', *(f'--{k}={v}' for k, v in size.items()))
     assert numbers['params'] == sum(w.numel() for w in model.state_dict().values())
-    assert numbers['active_params'] == model.num_params(active=True)
-    assert numbers['flops_per_token'] == model.flops_per_token()
+    assert numbers['active_params'] == num_params(model, active=True)
+    assert numbers['flops_per_token'] == flops_per_token(model)
     layers = sum(len(kind['numbers']) * kind['params'] for kind in numbers['layers'])
     assert numbers['params'] - layers == 61 * 32 + 32  # embedding, last norm
     flops = sum(len(kind['numbers']) * sum(kind['flops'].values()) for kind in numbers['layers'])
@@ -303,7 +303,7 @@ def test_eval_at_times_the_length(folder, capsys, scaling):
     flags = [f'--rope_scaling={scaling}'] if scaling else []
     _, numbers = bench(capsys, 'eval', 'text.txt', '--init_from=out', '--lengths=[1,2,4]', *flags, *EVAL)
     told = scaling and {**scaling, 'original_max_position_embeddings': 8}
-    model, _ = GPT.from_checkpoint('out/ckpt.pt', block_size=32, rope_scaling=told)
+    model, *_ = hub.load('out/ckpt.pt', block_size=32, rope_scaling=told)
     ids, found = [256, *text.encode()], numbers['lengths']
     assert [*found] == ['8', '16', '32'] and numbers['targets'] == 32
     for length in (8, 16, 32):
@@ -442,7 +442,7 @@ def test_eval_of_core(folder, capsys):
     saved = torch.load('out/ckpt.pt', weights_only=True)
     saved['model']['lm_head.weight'][:97] = saved['model']['lm_head.weight'][100:] = 0  # it likes a, b and c
     torch.save(saved, 'out/ckpt.pt')
-    model = GPT.from_checkpoint('out/ckpt.pt')[0].eval()
+    model = hub.load('out/ckpt.pt')[0].eval()
     tasks = write_bundle(np.random.default_rng(0))
     out, numbers = bench(capsys, 'eval', 'bundle', '--init_from=out', *EVAL)
     expected = {label: naive_core(model, *rest) for label, *rest in tasks}

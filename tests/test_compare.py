@@ -24,6 +24,7 @@ from common import ROOT, TOY, log_rows, run, write_toy
 import compare as flat_compare
 import train as flat_train
 from compare import Variant, curve, judge, make_variants, match_size, new_model, paired_difference
+from model import num_params
 from test_model import MLA
 
 
@@ -173,7 +174,7 @@ def test_match_gives_equal_parameters(folder, match, options):
     first = [*TOY, '--n_embd=48']
     other = [*first, *(f'--{name}={value}' for name, value in options.items())]
     variant = Variant('x', ROOT, '', [*other], new_model(other))
-    match_size(variant, new_model(first).num_params(match == 'active'), match == 'active')
+    match_size(variant, num_params(new_model(first), match == 'active'), match == 'active')
     counts = []
     for model in (new_model(first), new_model(variant.args)):
         experts = [w for name, w in model.named_parameters() if 'experts.' in name]
@@ -192,7 +193,7 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
         assert len(set(map(tuple, commands))) == len(commands) > 1
         for variant in variants[1:] if 'match' in each else ():
             active = each['match'] == 'active'
-            match_size(variant, variants[0].model.num_params(active), active)
+            match_size(variant, num_params(variants[0].model, active), active)
 
 
 # judging ----------------------------------------------------------------------------------------------------

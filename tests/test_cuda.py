@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from common import ROOT, TOY, dequantized, log_rows, made, run, same_weights, torchrun
 
-import model as flat
 import sample as flat_sample
 import train as flat_train
-from model import GPT, GPTConfig
+import weights
+from model import GPT, GPTConfig, cross_entropy
 
 DEVICE = os.environ.get('FLATGPT_TEST_DEVICE', 'cuda')
 IS_GPU = DEVICE.startswith('cuda')
@@ -168,7 +168,7 @@ def test_greedy_text_is_the_same_on_each_path(folder, monkeypatch):
 @pytest.mark.parametrize('rows', [1, 2, 40])
 def test_eight_bits_stand_for_their_weights(rows):
     model, idx = new_model(n_kv_head=2).eval(), torch.randint(301, (1, rows))
-    flat.quantize_weights(model, torch.bfloat16)
+    weights.quantize_weights(model, torch.bfloat16)
     with torch.no_grad():
         expected = dequantized(model)(idx)
         assert (model.to(DEVICE)(idx.to(DEVICE)).cpu() - expected).norm() <= 0.03 * expected.norm()
@@ -206,7 +206,7 @@ def test_more_logits_than_32_bits_can_number():
     width, room = 50304, IS_GPU and torch.cuda.mem_get_info()[0] > 64e9
     rows = 2**31 // width + 64 if room else 300
     logits = torch.zeros(1, rows, width, device=DEVICE, requires_grad=True)
-    loss = flat.cross_entropy(logits, torch.full((1, rows), 7, device=DEVICE))
+    loss = cross_entropy(logits, torch.full((1, rows), 7, device=DEVICE))
     loss.backward()
     assert loss.item() == pytest.approx(math.log(width), rel=1e-4)
     expected = torch.full((width,), 1 / width / rows)

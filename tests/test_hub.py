@@ -12,11 +12,11 @@ import torch
 from common import ROOT, TOY, made, run, same_weights, train
 
 import hub
-import model as flat
 import prepare
 import train as flat_train
+import weights
 from configurator import CANNOT_WRITE, configure
-from model import GPT, GPTConfig
+from model import GPTConfig, num_params
 from test_model import MLA, near, tiny, tokens
 from tokenizer import make_tokenizer
 
@@ -44,8 +44,8 @@ def test_adapters_leave_their_base_as_it_is(folder):
 
 def with_adapters(targets, **options):
     model = tiny(**options)
-    flat.add_lora(model, 2, 4.0, targets)
-    for w in flat.lora_state(model).values():
+    weights.add_lora(model, 2, 4.0, targets)
+    for w in weights.lora_state(model).values():
         w += torch.randn_like(w) * 0.1
     return model
 
@@ -67,9 +67,9 @@ def test_adapters_name_their_base_by_a_path(tmp_path):
     args, x = vars(model.config), tokens(model, 1, 8)
     base = {name.replace('.base.', '.'): w for name, w in model.state_dict().items() if '.lora_' not in name}
     torch.save({'model': base, 'model_args': args}, tmp_path / 'base.pt')
-    hub.save_pretrained(GPT.from_state(base, args), None, tmp_path / 'theirs')
+    hub.save_pretrained(hub.from_state(base, args), None, tmp_path / 'theirs')
     for name in 'base.pt', 'theirs':
-        torch.save({'model': flat.lora_state(model), 'model_args': args, 'lora': {
+        torch.save({'model': weights.lora_state(model), 'model_args': args, 'lora': {
             'rank': 2, 'alpha': 4.0, 'targets': ['c_attn'], 'base': str(tmp_path / name)}}, path)
         near(hub.load(str(path))[0](x), model(x))
     shutil.rmtree(tmp_path / 'theirs')
@@ -111,7 +111,7 @@ def nanogpt_checkpoint(path, bias=False):
 def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
     os.mkdir('out')
     model, opt = nanogpt_checkpoint('out/ckpt.pt', bias)
-    ours, _ = GPT.from_checkpoint('out/ckpt.pt')
+    ours, *_ = hub.load('out/ckpt.pt')
     assert same_weights(ours.state_dict(), model.state_dict())
     run('sample.py', '--num_samples=1', '--max_new_tokens=5', '--start=abc', '--device=cpu',
         '--dtype=float32')
@@ -362,7 +362,7 @@ def test_hf_checkpoints_in_and_out(kind, options, tmp_path):
         hub.save_pretrained(ours, None, tmp_path / 'out')
         near(hf_opened(tmp_path / 'out')(idx).logits, logits)
         assert torch.equal(hub.from_pretrained(tmp_path / 'out', **context)(idx), ours(idx))
-    flat.quantize_weights(ours, torch.float32)  # a whole model; below, each tensor when it is read
+    weights.quantize_weights(ours, torch.float32)  # a whole model; below, each tensor when it is read
     assert torch.equal(hub.from_pretrained(tmp_path / 'in', int8=True, **context)(idx), ours(idx))
 
 
@@ -666,7 +666,7 @@ def test_hub_ids_become_local_folders(tmp_path, monkeypatch, capsys):
     assert asked == [('a/b', None, small), ('a/b', 'cache', weights)] and len(weights) > 1
     hub.describe('a/b', 'cache')
     said = capsys.readouterr().out
-    for part in f'llama, {model.num_params():,} parameters', 'sample.py --init_from=a/b', '257 tokens':
+    for part in f'llama, {num_params(model):,} parameters', 'sample.py --init_from=a/b', '257 tokens':
         assert part in said
     Path('repo/config.json').write_text('{"model_type": "rwkv"}')
     with pytest.raises(ValueError, match="model_type='rwkv' is unsupported"):

@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from model import make_context
 from test_model import tiny
 
 transformers = pytest.importorskip('transformers', reason='the oracle')
@@ -25,7 +26,7 @@ def test_gated_deltanet():
              'in_proj_ba.weight': torch.cat([w.unflatten(0, (2, -1)) for w in (b, a)], dim=1).flatten(0, 1)}
     other.load_state_dict(state)
     x = torch.randn(2, 150, 32)
-    y = mixer(x, model.context(torch.zeros(2, 150, dtype=torch.long)))
+    y = mixer(x, make_context(model, torch.zeros(2, 150, dtype=torch.long)))
     assert y.std() > 0.1
     torch.testing.assert_close(y, other(x), atol=1e-4, rtol=1e-4)
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from common import CHAT_TEMPLATES, dequantized, made
 
-import model as flat
 import sample as flat_sample
 import tokenizer as flat_tokenizer
+import weights
+from model import num_params
 from sample import TextStream, generate, sample_token, speculate
 from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
@@ -216,7 +217,7 @@ def test_experts_that_wait_for_the_host_are_in_no_cuda_graph(options, device, ca
     run = flat_sample.compile_step(model, torch.device('cuda'))
     assert [run(model, torch.zeros(shape))['coordinate_descent_tuning'] for shape in ((1, 1), (2, 1), (1, 4))
             ] == [True, False, False]
-    flat.quantize_weights(model, dtype)
+    weights.quantize_weights(model, dtype)
     assert flat_sample.is_one_graph(model, torch.device(device)) == (not options)
 
 
@@ -228,7 +229,7 @@ def test_experts_that_wait_for_the_host_are_in_no_cuda_graph(options, device, ca
 def test_compiled_generation_equals_eager(options, penalty, int8, make, monkeypatch):
     model, common = repeats_itself(n_layer=1, **options), dict(seed=3, top_k=10, repetition_penalty=penalty)
     if int8:
-        flat.quantize_weights(model, torch.float32)
+        weights.quantize_weights(model, torch.float32)
     eager = made(model, PROMPTS, 30, **common)
     monkeypatch.setattr(flat_sample, 'FREEZING', QUICKLY)
     if 'n_expert' in options:  # which break it into many graphs, and are frozen in none
@@ -250,7 +251,7 @@ def test_a_compiled_step_has_the_weights_of_its_model(tmp_path, monkeypatch):
     for model in models:
         for w in model.parameters():
             w.data += 0.1 * torch.randn_like(w)
-        flat.quantize_weights(model.bfloat16(), torch.bfloat16)
+        weights.quantize_weights(model.bfloat16(), torch.bfloat16)
     for i, model in enumerate(models * 2):
         if i == 3:
             torch.compiler.reset()  # as in another process
@@ -277,9 +278,9 @@ def test_int8_is_the_model_of_its_dequantized_weights(variant):
     for w in model.parameters():
         if not w.any():
             torch.nn.init.normal_(w, std=0.02)
-    before, exact, n = model.state_dict(), model(idx).detach(), model.num_params()
-    flat.quantize_weights(model, torch.float32)
-    assert model.num_params() == n and sum(w.dtype is torch.int8 for w in model.parameters()) >= 9
+    before, exact, n = model.state_dict(), model(idx).detach(), num_params(model)
+    weights.quantize_weights(model, torch.float32)
+    assert num_params(model) == n and sum(w.dtype is torch.int8 for w in model.parameters()) >= 9
     assert not any(w.dtype is torch.int8 for name, w in model.named_parameters() if name.split('.')[-2] in (
         'wpe', 't5_bias', 'router', 'shared_gate', 'c_kv'))
     plain = dequantized(model)
@@ -298,8 +299,8 @@ def test_int8_is_the_model_of_its_dequantized_weights(variant):
 @pytest.mark.parametrize('width', [64, 36])
 def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, width, dtype, tolerance):
     x = 100 * torch.randn(rows, 5, width).to(dtype)[:, :2]  # not contiguous; too large a sum for float16
-    q, scale = flat.quantize_rows(torch.randn(48, width), dtype)
-    found = flat.int8_linear(x, q, None, scale)
+    q, scale = weights.quantize_rows(torch.randn(48, width), dtype)
+    found = weights.int8_linear(x, q, None, scale)
     assert found.dtype is dtype
     near(found.double(), x.double() @ (q.double() * scale.double()[:, None]).T, tolerance)
 

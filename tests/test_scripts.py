@@ -19,7 +19,7 @@ import hub
 import sample as flat_sample
 import train as flat_train
 from configurator import configure
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, num_params
 
 CPU = ['--device=cpu', '--dtype=float32']
 
@@ -164,7 +164,7 @@ def test_sample_script(base, capsys):
     Path('p.txt').write_text('abc', encoding='utf-8')
     Path('none.txt').touch()
     run('sample.py', *common, '--start=FILE:p.txt', '--num_samples=2', '--stop=[1, 2]')
-    model, _ = GPT.from_checkpoint('out/ckpt.pt')
+    model, *_ = hub.load('out/ckpt.pt')
     greedy = ''.join(chr(97 + t) for t in made(model.eval(), [[0, 1, 2]], 8, temperature=0)[0])
     assert capsys.readouterr().out.endswith(f"{'-' * 15}\nabc{greedy}\n{'-' * 15}\nabc{greedy}\n{'-' * 15}\n")
     for flag, message in (('--start=a?', r"'\?'.*char vocabulary of 23"), ('--start=', 'is empty'),
@@ -216,7 +216,7 @@ def test_sampling_with_another_context(folder, capsys):
     scaling = {'rope_type': 'linear', 'factor': 2.0}
     run('sample.py', *CPU, '--max_new_tokens=30', '--temperature=0', '--num_samples=1', '--start=abc',
         '--block_size=60', f'--rope_scaling={scaling}')
-    model, _ = GPT.from_checkpoint('out/ckpt.pt', block_size=60, rope_scaling=scaling)
+    model, *_ = hub.load('out/ckpt.pt', block_size=60, rope_scaling=scaling)
     ids = by_hand(model.eval(), [97, 98, 99], 30, temperature=0)
     ends = [i for i, token in enumerate(ids) if token in byte_chat_tokenizer().stop_tokens]
     text = byte_chat_tokenizer().decode(ids[:min(ends, default=30)])
@@ -235,7 +235,7 @@ def test_published_models_have_their_parameters(monkeypatch, name, params, activ
     _, args, *_ = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=[f'config/{name}.py'])
     with torch.device('meta'):
         model = GPT(GPTConfig(**{'vocab_size': 50257, **args}))  # config/gpt2.py takes that of the data
-    assert model.num_params() == params and model.num_params(active=True) == (active or params)
+    assert num_params(model) == params and num_params(model, active=True) == (active or params)
 
 
 def test_every_config_builds_and_divides(monkeypatch):

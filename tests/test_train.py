@@ -38,8 +38,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import hub
 import model as flat
 import train as flat_train
+import weights
 from configurator import check_settings, runtime
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, num_params, row_splits
 from test_model import tiny
 
 NO_SCALER = torch.amp.GradScaler('cpu', enabled=False)
@@ -105,11 +106,11 @@ def test_normuon_follows_its_paper():
     """Algorithm 1 of arXiv:2510.05491 with Muon's momentum and norm, each projection and expert by itself."""
     torch.manual_seed(0)
     model = tiny(n_kv_head=2, n_expert=3, d_expert=20)
-    start = {w: w.detach().double() for w in model.row_splits()}
+    start = {w: w.detach().double() for w in row_splits(model)}
     muon, _ = make_optimizers(model, optimizer='normuon', learning_rate=0.1, weight_decay=0.0)
     expected, state = {w: start[w].clone() for w in start}, {}
     for _ in range(3):
-        for w, rows in model.row_splits().items():
+        for w, rows in row_splits(model).items():
             w.grad, new = torch.randn_like(w) ** 3, expected[w].view(-1, *w.shape[-2:])
             for expert, grads in enumerate(w.grad.double().view(new.shape)):
                 for part, (grad, there) in enumerate(zip(grads.split(rows), new[expert].split(rows))):
@@ -226,7 +227,7 @@ def test_the_length_given_last_counts(folder, capsys):
         story = train('--out_dir=out', '--eval_only', *flags)
         assert f'\nrun: {n} iterations ({said}' in capsys.readouterr().out
         assert sum(story['config'][name] is not None for name in ('epochs', 'tokens_per_param')) <= 1
-    assert n == math.ceil(0.1 * story['model'].num_params() / (12 * 16)) and not os.path.exists('out')
+    assert n == math.ceil(0.1 * num_params(story['model']) / (12 * 16)) and not os.path.exists('out')
     train('--out_dir=out', 'long.py', '--max_iters=2')
     assert ('warmup_iters=20 goes on to the end: the learning rate comes to 10% of its peak'
             in capsys.readouterr().out)
@@ -408,7 +409,7 @@ def test_memory_is_forecast_as_torch_allocates_it(options, monkeypatch):
     model = GPT(GPTConfig(**{**dict(n_layer=4, n_head=4, n_embd=64, block_size=128, vocab_size=300), **{
         name: value for name, value in options.items() if name not in own}}))
     if own['rank']:
-        flat.add_lora(model, own['rank'], 16.0, ['c_attn', 'c_proj', 'c_fc'])
+        weights.add_lora(model, own['rank'], 16.0, ['c_attn', 'c_proj', 'c_fc'])
     if own['every']:
         flat_train.checkpoint_blocks(model, own['every'])
     machine = runtime('cpu', own['dtype'] or 'float32')
@@ -767,15 +768,15 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
 def test_checkpoints_hold_plain_data_and_come_back(folder):
     story = train('--out_dir=out', '--always_save_checkpoint=False', '--max_iters=10')
     for name in ('ckpt.pt', 'best.pt'):
-        model, rest = GPT.from_checkpoint(f'out/{name}')  # weights_only=True
+        model, _, rest = hub.load(f'out/{name}')  # weights_only=True
         assert same_weights(model.state_dict(), story['model'].state_dict())
         assert rest['tokenizer']['kind'] == 'char' and rest['model_args'] == vars(model.config)
         assert ('optimizer' in rest) == (name == 'ckpt.pt')
     whole = saved('out')
     for prefix in ('_orig_mod.', 'module.', 'module._orig_mod.'):
         torch.save({**whole, 'model': {prefix + k: v for k, v in whole['model'].items()}}, 'x.pt')
-        assert same_weights(GPT.from_checkpoint('x.pt')[0].state_dict(), model.state_dict())
-    smaller, rest = GPT.from_checkpoint('out/ckpt.pt', block_size=8, dropout=0.1)
+        assert same_weights(hub.load('x.pt')[0].state_dict(), model.state_dict())
+    smaller, _, rest = hub.load('out/ckpt.pt', block_size=8, dropout=0.1)
     assert smaller.config.block_size == 8 == rest['model_args']['block_size']
 
 

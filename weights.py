@@ -1,0 +1,177 @@
+"""
+What is done to finished weights: low-rank adapters (LoRA), which train few parameters beside frozen ones, and
+8 bits, which generate from less memory. Both are modules that take the place of a linear layer.
+"""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import Embedding, FusedLinear, GroupedLinear, Linear, hidden_init, parameter
+
+# low-rank adapters ------------------------------------------------------------------------------------------
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer with a trained low-rank update of its weight, scale * lora_b @ lora_a (Hu et al.
+    2021, arXiv:2106.09685). It starts at zero: lora_a (rank, n_in) random, lora_b (n_out,
+    rank) zeros. The projections of a FusedLinear share lora_a. AdamW takes both."""
+
+    def __init__(self, base, rank, scale):
+        super().__init__()
+        self.base, self.scale = base, scale
+        self.lora_a = parameter(rank, base.in_features, init=hidden_init, group='adapter')
+        self.lora_b = parameter(base.out_features, rank, init=nn.init.zeros_, group='adapter')
+
+    @property
+    def weight(self):
+        """The weight with its update, for those who read it themselves, and for merging."""
+        return self.base.weight + self.scale * (self.lora_b @ self.lora_a).to(self.base.weight.dtype)
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        y = F.linear(x, self.base.weight, self.base.bias)
+        y = y + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        return y.split(self.base.widths, dim=-1) if isinstance(self.base, FusedLinear) else y
+
+
+@torch.no_grad()
+def add_lora(model, rank, alpha, targets):
+    """Freezes a GPT, and puts a LoRALinear of scale alpha / rank in the place of each linear layer of its
+    blocks whose name is one of targets or ends in it, as 'c_attn' or 'mlp.c_proj' do. Raises ValueError for a
+    target that names no layer, or one that is not plain, as the experts' are."""
+    modules, chosen = dict(model.h.named_modules()), set()
+    plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
+    for target in targets:
+        named = {name for name in modules if f'.{name}'.endswith(f'.{target}')}
+        if not named or not named <= plain:
+            raise ValueError(f"lora_targets: {target!r} is not the name of linear layers alone; adapters are "
+                             f"for {', '.join(sorted({name.partition('.')[2] for name in plain}))}")
+        chosen |= named
+    model.requires_grad_(False)
+    for name in sorted(chosen):
+        base = modules[name]
+        lora = LoRALinear(base, rank, alpha / rank)
+        for part, w in lora.named_parameters(prefix=f'h.{name}'):
+            model.tags[part] = model.tags.get(part.replace('.base.', '.')) or w.tag
+        for w in (lora.lora_a, lora.lora_b):
+            w.tag.init(w)
+        model.h.set_submodule(name, lora.to(base.weight.device, base.weight.dtype))
+
+
+@torch.no_grad()
+def merge_lora(model):
+    """Adds each update to its weight and takes the adapters away; every parameter can be trained again."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRALinear):
+            module.base.weight.copy_(module.weight)
+            model.set_submodule(name, module.base)
+    model.requires_grad_(True)
+
+
+def lora_state(model):
+    """Name -> tensor of the adapters alone."""
+    return {name: w for name, w in model.state_dict().items() if '.lora_' in name}
+
+
+# eight bits -------------------------------------------------------------------------------------------------
+
+def quantize_rows(w, dtype):
+    """w (..., n_in) -> int8 of the same shape and a scale for each row, (...) of dtype, whose product is w to
+    within half a scale: the largest value of a row becomes 127 ("vector-wise" in arXiv:2208.07339)."""
+    scale = (w.abs().amax(dim=-1).float() / 127).to(dtype)
+    steps = w / scale.float().masked_fill(scale == 0, 1.0)[..., None]
+    return steps.round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def int8_linear(x, w, bias, scale):
+    """x (..., n_in), w (n_out, n_in) int8, bias, scale (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
+    rows, scale, is_cpu = x.numel() // x.shape[-1], scale.to(x.dtype), x.device.type == 'cpu'
+    few = is_cpu and rows <= INT8_ROWS
+    if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is slow otherwise
+        y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale).view(*x.shape[:-1], -1)
+    elif few and torch.compiler.is_compiling():  # one loop; a cast of its own would be kept, in 32 bits
+        y = (x[..., None, :] * w).sum(dim=-1) * scale
+    elif x.dtype is torch.float16:  # where the product may overflow before it is scaled
+        y = F.linear(x, w.to(x.dtype) * scale[:, None])
+    else:  # few rows in parts, whose copies stay in a CPU's cache
+        parts = w.split(max(1, 2**18 // x.shape[-1])) if few else [w]
+        y = torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1) * scale
+    return y if bias is None else y + bias.type_as(y)
+
+
+INT8_ROWS = 16  # more are multiplied faster by the weight in their own dtype
+
+
+class Int8Linear(nn.Module):
+    """A Linear or FusedLinear whose weight has 8 bits, and a scale of `dtype` for each row."""
+
+    def __init__(self, base, dtype):
+        super().__init__()
+        weight, scale = quantize_rows(base.weight, dtype)
+        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), getattr(base, 'bias', None)
+        self.register_buffer('scale', scale, persistent=False)
+        self.widths = getattr(base, 'widths', None)
+
+    def forward(self, x):
+        y = int8_linear(x, self.weight, self.bias, self.scale)
+        return y if self.widths is None else y.split(self.widths, dim=-1)
+
+
+class Int8Embedding(Int8Linear):
+    """An Embedding, likewise."""
+
+    def __init__(self, base, dtype):
+        super().__init__(base, dtype)
+        self.num_embeddings = base.num_embeddings
+
+    def forward(self, idx):
+        return F.embedding(idx, self.weight).to(self.scale.dtype) * self.scale[idx][..., None]
+
+    def as_head(self, x):
+        """As Embedding.as_head."""
+        return super().forward(x)
+
+
+class Int8Experts(Int8Linear):
+    """A GroupedLinear, likewise; only experts that have rows are read."""
+
+    forward = GroupedLinear.forward  # with another product
+
+    def __init__(self, base, dtype):
+        super().__init__(base, dtype)
+        self.loop = base.loop
+
+    def has_kernel(self, dtype, device):
+        return False
+
+    def product(self, x, offsets):
+        def product(rows, w, scale):
+            return int8_linear(rows, w, None, scale)
+        return self.loop(product, x, offsets, self.weight, self.scale)
+
+
+IN_8_BITS = {Linear: Int8Linear, FusedLinear: Int8Linear, Embedding: Int8Embedding,
+             GroupedLinear: Int8Experts}
+
+
+@torch.no_grad()
+def quantize_weights(model, dtype):
+    """Puts the large weights of a model into 8 bits, with scales of dtype; it cannot be trained any more.
+    Norms, biases, learned positions, routers and gates of one element stay, and so does c_kv, which its mixer
+    multiplies by itself. On the meta device it prepares for fill_rows."""
+    for name, module in list(model.named_modules()):
+        is_large = name.rpartition('.')[2] not in ('c_kv', 'wpe', 'router', 'shared_gate')
+        if is_large and type(module) in IN_8_BITS:
+            model.set_submodule(name, IN_8_BITS[type(module)](module, dtype))
+
+
+def fill_rows(model, name, w, index, values):
+    """Copies values to w[index] in whatever form they are kept there; w is the tensor that state_dict() has
+    by this name."""
+    module = model.get_submodule(name.rpartition('.')[0])
+    if w.dtype is torch.int8:
+        values, scale = quantize_rows(values.to(w.device), module.scale.dtype)
+        module.scale[index] = scale
+    w[index] = values.to(w.device, w.dtype)
