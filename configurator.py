@@ -55,14 +55,11 @@ CHOICES = {  # of settings whose values are in no table of a script
     'compile': (True, False, 'auto'), 'quantize': ('', 'int8'), 'thinking': ('show', 'hide', 'on', 'off'),
     'errors': ('strict', 'replace'), 'match': (None, 'none', 'params', 'active'),
 }
-UNUSED = {  # a setting, or what else a script knows, and its value: the flags without effect there
+UNUSED = {  # a setting and its value: the flags without effect there
     'optimizer=adamw': 'momentum', 'decay_lr=False': 'lr_schedule', 'lr_schedule=cosine': 'cooldown',
     'lr_schedule=linear': 'cooldown', 'mtp=False': 'mtp_loss', 'n_expert=None': 'balance_loss z_loss',
     'balance_bias=False': 'balance_rate', 'lora_rank=0': 'lora_alpha lora_targets',
-    'torchrun=False': 'backend shard', 'recomputed_blocks=0': 'checkpoint_activations',
-    'tokens_beyond_window=0': 'window', 'chat=False': 'system thinking',
-    'temperature=0.0': 'top_k top_p min_p', 'own_files=False': 'errors field', 'own_files=True': 'shards',
-    'records=False': 'field',
+    'chat=False': 'system thinking', 'temperature=0.0': 'top_k top_p min_p',
 }
 
 
@@ -220,8 +217,8 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides, model_args, given, file_args = [arg for arg in argv if arg not in plain], {}, {}, {}
-    start = [arg for arg in overrides if arg.startswith('--init_from=')][-1:] or ['--init_from=scratch']
-    by_default = (launched and default_file and start != ['--init_from=resume']
+    start = ['scratch', *(arg.partition('=')[2] for arg in argv if arg.startswith('--init_from='))][-1]
+    by_default = (launched and default_file and start != 'resume'
                   and all(arg.startswith('-') for arg in overrides))
     for arg in [default_file, *overrides] if by_default else overrides:
         if arg.startswith('-'):
@@ -231,7 +228,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
                 continue
         else:
             found, label = run_file(arg, path.parent, values), arg
-            if by_default and start != ['--init_from=scratch']:
+            if by_default and start != 'scratch':
                 found = {name: value for name, value in found.items() if name in config}
         for name, value in found.items():
             found[name] = value = checked(arg, name, value, dict.fromkeys(others) | kinds)
@@ -266,9 +263,9 @@ def check_settings(settings, choices=CHOICES):
         raise ValueError('; '.join(wrong))
 
 
-def check_effect(given, facts):
-    """Raises ValueError for a flag that is UNUSED. facts: settings, and what else the script knows."""
-    for name, value in facts.items():
+def check_effect(given, settings):
+    """Raises ValueError for a flag that is UNUSED with these settings."""
+    for name, value in settings.items():
         refuse_unused(given, UNUSED.get(f'{name}={value}', '').split(), f'with {name}={value}')
 
 

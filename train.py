@@ -46,6 +46,7 @@ from configurator import (
     effective,
     keep_freed_memory,
     print0,
+    refuse_unused,
     runtime,
     show,
 )
@@ -1102,11 +1103,15 @@ if __name__ == '__main__':
             raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router "
                              "learns nothing: --norm_topk_prob=False")
     check_data(folder, meta, train_bins, val_bins, model.config)
-    facts = {**config, **vars(model.config), 'torchrun': 'RANK' in os.environ,
-             'recomputed_blocks': model.config.n_layer // max(1, checkpoint_activations),
-             'tokens_beyond_window': max(0, model.config.block_size - (model.config.window or 0))}
+    facts = {**config, **vars(model.config)}
     check_settings(facts, CHOICES)
     check_effect(given, facts)
+    if 'RANK' not in os.environ:
+        refuse_unused(given, ['backend', 'shard'], 'without torchrun')
+    if checkpoint_activations > model.config.n_layer:
+        refuse_unused(given, ['checkpoint_activations'], f'with n_layer={model.config.n_layer}')
+    if (model.config.window or 0) >= model.config.block_size:
+        refuse_unused(given, ['window'], f'with block_size={model.config.block_size}')
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
@@ -1271,7 +1276,7 @@ if __name__ == '__main__':
             keep_last(out_dir, progress.iter_num, keep)
         if sample_tokens and tokenizer and (rank == 0 or shard):  # sharded, all ranks compute the same
             model.eval()
-            first_token = val_bins.read([0], block_size)[0, :1].tolist()
+            first_token = val_bins.batch([0], block_size)[0][0, :1].tolist()
             with machine.autocast():
                 text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
             model.train()

@@ -258,9 +258,9 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--z_loss=0.1'], '--z_loss has no effect'), (['--dropout=1'], 'dropout=1.0 must be below 1'),
     (['--min_lr=1'], 'min_lr=1.0 must be .* at most learning_rate'),
     (['--batch_size=1000000000'], 'batch_size=1000000000 must be .* at most 1000000'),
-    (['--checkpoint_activations=3'], 'no effect with recomputed_blocks=0'),
-    (['--window=16', '--window_pattern=S'], '--window has no effect with tokens_beyond_window=0'),
-    (['--shard=True'], '--shard has no effect with torchrun=False'),
+    (['--checkpoint_activations=3'], 'no effect with n_layer=2'),
+    (['--window=16', '--window_pattern=S'], '--window has no effect with block_size=16'),
+    (['--shard=True'], '--shard has no effect without torchrun'),
     (['--beta2=1'], 'beta2=1.0 must be .* at most 0.999')])
 def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
     """Nor does it move the run that is there."""
