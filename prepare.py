@@ -41,7 +41,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from configurator import check_effect, configure, package, print0, reading
+from configurator import configure, package, print0, reading, refuse_unused
 
 # A name in SOURCES, a file (text or in FORMATS, perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
@@ -66,8 +66,8 @@ from tokenizer import (
     EOT,
     SPLITS,
     TABLES,
-    Progress,
-    gather,
+    ProgressLine,
+    in_groups,
     in_processes,
     make_tokenizer,
     pieces,
@@ -103,7 +103,7 @@ def fetch(url, path):
                 raise FileNotFoundError(f'{url} is not there: check the address')
             response.raise_for_status()
             size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that all of it comes
-            progress = Progress(f'download {os.path.basename(path)}', size)
+            progress = ProgressLine(f'download {os.path.basename(path)}', size)
             with open(part, 'wb') as f:
                 for block in response.iter_content(1 << 16):
                     f.write(block)
@@ -308,10 +308,11 @@ def holds_conversations(paths, field, errors):
     for path in paths:
         if records := format_of(path):
             for _, record in records(path, None, errors):
-                found = not isinstance(record.get(field), str) and find_messages(record, field) is not None
-                if found and len(paths) > 1:
+                if isinstance(record.get(field), str) or find_messages(record, field) is None:
+                    return False
+                if len(paths) > 1:
                     print0(f'{path} holds conversations: all files are read as such')
-                return found
+                return True
     return False
 
 
@@ -348,7 +349,7 @@ def download(name, url, count=1, chats=False, tokenizer=None):
     """The Source of files, downloaded to data/<name>. url: with {} for the numbers of `count` files."""
     def documents():
         urls = map(url.format, range(count))
-        paths = [fetch(one, os.path.join('data', name, one.rpartition('/')[2])) for one in urls]
+        paths = [fetch(url, os.path.join('data', name, os.path.basename(url))) for url in urls]
         return (conversations if chats else file_documents)(paths)
     return Source(name, name, documents, chats, tokenizer=tokenizer)
 
@@ -370,8 +371,8 @@ def pystdlib():
 
 def fineweb(name, prefix, count):
     """FineWeb in GPT-2's tokens, by Keller Jordan: files of 100M, the first for val."""
-    names = [f'{prefix}_val_000000.bin', *[f'{prefix}_train_{i:06d}.bin' for i in range(1, count + 1)]]
-    urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{file}' for file in names]
+    names = ['val_000000', *[f'train_{i:06d}' for i in range(1, count + 1)]]
+    urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{prefix}_{part}.bin' for part in names]
     return Source(name, name, shards=urls, tokenizer='gpt2')
 
 
@@ -392,8 +393,8 @@ SOURCES = {
     'fineweb_edu_text': lambda: download(
         'fineweb_edu_text',
         f'{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
-    'fineweb': lambda: fineweb('fineweb', 'fineweb', 103),
-    'fineweb_edu': lambda: fineweb('fineweb_edu', 'finewebedu', 99),
+    'fineweb': lambda: fineweb('fineweb', 'fineweb', min(shards, 103)),
+    'fineweb_edu': lambda: fineweb('fineweb_edu', 'finewebedu', min(shards, 99)),
     'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl'),
     'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl', chats=True),
     'smol_smoltalk': lambda: download(
@@ -523,13 +524,13 @@ def pydoc_chats():
 
 def documents_of(source):
     """A source's documents without empty ones."""
+    if source.chats:
+        yield from source.documents()
+        return
     for document in source.documents():
-        if source.chats:
-            yield document
-        else:
-            blocks = filter(None, document)
-            if first := next(blocks, None):
-                yield itertools.chain([first], blocks)
+        blocks = filter(None, document)
+        if first := next(blocks, None):
+            yield itertools.chain([first], blocks)
 
 
 def characters_to_train_on(source, fraction):
@@ -699,7 +700,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
                              'conversations need: name another by --tokenizer')
         items = chat_items(texts, special, counts)
         encode, least = functools.partial(encode_chats, tok), 2  # rendered anew for each answer: slow
-    groups = in_processes(1 if tok.anywhere else procs, encode, gather(items), least)
+    groups = in_processes(1 if tok.anywhere else procs, encode, in_groups(items), least)
     encoded = itertools.chain.from_iterable(groups)
     if block_size is not None:
         encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
@@ -710,7 +711,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
 
 def write_bins(folder, encoded, label, counts):
     """Writes (split, ids, mask or None, bytes) to .bin and .mask.bin, adds to counts -> {name: sha256}."""
-    progress = Progress(label)
+    progress = ProgressLine(label)
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(os.path.join(folder, name), 'wb')))
         for split, ids, mask, n_bytes in encoded:
@@ -732,7 +733,7 @@ def write_bins(folder, encoded, label, counts):
 
 
 FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')],
-         *[name for _, name in TABLES.values()], 'meta.json']  # of a prepared folder
+         *[name for table in TABLES.values() for name in table.values()], 'meta.json']  # of a prepared folder
 
 
 def refuse_others(folder, label):
@@ -763,10 +764,8 @@ def new_files(folder):
 
 def write_meta(folder, tok, label, eot, counts):
     """Writes meta.json and the tokenizer's table; returns the meta."""
-    state, texts = tok.state(), {}
-    if state['kind'] in TABLES:
-        key, name = TABLES[state['kind']]
-        texts[name] = state.pop(key)
+    state = tok.state()
+    texts = {name: state.pop(key) for key, name in TABLES.get(state['kind'], {}).items()}
     meta = {'source': label, 'vocab_size': tok.n_vocab, 'dtype': dtype_of(tok.n_vocab).name, 'eot': eot,
             **counts, 'tokenizer': state}
     for name, text in {**texts, 'meta.json': json.dumps(meta, indent=1)}.items():
@@ -775,18 +774,16 @@ def write_meta(folder, tok, label, eot, counts):
     return meta
 
 
-def fetch_shards(folder, found, n_train):
-    """Downloads the first shards of a source, in GPT-2's tokens, to folder; returns its meta."""
-    if not 1 <= n_train < len(found.shards):
-        raise ValueError(f'shards={n_train}: {found.name} has 1 to {len(found.shards) - 1}')
+def fetch_shards(folder, source):
+    """Downloads a source's shards, in GPT-2's tokens, to folder; returns its meta."""
     tok = make_tokenizer('gpt2')  # before the long wait, lest it be missing
-    val, *train = (read_shard(fetch(url, os.path.join(folder, url.rpartition('/')[2])), np.dtype('<u2'))
-                   for url in found.shards[:1 + n_train])
+    val, *train = (read_shard(fetch(url, os.path.join(folder, os.path.basename(url))), np.dtype('<u2'))
+                   for url in source.shards)
     n_bytes = sum(int(tok.sizes[ids].sum()) for ids in parts_of(val))
     counts = {'train_tokens': sum(shard.n_tokens for shard in train), 'val_tokens': val.n_tokens,
               'bytes_per_token': n_bytes / val.n_tokens}
     with new_files(folder) as temp:
-        return write_meta(temp, tok, found.label, tok.eot, counts)
+        return write_meta(temp, tok, source.label, tok.eot, counts)
 
 
 # reading ----------------------------------------------------------------------------------------------------
@@ -800,7 +797,7 @@ class PlainUnpickler(pickle.Unpickler):
 def read_meta(folder):
     """meta.json, nanoGPT's meta.pkl or an assumed dict with at least vocab_size, dtype, eot, bytes_per_token
     (None: unknown), tokenizer (its state, None: GPT-2's), block_size (of slots, or None)."""
-    usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
+    usual = {'dtype': 'uint16', **dict.fromkeys(('eot', 'bytes_per_token', 'tokenizer', 'block_size'))}
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
         with open(path, encoding='utf-8') as f:
@@ -841,10 +838,9 @@ def load_tokenizer(folder):
     state = read_meta(folder)['tokenizer']
     if state is None:
         return make_tokenizer('gpt2')
-    if state['kind'] in TABLES:
-        key, name = TABLES[state['kind']]
+    for key, name in TABLES.get(state['kind'], {}).items():
         with open(os.path.join(folder, name), encoding='utf-8', newline='') as f:
-            state = {**state, key: f.read()}
+            state[key] = f.read()
     return tokenizer_from_state(state)
 
 
@@ -886,20 +882,20 @@ class Bins:
     """The tokens of one split: folder/<split>.bin, or else its shards *<split>*.bin, sorted.
 
     Sequence i of a shard is its block_size + 1 tokens from i * block_size on, so that each token but the
-    first, and the tail, is a target once. With vocab_size, ids are checked as they are read. The target mask
+    first, and the tail, is a target once. Ids are checked as they are read once vocab_size is set. The mask
     beside x.bin is x.mask.bin, a byte for each token; `masks` is empty where there is none.
     """
-    def __init__(self, folder, split, dtype=None, vocab_size=None):
-        self.vocab_size, self.name = vocab_size, os.path.join(folder, f'{split}.bin')
-        found = sorted(glob.glob(os.path.join(glob.escape(folder), f'*{split}*.bin')))
+    def __init__(self, folder, split):
+        self.vocab_size, self.name = None, os.path.join(folder, f'{split}.bin')
+        paths = sorted(glob.glob(os.path.join(glob.escape(folder), f'*{split}*.bin')))
         if os.path.exists(self.name):
-            found = [self.name]
-        found = [path for path in found if not path.endswith('.mask.bin')]
-        if not found:
+            paths = [self.name]
+        paths = [path for path in paths if not path.endswith('.mask.bin')]
+        if not paths:
             raise FileNotFoundError(f'{folder} is not prepared: no {split}.bin; run '
                                     f'`{prepare_command(folder)}`')
-        dtype = np.dtype(dtype or read_meta(folder)['dtype']).newbyteorder('<')
-        self.shards = [read_shard(path, dtype) for path in found]
+        dtype = np.dtype(read_meta(folder)['dtype']).newbyteorder('<')
+        self.shards = [read_shard(path, dtype) for path in paths]
         self.n_tokens = self.n_targets = sum(shard.n_tokens for shard in self.shards)
         masks = [f'{shard.path.removesuffix(".bin")}.mask.bin' for shard in self.shards]
         self.masks = [read_shard(path, np.dtype(np.uint8)) for path in masks if os.path.exists(path)]
@@ -926,23 +922,18 @@ class Bins:
             for part in parts_of(shard):
                 check_ids(part, vocab_size, shard.path, advice)
 
-    def read(self, indices, block_size):
-        """int64 (len(indices), block_size + 1)."""
-        sequences = self._read(self.shards, indices, block_size)
-        if self.vocab_size is not None:
-            check_ids(sequences, self.vocab_size, self.name, 'prepare it again, or raise --vocab_size')
-        return sequences
-
     def batch(self, indices, block_size):
         """Inputs and targets, int64 (len(indices), block_size); targets that the mask leaves out are -1."""
-        sequences = self.read(indices, block_size)
-        inputs, targets = sequences[:, :-1], sequences[:, 1:]
+        ids = self._sequences(self.shards, indices, block_size)
+        if self.vocab_size:
+            check_ids(ids, self.vocab_size, self.name, 'prepare it again, or raise --vocab_size')
+        inputs, targets = ids[:, :-1], ids[:, 1:]
         if self.masks:
-            targets = np.where(self._read(self.masks, indices, block_size)[:, 1:], targets, -1)
+            targets = np.where(self._sequences(self.masks, indices, block_size)[:, 1:], targets, -1)
         return inputs, targets
 
-    def _read(self, shards, indices, block_size):
-        """Sequences of self.shards or self.masks."""
+    def _sequences(self, shards, indices, block_size):
+        """int64 (len(indices), block_size + 1) of self.shards or self.masks."""
         self.n_sequences(block_size)  # an error, if there is none
         ends = self.ends(block_size)
         numbers = np.searchsorted(ends, indices, side='right')
@@ -1000,7 +991,8 @@ if __name__ == '__main__':
         raise ValueError(f'{words[1]!r} is one source too many: put files into a folder, or quote a glob')
     source = words[0] if words else source
     found = find_source(source, field, errors)
-    check_effect(given, {'own_files': source not in SOURCES, 'records': found.records})
+    unused = ['errors', 'field'] if source in SOURCES else ['shards', *['field'] * (not found.records)]
+    refuse_unused(given, unused, f'on {found.label}')
     choices = ['refuse', 'tokens', *['text'] * (not found.chats)]  # conversations are rendered with tokens
     if special_tokens not in choices:
         raise ValueError(f'special_tokens={special_tokens!r}: must be {" or ".join(choices)}')
@@ -1012,7 +1004,7 @@ if __name__ == '__main__':
     if found.shards:
         if tokenizer != 'gpt2':
             raise ValueError(f"tokenizer={tokenizer!r}: {found.name} has tokens already, gpt2's")
-        meta = fetch_shards(folder, found, shards)
+        meta = fetch_shards(folder, found)
     else:
         n_train = characters_to_train_on(found, val_fraction)
         texts = functools.partial(split_texts, found, val_fraction, n_train)
@@ -1029,8 +1021,7 @@ if __name__ == '__main__':
                 by_document=found.chats or len(n_train) > 1, procs=procs, pattern=pattern)
         meta = write_dataset(folder, texts(), tok, found.label, procs, block_size if found.chats else None,
                              special_tokens)
-        kind = 'conversations' if found.chats else 'documents'
-        many = f'{meta["documents"]:,} {kind}'
+        many = f'{meta["documents"]:,} {"conversations" if found.chats else "documents"}'
         print(f'{found.label}:', many if meta['documents'] else 'one text, cut in two')
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '

@@ -62,7 +62,7 @@ def pieces(blocks, tok):
 
 # many processes ---------------------------------------------------------------------------------------------
 
-def gather(items):
+def in_groups(items):
     """(item, its characters), ... -> lists of items, of about CHUNK characters each."""
     group, size = [], 0
     for item, n in items:
@@ -488,9 +488,9 @@ class WordSplitter:
 
 def count_words(splitter, texts, procs=None):
     """(Counter of the words in texts, the bytes counted). texts: iterables of blocks of text."""
-    groups = gather((piece, len(piece)) for blocks in texts for piece, _ in pieces(blocks, splitter))
+    groups = in_groups((piece, len(piece)) for blocks in texts for piece, _ in pieces(blocks, splitter))
     sample = (group for n, group in enumerate(groups) if n < SAMPLE or n % 10 == 0)
-    counts, progress = collections.Counter(), Progress('counting words')
+    counts, progress = collections.Counter(), ProgressLine('counting words')
     for n, (counted, n_bytes) in enumerate(in_processes(procs, splitter.count, sample, least=4)):
         for word, number in counted.items():
             counts[word] += number * (1 if n < SAMPLE else 10)
@@ -506,98 +506,74 @@ def train_bpe(counts, n_merges):
     every word; of equally common pairs that of the lowest ids. Ends early if no pair that fits into a token
     occurs twice.
 
-    Once the younger of its tokens is made everywhere, a pair can only get rarer. So it is counted then, and
-    once more whenever that old number brings it to the top of the heap.
+    Once the younger of its tokens is made everywhere, a pair can only get rarer. So its places are found
+    then, and looked through once more whenever its old number brings it to the top of the heap.
     """
-    words = TokenizedWords(counts)
-    heap = words.index_pairs(np.flatnonzero((words.ids[:-1] >= 0) & (words.ids[1:] >= 0)).astype(np.int32))
-    heapq.heapify(heap)
-    while heap and heap[0][0] <= -2 and len(words.tokens) < 256 + n_merges:
-        old, pair = heapq.heappop(heap)
-        number, places = words.count_again(pair)
-        if number != -old:
-            heapq.heappush(heap, (-number, pair))
-            continue
-        for entry in words.merge(pair, places):
-            heapq.heappush(heap, entry)
-    return words.tokens[256:]
+    ids, weight = bytes_of_words(counts)  # ids: a token's where it begins, else (on its other bytes) -1
+    begins = np.arange(len(ids), dtype=np.int32)  # where a token ends, the place where it begins
+    tokens, sizes = [bytes([b]) for b in range(256)], np.ones(1 << 20, np.int32)
 
-
-class TokenizedWords:
-    """Words as their current tokens, in one array. A pair of tokens is one number, first << 20 | second.
-
-    ids: a token's id where it begins, else (on its other bytes, between words) -1. begins: where a token
-    ends, the place where it begins. weight: how often the word there is in the text.
-    """
-    def __init__(self, counts):
-        words, room = [], WORDS_BYTES
-        by_count = sorted(counts, key=lambda word: (-counts[word], word))
-        for word in by_count:
-            words.append(word.encode()[:room])
-            room -= len(words[-1]) + 1
-            if room <= 0:
-                print0(f'bpe: learning from the {len(words):,} commonest of {len(counts):,} different words')
-                break
-        lengths = np.array([len(word) + 1 for word in words], np.int64)
-        self.ids = np.frombuffer(b'\0' + b'\0'.join([*words, b'']), np.uint8).astype(np.int32)
-        self.ids[np.append(0, np.cumsum(lengths))] = -1
-        self.weight = np.append(0, np.repeat([counts[word] for word in by_count[:len(words)]], lengths))
-        self.begins = np.arange(len(self.ids), dtype=np.int32)
-        self.tokens, self.sizes = [bytes([b]) for b in range(256)], np.ones(1 << 20, np.int32)
-        self.index = []  # of the pairs of bytes, then of those with each new token
-
-    def index_pairs(self, places):
-        """[(-number, pair)] of the pairs that begin at these places, without single and long ones. Adds to
-        index, sorted by pair: the pairs, where the places of each start and end, the places."""
-        first = self.ids[places]
-        pairs = first.astype(np.int64) << 20 | self.ids[places + self.sizes[first]]
+    def pairs_at(places):
+        """[(-number, pair, its places)] of the pairs that begin at these places and occur twice. A pair of
+        tokens is one number, first << 20 | second."""
+        first = ids[places]
+        pairs = first.astype(np.int64) << 20 | ids[places + sizes[first]]
         order = np.argsort(pairs, kind='stable')  # the places of one pair remain sorted
         pairs, places = pairs[order], places[order]
         starts = np.flatnonzero(np.diff(pairs, prepend=-1))
-        lengths = np.diff(starts, append=len(pairs))
-        numbers = np.add.reduceat(self.weight[places], starts) if len(starts) else starts
-        first, second = pairs[starts] >> 20, pairs[starts] & (1 << 20) - 1
-        kept = (numbers > 1) & (self.sizes[first] + self.sizes[second] <= LONGEST)
-        places, pairs, lengths = places[np.repeat(kept, lengths)], pairs[starts[kept]], lengths[kept]
-        ends = np.cumsum(lengths)
-        self.index.append((pairs, ends - lengths, ends, places))
-        return list(zip((-numbers[kept]).tolist(), pairs.tolist()))
+        bounds = np.append(starts, len(pairs))
+        numbers = np.diff(np.append(0, np.cumsum(weight[places]))[bounds])
+        return [(-number, pair, places[start:end]) for number, pair, (start, end) in zip(
+            numbers.tolist(), pairs[starts].tolist(), itertools.pairwise(bounds.tolist())) if number > 1]
 
-    def count_again(self, pair):
-        """How often a pair is in the text now, and its places, sorted."""
+    heap = pairs_at(np.flatnonzero((ids[:-1] >= 0) & (ids[1:] >= 0)).astype(np.int32))
+    heapq.heapify(heap)
+    while heap and heap[0][0] <= -2 and len(tokens) < 256 + n_merges:
+        old, pair, places = heapq.heappop(heap)
         first, second = pair >> 20, pair & (1 << 20) - 1
-        pairs, starts, ends, places = self.index[max(first, second, 255) - 255]
-        i = np.searchsorted(pairs, pair)
-        found = places[starts[i]:ends[i]]
-        found = found[(self.ids[found] == first) & (self.ids[found + len(self.tokens[first])] == second)]
-        ends[i] = starts[i] + len(found)
-        places[starts[i]:ends[i]] = found
-        return int(self.weight[found].sum()), found
-
-    def merge(self, pair, places):
-        """Makes a pair one token at the places of count_again; returns index_pairs of its own pairs."""
-        first, second = pair >> 20, pair & (1 << 20) - 1
-        width = len(self.tokens[first])
+        width, token, new = len(tokens[first]), tokens[first] + tokens[second], len(tokens)
+        places = places[(ids[places] == first) & (ids[places + width] == second)]
+        number = int(weight[places].sum())
+        if number != -old:
+            heapq.heappush(heap, (-number, pair, places))
+            continue
+        if len(token) > LONGEST:
+            continue
         if first == second:  # as in aaa, places overlap: take every second place from the left
             n = np.arange(len(places))
             begin_of_run = np.maximum.accumulate(np.where(np.diff(places, prepend=-1) == width, 0, n))
             places = places[(n - begin_of_run) % 2 == 0]
-        token, new = self.tokens[first] + self.tokens[second], len(self.tokens)
-        self.tokens.append(token)
-        self.sizes[new] = len(token)
-        before, after = self.begins[places - 1], places + len(token)
-        self.ids[places] = new
-        self.ids[places + width] = -1
-        self.begins[after - 1] = places
+        tokens.append(token)
+        sizes[new] = len(token)
+        before, after = begins[places - 1], places + len(token)
+        ids[places], ids[places + width], begins[after - 1] = new, -1, places
         # A left neighbour that was merged too has -1 there: their pair is found at its own place.
-        return self.index_pairs(np.concatenate([before[self.ids[before] >= 0], places[self.ids[after] >= 0]]))
+        for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
+            heapq.heappush(heap, entry)
+    return tokens[256:]
+
+
+def bytes_of_words(counts):
+    """The bytes of all words, -1 before each and at the end, and for each byte how often its word occurs."""
+    words, room = [], WORDS_BYTES
+    by_count = sorted(counts, key=lambda word: (-counts[word], word))
+    for word in by_count:
+        words.append(word.encode()[:room])
+        room -= len(words[-1]) + 1
+        if room <= 0:
+            print0(f'bpe: learning from the {len(words):,} commonest of {len(counts):,} different words')
+            break
+    lengths = np.array([len(word) + 1 for word in words], np.int64)
+    ids = np.frombuffer(b'\0' + b'\0'.join([*words, b'']), np.uint8).astype(np.int32)
+    ids[np.append(0, np.cumsum(lengths))] = -1
+    return ids, np.append(0, np.repeat([counts[word] for word in by_count[:len(words)]], lengths))
 
 
 # tokenizers by name, and as they are stored -----------------------------------------------------------------
 
 KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'json': JsonTokenizer}
-# kind: (the part of its state that has a file of its own in a prepared folder, that file's name)
-TABLES = {'tiktoken': ('ranks', 'tokenizer.tiktoken'), 'json': ('source', 'tokenizer.json')}
+# kind: {the part of its state that has a file of its own in a prepared folder: that file's name}
+TABLES = {'tiktoken': {'ranks': 'tokenizer.tiktoken'}, 'json': {'source': 'tokenizer.json'}}
 
 
 def byte_tokenizer(**_):
@@ -675,7 +651,7 @@ def tokenizer_from_state(state):
 
 # progress ---------------------------------------------------------------------------------------------------
 
-class Progress:
+class ProgressLine:
     """How far and how fast, in bytes: a line rewritten on a terminal, else one every 10 seconds."""
     def __init__(self, label, total=None):
         self.label, self.total, self.done = label, total, 0

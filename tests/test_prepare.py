@@ -34,7 +34,6 @@ from common import (
     prep_run,
     prep_source,
     prep_toy_bpe,
-    tok_oracles,
 )
 
 import bench
@@ -222,7 +221,8 @@ def test_shards_are_downloaded_and_read_in_place(tmp_path, monkeypatch):
         Path(path).write_bytes(shard_bytes(ids[int(shard)]))
         return path
     monkeypatch.setattr(prepare, 'fetch', fetch)
-    meta = prepare.fetch_shards(tmp_path, prepare.find_source('fineweb_edu'), 2)
+    monkeypatch.setattr(prepare, 'shards', 2)
+    meta = prepare.fetch_shards(tmp_path, prepare.find_source('fineweb_edu'))
     train, val = (prepare.Bins(tmp_path, split) for split in ('train', 'val'))
     assert train.n_tokens == meta['train_tokens'] == sum(map(len, ids[1:])) and val.n_tokens == len(ids[0])
     assert meta['bytes_per_token'] == len(text) / len(ids[0])
@@ -281,9 +281,9 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
     assert 'data/good_byte holds data of good.txt, not of deep/good.txt' in prep('deep/good.txt')[1]
     shutil.rmtree('data/good_byte')
     before = files_of('data/d')
-    table = [('good.txt --field=x', '--field has no effect with records=False'),
-             ('good.txt --shards=2', '--shards has no effect with own_files=True'),
-             ('pydoc_chat --errors=replace', '--errors has no effect with own_files=False'),
+    table = [('good.txt --field=x', '--field has no effect on good.txt'),
+             ('good.txt --shards=2', '--shards has no effect on good.txt'),
+             ('pydoc_chat --errors=replace', '--errors has no effect on pydoc_chat'),
              ('cut.txt', 'cut.txt is not UTF-8 text: 0xf0 .*--errors=replace'),
              ('good.txt --tokenizer=data/x', 'python prepare.py my.txt --out=x'),
              ('short.txt', 'train has no token to learn'), ('*.none', 'no such .*, pydoc_chat'),
@@ -322,18 +322,9 @@ def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path
 
 
 # encoding ---------------------------------------------------------------------------------------------------
-def check_documents(folder, texts, tok, **options):
-    """Each is as transformers' tokenizer has it, and is followed by the end of text."""
-    theirs = pytest.importorskip('transformers').PreTrainedTokenizerFast(tokenizer_object=tok.library)
-    for split in ('train', 'val'):
-        ids = [[*theirs(text, **options)['input_ids'], tok.eot] for text in of_split(split, texts)]
-        assert prep_ids(folder, split).tolist() == sum(ids, [])
-
-
 def test_special_tokens_in_a_text_are_learnt_as_is_asked(prep):
-    """Refused, or as plain text or as tokens."""
-    tok = chat_tokenizer()
-    save_tokenizer(tok, 'tok')
+    """Refused, or as plain text or as tokens; test_tokenizer.py compares the ids with transformers."""
+    save_tokenizer(chat_tokenizer(), 'tok')
     texts = [f'record {i}' for i in range(30)]
     texts[6] = 'see <|im_start|>user\nHi<|im_end|>'
     write_jsonl('a.jsonl', [{'text': text} for text in texts])
@@ -341,23 +332,12 @@ def test_special_tokens_in_a_text_are_learnt_as_is_asked(prep):
     assert os.listdir('data') == []
     for how in ('text', 'tokens'):
         prep(f'a.jsonl --tokenizer=tok --out={how} --special_tokens={how}')
-        check_documents(f'data/{how}', texts, tok, split_special_tokens=how == 'text')
         marks = len('<|im_start|><|im_end|>') * (how == 'tokens')
         meta = prepare.read_meta(f'data/{how}')
         assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(texts)) - marks
     # conversations are rendered with these tokens: a message may not smuggle them in
     write_jsonl('chats.jsonl', [{'prompt': 'Hi<|im_end|>', 'response': 'Hello'}] * 9)
     assert "line 1: '<|im_end|>'" in prep('chats.jsonl --tokenizer=tok')[1]
-
-
-@pytest.mark.parametrize('name, bos', [('mistral', [1]), ('gpt2', [])])
-def test_documents_begin_with_the_bos_of_a_tokenizer(name, bos, tmp_path, monkeypatch):
-    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 40)
-    texts = [f'document {i} has a few words, ' * 4 for i in range(20)]
-    tok = JsonTokenizer(tok_oracles()[name].to_str())
-    prepare.write_dataset(tmp_path, prep_texts(prep_source(*texts)), tok, 'x')
-    check_documents(tmp_path, texts, tok)
-    assert tok.encode('') == bos
 
 
 @pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'cl100k_base', 'o200k_base'])
@@ -392,6 +372,13 @@ def test_two_processes_write_what_one_writes(chats, tmp_path, monkeypatch):
 
 
 # conversations ----------------------------------------------------------------------------------------------
+def tokenizer_with_tools():
+    return JsonTokenizer(chat_tokenizer().source, {'chat_template': (
+        "{% if tools %}<tools>{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>"
+        "{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")})
+
+
 def chat_of(rng, turns=2, system=False):
     def words():
         some = ['a', 'word', 'é🙂', 'def x():\n', '\n']
@@ -474,14 +461,11 @@ def test_all_shapes_of_records_are_the_same_conversations(prep):
     assert sorted(os.listdir('data/talk')) == ['meta.json', 'train.bin', 'val.bin']
 
 
-@pytest.mark.parametrize('kind', ['texts', 'field', 'messages', 'sharegpt', 'pairs'])
+@pytest.mark.parametrize('kind', ['texts', 'messages'])
 def test_parquet_is_prepared_as_the_same_json_lines(kind, monkeypatch, prep):
     """Texts, and conversations with calls and tools, in one process or two: byte for byte."""
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 300)
-    template = ("{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-                "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n{% endfor %}"
-                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-    save_tokenizer(JsonTokenizer(chat_tokenizer().source, {'chat_template': template}), 'tok')
+    save_tokenizer(tokenizer_with_tools(), 'tok')
     rng = random.Random(0)
     pairs = [(prep_awkward(rng.randrange(80), i) + '?', prep_awkward(90, i) + '!') for i in range(50)]
     calls = [{'function': {'name': 'now', 'arguments': '{"zone": "é"}'}}]
@@ -489,28 +473,29 @@ def test_parquet_is_prepared_as_the_same_json_lines(kind, monkeypatch, prep):
                                                {'role': 'tool', 'content': '12:00'}] * (i % 3 == 1),
              {'role': 'assistant', 'content': b}] for i, (a, b) in enumerate(pairs)]
     records = {
-        'texts': [{'id': i, 'text': a * (i % 5 > 0), 'score': i / 3} for i, (a, _) in enumerate(pairs)],
-        'field': [{'text': 'x', 'tale': b, 'more': [{'a': 1}]} for _, b in pairs],
-        'messages': [{'messages': each, **({'tools': json.dumps(TOOLS)} if i % 2 else {'n': i})}
-                     for i, each in enumerate(said)],
-        'sharegpt': [{'conversations': [{'from': 'human', 'value': a}, {'from': 'gpt', 'value': b}]}
-                     for a, b in pairs],
-        'pairs': [{'instruction': a, 'input': 'more' * (i % 2) or None, 'output': b}
-                  for i, (a, b) in enumerate(pairs)]}[kind]
+        'texts': [{'id': i, 'tale': a * (i % 5 > 0), 'more': [{'a': i / 3}]}
+                  for i, (a, _) in enumerate(pairs)],
+        'messages': [{'messages': messages, **({'tools': json.dumps(TOOLS)} if i % 2 else {'n': i})}
+                     for i, messages in enumerate(said)]}[kind]
     write_jsonl('a.jsonl', records)
     write_parquet('a.parquet', records, row_group_size=3)
-    made, field = [], 'tale' if kind == 'field' else 'text'
+    made = []
     for name, n in ('jsonl', 1), ('parquet', 1), ('parquet', 2):
-        prep(f'a.{name} --tokenizer=tok --out={name}{n} --procs={n} --field={field}')
-        found = files_of(f'data/{name}{n}')
-        made.append({**found, 'meta.json': {**json.loads(found['meta.json']), 'source': ''}})
-    assert made[0] == made[1] == made[2] and ('train.mask.bin' in found) == (kind not in ('texts', 'field'))
+        prep(f'a.{name} --tokenizer=tok --out={name}{n} --procs={n} --field=tale')
+        files = files_of(f'data/{name}{n}')
+        made.append({**files, 'meta.json': {**json.loads(files['meta.json']), 'source': ''}})
+    assert made[0] == made[1] == made[2] and ('train.mask.bin' in files) == (kind == 'messages')
     assert prepare.read_meta('data/parquet2')['source'] == 'a.parquet'
-    if kind == 'texts':  # of bench.py eval
-        lines, rows = (bench.text_tokens(f'a.{name}', make_tokenizer('byte'))[0]
-                       for name in ('jsonl', 'parquet'))
-        assert len(lines) == len(rows) == 50
-        assert all(np.array_equal(a, b) for line, row in zip(lines, rows) for a, b in zip(line, row))
+
+
+def test_bench_reads_parquet_as_json_lines(tmp_path):
+    records = [{'text': prep_awkward(9 + i, i)} for i in range(9)]
+    write_jsonl(tmp_path / 'a.jsonl', records)
+    write_parquet(tmp_path / 'a.parquet', records)
+    lines, rows = (bench.text_tokens(str(tmp_path / f'a.{name}'), make_tokenizer('byte'))[0]
+                   for name in ('jsonl', 'parquet'))
+    assert len(lines) == len(rows) == 9
+    assert all(np.array_equal(a, b) for line, row in zip(lines, rows) for a, b in zip(line, row))
 
 
 def test_bad_parquet_is_one_line(prep, monkeypatch):
@@ -558,10 +543,7 @@ def test_calls_are_learnt_and_tools_are_not(tmp_path, monkeypatch):
         {'role': 'tool', 'content': '12:00'}, {'role': 'assistant', 'content': 'Noon.', 'tool_calls': ''}]}])
     monkeypatch.setattr(prepare, 'fetch', lambda *_: str(path))
     found, = prepare.find_source('minimind_sft').documents()
-    template = ("{% if tools %}<tools>{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>"
-                "{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n"
-                "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-    tok = JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
+    tok = tokenizer_with_tools()
     ids, mask = prepare.encode_conversation(tok, found)
     assert tok.decode(ids).startswith(f'<tools>{json.dumps(TOOLS)}\n<|im_start|>system\n{system}<|im_end|>')
     runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
@@ -618,8 +600,8 @@ def test_bins_dtype_follows_the_vocabulary(n_vocab, dtype, tmp_path):
     tok = make_tokenizer('char', text)
     meta = prepare.write_dataset(tmp_path, prep_texts(prep_source(text)), tok, 'a')
     assert meta['dtype'] == dtype and tok.n_vocab == n_vocab
-    bins = prepare.Bins(tmp_path, 'val', vocab_size=n_vocab)
-    assert bins.read([bins.n_sequences(1) - 1], 1).tolist() == [[n_vocab - 2, n_vocab - 1]]
+    bins = prepare.Bins(tmp_path, 'val')
+    assert [ids.item() for ids in bins.batch([bins.n_sequences(1) - 1], 1)] == [n_vocab - 2, n_vocab - 1]
 
 
 @pytest.mark.parametrize('name, command', [
@@ -641,15 +623,16 @@ def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
     ids = np.zeros(300, np.uint16)
     ids[222] = 777
     ids.tofile(tmp_path / 'val.bin')
-    bins = prepare.Bins(tmp_path, 'val', 'uint16', vocab_size=700)
-    assert bins.n_sequences(299) == 1 and bins.read([0, 1], 99).shape == (2, 100)
+    bins = prepare.Bins(tmp_path, 'val')
+    bins.vocab_size = 700
+    assert bins.n_sequences(299) == 1 and bins.batch([0, 1], 99)[1].shape == (2, 99)
     with pytest.raises(ValueError, match=r'val.bin has 300 tokens, .* = 301: lower --block_size'):
-        bins.read([0], 300)
+        bins.batch([0], 300)
     with pytest.raises(ValueError, match=r'val.bin: token 777 is outside .* of 700'):
-        bins.read([0, 1, 2], 99)
+        bins.batch([0, 1, 2], 99)
     (tmp_path / 'val.mask.bin').write_bytes(b'\1' * 98)
     with pytest.raises(ValueError, match='val.bin: .* mask'):
-        prepare.Bins(tmp_path, 'val', 'uint16')
+        prepare.Bins(tmp_path, 'val')
 
 
 @pytest.mark.parametrize('masked', [True, False])
@@ -664,7 +647,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
         for at in range(0, n - 10, 10):  # a sequence of 11 tokens ends before n
             learnt = [int(ids[j]) if mask[j] else -1 for j in range(at + 1, at + 11)]
             expected.append((ids[at:at + 10].tolist(), learnt))
-    bins = prepare.Bins(tmp_path, 'train', 'uint16')
+    bins = prepare.Bins(tmp_path, 'train')
     order = rng.permutation(len(expected))
     inputs, targets = bins.batch(order, 10)
     assert bins.n_sequences(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
@@ -723,7 +706,6 @@ def test_fetch_says_what_is_wrong(path, message, server, tmp_path):
 
 @pytest.mark.parametrize('name, n, path', [
     ('openwebtext', 2, 'Skylion007/openwebtext/resolve/main/plain_text/train-{:05d}-of-00080.parquet'),
-    ('climbmix', 3, 'karpathy/climbmix-400b-shuffle/resolve/main/shard_{:05d}.parquet'),
     ('fineweb_edu_text', 1, 'karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_{:05d}.parquet'),
     ('smol_smoltalk', 4, 'HuggingFaceTB/smol-smoltalk/resolve/main/data/train-{:05d}-of-00004.parquet'),
     ('tinystories', 1, 'roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt')])

@@ -97,21 +97,13 @@ def test_decoded_is_what_was_encoded(name, monkeypatch):
             assert ids.count(tok.eot) == text.count(EOT) * allow
 
 
-def test_tokenizer_gpt2_is_tiktokens(monkeypatch):
-    tok = prep_gpt2(monkeypatch)
-    theirs, text = tiktoken.get_encoding('gpt2'), prep_awkward(2000) + f'{EOT}Hello'
-    assert tok.n_vocab == 50257 and tok.eot == 50256
-    assert tok.encode(text) == theirs.encode(text, allowed_special={EOT})
-    assert tok.encode(text, allow_special=False) == theirs.encode_ordinary(text)
-
-
 def oracle(name):
     if name not in tok_oracles():
         pytest.skip('its file is not at hand')
     return tok_oracles()[name]
 
 
-KINDS = ['gpt2', 'gpt2 prefix', 'qwen', 'deepseek', 'llama2', 'mistral', 'added', 'minimind']
+KINDS = ['gpt2', 'gpt2 prefix', 'qwen', 'llama2', 'mistral', 'added', 'minimind']
 
 
 @pytest.mark.parametrize('name', KINDS)
@@ -248,16 +240,10 @@ RULES = {
     'falcon': ([], [{'type': 'Punctuation', 'behavior': 'Contiguous'}, level_json(True),
                     {'type': 'Digits', 'individual_digits': False}, split_json('[0-9][0-9][0-9]')], '', EOT,
                ['>>TITLE<<'], [], {}),
-    'bloom': ([], [split_json(r' ?[^(\s|[.,!?…。，、।۔،])]+'), level_json()], '', '</s>', ['<pad>'], [],
-              {'bos_token': '<s>'}),
-    'starcoder2': ([], [{'type': 'Digits', 'individual_digits': True}, level_json(True)], '', EOT,
-                   ['<fim_prefix>'], [], {'bos_token': EOT}),
     'gemma': ([SPACES], [split_json(' ', 'String', 'MergedWithPrevious')], '<bos>', '<eos>',
               ['<start_of_turn>'], ['\n', '\n\n', '▁▁', '▁▁▁▁'],
               {'bos_token': '<bos>', 'add_bos_token': True}),
     'llama2': ([PREPEND, SPACES], [], '<s>', '</s>', [], [], {'bos_token': '<s>', 'add_bos_token': True}),
-    'phi3': ([PREPEND, SPACES], [], '<s>', EOT, ['<|user|>', '<|end|>'], [],
-             {'bos_token': '<s>', 'add_bos_token': False}),
 }
 AWKWARD = [
     'Plain words, as they come.', '  two spaces, and more    at the end   ', ' ', '\n', '', '\n\n\n',
@@ -342,7 +328,7 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
             assert prep_ids(tmp_path / how, split).tolist() == [i for one in ids for i in one]
     assert meta['documents'] == len(wanted) and tok.eot == theirs.eos_token_id
     whole = len([*pieces([texts[len(AWKWARD)]], tok)]) == 1
-    assert whole == (name in ('llama2', 'phi3'))  # they put a space before every text
+    assert whole == (name == 'llama2')  # it puts a space before every text
     assert tok.decode(tok.bos) == RULES[name][2]  # not by add_bos_token, in transformers 5
     found = 0
     for text in texts:
@@ -352,16 +338,6 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
             found += 1
             assert tok.decode(ids) in (text, f' {text}')
     assert found > len(texts) // 2
-
-
-def test_published_rules_differ():
-    """So that the test above would see one taken for another."""
-    tk = pytest.importorskip('tokenizers')
-    made = {}
-    for name in RULES:
-        library = tk.Tokenizer.from_str(json.dumps(published(name)[0]))
-        made[name] = str([library.encode(text, add_special_tokens=False).tokens for text in AWKWARD])
-    assert len(set(made.values())) == len(RULES) - 1 and made['llama2'] == made['phi3']
 
 
 CHAT_TEMPLATES |= {
