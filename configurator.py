@@ -141,6 +141,13 @@ def checked(arg, name, value, kinds):
         raise ValueError(f"{arg}: {name} must be {wanted}, got {value!r}") from None
 
 
+@functools.cache  # parsing all scripts takes 0.2 s
+def settings_of_scripts(folder):
+    """The names of all settings and of GPTConfig's fields."""
+    return {key for path in folder.glob('*.py') if path.stem in (*SCRIPTS, 'model')
+            for key in declared(path, 'GPTConfig' if path.stem == 'model' else None)}
+
+
 def run_file(name, folder, values):
     """The settings that a config file assigns: plain Python, which sees those so far. It is looked for here,
     then beside the script. Settings of other scripts are left out."""
@@ -148,8 +155,7 @@ def run_file(name, folder, values):
     if path is None:
         known = ', '.join(sorted(path.name for path in folder.glob('config/*.py')))
         raise ValueError(f"there is no config file {name}; config/ has {known or 'none'}")
-    others = {key for path in folder.glob('*.py') if path.stem in (*SCRIPTS, 'model')
-              for key in declared(path, 'GPTConfig' if path.stem == 'model' else None)}
+    others = settings_of_scripts(folder.resolve())
     # the settings so far come as builtins, so that the globals afterwards are what the file assigned
     found = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
     return {key: value for key, value in found.items() if key in values or (
