@@ -6,6 +6,7 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py train --lengths=[1024,4096] --batch_size=1  # forward and backward at contexts, in tokens
     python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
     python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
+    python bench.py params config/small.py --init=True       # and each parameter's initial value
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
     python bench.py decode config/gpt2.py --batch_size=8     # beside one row alone; or --speculate=8
@@ -34,7 +35,21 @@ import time
 from json import dumps
 from pathlib import Path
 
-from configurator import check_settings, configure, effective, package, refuse_unused, runtime
+from configurator import (
+    check_settings,
+    compile_model,
+    configure,
+    duration,
+    effective,
+    memory_at_hand,
+    package,
+    peak_flops,
+    peak_mb,
+    plain,
+    refuse_unused,
+    resolve_compile,
+    runtime,
+)
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
@@ -49,7 +64,7 @@ quantize = ''                     # decode, eval: int8, as in sample.py
 speculate: int | None = None      # decode: draft tokens at a time, of greedy text, as in sample.py
 layer = 0                         # attention: the layer's number
 png = 'attention.png'             # attention: the file to write
-operators = False                 # decode: also which operators take the time of a step
+init = False                      # params: also each parameter's initial value and group
 steps = 10                        # train: steps a turn; decode generates max_new_tokens a turn
 gradient_accumulation_steps = 1   # train: micro-batches a step; two of them are timed
 rounds = 5                        # turns
@@ -73,7 +88,17 @@ import hub
 import sample
 import train
 from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params, unused
-from prepare import FORMATS, Bins, ending, find_source, json_records, load_tokenizer, read_elements, read_meta
+from prepare import (
+    FORMATS,
+    Bins,
+    data_folder,
+    ending,
+    find_source,
+    json_records,
+    load_tokenizer,
+    read_elements,
+    read_meta,
+)
 from tokenizer import pieces
 from weights import quantize_weights
 
@@ -135,11 +160,11 @@ def print_table(title, heads, rows):
 def report(model, machine, times, tokens, **numbers):
     """Prints the speeds of steps and returns them with `numbers`. times: of take_turns, 'flatgpt' among them;
     tokens: name -> tokens a step."""
-    rows, times_faster, peak_mb = {}, {}, train.peak_mb(machine.device)
-    per_token = {name: np.median(t, axis=1) / tokens[name] for name, t in times.items()}  # of each turn
+    rows, times_faster, memory = {}, {}, peak_mb(machine.device)
+    ours = np.median(times['flatgpt'], axis=1) / tokens['flatgpt']  # a token, of each turn
     for name, t in times.items():
         low, ms, high = np.percentile(t, [10, 50, 90]) * 1e3
-        ratios = per_token[name] / per_token['flatgpt']
+        ratios = np.median(t, axis=1) / tokens[name] / ours
         times_faster[name] = float(np.median(ratios))
         rows[name] = [f"{ms:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens[name] / ms * 1e3:,.1f}",
                       f"{times_faster[name]:.2f} ({ratios.min():.2f} to {ratios.max():.2f})"]
@@ -147,11 +172,11 @@ def report(model, machine, times, tokens, **numbers):
     for name, value in numbers.items():
         if name.endswith('_share'):
             print(f"{name.replace('_', ' ')}: {value:.1%}")
-    print(f"peak memory: {f'{peak_mb:,.0f} MB' if peak_mb else 'n/a'}")
+    print(f"peak memory: {f'{memory:,.0f} MB' if memory else 'n/a'}")
     ms = float(np.median(times['flatgpt'])) * 1e3
     return {'tok_per_s': tokens['flatgpt'] / ms * 1e3, 'ms': ms, 'times_faster': times_faster,
-            'device': machine.device, 'dtype': hub.plain(machine.dtype),
-            'params': num_params(model), 'peak_mb': peak_mb, **numbers}
+            'device': machine.device, 'dtype': plain(machine.dtype),
+            'params': num_params(model), 'peak_mb': memory, **numbers}
 
 
 def print_json(where, **numbers):
@@ -171,7 +196,7 @@ def named_model(config, model_args, dtype=torch.float32, **others):
     of config['dataset'] if it is prepared, over both the fields given."""
     if config['init_from'] != 'scratch':
         return train.load_to_train(config['init_from'], 'out', model_args, dtype=dtype)[0]
-    folder = train.data_folder(config['dataset'])
+    folder = data_folder(config['dataset'])
     if config['dataset'] and os.path.isdir(folder):
         others['vocab_size'] = read_meta(folder)['vocab_size']
     torch.set_default_dtype(dtype)
@@ -250,50 +275,76 @@ def measure_params(config, model_args, words):
     with torch.device('meta' if config['init_from'] == 'scratch' else 'cpu'):
         # GPT-2's vocabulary: GPTConfig's default has rows that pad it
         model = named_model(config, model_args, vocab_size=50257)
-    length, parts = model.config.block_size, account(model)  # part -> (parameters, active ones, FLOPs)
+    parts = account(model)  # part -> (parameters, active ones, FLOPs)
     total = [sum(counts) for counts in zip(*parts.values())]
     print_table('', ['parameters', '', 'active', '', 'training FLOPs a token', ''], {
-        part: [cell for n, whole in zip(counts, total) for cell in (f"{n:,}", f"{n / (whole or 1):.1%}")]
-        for part, counts in {**parts, 'total': total}.items()})
+        part: with_shares(counts, total) for part, counts in {**parts, 'total': total}.items()})
     kinds = {}  # layers whose parameters have the same names and shapes
     for number, block in enumerate(model.h):
         kind = tuple((name, w.shape) for name, w in block.named_parameters())
         kinds.setdefault(kind, []).append(number)
     layers = [measure_layer(model, numbers) for numbers in kinds.values()]
+    if config['init']:
+        print_init(model)
     fits = measure_memory(config, model) if config['batch_size'] or config['memory'] else {}
+    length = model.config.block_size
     each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
-    print(f"\nin {hub.plain(dtype)}: {total[0] * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
+    print(f"\nin {plain(dtype)}: {total[0] * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     return {'params': total[0], 'active_params': total[1], 'flops_per_token': total[2],
-            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': hub.plain(dtype),
+            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype),
             'layers': layers, **fits}
+
+
+def with_shares(counts, total):
+    """Texts of a row of counts, each with its share of the total."""
+    return [text for n, whole in zip(counts, total) for text in (f"{n:,}", f"{n / (whole or 1):.1%}")]
+
+
+def shape_of(model, name, w):
+    """A parameter's shape as text; rows of a fused projection as a sum: 4096 + 1024 + 1024 rows of queries,
+    keys and values."""
+    shape, fused = [*map(str, w.shape)], model.tags[name].rows or ()
+    if len(fused) > 1:
+        shape[-2] = f"({' + '.join(map(str, fused))})"
+    return ' x '.join(shape)
 
 
 def measure_layer(model, numbers):
     """Prints the parameters and training FLOPs a token of one of the layers `numbers`, all of one kind;
-    returns them as a dict. A fused projection is written as a sum: 4096 + 1024 + 1024 rows of queries, keys
-    and values. 'mixing': the mixer's products without weights, at a length of block_size."""
-    block, rows = model.h[numbers[0]], {}
+    returns them as a dict. 'mixing': the mixer's products without weights, at a length of block_size."""
+    block, shapes, rows = model.h[numbers[0]], {}, {}
     for name, w in block.named_parameters():
-        full_name, shape = f'h.{numbers[0]}.{name}', list(map(str, w.shape))
-        fused, (n, _, flops) = model.tags[full_name].rows or (), cost(model, full_name, w)
-        if len(fused) > 1:
-            shape[-2] = f"({' + '.join(map(str, fused))})"
-        rows[name] = ' x '.join(shape), n, flops
-    rows['mixing'] = '', 0, block.attn.flops(model.config.block_size)
-    _, counts, flops = zip(*rows.values())
-    total, total_flops = sum(counts), sum(flops)
+        full_name = f'h.{numbers[0]}.{name}'
+        n, _, flops = cost(model, full_name, w)
+        shapes[name], rows[name] = shape_of(model, full_name, w), (n, flops)
+    rows['mixing'] = 0, block.attn.flops(model.config.block_size)
+    counts, flops = zip(*rows.values())
+    total = sum(counts), sum(flops)
     print_table(f"layer {numbers[0]}, one of {len(numbers)} alike",
                 ['shape', 'parameters', '', 'training FLOPs a token', ''], {
-        name: [shape, f"{n:,}", f"{n / total:.1%}", f"{each:,}", f"{each / total_flops:.1%}"]
-        for name, (shape, n, each) in {**rows, 'sum': ('', total, total_flops)}.items()})
-    return {'numbers': numbers, 'params': total, 'parts': dict(zip(rows, counts)),
+        name: [shapes.get(name, ''), *with_shares(row, total)]
+        for name, row in {**rows, 'sum': total}.items()})
+    return {'numbers': numbers, 'params': total[0], 'parts': dict(zip(rows, counts)),
             'flops': dict(zip(rows, flops))}
+
+
+def print_init(model):
+    """Prints the shape and tag of each parameter; of those that differ in their layer alone, the first."""
+    kinds = {}
+    for name, w in model.named_parameters():
+        init, group, _ = model.tags[name]
+        how = getattr(init, 'func', init).__name__  # of a partial function its options too
+        options = [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
+        kind = re.sub(r'\d+', '', name), shape_of(model, name, w), ' '.join([how, *options]), group
+        kinds.setdefault(kind, []).append(name)
+    print_table('', ['alike', 'shape', 'initial value', 'group'], {
+        names[0]: [str(len(names)), *texts] for (_, *texts), names in kinds.items()})
 
 
 def memory_limit(config, machine):
     """Bytes to fit into."""
-    return config['memory'] * 1e9 if config['memory'] else train.memory_at_hand(machine.device)
+    return config['memory'] * 1e9 if config['memory'] else memory_at_hand(machine.device)
 
 
 def measure_memory(config, model):
@@ -356,10 +407,10 @@ def their_step(other, x, y, machine, grad_clip):
 def model_to_train(config, model_args):
     """model_and_machine's, and what computes the model, compiled or itself."""
     model, machine = model_and_machine(config, model_args)
-    if not train.resolve_compile(config['compile'], machine.device, math.inf):
+    if not resolve_compile(config['compile'], machine.device, math.inf):
         return model, machine, model
     print('compiling: about half a minute')
-    return model, machine, train.compile_model(model, machine.device)
+    return model, machine, compile_model(model, machine.device)
 
 
 def measure_train(config, model_args, words):
@@ -384,7 +435,7 @@ def measure_train(config, model_args, words):
     tokens = accumulation * batch_size * model.config.block_size
     flops = flops_per_token(model) * tokens / float(np.median(times['flatgpt']))
     print(f"{flops / 1e9:,.0f} GFLOP/s, a large matmul reaches {matmul / 1e9:,.0f}")
-    peak = train.peak_flops(device, machine.dtype)
+    peak = peak_flops(device, machine.dtype)
     return report(model, machine, times, dict.fromkeys(times, tokens), batch_size=batch_size, compile=compile,
                   gradient_accumulation_steps=accumulation, mfu=flops / peak if peak else None,
                   matmul_share=flops / matmul)
@@ -404,7 +455,7 @@ def measure_lengths(config, model_args):
         sides = {'forward': timed([loss], 1), 'both': timed([lambda loss=loss: loss().backward()], 1)}
         times = take_turns(sides, config['rounds'])
         ms, both = (float(np.median(t)) * 1e3 for t in times.values())
-        found[length] = ms, both - ms, batch_size * length / both * 1e3, train.peak_mb(machine.device)
+        found[length] = ms, both - ms, batch_size * length / both * 1e3, peak_mb(machine.device)
     print_table('context', ['forward ms', 'backward ms', 'tok/s', 'peak MB'], {
         f"{length:,}": [f"{number or math.nan:,.1f}" for number in row] for length, row in found.items()})
     settings, limit = train.config | config, memory_limit(config, machine)
@@ -469,8 +520,6 @@ def measure_decode(config, model_args, words):
         quantize_weights(model, machine.dtype)
     if compile:
         print('compiling: a minute or two')
-    if config['operators']:
-        print_operators(sides['flatgpt'], machine.device_type)
     times = take_turns({**sides, 'prompt': timed([lambda: [*sample.generate(model, prompts, 1)]], 1),
                         'reading': reading(machine.device)}, config['rounds'])
     bandwidth = 1 / times.pop('reading').min(1)  # of each turn
@@ -487,25 +536,13 @@ def measure_decode(config, model_args, words):
                   quantize=config['quantize'], **numbers)
 
 
-def print_operators(generation, device_type):
-    """Prints the operators, or compiled kernels, that take most of the time."""
-    from torch._inductor import config as inductor
-    from torch.profiler import profile
-    inductor.cpp.enable_kernel_profile = True  # names the kernels
-    generation()
-    with profile() as found:
-        generation()
-    by = 'self_cuda_time_total' if device_type == 'cuda' else 'self_cpu_time_total'
-    print(found.key_averages().table(sort_by=by, row_limit=15, max_name_column_width=60))
-
-
 # how good ---------------------------------------------------------------------------------------------------
 
 def measure_eval(config, model_args, words):
     """How well a model predicts a text, JSON lines of texts or questions, CORE's tasks, or a val.bin."""
     dataset, lengths = config['dataset'], config['lengths']
     # packed conversations do not see each other, as in train.py
-    meta = read_meta(train.data_folder(dataset)) if dataset else None
+    meta = read_meta(data_folder(dataset)) if dataset else None
     load = functools.partial(train.load_to_train, config['init_from'], 'out', meta=meta)
     model, tokenizer, rest = load(asked=model_args)
     base = model.config.block_size
@@ -522,7 +559,7 @@ def measure_eval(config, model_args, words):
         raise ValueError(f"{rest['path']} does not say what it was trained on: give --dataset, or a text")
     if words and tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
-    name, = words or [train.data_folder(dataset)]
+    name, = words or [data_folder(dataset)]
     score = functools.partial(answer_scores, tokenizer, model.config.block_size, losses)
     if os.path.exists(f'{name}/core.yaml'):
         found = evaluate_core(name, tokenizer, score)
@@ -534,7 +571,7 @@ def measure_eval(config, model_args, words):
             base = read_meta(name)['block_size'] or base  # the length to which conversations are packed
         found = evaluate_text(name, *texts, base, lengths, losses)
     return {'path': rest['path'], 'params': num_params(model), 'data': name, 'device': machine.device,
-            'dtype': hub.plain(machine.dtype), **found}
+            'dtype': plain(machine.dtype), **found}
 
 
 def prepared_tokens(folder, tokenizer, path):
@@ -577,7 +614,7 @@ def announced(items):
     for n, item in enumerate(items):
         spent = time.perf_counter() - begun
         if spent > 5 and not said:
-            print(f"about {train.duration(spent * (len(items) - n) / n)} to go", flush=True)
+            print(f"about {duration(spent * (len(items) - n) / n)} to go", flush=True)
             said = True
         yield item
 
@@ -616,17 +653,27 @@ def summary(losses, is_target, last):
         f'from token {start + 1} on': float(each) for start, each in zip(starts, by)}}
 
 
+def cut(documents, length):
+    """Documents (inputs, targets) in rows of `length` tokens; the last row of each may be shorter."""
+    return [(inputs[start:start + length], targets[start:start + length]) for inputs, targets in documents
+            for start in range(0, len(inputs), length)]
+
+
+def rows_before(documents, base, length, longest):
+    """Rows of `length` tokens that end after every base tokens, from where the longest has room."""
+    return [(inputs[end - length:end], targets[end - length:end]) for inputs, targets in documents
+            for end in range(longest, len(inputs) + 1, base)]
+
+
 def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     """Loss, perplexity and bits per byte of documents (inputs, targets), as a dict, printed; of JSON lines
     those of each too. losses: row_losses of a model.
 
-    Each target counts once, in rows of base tokens. Or with lengths, in times of base: each stretch of base
-    tokens ends a row of every length, but for the first stretches, which have no room for the longest, so
-    that the targets are the same for all."""
+    Without lengths each target counts once, in rows of base tokens. Lengths are in times of base: then the
+    last base tokens of each row count, the same ones at every length."""
     found, longest = {}, base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
-        rows = [(inputs[end - length:end], targets[end - length:end]) for inputs, targets in documents
-                for end in range(longest, len(inputs) + (1 if lengths else base), base)]
+        rows = rows_before(documents, base, length, longest) if lengths else cut(documents, base)
         if not rows:
             raise ValueError(f"{name} is too short: {longest if lengths else 1:,} tokens are needed")
         by_row, is_target, _ = losses(rows)
@@ -780,8 +827,8 @@ COMMANDS = {
     'train': (measure_train, f'{MACHINE} vs batch_size gradient_accumulation_steps lengths memory steps '
                              'rounds optimizer grad_clip compile seed'),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
-                               'operators rounds compile seed'),
-    'params': (measure_params, f'{MACHINE} batch_size memory optimizer'),
+                               'rounds compile seed'),
+    'params': (measure_params, f'{MACHINE} batch_size init memory optimizer'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
     'attention': (draw_attention, 'init_from layer png json'),
 }

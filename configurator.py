@@ -14,6 +14,7 @@ import difflib
 import dis
 import functools
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -67,6 +68,11 @@ def print0(*values):
     """Prints on rank 0 only, at once."""
     if os.environ.get('RANK', '0') == '0':
         print(*values, flush=True)
+
+
+def duration(seconds):
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
 def package(name, need='published models need', install='safetensors tokenizers huggingface_hub'):
@@ -475,6 +481,21 @@ def can_compile(device):
     return not missing
 
 
+def resolve_compile(compile, device, seconds):
+    """compile='auto' -> bool. seconds: of an eager run; compiling takes 40 s on a CPU, about that on CUDA."""
+    if compile != 'auto':
+        return compile
+    return device != 'mps' and seconds > 120 and can_compile(device)
+
+
+def compile_model(model, device):
+    """A compiled function like model(idx, targets); the model stays as it is."""
+    import torch
+    # eager's random numbers, compiled or not; fast on CPUs
+    options = None if 'cuda' in device else {'fallback_random': True}
+    return torch.compile(model, dynamic=False, options=options)
+
+
 def keep_freed_memory(below=1 << 30):
     """Has glibc keep freed blocks smaller than `below` bytes: else each step on a CPU maps its memory anew,
     and takes 1.25 times as long. Kept blocks leave gaps, which take a quarter to twice as much again."""
@@ -482,3 +503,45 @@ def keep_freed_memory(below=1 << 30):
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has mallopt
         for option, value in options.items():
             ctypes.CDLL(None).mallopt(option, value)
+
+
+PEAK_TFLOPS = {  # by part of the device's name: dense, 16 bits, sums in float32, from data sheets
+    'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'A10': 125, 'L40S': 362, 'L4': 121,
+    'V100-PCIE': 112, 'V100': 125, 'T4': 65, 'RTX 5090': 210, 'RTX 4090': 165, 'RTX 3090': 71,
+}
+
+
+def peak_flops(device, dtype):
+    """FLOP/s of the device at 16 bits, or None if unknown."""
+    import torch
+    if 'cuda' not in device or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()  # a Ti is another card
+                 if re.search(rf'\b{part}\b(?! (Ti|D|NVL|Laptop|Max-Q)\b)', name)), None)
+
+
+def peak_mb(device):
+    """Peak memory of the CUDA device, or of this process; None on Windows."""
+    if 'cuda' in device:
+        import torch
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if sys.platform == 'win32':
+        return None
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
+
+
+def memory_at_hand(device):
+    """Bytes that are free on the CUDA device, or that this machine has; infinite where it does not say."""
+    if 'cuda' in device:
+        import torch
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(AttributeError):  # Windows
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    return math.inf
+
+
+def plain(dtype):
+    """'bfloat16', without torch's prefix."""
+    return str(dtype).removeprefix('torch.')

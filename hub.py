@@ -26,7 +26,7 @@ import shutil
 import tempfile
 import typing
 
-from configurator import configure, package, reading
+from configurator import configure, package, plain, reading
 
 dtype: str | None = None  # of exported weights: float32, bfloat16, float16, in .gguf q8_0; None: as stored
 config, _, words, *_ = configure(globals(), words=3)
@@ -58,12 +58,6 @@ from tokenizer import EOT, WORD_PATTERN, json_tokenizer, library_tokenizer, toke
 from weights import add_lora, fill_rows, merge_lora, quantize_weights
 
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
-
-
-def plain(dtype):
-    """'bfloat16', without torch's prefix."""
-    return str(dtype).removeprefix('torch.')
-
 
 # tensors ----------------------------------------------------------------------------------------------------
 

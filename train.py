@@ -38,15 +38,21 @@ import weakref
 from pathlib import Path
 
 from configurator import (
-    can_compile,
     check_effect,
     check_settings,
     choose_device,
+    compile_model,
     configure,
+    duration,
     effective,
     keep_freed_memory,
+    memory_at_hand,
+    peak_flops,
+    peak_mb,
+    plain,
     print0,
     refuse_unused,
+    resolve_compile,
     runtime,
     show,
 )
@@ -119,7 +125,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hub import CHANGEABLE, load, plain
+from hub import CHANGEABLE, load
 from model import (
     GPT,
     GROUPS,
@@ -574,15 +580,6 @@ def largest_batch(limit, model, machine, config, shards=1):
     return 2 + int(((limit - two) / (three - two).clip(1e-6)).min().clip(-2, 1e9) // 1)
 
 
-def memory_at_hand(device):
-    """Bytes that are free on the CUDA device, or that this machine has; infinite where it does not say."""
-    if 'cuda' in device:
-        return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(AttributeError):  # Windows
-        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    return math.inf
-
-
 def describe_memory(parts):
     each = ', '.join(f"{name} {size / 1e9:,.2f}" for name, size in parts.items())
     return f"memory: {sum(parts.values()) / 1e9:,.2f} GB at the peak, uncompiled ({each})"
@@ -897,11 +894,6 @@ def log_row(path, wandb, row):
         wandb.log({names.get(name, name): value for name, value in row.items()}, step=row['iter'])
 
 
-def duration(seconds):
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
-
-
 EARLY = (1, 4)  # iterations since the start that get a line at once: it works, and how fast
 
 
@@ -961,13 +953,6 @@ def eager_seconds(model, machine, max_iters, accumulation, tokens):
                         + flops_per_token(model) * tokens / speed)
 
 
-def resolve_compile(compile, device, seconds):
-    """compile='auto' -> bool. seconds: of an eager run; compiling takes 40 s on a CPU, about that on CUDA."""
-    if compile != 'auto':
-        return compile
-    return device != 'mps' and seconds > 120 and can_compile(device)
-
-
 SIGN_OF_LIFE = 20  # seconds
 
 
@@ -978,38 +963,6 @@ def tell_compiling(progress, first, seconds):
         print0(f"compiling, {duration(time.time() - began)} so far: it takes half a minute or more, the "
                f"whole run at most about {duration(seconds)}")
         time.sleep(SIGN_OF_LIFE)
-
-
-def compile_model(model, device):
-    """A compiled function like model(idx, targets); the model stays as it is."""
-    # eager's random numbers, compiled or not; fast on CPUs
-    options = None if 'cuda' in device else {'fallback_random': True}
-    return torch.compile(model, dynamic=False, options=options)
-
-
-PEAK_TFLOPS = {  # by part of the device's name: dense, 16 bits, sums in float32, from data sheets
-    'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'A10': 125, 'L40S': 362, 'L4': 121,
-    'V100-PCIE': 112, 'V100': 125, 'T4': 65, 'RTX 5090': 210, 'RTX 4090': 165, 'RTX 3090': 71,
-}
-
-
-def peak_flops(device, dtype):
-    """FLOP/s of the device at 16 bits, or None if unknown."""
-    if 'cuda' not in device or dtype == torch.float32:
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()  # a Ti is another card
-                 if re.search(rf'\b{part}\b(?! (Ti|D|NVL|Laptop|Max-Q)\b)', name)), None)
-
-
-def peak_mb(device):
-    """Peak memory of the CUDA device, or of this process; None on Windows."""
-    if 'cuda' in device:
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    if sys.platform == 'win32':
-        return None
-    import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 
 
 def check_data(folder, meta, train_bins, val_bins, config):

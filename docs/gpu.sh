@@ -186,7 +186,6 @@ mixers)
         run 75 python bench.py train --n_layer=4 --n_head=8 --n_embd=512 --block_size=2048 --mixer_pattern=$mixer --rounds=2 \
             --json=True "$@"
     done
-    run 150 python docs/cost.py
     ;;
 *)
     echo "$section is no section: see the top of docs/gpu.sh"

@@ -238,7 +238,7 @@ def test_the_length_given_last_counts(folder, capsys):
     ('auto', 'cuda:0', 119, False), ('auto', 'cuda:0', 121, True), (True, 'cpu', 1, True),
     (False, 'cpu', 1e9, False)])
 def test_runs_that_earn_it_are_compiled(compile, device, seconds, expected, monkeypatch):
-    monkeypatch.setattr(flat_train, 'can_compile', lambda device: True)
+    monkeypatch.setattr('configurator.can_compile', lambda device: True)
     assert flat_train.resolve_compile(compile, device, seconds) is expected
 
 
