@@ -94,7 +94,7 @@ class Setting(typing.NamedTuple):
 def declared(path, class_name=None):
     """{name: Setting} of a script, above configure(...), or of a class in a file, which is not run."""
     source = path.read_text('utf-8')
-    lines, found, body = source.splitlines(), {}, ast.parse(source).body
+    lines, settings, body = source.splitlines(), {}, ast.parse(source).body
     if class_name:
         body = next(node.body for node in body if getattr(node, 'name', '') == class_name)
     for node in body:
@@ -110,8 +110,8 @@ def declared(path, class_name=None):
         first = node.lineno - 1
         while lines[first - 1].lstrip().startswith('#'):
             first -= 1
-        found[name] = Setting(kinds, node.value, '\n'.join(lines[first:node.end_lineno]))
-    return found
+        settings[name] = Setting(kinds, node.value, '\n'.join(lines[first:node.end_lineno]))
+    return settings
 
 
 def fit(value, kinds):
@@ -163,8 +163,8 @@ def run_file(name, folder, values):
         raise ValueError(f"there is no config file {name}; config/ has {known or 'none'}")
     others = settings_of_scripts(folder.resolve())
     # the settings so far come as builtins, so that the globals afterwards are what the file assigned
-    found = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
-    return {key: value for key, value in found.items() if key in values or (
+    assigned = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
+    return {key: value for key, value in assigned.items() if key in values or (
         key.islower() and not key.startswith('_') and key not in others and type(value) in PLAIN.values())}
 
 
@@ -235,23 +235,23 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     for arg in [default_file, *overrides] if by_default else overrides:
         if arg.startswith('-'):
             name, equals, text = arg.removeprefix('--').partition('=')
-            found, label = {name: text if equals else True}, 'flags'
+            assigned, label = {name: text if equals else True}, 'flags'
             if name in others:
                 continue
         else:
-            found, label = run_file(arg, path.parent, values), arg
+            assigned, label = run_file(arg, path.parent, values), arg
             if by_default and start != 'scratch':
-                found = {name: value for name, value in found.items() if name in config}
-        for name, value in found.items():
-            found[name] = value = checked(arg, name, value, dict.fromkeys(others) | kinds)
+                assigned = {name: value for name, value in assigned.items() if name in config}
+        for name, value in assigned.items():
+            assigned[name] = value = checked(arg, name, value, dict.fromkeys(others) | kinds)
             if value == '' and label == 'flags' and settings.get(name):  # its default
                 raise ValueError(f"{arg} is empty: give a value, or leave it out")
             values[name] = (config if name in config else model_args)[name] = value
             given.pop(name, None)
             given[name] = label
         if label != 'flags':
-            show(label, found)
-            file_args |= {name: value for name, value in found.items() if name in fields}
+            show(label, assigned)
+            file_args |= {name: value for name, value in assigned.items() if name in fields}
     flags = {name: values[name] for name, label in given.items() if label == 'flags'}
     if flags:
         show('flags', flags)

@@ -446,12 +446,12 @@ def plain_name(text):
     return re.sub(r'[^\w.-]+', '_', text).strip('._') or 'text'
 
 
-def output_folder(out, found, tokenizer):
+def output_folder(out, source, tokenizer):
     """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or for conversations data/<source>."""
     kind = dataset_name(tokenizer) if is_prepared(tokenizer) else tokenizer.removesuffix('tokenizer.json')
-    usual = f'{found.name}_{plain_name(kind.replace("bpe:", "bpe"))}'
-    if found.chats or usual in ('shakespeare_gpt2', 'openwebtext_gpt2'):  # nanoGPT's names
-        usual = found.name
+    usual = f'{source.name}_{plain_name(kind.replace("bpe:", "bpe"))}'
+    if source.chats or usual in ('shakespeare_gpt2', 'openwebtext_gpt2'):  # nanoGPT's names
+        usual = source.name
     return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
 
 
@@ -572,9 +572,9 @@ def cut_in_two(blocks, n_train):
 
 def refuse_special(text, special, place):
     """Raises ValueError if the pattern `special` is in the text."""
-    if special and (found := re.search(special, text)):
-        around = text[max(0, found.start() - 20):found.end() + 20]
-        raise ValueError(f'{place}: {found[0]!r} in {around!r} is a special token of the tokenizer: remove '
+    if special and (mark := re.search(special, text)):
+        around = text[max(0, mark.start() - 20):mark.end() + 20]
+        raise ValueError(f'{place}: {mark[0]!r} in {around!r} is a special token of the tokenizer: remove '
                          'it, or learn it as one by --special_tokens=tokens, or, of documents but not of '
                          'conversations, as plain text by --special_tokens=text')
 
@@ -989,53 +989,53 @@ if __name__ == '__main__':
         sys.exit()
     if words[1:]:
         raise ValueError(f'{words[1]!r} is one source too many: put files into a folder, or quote a glob')
-    source = words[0] if words else source
-    found = find_source(source, field, errors)
-    unused = ['errors', 'field'] if source in SOURCES else ['shards', *['field'] * (not found.records)]
-    refuse_unused(given, unused, f'on {found.label}')
-    choices = ['refuse', 'tokens', *['text'] * (not found.chats)]  # conversations are rendered with tokens
+    name = words[0] if words else source
+    source = find_source(name, field, errors)
+    unused = ['errors', 'field'] if name in SOURCES else ['shards', *['field'] * (not source.records)]
+    refuse_unused(given, unused, f'on {source.label}')
+    choices = ['refuse', 'tokens', *['text'] * (not source.chats)]  # conversations are rendered with tokens
     if special_tokens not in choices:
         raise ValueError(f'special_tokens={special_tokens!r}: must be {" or ".join(choices)}')
-    tokenizer = tokenizer or found.tokenizer or (FIRST_RUN if found.chats else 'byte')
-    folder = output_folder(out, found, tokenizer)
-    if (out or source not in SOURCES) and not overwrite:
-        refuse_others(folder, found.label)
+    tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
+    folder = output_folder(out, source, tokenizer)
+    if (out or name not in SOURCES) and not overwrite:
+        refuse_others(folder, source.label)
 
-    if found.shards:
+    if source.shards:
         if tokenizer != 'gpt2':
-            raise ValueError(f"tokenizer={tokenizer!r}: {found.name} has tokens already, gpt2's")
-        meta = fetch_shards(folder, found)
+            raise ValueError(f"tokenizer={tokenizer!r}: {source.name} has tokens already, gpt2's")
+        meta = fetch_shards(folder, source)
     else:
-        n_train = characters_to_train_on(found, val_fraction)
-        texts = functools.partial(split_texts, found, val_fraction, n_train)
+        n_train = characters_to_train_on(source, val_fraction)
+        texts = functools.partial(split_texts, source, val_fraction, n_train)
         if (is_prepared(tokenizer) or is_run(tokenizer)) and pattern is None:
             tok = load_tokenizer(tokenizer)
         elif tokenizer.startswith('data' + os.sep) and not os.path.exists(tokenizer):
             raise FileNotFoundError(f'tokenizer={tokenizer!r}: that folder is not prepared; '
                                     f'`{prepare_command(tokenizer)}` does it')
         else:
-            blocks = contents if found.chats else iter
+            blocks = contents if source.chats else iter
             tok = make_tokenizer(
                 tokenizer, texts=(blocks(document) for _, document, _ in texts()),
                 training=(blocks(document) for split, document, _ in texts() if split == 'train'),
-                by_document=found.chats or len(n_train) > 1, procs=procs, pattern=pattern)
-        meta = write_dataset(folder, texts(), tok, found.label, procs, block_size if found.chats else None,
+                by_document=source.chats or len(n_train) > 1, procs=procs, pattern=pattern)
+        meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens)
-        many = f'{meta["documents"]:,} {"conversations" if found.chats else "documents"}'
-        print(f'{found.label}:', many if meta['documents'] else 'one text, cut in two')
+        many = f'{meta["documents"]:,} {"conversations" if source.chats else "documents"}'
+        print(f'{source.label}:', many if meta['documents'] else 'one text, cut in two')
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
     if (least := min(meta['train_tokens'], meta['val_tokens'])) <= block_size:
         print(f'warning: one split has {least:,} tokens, fewer than a context of {block_size} and its '
               'last target: prepare more text, or train with a smaller --block_size')
-    if found.chats:
+    if source.chats:
         filled = meta['filled'] / (meta['train_tokens'] + meta['val_tokens'])
         print(f'slots of {block_size} tokens, {filled:.0%} full; {meta["train_learnt"]:,} train tokens are '
               f'learnt; {meta["cut"]:,} longer ones are cut')
-    config, usual = (['config/chat.py'], 'pydoc_chat') if found.chats else ([], dataset_name(FIRST_RUN))
-    name = dataset_name(folder)
-    flags = [f'--dataset={name}'] * (name != usual)
-    if found.chats and tokenizer != FIRST_RUN:  # that of config/chat.py's base
+    config, usual = (['config/chat.py'], 'pydoc_chat') if source.chats else ([], dataset_name(FIRST_RUN))
+    dataset = dataset_name(folder)
+    flags = [f'--dataset={dataset}'] * (dataset != usual)
+    if source.chats and tokenizer != FIRST_RUN:  # that of config/chat.py's base
         flags.append(f'--init_from={tokenizer if is_run(tokenizer) else "RUN-WITH-THIS-TOKENIZER"}')
     print('next:', shlex.join(['python', 'train.py', *config, *flags]))

@@ -636,8 +636,8 @@ def json_tokenizer(path):
         path = path / 'tokenizer.json'
     if (beside := path.with_name('tokenizer_config.json')).exists():
         with reading(beside):
-            found = json.loads(beside.read_bytes())
-        config = {key: found[key] for key in (*SPECIAL_TOKENS, 'chat_template') if found.get(key)}
+            settings = json.loads(beside.read_bytes())
+        config = {key: settings[key] for key in (*SPECIAL_TOKENS, 'chat_template') if settings.get(key)}
     if (beside := path.with_name('chat_template.jinja')).exists():
         config['chat_template'] = beside.read_bytes().decode()
     with reading(path):
