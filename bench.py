@@ -504,7 +504,9 @@ def measure_decode(config, model_args, words):
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
 
     def ours(prompts, drafter=None):
-        generate = functools.partial(sample.speculate, drafter=drafter) if drafter else sample.generate
+        generate = sample.generate
+        if drafter:
+            generate = functools.partial(sample.generate_speculatively, drafter=drafter)
         events = generate(model, prompts, new, temperature=0.0 if n_draft else 0.8, top_k=200,
                           seed=config['seed'], compile=compile)
         seconds = seconds_each(token for row, token in events if row == 0 and token is not None)[1:]

@@ -152,22 +152,22 @@ def compile_step(model, device):
     _, version, tag = VERSIONS[model]
     # version stands for the model, whose guards would take longer than a layer
     # fullgraph: a piece of a graph could be reused with an earlier model's weights
-    many, single = (functools.partial(torch.compile(step, dynamic=False, fullgraph=whole, options={
+    compiled = functools.partial(torch.compile(step, dynamic=False, fullgraph=whole, options={
         'guard_filter_fn': lambda guards: ["L['model']" not in guard.name for guard in guards],
-        'triton.cudagraphs': whole and device.type == 'cuda',
-        # products with one row become sums that the compiler writes, with the cast of eight bits in them
-        'coordinate_descent_tuning': tuned}), version=version) for tuned in (False, True))
+        'triton.cudagraphs': whole and device.type == 'cuda'}), version=version)
 
     def run(model, tokens, *args):
-        one = tokens.numel() == 1
-        compiled = single if one else many
-        if not frozen or tokens.shape in shapes:
+        if tokens.shape in shapes:
             return compiled(model, tokens, *args)
         shapes.add(tokens.shape)
+        one = tokens.numel() == 1
+        # on CUDA products with one row become sums that the compiler writes, with the cast of eight bits
+        options = {'coordinate_descent_tuning': one}
+        if frozen:
+            options |= {**FREEZING, 'fx_graph_cache': one and bool(tag)}
         # oneDNN's kernels are faster, though not for one token, and cannot be kept
-        with (inductor.patch({**FREEZING, 'fx_graph_cache': one and bool(tag)}),
-              torch.compiler.config.patch(cache_key_tag=tag),
-              torch.backends.mkldnn.flags(enabled=not one)):
+        with (inductor.patch(options), torch.compiler.config.patch(cache_key_tag=tag),
+              torch.backends.mkldnn.flags(enabled=not (frozen and one))):
             return compiled(model, tokens, *args)
     return run
 
@@ -198,8 +198,8 @@ EARNS_COMPILING = {'cpu': 4000, 'cuda': 10_000}  # steps; fewer save less time t
 
 # many tokens ------------------------------------------------------------------------------------------------
 
-PREFILL = 8192     # tokens, padding among them, that are fed at once
-LAG = {'cuda': 4}  # steps a device may be ahead of the tokens read, so as not to wait
+PREFILL = 8192            # tokens, padding among them, that are fed at once
+MAX_UNREAD = {'cuda': 4}  # steps whose tokens are not read yet, so that the device need not wait
 
 
 def context_size(model, prompts, n_new, compile):
@@ -233,9 +233,9 @@ def prefill(model, prompts, cache):
 
 
 @dataclasses.dataclass
-class Row:
-    """A sample in a row of a cache."""
-    sample: int       # its number, which keys the noise
+class Sample:
+    """A text that is being made, in a row of a cache."""
+    number: int       # keys the noise
     tokens: list      # of the prompt, then those drawn
     n_left: int       # tokens still to be drawn; 0 once it has ended
     start: int = 0    # its context is tokens[start:]
@@ -246,21 +246,21 @@ class Row:
         if self.n_left == 0:  # steps go on after its end
             return
         if token < 0:
-            raise ValueError(f"the logits of sample {self.sample} after {len(self.tokens)} tokens are NaN: "
+            raise ValueError(f"the logits of sample {self.number} after {len(self.tokens)} tokens are NaN: "
                              "the weights are damaged, or too large for float16: --dtype=float32")
         self.n_left -= 1
         if token in stop_tokens:
             self.n_left = 0
         else:
             self.tokens.append(token)
-            yield self.sample, token
-            if self.sample in enough:
+            yield self.number, token
+            if self.number in enough:
                 self.n_left = 0
         if self.n_left == 0:
-            yield self.sample, None
+            yield self.number, None
 
 
-NOBODY = Row(0, [0], n_left=0)
+EMPTY = Sample(0, [0], n_left=0)  # fills a row of a compiled batch
 
 
 @torch.no_grad()
@@ -280,59 +280,60 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     drawn_on, run_step = drawing_device(device), compile_step(model, device) if compile else step
     count = min(batch_size or len(prompts), len(prompts) - first)
     size = context_size(model, prompts, max_new_tokens, compile) if own else cache.max_len
-    lag = LAG.get(device.type, 0) if own else 0
-    waiting = [Row(i, list(prompts[i]), max_new_tokens, max(0, len(prompts[i]) - size))
+    max_unread = MAX_UNREAD.get(device.type, 0) if own else 0
+    waiting = [Sample(i, list(prompts[i]), max_new_tokens, max(0, len(prompts[i]) - size))
                for i in range(first, len(prompts))]
     # by length, for little padding, but about in order
-    waiting.sort(key=lambda row: ((row.sample - first) // (16 * count), len(row.tokens)))
-    unread = collections.deque()  # of each step: rows, tokens, the event of their copy
+    waiting.sort(key=lambda sample: ((sample.number - first) // (16 * count), len(sample.tokens)))
+    unread = collections.deque()  # of each step: samples, tokens, the event of their copy
 
-    def read(lag):
-        while len(unread) > lag:
-            rows, tokens, copied = unread.popleft()
+    def read(max_unread):
+        while len(unread) > max_unread:
+            samples, tokens, copied = unread.popleft()
             if copied:
                 copied.synchronize()
-            for row, token in zip(rows, tokens.tolist()):
-                yield from row.append(token, stop_tokens, enough)
+            for sample, token in zip(samples, tokens.tolist()):
+                yield from sample.append(token, stop_tokens, enough)
 
     while waiting:
         batch, waiting = waiting[:count], waiting[count:]
-        rows = batch + [NOBODY] * (count - len(batch) if compile else 0)
+        samples = batch + [EMPTY] * (count - len(batch) if compile else 0)
         if own and not (compile and cache):
-            cache = new_cache(model, len(rows), size, static=compile)
-        elif own or rows[0].start:
+            cache = new_cache(model, len(samples), size, static=compile)
+        elif own or samples[0].start:
             cache.reset()
-        for row in batch:
-            row.n_draws = min(row.n_left, size + 1 - len(row.tokens[row.start:]))
-        n_draws = max(row.n_draws for row in rows)
-        noise = [uniforms(seed, row.sample, len(row.tokens), n_draws) for row in rows]
+        for sample in batch:
+            sample.n_draws = min(sample.n_left, size + 1 - len(sample.tokens[sample.start:]))
+        n_draws = max(sample.n_draws for sample in samples)
+        noise = [uniforms(seed, sample.number, len(sample.tokens), n_draws) for sample in samples]
         noise = torch.stack(noise, dim=1).to(drawn_on)  # (draws, B)
-        seen = tokens_seen([row.tokens for row in rows], model.config.vocab_size, drawn_on, **sampling)
-        new = [row.tokens[row.start + n:] for row, n in zip(rows, cache.length.tolist())]
+        texts = [sample.tokens for sample in samples]
+        seen = tokens_seen(texts, model.config.vocab_size, drawn_on, **sampling)
+        new = [sample.tokens[sample.start + n:] for sample, n in zip(samples, cache.length.tolist())]
         token = sample_token(prefill(model, new, cache), noise[0], seen=seen, **sampling)  # (B,)
         for n in itertools.count(1):  # tokens that each row has drawn
             copied = token.to('cpu', non_blocking=token.is_cuda)
             event = torch.cuda.current_stream(device).record_event() if token.is_cuda else None
-            unread.append((rows, copied, event))
-            yield from read(lag)
-            going = [i for i, row in enumerate(rows) if row.n_left and n < row.n_draws]
+            unread.append((samples, copied, event))
+            yield from read(max_unread)
+            going = [i for i, sample in enumerate(samples) if sample.n_left and n < sample.n_draws]
             if not going:
                 break
             token = token.clamp(min=0)  # a copy too: a CUDA graph writes over its last result
             if seen is not None:
                 seen.scatter_(1, token[:, None], True)
-            if compile:  # rows that have left stay, and write over their last slot
-                rows = [row if i in going else NOBODY for i, row in enumerate(rows)]
+            if compile:  # rows that are left stay, and write over their last slot
+                samples = [sample if i in going else EMPTY for i, sample in enumerate(samples)]
                 cache.length.clamp_(max=size - 1)
-            elif len(going) < len(rows):
+            elif len(going) < len(samples):
                 cache.select(going)
-                rows, token, noise = [rows[i] for i in going], token[going], noise[:, going]
+                samples, token, noise = [samples[i] for i in going], token[going], noise[:, going]
                 seen = None if seen is None else seen[going]
             token = run_step(model, token[:, None].to(device), cache, noise[n], seen, sampling)
         yield from read(0)
-        for row in batch:  # if it has not ended, its context is full
-            row.start = len(row.tokens) - max(1, size // 2)
-        waiting = [row for row in batch if row.n_left] + waiting
+        for sample in batch:  # if it has not ended, its context is full
+            sample.start = len(sample.tokens) - max(1, size // 2)
+        waiting = [sample for sample in batch if sample.n_left] + waiting
 
 
 # speculation ------------------------------------------------------------------------------------------------
@@ -404,8 +405,8 @@ class Draft:
 
 
 @torch.no_grad()
-def speculate(model, prompts, max_new_tokens, drafter, seed=1337, stop_tokens=(),  # noqa: F811
-              compile=False, cache=None, first=0, enough=(), **sampling):
+def generate_speculatively(model, prompts, max_new_tokens, drafter, seed=1337, stop_tokens=(), compile=False,
+                           cache=None, first=0, enough=(), **sampling):
     """Yields the same as generate, sample after sample, by speculative decoding (arXiv:2211.17192): a draft
     (Lookup, Draft) is fed at once, and accepted as far as it equals the tokens drawn. cache: not rolling."""
     check_rewinds(model)
@@ -414,17 +415,17 @@ def speculate(model, prompts, max_new_tokens, drafter, seed=1337, stop_tokens=()
     if cache is None:
         cache = new_cache(model, 1, context_size(model, prompts, n_new, compile), compile, rolling=False)
     size = cache.max_len
-    for sample, prompt in enumerate(prompts[first:], first):
-        noise = uniforms(seed, sample, len(prompt), n_new).to(drawn_on)
+    for number, prompt in enumerate(prompts[first:], first):
+        noise = uniforms(seed, number, len(prompt), n_new).to(drawn_on)
         seen = tokens_seen([prompt], model.config.vocab_size, drawn_on, **sampling)  # (1, V)
-        row = Row(sample, list(prompt), max_new_tokens, max(0, len(prompt) - size))
-        if row.start or sample > first:
+        sample = Sample(number, list(prompt), max_new_tokens, max(0, len(prompt) - size))
+        if sample.start or number > first:
             cache.reset()
-        while row.n_left:
-            context, u, draft = row.tokens[row.start:], noise[len(row.tokens) - len(prompt):], []
+        while sample.n_left:
+            context, u, draft = sample.tokens[sample.start:], noise[len(sample.tokens) - len(prompt):], []
             if len(context) > size:  # it goes on from the last half
                 context = context[-max(1, size // 2):]
-                row.start = len(row.tokens) - len(context)
+                sample.start = len(sample.tokens) - len(context)
                 cache.reset()
             new = context[int(cache.length):]
             if len(new) > 1:
@@ -444,7 +445,7 @@ def speculate(model, prompts, max_new_tokens, drafter, seed=1337, stop_tokens=()
             drafter.n_accepted += len(drawn) - 1
             cache.rewind(len(draft) + 1 - len(drawn))
             for token in drawn:
-                yield from row.append(token, stop_tokens, enough)
+                yield from sample.append(token, stop_tokens, enough)
 
 
 # text -------------------------------------------------------------------------------------------------------
@@ -478,20 +479,20 @@ class TextStream:
 def completions(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, drafter=None,
                 batch_size=None, first=0, **options):
     """Continues prompts, token ids each, from the `first` on. Yields (text, its token ids) in their order; a
-    text ends before any of `stop` too. on_text(row, text) gets each piece once it is certain. drafter: for
-    speculate. options: as in generate."""
+    text ends before any of `stop` too. on_text(sample, text) gets each piece once it is certain. drafter: for
+    generate_speculatively. options: as in generate."""
     streams, enough = [TextStream(tokenizer, stop) for _ in prompts], set()
     options |= dict(first=first, stop_tokens=tokenizer.stop_tokens, enough=enough)
     if drafter:
-        events = speculate(model, prompts, max_new_tokens, drafter, **options)
+        events = generate_speculatively(model, prompts, max_new_tokens, drafter, **options)
     else:
         events = generate(model, prompts, max_new_tokens, batch_size=batch_size, **options)
-    for row, token in events:
-        text = streams[row].feed(token)
+    for sample, token in events:
+        text = streams[sample].feed(token)
         if text and on_text:
-            on_text(row, text)
-        if streams[row].stopped:
-            enough.add(row)
+            on_text(sample, text)
+        if streams[sample].stopped:
+            enough.add(sample)
         while first < len(prompts) and streams[first].ended:
             yield streams[first].text, streams[first].tokens
             first += 1
@@ -569,7 +570,7 @@ class Chat:
         answer = {'role': 'assistant', 'content': ''}
         self.messages, self.cached = [*messages, answer], []
 
-        def add(row, text):
+        def add(sample, text):
             answer['content'] += text
             on_text(text)
 
@@ -638,14 +639,14 @@ def json_line(prompt, sample, **rest):
     return line.encode(errors='backslashreplace')
 
 
-def lines_in(path, rows):
-    """The number of rows, (prompt, sample), that have a line in the file; a line cut short is removed. Raises
-    ValueError, without changing the file, if it holds other lines."""
+def lines_in(path, samples):
+    """The number of samples, (prompt, number), that have a line in the file; a line cut short is removed.
+    Raises ValueError, without changing the file, if it holds other lines."""
     with open(path, 'a+b') as f:
         f.seek(0)
         *lines, cut = f.read().split(b'\n')
         for i, line in enumerate([*lines, cut]):
-            begin = json_line(*rows[i])[:-1] if i < len(rows) else b''
+            begin = json_line(*samples[i])[:-1] if i < len(samples) else b''
             if not (begin.startswith(line) or begin and line.startswith(begin)):
                 raise ValueError(f"{path} line {i + 1} is no answer to these prompts, in this order: name "
                                  "another --output, or remove the file")
@@ -705,22 +706,22 @@ if __name__ == '__main__':
         converse(conversation)
         sys.exit()
 
-    rows = [(prompt, sample) for prompt in prompts for sample in range(num_samples)]
+    samples = [(prompt, number) for prompt in prompts for number in range(num_samples)]
     # each question begins a conversation of its own; begin: how its answer begins
     ids, begin = zip(*(conversation.prompt(prompt.strip())[1:] if chat else (tokenizer.encode(prompt), '')
-                       for prompt, _ in rows))
-    shown = [f"> {prompt}\n" if chat else prompt for prompt, _ in rows]
+                       for prompt, _ in samples))
+    shown = [f"> {prompt}\n" if chat else prompt for prompt, _ in samples]
     longest = max(map(len, ids))
     if longest > model.config.block_size:
         print(f"a prompt of {longest} tokens is cropped to its last {model.config.block_size}")
-    first = lines_in(output, rows) if output else 0
+    first = lines_in(output, samples) if output else 0
     if first:
-        print(f"{output}: {first:,} of {len(rows):,} answers are there")
+        print(f"{output}: {first:,} of {len(samples):,} answers are there")
     hide, began, total = chat and thinking == 'hide', time.perf_counter(), 0
     display = Display(hide)
 
-    def on_text(row, text):  # the first sample is seen to grow
-        if row == 0 and not output:
+    def on_text(sample, text):  # the first sample is printed while it grows
+        if sample == 0 and not output:
             display(text)
 
     if not output:
@@ -729,17 +730,17 @@ if __name__ == '__main__':
     texts = completions(model, tokenizer, ids, max_new_tokens, on_text=on_text, batch_size=batch_size,
                         first=first, **options)
     with open(output, 'ab') if output else contextlib.nullcontext() as f:
-        for row, (text, tokens) in enumerate(texts, first):
+        for i, (text, tokens) in enumerate(texts, first):
             total += len(tokens)
-            text = begin[row] + text
+            text = begin[i] + text
             if output:
                 text = without_thinking(text) if hide else text
-                f.write(json_line(*rows[row], text=text, tokens=len(tokens)) + b'\n')
+                f.write(json_line(*samples[i], text=text, tokens=len(tokens)) + b'\n')
                 f.flush()
                 continue
-            if row > 0:
+            if i > 0:
                 display = Display(hide)
-                print(shown[row], end='')
+                print(shown[i], end='')
                 display(text)
             display('', complete=True)
             print('---------------', flush=True)

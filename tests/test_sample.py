@@ -16,7 +16,7 @@ import sample as flat_sample
 import tokenizer as flat_tokenizer
 import weights
 from model import num_params
-from sample import TextStream, generate, sample_token, speculate
+from sample import TextStream, generate, generate_speculatively, sample_token
 from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
 
@@ -96,13 +96,13 @@ def test_generate_equals_uncached_generation_for_ragged_batches(variant, monkeyp
     assert made(model, PROMPTS[:1], 40, **options) == expected[:1]
     assert made(model, PROMPTS, 40, batch_size=2, first=2, **options) == [None, None, *expected[2:]]
     monkeypatch.setattr(flat_sample, 'PREFILL', 12)  # long prompts are fed a few tokens at a time
-    monkeypatch.setattr(flat_sample, 'LAG', {'cpu': 3})  # tokens are read late, as on a GPU
+    monkeypatch.setattr(flat_sample, 'MAX_UNREAD', {'cpu': 3})  # as on a GPU
     assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
 
 
-@pytest.mark.parametrize('lag', [0, 3])
-def test_rows_end_without_disturbing_others(lag, monkeypatch):
-    monkeypatch.setattr(flat_sample, 'LAG', {'cpu': lag})
+@pytest.mark.parametrize('max_unread', [0, 3])
+def test_rows_end_without_disturbing_others(max_unread, monkeypatch):
+    monkeypatch.setattr(flat_sample, 'MAX_UNREAD', {'cpu': max_unread})
     model, options = tiny(), dict(seed=2, repetition_penalty=1.2)
     free = made(model, PROMPTS, 30, **options)
     stop = free[1][7]
@@ -120,7 +120,7 @@ def test_rows_end_without_disturbing_others(lag, monkeypatch):
 # speculation ------------------------------------------------------------------------------------------------
 
 def speculated(model, prompts, n, drafter, **options):
-    events = list(speculate(model, prompts, n, drafter, **options))
+    events = list(generate_speculatively(model, prompts, n, drafter, **options))
     return [[token for sample, token in events if sample == i][:-1] for i in range(len(prompts))]
 
 
@@ -172,9 +172,6 @@ def test_prompt_lookup():
 
 # compiled ---------------------------------------------------------------------------------------------------
 
-QUICKLY = {'freezing': True}  # tries no other kernels
-
-
 @pytest.mark.parametrize('penalty', [1.0, 1.3])
 def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
     """A stand-in for one: what it returned is overwritten by its next run, before that reads its inputs; and
@@ -212,11 +209,12 @@ def test_experts_that_wait_for_the_host_are_in_no_cuda_graph(options, device, ca
     monkeypatch.setattr(torch, 'compile', lambda step, options, **_: graphs.append(options) or step)
     flat_sample.compile_step(model, torch.device(device))
     assert graphs[0]['triton.cudagraphs'] == (whole and device == 'cuda')
-    # products with one row are tuned
-    monkeypatch.setattr(torch, 'compile', lambda step, options, **_: lambda *args, version: options)
+
+    def tuned(*_, version):  # products with one row are
+        return torch._inductor.config.coordinate_descent_tuning
+    monkeypatch.setattr(torch, 'compile', lambda step, **_: tuned)
     run = flat_sample.compile_step(model, torch.device('cuda'))
-    assert [run(model, torch.zeros(shape))['coordinate_descent_tuning'] for shape in ((1, 1), (2, 1), (1, 4))
-            ] == [True, False, False]
+    assert [run(model, torch.zeros(shape)) for shape in ((1, 1), (2, 1), (1, 4))] == [True, False, False]
     weights.quantize_weights(model, dtype)
     assert flat_sample.is_one_graph(model, torch.device(device)) == (not options)
 
@@ -231,7 +229,7 @@ def test_compiled_generation_equals_eager(options, penalty, int8, make, monkeypa
     if int8:
         weights.quantize_weights(model, torch.float32)
     eager = made(model, PROMPTS, 30, **common)
-    monkeypatch.setattr(flat_sample, 'FREEZING', QUICKLY)
+    monkeypatch.setitem(flat_sample.FREEZING, 'max_autotune', False)  # tries no other kernels
     if 'n_expert' in options:  # which break it into many graphs, and are frozen in none
         compile = torch.compile
         monkeypatch.setattr(torch, 'compile', lambda f, **_: compile(f, backend='aot_eager', dynamic=False))
@@ -245,8 +243,7 @@ def test_a_compiled_step_has_the_weights_of_its_model(tmp_path, monkeypatch):
     """They are its constants: of another model of the same shape, after a change to the weights, and again,
     when the compiled step is read from disk."""
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
-    monkeypatch.setattr(flat_sample, 'FREEZING', {**QUICKLY, 'max_autotune': True,
-                                                  'max_autotune_gemm_backends': 'CPP'})
+    monkeypatch.setitem(flat_sample.FREEZING, 'max_autotune_gemm_backends', 'CPP')
     models, found = [tiny(n_layer=1, tie_word_embeddings=False) for _ in range(2)], []
     for model in models:
         for w in model.parameters():
