@@ -10,8 +10,20 @@ Trains a model: tokens -> weights.
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=1234 \
         train.py config/small.py
 
-Every setting below and every field of GPTConfig can be set in a config file or by --name=value. Batches are
-a pure function of (seed, iteration), on any number of ranks that divides them.
+Every setting below and every field of GPTConfig can be set in a config file or by --name=value.
+
+The story of a run stands at the end of this file; what it calls stands above, in nearly the same order:
+    settings     the config files' and flags'; when resuming, the checkpoint's where none is given
+    checkpoint   to go on from, or to fine-tune: hub.load reads it
+    ranks, data  batches are a pure function of (seed, iteration), on any number of ranks that divides them
+    model        made from scratch or loaded; the length of the run, counted in its iterations
+    memory       a forecast of it, before anything is long
+    optimizers   OPTIMIZERS; compilation; DDP or FSDP
+    lock and log out_dir is this run's alone; an earlier run's files there become *.old-1.*
+    loop         iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old
+    end          after max_iters, time_limit, Ctrl-C or SIGTERM; the last three finish the iteration, write
+                 ckpt.pt, evaluate and write it again. A second Ctrl-C ends it at once
+--init_from=resume restores weights, optimizers, scaler and Progress: the run goes on bit for bit.
 """
 import time
 
@@ -122,7 +134,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hub import CHANGEABLE, load
@@ -301,33 +313,33 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
             updates = torch._foreach_lerp(grads, buffers, group['momentum'])
             torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
-            together, seen = collections.defaultdict(list), collections.Counter()
-            for w, update in zip(params, updates):
-                # all at once, but sharded ones, which move() gathers: as many of a shape as ranks
-                together[is_sharded(update) and (w.shape, seen[w.shape] // world()[1])].append((w, update))
-                seen[w.shape] += 1
-            for pairs in together.values():
-                self.move(pairs, lr, kept)
+            pairs = sorted(zip(params, updates), key=lambda pair: pair[0].shape)
+            # sharded matrices are whole while they move: as many at once as ranks share the work
+            at_once = world()[1] if any(map(is_sharded, params)) else len(pairs)
+            for first in range(0, len(pairs), at_once):
+                self.move(pairs[first:first + at_once], lr, kept)
 
     def move(self, pairs, lr, kept):
         """Orthogonalises and subtracts updates; pairs: (parameter, update)."""
-        shapes, changes = collections.defaultdict(list), []  # by (rows, columns); of sharded w
+        matrices, changes = collections.defaultdict(list), []  # by shape; of sharded parameters
         for w, update in pairs:
             target = w
             if is_sharded(update):
                 update = update.bfloat16().full_tensor()  # as orthogonalise rounds it
                 target = torch.zeros_like(update, dtype=w.dtype)
                 changes.append((w, target))
-            squares = self.state[w]['row_squares'] if self.evens else update  # which nothing reads then
-            for parts in zip(*(x.split(self.row_splits[w], dim=-2) for x in (target, update, squares))):
-                # experts' are (experts, rows, columns)
-                shapes[parts[0].shape[-2:]].extend([parts] if update.ndim == 2 else zip(*parts))
-        for shape, matrices in shapes.items():
-            weights, updates, squares = zip(*matrices)
-            updates = orthogonalise_shared(updates).to(weights[0].dtype)
+            tensors = [target, update]
             if self.evens:
-                updates = even_rows(updates, squares, kept)
-            torch._foreach_sub_(weights, list(updates * (lr * 0.2 * max(shape) ** 0.5)))
+                tensors.append(self.state[w]['row_squares'])
+            for parts in zip(*(x.split(self.row_splits[w], dim=-2) for x in tensors)):
+                # experts' are (experts, rows, columns)
+                matrices[parts[0].shape[-2:]].extend([parts] if update.ndim == 2 else zip(*parts))
+        for shape, parts in matrices.items():
+            targets, updates, *squares = zip(*parts)
+            updates = orthogonalise_shared(updates).to(targets[0].dtype)
+            if self.evens:
+                updates = even_rows(updates, *squares, kept)
+            torch._foreach_sub_(targets, list(updates * (lr * 0.2 * max(shape) ** 0.5)))
         for w, change in changes:
             w.add_(shard_like(w, change))
 
@@ -499,14 +511,12 @@ def mixed(params):
 def gather(value, wanted=True):
     """Sharded tensors, in dicts and lists too, gathered on the CPU, or None where not wanted; other values as
     they are. All ranks call it together."""
-    if isinstance(value, dict):
-        return {name: gather(each, wanted) for name, each in value.items()}
-    if isinstance(value, list):
-        return [gather(each, wanted) for each in value]
-    if not is_sharded(value):
-        return value
-    value = value.full_tensor()
-    return value.cpu() if wanted else None
+    def whole(x):
+        if not is_sharded(x):
+            return x
+        x = x.full_tensor()
+        return x.cpu() if wanted else None
+    return tree_map(whole, value)
 
 
 def shard_like(w, value):
@@ -547,8 +557,10 @@ def forecast(model, machine, config, batch_size, shards=1):
     weights = [*model.parameters(), *model.buffers()]
     size, is_here = sum(w.nbytes for w in weights), not weights[0].is_meta
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:  # a layer may have plain tensors
-        fake = copy.deepcopy(model, {id(w): torch.nn.Parameter(
-            torch.empty(w.shape, dtype=w.dtype, device=machine.device), w.requires_grad) for w in weights})
+        # deepcopy takes what stands here under an object's id, and copies the rest of the model
+        new = {id(w): torch.nn.Parameter(torch.empty_like(w, device=machine.device), w.requires_grad)
+               for w in weights}
+        fake = copy.deepcopy(model, new)
         for module in fake.modules():
             if hasattr(module, 'loop'):  # over experts
                 module.loop = lambda product, x, _, w: torch.cat([
@@ -561,14 +573,14 @@ def forecast(model, machine, config, batch_size, shards=1):
         for opt in optimizers:
             opt.step()
         del before
-        state = sum(live.changes)
+        lasting = sum(live.changes)
         x = torch.zeros(batch_size, model.config.block_size, dtype=torch.long, device=machine.device)
         gradients(fake.train(), (x, x, None), iter(()), 1, machine.autocast,
                   torch.amp.GradScaler(enabled=False), config)
     total = np.cumsum(live.changes)
     # sharded, a block and the next are gathered, and there are two copies of a block's gradients
-    parts = {'weights, gradients, optimizer': state / shards,
-             'activations': total.max() - state + (shards > 1) * 4 * size / len(model.h),
+    parts = {'weights, gradients, optimizer': lasting / shards,
+             'activations': total.max() - lasting + (shards > 1) * 4 * size / len(model.h),
              'process': max(0, (peak_mb(machine.device) or 0) * 2**20 - is_here * size)}
     return parts, total - total.max() + sum(parts.values())
 
@@ -609,10 +621,11 @@ def plan_memory(model, machine, config, micro_batch, share, shards, compile=Fals
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-LOSSES = {  # of GPT.forward's aux, beside the loss reported: the setting that weighs them
-    'balance': 'balance_loss',
-    'z': 'z_loss',
-    'mtp': 'mtp_loss',
+LOSSES = {  # beside the loss reported: name -> the setting that weighs it, and a function of logits (B, T,
+    # vocab_size) and targets (B, T) whose value is a mean, or None: GPT.forward's aux has it by this name
+    'balance': ('balance_loss', None),
+    'z': ('z_loss', None),
+    'mtp': ('mtp_loss', None),
 }
 
 
@@ -620,20 +633,24 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, config):
     """Adds up the gradients of an iteration, whose first micro-batch is `batch`. config has the weights of
     LOSSES. Returns the mean loss, the experts' load or None, and the next iteration's first batch."""
     losses, loads = torch.zeros((), device=batch[0].device), []
+    of_logits = any(function and config[setting] for setting, function in LOSSES.values())
     for step in range(accumulation):
         if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
             forward.require_backward_grad_sync = step == accumulation - 1
         inputs, targets, weight = batch
+        weight = 1 if weight is None else weight
         with autocast():
-            loss, aux = forward(inputs, targets)
-        if weight is not None:
-            loss = loss * weight
+            loss, aux = forward(inputs, targets, keep=inputs.shape[1] if of_logits else None)
+        loss = loss * weight
         losses += loss.detach()
-        for name, setting in LOSSES.items():
+        for name, (setting, function) in LOSSES.items():
+            if function and config[setting]:
+                aux[name] = function(aux['logits'], targets) * weight
             loss = loss + config[setting] * aux[name] if name in aux else loss
         if 'load' in aux:  # a model with experts
             loads.append(aux['load'])
-        loss = loss / loss.isfinite()  # else by 0, so that no gradient is finite on any rank
+        # where the loss is not finite no gradient is, on any rank
+        loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
         scaler.scale(loss / accumulation).backward()
         batch = next(batches, None)  # read while the device computes
     return losses / accumulation, all_reduce(sum(loads)) if loads else None, batch
@@ -887,8 +904,8 @@ def log_row(path, wandb, row):
     """Adds a row, a dict by LOG_FIELDS, to a log and to wandb's run, if any."""
     row = {name: value for name, value in row.items() if value is not None}
     with open(path, 'a', encoding='utf-8', newline='') as f:
-        csv.writer(f).writerow(format(row[name], kind) if name in row else ''
-                               for name, kind in LOG_FIELDS.items())
+        csv.DictWriter(f, LOG_FIELDS).writerow({name: format(value, LOG_FIELDS[name])
+                                                for name, value in row.items()})
     if wandb:
         names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # nanoGPT's names
         wandb.log({names.get(name, name): value for name, value in row.items()}, step=row['iter'])
@@ -956,12 +973,11 @@ def eager_seconds(model, machine, max_iters, accumulation, tokens):
 SIGN_OF_LIFE = 20  # seconds
 
 
-def tell_compiling(progress, first, seconds):
+def tell_compiling(progress, first):
     """Says again and again, in a thread, how long it is compiling, until iteration `first` is done."""
     began = time.time()
     while progress.iter_num == first:
-        print0(f"compiling, {duration(time.time() - began)} so far: it takes half a minute or more, the "
-               f"whole run at most about {duration(seconds)}")
+        print0(f"compiling, {duration(time.time() - began)} so far: it takes half a minute or more")
         time.sleep(SIGN_OF_LIFE)
 
 
@@ -1120,8 +1136,7 @@ if __name__ == '__main__':
     del rest, source_tokenizer  # their memory
     forward = model
     if compile and not eval_only:
-        threading.Thread(target=tell_compiling, args=(progress, progress.iter_num, seconds),
-                         daemon=True).start()
+        threading.Thread(target=tell_compiling, args=(progress, progress.iter_num), daemon=True).start()
         forward = compile_model(model, device)
     evaluated = forward if 'cuda' in device else model  # on CPUs compiling again costs more than it gives
     if ranks > 1 and not shard:
