@@ -724,9 +724,11 @@ class GPT(nn.Module):
 
 def cross_entropy(logits, targets):
     """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
-    targets, rows = targets.flatten().clamp(min=-1), max(1, MOST_LOGITS // logits.shape[-1])
-    loss = sum(F.cross_entropy(some, wanted, ignore_index=-1, reduction='sum')
-               for some, wanted in zip(logits.flatten(0, 1).split(rows), targets.split(rows)))
+    logits, targets = logits.flatten(0, 1), targets.flatten().clamp(min=-1)
+    rows, parts = max(1, MOST_LOGITS // logits.shape[-1]), [(logits, targets)]
+    if rows < len(targets):  # else the gradient of split would be a copy
+        parts = zip(logits.split(rows), targets.split(rows))
+    loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
     return loss / (targets >= 0).sum().clamp(min=1)
 
 

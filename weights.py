@@ -95,7 +95,7 @@ def int8_linear(x, w, bias, scale):
         y = (x[..., None, :] * w).sum(dim=-1) * scale
     elif x.dtype is torch.float16:  # where the product may overflow before it is scaled
         y = F.linear(x, w.to(x.dtype) * scale[:, None])
-    else:  # few rows in parts, whose copies stay in a CPU's cache
+    else:  # few rows in parts, whose copies stay in a CPU's cache; a GPU writes a copy of all in each step
         parts = w.split(max(1, 2**18 // x.shape[-1])) if few else [w]
         y = torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1) * scale
     return y if bias is None else y + bias.type_as(y)
