@@ -376,9 +376,9 @@ def test_no_token_sees_the_future_or_past_its_window(options):
     idx[idx == 3] = 4
     changed = idx.clone()
     changed[0, 7] = 5 if idx[0, 7] != 5 else 6
-    # a window of 5 in 2 layers reaches 8 tokens back
+    # a window of 5 reaches 4 tokens back in each layer
     windowed = all(mixer.window and not mixer.states for mixer in model.mixers)
-    end = 7 + 9 if windowed else 24
+    end = 7 + 1 + 4 * model.config.n_layer if windowed else 24
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             a, b = model(idx), model(changed)

@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from common import ROOT, run, train
 
 import check
+import mixers
 import model as flat
 import train as flat_train
 from model import GPT, GPTConfig
 from test_model import MLA, YARN
 
-SMALL = dict(n_layer=2, n_head=6, n_kv_head=2, n_embd=48, block_size=136, vocab_size=61, d_ff=40,
-             dropout=0.25, norm_eps=0.01)
-HYBRID = dict(n_kv_head=None, mixer_pattern='DA', linear_n_key_head=2)
+HYBRID = dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4)
 MOE = dict(n_expert=4, router='sigmoid', balance_bias=True, d_expert=24)
 
 
@@ -37,11 +36,6 @@ def mean_of_rows(forward):
     return mean
 
 
-def decay_all(model, config):
-    return [torch.optim.AdamW(model.parameters(), config['learning_rate'],
-                              betas=(config['beta1'], config['beta2']), weight_decay=config['weight_decay'])]
-
-
 def counting(forward):
     def count(self, x, context):
         self.calls = getattr(self, 'calls', 0) + 1
@@ -58,7 +52,19 @@ MISTAKES = [
      r'h\.1\.attn: .*, first at \[0, 5, 0\]'),
     ("YaRN's turns the other way round", dict(rope_scaling=YARN), flat.ROPE_SCALINGS, 'yarn',
      lambda f: lambda *args, **rest: f(*args, **rest, beta_fast=1, beta_slow=32),
-     check.check_formulas, r'h\.0\.attn'),
+     check.check_scalings, 'yarn: frequencies'),
+    ('a state that is never corrected', HYBRID, mixers, 'gated_delta_rule',
+     lambda f: lambda *args: f(*args[:-1], False), check.check_formulas, r'h\.0\.attn'),
+    ('keys of latents that are not rotated', MLA, flat, 'rotate',
+     lambda f: lambda x, rope: x if x.shape[1] == 1 else f(x, rope), check.check_formulas, r'h\.0\.attn'),
+    ('an option that is lost', dict(attn_softcap=3.0), flat, 'eager_attention',
+     lambda f: lambda *args: f(*args[:6], 0.0, *args[7:]), check.check_options,
+     'attn_softcap=3.0 changes nothing'),
+    ('a balance loss that is a sum', MOE, flat.MoE, 'statistics',
+     lambda f: lambda *args: (2 * f(*args)[0], *f(*args)[1:]), check.check_formulas, r"aux\['balance'\]"),
+    ('a gate that is a matrix', {}, flat.Norm, '__init__', lambda f: lambda self, *args: (
+        f(self, *args), flat.tag(self.weight, torch.nn.init.ones_, 'embedding'))[0],
+     check.check_start, 'ln_1.weight is in the group embedding, not vector'),
     ('queries that do not learn', {}, flat.BaseAttention, 'attend',
      lambda f: lambda self, q, *rest: f(self, q.detach(), *rest),
      check.check_gradients, r'h\.1\.attn\.\w+\.weight'),
@@ -69,7 +75,7 @@ MISTAKES = [
     ('the mean of rows for a loss', {}, GPT, 'forward', mean_of_rows, check.check_updates,
      'the loss reported'),
     ('dropout in evaluation', {}, flat.Block, 'branch',
-     lambda f: lambda self, y: f(self, F.dropout(y, self.p)), check.check_formulas, r'h\.0'),
+     lambda f: lambda self, y: f(self, F.dropout(y, self.p)), check.check_cache, 'in odd chunks'),
     ('select forgets states', HYBRID, flat.Cache, 'select', select_but_states,
      check.check_cache, 'copied by select'),
     ('a block that counts its calls', {}, flat.Block, 'forward', counting,
@@ -83,10 +89,13 @@ MISTAKES = [
     ('the auxiliary losses twice', MOE, flat_train, 'gradients',
      lambda f: lambda *args: f(*args[:-1], {**args[-1], 'balance_loss': 0.2}),
      check.check_updates, 'gradient'),
-    ('norms that decay', {}, flat_train.OPTIMIZERS, 'adamw', lambda f: decay_all,
+    ('norms that decay', {}, flat.GROUPS, 'vector', lambda f: True,
      check.check_updates, 'the move of h.0.ln_1.weight'),
+    ('one rate for all groups', {}, flat_train, 'set_rates', lambda f: lambda optimizers, lr: [
+        group.update(lr=lr) for opt in optimizers for group in opt.param_groups],
+     check.check_updates, 'iteration 0, .* by adamw: error of the move'),
     ('moments that are not restored', {}, flat_train, 'load_optimizers', lambda f: lambda *args: None,
-     check.check_resuming, 'iteration 1, then NaN, by adamw: the move of wte.weight|by muon'),
+     check.check_updates, 'iteration 2, then NaN, by adamw: error of the move of wte.weight'),
 ]
 
 
@@ -96,7 +105,7 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
     setter, old = (monkeypatch.setitem, place[name]) if isinstance(place, dict) else (
         monkeypatch.setattr, getattr(place, name))
     setter(place, name, change(old))
-    holds, remark = check.run_check(function, 'the place', GPTConfig(**{**SMALL, **options}))
+    holds, remark = check.run_check(function, 'the place', check.tiny_config(GPTConfig(**options)))
     assert not holds
     assert re.search(message, remark), remark
     assert remark.endswith('; look at the place') and '\n' not in remark
@@ -104,7 +113,7 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
 
 @pytest.mark.parametrize('options', [
     dict(rope_scaling={**YARN, 'original_max_position_embeddings': 1000}),  # slows each pair otherwise
-    dict(n_kv_head=None, n_dense_layer=1, **MLA, **MOE),
+    dict(n_dense_layer=1, **MLA, **MOE),
     dict(HYBRID, attn_gate=True, head_dim=10, partial_rotary_factor=0.8, document_token=3, window=5,
          window_pattern='LS'),
     dict(pos='alibi', norm='layernorm', bias=True, norm_placement='post', mlp='gelu_tanh', embed_norm=True),
@@ -118,12 +127,12 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
          rope_local={'rope_base': 50.0, 'rope_scaling': YARN, 'partial_rotary_factor': 0.5},
          norm_weight=False, expert_pattern='NED', expert_input_scale=True, **MOE),
     dict(qk_norm='unit', query_scale={'beta': 0.5, 'length': 64, 'layers': 'N'}, pos_pattern='PN', mtp=True),
-    dict(mixer_pattern='CBK', n_layer=3, n_kv_head=None, mtp=True, document_token=3, bigram_size=50)],
+    dict(mixer_pattern='CBK', mtp=True, document_token=3, bigram_size=50)],
     ids=str)
 def test_sound_models_pass(options):
     for function, look_at in check.CHECKS.values():
         if function is not check.check_compiling:  # takes seconds; below
-            holds, remark = check.run_check(function, look_at, GPTConfig(**{**SMALL, **options}))
+            holds, remark = check.run_check(function, look_at, check.tiny_config(GPTConfig(**options)))
             assert holds, remark
 
 
@@ -137,7 +146,7 @@ def test_a_layer_of_ones_own_is_no_fault(monkeypatch):
         def attend(self, q, k, v, context):
             return (super().attend(q, k, v, context) + super().attend(q, 2 * k, v, context)) / 2
     monkeypatch.setitem(flat.MIXERS, 'X', Mean)
-    assert check.check_formulas(GPTConfig(**SMALL, mixer_pattern='XA')) == 'none for Mean'
+    assert check.check_formulas(check.tiny_config(GPTConfig(mixer_pattern='XA'))) == 'none for Mean'
 
 
 def test_command(folder, capsys):

@@ -1,0 +1,272 @@
+"""
+Formulas of the papers in plain torch, for check.py and tests: of LONG tokens in rows of one document, without
+cache and dropout. A formula takes a config, a module and what this is called with, gives what it gives, and
+calls the modules in it, which have formulas of their own.
+"""
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+
+import mixers
+import model as flat
+
+LONG = 136  # tokens: more than the blocks of attention and of DeltaNet
+
+
+def letters(config, layer):
+    """A layer's letters: of its mixer, window (L: none), MLP and positions."""
+    patterns = config.mixer_pattern, config.window_pattern or 'L', config.expert_pattern, config.pos_pattern
+    mixer, window, mlp, pos = (pattern[layer % len(pattern)] for pattern in patterns)
+    is_dense = mlp == 'E' and (not config.n_expert or layer < config.n_dense_layer)
+    return mixer, window, 'D' if is_dense else mlp, pos
+
+
+def norm(config, module, x):
+    is_latent = x.shape[-1] in (config.kv_lora_rank, config.q_lora_rank)
+    eps = config.latent_norm_eps if is_latent else config.norm_eps
+    plain = F.layer_norm if config.norm == 'layernorm' else F.rms_norm
+    return plain(x, x.shape[-1:], module.weight, eps=eps) + (0 if module.bias is None else module.bias)
+
+
+def capped(x, cap):
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def rotated(config, layer, y):
+    """y (B, heads, T, width), its first dimensions turned by their positions, if the layer has rotations."""
+    _, window, _, pos = letters(config, layer)
+    if config.pos != 'rope' or pos != 'P':
+        return y
+    own = vars(config) | (config.rope_local or {} if window != 'L' else {})
+    n = (config.qk_rope_head_dim or int(config.head_dim * own['partial_rotary_factor'])) // 2
+    factor, options = 1, dict(own['rope_scaling'] or {})
+    freq = own['rope_base'] ** (-torch.arange(n) / n)
+    if options:
+        freq, factor = flat.ROPE_SCALINGS[options.pop('rope_type')](freq, own['rope_base'], LONG, **options)
+    a, b, rest = y.tensor_split((n, 2 * n), -1)
+    z = torch.complex(a, b) * factor * torch.exp(1j * torch.arange(LONG)[:, None] * freq)
+    return torch.cat((z.real, z.imag, rest), -1)
+
+
+def t5_bias(config, module, distance):
+    """arXiv:1910.10683: distances up to 16 each, then 16 buckets in three doublings"""
+    buckets = [min(n, 16 + int(16 * math.log2(max(n, 16) / 16) / 3), 31) for n in range(LONG)]
+    return module.weight[torch.tensor(buckets)[distance.clamp(min=0)]][:, 0].movedim(-1, 1)
+
+
+def attend(config, module, q, k, v):
+    """q, k, v (B, heads, T, width) -> (B, T, heads, width)"""
+    _, window, _, pos = letters(config, module.layer)
+    position, by = torch.arange(LONG)[:, None], config.query_scale
+    if by and not (pos == 'P' and by.get('layers') == 'N'):
+        q = q * (1 + by['beta'] * ((position + by.get('start', 0)) // by['length'] + 1).log())
+    k, v = (y.repeat_interleave(config.n_head // y.shape[1], 1) for y in (k, v))
+    age, width = position - position.T, config.window or LONG
+    within = {'L': True, 'S': age < width, 'C': position // width == position.T // width}[window]
+    score = capped(q @ k.mT * (config.attn_scale or q.shape[-1] ** -0.5), config.attn_softcap)
+    if config.pos == 'alibi' and pos == 'P':  # as the code of arXiv:2108.12409 has it, for 6 heads
+        score = score - config.alibi_scale * 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3])[:, None, None] * age
+    if config.pos == 't5' and pos == 'P':
+        score = score + config.t5_bias(age[None, None])
+    weight = score.exp() * (age >= 0) * within
+    total = weight.sum(-1, keepdim=True) + (module.sink.exp()[:, None, None] if config.attn_sink else 0)
+    return (weight / total @ v).transpose(1, 2)
+
+
+def attention(config, module, x, context):
+    (q, k, v, *gate), kind = module.c_attn(x), config.qk_norm
+
+    def heads(y, norm):
+        y = norm(y) if kind == 'whole' else y
+        y = y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        y = rotated(config, module.layer, norm(y) if kind is True else y)
+        return norm(y) if kind in ('rotated', 'unit') else y
+    v = v.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+    y = attend(config, module, heads(q, module.q_norm), heads(k, module.k_norm), v)
+    return module.c_proj((y * gate[0].view(*y.shape[:3], -1).sigmoid() if gate else y).flatten(2))
+
+
+def latent_attention(config, module, x, context):
+    """arXiv:2405.04434, equations 9 to 19; YaRN's mscale_all_dim as in DeepSeek's code"""
+    (q, latent, k_rope), scaling = module.c_attn(x), config.rope_scaling or {}
+    q, kv = module.c_q(module.q_norm(q)), module.c_kv(module.kv_norm(latent))
+    (q, q_rope), (k, v) = (y.unflatten(-1, (config.n_head, -1)).transpose(1, 2).tensor_split(
+        (config.qk_nope_head_dim,), -1) for y in (q, kv))
+    q_rope, k_rope = (rotated(config, module.layer, y) for y in (q_rope, k_rope[:, None]))
+    grown = 0.1 * scaling.get('mscale_all_dim', 0) * math.log(scaling.get('factor', 1)) + 1
+    y = attend(config, module, torch.cat((q, q_rope), -1) * grown ** 2,
+               torch.cat((k, k_rope.expand_as(q_rope)), -1), v)
+    return module.c_proj(y.flatten(2))
+
+
+def convolved(module, x, bias=None):
+    """x (B, T, channels) -> the same shape"""
+    taps = module.conv[:, None]
+    return F.conv1d(F.pad(x.mT, (taps.shape[-1] - 1, 0)), taps, bias, groups=len(taps)).mT
+
+
+def short_convolution(config, module, x, context):
+    """arXiv:2511.23404"""
+    before, after, x = module.c_attn(x)
+    return module.c_proj(after * convolved(module, before * x))
+
+
+def state_layer(config, module, x, context):
+    """One token at a time: Gated DeltaNet, arXiv:2412.06464, equation 10; Kimi's, arXiv:2510.26692; Mamba-2,
+    arXiv:2405.21060, section 6, which has no beta"""
+    q, k, v, gate, *beta, decay = module.c_attn(x)
+    K, H, act = config.linear_n_key_head, config.linear_n_value_head, F.silu
+    if isinstance(module, mixers.KimiDeltaAttention):
+        gate, decay, act = module.c_gate(gate), module.c_decay(decay), torch.sigmoid
+    x = F.silu(convolved(module, torch.cat((q, k, v), -1), module.conv_bias))
+    q, k, v = (y.unflatten(-1, (n, 1, -1)).repeat_interleave(H // n, 2)  # (B, T, heads, 1, width)
+               for y, n in zip(x.split(module.qkv, -1), (K, K, H)))
+    step = F.softplus(decay + module.dt_bias).unflatten(-1, (H, 1, -1))
+    decay, gate = (-module.A_log.exp()[:, None, None] * step).exp(), act(gate.view_as(v))
+    if beta:
+        q, k, step = F.normalize(q, dim=-1) * q.shape[-1] ** -0.5, F.normalize(k, dim=-1), beta[0].sigmoid()
+        step = step[..., None, None]
+    state, out = torch.zeros_like(k[:, 0].mT @ v[:, 0]), []
+    for t in range(LONG):
+        state = decay[:, t].mT * state
+        wrong = v[:, t] - k[:, t] @ state if beta else v[:, t]
+        state = state + (step * k)[:, t].mT @ wrong
+        out.append(q[:, t] @ state)
+    y = torch.stack(out, 1)
+    if beta:
+        y = F.rms_norm(y, y.shape[-1:], module.o_norm, config.norm_eps) * gate
+    else:
+        y = ((y + module.skip[:, None, None] * v) * gate).flatten(2).unflatten(-1, (K, -1))
+        y = F.rms_norm(y, y.shape[-1:], eps=config.norm_eps).flatten(2) * module.o_norm
+    return module.c_proj(y.flatten(2))
+
+
+def xielu(module, x):
+    """arXiv:2411.13010"""
+    above, below = F.softplus(module.alpha_p), 0.5 + F.softplus(module.alpha_n)
+    return torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=0)) - x)) + x / 2
+
+
+gelu_tanh = functools.partial(F.gelu, approximate='tanh')
+ACTIVATIONS = {
+    'swiglu': F.silu, 'geglu': F.gelu, 'geglu_tanh': gelu_tanh, 'reglu': F.relu, 'glu': torch.sigmoid,
+    'gelu': F.gelu, 'gelu_tanh': gelu_tanh, 'relu': F.relu, 'relu2': lambda x: F.relu(x) ** 2, 'silu': F.silu,
+    'swiglu_oai': lambda x: x * torch.sigmoid(1.702 * x), 'xielu': xielu}
+SCORES = {'softmax': (functools.partial(torch.softmax, dim=-1), 1), 'sigmoid': (torch.sigmoid, 2)}
+PLACEMENTS = {  # norms before and after the mixer, before and after the MLP, on the stream after each; 0: no
+    'pre': '102000', 'post': '000012', 'output': '010200', 'sandwich': '123400', 'parallel': '101000',
+    'parallel_2': '102000'}
+
+
+def mlp(config, module, x, *offsets):
+    gate, *up = module.c_fc(x, *offsets)
+    if config.mlp == 'swiglu_oai':  # arXiv:2508.10925
+        gate, up = gate.clamp(max=config.mlp_limit), [up[0].clamp(-config.mlp_limit, config.mlp_limit) + 1]
+    act = functools.partial(xielu, module.act) if config.mlp == 'xielu' else ACTIVATIONS[config.mlp]
+    y = module.c_proj(math.prod(up, start=act(gate)), *offsets)
+    return y[0] if offsets else y
+
+
+def routed(config, module, x):
+    """Weights of the experts, 0 of those not chosen, and their scores, (B, T, E)."""
+    function, n_best = SCORES[config.router]  # a group scores as its n_best best experts
+    scores = function(module.router(x))
+    rank = scores + module.expert_bias if config.balance_bias else scores
+    if config.n_group:
+        groups = rank.unflatten(-1, (config.n_group, -1))
+        best = groups.topk(n_best).values.sum(-1)
+        kept = best >= best.topk(config.topk_group).values[..., -1:]
+        rank = groups.where(kept[..., None], -math.inf).flatten(-2)
+    weight = scores * (rank >= rank.topk(config.n_expert_active).values[..., -1:])
+    weight = weight / weight.sum(-1, keepdim=True) if config.norm_topk_prob else weight
+    return weight * config.routed_scaling_factor, scores
+
+
+def moe(config, module, x, context):
+    """Every expert on every token."""
+    y, experts = 0, torch.arange(config.n_expert)
+    for e, after in enumerate(routed(config, module, x)[0].split(1, -1)):
+        before, after = (after, after > 0) if config.expert_input_scale else (1, after)
+        ends = after.numel() * (experts >= e).int()  # all tokens go to this expert
+        y = y + module.experts((before * x).flatten(0, 1), ends).view_as(x) * after
+    if config.n_shared_expert:
+        y = y + module.shared(x) * (module.shared_gate(x).sigmoid() if config.shared_gate else 1)
+    return y
+
+
+def router_losses(config, module, x):
+    """The balance loss (arXiv:2101.03961, equations 4 to 6), z (arXiv:2202.08906), each expert's choices."""
+    weight, scores = routed(config, module, x)
+    chosen, share = (weight > 0).float(), scores / scores.sum(-1, keepdim=True)
+    dims = 1 if config.balance_per_sequence else (0, 1)
+    even = config.n_expert_active / config.n_expert
+    balance = (chosen.mean(dims) / even * share.mean(dims)).sum(-1).mean()
+    return balance, module.router(x).logsumexp(-1).square().mean(), chosen.sum((0, 1))
+
+
+def block(config, module, x, context):
+    _, _, kind, _ = letters(config, module.attn.layer)
+    digits = '100000' if kind == 'N' else PLACEMENTS[config.norm_placement]
+    a, b, c, d, e, f = (getattr(module, f'ln_{n}', torch.nn.Identity()) for n in digits)
+    between = e(x + b(config.residual_scale * module.attn(a(x), context)))
+    z = c(x if 'parallel' in config.norm_placement else between)
+    y = {'E': lambda: module.mlp(z, context), 'D': lambda: module.mlp(z), 'N': lambda: z * 0}[kind]()
+    return f(between + d(config.residual_scale * y))
+
+
+def bigram(config, module, context):
+    """modded-nanogpt, record of 2026-01-19"""
+    rows = 36313 * context.idx + 27191 * F.pad(context.idx[:, :-1], (1, 0))
+    return module.table.weight[rows % config.bigram_size]
+
+
+def prediction(config, module, x, x0, context):
+    """arXiv:2412.19437, 2.2"""
+    both = module.ln_x(x), module.ln_next(x0.roll(-1, 1))
+    return module.block(module.c_in(torch.cat(both, -1)), context)
+
+
+FORMULAS = {
+    flat.Norm: norm,
+    flat.T5Bias: t5_bias, flat.BigramEmbedding: bigram, flat.Attention: attention,
+    flat.LatentAttention: latent_attention, mixers.GatedDeltaNet: state_layer,
+    mixers.KimiDeltaAttention: state_layer, mixers.Mamba2: state_layer,
+    mixers.ShortConvolution: short_convolution,
+    flat.MLP: mlp, flat.Experts: mlp, flat.MoE: moe, flat.Block: block, flat.MultiTokenPrediction: prediction}
+
+
+
+def embedding(config, model, context):
+    x = config.embed_scale * model.wte.weight[context.idx]
+    x = x + model.bigram(context) if config.bigram_size else x
+    if config.pos == 'learned':
+        x = x + model.wpe.weight
+    if config.pos == 'sinusoidal':  # arXiv:1706.03762, 3.5
+        angle = torch.arange(LONG)[:, None] / 10000 ** (torch.arange(0, config.n_embd, 2) / config.n_embd)
+        x = x + torch.stack((angle.sin(), angle.cos()), -1).flatten(1)
+    return model.ln_embd(x)
+
+
+def head(config, model, x):
+    x = model.ln_f(x)
+    logits = x @ model.wte.weight.mT if config.tie_word_embeddings else model.lm_head(x)
+    return capped(config.logit_scale * logits, config.logit_softcap)
+
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=-1).flatten(), ignore_index=-1)
+
+
+# worked examples
+EXAMPLES = (  # of rotary scalings by 8, of 1, 1/2, 1/4 and 1/8, which base 16 has: length, options, then what
+    # the papers give, frequencies and the factor on the rotation
+    ('linear', 15, {}, [0.125, 0.0625, 0.03125, 0.015625], 1),
+    ('dynamic', 15, dict(original_max_position_embeddings=8), [1, 0.25, 0.0625, 0.015625], 1),
+    ('yarn', 15, dict(original_max_position_embeddings=500, mscale=0.7, mscale_all_dim=0.4),
+     [1, 0.5, 41 / 192, 17 / 192], (0.07 * math.log(8) + 1) / (0.04 * math.log(8) + 1)),
+    ('llama3', 15, dict(original_max_position_embeddings=16 * math.pi, low_freq_factor=1, high_freq_factor=4),
+     [1, 0.5, 5 / 48, 0.015625], 1),
+    ('longrope', 65, dict(original_max_position_embeddings=64, short_factor=[1] * 4,
+                          long_factor=[1, 2, 3, 4]), [1, 0.25, 1 / 12, 0.03125], 1.5 ** 0.5))
