@@ -3,7 +3,6 @@ Measures: how fast, how big, how much memory, how good.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
-    python bench.py train --lengths=[1024,4096] --batch_size=1  # forward and backward at contexts, in tokens
     python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
     python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
     python bench.py params config/small.py --init=True       # and each parameter's initial value
@@ -18,8 +17,8 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py attention 'some text' --init_from=out    # a picture of a layer's attention, head by head
 
 --vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process, or
-transformers: its model or its generate with the same weights, uncompiled. Speeds are medians after a warm-up.
-Shares are of the speed of a large matmul, or sum, in the same run. --json=True prints all numbers too.
+transformers, with the same weights, uncompiled. Speeds are medians after a warm-up, shares are of the speed
+of a large matmul, or sum, in the same run. --json=True prints all numbers too.
 """
 import contextlib
 import csv
@@ -55,9 +54,9 @@ init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
 batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB);
                                   # params: given, the memory of training with it is forecast
-memory: float | None = None       # params, train with lengths: GB to fit into; None: what this device has
+memory: float | None = None       # params: GB that training is to fit into; None: what this device has
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
-lengths: list | None = None       # eval: contexts in times the trained one; train: in tokens
+lengths: list | None = None       # eval: contexts in times the trained one
 prompt_len = 32                   # decode: tokens before
 max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
@@ -105,6 +104,7 @@ from weights import quantize_weights
 # timing -----------------------------------------------------------------------------------------------------
 
 def synchronize():
+    """Waits for the accelerator, if there is one."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
@@ -127,25 +127,10 @@ def timed(calls, steps, counts=(1,)):
     return side
 
 
-def reading(device):
-    """A side of take_turns: the seconds to read a byte, by sums of 256 MB; on CUDA, where that is too little
-    to time, by sums of 4 GB before the turns, which leave its memory to the model."""
-    def side():
-        big = torch.ones(2**30 if 'cuda' in device else 2**26, device=device)
-        return timed([big.sum], 8)() / big.nbytes
-    if 'cuda' not in device:
-        return side
-    seconds = side()
-    torch.cuda.reset_peak_memory_stats(device)
-    return lambda: seconds
-
-
 def take_turns(sides, rounds):
     """Calls sides, name -> a function that returns seconds, by turns -> name: (rounds, ...) seconds."""
-    for side in sides.values():  # to warm up
-        side()
-    turns = [{name: side() for name, side in sides.items()} for _ in range(rounds)]
-    return {name: np.array([turn[name] for turn in turns]) for name in sides}
+    turns = [{name: side() for name, side in sides.items()} for _ in range(1 + rounds)]
+    return {name: np.array([turn[name] for turn in turns[1:]]) for name in sides}  # the first warms up
 
 
 def print_table(title, heads, rows):
@@ -157,9 +142,9 @@ def print_table(title, heads, rows):
         print(f"{name:<{first}}" + ''.join(f"  {cell:>{width}}" for cell, width in zip(cells, widths)))
 
 
-def report(model, machine, times, tokens, **numbers):
-    """Prints the speeds of steps and returns them with `numbers`. times: of take_turns, 'flatgpt' among them;
-    tokens: name -> tokens a step."""
+def report(model, machine, times, tokens):
+    """Prints and returns the speeds of steps. times: of take_turns, 'flatgpt' among them; tokens: name ->
+    tokens a step."""
     rows, times_faster, memory = {}, {}, peak_mb(machine.device)
     ours = np.median(times['flatgpt'], axis=1) / tokens['flatgpt']  # a token, of each turn
     for name, t in times.items():
@@ -169,14 +154,11 @@ def report(model, machine, times, tokens, **numbers):
         rows[name] = [f"{ms:,.2f}", f"{low:,.2f} to {high:,.2f}", f"{tokens[name] / ms * 1e3:,.1f}",
                       f"{times_faster[name]:.2f} ({ratios.min():.2f} to {ratios.max():.2f})"]
     print_table('a step', ['ms', '10th to 90th percentile', 'tok/s', 'our speed to its'], rows)
-    for name, value in numbers.items():
-        if name.endswith('_share'):
-            print(f"{name.replace('_', ' ')}: {value:.1%}")
     print(f"peak memory: {f'{memory:,.0f} MB' if memory else 'n/a'}")
     ms = float(np.median(times['flatgpt'])) * 1e3
     return {'tok_per_s': tokens['flatgpt'] / ms * 1e3, 'ms': ms, 'times_faster': times_faster,
             'device': machine.device, 'dtype': plain(machine.dtype),
-            'params': num_params(model), 'peak_mb': memory, **numbers}
+            'params': num_params(model), 'peak_mb': memory}
 
 
 def print_json(where, **numbers):
@@ -206,20 +188,12 @@ def named_model(config, model_args, dtype=torch.float32, **others):
         torch.set_default_dtype(torch.float32)
 
 
-def fill_zeros(model):
-    """Gives matrices of zeros, with which branches start, random values."""
-    for w in model.parameters():
-        if w.ndim > 1 and not w.any():
-            hidden_init(w)
-
-
 def cache_bytes(model, length, dtype):
     """Bytes that the cache of one row takes after `length` tokens."""
-    mixers = model.mixers
     slots = sum(heads * width * min(length, mixer.window or length)
-                for mixer in mixers for heads, width in mixer.slots)
+                for mixer in model.mixers for heads, width in mixer.slots or ())
     return slots * dtype.itemsize + sum(math.prod(shape) * (own or dtype).itemsize
-                                        for mixer in mixers for shape, own in mixer.states)
+                                        for mixer in model.mixers for shape, own in mixer.states)
 
 
 def cache_per_token(model, dtype):
@@ -228,13 +202,15 @@ def cache_per_token(model, dtype):
 
 
 def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
-    """named_model, and configurator.runtime's machine, where it is: to be trained in float32, else in the
-    compute dtype, without a copy in float32 on the device."""
+    """named_model, and the machine where it is: to be trained in float32, else in the compute dtype, without
+    a copy in float32 on the device."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
     with torch.device(machine.device if config['init_from'] == 'scratch' else 'cpu'):
         model = named_model(config, model_args, torch.float32 if to_train else machine.dtype)
     model.to(machine.device)
-    fill_zeros(model)
+    for w in model.parameters():  # branches start with zeros, which training leaves
+        if w.ndim > 1 and not w.any():
+            hidden_init(w)
     print(f"{model.config.n_layer} layers, {model.config.n_embd} wide, {num_params(model):,} parameters, "
           f"context {model.config.block_size}")
     return model, machine
@@ -243,18 +219,18 @@ def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
 def load_other(vs, model):
     """{name: model} of --vs, {} without: transformers' with our weights, or of a clone of nanoGPT at our
     shape."""
-    if not vs:
-        return {}
-    if vs != 'transformers':
-        found = runpy.run_path(os.path.join(vs, 'model.py'))
+    weight = model.wte.weight
+    if vs == 'transformers':
+        with tempfile.TemporaryDirectory() as folder:
+            hub.save_pretrained(model, None, folder)
+            return {vs: package('transformers', '--vs needs', 'transformers').AutoModelForCausalLM
+                    .from_pretrained(folder, dtype=weight.dtype).to(weight.device)}
+    if vs:
+        theirs = runpy.run_path(os.path.join(vs, 'model.py'))
         shape = {name: getattr(model.config, name)
                  for name in ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'dropout')}
-        return {'nanoGPT': found['GPT'](found['GPTConfig'](bias=False, **shape)).to(model.wte.weight.device)}
-    AutoModelForCausalLM = package('transformers', '--vs needs', 'transformers').AutoModelForCausalLM
-    with tempfile.TemporaryDirectory() as folder:
-        hub.save_pretrained(model, None, folder)
-        return {vs: AutoModelForCausalLM.from_pretrained(folder, dtype=model.wte.weight.dtype).to(
-            model.wte.weight.device)}
+        return {'nanoGPT': theirs['GPT'](theirs['GPTConfig'](bias=False, **shape)).to(weight.device)}
+    return {}
 
 
 @contextlib.contextmanager
@@ -275,83 +251,69 @@ def measure_params(config, model_args, words):
     with torch.device('meta' if config['init_from'] == 'scratch' else 'cpu'):
         # GPT-2's vocabulary: GPTConfig's default has rows that pad it
         model = named_model(config, model_args, vocab_size=50257)
-    parts = account(model)  # part -> (parameters, active ones, FLOPs)
-    total = [sum(counts) for counts in zip(*parts.values())]
-    print_table('', ['parameters', '', 'active', '', 'training FLOPs a token', ''], {
-        part: with_shares(counts, total) for part, counts in {**parts, 'total': total}.items()})
-    kinds = {}  # layers whose parameters have the same names and shapes
-    for number, block in enumerate(model.h):
+    rows = {part: ([], counts) for part, counts in account(model).items()}
+    n_params, n_active, flops = print_counts('', [
+        'parameters', '', 'active', '', 'training FLOPs a token', ''], rows, 'total')
+    kinds, layers, length = {}, [], model.config.block_size
+    for number, block in enumerate(model.h):  # alike: parameters have the same names and shapes
         kind = tuple((name, w.shape) for name, w in block.named_parameters())
         kinds.setdefault(kind, []).append(number)
-    layers = [measure_layer(model, numbers) for numbers in kinds.values()]
+    for kind, numbers in kinds.items():
+        first = numbers[0]
+        layers.append({'numbers': numbers, **print_parameters(
+            model, f"layer {first}, one of {len(numbers)} alike", [f'h.{first}.{name}' for name, _ in kind],
+            config['init'], mixing=model.h[first].attn.flops(length))})
     if config['init']:
-        print_init(model)
-    fits = measure_memory(config, model) if config['batch_size'] or config['memory'] else {}
-    length = model.config.block_size
+        print_parameters(model, 'outside of layers', [
+            name for name, _ in model.named_parameters() if not name.startswith('h.')], True)
+    fits = forecast_memory(config, model) if config['batch_size'] or config['memory'] else {}
     each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
-    print(f"\nin {plain(dtype)}: {total[0] * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
+    print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
-    return {'params': total[0], 'active_params': total[1], 'flops_per_token': total[2],
+    return {'params': n_params, 'active_params': n_active, 'flops_per_token': flops,
             'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype),
             'layers': layers, **fits}
 
 
-def with_shares(counts, total):
-    """Texts of a row of counts, each with its share of the total."""
-    return [text for n, whole in zip(counts, total) for text in (f"{n:,}", f"{n / (whole or 1):.1%}")]
+def print_counts(title, heads, rows, last):
+    """Prints rows, name -> (texts, counts), counts with their share of the sum, the `last` row. Returns the
+    sums."""
+    sums = [sum(column) for column in zip(*(counts for _, counts in rows.values()))]
+    rows = {**rows, last: ([''] * (len(heads) - 2 * len(sums)), sums)}
+    print_table(title, heads, {name: texts + [
+        text for n, whole in zip(counts, sums) for text in (f"{n:,}", f"{n / (whole or 1):.1%}")]
+        for name, (texts, counts) in rows.items()})
+    return sums
 
 
-def shape_of(model, name, w):
-    """A parameter's shape as text; rows of a fused projection as a sum: 4096 + 1024 + 1024 rows of queries,
-    keys and values."""
-    shape, fused = [*map(str, w.shape)], model.tags[name].rows or ()
-    if len(fused) > 1:
-        shape[-2] = f"({' + '.join(map(str, fused))})"
-    return ' x '.join(shape)
-
-
-def measure_layer(model, numbers):
-    """Prints the parameters and training FLOPs a token of one of the layers `numbers`, all of one kind;
-    returns them as a dict. 'mixing': the mixer's products without weights, at a length of block_size."""
-    block, shapes, rows = model.h[numbers[0]], {}, {}
-    for name, w in block.named_parameters():
-        full_name = f'h.{numbers[0]}.{name}'
+def print_parameters(model, title, names, with_init, mixing=None):
+    """Prints the shapes, counts and training FLOPs a token of the parameters `names`, with_init also their
+    tags; returns counts and FLOPs as a dict. mixing: FLOPs of the mixer's products without weights, at a
+    length of block_size."""
+    rows, n_texts = {}, 3 if with_init else 1
+    for full_name in names:
+        w, (init, group, fused) = model.get_parameter(full_name), model.tags[full_name]
+        shape = [*map(str, w.shape)]
+        if fused and len(fused) > 1:  # 4096 + 1024 + 1024 rows of queries, keys and values
+            shape[-2] = f"({' + '.join(map(str, fused))})"
+        how = [getattr(init, 'func', init).__name__]  # of a partial function its options too
+        how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
         n, _, flops = cost(model, full_name, w)
-        shapes[name], rows[name] = shape_of(model, full_name, w), (n, flops)
-    rows['mixing'] = 0, block.attn.flops(model.config.block_size)
-    counts, flops = zip(*rows.values())
-    total = sum(counts), sum(flops)
-    print_table(f"layer {numbers[0]}, one of {len(numbers)} alike",
-                ['shape', 'parameters', '', 'training FLOPs a token', ''], {
-        name: [shapes.get(name, ''), *with_shares(row, total)]
-        for name, row in {**rows, 'sum': total}.items()})
-    return {'numbers': numbers, 'params': total[0], 'parts': dict(zip(rows, counts)),
-            'flops': dict(zip(rows, flops))}
+        rows[re.sub(r'^h\.\d+\.', '', full_name)] = (
+            [' x '.join(shape), ' '.join(how), group][:n_texts], (n, flops))
+    if mixing is not None:
+        rows['mixing'] = [''] * n_texts, (0, mixing)
+    heads = ['shape', 'initial value', 'group'][:n_texts]
+    params, _ = print_counts(title, [*heads, 'parameters', '', 'training FLOPs a token', ''], rows, 'sum')
+    parts, flops = ({name: counts[i] for name, (_, counts) in rows.items()} for i in (0, 1))
+    return {'params': params, 'parts': parts, 'flops': flops}
 
 
-def print_init(model):
-    """Prints the shape and tag of each parameter; of those that differ in their layer alone, the first."""
-    kinds = {}
-    for name, w in model.named_parameters():
-        init, group, _ = model.tags[name]
-        how = getattr(init, 'func', init).__name__  # of a partial function its options too
-        options = [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
-        kind = re.sub(r'\d+', '', name), shape_of(model, name, w), ' '.join([how, *options]), group
-        kinds.setdefault(kind, []).append(name)
-    print_table('', ['alike', 'shape', 'initial value', 'group'], {
-        names[0]: [str(len(names)), *texts] for (_, *texts), names in kinds.items()})
-
-
-def memory_limit(config, machine):
-    """Bytes to fit into."""
-    return config['memory'] * 1e9 if config['memory'] else memory_at_hand(machine.device)
-
-
-def measure_memory(config, model):
-    """The forecast of train.py's memory at batch_size, and the largest batch_size that fits."""
+def forecast_memory(config, model):
+    """train.py's memory at batch_size, and the largest batch_size that fits."""
     machine = runtime(config['device'], config['dtype'], config['seed'])
     settings, batch_size = train.config | config, config['batch_size'] or 12
-    limit = memory_limit(config, machine)
+    limit = config['memory'] * 1e9 if config['memory'] else memory_at_hand(machine.device)
     parts, _ = train.forecast(model, machine, settings, batch_size)
     largest = train.largest_batch(limit, model, machine, settings)
     print(f"batch_size {batch_size}: {train.describe_memory(parts)}\n"
@@ -361,25 +323,23 @@ def measure_memory(config, model):
 
 # how fast ---------------------------------------------------------------------------------------------------
 
-def our_step(model, forward, machine, batch_size, config):
-    """Two functions that do as train.py does, on random tokens: a micro-batch's gradients, an update."""
-    x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size),
-                         device=machine.device)
-    settings = train.config | config
-    optimizers, params = train.make_optimizers(model, settings), list(model.parameters())
-    scaler, load = torch.amp.GradScaler(machine.device_type, enabled=False), None
+def our_step(model, forward, batch, machine, config):
+    """Two functions that do as train.py does: a micro-batch's gradients, an update."""
+    run, load = train.Run(model, train.config | config, machine), None
+    run.forward = forward
 
     def gradients():
         nonlocal load
-        _, load, _ = train.gradients(forward, (x, y, None), iter(()), 1, machine.autocast, scaler, settings)
+        _, load = train.gradients(run, [(*batch, 1.0)])
 
     def update():
-        train.update(model, params, optimizers, scaler, settings['grad_clip'], load, settings['balance_rate'])
+        train.update(run, load)
     return gradients, update
 
 
-def their_step(other, x, y, machine, grad_clip):
+def their_step(other, batch, machine, grad_clip):
     """The same for transformers, or as nanoGPT's train.py does it: on CPUs without autocast, uncompiled."""
+    x, y = batch
     autocast, params = machine.autocast, list(other.parameters())
     if hasattr(other, 'configure_optimizers'):  # nanoGPT's
         on_cpu = machine.device == 'cpu'
@@ -393,8 +353,8 @@ def their_step(other, x, y, machine, grad_clip):
     def gradients():
         with precision_of_others(machine.device):
             with autocast():
-                found = forward()
-            (found[1] if isinstance(found, tuple) else found.loss).backward()
+                output = forward()
+            (output[1] if isinstance(output, tuple) else output.loss).backward()
 
     def update():
         if grad_clip:
@@ -404,77 +364,37 @@ def their_step(other, x, y, machine, grad_clip):
     return gradients, update
 
 
-def model_to_train(config, model_args):
-    """model_and_machine's, and what computes the model, compiled or itself."""
-    model, machine = model_and_machine(config, model_args)
-    if not resolve_compile(config['compile'], machine.device, math.inf):
-        return model, machine, model
-    print('compiling: about half a minute')
-    return model, machine, compile_model(model, machine.device)
-
-
 def measure_train(config, model_args, words):
-    """Seconds a step, in turns with others, and the share of a large matmul's speed."""
-    if config['lengths']:
-        return measure_lengths(config, model_args)
-    model, machine, forward = model_to_train(config, model_args)
-    device, batch_size, compile = machine.device, config['batch_size'] or 12, forward is not model
+    """The speed of training steps, in turns with others, and its share of a large matmul's."""
+    model, machine = model_and_machine(config, model_args)
+    device, batch_size = machine.device, config['batch_size'] or 12
+    batch = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size), device=device)
+    compile = resolve_compile(config['compile'], device, math.inf)
+    if compile:
+        print('compiling: about half a minute')
+    forward = compile_model(model, device) if compile else model
+    steps = {'flatgpt': our_step(model, forward, batch, machine, config)}
+    for name, other in load_other(config['vs'], model).items():
+        steps[name] = their_step(other.train(), batch, machine, config['grad_clip'])
+    accumulation = config['gradient_accumulation_steps']
+    # of the micro-batches that add to the gradients of the first, one is timed
+    n_timed, counts = min(accumulation, 2), [1, accumulation - 1, 1]
+    times = take_turns({name: timed([gradients] * n_timed + [update], config['steps'], counts[:n_timed] + [1])
+                        for name, (gradients, update) in steps.items()}, config['rounds'])
+    tokens = accumulation * batch[0].numel()
+    numbers = report(model, machine, times, dict.fromkeys(times, tokens))
+    flops, peak = flops_per_token(model) * numbers['tok_per_s'], peak_flops(device, machine.dtype)
     n = 8192 if 'cuda' in device else 2048
     square = torch.randn(n, n, device=device).to(machine.dtype)
-    steps = {'flatgpt': our_step(model, forward, machine, batch_size, config)}
-    for name, other in load_other(config['vs'], model).items():
-        x, y = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size), device=device)
-        steps[name] = their_step(other.train(), x, y, machine, config['grad_clip'])
-    accumulation = config['gradient_accumulation_steps']
-    again = min(accumulation - 1, 1)  # of the micro-batches that add to the gradients of the first, one
-    counts = [1] + [accumulation - 1] * again + [1]
-    sides = {name: timed([gradients] * (1 + again) + [update], config['steps'], counts)
-             for name, (gradients, update) in steps.items()}
-    times = take_turns({**sides, 'matmul': timed([lambda: square @ square], 1)}, config['rounds'])
-    matmul = 2 * n**3 / times.pop('matmul').min()
-    tokens = accumulation * batch_size * model.config.block_size
-    flops = flops_per_token(model) * tokens / float(np.median(times['flatgpt']))
-    print(f"{flops / 1e9:,.0f} GFLOP/s, a large matmul reaches {matmul / 1e9:,.0f}")
-    peak = peak_flops(device, machine.dtype)
-    return report(model, machine, times, dict.fromkeys(times, tokens), batch_size=batch_size, compile=compile,
-                  gradient_accumulation_steps=accumulation, mfu=flops / peak if peak else None,
-                  matmul_share=flops / matmul)
-
-
-def measure_lengths(config, model_args):
-    """Milliseconds of forward and backward, tokens a second and the process's peak memory so far, at each of
-    `lengths`; and the longest power of two that fits by train.forecast."""
-    found, batch_size = {}, config['batch_size'] or 12
-    for length in sorted(config['lengths']):
-        model, machine, forward = model_to_train(config, {**model_args, 'block_size': length})
-        x, y = torch.randint(model.config.vocab_size, (2, batch_size, length), device=machine.device)
-
-        def loss(forward=forward, machine=machine, x=x, y=y):
-            with machine.autocast():
-                return forward(x, y)[0]
-        sides = {'forward': timed([loss], 1), 'both': timed([lambda loss=loss: loss().backward()], 1)}
-        times = take_turns(sides, config['rounds'])
-        ms, both = (float(np.median(t)) * 1e3 for t in times.values())
-        found[length] = ms, both - ms, batch_size * length / both * 1e3, peak_mb(machine.device)
-    print_table('context', ['forward ms', 'backward ms', 'tok/s', 'peak MB'], {
-        f"{length:,}": [f"{number or math.nan:,.1f}" for number in row] for length, row in found.items()})
-    settings, limit = train.config | config, memory_limit(config, machine)
-
-    longest, begun = 0, time.perf_counter()
-    for length in (2**i for i in range(6, 25)):
-        model.config.block_size = length
-        parts, _ = train.forecast(model, machine, settings, batch_size)
-        need = sum(parts.values()) - parts['process']  # whose peak so far is that of the lengths above
-        print(f"{length:,} tokens: {need / 1e9:,.2f} GB by the forecast", flush=True)
-        longest = length if need <= limit else longest
-        if need > limit or time.perf_counter() - begun > 30:  # the next takes as long as all before
-            break
-    print(f"the longest of these contexts that fits into {limit / 1e9:,.2f} GB: {longest:,}")
-    return {'lengths': found, 'longest': longest, 'device': machine.device}
+    matmul = 2 * n**3 / timed([lambda: square @ square], 5)().min()
+    print(f"matmul share: {flops / matmul:.1%}, {flops / 1e9:,.0f} of {matmul / 1e9:,.0f} GFLOP/s")
+    return {**numbers, 'batch_size': batch_size, 'compile': compile,
+            'gradient_accumulation_steps': accumulation, 'mfu': flops / peak if peak else None,
+            'matmul_share': flops / matmul}
 
 
 @torch.no_grad()
-def time_other(model, prompts, new, greedy):
+def time_other(model, prompts, new):
     """Seconds of each step of another model's own generate but the first."""
     idx, stamps = torch.tensor(prompts, device=next(model.parameters()).device), []
 
@@ -488,13 +408,13 @@ def time_other(model, prompts, new, greedy):
             model.generate(F.pad(idx, (0, (new - count) // 2)), count, top_k=200)
         else:
             model.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=new, min_new_tokens=new,
-                           do_sample=not greedy, temperature=0.8, top_k=200, pad_token_id=0)
+                           do_sample=True, temperature=0.8, top_k=200, pad_token_id=0)
     hook.remove()
     return np.diff(stamps)
 
 
 def measure_decode(config, model_args, words):
-    """Seconds a step, in turns with others, and the share of the memory's bandwidth."""
+    """The speed of decoding steps, in turns with others, and its share of the memory's bandwidth."""
     compile, n_draft, new = config['compile'] is True, config['speculate'], config['max_new_tokens']
     model, machine = model_and_machine(config, model_args, to_train=False,
                                        bound_by_memory=compile or config['quantize'] == 'int8')
@@ -504,16 +424,13 @@ def measure_decode(config, model_args, words):
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
 
     def ours(prompts, drafter=None):
-        generate = sample.generate
-        if drafter:
-            generate = functools.partial(sample.generate_speculatively, drafter=drafter)
-        events = generate(model, prompts, new, temperature=0.0 if n_draft else 0.8, top_k=200,
-                          seed=config['seed'], compile=compile)
-        seconds = seconds_each(token for row, token in events if row == 0 and token is not None)[1:]
+        events = sample.generate(model, prompts, new, temperature=0.0 if n_draft else 0.8, top_k=200,
+                                 seed=config['seed'], compile=compile, drafter=drafter)
+        seconds = seconds_each(token for one, token in events if one.number == 0 and token is not None)[1:]
         return seconds.mean(keepdims=True) if n_draft else seconds  # accepted tokens come together
     sides = {'flatgpt': lambda: ours(prompts, drafter)}
     for name, other in load_other(config['vs'], model).items():
-        sides[name] = functools.partial(time_other, other.eval(), prompts, new, greedy=bool(n_draft))
+        sides[name] = functools.partial(time_other, other.eval(), prompts, new)
     if batch_size > 1:
         sides['one row'] = lambda: ours(prompts[:1])
     if n_draft:
@@ -522,20 +439,23 @@ def measure_decode(config, model_args, words):
         quantize_weights(model, machine.dtype)
     if compile:
         print('compiling: a minute or two')
-    times = take_turns({**sides, 'prompt': timed([lambda: [*sample.generate(model, prompts, 1)]], 1),
-                        'reading': reading(machine.device)}, config['rounds'])
-    bandwidth = 1 / times.pop('reading').min(1)  # of each turn
+    times = take_turns({**sides, 'prompt': timed([lambda: [*sample.generate(model, prompts, 1)]], 1)},
+                       config['rounds'])
     numbers = {'prefill_ms': float(np.median(times.pop('prompt'))) * 1e3}
     print(f"{config['prompt_len']} tokens of prompt: {numbers['prefill_ms']:.2f} ms")
+    numbers |= report(model, machine, times, {name: 1 if name == 'one row' else batch_size for name in times})
     if n_draft:
-        numbers['accepted_share'] = drafter.n_accepted / max(1, drafter.n_drafted)
+        share = numbers['accepted_share'] = drafter.n_accepted / max(1, drafter.n_drafted)
+        print(f"accepted share: {share:.1%}")
     else:  # bytes that a step reads: all weights, and half of the cache
         cache = model.make_cache(batch_size, min(model.config.block_size, config['prompt_len'] + new // 2))
         read = sum(w.nbytes for w in (*model.parameters(), *model.buffers())) + cache.nbytes
-        numbers['bandwidth_share'] = float(np.median(read / np.median(times['flatgpt'], axis=1) / bandwidth))
-    tokens = {name: 1 if name == 'one row' else batch_size for name in times}
-    return report(model, machine, times, tokens, batch_size=batch_size, compile=compile,
-                  quantize=config['quantize'], **numbers)
+        # sums of 256 MB; on CUDA, where that is too little to time, of 4 GB
+        big = torch.ones(2**30 if 'cuda' in machine.device else 2**26, device=machine.device)
+        bandwidth = big.nbytes / timed([big.sum], 40)().min()
+        share = numbers['bandwidth_share'] = read * 1e3 / numbers['ms'] / bandwidth
+        print(f"bandwidth share: {share:.1%}")
+    return {**numbers, 'batch_size': batch_size, 'compile': compile, 'quantize': config['quantize']}
 
 
 # how good ---------------------------------------------------------------------------------------------------
@@ -556,29 +476,29 @@ def measure_eval(config, model_args, words):
         quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{rest['path']}: {num_params(model):,} parameters, context {base:,}")
     losses = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])
+    score = functools.partial(answer_scores, tokenizer, model.config.block_size, losses)
     dataset = dataset or rest.get('config', {}).get('dataset')
     if not words and not dataset:
         raise ValueError(f"{rest['path']} does not say what it was trained on: give --dataset, or a text")
     if words and tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
     name, = words or [data_folder(dataset)]
-    score = functools.partial(answer_scores, tokenizer, model.config.block_size, losses)
     if os.path.exists(f'{name}/core.yaml'):
-        found = evaluate_core(name, tokenizer, score)
+        numbers = evaluate_core(name, tokenizer, score)
     elif ending(name) == '.jsonl' and {'endings', 'choices'} & {*next(json_records(name), ('', {}))[1]}:
-        found = evaluate_choices(name, tokenizer, score)
-    else:
-        texts = text_tokens(name, tokenizer) if words else prepared_tokens(name, tokenizer, rest['path'])
-        if not words:
-            base = read_meta(name)['block_size'] or base  # the length to which conversations are packed
-        found = evaluate_text(name, *texts, base, lengths, losses)
+        numbers = evaluate_choices(name, tokenizer, score)
+    elif words:
+        numbers = evaluate_text(name, *text_tokens(name, tokenizer), base, lengths, losses)
+    else:  # a folder may say the length to which conversations are packed
+        numbers = evaluate_text(name, *prepared_tokens(name, tokenizer, rest['path']),
+                                read_meta(name)['block_size'] or base, lengths, losses)
     return {'path': rest['path'], 'params': num_params(model), 'data': name, 'device': machine.device,
-            'dtype': plain(machine.dtype), **found}
+            'dtype': plain(machine.dtype), **numbers}
 
 
 def prepared_tokens(folder, tokenizer, path):
-    """[(inputs, targets)] of each file of a folder's val, -1 for a target that is masked; and the bytes that
-    the targets are, None without a tokenizer, which is that of the model at path."""
+    """[(inputs, targets)] of each file of a folder's val, (2, tokens), -1 for a target that is masked; and
+    the bytes that the targets are, None without a tokenizer, which is that of the model at path."""
     bins = Bins(folder, 'val')
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
@@ -587,7 +507,7 @@ def prepared_tokens(folder, tokenizer, path):
     for shard, mask in itertools.zip_longest(bins.shards, bins.masks):
         ids = read_elements(shard, 0, shard.n_tokens).astype(np.int64)
         learned = np.fromfile(mask.path, bool)[1:] if mask else True
-        documents.append((ids[:-1], np.where(learned, ids[1:], -1)))
+        documents.append(np.stack([ids[:-1], np.where(learned, ids[1:], -1)]))
     targets = np.concatenate([targets for _, targets in documents])
     return documents, tokenizer and int(tokenizer.sizes[targets[targets != -1]].sum())
 
@@ -595,7 +515,7 @@ def prepared_tokens(folder, tokenizer, path):
 def text_tokens(path, tokenizer):
     """The same of a text file, in one stream, but JSON lines one by one. End of text stands before each
     document, so that its first token is a target too."""
-    start = [*([] if tokenizer.eot is None else [tokenizer.eot]), *tokenizer.bos]
+    start = [tokenizer.eot] * (tokenizer.eot is not None) + [*tokenizer.bos]
     documents, n_bytes, source = [], 0, find_source(path)
     if source.chats:
         raise ValueError(f"{path} holds conversations: give --dataset, prepared with the model's tokenizer")
@@ -607,7 +527,7 @@ def text_tokens(path, tokenizer):
         documents = [np.concatenate(documents)]
     if tokenizer.eot is None:  # nothing stands before the first tokens
         n_bytes -= sum(int(tokenizer.sizes[ids[0]]) for ids in documents)
-    return [(ids[:-1], ids[1:]) for ids in documents], n_bytes
+    return [np.stack([ids[:-1], ids[1:]]) for ids in documents], n_bytes
 
 
 def announced(items):
@@ -624,9 +544,8 @@ def announced(items):
 @torch.no_grad()
 def row_losses(model, rows, machine, batch_size):
     """Rows (inputs, targets) of up to T tokens -> the loss of each target, in nats, float64, which are
-    targets, not -1, and which are the likeliest token: (rows, T) each, filled up with 0. batch_size None:
-    256 MB of logits at a time, on CUDA, which a single row would not fill, 2 GB."""
-    x, y = (pad_sequence([torch.as_tensor(each) for each in side], batch_first=True, padding_value=padding)
+    targets, not -1, and which are the likeliest token: (rows, T) each, filled up with 0."""
+    x, y = (pad_sequence([torch.as_tensor(ids) for ids in side], batch_first=True, padding_value=padding)
             for side, padding in zip(zip(*rows), (0, -1)))
     lengths = torch.tensor([len(inputs) for inputs, _ in rows])
     losses, is_first = torch.zeros(2, *x.shape, dtype=torch.float64)
@@ -637,71 +556,54 @@ def row_losses(model, rows, machine, batch_size):
         inputs, targets = (side[batch, :longest].to(machine.device) for side in (x, y))
         with machine.autocast():
             logits = model(inputs).flatten(0, 1).float()
-        found = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none')
-        losses[batch, :longest] = found.view_as(targets).cpu().double()
+        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none')
+        losses[batch, :longest] = loss.view_as(targets).cpu().double()
         is_first[batch, :longest] = (logits.argmax(-1).view_as(targets) == targets).cpu().double()
     return losses.numpy(), (y != -1).numpy(), is_first.numpy()
 
 
-def summary(losses, is_target, last):
-    """Of row_losses: the number of targets in the last `last` positions (0: in all), their mean loss and
-    perplexity, and the mean losses from position 1, 2, 3, 5, 9... to the next."""
-    sums, counts = losses.sum(0), is_target.sum(0)
-    n_targets = int(counts[-last:].sum())
-    loss = float(sums[-last:].sum()) / n_targets
-    starts = [0, *(2**i for i in range((len(sums) - 1).bit_length()))]
-    by = np.add.reduceat(sums, starts) / np.add.reduceat(counts, starts).clip(1)
-    return n_targets, {'loss': loss, 'perplexity': math.exp(min(loss, 99)), **{
-        f'from token {start + 1} on': float(each) for start, each in zip(starts, by)}}
-
-
-def cut(documents, length):
-    """Documents (inputs, targets) in rows of `length` tokens; the last row of each may be shorter."""
-    return [(inputs[start:start + length], targets[start:start + length]) for inputs, targets in documents
-            for start in range(0, len(inputs), length)]
-
-
-def rows_before(documents, base, length, longest):
-    """Rows of `length` tokens that end after every base tokens, from where the longest has room."""
-    return [(inputs[end - length:end], targets[end - length:end]) for inputs, targets in documents
-            for end in range(longest, len(inputs) + 1, base)]
-
-
 def evaluate_text(name, documents, n_bytes, base, lengths, losses):
-    """Loss, perplexity and bits per byte of documents (inputs, targets), as a dict, printed; of JSON lines
-    those of each too. losses: row_losses of a model.
-
-    Without lengths each target counts once, in rows of base tokens. Lengths are in times of base: then the
-    last base tokens of each row count, the same ones at every length."""
-    found, longest = {}, base * max(lengths or [1])
+    """Loss, perplexity, the mean losses from position 1, 2, 3, 5, 9... to the next, and bits per byte of
+    documents (inputs, targets), as a dict, printed; of JSON lines those of each too. losses: row_losses of a
+    model. Without lengths each target counts once, in rows of base tokens. Lengths are in times of base: then
+    the last base tokens of each row count, the same ones at every length."""
+    by_length, longest = {}, base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
-        rows = rows_before(documents, base, length, longest) if lengths else cut(documents, base)
+        rows = [document[:, end - length:end] for document in documents
+                for end in range(longest, document.shape[1] + (1 if lengths else base), base)]
         if not rows:
             raise ValueError(f"{name} is too short: {longest if lengths else 1:,} tokens are needed")
         by_row, is_target, _ = losses(rows)
-        n_targets, found[str(length)] = summary(by_row, is_target, base if lengths else 0)
+        sums, counts = by_row.sum(0), is_target.sum(0)
+        counted = slice(-base if lengths else None, None)
+        n_targets = int(counts[counted].sum())
+        loss = float(sums[counted].sum()) / n_targets
+        starts = [0, *(2**i for i in range((len(sums) - 1).bit_length()))]
+        by_position = np.add.reduceat(sums, starts) / np.add.reduceat(counts, starts).clip(1)
+        by_length[str(length)] = {'loss': loss, 'perplexity': math.exp(min(loss, 99)), **{
+            f'from token {start + 1} on': float(mean) for start, mean in zip(starts, by_position)}}
     print(f"{name}: {n_targets:,} targets in {len(rows):,} rows")
-    print_table('tokens of context', [*found], {
-        line: [f"{column[line]:.4f}" if line in column else '' for column in found.values()]
-        for line in max(found.values(), key=len)})
+    print_table('tokens of context', [*by_length], {
+        line: [f"{column[line]:.4f}" if line in column else '' for column in by_length.values()]
+        for line in max(by_length.values(), key=len)})
     numbers = {'targets': n_targets, 'bytes': n_bytes}
     if lengths:
-        return {**numbers, 'lengths': found}
-    numbers |= found[str(base)]
+        return {**numbers, 'lengths': by_length}
+    numbers |= by_length[str(base)]
     if n_bytes:
-        bits = numbers['bits_per_byte'] = numbers['loss'] * n_targets / math.log(2) / n_bytes
+        bits = numbers['bits_per_byte'] = loss * n_targets / math.log(2) / n_bytes
         print(f"{bits:.4f} bits per byte, of {n_bytes:,}")
     if ending(name) == '.jsonl':
-        each = np.split(by_row[is_target], np.cumsum([len(inputs) for inputs, _ in documents])[:-1])
-        numbers['each'] = [own.tolist() for own in each]
-        for number, own in enumerate(each, 1):
-            print(f"text {number}: loss {own.mean():.4f} of {len(own):,} tokens")
+        texts = np.split(by_row[is_target], np.cumsum([document.shape[1] for document in documents])[:-1])
+        numbers['each'] = [text.tolist() for text in texts]
+        for number, text in enumerate(texts, 1):
+            print(f"text {number}: loss {text.mean():.4f} of {len(text):,} tokens")
     return numbers
 
 
 def answers(item, delimiter=' ', before=''):
-    """(context, answer) of each option of one of CORE's items: a question's choices, one continuation in
-    several contexts, or in one."""
+    """(context, answer) of each option of a CORE item: a question's choices, one continuation in several
+    contexts, or in one."""
     if 'choices' in item:
         options = [(item['query'], choice) for choice in item['choices']]
     else:
@@ -710,20 +612,11 @@ def answers(item, delimiter=' ', before=''):
     return [(f"{before}{context}{delimiter}", answer) for context, answer in options]
 
 
-def prompted(items, index, task):
-    """The answers to an item, their contexts begun with as many other items, answered, as the task says."""
-    others, delimiter = items[:index] + items[index + 1:], task.get('continuation_delimiter', ' ')
-    before = ''
-    for shot in random.Random(1234 + index).sample(others, task['num_fewshot'][0]):
-        before += ''.join(answers(shot, delimiter)[shot.get('gold', 0)]) + '\n\n'
-    return answers(items[index], delimiter, before)
-
-
 def answer_scores(tokenizer, block_size, losses, options, start, counted=''):
-    """options: (context, answer) each -> the answers' summed losses, their numbers of counted tokens, and how
-    many counted tokens are the likeliest at their place: (options,) each. start: ids before each text; a text
-    that is too long loses its beginning. counted: 'multiple_choice' counts all tokens from the first that
-    differs between the options, 'schema' the tokens that all options end with, '' all after the context."""
+    """(context, answer) options -> the answers' summed losses, their numbers of counted tokens, and how many
+    of these are the likeliest: (options,) each. start: ids before each text; one that is too long loses its
+    beginning. counted: 'multiple_choice' counts tokens from the first that differs between the options,
+    'schema' the tokens that all options end with, '' all after the context."""
     def encode(text):
         return [*start, *tokenizer.encode_array(text).tolist()]
     texts, rows = [encode(context + answer) for context, answer in options], []
@@ -732,7 +625,7 @@ def answer_scores(tokenizer, block_size, losses, options, start, counted=''):
     for ids in texts:
         n = max(1, len(ids) - len(alike) if counted == 'schema' else len(alike))
         rows.append((ids[:-1][-block_size:], ([-1] * (n - 1) + ids[n:])[-block_size:]))
-    return [each.sum(1) for each in losses(rows)]
+    return [by_row.sum(1) for by_row in losses(rows)]
 
 
 def hellaswag_item(record):
@@ -748,71 +641,68 @@ def evaluate_choices(path, tokenizer, score):
     (acc_norm) or by token (acc_token), as a dict, printed; and the loss of each choice. Of JSON lines with
     query, choices and gold, or HellaSwag's (arXiv:1905.07830). score: answer_scores of a model.
 
-    acc and acc_norm are those of lm-evaluation-harness, by which GPT-2 124M has 0.2892 and 0.3114 on the
-    10,042 questions of hellaswag_val.jsonl. hellaswag.py of github.com/karpathy/build-nanogpt, without
-    the harness's changes to the text, has acc 0.2859 and acc_token 0.2955."""
-    items, right, each = [record for _, record in json_records(path)], [], []
+    acc and acc_norm are those of lm-evaluation-harness, by which GPT-2 124M has 0.2892 and 0.3114 on
+    hellaswag_val.jsonl; without its changes to the text build-nanogpt has acc 0.2859 and acc_token 0.2955."""
+    items, right, losses = [record for _, record in json_records(path)], [], []
     for item in announced(items):
         item = item if 'choices' in item else hellaswag_item(item)
         sums, counts, _ = score(answers(item), tokenizer.bos)
         sizes = 1, [*map(len, item['choices'])], counts
         right.append([(sums / size).argmin() == item['gold'] for size in sizes])
-        each.append(sums.tolist())
-    found = dict(zip(('acc', 'acc_norm', 'acc_token'), np.mean(right, 0).tolist()))
-    for name, share in found.items():
+        losses.append(sums.tolist())
+    shares = dict(zip(('acc', 'acc_norm', 'acc_token'), np.mean(right, 0).tolist()))
+    for name, share in shares.items():
         print(f"{name:<9} {share:.4f} \u00b1 {math.sqrt(share * (1 - share) / len(items)):.4f}")
     print(f"of {len(items):,} questions of {path}")
-    return {'questions': len(items), **found, 'each': each}
+    return {'questions': len(items), **shares, 'each': losses}
 
 
 def evaluate_core(folder, tokenizer, score):
-    """CORE (arXiv:2406.11794) of a folder like nanochat's eval_bundle, as its core_eval.py has it, as a dict,
-    printed: the mean of the tasks' accuracies, each scaled so that guessing has 0. The right option is to
-    have the smallest mean loss or, where it is the only one, the likeliest tokens alone."""
+    """CORE (arXiv:2406.11794) of a folder like nanochat's eval_bundle, by its core_eval.py, as a dict,
+    printed: the mean of the tasks' accuracies, scaled so that guessing has 0. The right option is to have the
+    smallest mean loss or, where it is the only one, the likeliest tokens alone."""
     core, meta = (Path(folder, name).read_text('utf-8') for name in ('core.yaml', 'eval_meta_data.csv'))
     chance = {row['Eval Task']: float(row['Random baseline']) / 100
               for row in csv.DictReader(meta.splitlines())}
-    found, start = {}, tokenizer.bos or tokenizer.stop_tokens[:1]
+    tasks, start = {}, tokenizer.bos or tokenizer.stop_tokens[:1]
     print(f"\n{'task':<32}   items  accuracy  centered")
     for task in package('yaml', 'core.yaml needs', 'pyyaml').safe_load(core)['icl_tasks']:
+        label, delimiter = task['label'], task.get('continuation_delimiter', ' ')
         items = [item for _, item in json_records(f"{folder}/eval_data/{task['dataset_uri']}")]
         random.Random(1337).shuffle(items)
-        right, label = [], task['label']
+        right = []
         for index, item in enumerate(announced(items)):
-            sums, counts, hits = score(prompted(items, index, task), start, task['icl_task_type'])
+            others = items[:index] + items[index + 1:]  # some of them stand before it, answered
+            shots = random.Random(1234 + index).sample(others, task['num_fewshot'][0])
+            before = ''.join(''.join(answers(shot, delimiter)[shot.get('gold', 0)]) + '\n\n'
+                             for shot in shots)
+            sums, counts, hits = score(answers(item, delimiter, before), start, task['icl_task_type'])
             best = (sums / counts.clip(1)).argmin()
             right.append(best == item['gold'] if len(sums) > 1 else hits[0] == counts[0])
         accuracy = float(np.mean(right))
         centered = (accuracy - chance[label]) / (1 - chance[label])
-        found[label] = {'accuracy': accuracy, 'centered': centered}
+        tasks[label] = {'accuracy': accuracy, 'centered': centered}
         print(f"{label:<32}  {len(items):>6,}  {accuracy:>8.4f}  {centered:>8.4f}")
-    mean = float(np.mean([each['centered'] for each in found.values()]))
+    mean = float(np.mean([task['centered'] for task in tasks.values()]))
     print(f"{'CORE':<32}  {mean:>26.4f}")
-    return {'core': mean, 'tasks': found}
+    return {'core': mean, 'tasks': tasks}
 
 
+@torch.no_grad()
 def draw_attention(config, model_args, words):
-    """Writes a picture of a layer's attention to a text: a panel for each head, a row for each token that
-    attends."""
-    if not any(words):
-        raise ValueError("attention needs a text: python bench.py attention 'some text' --init_from=out")
-    model, tokenizer, rest = train.load_to_train(config['init_from'], 'out', model_args)
-    if tokenizer is None:
-        raise ValueError(rest['no_tokenizer'])
-    ids, weights, layer = tokenizer.encode(words[0]), [], config['layer']
-    with torch.no_grad():
-        model.eval()(torch.tensor([ids]), weights=weights)
-    shown = dict(zip((n for n, block in enumerate(model.h) if block.attn.mask_kind), weights))
-    if layer not in shown:
-        raise ValueError(f"layer {layer} has no attention weights: choose --layer among {[*shown]}")
-    heads = shown[layer][0].numpy()
-    pictures = package('matplotlib.figure', 'pictures need', 'matplotlib')
-    lines, side = math.ceil(len(heads) / 4), 1.5 + len(ids) / 6  # side: in inches
-    figure = pictures.Figure((4 * side, 1.2 * lines * side), layout='constrained')
-    labels = [repr(tokenizer.decode([i])) for i in ids]
-    ticks = dict(ticks=range(len(ids)), labels=labels, parse_math=False)
-    for head, weight in enumerate(heads):  # (T, T)
-        axes = figure.add_subplot(lines, 4, head + 1, title=f'layer {layer}, head {head}')
+    """Writes a picture of a layer's attention: a panel for each head, a row for each token that attends."""
+    model, tokenizer, _ = train.load_to_train(config['init_from'], 'out', model_args)
+    (text,), layer, weights = words, config['layer'], []
+    ids = tokenizer.encode(text)
+    model.eval()(torch.tensor([ids]), weights=weights)
+    with_weights = [n for n, block in enumerate(model.h) if block.attn.mask_kind]
+    heads = dict(zip(with_weights, weights))[layer][0].numpy()  # (n_head, T, T)
+    rows, side = math.ceil(len(heads) / 4), 1.5 + len(ids) / 6  # side: in inches
+    figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(
+        (4 * side, 1.2 * rows * side), layout='constrained')
+    ticks = dict(ticks=range(len(ids)), labels=[repr(tokenizer.decode([i])) for i in ids], parse_math=False)
+    for head, weight in enumerate(heads):
+        axes = figure.add_subplot(rows, 4, head + 1, title=f'layer {layer}, head {head}')
         axes.imshow(weight)
         axes.set_xticks(**ticks, rotation=90)
         axes.set_yticks(**ticks)
@@ -826,8 +716,8 @@ def draw_attention(config, model_args, words):
 MACHINE = 'init_from dataset device dtype json'
 COMMANDS = {
     # the settings that each reads besides GPTConfig's
-    'train': (measure_train, f'{MACHINE} vs batch_size gradient_accumulation_steps lengths memory steps '
-                             'rounds optimizer grad_clip compile seed'),
+    'train': (measure_train, f'{MACHINE} vs batch_size gradient_accumulation_steps steps rounds '
+                             'optimizer grad_clip compile seed'),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
                                'rounds compile seed'),
     'params': (measure_params, f'{MACHINE} batch_size init memory optimizer'),

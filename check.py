@@ -24,10 +24,12 @@ from configurator import configure, effective, show
 init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
 settings = configure(globals(), 'GPTConfig', words=1)
-config, _, words, *_ = settings
+words = settings.words
 
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
 
 import hub
 import model as flat
@@ -36,7 +38,21 @@ from bench import print_json
 from model import GPT, GPTConfig, unused
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'tests'))
-from formulas import EXAMPLES, FORMULAS, LONG, cross_entropy, embedding, head, moe, router_losses
+from formulas import (
+    BIASES,
+    EXAMPLES,
+    FORMULAS,
+    LONG,
+    SCHEDULES,
+    cross_entropy,
+    embedding,
+    head,
+    initial_values,
+    moe,
+    normuon,
+    optimizer_step,
+    router_losses,
+)
 
 # a small model of the same kind -----------------------------------------------------------------------------
 
@@ -49,14 +65,17 @@ SMALL = dict(  # sizes of whatever the config has, hardly two alike, and several
 
 
 def tiny_config(config):
-    """A config of the same kind, small, in which patterns have room and options an effect."""
+    """A config of the same kind, small: it has each kind of layer, and options have an effect."""
     changes = {name: min(4, getattr(config, name)) for mixer in config.mixers for name in mixer.fields
                if type(getattr(config, name)) is int and name != 'rope_base'}  # a fork's own among them
     changes |= {name: n for name, n in SMALL.items() if getattr(config, name)}
-    patterns = [value for name, value in vars(config).items() if name.endswith('_pattern') and value]
-    changes.update(n_layer=1 + math.lcm(*map(len, patterns)) + changes.get('n_dense_layer', 0),
-                   block_size=LONG, vocab_size=61, norm_eps=0.01, dropout=0.25,
-                   document_token=None if config.document_token is None else 3)
+    patterns = {name: value for name, value in vars(config).items() if name.endswith('_pattern') and value}
+    layers = dict.fromkeys(tuple(flat.letter(pattern, layer) for pattern in patterns.values())
+                           for layer in range(config.n_layer))  # each kind once
+    for name, letters in zip(patterns, zip(*layers)):
+        changes[name] = ''.join(letters if len({*letters}) > 1 else letters[:1])
+    changes.update(n_layer=1 + len(layers) + changes.get('n_dense_layer', 0), block_size=LONG, vocab_size=61,
+                   norm_eps=0.01, dropout=0.25, document_token=None if config.document_token is None else 3)
     if config.n_kv_head:
         has_heads = any('head_dim' in mixer.fields for mixer in config.mixers)
         changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),  # four pairs turn
@@ -90,6 +109,7 @@ class CheckFailed(Exception):
 
 
 def require(holds, message):
+    """Raises CheckFailed unless it holds."""
     if not holds:
         raise CheckFailed(message)
 
@@ -116,11 +136,10 @@ def check_formulas(config):
         module.register_forward_hook(lambda *call, name=name: calls.append((name, *call)))
     with torch.enable_grad():
         loss, aux = model.train()(idx, targets, keep=LONG)
-    options = types.SimpleNamespace(**vars(config), t5_bias=model.t5_bias)
     for name, module, args, y in [*calls]:
         try:
             if formula := FORMULAS.get(type(module)):
-                require_equal(y, formula(options, module, *args), name)
+                require_equal(y, formula(config, module, *args), name)
             elif isinstance(module, flat.Mixer):
                 unknown.add(type(module).__name__)
             if formula is moe and 'mtp' not in name:
@@ -149,6 +168,7 @@ def check_formulas(config):
 
 
 def check_scalings(config):
+    """Worked examples of the papers."""
     for name, length, options, *expected in EXAMPLES:
         found = flat.ROPE_SCALINGS[name](0.5 ** torch.arange(4), 16.0, length, factor=8.0, **options)
         for y, its in zip(found, expected):
@@ -157,24 +177,20 @@ def check_scalings(config):
 
 @torch.no_grad()
 def check_start(config):
-    """The first loss; by names, groups and initial values."""
-    model, kernel = GPT(config).eval(), config.linear_conv_kernel_dim or 1
-    loss, _ = model(*random_tokens(config, 2, 4, SHORT))
+    """The first loss; by names, groups and initial values, of many models."""
+    models = [GPT(config).eval() for _ in range(16)]
+    loss, _ = models[0](*random_tokens(config, 2, 4, SHORT))
     require_equal(loss, math.log(config.vocab_size), 'the first loss, about ln(vocabulary),', 0.07)
-    ends_in_norm = config.norm_placement in ('output', 'sandwich')
-    rules = (  # parts of names, the first counts: group, mean, standard deviation (None: by the columns)
-        ('wte wpe', 'embedding', 0, 0.02), ('t5_bias', 'embedding', 0, config.n_embd ** -0.5),
-        ('bigram', 'bigram', 0, 0), ('lm_head.weight', 'head', 0, 0), ('shared_gate.weight', 'gate', 0, None),
-        ('x0_lambdas', 'scalar', 0, 0), ('resid_lambdas', 'scalar', 1, 0),
-        ('A_log', 'vector', math.log(16) - 1, 1), ('dt_bias', 'vector', math.log(0.01), 1.33),
-        ('bias sink', 'vector', 0, 0), ('conv', 'vector', 0, (3 * kernel) ** -0.5),
-        ('norm ln_ skip', 'vector', 1, 0), ('c_proj', 'matrix', 0, None if ends_in_norm else 0),
-        ('c_ router', 'matrix', 0, None))
-    for name, w in model.named_parameters():
-        matching = [rule for parts, *rule in rules if any(part in name for part in parts.split())]
-        for group, mean, std in matching[:1]:
-            std, found = (3 * w.shape[-1]) ** -0.5 if std is None else std, model.tags[name].group
-            require(found == group, f"{name} is in the group {found}, not {group}")
+    for name, module in models[0].named_modules():
+        for part, field in BIASES.get(type(module), {}).items():
+            has_bias = getattr(module, part).bias is not None
+            require(has_bias == getattr(config, field), f"{name}.{part} does not have {field}={not has_bias}")
+    for name, tag in models[0].tags.items():
+        w = torch.stack([model.get_parameter(name) for model in models])
+        rows = [row for parts, *row in initial_values(config) if any(part in name for part in parts.split())]
+        for group, mean, std in rows[:1]:
+            std = (3 * w.shape[-1]) ** -0.5 if std is None else std
+            require(tag.group == group, f"{name} is in the group {tag.group}, not {group}")
             off = (w.mean() - mean) / (std + 1e-6), (w.std(correction=0) - std) / (std + 1e-6)
             require_equal(off, [0, 0], f"mean and deviation of {name}, in deviations", 6 * w.numel() ** -0.5)
 
@@ -189,7 +205,7 @@ def check_options(config):
     found = outcome(config)
     for field in dataclasses.fields(config):
         if field.name not in ('block_size', 'vocab_size', 'n_embd', 'n_layer', 'd_ff', 'bias'):
-            with contextlib.suppress(ValueError):  # others need it
+            with contextlib.suppress(ValueError, RuntimeError):  # others need it
                 value = getattr(config, field.name)
                 other = dataclasses.replace(config, **{
                     field.name: not value if isinstance(value, bool) else field.default})
@@ -199,6 +215,7 @@ def check_options(config):
 # one path against another -----------------------------------------------------------------------------------
 
 def check_documents(config):
+    """Packed documents, and each alone in a model that knows none."""
     if not all(mixer.documents for mixer in config.mixers):
         return 'its mixers do not keep them apart, and say so'
     model, plain = randomized(config, document_token=3), randomized(config, document_token=None)
@@ -213,84 +230,80 @@ def check_documents(config):
 
 @torch.no_grad()
 def check_cache(config):
-    model, T = randomized(config), SHORT
-    idx = torch.randint(8, (3, T))  # a document_token too, if there is one
+    """Chunks, ragged rows, copied rows, static and full caches, rewinding, against one pass."""
+    model, idx = randomized(config), torch.randint(8, (3, SHORT))  # a document_token too, if there is one
     full = model(idx)
 
-    def feed(cache, name, at, chunks, rows=(0, 1, 2)):
-        """chunks: numbers of tokens of all rows, or of each, which padding follows."""
-        for n in chunks:
-            is_ragged = isinstance(n, list)
-            each, keep, lengths = (n, 1, torch.tensor(n)) if is_ragged else ([n] * len(rows), n, None)
-            new = torch.stack([F.pad(idx[row, a:a + m], (0, max(each) - m), value=3)
-                               for row, a, m in zip(rows, at, each)])
-            at = [a + m for a, m in zip(at, each)]
-            require_equal(model(new, cache=cache, keep=keep, lengths=lengths),
-                          torch.stack([full[row, a - keep:a] for row, a in zip(rows, at)]),
+    def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
+        """counts: of the next tokens of all rows, or a list, of each, which padding follows."""
+        for n in counts:
+            each = n if isinstance(n, list) else [n] * len(rows)
+            new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)
+            at, keep = [a + m for a, m in zip(at, each)], min(each)
+            found = model(new, cache=cache, keep=keep, lengths=torch.tensor(n) if n is each else None)
+            require_equal(found, torch.stack([full[row, a - keep:a] for row, a in zip(rows, at)]),
                           f"{name}, {n} tokens up to {at}")
-    start = 0, 0, 0
-    cache = model.make_cache(3, T)
-    feed(cache, 'in odd chunks', start, (6, 1, 1, 8, 1, 7))
+    cache = model.make_cache(3, SHORT)
+    feed(cache, 'in odd chunks', (6, 1, 1, 8, 1, 7))
     cache.reset()
-    feed(cache, 'rows of other lengths', start, ([12, 8, 2], 3, [1, 2, 3], 1))
+    feed(cache, 'rows of other lengths', ([12, 8, 2], 3, [1, 2, 3], 1))
     cache.select([2, 0, 1, 2])
-    feed(cache, 'rows copied by select', (9, 17, 14, 9), (1, 2, [3, 4, 1, 12]), (2, 0, 1, 2))
+    feed(cache, 'rows copied by select', (1, 2, [3, 4, 1, 12]), (9, 17, 14, 9), (2, 0, 1, 2))
     with mock.patch.object(torch.compiler, 'is_compiling', lambda: True):  # has a path for few queries
-        feed(model.make_cache(3, T, static=True), 'in a static cache', start, (T - 3, 1, 2))
-    cache = model.make_cache(3, T, rolling=False)
-    feed(cache, 'in a cache that does not roll', start, (16, 1, 1))
+        feed(model.make_cache(3, SHORT, static=True), 'in a static cache', (SHORT - 3, 1, 2))
+    cache = model.make_cache(3, SHORT, rolling=False)
+    feed(cache, 'in a cache that does not roll', (16, 1, 1))
     if any(cache.states):
-        with contextlib.suppress(ValueError):
-            cache.rewind(1)
-            require(False, 'states cannot rewind, but that is not refused')
         return 'a state cannot rewind'
     cache.rewind(torch.tensor([0, 4, 1]))
-    feed(cache, 'after rewind', (18, 14, 17), (2,))
+    feed(cache, 'after rewind', (2,), (18, 14, 17))
 
 
 AUX_WEIGHTS = {'balance': 0.1, 'z': 0.01, 'mtp': 0.3}
 
 
 def weighted(aux):
+    """The sum of the auxiliary losses."""
     return sum(weight * aux[name] for name, weight in AUX_WEIGHTS.items() if name in aux)
 
 
 def check_gradients(config):
-    """Along a random direction, in float64."""
+    """Along random directions, in float64: one step may be too coarse, or cross a kink, but not all."""
     model, idx = randomized(config, dropout=0.0).double().train(), random_tokens(config, 2, SHORT)
+    params = dict(model.named_parameters())
 
-    def objective():
-        loss, aux = model(idx, idx.roll(-1, 1))
+    def objective(params):
+        loss, aux = functional_call(model, params, (idx, idx.roll(-1, 1)))
         return loss + weighted(aux)
-    names, params = zip(*model.named_parameters())
     with mock.patch.object(torch.Tensor, 'float', torch.Tensor.double):
-        grads = torch.autograd.grad(objective(), params, allow_unused=True)
-        for name, w, grad in reversed([*zip(names, params, grads)]):  # the first to fail is next to the fault
+        grads = torch.autograd.grad(objective(params), params.values(), allow_unused=True)
+        for name, grad in reversed([*zip(params, grads)]):  # the first to fail is next to the fault
             require(grad is not None, f"{name} gets no gradient")
-            start, along, values = w.data, torch.randn_like(w), []
-            for step in 1e-6, -1e-6:
-                w.data = start + step * along
-                values.append(objective().item())
-            w.data, change, expected = start, (values[0] - values[1]) / 2e-6, (grad * along).sum()
-            require(abs(change - expected) <= 1e-4 * abs(expected) + 1e-6,
-                    f"{name} has another gradient than differences say; those after it are right")
+            for step in 1e-6, 1e-7, 1e-5:
+                along = torch.randn_like(grad)
+                up, down = (objective({name: params[name] + by * along}).item() for by in (step, -step))
+                expected = (grad * along).sum()
+                if abs((up - down) / (2 * step) - expected) <= 1e-4 * abs(expected) + 1e-6:
+                    break
+            else:
+                raise CheckFailed(f"{name} has another gradient than differences; those after it are right")
 
 
 def check_dropout(config):
-    masks = []
+    """Keyed by seed, iteration and rank; everywhere in training, nowhere else."""
+    draws = []
     for key in (1, 1, 0), (1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1):
         train.seed_dropout(*key, 'cpu')
-        masks.append(flat.dropout(torch.ones(1000, 100), 0.25))
-        require_equal([masks[-1].mean(), masks[-1].min(), masks[-1].max()], [1, 0, 4 / 3], 'of ones', 0.02)
-    require([mask.equal(masks[0]) for mask in masks] == [True, True, False, False, False],
-            'it is no function of seed, iteration and rank')
+        draws.append(torch.rand(()).item())
+    require(draws[0] == draws[1] and len({*draws}) == 4, 'it is no function of seed, iteration and rank')
     for p in config.dropout, 0.0:
-        with mock.patch.object(flat, 'dropout', wraps=flat.dropout) as dropout:
+        with mock.patch.object(F, 'dropout', wraps=F.dropout) as dropout:
             randomized(config).train(p > 0)(random_tokens(config, 1, SHORT))
-        require({call.args[1] for call in dropout.mock_calls} == {p}, f"it is not {p} everywhere")
+        require({math.prod(call.args[1:]) for call in dropout.mock_calls} == {p}, f"it is not {p} everywhere")
 
 
 def check_compiling(config):
+    """In bfloat16, for two batches."""
     model = randomized(config, dropout=0.0).bfloat16().train()  # in which experts are one product
     torch._dynamo.reset()
     forward = torch.compile(model, fullgraph=True, dynamic=False, backend='eager')
@@ -302,8 +315,9 @@ def check_compiling(config):
 # training ---------------------------------------------------------------------------------------------------
 
 def sequences(config):
-    """Ten with a target mask, the later the more targets, in place of Bins."""
+    """Ten with a target mask, the later the more targets, in place of Bins. The first token is the number."""
     tokens = random_tokens(config, 10, SHORT + 1)
+    tokens[:, 0] = torch.arange(10) + 4
     learnt = torch.rand(10, SHORT) < torch.linspace(0.1, 1, 10)[:, None]
     inputs, targets = tokens[:, :-1], tokens[:, 1:].where(learnt, -1)
     return types.SimpleNamespace(
@@ -316,94 +330,64 @@ def read(data, first, last, micro_batch=2):
     return train.read_batches(data, SHORT, range(first, last), 2, micro_batch, 7, 'cpu')
 
 
+CPU = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=None, autocast=contextlib.nullcontext)
+
+
 def check_data(config):
-    data, model = sequences(config), randomized(config, dropout=0.5).train()
+    """Order, resuming, ranks; evaluation over all sequences."""
+    data, model, shares = sequences(config), randomized(config, dropout=0.5).train(), []
 
     def order(*args):
-        inputs = torch.cat([x for x, _, _ in read(data, *args)])
-        return (inputs[:, None] == data.inputs).all(-1).nonzero()[:, 1].tolist()
-    found, shares = order(0, 5), []
+        return [n - 4 for batch in read(data, *args) for inputs, *_ in batch for n in inputs[:, 0].tolist()]
+    found = order(0, 5)
     require(sorted(found[:10]) == sorted(found[10:]) == [*range(10)] and found[:10] != found[10:],
             f"two epochs take the sequences {found}: not each once, or in one order")
     train.sequence_order.cache_clear()
     require(order(3, 5) == found[12:], 'resumed at iteration 3 other sequences come')
     for rank in 0, 1:
-        with mock.patch.object(train, 'world', return_value=(rank, 2)):
+        with mock.patch.multiple(train, RANK=rank, RANKS=2):
             shares += order(0, 5, 1)
     require(sorted(shares) == sorted(found), f"two ranks take the sequences {shares}: not each once")
     require(train.share_batch(5, 8, 2) == (4, 5), 'two ranks share 40 sequences wrongly in train.share_batch')
-    loss, _ = train.evaluate(model, model, data, 3, 4, 'cpu', contextlib.nullcontext)
+    loss, _ = train.evaluate(model, data, 3, 4, CPU)
     require(model.training, 'train.evaluate leaves the model in evaluation mode')
     require_equal(loss, cross_entropy(model.eval()(data.inputs), data.targets), 'the loss of train.evaluate')
-
-
-DECAYS = {**flat.GROUPS, 'matrix': True, 'embedding': True, 'head': True, 'vector': False, 'scalar': False}
-
-
-def their_step(module, w, group, kind, scale):
-    """A copy of the module's parameter and torch's own step for it: Muon's by projection and expert, of which
-    NorMuon (arXiv:2510.05491) evens the rows."""
-    their, rate, decay = w.detach().clone(), 0.1 * scale, 0.05 * DECAYS[group]
-    if kind == 'adamw' or group != 'matrix':
-        return their, torch.optim.AdamW([their], rate, (0.5, 0.99), weight_decay=decay / rate).step
-
-    def parts(x):
-        rows = getattr(module, 'widths', x.shape[-2])
-        return [part for one in x.view(-1, *x.shape[-2:]) for part in one.split(rows)]
-    moves, squares = ([torch.zeros_like(part[:, :n]) for part in parts(their)] for n in (None, 1))
-    muon = torch.optim.Muon(moves, 1.0, 0.0, 0.7, adjust_lr_fn='match_rms_adamw')
-
-    def step():
-        for move, grad in zip(moves, parts(their.grad)):
-            move.grad = grad
-        muon.step()
-        for part, move, square in zip(parts(their), moves, squares):
-            size = move.norm()
-            if kind == 'normuon':
-                move /= square.lerp_(move.square().mean(-1, keepdim=True), 0.05).sqrt()
-            part.mul_(1 - decay).add_(move, alpha=rate * size / move.norm())
-            move.zero_()
-    return their, step
 
 
 def check_updates(config):
     """Iterations of two micro-batches, clipped, not clipped, and resumed, against the gradient of the mean
     over all targets and torch's own optimizers; after each one of NaN."""
-    data, counts = sequences(config), {}
-
-    def count(module, args, y):
-        counts[module] = counts.get(module, 0) + router_losses(config, module, args[0])[2]
-    for kind in sorted({'adamw', 'muon', 'normuon'} & train.OPTIMIZERS.keys()):
+    data, squares, moves = sequences(config), torch.rand(2, 6, 1), torch.randn(2, 6, 9)
+    expected, squares_after = normuon(moves, squares)
+    require_equal(train.even_rows(moves, [*squares]), expected, "NorMuon's move")
+    require_equal(squares, squares_after, "NorMuon's mean squares of rows")
+    for kind in 'adamw', 'normuon':
         model = randomized(config, dropout=0.0).train()
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}
         settings = {**train.config, 'learning_rate': 0.7, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99,
                     'momentum': 0.7, 'optimizer': kind, 'lr_scales': scales,
+                    'balance_rate': 0.3,
                     **{f'{name}_loss': weight for name, weight in AUX_WEIGHTS.items()}}
-        optimizers = train.make_optimizers(model, settings)
-        scaler = torch.amp.GradScaler('cpu', init_scale=64.0, enabled=kind == 'muon')
-        theirs = [their_step(model.get_submodule(name.rpartition('.')[0]), w, group, kind, scales[group])
-                  for name, w in model.named_parameters() for group in [model.tags[name].group]]
+        run, scaler = train.Run(model, settings, CPU), torch.amp.GradScaler(
+            'cpu', init_scale=64.0, enabled=kind == 'normuon')
+        run.scaler = scaler
+        theirs = [optimizer_step(model, name, kind, scales) for name in model.tags]
         for it, clip in enumerate((0.5, 0, 0.5)):
             if it == 2:
                 with contextlib.redirect_stdout(None):
-                    state = copy.deepcopy(train.snapshot(model, train.Progress(), optimizers, scaler))
+                    state = copy.deepcopy(run.snapshot())
                     model = GPT(model.config).train()
                     model.load_state_dict(state['model'])
-                    optimizers = train.make_optimizers(model, settings)
-                    train.resume({**state, 'path': ''}, optimizers, scaler)
-            for module in model.h.modules():
-                if isinstance(module, flat.MoE):
-                    module.register_forward_hook(count)
-            counts.clear()
-            first, second = read(data, it, it + 1)
-            x, y = (torch.cat(both) for both in list(zip(first, second))[:2])
-            params = [*model.parameters()]
-            expected = cross_entropy(model(x), y)
-            aux = sum(weighted(model(x, y)[1]) for x, y, _ in (first, second)) / 2
-            grads = torch.autograd.grad(expected + aux, params)
+                    run = train.Run(model, settings, CPU)
+                    run.scaler = scaler
+                    run.resume({**state, 'path': ''})
+            batch, = read(data, it, it + 1)
+            x, y, _ = map(torch.stack, zip(*batch))
+            aux, x, y = [model(*pair)[1] for pair in zip(x, y)], x.flatten(0, 1), y.flatten(0, 1)
+            params, expected = [*model.parameters()], cross_entropy(model(x), y)
+            grads = torch.autograd.grad(expected + sum(map(weighted, aux)) / 2, params)
             size = torch.nn.utils.get_total_norm(grads).item()
-            loss, load, _ = train.gradients(model, first, iter([second]), 2, contextlib.nullcontext, scaler,
-                                            settings)
+            loss, load = train.gradients(run, batch)
             require_equal(loss, expected, 'the loss reported')
             start, scale = copy.deepcopy(model.state_dict()), scaler.get_scale()
             for (name, w), grad, (their, step) in zip(model.named_parameters(), grads, theirs):
@@ -411,31 +395,30 @@ def check_updates(config):
                               1e-4 * size)
                 their.grad = w.grad / scale * (clip or 1)
                 step()
-            biases = {module: module.expert_bias + 0.3 * (n.mean() - n).sign()
-                      for module, n in counts.items() if config.balance_bias}
-            train.set_rates(optimizers, 0.1)
-            norm, _ = train.update(model, params, optimizers, scaler, clip * size, load, 0.3)
+            train.set_rates(run.optimizers, 0.1)
+            settings['grad_clip'] = clip * size
+            norm, _ = train.update(run, load)
             require_equal(norm, size, 'the norm of the gradient', 1e-2)
             for w in params:
                 w.grad = torch.full_like(w, math.nan)
-            train.update(model, params, optimizers, scaler, 0.0, load, 0.3)
+            train.update(run, load)
             for (name, w), (their, _) in zip(model.named_parameters(), theirs):
                 size = (their - start[name]).norm().clamp(min=1e-12)  # an expert without tokens stays
                 error = (w - their).norm() / size  # in NorMuon single rows are noise
                 require_equal(error, 0.0, f"iteration {it}, then NaN, by {kind}: error of the move of {name}",
                               0.03)
-            for module, bias in biases.items():
-                require_equal(module.expert_bias, bias, 'a bias of experts')
-    return 'adamw, muon and normuon'
+            if config.balance_bias:
+                biases = [name for name in start if name.endswith('expert_bias')]
+                for name, n in zip(biases, aux[0]['load'] + aux[1]['load']):
+                    require_equal(model.get_buffer(name), start[name] + 0.3 * (n.mean() - n).sign(), name)
 
 
 def check_rates(config):
+    """Of each schedule, warm-up among it."""
     settings = {**train.config, 'learning_rate': 1.0, 'warmup_iters': 10, 'max_iters': 110, 'cooldown': 0.4}
-    shares = {'cosine': lambda done: (1 + math.cos(math.pi * done)) / 2, 'linear': lambda done: 1 - done,
-              'wsd': lambda done: min(1, (1 - done) / 0.4)}
-    for name, share in shares.items():
+    for name, share in SCHEDULES.items():
         for it in range(0, 140, 5):
-            expected = 0.1 + 0.9 * share(min(1, (it - 10) / 100)) if it >= 10 else (it + 1) / 11
+            expected = 0.1 + 0.9 * share(min(1, (it - 10) / 100), 0.4) if it >= 10 else (it + 1) / 11
             require_equal(train.lr_at(it, {**settings, 'lr_schedule': name}), expected,
                           f"{name} from 10 to 110: the rate at {it}")
 
@@ -473,7 +456,7 @@ def run_check(function, look_at, *args):
                        f"{' '.join(str(error).split()):.250}; look at {look_at}")
 
 
-def check(config, init_from='scratch', **model_args):
+def check(init_from='scratch', **model_args):
     """Prints a line for each check of a small model of the kind that is asked for; returns the numbers."""
     checks, failed = dict(CHECKS), []
     if init_from == 'scratch':
@@ -502,6 +485,6 @@ def check(config, init_from='scratch', **model_args):
 
 
 if __name__ == '__main__':
-    numbers = check(config, *(words or [init_from]), **effective(settings, unused))
+    numbers = check(*(words or [init_from]), **effective(settings, unused))
     print_json(json, what='check', **numbers)
     sys.exit(bool(numbers['failed']))

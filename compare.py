@@ -9,7 +9,7 @@ Which choice is better, and by how much: trains variants of one run with the sam
 
 Runs are train.py's, whose settings compare.py takes too. A variant is an addition to the command line, a git
 revision and a colon in front of it, or both; WORK, the default, is the working tree with its new Python
-files. All are checked out first: the code may be edited meanwhile. Differences are paired by seed.
+files. All are copied first: the code may be edited meanwhile. Differences are paired by seed.
 
 out-compare/ has a folder for each run, named by a hash of code, arguments, seed and the data's meta.json. A
 finished run is used again, so a comparison can be stopped, and go on with more seeds or variants; remove the
@@ -20,6 +20,7 @@ At equal wall clock: --time_limit=5 --decay_lr=False, and more --max_iters than 
 import contextlib
 import csv
 import dataclasses
+import functools
 import hashlib
 import io
 import math
@@ -33,11 +34,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from json import dumps, loads
 from pathlib import Path
 
-from configurator import check_settings, configure, effective, package, run_file
+from configurator import check_settings, configure, duration, effective, package, run_file
 
 variants: list | dict | None = None  # what is added to the command line, or {name: that}
 seeds = 3                         # runs of each, by seed, seed + 1...
@@ -54,7 +54,7 @@ import torch
 import train
 from bench import cache_per_token, named_model, print_json, print_table
 from model import GPT, GPTConfig, num_params, unused
-from prepare import Bins
+from prepare import Bins, data_folder, read_meta
 
 ROOT = Path(__file__).resolve().parent
 RUNS = 'out-compare'
@@ -65,9 +65,9 @@ RUNS = 'out-compare'
 class Variant:
     """A way to run train.py."""
     name: str
-    code: Path         # a worktree
-    digest: str        # of the code, see worktree, and the data
-    args: list         # train.py's, but for seed and out_dir
+    code: Path         # a folder
+    digest: str        # of the code, see copy_code, and the data
+    args: list         # train.py's; seed and out_dir follow
     model: GPT | None  # without memory; None: the working tree's code does not know it
 
     def folder(self, seed):
@@ -77,30 +77,31 @@ class Variant:
 
 
 def is_config(arg):
+    """Whether an argument is a config file."""
     return arg.endswith('.py') and not arg.startswith('-')
 
 
-def git(*args, cwd=None):
-    """The output of a git command. Raises ValueError with git's message."""
-    done = subprocess.run(['git', *args], cwd=cwd or ROOT, capture_output=True, encoding='utf-8')
-    if done.returncode:
-        raise ValueError(f"git {shlex.join(args)}: {done.stderr.strip()}")
-    return done.stdout
+def git(*args):
+    """The output of a git command, which says itself why it fails."""
+    return subprocess.check_output(['git', *args], cwd=ROOT, encoding='utf-8')
 
 
-def worktree(revision, folder):
-    """Checks out a revision, or WORK, to a new folder. Returns git's hashes of the Python files that runs
-    depend on; a commit of the work does not change them."""
-    is_work = revision == 'WORK'
-    commit = git('stash', 'create').strip() or 'HEAD' if is_work else revision  # a commit that nothing names
-    git('worktree', 'add', '--detach', str(folder), commit)
-    if is_work:
-        for name in git('ls-files', '-z', '--others', '--exclude-standard', '*.py').split('\0')[:-1]:
+@functools.cache
+def copy_code(revision, folder):
+    """Copies the Python files of a revision, or of the working tree (WORK), to a new folder. Returns a hash
+    of those that runs depend on; a commit of the work does not change it."""
+    if revision == 'WORK':
+        names = git('ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py').split('\0')[:-1]
+        for name in (name for name in names if (ROOT / name).exists()):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    git('add', '--all', cwd=folder)  # to the index of this worktree alone
-    others = ('config', 'docs', 'tests', 'test_model.py', 'bench.py', 'check.py', 'compare.py')
-    return git('ls-files', '--stage', '*.py', *(f':!{name}' for name in others), cwd=folder)
+    else:
+        git('archive', f'--output={folder}.zip', revision, '*.py')
+        shutil.unpack_archive(f'{folder}.zip', folder)
+    others = {'config', 'docs', 'tests', 'test_model.py', 'bench.py', 'check.py', 'compare.py'}
+    return hashlib.sha256(b''.join(
+        path.read_bytes() for path in sorted(folder.rglob('*.py'))
+        if path.relative_to(folder).parts[0] not in others)).hexdigest()
 
 
 def parse_variant(text):
@@ -111,39 +112,33 @@ def parse_variant(text):
 
 
 def data_meta(args):
-    """The meta.json, '' without one, of the data that a command line of train.py names. Raises
-    FileNotFoundError unless it is prepared."""
+    """The meta.json of the data that a command line of train.py names, as text. Raises FileNotFoundError
+    unless it is prepared."""
     values = {**train.config, **dataclasses.asdict(GPTConfig())}  # which config files see
     for arg in args:
         if is_config(arg):
             values |= run_file(arg, ROOT, values)
         elif arg.startswith('--dataset='):
             values['dataset'] = arg.partition('=')[2]
-    folder = train.data_folder(values['dataset'])
+    folder = data_folder(values['dataset'])
     Bins(folder, 'train')
-    return read_text(os.path.join(folder, 'meta.json'))
+    return dumps(read_meta(folder))
 
 
 def make_variants(texts, base, place):
     """texts, name -> additions to base, a command line of train.py -> Variants, their code in folder `place`.
     Raises mistakes that the working tree's code can tell before any run."""
-    digests, found = {}, []
+    variants = []
     for name, text in texts.items():
         revision, args = parse_variant(text)
         code, args = place / revision.replace('/', '_'), [*base, *args]
-        if any(arg.startswith(('--out_dir=', '--seed=')) for arg in args):
-            raise ValueError(f"variant {name!r}: leave out out_dir and seed: each run has its own folder, "
-                             "and seeds go from compare.py's --seed on")
-        if revision not in digests:
-            digests[revision] = worktree(revision, code)
-            if 'run.json' not in (code / 'train.py').read_text('utf-8'):
-                raise ValueError(f"variant {name!r}: train.py of {revision} writes no run.json to compare by")
+        digest = copy_code(revision, code)
         if not any(is_config(arg) or arg.startswith('--init_from=') for arg in args):
             args.insert(0, 'config/default.py')  # as train.py has it, but of this revision
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
         model = new_model(args) if revision == 'WORK' else None
-        found.append(Variant(name, code, digests[revision] + data_meta(args), args, model))
-    return found
+        variants.append(Variant(name, code, digest + data_meta(args), args, model))
+    return variants
 
 
 def new_model(args):
@@ -159,94 +154,82 @@ def new_model(args):
 def match_size(variant, target, active):
     """Sets d_ff, or experts' d_expert, so that the variant has `target` parameters, to 1%."""
     name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
-    width, have = getattr(variant.model.config, name), num_params(variant.model, active)
-    if abs(have / target - 1) <= 0.01:
-        return
-    each = (num_params(new_model([*variant.args, f'--{name}={width + 64}']), active) - have) / 64
-    for multiple in (64, 8, 2):
-        wanted = multiple * max(1, round((width + (target - have) / each) / multiple))
-        model = new_model([*variant.args, f'--{name}={wanted}'])
-        if abs(num_params(model, active) / target - 1) <= 0.01:
-            print(f"{variant.name}: {name}={wanted} (was {width}), {num_params(model, active):,} parameters")
-            variant.args.append(f'--{name}={wanted}')
-            return
-    raise ValueError(f"variant {variant.name!r}: no {name} gives it the {target:,} parameters of the first, "
-                     "to within 1%: change its width or depth")
+    was = getattr(variant.model.config, name)
+
+    @functools.cache
+    def size(width):
+        return num_params(new_model([*variant.args, f'--{name}={width}']), active)
+    exact = was + (target - size(was)) * 64 / (size(was + 64) - size(was))
+    for width in (was, *(n * max(1, round(exact / n)) for n in (64, 8, 2))):
+        if abs(size(width) / target - 1) <= 0.01:
+            break
+    else:
+        raise ValueError(f"variant {variant.name!r}: no {name} gives it the {target:,} parameters of the "
+                         "first, to within 1%: change its width or depth")
+    if width != was:
+        print(f"{variant.name}: {name}={width} (was {was}), {size(width):,} parameters")
+        variant.args.append(f'--{name}={width}')
 
 
 # runs -------------------------------------------------------------------------------------------------------
 
-def read_text(path):
-    """'' where there is no such file."""
-    return Path(path).read_text('utf-8', errors='replace') if os.path.exists(path) else ''
-
-
 def read_log(folder):
     """The rows of a run's log.csv."""
-    with open(os.path.join(folder, 'log.csv'), encoding='utf-8', newline='') as f:
-        return [row for row in csv.DictReader(f) if row['wall_s']]
+    return [*csv.DictReader(Path(folder, 'log.csv').read_text('utf-8').splitlines())]
 
 
 def read_facts(folder):
     """A run's run.json; before it is written {}."""
-    return loads(read_text(os.path.join(folder, 'run.json')) or '{}')
+    path = Path(folder, 'run.json')
+    return loads(path.read_text('utf-8')) if path.exists() else {}
 
 
 def read_run(folder):
     """A run that is over, or None: what its run.json says ('error': why it would fail again), 'rows' of its
-    log, and numbers of these."""
+    log and its 'seconds'."""
     facts = read_facts(folder)
     if facts.get('status') not in ('done', 'time_limit'):
         return facts if facts.get('error') else None
     rows = read_log(folder)
-    return {**facts, 'rows': rows, 'ms': [float(row['ms_per_iter']) for row in rows],
-            'seconds': float(rows[-1]['wall_s'])}
+    return {**facts, 'rows': rows, 'seconds': float(rows[-1]['wall_s'])}
 
 
-def run_variant(variant, seed, runs_left):
+def run_variant(variant, seed):
     """Runs a variant with a seed, or goes on with its stopped run. Ctrl-C has the run save its state. Returns
     read_run's dict; an error that may not come again is not kept."""
-    folder, told = variant.folder(seed), False
-    os.makedirs(folder, exist_ok=True)
-    printed, args = os.path.join(folder, 'printed.txt'), [*variant.args, f'--seed={seed}']
-    saved = os.path.exists(os.path.join(folder, 'ckpt.pt'))
-    if saved and read_facts(folder)['config']['time_limit'] is None:
+    folder, args = Path(variant.folder(seed)), [*variant.args, f'--seed={seed}']
+    folder.mkdir(parents=True, exist_ok=True)
+    printed = folder / 'printed.txt'
+    if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
         args = ['--init_from=resume']  # the checkpoint holds all settings
     with open(printed, 'w', encoding='utf-8') as f:
         process = subprocess.Popen(  # in its own session: the terminal's Ctrl-C is ours alone
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        while process.poll() is None:
-            time.sleep(0.1)
-            with contextlib.suppress(FileNotFoundError):  # not written yet
-                rows = [] if told else read_log(folder)
-                if len(rows) > 1:  # the first has the warm-up
-                    told, ms = True, float(rows[-1]['ms_per_iter'])
-                    left = read_facts(folder)['config']['max_iters'] * ms / 1e3 * runs_left
-                    print(f"{variant.name}, seed {seed}: {ms:.0f} ms a step, about {train.duration(left)} "
-                          f"for all {runs_left} to come", flush=True)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(BrokenPipeError):  # Ctrl-C has ended `| tee`
-                print('stopping this run: it saves its state first; the same command goes on', flush=True)
-            process.wait()
-    last = read_text(printed).strip().rpartition('\n')[2]
+        process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    last = printed.read_text('utf-8', errors='replace').strip().rpartition('\n')[2]
     return read_run(folder) or {'error': f"{last} (exit status {process.returncode})"}
 
 
 def run_all(variants, seeds):
-    """read_run's dicts, [[of each seed] of each variant]; runs that are not over are run, by turns."""
+    """variant's name -> read_run's dicts, of each seed; runs that are not over are run, by turns."""
     runs = {variant.folder(seed): (variant, seed) for seed in seeds for variant in variants}
-    found = {folder: read_run(folder) for folder in runs}
-    todo = [folder for folder, run in found.items() if not run]
-    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before, with that day's ms/step")
-    for i, folder in enumerate(todo):
-        run = found[folder] = run_variant(*runs[folder], len(todo) - i)
-        if run['error']:
-            print(f"{runs[folder][0].name}, seed {runs[folder][1]}: failed: {run['error']}", flush=True)
-    return [[found[variant.folder(seed)] for seed in seeds] for variant in variants]
+    done = {folder: run for folder in runs if (run := read_run(folder))}
+    todo = [folder for folder in runs if folder not in done]
+    print(f"{len(runs)} runs, {len(done)} of them finished before, with that day's ms/step; Ctrl-C saves the "
+          "state of a run, and the same command goes on", flush=True)
+    for n_left, folder in zip(range(len(todo))[::-1], todo):
+        variant, seed = runs[folder]
+        run = done[folder] = run_variant(variant, seed)
+        told = f"failed: {run['error']}" if run['error'] else (
+            f"{duration(run['seconds'])}, about {duration(run['seconds'] * n_left)} for {n_left} to come")
+        print(f"{variant.name}, seed {seed}: {told}", flush=True)
+    return {variant.name: [done[variant.folder(seed)] for seed in seeds] for variant in variants}
 
 
 LOSSES = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns of log.csv
@@ -257,69 +240,61 @@ LOSSES = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns of log.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def paired_difference(own, first):
-    """Mean of the differences of losses, seed by seed, and half of its 95% confidence interval, None for a
-    single seed."""
-    differences = [a - b for a, b in zip(own, first, strict=True)]
+def paired_difference(losses, first):
+    """Mean of the differences of losses, seed by seed, half of its 95% confidence interval, None for a single
+    seed, and the verdict."""
+    differences = [a - b for a, b in zip(losses, first, strict=True)]
     mean, df = statistics.fmean(differences), len(differences) - 1
     if not df:
-        return mean, None
+        return mean, None, 'one seed'
     t = T_95[df - 1] if df <= len(T_95) else 1.96 + 2.372 / df + 2.9 / df**2  # Cornish and Fisher's series
-    return mean, t * statistics.stdev(differences) / len(differences) ** 0.5
-
-
-def judge(mean, half):
-    """The verdict of an interval."""
-    if half is None:
-        return 'one seed'
-    return 'no difference seen' if abs(mean) <= half else 'better' if mean < 0 else 'worse'
+    half = t * statistics.stdev(differences) / len(differences) ** 0.5
+    return mean, half, 'no difference seen' if abs(mean) <= half else 'better' if mean < 0 else 'worse'
 
 
 def comparison(variants, runs):
-    """The table's rows, dicts, from run_all's runs. Losses on different data are compared as bits per
-    byte."""
-    data, rows = {run['data'] for own in runs for run in own if 'data' in run}, []
+    """The table's rows, dicts, from run_all's runs, of variants without a run that failed. Losses on
+    different data are compared as bits per byte."""
+    data, rows = {run['data'] for own in runs.values() for run in own if 'data' in run}, []
     column = 'val_loss' if len(data) < 2 else 'val_bpb'
-    for variant, own in zip(variants, runs):
-        row, errors = {'variant': variant.name}, [run['error'] for run in own if run['error']]
-        rows.append(row)
+    for variant in variants:
+        own = runs[variant.name]
+        errors = [run['error'] for run in own if run['error']]
         if errors:
-            row['error'] = f"{len(errors)} of {len(own)} runs failed: {errors[0]}"
+            print(f"{variant.name}: {len(errors)} of {len(own)} runs failed: {errors[0]}")
             continue
         losses = [float(run['rows'][-1][column]) for run in own]
-        row |= {'column': column, 'losses': losses, 'loss': statistics.fmean(losses),
-                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
-                'cache_bytes_per_token': variant.model and cache_per_token(variant.model, torch.bfloat16)}
-        low, row['ms'], high = np.percentile([ms for run in own for ms in run['ms']], [10, 50, 90]).tolist()
-        row['ms_range'] = low, high
+        ms = [float(row['ms_per_iter']) for run in own for row in run['rows']]
+        row = {'variant': variant.name, 'column': column, 'losses': losses, 'loss': statistics.fmean(losses),
+               'sd': statistics.stdev(losses) if len(losses) > 1 else None,
+               'ms': np.percentile(ms, [10, 50, 90]).tolist(),
+               'cache_bytes_per_token': variant.model and cache_per_token(variant.model, torch.bfloat16)}
         for name in ('peak_mb', 'params', 'seconds'):
             values = [run[name] for run in own]
             row[name] = None if None in values else statistics.median(values)
-        if 'losses' in rows[0] and row is not rows[0]:
-            mean, half = paired_difference(losses, rows[0]['losses'])
-            row |= {'difference': mean, 'half_interval': half, 'verdict': judge(mean, half)}
+        if rows:
+            row['difference'], row['half_interval'], row['verdict'] = paired_difference(
+                losses, rows[0]['losses'])
+        rows.append(row)
+    if not rows:
+        raise ValueError('no variant has a run of each seed to compare: see why above')
     return rows
 
 
 def print_comparison(rows, n_seeds):
-    table, column = {}, 'val_loss'
+    """Prints a row for each variant: loss, difference, speed, sizes."""
+    table = {}
     for row in rows:
-        if 'error' in row:
-            print(f"{row['variant']}: {row['error']}")
-            continue
-        column, loss, difference, verdict = row['column'], f"{row['loss']:.4f}", '', row.get('verdict', '')
-        if row['sd'] is not None:
-            loss += f" ± {row['sd']:.4f}"
-        if verdict:
-            mean, half = row['difference'], row['half_interval']
-            interval = '' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"
-            difference = f"{mean:+.4f}{interval}"
-        low, high = row['ms_range']
+        mean, half, (low, ms, high) = row.get('difference'), row.get('half_interval'), row['ms']
         sizes = [row[name] for name in ('peak_mb', 'params', 'cache_bytes_per_token')]
-        table[row['variant']] = [loss, difference, verdict, f"{row['ms']:.1f} ({low:.1f} to {high:.1f})",
-                                 *('n/a' if size is None else f"{size:,.0f}" for size in sizes)]
-    heads = ['to the first, 95% confidence', 'verdict', 'ms/step', 'peak MB', 'parameters', 'cache B/token']
-    print_table('variant', [LOSSES[column], *heads], table)
+        table[row['variant']] = [
+            f"{row['loss']:.4f}" + (f" ± {row['sd']:.4f}" if n_seeds > 1 else ''),
+            ('' if mean is None else f"{mean:+.4f}") +
+            ('' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"),
+            row.get('verdict', ''), f"{ms:.1f} ({low:.1f} to {high:.1f})",
+            *('n/a' if size is None else f"{size:,.0f}" for size in sizes)]
+    print_table('variant', [LOSSES[rows[0]['column']], 'to the first, 95% confidence', 'verdict', 'ms/step',
+                            'peak MB', 'parameters', 'cache B/token'], table)
     print("ms/step is a median, in brackets the 10th and 90th percentile")
     print(f"± is the spread over {n_seeds} seeds, the difference is paired by seed, each interval by itself"
           if n_seeds > 1 else 'one seed tells nothing of the spread between seeds: --seeds=3')
@@ -344,22 +319,20 @@ def curve(logs, by, column='val_loss'):
 
 def draw(path, curves, xlabel, ylabel, rows=()):
     """Writes a PNG. curves: name -> x, y and the spread of y; rows: of a comparison, whose losses stand
-    beside, with the intervals of their differences to the first."""
+    beside, the first with its spread, the others with the intervals of their differences to it."""
     pictures = package('matplotlib.figure', 'pictures need', 'matplotlib')
-    figure = pictures.Figure(figsize=(9 if rows else 6, 3.4), layout='constrained')
+    figure = pictures.Figure(figsize=(10 if rows else 6, 3.4), layout='constrained')
     axes, *beside = figure.subplots(1, 1 + bool(rows), squeeze=False)[0]
     for name, (x, y, spread) in curves.items():
         line, = axes.plot(x, y, marker='.', label=name)
         axes.fill_between(x, y - spread, y + spread, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
-    if not rows:  # which name the colours
-        figure.legend(loc='outside right upper', fontsize='small')
+    axes.legend(loc='upper left', bbox_to_anchor=(1, 1), fontsize='small')
     for axes in beside:
         for i, row in enumerate(rows):
-            axes.errorbar(row['loss'], i, xerr=row.get('half_interval'), fmt='o', capsize=3)
-        axes.set_yticks(range(len(rows)), [row['variant'] for row in rows])
-        axes.set(xlabel=f'{ylabel}, 95% interval')
+            axes.errorbar(row['loss'], i, xerr=row.get('half_interval', row['sd']), fmt='o', capsize=3)
+        axes.set(xlabel=f'{ylabel}, spread of the first, 95% intervals', yticks=[])
         axes.invert_yaxis()
         axes.grid(alpha=0.3)
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
@@ -369,18 +342,18 @@ def draw(path, curves, xlabel, ylabel, rows=()):
 
 def plot(names, by, path):
     """Draws the validation loss of runs, given by folder; or perplexity, from .jsonl files of bench.py."""
-    curves = {}
+    curves, labels = {}, (AXES[by][1], LOSSES['val_loss'])
     for name in names:
         if name.endswith('.jsonl'):
+            labels = 'context', 'perplexity'
             for line in map(loads, Path(name).read_text('utf-8').splitlines()):
                 y = np.array([each['perplexity'] for each in line['lengths'].values()])
                 curves[line['path']] = [int(length) for length in line['lengths']], y, 0 * y
         else:
             curves[name] = curve([read_log(name)], by)
             print(f"{name}: val loss {curves[name][1][-1]:.4f}")
-    labels = ('context', 'perplexity') if names[0].endswith('.jsonl') else (AXES[by][1], LOSSES['val_loss'])
     draw(path, curves, *labels)
-    return {'plot': path, 'last': {name: float(y[-1]) for name, (_, y, _) in curves.items()}}
+    return {'plot': path}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -397,31 +370,25 @@ def compare(config, args, name='compare'):
         texts = {text.strip() or 'base': text for text in texts}
     if chosen and not any(map(is_config, args)):
         args = [*shlex.split(chosen['base']), *args]
-    seeds = range(config['seed'], config['seed'] + config['seeds'])
-    try:
-        with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
-            variants = make_variants(texts, args, Path(place))
-            print(f"{len(variants)} variants of train.py {shlex.join(args)}", flush=True)
-            if match in ('params', 'active'):
-                if None in [variant.model for variant in variants]:
-                    raise ValueError(f"match={match} counts by the working tree's code, and from scratch")
-                target = num_params(variants[0].model, match == 'active')
-                for variant in variants[1:]:
-                    match_size(variant, target, match == 'active')
-            runs = run_all(variants, seeds)
-            folders = {variant.name: [variant.folder(seed) for seed in seeds] for variant in variants}
-    finally:
-        git('worktree', 'prune')
+    seeds, by = range(config['seed'], config['seed'] + config['seeds']), config['by']
+    with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
+        variants = make_variants(texts, args, Path(place))
+        print(f"{len(variants)} variants of train.py {shlex.join(args)}", flush=True)
+        if match in ('params', 'active'):
+            if None in [variant.model for variant in variants]:
+                raise ValueError(f"match={match} counts by the working tree's code, and from scratch")
+            target = num_params(variants[0].model, match == 'active')
+            for variant in variants[1:]:
+                match_size(variant, target, match == 'active')
+        runs = run_all(variants, seeds)
+        folders = {variant.name: [variant.folder(seed) for seed in seeds] for variant in variants}
     rows = comparison(variants, runs)
     print_comparison(rows, len(seeds))
-    good = [row for row in rows if 'error' not in row]
-    if not good:
-        raise ValueError('no variant has a run of each seed to compare: see why above')
-    curves = {row['variant']: curve([run['rows'] for run in own], config['by'], row['column'])
-              for row, own in zip(rows, runs) if row in good}
+    curves = {row['variant']: curve([run['rows'] for run in runs[row['variant']]], by, row['column'])
+              for row in rows}
     path = config['png'] or f'{RUNS}/{name}.png'
     try:
-        draw(path, curves, AXES[config['by']][1], LOSSES[good[0]['column']], good)
+        draw(path, curves, AXES[by][1], LOSSES[rows[0]['column']], rows)
     except ImportError as error:
         print(error)
     return {'match': match, 'plot': path, 'rows': rows, 'runs': folders}

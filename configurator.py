@@ -3,8 +3,8 @@
     $ python train.py config/small.py --batch_size=8 --compile=False      # overrides, from left to right
 
 A script's settings are the lower-case names that it assigns above configure(...), of the type of their
-annotation, else of their default. 1e6 may be an int, an int a float, and true, false, 1, 0 a bool. They are
-read from the source, as GPTConfig's fields are, so --help and typos do not wait for slow imports.
+annotation, else of their default; 1e6 may be an int. They are read from the source, as GPTConfig's fields
+are: --help and typos do not wait for slow imports.
 """
 import ast
 import builtins
@@ -30,17 +30,15 @@ from pathlib import Path
 
 SCRIPTS = ('train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check')  # a config file serves them all
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
-# the system's texts, and numpy's, of a disk that is full or locked
+# texts of the system and of numpy
 CANNOT_WRITE = r'No space left|Read-only file|quota exceeded|File too large|requested and \d+ written'
-# of gloo and NCCL, on ranks that wait for one that has ended
-LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
-OUT_OF_MEMORY = {  # setting: how to use less memory; the first setting that the script has counts
+OUT_OF_MEMORY = {  # the first setting that the script has -> how to use less
     'rounds': 'lower --batch_size',
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
     'num_samples': 'lower --batch_size or --max_new_tokens',
     'procs': 'lower --procs',
 }
-RANGES = {  # (lowest, highest): settings of any script; others have no range
+RANGES = {  # (lowest, highest): settings of any script
     (1, 1_000_000): 'batch_size gradient_accumulation_steps',
     (1, 1e18): 'eval_interval eval_iters log_interval num_samples max_new_tokens steps rounds seeds shards '
                'procs prompt_len',
@@ -52,9 +50,10 @@ RANGES = {  # (lowest, highest): settings of any script; others have no range
     (1e-6, 0.5): 'val_fraction',
 }
 AT_MOST = {'min_lr': 'learning_rate', 'lora_rank': 'n_embd', 'prompt_len': 'block_size'}  # another setting
-CHOICES = {  # of settings whose values are in no table of a script
+CHOICES = {  # of settings without a table of their values
     'compile': (True, False, 'auto'), 'quantize': ('', 'int8'), 'thinking': ('show', 'hide', 'on', 'off'),
-    'errors': ('strict', 'replace'), 'match': (None, 'none', 'params', 'active'),
+    'errors': ('strict', 'replace'), 'special_tokens': ('refuse', 'text', 'tokens'),
+    'match': (None, 'none', 'params', 'active'),
 }
 UNUSED = {  # a setting and its value: the flags without effect there
     'optimizer=adamw': 'momentum', 'decay_lr=False': 'lr_schedule', 'lr_schedule=cosine': 'cooldown',
@@ -71,6 +70,7 @@ def print0(*values):
 
 
 def duration(seconds):
+    """3723 -> 1:02:03"""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
@@ -86,19 +86,20 @@ def package(name, need='published models need', install='safetensors tokenizers 
 # settings ---------------------------------------------------------------------------------------------------
 
 class Setting(typing.NamedTuple):
+    """Of a script or of GPTConfig, as its source has it."""
     kinds: list | None  # the types of its annotation
     default: ast.expr
     source: str         # the lines that assign it, and the comments right above them
 
 
 def declared(path, class_name=None):
-    """{name: Setting} of a script, above configure(...), or of a class in a file, which is not run."""
+    """{name: Setting} of a script, above configure(...), or of a class, which are not run."""
     source = path.read_text('utf-8')
     lines, settings, body = source.splitlines(), {}, ast.parse(source).body
     if class_name:
         body = next(node.body for node in body if getattr(node, 'name', '') == class_name)
     for node in body:
-        if any(getattr(part, 'id', '') == 'configure' for part in ast.walk(node)):
+        if 'configure(' in lines[node.lineno - 1]:
             break
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
         name = getattr(target, 'id', '')
@@ -135,7 +136,7 @@ def parse(text, kinds):
 def checked(arg, name, value, kinds):
     """The value of a setting in its type. Raises ValueError for an unknown name or a wrong type."""
     if name not in kinds:
-        near = difflib.get_close_matches(name.strip('-').replace('-', '_').lower(), kinds)
+        near = difflib.get_close_matches(name, kinds)
         hint = ("give config files without --config=" if name == 'config' else
                 f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help")
         raise ValueError(f"{arg}: unknown setting {name!r}; {hint}")
@@ -155,20 +156,20 @@ def settings_of_scripts(folder):
 
 
 def run_file(name, folder, values):
-    """The settings that a config file assigns: plain Python, which sees those so far. It is looked for here,
-    then beside the script. Settings of other scripts are left out."""
+    """What a config file, plain Python that sees `values`, assigns, without other scripts' settings. It is
+    looked for here, then beside the script."""
     path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
     if path is None:
-        known = ', '.join(sorted(path.name for path in folder.glob('config/*.py')))
-        raise ValueError(f"there is no config file {name}; config/ has {known or 'none'}")
+        raise ValueError(f"there is no config file {name}: neither here nor in {folder}")
     others = settings_of_scripts(folder.resolve())
-    # the settings so far come as builtins, so that the globals afterwards are what the file assigned
+    # as builtins: the globals afterwards are what the file assigned
     assigned = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
     return {key: value for key, value in assigned.items() if key in values or (
         key.islower() and not key.startswith('_') and key not in others and type(value) in PLAIN.values())}
 
 
 def show(label, values):
+    """Prints settings, wrapped."""
     items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'nothing for this script'
     print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
@@ -176,6 +177,7 @@ def show(label, values):
 # configure --------------------------------------------------------------------------------------------------
 
 class Configured(typing.NamedTuple):
+    """What configure has found."""
     config: dict      # all settings of the script
     model_args: dict  # fields of model_config that were given
     words: list       # plain words of the command line
@@ -184,8 +186,8 @@ class Configured(typing.NamedTuple):
 
 
 def is_text(path, settings):
-    """Whether a .py file is text to a script that learns text: it is, unless its folder is named config.
-    Raises ValueError where that is unclear: it assigns one of the script's settings."""
+    """Whether a .py file is text to a script that learns text: unless its folder is named config. Raises
+    ValueError where it assigns one of the script's settings."""
     if Path(path).parent.name == 'config':
         return False
     unclear = settings.keys() & re.findall(r'(?m)^(\w+) *=(?!=)', Path(path).read_text('utf-8', 'replace'))
@@ -195,30 +197,27 @@ def is_text(path, settings):
     return True
 
 
-def configure(settings, model_config=None, words=0, argv=None, default_file=None, also=None, texts=False):
+def configure(settings, model_config=None, words=0, argv=None, default_file=None, also=None, texts=False):  # noqa: C901
     """Override a script's settings by config files and flags, and print which.
 
-    settings: the script's globals(). model_config: the dataclass in the model.py beside the script whose
-    fields are settings too. words: how many plain words the command line may have. argv: the command line of
-    an imported script. default_file: a config file that is loaded unless the command line names one, or
-    resumes; without the fields of model_config if --init_from names a model. also: another script, whose
-    flags are let through. texts: whether words may be texts, see is_text. Raises ValueError for
-    an unknown setting or file, or a value of a wrong type.
+    settings: the script's globals(). model_config: the dataclass in model.py whose fields are settings too.
+    words: how many plain words there may be. argv: the command line of an imported script. default_file: for
+    a command line without a config file, unless it resumes; without the fields of model_config if --init_from
+    names a model. also: a script whose flags are let through. texts: whether words may be texts, see is_text.
+    Raises ValueError for an unknown setting or file, or a wrong type.
     """
     path, launched = Path(settings['__file__']), settings['__name__'] == '__main__'
     own = declared(path)
     fields = declared(path.with_name('model.py'), model_config) if model_config else {}
-    known, twice = own | fields, own.keys() & fields.keys()
-    assert not twice, f"{path.name} and {model_config} both have {', '.join(twice)}"
-    config = {name: settings[name] for name in own}
-    values = config | {name: ast.literal_eval(field.default) for name, field in fields.items()}
+    known, values = own | fields, {name: settings[name] for name in own}
+    values |= {name: ast.literal_eval(field.default) for name, field in fields.items()}
     kinds = {name: setting.kinds or [type(values[name])] for name, setting in known.items()}
     others = declared(path.with_name(also)).keys() - kinds.keys() if also else set()
 
     argv = sys.argv[1:] if launched else argv or []
     if launched:
         sys.excepthook = functools.partial(one_line_errors, settings=values)
-        with contextlib.suppress(AttributeError):  # a terminal that is not UTF-8 gets ? for what it lacks
+        with contextlib.suppress(AttributeError):  # a notebook's; a terminal prints ? for what it lacks
             sys.stdout.reconfigure(errors='replace')
     if {'-h', '--help'} & {*argv}:
         print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
@@ -228,7 +227,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         not arg.endswith('.py') or texts and is_text(arg, own))]
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
-    overrides, model_args, given, file_args = [arg for arg in argv if arg not in plain], {}, {}, {}
+    overrides, given, file_args = [arg for arg in argv if arg not in plain], {}, {}
     start = ['scratch', *(arg.partition('=')[2] for arg in argv if arg.startswith('--init_from='))][-1]
     by_default = (launched and default_file and start != 'resume'
                   and all(arg.startswith('-') for arg in overrides))
@@ -241,12 +240,12 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
         else:
             assigned, label = run_file(arg, path.parent, values), arg
             if by_default and start != 'scratch':
-                assigned = {name: value for name, value in assigned.items() if name in config}
+                assigned = {name: value for name, value in assigned.items() if name in own}
         for name, value in assigned.items():
-            assigned[name] = value = checked(arg, name, value, dict.fromkeys(others) | kinds)
+            assigned[name] = value = checked(arg, name, value, kinds)
             if value == '' and label == 'flags' and settings.get(name):  # its default
                 raise ValueError(f"{arg} is empty: give a value, or leave it out")
-            values[name] = (config if name in config else model_args)[name] = value
+            values[name] = value
             given.pop(name, None)
             given[name] = label
         if label != 'flags':
@@ -256,15 +255,16 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     if flags:
         show('flags', flags)
     check_settings({name: values[name] for name in given})
+    config = {name: values[name] for name in own}
     settings.update(config)
     if launched and config.get('device') in ('auto', 'cpu'):
         yield_cores()
+    model_args = {name: values[name] for name in given if name in fields}
     return Configured(config, model_args, plain, given, file_args)
 
 
 def check_settings(settings, choices=CHOICES):
-    """Raises ValueError for settings out of RANGES, or that are none of choices, name -> values. None is in
-    any range."""
+    """Raises ValueError for settings out of RANGES, or none of choices, name -> values. None is in range."""
     wrong = [f"{name}={settings[name]!r} is none of {', '.join(map(str, known))}"
              for name, known in choices.items() if name in settings and settings[name] not in known]
     wrong += [f"{name}={settings[name]} must be at least {low:g} and at most {AT_MOST.get(name, high)}"
@@ -282,15 +282,15 @@ def check_effect(given, settings):
 
 
 def refuse_unused(given, names, where):
-    """Raises ValueError if one of the names is a flag; config files, which serve many runs, may have it."""
+    """Raises ValueError if one of the names is a flag; config files serve many runs."""
     for name in names:
         if given.get(name) == 'flags':
             raise ValueError(f"--{name} has no effect {where}: leave it out")
 
 
 def effective(settings, unused):
-    """model_args without those of config files that flags have left without effect. settings: Configured;
-    unused: model.unused."""
+    """model_args of Configured without those of config files that flags leave without effect. unused:
+    model.unused."""
     args, given = settings.model_args, settings.given
     lost = [name for name in unused(args) - unused(settings.file_args) if given[name] != 'flags']
     if lost:
@@ -300,18 +300,19 @@ def effective(settings, unused):
 
 @contextlib.contextmanager
 def reading(path):
-    """Raises ValueError that names the file for what a library says of its content."""
+    """Raises ValueError, with the file's name, for errors of a library that reads it."""
     try:
         yield
     except Exception as error:
-        if on_purpose(error, error.__traceback__) or getattr(error, 'filename', None):
+        if on_purpose(error) or getattr(error, 'filename', None):
             raise
         raise ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: "
                          f"{str(error).partition('. ')[0]:.150}") from error
 
 
-def on_purpose(error, trace):
+def on_purpose(error):
     """Whether our own code raised this error for the user: the innermost frame is ours, at `raise`."""
+    trace = error.__traceback__
     while trace.tb_next:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
@@ -321,28 +322,27 @@ def on_purpose(error, trace):
 
 
 def refused_file(error):
-    """Whether the system gave no permission, or refused a file that the command line names, or one in a
-    folder that it names."""
+    """Whether the system gave no permission, or refused a file that the command line names, or its folder."""
     name = str(getattr(error, 'filename', None) or '')
     return isinstance(error, PermissionError) or name and any(
         name in arg or name.startswith(arg.partition('=')[2] or arg) for arg in sys.argv[1:])
 
 
 def one_line_errors(kind, error, trace, settings=()):
-    """The excepthook of a script with these settings: a line for what users can mend, else the traceback."""
+    """The excepthook of a script: a line for what users can mend, else the traceback."""
     message = str(error)
     if kind is BrokenPipeError:
-        os._exit(141)  # of `| head`: not a word, not even from the flush at exit
+        os._exit(141)  # of `| head`: no word, not even at exit
     elif kind is KeyboardInterrupt:
         message = 'interrupted'
     elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
         advice = [text for name, text in OUT_OF_MEMORY.items() if name in settings]
         message = '; '.join(['out of memory', *advice[:1]])
-    elif 'RANK' in os.environ and re.search(LOST_RANK, message):
-        message = 'this rank ends because another one has, which says why'
-    elif re.search(CANNOT_WRITE, message) and not on_purpose(error, trace):
+    elif on_purpose(error):
+        pass
+    elif re.search(CANNOT_WRITE, message):
         message = f"cannot write ({message}): free some space, or write elsewhere"
-    elif not (on_purpose(error, trace) or refused_file(error)):
+    elif not refused_file(error):
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
 
@@ -352,11 +352,10 @@ def one_line_errors(kind, error, trace, settings=()):
 def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memory=False):
     """Settles device, dtype and threads, and seeds torch.
 
-    device: cpu, cuda, cuda:1, mps, or auto, the best there is; under torchrun each rank takes its own GPU.
-    dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, which the hardware is fast at.
-    bound_by_memory: whether compiled steps, or weights in eight bits, generate text. Returns device,
-    device_type, dtype (torch's), threads and autocast (`with run.autocast():`). Raises ValueError for a
-    device that is not here, or cannot compute in this dtype.
+    device: see choose_device. dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, see
+    fastest_dtype. bound_by_memory: whether compiled steps, or weights in eight bits, generate text. Returns
+    device, device_type, dtype (torch's), threads and autocast (`with run.autocast():`). Raises ValueError for
+    a device that is not here or lacks the dtype.
     """
     import torch
     kind, index = choose_device(device)
@@ -374,7 +373,7 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
     if dtype not in ('float32', 'bfloat16') and (kind, dtype) != ('cuda', 'float16'):
         raise ValueError(f"dtype={dtype}: use --dtype=auto, float32 or bfloat16; float16 needs CUDA")
     torch.set_float32_matmul_precision(matmul_precision(kind, dtype))
-    # torch.manual_seed asks CUDA as well, which device=cpu must not touch
+    # torch.manual_seed would ask CUDA as well
     (torch.default_generator if kind == 'cpu' else torch).manual_seed(seed)
     print0(f"device {device} ({name}), dtype {dtype}")
     compute = getattr(torch, dtype)
@@ -385,12 +384,9 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
 
 
 def yield_cores():
-    """Has OpenMP's threads wait asleep, not spinning, where other programs keep more than a third of the
-    cores busy. OpenMP reads the environment when torch loads it; a user who has set something there decides.
-
-    Beside others two threads then take 0.3 to 0.6 of the time, alone they would take 1.1 to 1.5 times as
-    long (docs/evidence.md). One thread is slower beside many, and rounds otherwise than the run it resumes.
-    """
+    """Has OpenMP's threads wait asleep where other programs keep more than a third of the cores busy: two
+    threads then take 0.3 to 0.6 of the time, alone 1.1 to 1.5 times as long (docs/evidence.md). OpenMP reads
+    the environment when torch loads it; what a user has set counts."""
     decided = {'OMP_NUM_THREADS', 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys()
     if decided or 'torch' in sys.modules or sys.platform != 'linux':
         return
@@ -401,7 +397,7 @@ def yield_cores():
 
 
 def busy_cores():
-    """How many cores other programs use, on Linux: in a tenth of a second, which this one sleeps."""
+    """How many cores other programs use on Linux, in a tenth of a second's sleep."""
     def used():  # hundredths of a second: user, nice, system
         return sum(map(int, Path('/proc/stat').read_text('utf-8').split()[1:4]))
     before = used()
@@ -410,7 +406,8 @@ def busy_cores():
 
 
 def choose_device(device):
-    """'auto', 'cpu', 'cuda', 'cuda:1', 'mps' -> (type, index). Raises ValueError if it is not here."""
+    """'auto' (the best), 'cpu', 'cuda', 'cuda:1', 'mps' -> (type, index); under torchrun each rank has its
+    own GPU. Raises ValueError if it is not here."""
     import torch
     kind, _, index = device.partition(':')
     counts = {'cuda': torch.cuda.device_count, 'mps': torch.mps.device_count, 'cpu': lambda: 1}
@@ -426,46 +423,35 @@ def choose_device(device):
 
 
 def fastest_dtype(kind, index, bound_by_memory):
-    """bfloat16 where there are units for it, float16 on older GPUs, else float32.
-
-    On a CPU without units (AMX tiles, AVX-512 BF16) products of many rows take twice as long in bfloat16; but
-    compiled steps that generate wait for weights, here half the bytes, and torch's kernel for eight bits is
-    fast in bfloat16 alone.
-    """
+    """bfloat16 where there are units for it, float16 on older GPUs, else float32. A CPU without units takes
+    twice as long in bfloat16 for many rows; but compiled steps that generate wait for weights, half the bytes
+    here, and torch's kernel for eight bits is fast in bfloat16 alone."""
     import torch
     if kind == 'cuda':
         return 'bfloat16' if torch.cuda.get_device_capability(index) >= (8, 0) else 'float16'
-    has_units = (getattr(torch.cpu, '_is_amx_tile_supported', bool)()
-                 or getattr(torch.cpu, '_is_avx512_bf16_supported', bool)())
+    has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return 'bfloat16' if kind == 'cpu' and (bound_by_memory or has_units) else 'float32'
 
 
 def matmul_precision(kind, dtype):
-    """How float32 matmuls may be computed. On CUDA by TF32 in a float32 run; in 16 bits those that are left,
-    of routers and states, are float32 for a reason. On AMD's CPUs by oneDNN ('medium', exact there).
-
-    oneDNN takes 0.4 of the time of MKL, which is slow on AMD; on Intel's CPUs it takes 1.2 to 2 times as
-    long, and rounds to bfloat16 with AMX.
-    """
-    if kind == 'cpu' and 'AuthenticAMD' in cpu_vendor():
+    """How float32 matmuls may be computed. On CUDA by TF32 in a float32 run; beside 16 bits routers and
+    states are float32 for a reason. On AMD's CPUs by oneDNN ('medium', exact there), in 0.4 of MKL's time; on
+    Intel's it takes 1.2 to 2 times as long, and rounds to bfloat16 with AMX."""
+    vendor = platform.processor()  # Windows says it here
+    with contextlib.suppress(OSError):
+        vendor = Path('/proc/cpuinfo').read_text('utf-8')
+    if kind == 'cpu' and 'AuthenticAMD' in vendor:
         return 'medium'
     return 'high' if (kind, dtype) == ('cuda', 'float32') else 'highest'
 
 
-def cpu_vendor():
-    """A text with the vendor of this CPU, GenuineIntel or AuthenticAMD, where the system says it."""
-    with contextlib.suppress(OSError):
-        return Path('/proc/cpuinfo').read_text('utf-8')
-    return platform.processor()
-
-
 def can_compile(device):
-    """Whether torch.compile works here; if not, a line says what is missing. For a GPU it writes Triton,
-    which needs a C compiler, for a CPU C++; both include Python.h."""
+    """Whether torch.compile works here; if not, prints what is missing. Triton needs a C compiler; both that
+    and the C++ for a CPU include Python.h."""
     import torch
     kind, index = choose_device(device)
-    variable, known = ('CC', ['gcc', 'clang']) if kind == 'cuda' else ('CXX', ['g++', 'clang++'])
-    compilers = os.environ.get(variable, '').split()[:1] or known
+    variable, known = ('CC', 'gcc clang') if kind == 'cuda' else ('CXX', 'g++ clang++')
+    compilers = os.environ.get(variable, known).split()
     header = Path(sysconfig.get_path('include', 'posix_prefix'), 'Python.h')
     lacks = {
         'a system other than Windows': sys.platform == 'win32',
@@ -482,7 +468,7 @@ def can_compile(device):
 
 
 def resolve_compile(compile, device, seconds):
-    """compile='auto' -> bool. seconds: of an eager run; compiling takes 40 s on a CPU, about that on CUDA."""
+    """compile='auto' -> bool. seconds: of an eager run; compiling takes about 40."""
     if compile != 'auto':
         return compile
     return device != 'mps' and seconds > 120 and can_compile(device)
@@ -491,14 +477,14 @@ def resolve_compile(compile, device, seconds):
 def compile_model(model, device):
     """A compiled function like model(idx, targets); the model stays as it is."""
     import torch
-    # eager's random numbers, compiled or not; fast on CPUs
+    # a CPU draws eager's random numbers, which is fast there
     options = None if 'cuda' in device else {'fallback_random': True}
     return torch.compile(model, dynamic=False, options=options)
 
 
 def keep_freed_memory(below=1 << 30):
-    """Has glibc keep freed blocks smaller than `below` bytes: else each step on a CPU maps its memory anew,
-    and takes 1.25 times as long. Kept blocks leave gaps, which take a quarter to twice as much again."""
+    """Has glibc keep freed blocks below so many bytes: a CPU's step that maps its memory anew takes 1.25
+    times as long. Kept blocks leave gaps, a quarter to twice as much again."""
     options = {-3: below, -1: 2**31 - 1, -2: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has mallopt
         for option, value in options.items():
@@ -533,7 +519,7 @@ def peak_mb(device):
 
 
 def memory_at_hand(device):
-    """Bytes that are free on the CUDA device, or that this machine has; infinite where it does not say."""
+    """Bytes free on the CUDA device, or of this machine; infinite where it does not say."""
     if 'cuda' in device:
         import torch
         return torch.cuda.mem_get_info(device)[0]

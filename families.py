@@ -9,7 +9,7 @@ import typing
 
 import torch
 
-from model import MIXERS, GPTConfig, letter, round_up
+from model import GPTConfig, letter, round_up, unused
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -17,10 +17,10 @@ class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
     To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors; where
-    laid out otherwise, an entry of `rows` or `layouts`; for fields of config.json that no name carries over,
-    a Rule, of which `converted`, `worded`, `listed` and `every` make the usual ones. A name may be a function
-    of the config; 'D.attn.c_attn' is for the layers of mixer D alone. Whatever a table omits is refused by
-    name. Add a tiny model to HF_MODELS in tests/test_hub.py, which compares it with transformers, in and out.
+    laid out otherwise, an entry of `rows` or `layouts`; for fields that no name carries over, a Rule, of
+    which `converted`, `worded`, `listed` and `every` make the usual ones. A name may be a function of the
+    config; 'D.attn.c_attn' is for the layers of mixer D alone. Whatever a table omits is refused by name.
+    tests/test_hub.py compares each with transformers, in and out; VARIANTS there has its options.
     """
     arch: str                   # the class in transformers
     fields: dict                # GPTConfig's field: theirs; of several, the first that is given
@@ -50,6 +50,7 @@ class Rule(typing.NamedTuple):
 
 
 class Layout(typing.NamedTuple):
+    """How a tensor is converted."""
     read: typing.Callable       # theirs -> ours
     write: typing.Callable      # ours -> theirs
 
@@ -80,26 +81,6 @@ def refuse(c, **fields):
         raise ValueError(f"{c['model_type']} with {given} is unsupported")
 
 
-EXPERT_FIELDS = {
-    'n_expert', 'n_expert_active', 'n_shared_expert', 'd_expert', 'router', 'norm_topk_prob',
-    'routed_scaling_factor', 'n_group', 'topk_group', 'balance_bias'}
-
-
-def unused(args):
-    """The fields that have no effect as no layer has experts or their mixer. args: GPTConfig's fields."""
-    names = set()
-    if pattern := args.get('mixer_pattern'):
-        def fields(kinds):
-            return {name for kind in kinds for name in MIXERS[kind].fields}
-        names = fields(MIXERS) - fields(pattern)
-    kinds = args.get('expert_pattern', 'E')
-    if 'E' not in kinds or not args.get('n_expert', True):
-        names |= EXPERT_FIELDS
-        if 'N' not in kinds:
-            names.add('expert_pattern')
-    return names
-
-
 # the layout of tensors --------------------------------------------------------------------------------------
 
 SAME = Layout(lambda w: w, lambda w: w)
@@ -111,13 +92,12 @@ CONVOLUTION = Layout(lambda w: w.flatten(1), lambda w: w[:, None])  # (channels,
 
 
 def shares(groups, *parts):
-    """The rows of a tensor of `groups` groups, each of which holds its share of each part in turn. parts:
-    indices of our rows, (n,) each."""
+    """The rows of `groups` groups, each of which holds its share of each part, (n,) of our rows."""
     return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
 
 
 def interleaved(rows):
-    """(..., n), two halves -> pairs with one of each, as some families store rotated pairs."""
+    """(..., n), two halves -> pairs with one of each."""
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
@@ -130,7 +110,7 @@ def rows_interleaved(config, q, k, *rest):
 
 
 def rows_swapped(config, q, k, v):
-    """The halves of each query's and key's head change places, so that they turn the other way."""
+    """The halves of each query's and key's head change places: they turn the other way."""
     return [*(rows.view(-1, 2, config.head_dim // 2).flip(1).flatten() for rows in (q, k)), v]
 
 
@@ -180,12 +160,12 @@ def rows_convolution(config, rows):
 
 
 def rows_mamba(config, c, b, x, z, dt):
-    """One tensor: the output's gate, values, keys, queries, step sizes (z, x, B, C, dt in the paper)."""
+    """z, x, B, C, dt in the paper: the output's gate, values, keys, queries, step sizes."""
     return [torch.cat((z, x, b, c, dt))]
 
 
 def rows_mamba_convolution(config, rows):
-    """One tensor: the channels of values, keys, queries."""
+    """Values, keys, queries."""
     c, b, x = rows_convolution(config, rows)
     return [torch.cat((x, b, c))]
 
@@ -198,7 +178,7 @@ def rows_qwen3_5(config, q, k, v, z, b, a):
 # fields of config.json that no name carries over ------------------------------------------------------------
 
 def converted(ours, theirs, read, write, default=None):
-    """The Rule of a field whose values differ. read: (their value, GPTConfig's fields so far) -> ours; write:
+    """The Rule of a field whose values differ. read: (theirs, GPTConfig's fields so far) -> ours; write:
     GPTConfig -> theirs."""
     def read_value(c, args):
         if c[theirs] is not None:
@@ -209,15 +189,14 @@ def converted(ours, theirs, read, write, default=None):
 def shared_width(theirs):
     """The Rule of the width of all shared experts; 0: there are none."""
     return converted('n_shared_expert', theirs,
-                     lambda given, args: given and given // args['d_expert'] or None,
+                     lambda given, args: given and given // args['d_expert'],
                      lambda config: (config.n_shared_expert or 0) * (config.d_expert or 0), 0)
 
 
 def letters(config, pattern):
     """Each layer's letter in a pattern of ours."""
-    of = {'expert_pattern': config.mlp_of, 'mixer_pattern': config.mixer_of}.get(
-        pattern, lambda i: letter(getattr(config, pattern), i))
-    return [of(i) for i in range(config.n_layer)]
+    return [config.mlp_of(i) if pattern == 'expert_pattern' else letter(getattr(config, pattern), i)
+            for i in range(config.n_layer)]
 
 
 def worded(pattern, theirs, words):
@@ -233,8 +212,7 @@ def worded(pattern, theirs, words):
 
 
 def listed(pattern, theirs, marked, others=None):
-    """The Rule of their list of the layers that have this letter; others: what the rest have, None: what they
-    had."""
+    """The Rule of their list of the layers with this letter; others: of the rest, None: as they were."""
     def read(c, args):
         if c[theirs]:
             args[pattern] = ''.join(marked if i in c[theirs] else letter(others or args[pattern], i)
@@ -246,7 +224,7 @@ def listed(pattern, theirs, marked, others=None):
 
 
 def every(pattern, theirs, usual, other, default):
-    """The Rule of their number n: each n-th layer is other than usual. No export needs it."""
+    """The Rule of their number n: each n-th layer is other than usual."""
     return Rule({theirs: default}, lambda c, args: args.update({pattern: usual * (c[theirs] - 1) + other}))
 
 
@@ -301,7 +279,7 @@ def read_ernie(c, args):
 
 
 def read_indexer(c, args):
-    """An indexer picks index_topk tokens to attend to; in a shorter context it picks all tokens."""
+    """An indexer picks index_topk tokens to attend to: in a shorter context all."""
     args['block_size'] = min(args['block_size'], c['index_topk'])
 
 
@@ -320,8 +298,7 @@ def read_llama4(c, args):
     pattern = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
     if c.get('layer_types'):
         pattern = ''.join('C' if one == 'chunked_attention' else 'L' for one in c['layer_types'])
-    if 'C' in pattern:
-        args.update(window=c['attention_chunk_size'], window_pattern=pattern)
+    args.update(window=c['attention_chunk_size'], window_pattern=pattern)
 
 
 def read_lfm2(c, args):
@@ -355,7 +332,7 @@ def check_mamba(c, args):
 
 def read_granite_hybrid(c, args):
     if c['position_embedding_type'] != 'rope':
-        args.update(pos='none', rope_base=10000.0, rope_scaling=None)
+        args['pos'] = 'none'
     if args['n_expert']:
         args['n_shared_expert'] = c['shared_intermediate_size'] // args['d_expert']
     else:  # what all tokens use is the MLP
@@ -368,29 +345,25 @@ def write_granite_hybrid(config, c):
              num_local_experts=config.n_expert or 0, shared_intermediate_size=shared or config.d_ff)
 
 
-NEMOTRON_LAYERS = {'M': 'linear_attention', '*': 'full_attention', '-': 'mlp', 'E': 'moe'}
+NEMOTRON_LAYERS = {'B': 'linear_attention', 'A': 'full_attention', 'D': 'mlp', 'E': 'moe'}  # ours: theirs
 
 
 def read_nemotron_h(c, args):
     """A mixer and the MLP that follows it are one block of ours."""
-    kinds = c['layers_block_type'] or [NEMOTRON_LAYERS[one] for one in c['hybrid_override_pattern']]
-    mixers, mlps = '', ''
-    for kind, before in zip(kinds, [None, *kinds]):
-        if kind in ('mlp', 'moe'):
-            if before in (None, 'mlp', 'moe'):
-                refuse(c, layers_block_type=f"{kind} after {before}")
-            mlps = mlps[:-1] + ('E' if kind == 'moe' else 'D')
-        else:
-            mixers, mlps = mixers + ('A' if kind == 'full_attention' else 'B'), mlps + 'N'
-    args.update(n_layer=len(mixers), mixer_pattern=mixers, expert_pattern=mlps)
+    kinds = (c['hybrid_override_pattern'] or '').translate(str.maketrans('M*-', 'BAD'))
+    if words := c['layers_block_type']:
+        ours = {word: kind for kind, word in NEMOTRON_LAYERS.items()}
+        kinds = ''.join(ours.get(word, '?') for word in words)
+    blocks = re.findall('([AB])([DE]?)', kinds)
+    if kinds != ''.join(mixer + mlp for mixer, mlp in blocks):
+        refuse(c, layers_block_type=words or kinds)
+    args.update(n_layer=len(blocks), mixer_pattern=''.join(mixer for mixer, _ in blocks),
+                expert_pattern=''.join(mlp or 'N' for _, mlp in blocks))
 
 
 def write_nemotron_h(config, c):
-    kinds = []
-    for i in range(config.n_layer):
-        kinds.append('full_attention' if config.mixer_of(i) == 'A' else 'linear_attention')
-        kinds += {'D': ['mlp'], 'E': ['moe'], 'N': []}[config.mlp_of(i)]
-    c['layers_block_type'] = kinds
+    kinds = zip(letters(config, 'mixer_pattern'), letters(config, 'expert_pattern'))
+    c['layers_block_type'] = [NEMOTRON_LAYERS[kind] for block in kinds for kind in block if kind != 'N']
 
 
 def nemotron_layer(config, layer, name):
@@ -445,7 +418,7 @@ def write_ministral3(config, c):
 
 
 def read_hunyuan(c, args):
-    """A dynamic scaling with alpha is a larger base, whatever the length."""
+    """A dynamic scaling with alpha is a larger base."""
     scaling, width = args['rope_scaling'] or {}, args.get('head_dim') or args['n_embd'] // args['n_head']
     if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
         args['rope_base'] *= scaling['alpha'] ** (width / (width - 2))
@@ -454,12 +427,11 @@ def read_hunyuan(c, args):
 
 def read_gpt_neo(c, args):
     kinds = ''.join('S' if kind == 'local' else 'L' for kind in c['attention_layers'])
-    if 'S' in kinds:
-        args.update(window=c['window_size'], window_pattern=kinds)
+    args.update(window=c['window_size'], window_pattern=kinds)
 
 
 def read_minimind(c, args):
-    """A Qwen3 from version 3 on; before, with n_routed_experts in its config.json, a Llama."""
+    """From version 3 on a Qwen3; before, with n_routed_experts, a Llama."""
     args['qk_norm'] = c['n_routed_experts'] is None
     if not c['use_moe']:
         args['n_expert'] = 0
@@ -535,8 +507,7 @@ SHARED_MLP = {'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_pro
               'mlp.shared.c_proj': 'mlp.shared_mlp.down_proj'}
 LINEAR_FIELDS = dict(
     linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads',
-    linear_key_head_dim='linear_key_head_dim', linear_value_head_dim='linear_value_head_dim',
-    linear_conv_kernel_dim='linear_conv_kernel_dim')
+    **same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'))
 PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
@@ -659,8 +630,7 @@ GEMMA2 = like(
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
     defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
-    names={'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_feedforward_layernorm',
-           'ln_4': 'post_feedforward_layernorm'},
+    names={'ln_3': 'pre_feedforward_layernorm', 'ln_4': 'post_feedforward_layernorm'},
     layouts=PLUS_ONE_NORMS,
     rules=(GEMMA, converted('attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
                             lambda config: round(config.scale ** -2), 256)))
@@ -781,8 +751,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         harmless='rope_local_base_freq',
         defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
                       num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
-                      max_position_embeddings=131072),  # what the published ones leave out
-        layouts={f'attn.{norm}.weight': PLUS_ONE for norm in ('q_norm', 'k_norm')}),
+                      max_position_embeddings=131072)),  # what the published ones leave out
     'lfm2': LFM2,
     'lfm2_moe': like(
         LFM2, 'Lfm2MoeForCausalLM', rules=(), fields=dict(
@@ -997,7 +966,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                  'global_attn_every_n_layers',  # which is read
         ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich', norm_eps=1e-5, n_dense_layer=1),
         names={'attn.c_attn': f"{LLAMA.names['attn.c_attn']} self_attn.gate_proj",
-               'ln_2': 'post_attention_layernorm', 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
+               'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
                'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
         rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, converted(
             'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
@@ -1085,9 +1054,12 @@ GGUF_FIELDS = {  # llama.cpp's: ours
     'attention.key_length': 'head_dim', 'attention.value_length': 'head_dim',
     'attention.layer_norm_epsilon': 'norm_eps', 'attention.layer_norm_rms_epsilon': 'norm_eps',
     'attention.sliding_window': 'window', 'attn_logit_softcapping': 'attn_softcap',
-    'final_logit_softcapping': 'logit_softcap', 'rope.dimension_count': 'rope_dim',
+    'final_logit_softcapping': 'logit_softcap', 'rope.dimension_count': 'head_dim',
     'rope.freq_base': 'rope_base', 'expert_count': 'n_expert', 'expert_used_count': 'n_expert_active',
-    'expert_feed_forward_length': 'd_expert'}
+    'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
+GGUF_SCALING = {f'rope.scaling.{theirs}': ours for theirs, ours in dict(
+    type='rope_type', factor='factor', original_context_length='original_max_position_embeddings').items()}
+GGUF_OTHERS = {'vocab_size', 'expert_shared_feed_forward_length', 'rope.scaling.finetuned'}  # keys besides
 GGUF_PAIRED = 'llama', 'smollm3'  # in these the rows that rotate as a pair are neighbours
 GGUF_EXPERTS = {  # all in one tensor
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
@@ -1102,7 +1074,9 @@ REFUSED = {  # model_type: the part of its models that model.py lacks
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
-OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None)  # theirs, where ours are None or 0
+OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, q_lora_rank=None, attn_scale=None
+           )  # theirs, where ours are None or 0
+THEIRS_ALONE = {'head_bias', 'residual_scale', 'shared_gate'}  # which may have an effect there, and none here
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
@@ -1132,8 +1106,7 @@ HARMLESS = '''
 # config.json ------------------------------------------------------------------------------------------------
 
 def config_from_hf(c):
-    """config.json, in transformers' old or new form -> GPTConfig. Raises ValueError that names all that is
-    unsupported."""
+    """config.json, old or new -> GPTConfig. Raises ValueError that names all that is unsupported."""
     c = text_config(c)
     c = {**c.get('attn_config', {}), **c}  # MPT's
     if c.get('model_type') not in FAMILIES:
@@ -1166,8 +1139,17 @@ def config_from_hf(c):
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:  # names each layer
         args.pop('n_dense_layer', None)
-    ignored = unused(args)  # what transformers writes all the same
-    return GPTConfig(**{name: value for name, value in args.items() if name not in ignored})
+    if 'E' in args.get('expert_pattern', 'E') and 'n_expert' in family.fields.keys() - args.keys():
+        refuse(c, **{family.fields['n_expert']: None})
+    return config_of(args)
+
+
+def config_of(args):
+    """The GPTConfig of what a published model says, which may have no effect."""
+    args = {name: value for name, value in args.items() if value is False or value != 0}  # 0: none
+    while ignored := unused(args) - THEIRS_ALONE:
+        args = {name: value for name, value in args.items() if name not in ignored}
+    return GPTConfig(**args)
 
 
 def text_config(c):
@@ -1184,21 +1166,20 @@ def activations_of(family):
 
 def read_rope(c, args):
     """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
-    takes rope_scaling alone (modeling_rope_utils, 5.23). A family with rope_local has two rotations."""
+    takes rope_scaling alone (modeling_rope_utils, 5.23)."""
     given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('rope_local', None)
     if own is None and any(isinstance(value, dict) for value in given.values()):
         refuse(c, rope_parameters=given)
     args.update(rope_fields(given.get('full_attention', given), c, args))
-    if own is not None and 'window' in args:
+    if own is not None:
         base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
         local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
-        # a scaling that is set later is not theirs
         args['rope_local'] = {name: value for name, value in local.items()
                               if name == 'rope_scaling' or value != args[name]}
 
 
 def rope_fields(given, c, args):
-    """One rotation. mrope, for images, is left out: for text all its positions are equal."""
+    """One rotation, without mrope: for text all its positions are equal."""
     rope = {'rope_type' if name == 'type' else name: value for name, value in given.items()
             if value is not None and not name.startswith('mrope_')}
     base = rope.pop('rope_theta', None) or c.get('rope_theta') or c.get('rotary_emb_base')
@@ -1254,7 +1235,7 @@ def read_layers(c, args, family):
             refuse(c, layer_types=unknown)
         layers = ''.join(letters[one] for one in c['layer_types'])
     layers = layers[:args['n_layer']]
-    if is_used and 'S' in layers:
+    if is_used:
         args.update(window=size, window_pattern=re.sub('[^S]', 'L', layers))
     if family.layer_types.strip('SL'):
         args['mixer_pattern'] = re.sub('[SL]', 'A', layers)
@@ -1274,30 +1255,28 @@ def write_layers(config, c, family):
 
 def canonical(config):
     """A config's computation, however it is written."""
-    layers, windows = range(config.n_layer), config.window_pattern
-    has_heads, mlps = config.head_dim or config.kv_lora_rank, list(map(config.mlp_of, layers))
+    layers, has_heads = range(config.n_layer), config.head_dim or config.kv_lora_rank
+    written = {name: letters(config, name) for name in ('expert_pattern', 'pos_pattern', 'mixer_pattern')}
     return {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
-            'n_dense_layer': None, 'expert_pattern': mlps, 'window': None,
-            'window_pattern': [config.window_of(i) and (config.window, letter(windows, i)) for i in layers],
+            'n_dense_layer': None, 'window': None, **written,
+            'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
+                               for i in layers],
             'rope_local': [has_heads and config.rope_kind(i) for i in layers],
-            'pos_pattern': [letter(config.pos_pattern, i) for i in layers],
-            'mixer_pattern': [config.mixer_of(i) for i in layers],
             'attn_scale': has_heads and round(config.scale, 9), 'logit_scale': round(config.logit_scale, 9),
-            'd_ff': config.d_ff if 'D' in mlps else None}
+            'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
 
 
 def write_config(config, kind):
-    """The config.json of a family that comes nearest. Raises ValueError and others."""
+    """The nearest config.json of a family. Raises ValueError and others."""
     family = FAMILIES[kind]
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.theirs}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
-    if 'swiglu' in activations:  # None is read as that: an MLP that the family lacks is named, and it alone
+    if 'swiglu' in activations:  # None is read as that: the error names an MLP that is missing, and it alone
         activations.setdefault(config.mlp, None)
-    ignored = unused(vars(config))
     for ours, theirs in family.fields.items():
         value = getattr(config, ours) or OFF.get(ours, getattr(config, ours))
-        if value is not None or ours not in ignored:
+        if value is not None or ours in OFF:  # else no layer has it
             c[theirs.split()[0]] = activations[value] if ours == 'mlp' else value
     write_layers(config, c, family)
     if config.pos == 'rope' and family.ours.get('pos', 'rope') == 'rope':
@@ -1308,15 +1287,15 @@ def write_config(config, kind):
 
 
 def config_to_hf(config):
-    """GPTConfig -> config.json of the first family whose reading of it computes the same. Raises ValueError
-    that names what the nearest family lacks."""
+    """GPTConfig -> config.json of the first family that computes the same. Raises ValueError that names what
+    the nearest lacks."""
     ours, nearest = canonical(config), []
     for kind in (kind for kind, family in FAMILIES.items() if family.exports):
         try:
             c = write_config(config, kind)
             read = canonical(config_from_hf(c))
         except (ValueError, TypeError, LookupError, AttributeError, ZeroDivisionError):
-            continue  # this family cannot even write it down
+            continue  # it cannot be written down
         lacks = [name for name in ours if ours[name] != read[name]]
         if not lacks:
             return c

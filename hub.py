@@ -4,12 +4,12 @@ Models in and out: ours, nanoGPT's, and published ones of the Hugging Face hub.
     python hub.py Qwen/Qwen3-0.6B                         # fetches it, says what it is, and the next commands
     python hub.py folder                                  # the same for a folder with config.json
     python hub.py export out/ folder                      # a run of train.py -> a folder for transformers
-    python hub.py export out/ folder --dtype=bfloat16
     python hub.py export out/ my.gguf --dtype=q8_0        # one file for llama.cpp and what is built on it
+    python hub.py model.gguf                              # such a file, also quantized, is read too
     python hub.py families                                # those of families.py that are read, and written
 
-train.py, sample.py and bench.py read published models with --init_from=<id or folder>. HF_TOKEN, HF_HOME,
-HF_ENDPOINT and HF_HUB_OFFLINE work as in huggingface_hub. Only safetensors are read, no pickles.
+train.py, sample.py and bench.py read published models with --init_from=<id, folder or .gguf>. HF_TOKEN,
+HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE work as in huggingface_hub. No pickles are read.
 """
 import dataclasses
 import fnmatch
@@ -19,14 +19,14 @@ import json
 import math
 import os
 import pathlib
-import pickle
 import re
 import shlex
 import shutil
 import tempfile
+import types
 import typing
 
-from configurator import configure, package, plain, reading
+from configurator import check_settings, configure, package, plain, reading
 
 dtype: str | None = None  # of exported weights: float32, bfloat16, float16, in .gguf q8_0; None: as stored
 config, _, words, *_ = configure(globals(), words=3)
@@ -40,21 +40,32 @@ from families import (
     GGUF,
     GGUF_EXPERTS,
     GGUF_FIELDS,
+    GGUF_OTHERS,
     GGUF_PAIRED,
+    GGUF_SCALING,
     PLUS_ONE,
     SAME,
     Layout,
     canonical,
     config_from_hf,
+    config_of,
     config_to_hf,
     like,
     refuse,
     rows_interleaved,
     text_config,
 )
-from model import GPT, GPTConfig, complete_scaling, llama3, num_params
+from model import GPT, ROPE_SCALINGS, GPTConfig, complete_scaling, num_params
 from prepare import load_tokenizer
-from tokenizer import EOT, WORD_PATTERN, json_tokenizer, library_tokenizer, tokenizer_from_state
+from tokenizer import (
+    EOT,
+    WORD_PATTERN,
+    JsonTokenizer,
+    bpe_json,
+    json_tokenizer,
+    library_tokenizer,
+    tokenizer_from_state,
+)
 from weights import add_lora, fill_rows, merge_lora, quantize_weights
 
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
@@ -62,8 +73,8 @@ DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  #
 # tensors ----------------------------------------------------------------------------------------------------
 
 class Stored(typing.NamedTuple):
-    """A tensor in a file."""
-    path: str
+    """A tensor in a file; open().get_tensor(name) reads it."""
+    open: typing.Callable
     name: str
     shape: tuple
     dtype: torch.dtype
@@ -78,46 +89,42 @@ class Part(typing.NamedTuple):
 
 def plan(model, family):
     """Our tensor, as state_dict() names it -> its Parts. Raises ValueError for one without a name."""
-    found = {}
+    plans, config = {}, model.config
     for ours, w in model.state_dict().items():
         if ours.startswith('mtp.'):  # for training alone
             continue
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
-        before = family.layer
-        if callable(before) and layer:
-            before = before(model.config, int(layer), name)
-        before = before.replace('N', layer) if layer else ''
-        mixer = model.config.mixer_of(int(layer)) if layer else ''
-        names, orders = of(mixer, family.names), of(mixer, family.rows)
-        module, dot, kind = name.rpartition('.')
-        key, after = (name, '') if name in names else (module, dot + kind)
-        if key not in names:
+        before = mixer = ''
+        if layer:
+            before, mixer = family.layer, config.mixer_of(int(layer))
+            before = before(config, int(layer), name) if callable(before) else before.replace('N', layer)
+
+        def of(table, key, mixer=mixer):
+            return table.get(f'{mixer}.{key}', table.get(key))
+        module, _, kind = name.rpartition('.')
+        theirs, after = of(family.names, name), ''
+        if theirs is None:
+            theirs, after = of(family.names, module), f'.{kind}'
+        if theirs is None:
             raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in families.py")
-        theirs = names[key](model.config) if callable(names[key]) else names[key]
-        theirs = [before + one + after for one in theirs.split()]
+        theirs = [before + one + after for one in (theirs(config) if callable(theirs) else theirs).split()]
 
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
-        if order := orders.get(name) or orders.get(module):
-            rows = order(model.config, *torch.arange(sum(widths)).split(list(widths)))
+        if order := of(family.rows, name) or of(family.rows, module):
+            rows = order(config, *torch.arange(sum(widths)).split(list(widths)))
         else:  # one after the other, the last takes the rest
-            begins = [0, *itertools.accumulate(widths)][:len(theirs)]
-            rows = list(map(slice, begins, [*begins[1:], None]))
-        is_experts = module.startswith('mlp.experts')  # ours are one tensor, (expert, row, column)
-        found[ours] = [
-            Part(one.replace('.E.', f'.{e}.'), (e, row) if is_experts else (row,),
-                 family.layouts.get(name, SAME))
-            for e in (range(len(w)) if '.E.' in theirs[0] else [slice(None)])
-            for one, row in zip(theirs, rows, strict=True)]
-    return found
-
-
-def of(mixer, table):
-    """A family's table for layers with this mixer."""
-    own = {name.removeprefix(f'{mixer}.'): one for name, one in table.items() if name.startswith(f'{mixer}.')}
-    return {**table, **own}
+            begins = [*itertools.accumulate(widths, initial=0)][:len(theirs)]
+            rows = [*map(slice, begins, [*begins[1:], None])]
+        layout, is_experts = family.layouts.get(name, SAME), module.startswith('mlp.experts')
+        experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
+        plans[ours] = [  # our experts are one tensor, (expert, row, column)
+            Part(one.replace('.E.', f'.{e}.'), (e, row) if is_experts else (row,), layout)
+            for e in experts for one, row in zip(theirs, rows, strict=True)]
+    return plans
 
 
 def read_json(folder, name):
+    """The content of a JSON file. Raises ValueError if it is damaged."""
     path = os.path.join(folder, name)
     with reading(path), open(path, encoding='utf-8') as f:
         return json.load(f)
@@ -135,15 +142,17 @@ def weight_names(folder):
 
 def read_headers(folder):
     """name -> Stored, of a folder's safetensors. Raises FileNotFoundError."""
-    found = {}
+    stored = {}
     for path in [os.path.join(folder, name) for name in weight_names(folder)]:
         if not os.path.exists(path):
             raise FileNotFoundError(f"{path} is missing; weights are read from safetensors alone")
-        with reading(path), package('safetensors').safe_open(path, 'pt') as file:
+        opened = functools.partial(package('safetensors').safe_open, path, 'pt')
+        with reading(path), opened() as file:
             for name in file.keys():  # noqa: SIM118 (it is no dict)
                 header = file.get_slice(name)
-                found[name] = Stored(path, name, tuple(header.get_shape()), DTYPES[header.get_dtype()])
-    return found
+                shape, kind = tuple(header.get_shape()), DTYPES[header.get_dtype()]
+                stored[bare(name)] = Stored(opened, name, shape, kind)
+    return stored
 
 
 def stored_dtype(stored):
@@ -151,16 +160,10 @@ def stored_dtype(stored):
     return max(stored.values(), key=lambda one: math.prod(one.shape)).dtype
 
 
-def by_family_names(stored, family):
-    """stored with the family's names. Some files lack their prefix ('transformer.', GPT-2 and BLOOM as first
-    published), others nest the text model in a larger one ('model.language_model.')."""
-    first, head = f"{family.names['wte']}.weight", family.names['lm_head']
-    prefix, _, rest = first.partition('.')
-    for theirs, ours in family.aliases.items():
-        stored = {name.replace(theirs, ours): one for name, one in stored.items()}
-    theirs = min((name for name in stored if name.endswith(rest)), key=len, default=first).removesuffix(rest)
-    return {f'{prefix}.{name.removeprefix(theirs)}' if name.startswith(theirs) and not name.startswith(head)
-            else name.removeprefix(theirs.removesuffix(f'{prefix}.')): one for name, one in stored.items()}
+def bare(name):
+    """A tensor's name without what precedes it in some files: GPT-2 and BLOOM, as first published, lack
+    'transformer.', larger models have 'model.language_model.'."""
+    return re.sub(r'^((model|transformer|language_model|text_model|llm|thinker)\.)+', '', name)
 
 
 IGNORED = ('*vision*', '*projector*', '*.attn.bias', '*.attn.masked_bias', '*.attention.bias',
@@ -169,9 +172,9 @@ IGNORED = ('*vision*', '*projector*', '*.attn.bias', '*.attn.masked_bias', '*.at
 
 def check(parts, stored, model, family, folder):
     """Raises ValueError that names all missing, unexpected or misshapen tensors."""
-    ignored = [*IGNORED, *(one.replace('N', str(model.config.n_layer)) for one in family.ignored)]
+    ignored = [*IGNORED, *(bare(one).replace('N', str(model.config.n_layer)) for one in family.ignored)]
     if model.lm_head is None:
-        ignored.append(f"{family.names['lm_head']}.*")
+        ignored.append(f"{family.names.get('lm_head')}.*")
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     found = {name: one.shape for name, one in stored.items()
              if name in wanted or not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)}
@@ -188,35 +191,46 @@ def fill(model, parts, stored):
     """Copies the files' tensors into the model."""
     for ours, w in model.state_dict().items():
         # each tensor maps its file anew: pages of a mapping that were read count as memory
-        opened = functools.cache(functools.partial(package('safetensors').safe_open, framework='pt'))
+        opened = functools.cache(lambda file: file())
         for part in parts[ours]:
-            path, name, *_ = stored[part.name]
-            theirs = part.layout.read(opened(path).get_tensor(name))
+            file, name, *_ = stored[part.name]
+            theirs = part.layout.read(opened(file).get_tensor(name))
             fill_rows(model, ours, w, part.index, theirs[:len(w)] if ours == 'wpe.weight' else theirs)
 
 
+def read_published(path):
+    """A folder or GGUF file: (model_type and other keys, GPTConfig, Family, name -> Stored)."""
+    if path.endswith('.gguf'):
+        return read_gguf(path)
+    c = text_config(read_json(path, 'config.json'))
+    config, family, stored = config_from_hf(c), FAMILIES[c['model_type']], read_headers(path)
+    for alias, name in family.aliases.items():
+        stored = {theirs.replace(alias, name): one for theirs, one in stored.items()}
+    if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
+        family = like(family, names=FUSED_EXPERTS)
+    return c, config, family, stored
+
+
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
-    """A folder with config.json and safetensors, or an id on the hub -> the model, in eval mode. dtype: of
-    the weights; None: as stored. int8: quantizes the large ones as they are read. changes: config fields to
-    set otherwise. Raises OSError for missing files, ValueError that names all that does not fit."""
+    """A folder with config.json and safetensors, a GGUF file or an id on the hub -> the model. dtype: of
+    the weights, None: as stored; int8: of the large ones; changes: config fields. Raises OSError for missing
+    files, ValueError that names all that does not fit."""
     folder = fetch(folder_or_id)
-    c = text_config(read_json(folder, 'config.json'))
-    config = config_from_hf(c)
+    c, config, family, stored = read_published(folder)
     if changes.get('block_size', 0) > c.get('index_topk', math.inf):
         refuse(c, block_size=changes['block_size'])
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
         # transformers' list for short texts; a larger block_size takes the other
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings'], **changes}
-    family, stored = FAMILIES[c['model_type']], read_headers(folder)
-    dtype, stored = dtype or stored_dtype(stored), by_family_names(stored, family)
+    dtype = dtype or stored_dtype(stored)
     with torch.device('meta'):
         model = GPT(changed_config(config, changes))
-    if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
-        family = like(family, names=FUSED_EXPERTS)
-    parts = plan(model, family)
+    parts = {ours: [part._replace(name=bare(part.name)) for part in theirs]
+             for ours, theirs in plan(model, family).items()}
     check(parts, stored, model, family, folder)
     for name, w in model.named_parameters():
-        w.data = w.data.to(torch.float32 if parts[name][0].layout is PLUS_ONE else dtype)
+        is_exact = FAMILIES[c['model_type']].layouts.get(re.sub(r'^h\.\d+\.', '', name)) is PLUS_ONE
+        w.data = w.data.to(torch.float32 if is_exact else dtype)
     if int8:
         quantize_weights(model, dtype)
     model = model.to_empty(device=device)
@@ -228,8 +242,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
 
 @torch.no_grad()
 def their_tensors(model, parts, dtype):
-    """name -> tensor, in the family's layout: views of ours where layout and dtype agree. Buffers, the biases
-    of experts, keep their dtype."""
+    """name -> tensor in the family's layout. Buffers, the biases of experts, keep their dtype."""
     state, buffers = model.state_dict(), dict(model.named_buffers())
     return {part.name: part.layout.write(state[ours][part.index]).to(
                 state[ours].dtype if ours in buffers else dtype).contiguous()
@@ -249,9 +262,9 @@ EXPORTED = (WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', 'config.json')
 
 
 def save_pretrained(model, tokenizer, folder, dtype=None):
-    """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: may be None; dtype: of the
-    weights, None: the model's. Raises ValueError if no family computes the same or the folder holds other
-    files, OSError or SafetensorError, with nothing changed, if it cannot be written."""
+    """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: may be None; dtype: None: the
+    model's. Raises, with nothing changed, ValueError if no family computes the same or the folder holds other
+    files, OSError or SafetensorError if it cannot be written."""
     safetensors, folder = package('safetensors'), pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     if model.wte.weight.dtype not in DTYPES.values():
@@ -278,27 +291,32 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
             tensors, temporary / WEIGHTS, {'format': 'pt', 'exported_by': 'flatgpt'})
         shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else private to its owner
         folder.mkdir(exist_ok=True)
-        for name in EXPORTED:
-            if (temporary / name).exists():
-                (temporary / name).replace(folder / name)
-            else:  # the tokenizer of an earlier export
-                (folder / name).unlink(missing_ok=True)
+        for path in folder.iterdir():  # the earlier export
+            path.unlink()
+        for path in temporary.iterdir():
+            path.replace(folder / path.name)
 
 
 # llama.cpp --------------------------------------------------------------------------------------------------
 
+GGUF_NEED = 'files for llama.cpp need', 'gguf'
 GGUF_DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'q8_0': 'Q8_0'}
-GGUF_SPLITS = {  # what splits a text into words, in tokenizer.json: llama.cpp's name of it
-    '': 'gpt-2', 'ByteLevel': 'gpt-2', WORD_PATTERN: 'llama-bpe', WORD_PATTERN.replace('{1,3}', ''): 'qwen2',
-    # tiktoken's gpt2; cl100k_base, which differs where a text ends in line ends and spaces; o200k_base, which
-    # differs in combining marks
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s": 'gpt-2',
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
-    r"\s*[\r\n]|\s+(?!\S)|\s": 'llama-bpe',
+GGUF_PATTERNS = {  # llama.cpp's name of it: what splits a text into words
+    'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
+    **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # the last is written
+    **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
+    # digits one by one, then as GPT-2
+    'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
+    'gpt-4o':  # o200k_base, which differs in combining marks
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": 'gpt-4o'}
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"}
+GGUF_SPLITS = {  # what tokenizer.json has: llama.cpp's name
+    **{pattern: name for name, pattern in GGUF_PATTERNS.items()}, '': 'gpt-2', 'ByteLevel': 'gpt-2',
+    # cl100k_base, which differs where a text ends in line ends and spaces
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
+    r"\s*[\r\n]|\s+(?!\S)|\s": 'llama-bpe'}
 
 
 def gguf_tokenizer(tokenizer, n_vocab):
@@ -330,29 +348,41 @@ def gguf_tokenizer(tokenizer, n_vocab):
 
 def gguf_rope(config, arch):
     """A rope_scaling as llama.cpp's keys and tensors. Raises ValueError for one that it lacks."""
-    options = dict(config.rope_scaling or {})
-    kind = options.pop('rope_type', None)
-    if kind == 'llama3' and arch == 'llama':
+    scaling = config.rope_scaling or {}
+    if arch == 'llama' and scaling.get('rope_type') in ('llama3', 'longrope'):
         freq = config.rope_base ** -(torch.arange(0, config.rope_dim, 2) / config.rope_dim)
-        return {}, {'rope_freqs.weight': freq / llama3(freq, None, None, **options)[0]}
-    keys = {'type': kind, 'factor': options.pop('factor', None),
-            'original_context_length': options.pop('original_max_position_embeddings', None)}
-    if kind not in (None, 'linear', 'yarn') or options:
-        raise ValueError(f"llama.cpp's {arch} has no rope_scaling={config.rope_scaling}")
-    return {f'rope.scaling.{key}': value for key, value in keys.items()}, {}
+        options = {name: value for name, value in scaling.items() if name != 'rope_type'}
+        turned, weight = ROPE_SCALINGS[scaling['rope_type']](freq, None, config.block_size, **options)
+        if weight == 1:
+            return {}, {'rope_freqs.weight': freq / turned}
+    if scaling.get('rope_type') not in (None, 'linear', 'yarn') or scaling.keys() - GGUF_SCALING.values():
+        raise ValueError(f"llama.cpp's {arch} has no rope_scaling={scaling}")
+    return {theirs: scaling.get(ours) for theirs, ours in GGUF_SCALING.items()}, {}
+
+
+def gguf_family(kind):
+    """The Family with llama.cpp's names, in our own layout but for rows that rotate."""
+    gguf, (arch, _), family = package('gguf', *GGUF_NEED), GGUF[kind], FAMILIES[kind]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 1).get_name
+    before = family.layer.replace('N', '0')
+    theirs = {ours: [names(before + name) or names(name) for name in value.split()]
+              for ours, value in {**family.names, **GGUF_EXPERTS}.items() if value}
+    return family._replace(
+        layer='blk.N.', layouts={}, rows={'attn.c_attn': rows_interleaved} if arch in GGUF_PAIRED else {},
+        names={ours: ' '.join(names).replace('blk.0.', '') for ours, names in theirs.items() if all(names)})
 
 
 @torch.no_grad()
 def save_gguf(model, tokenizer, path, dtype=None):
-    """Writes one file for llama.cpp. dtype: of matrices, one of GGUF_DTYPES, None: the
-    model's. Raises ValueError, with nothing written, for whatever llama.cpp lacks, or if the file exists."""
-    gguf, config = package('gguf', 'files for llama.cpp need', 'gguf'), model.config
+    """Writes one file for llama.cpp. dtype: of matrices, None: the model's. Raises ValueError, with nothing
+    written, for whatever llama.cpp lacks, or if the file exists."""
+    gguf, config = package('gguf', *GGUF_NEED), model.config
     path, kind = pathlib.Path(path), config_to_hf(config)['model_type']
     if path.exists():
         raise ValueError(f"{path} is there already: remove it, or give another name")
     if kind not in GGUF:
         raise ValueError(f"{kind} models are not written for llama.cpp, but {', '.join(GGUF)} are")
-    family, (arch, fixed) = FAMILIES[kind], GGUF[kind]
+    arch, fixed = GGUF[kind]
     found, known = canonical(config), canonical(dataclasses.replace(config, **fixed))
     if wrong := [f"{name}={getattr(config, name)!r}" for name in fixed if found[name] != known[name]]:
         raise ValueError(f"llama.cpp's {arch} has no {', '.join(wrong)}")
@@ -366,18 +396,13 @@ def save_gguf(model, tokenizer, path, dtype=None):
     for key, value in about.items():
         if value is not None:  # llama.cpp's counts have no sign
             writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
-    family = like(  # in our own layout, but for what rotates, with all experts in one tensor
-        family, layouts=dict.fromkeys(family.layouts), names=GGUF_EXPERTS,
-        rows={'attn.c_attn': rows_interleaved if arch in GGUF_PAIRED else None})
-    names, state = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.n_layer), model.state_dict()
-    tensors |= {part.name: state[ours][part.index]
-                for ours, parts in plan(model, family).items() for part in parts}
+    tensors |= {part.name: state[ours][part.index] for state in [model.state_dict()]
+                for ours, parts in plan(model, gguf_family(kind)).items() for part in parts}
     usual = GGUF_DTYPES[plain(dtype or model.wte.weight.dtype)]
     for name, w in tensors.items():
-        module, _, what = name.rpartition('.')
-        exact = w.ndim == 1 or module.endswith('gate') or usual == 'Q8_0' and w.shape[-1] % 32
+        exact = w.ndim == 1 or 'gate_inp' in name or usual == 'Q8_0' and w.shape[-1] % 32
         form = gguf.GGMLQuantizationType['F32' if exact else usual]
-        writer.add_tensor(f'{names[module]}.{what}', gguf.quantize(w.float().numpy(), form), raw_dtype=form)
+        writer.add_tensor(name, gguf.quantize(w.float().numpy(), form), raw_dtype=form)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         whole = pathlib.Path(temporary, path.name)
@@ -388,14 +413,91 @@ def save_gguf(model, tokenizer, path, dtype=None):
         whole.replace(path)
 
 
+@functools.lru_cache(maxsize=1)
+def gguf_contents(path, modified):
+    """A file's (keys, name -> tensor). Raises ValueError for a type that the gguf package does not read."""
+    gguf = package('gguf', *GGUF_NEED)
+    with reading(path):
+        reader = gguf.GGUFReader(path)
+        for one in {one.tensor_type: one for one in reader.tensors}.values():
+            gguf.dequantize(one.data[:1], one.tensor_type)
+        return ({name: field.contents() for name, field in reader.fields.items()},
+                {one.name: one for one in reader.tensors})
+
+
+def read_gguf(path):
+    """As read_published. Raises ValueError that names what is unsupported."""
+    def read(name):
+        return torch.tensor(package('gguf').dequantize(tensors[name].data, tensors[name].tensor_type))
+    keys, tensors = gguf_contents(path, os.path.getmtime(path))
+    arch, splits = keys['general.architecture'], keys.get('tokenizer.ggml.pre', keys['tokenizer.ggml.model'])
+    kinds = {theirs: kind for kind, (theirs, _) in reversed(GGUF.items())}  # of several the first
+    if arch not in kinds or splits not in GGUF_PATTERNS:
+        raise ValueError(f"{path} is a {arch} model with a {splits} tokenizer; supported are "
+                         f"{', '.join(kinds)} with {', '.join(GGUF_PATTERNS)}")
+    kind = kinds[arch]
+    given = {name.removeprefix(f'{arch}.'): value for name, value in keys.items()
+             if name.startswith(f'{arch}.') and value}
+    unknown = given.keys() - GGUF_FIELDS.keys() - GGUF_SCALING.keys() - GGUF_OTHERS
+    refuse({'model_type': arch}, **{name: given[name] for name in unknown})
+    fields, scaling = ({ours: given[theirs] for theirs, ours in table.items() if theirs in given}
+                       for table in (GGUF_FIELDS, GGUF_SCALING))
+    fields |= {'vocab_size': len(keys['tokenizer.ggml.tokens']),
+               'tie_word_embeddings': 'output.weight' not in tensors}
+    if shared := given.get('expert_shared_feed_forward_length'):
+        fields['n_shared_expert'] = shared // fields['d_expert']
+    for ours, theirs in ('qkv_bias', 'attn_q'), ('proj_bias', 'attn_output'), ('mlp_bias', 'ffn_down'):
+        if ours in FAMILIES[kind].fields:
+            fields[ours] = f'blk.0.{theirs}.bias' in tensors
+    if 'rope_freqs.weight' in tensors:  # of Llama 3's scaling the divisors of its frequencies
+        divisors = read('rope_freqs.weight').tolist()
+        scaling = dict(rope_type='longrope', short_factor=divisors, long_factor=divisors, factor=1.0,
+                       original_max_position_embeddings=fields['block_size'])
+    if scaling.get('rope_type') not in (None, 'none'):
+        fields['rope_scaling'] = scaling
+    args = {**FAMILIES[kind].ours, **fields}
+    for rule in FAMILIES[kind].rules:
+        rule.read(rule.theirs, args)
+    file = types.SimpleNamespace(get_tensor=read)
+    stored = {name: Stored(lambda: file, name, tuple(one.shape[::-1].tolist()),
+                           DTYPES.get(one.tensor_type.name, torch.float32))
+              for name, one in tensors.items() if name != 'rope_freqs.weight'}
+    c = {'model_type': kind, 'stored': ', '.join(sorted({one.tensor_type.name for one in tensors.values()}))}
+    return c, config_of({**args, **GGUF[kind][1], **fields}), gguf_family(kind), stored
+
+
+def published_tokenizer(path):
+    """The tokenizer of a folder or GGUF file."""
+    if not path.endswith('.gguf'):
+        return json_tokenizer(path)
+    keys, _ = gguf_contents(path, os.path.getmtime(path))
+    texts, kinds = keys['tokenizer.ggml.tokens'], keys['tokenizer.ggml.token_type']
+    is_llama3 = keys['tokenizer.ggml.pre'] == 'llama-bpe'
+    normal, special, other = ({text: i for i, text in enumerate(texts) if kinds[i] == kind}
+                              for kind in (1, 3, 4))
+    vocab, library = {**normal, **special, **other}, package('tokenizers')
+    merges = [pair for pair in (merge.split(' ') for merge in keys['tokenizer.ggml.merges'])
+              if ''.join(pair) in vocab]
+    tokenizer = library.Tokenizer.from_str(
+        bpe_json(vocab, merges, GGUF_PATTERNS[keys['tokenizer.ggml.pre']], special))
+    tokenizer.add_tokens([library.AddedToken(text, normalized=False) for text in other])
+    tokenizer.model.ignore_merges = is_llama3
+    bos, eos = (texts[keys[f'tokenizer.ggml.{name}_token_id']] for name in ('bos', 'eos'))
+    if keys.get('tokenizer.ggml.add_bos_token', is_llama3):
+        tokenizer.post_processor = library.processors.TemplateProcessing(
+            single=f'{bos} $A', special_tokens=[(bos, vocab[bos])])
+    return JsonTokenizer(tokenizer.to_str(), {
+        'bos_token': bos, 'eos_token': eos, 'chat_template': keys.get('tokenizer.chat_template')})
+
+
 # the hub ----------------------------------------------------------------------------------------------------
 
 SMALL_FILES = ['config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', INDEX]
 
 
 def fetch(name):
-    """A folder, or an id on the hub -> its folder, into which the tokenizer and, if config.json is supported,
-    the safetensors are downloaded. Raises OSError."""
+    """A path, or an id on the hub -> the folder into which its files are downloaded, the safetensors if
+    config.json is supported. Raises OSError."""
     if os.path.exists(name):
         return os.fspath(name)
     download = package('huggingface_hub').snapshot_download
@@ -411,18 +513,15 @@ def fetch(name):
 
 def describe(name, folder):
     """Prints what a published model is, and the next commands."""
-    c = text_config(read_json(folder, 'config.json'))
-    config = config_from_hf(c)
+    c, config, _, stored = read_published(folder)
     with torch.device('meta'):
         model = GPT(config)
     active = f", {num_params(model, active=True):,} active" if config.n_expert else ''
     print(f"{name}: {c['model_type']}, {num_params(model):,} parameters{active}, "
-          f"stored in {plain(stored_dtype(read_headers(folder)))}")
-    print(f"context {config.block_size:,} tokens"
-          f"{', where its indexer (left out) picks all' if 'index_topk' in c else ''}, "
-          f"vocabulary {config.vocab_size:,}")
+          f"stored in {c.get('stored') or plain(stored_dtype(stored))}")
+    print(f"context {config.block_size:,} tokens, vocabulary {config.vocab_size:,}")
     try:
-        tokenizer = json_tokenizer(folder)
+        tokenizer = published_tokenizer(folder)
         ends = [tokenizer.decode([i]) for i in tokenizer.stop_tokens]
         print(f"tokenizer: {tokenizer.n_vocab:,} tokens, texts end with {' or '.join(ends) or 'none'}, "
               f"{'with a' if tokenizer.chat_template else 'no'} chat template")
@@ -435,8 +534,7 @@ def describe(name, folder):
 
 
 def print_families():
-    """Prints each family, whether it is written too, and what it sets that GPTConfig has otherwise; and how
-    many there are."""
+    """Prints each family, whether it is written too, and what it sets that GPTConfig has otherwise."""
     for kind, family in FAMILIES.items():
         needs = [f'{name}={value}' for name, value in family.ours.items()
                  if value != getattr(GPTConfig, name)]
@@ -447,30 +545,50 @@ def print_families():
 
 # checkpoints of ours ----------------------------------------------------------------------------------------
 
-# fields of GPTConfig that a checkpoint may be read with otherwise: they change no weights, but crop positions
+class Checkpoint(typing.TypedDict, total=False):
+    """What train.py writes to ckpt.pt; best.pt lacks optimizer and scaler. nanoGPT's has config,
+    model_args, model, optimizer, iter_num and best_val_loss. `load` adds the last two."""
+    model: dict              # name -> tensor; with lora of the adapters alone
+    model_args: dict         # the fields of GPTConfig
+    config: dict             # train.py's settings
+    tokenizer: dict | None   # its state()
+    masked: bool             # whether it was trained on conversations
+    data: dict               # meta.json of its dataset
+    lora: dict | None        # rank, alpha, targets, base: the model that the adapters are for
+    runtime: dict            # machine, ranks, threads, compile, dtype: the same give the same bits
+    optimizer: list          # state_dict() of each
+    scaler: dict             # state_dict()
+    iter_num: int            # this and what follows: train.py's Progress
+    best_val_loss: float
+    skipped: int
+    wall_s: float
+    wandb_id: str | None
+    path: str                # the file or folder
+    no_tokenizer: str        # why there is none
+
+
+# fields of GPTConfig that a checkpoint may be read with otherwise
 CHANGEABLE = ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence', 'document_token')
 
 
 def checkpoint_path(name, best=True):
-    """name itself, or if it is a run's folder, its best.pt where wanted and there, else its ckpt.pt."""
+    """A file itself; of a run's folder best.pt, if wanted and there, else ckpt.pt."""
     if not os.path.isdir(name):
         return name
     path = os.path.join(name, 'best.pt')
     return path if best and os.path.exists(path) else os.path.join(name, 'ckpt.pt')
 
 
-def read_checkpoint(path):
-    """The dict in a file of train.py's or nanoGPT's, its weights, 'model', and options, 'model_args', named
-    as they are now; runs no code of it. Raises FileNotFoundError, or ValueError for another kind of file."""
+def read_checkpoint(path) -> Checkpoint:
+    """A file of train.py's or nanoGPT's, with names as they are now; runs no code of it. Raises
+    FileNotFoundError, or ValueError for another kind of file."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
                                 "--out_dir or --init_from")
-    try:
+    with reading(path):
         # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
-        found = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
-        state, args = found['model'], found['model_args']
-    except (RuntimeError, OSError, pickle.UnpicklingError, LookupError, TypeError, EOFError) as error:
-        raise ValueError(f"{path} is no checkpoint of train.py, or is damaged: use another one") from error
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
+        state, args = checkpoint['model'], checkpoint['model_args']
     is_nanogpt = any('transformer.' in name for name in state)
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
     state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
@@ -479,7 +597,7 @@ def read_checkpoint(path):
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # the same as wte's
         args = {**dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False), **args}
-    return {**found, 'model': state, 'model_args': args}
+    return {**checkpoint, 'model': state, 'model_args': args}
 
 
 def changed_config(trained, changes):
@@ -491,9 +609,8 @@ def changed_config(trained, changes):
 
 
 def from_state(state, model_args, **changes):
-    """The model of a state dict and the fields of its config. changes: fields to set otherwise, of those
-    in CHANGEABLE. Raises ValueError for more positions than were learned, RuntimeError for weights that
-    are missing or of another shape."""
+    """The model of a state dict and the fields of its config. changes: CHANGEABLE ones. Raises ValueError for
+    more positions than were learned, RuntimeError for weights that are missing or of another shape."""
     trained = GPTConfig(**model_args)
     config = changed_config(trained, changes)
     if 'wpe.weight' in state:
@@ -510,22 +627,19 @@ def from_state(state, model_args, **changes):
 # loading ----------------------------------------------------------------------------------------------------
 
 def is_published(name):
-    """Whether this is a folder with config.json, or looks like a hub id or one of nanoGPT's gpt2 names."""
+    """Whether this is a folder with config.json, a GGUF file, or looks like a hub id or nanoGPT's gpt2."""
     if os.path.exists(name):
-        return os.path.exists(os.path.join(name, 'config.json'))
-    hub_id = re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
-    return bool(hub_id) and not name.endswith('.pt')
+        return str(name).endswith('.gguf') or os.path.exists(os.path.join(name, 'config.json'))
+    return re.fullmatch(r'(?!.*\.pt$)[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
 
 
 def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
-    """(model, tokenizer, rest): rest is what else its checkpoint holds.
+    """(model, tokenizer, rest): rest is its Checkpoint without the weights.
 
     init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
-    model (see is_published). dtype: None: as stored. best: of a run's folder best.pt, if it is there, rather
-    than ckpt.pt. merge: adds a LoRA run's adapters to the weights, else they stand beside them. int8:
-    quantizes large weights. changes: fields of GPTConfig to set otherwise. The tokenizer is None where there
-    is none, and rest['no_tokenizer'] says why; rest['path'] is the file or folder. Raises FileNotFoundError,
-    or ValueError for any other file."""
+    model. dtype: None: as stored. best: see checkpoint_path. merge: adds a LoRA run's adapters to the
+    weights. int8: of large weights. changes: fields of GPTConfig. The tokenizer is None where there
+    is none. Raises FileNotFoundError, or ValueError for any other file."""
     published = init_from != 'resume' and is_published(init_from)
     if published:
         path = fetch(init_from)
@@ -535,7 +649,7 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
         rest = read_checkpoint(path)
         state, args = rest.pop('model'), rest['model_args']
         if rest.get('lora'):
-            model = adapted_model(path, rest, state, {**{
+            model = adapted_model(rest, state, {**{
                 name: args[name] for name in CHANGEABLE if name in args}, **changes})
             if merge:
                 merge_lora(model)
@@ -546,52 +660,42 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
         model.to(device, dtype)
     rest.update(path=path, model_args=dataclasses.asdict(model.config))
     try:
-        tokenizer = json_tokenizer(path) if published else find_tokenizer(rest, path)
+        tokenizer = published_tokenizer(path) if published else find_tokenizer(rest, path)
     except (OSError, ImportError, ValueError) as error:  # it may still be trained, measured, exported
         tokenizer, rest['no_tokenizer'] = None, str(error)
     return model, tokenizer, rest
 
 
-def adapted_model(path, rest, state, changes):
+def adapted_model(rest: Checkpoint, state, changes):
     """The base that a checkpoint of adapters names, with these beside its weights."""
-    lora, base = rest['lora'], rest['lora']['base']
-    if not (os.path.exists(base) or is_published(base)):
-        raise FileNotFoundError(f"{path} holds adapters of {base}, which is not there: put it back")
-    model, *_ = load(base, dtype=torch.float32, **changes)
+    lora = rest['lora']
+    model, *_ = load(lora['base'], dtype=torch.float32, **changes)
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     kept = {name: w for name, w in model.state_dict().items() if '.lora_' not in name}
     model.load_state_dict({**kept, **state})
     return model
 
 
-def find_tokenizer(rest, path):
-    """A checkpoint's own tokenizer, without a chat template if it was trained on text alone; for one of
-    nanoGPT's, its dataset's."""
+def find_tokenizer(rest: Checkpoint, path):
+    """A checkpoint's, without a chat template if trained on text alone; of nanoGPT's its dataset's."""
     if rest.get('tokenizer'):
         tokenizer = tokenizer_from_state(rest['tokenizer'])
         if not rest.get('masked', True):
             tokenizer.chat_template = None
         return tokenizer
-    dataset, n_vocab = rest.get('config', {}).get('dataset'), rest['model_args']['vocab_size']
-    folder = os.path.join('data', str(dataset))
+    folder = os.path.join('data', str(rest.get('config', {}).get('dataset')))
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"{path} names no tokenizer, and the data that it was trained on, {folder}, "
                                 "is not here: prepare it")
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.n_vocab > n_vocab:
-        raise ValueError(f"{folder} has a tokenizer of {tokenizer.n_vocab:,} tokens, but {path} has "
-                         f"vocab_size={n_vocab}: prepare the dataset that it was trained on here")
-    return tokenizer
+    return load_tokenizer(folder)
 
 
 if __name__ == '__main__':
     if len(words) == 3 and words[0] == 'export':
-        kinds = {plain(kind): kind for kind in DTYPES.values()}
-        save, readers = save_pretrained, 'transformers and vLLM'
+        save, readers, kinds = save_pretrained, 'transformers and vLLM', map(plain, DTYPES.values())
         if words[2].endswith('.gguf'):
-            save, readers, kinds['q8_0'] = save_gguf, 'llama.cpp', 'q8_0'
-        if dtype and dtype not in kinds:
-            raise ValueError(f"dtype={dtype!r} is none of {', '.join(kinds)}")
+            save, readers, kinds = save_gguf, 'llama.cpp', GGUF_DTYPES
+        check_settings({'dtype': dtype}, {'dtype': [None, *kinds]})
         model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
@@ -599,7 +703,7 @@ if __name__ == '__main__':
             print(f"document_token={model.config.document_token} is left out: it matters only where several "
                   "documents follow one another")
             model.config.document_token = None
-        save(model, tokenizer, words[2], kinds.get(dtype))
+        save(model, tokenizer, words[2], getattr(torch, str(dtype), dtype))  # q8_0 is a name
         print(f"{rest['path']} is in {words[2]} for {readers}")
     elif words == ['families']:
         print_families()

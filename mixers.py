@@ -1,30 +1,25 @@
 """
-Layers with a state, entered in model.py's MIXERS from outside, as a layer of yours would be: once this file
-is imported, their letters may stand in mixer_pattern.
+Layers with a state, entered in model.py's MIXERS from outside, as a layer of yours would be. A mixer's
+contract is Mixer's docstring there, and so are the letters of shapes.
 
     D  Gated DeltaNet (Qwen3-Next)    K  Kimi Delta Attention    B  Mamba-2    C  short convolution (LFM2)
-
-Shapes in comments are those of model.py; a mixer's contract is Mixer's docstring there.
 """
-import functools
 import math
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import MIXERS, FusedLinear, Linear, Mixer, after_last, branch_init, parameter, quotient
+from model import MIXERS, FusedLinear, Linear, Mixer, after_last, branch_init, parameter
 
 # Gated DeltaNet ---------------------------------------------------------------------------------------------
 
 def short_convolution(x, weight, context):
-    """Causal and depthwise: y_t = sum of weight[:, -1 - j] x_{t - j}, j tokens back, none of them before the
-    start of the token's document. x (B, kernel - 1 + T, channels), the inputs of T tokens and of those before
-    them, see after_last; weight (channels, kernel) -> (B, T, channels)."""
+    """Causal and depthwise: y_t = sum of weight[:, -1 - j] x_{t - j}, j tokens back within the document.
+    x (B, kernel - 1 + T, channels), see after_last; weight (channels, kernel) -> (B, T, channels)."""
     kernel, y = weight.shape[1], 0.0
-    T = x.shape[1] - (kernel - 1)
     for j in range(kernel):
-        tap = x[:, kernel - 1 - j:kernel - 1 - j + T] * weight[:, -1 - j]
+        tap = x[:, kernel - 1 - j:x.shape[1] - j] * weight[:, -1 - j]
         y = y + (tap if context.document_starts is None else tap * (context.position_ids >= j)[..., None])
     return y
 
@@ -35,28 +30,27 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
         S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(decay_t) S_{t-1})^T,    y_t = S_t^T q_t
 
     arXiv:2412.06464, equation 10, in chunks (its section 3.3): within one the corrections depend on each
-    other by a triangular system, between them the state is handed on. A chunk of one token is the recurrence
-    itself. q, k (B, heads, T, keys); v (B, heads, T, values); decay <= 0 (B, heads, T, 1), or of each key's
-    channel (B, heads, T, keys); beta (B, heads, T, 1); state (B, heads, keys, values); all float32. is_start
-    (B, T) bool: where documents start, which see nothing of others. corrects: False leaves out the subtracted
-    term. chunk: a power of two. Returns y (B, heads, T, values) and the state after the last token."""
-    T, C = q.shape[2], chunk
-    while T <= C // 2:
-        C //= 2
+    other by a triangular system, between them the state is handed on. q, k (B, heads, T, keys); v (B, heads,
+    T, values); decay <= 0 (B, heads, T, 1), or of each key's channel (B, heads, T, keys); beta (B, heads, T,
+    1); state (B, heads, keys, values); all float32. is_start (B, T) bool: where documents start. corrects:
+    False leaves out the subtracted term. chunk: a power of two. Returns y (B, heads, T, values), state."""
+    T = q.shape[2]
+    while chunk // 2 >= T:
+        chunk //= 2
 
     def chunks(x, dim):  # padded with zeros, so that nothing is written and nothing decays
-        return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % C)).unflatten(dim, (-1, C))
+        return F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -T % chunk)).unflatten(dim, (-1, chunk))
 
-    q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, C, ...)
+    q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, chunk, ...)
     total = running_sum(decay)  # log of how much the state from before the chunk has decayed
-    hidden = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
+    hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     carried, left = total.exp(), (total[..., -1:, :] - total).exp()  # from the chunk's start, to its end
     if is_start is not None:
         document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0 began before the chunk
         hidden = hidden | (document[..., :, None] != document[..., None, :])
         carried = carried * (document == 0)[..., None]
         left = left * (document == document[..., -1:])[..., None]
-    between = None  # (B, heads, chunks, C, C): decayed from j to i, where that is the same in all channels
+    between = None  # (B, heads, chunks, chunk, chunk): decayed from j to i, if all channels are alike
     if decay.shape[-1] == 1:
         between = (total - total.mT).masked_fill(hidden, -math.inf).exp()
 
@@ -84,20 +78,20 @@ def running_sum(x):
         return x.cumsum(-2)
     step = 1
     while step < x.shape[-2]:
-        x, step = x + F.pad(x[..., :-step, :], (0, 0, step, 0)), 2 * step
+        x = x + F.pad(x[..., :-step, :], (0, 0, step, 0))
+        step *= 2
     return x
 
 
 def has_cumsum(device):
-    """Whether torch sums up floats on a type of device: CUDA's kernel differs from run to run, and is refused
-    where that is."""
+    """Whether torch sums up floats on a type of device: CUDA's kernel is not deterministic."""
     return device != 'cuda' or not torch.are_deterministic_algorithms_enabled()
 
 
 def decayed_scores(q, k, total):
     """For i >= j the sum over channels of q_i k_j exp(total_i - total_j), (..., C, C); q, k and total, which
-    falls, are (..., C, channels), C a power of two. k exp(-total) would overflow: of two adjacent blocks the
-    later's queries decay from the earlier's end, and the earlier's keys to there."""
+    falls, (..., C, channels), C a power of two. As k exp(-total) would overflow, of two adjacent blocks the
+    later's queries decay from the earlier's end, the earlier's keys to there."""
     score, half = (q * k).sum(-1)[..., None, None], 1  # blocks of one
     while half < q.shape[-2]:
         (_, late), (early, _), (before, after) = (  # (..., pairs of blocks, half, channels)
@@ -112,25 +106,17 @@ def decayed_scores(q, k, total):
 
 class GatedDeltaNet(Mixer):
     """Linear attention by the gated delta rule (arXiv:2412.06464), as in Qwen3-Next: a short convolution over
-    queries, keys and values, of which the first two are normalised, and an output that is normalised and
-    gated. A row keeps the last inputs of the convolution and a float32 state, whatever its length."""
+    queries, keys and values, queries and keys normalised, the output normalised and gated."""
 
-    documents, n_products = True, 3
+    documents = corrects = True
     fields = ('linear_n_key_head', 'linear_n_value_head', 'linear_key_head_dim', 'linear_value_head_dim',
               'linear_conv_kernel_dim')
 
     @classmethod
     def defaults(cls, config):
-        heads, width = config.linear_n_key_head or config.n_head, quotient(config.n_embd, config.n_head)
+        heads, width = config.linear_n_key_head or config.n_head, config.n_embd // config.n_head
         return dict(linear_n_key_head=heads, linear_n_value_head=heads, linear_key_head_dim=width,
                     linear_value_head_dim=config.linear_key_head_dim or width, linear_conv_kernel_dim=4)
-
-    @classmethod
-    def check(cls, config):
-        if config.linear_key_head_dim is None:
-            yield 'n_embd n_head', 'n_head must divide n_embd, or set linear_key_head_dim'
-        if config.linear_n_value_head % config.linear_n_key_head:
-            yield 'linear_n_value_head linear_n_key_head', 'key heads must divide value heads'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -140,7 +126,8 @@ class GatedDeltaNet(Mixer):
         kernel, self.qkv = config.linear_conv_kernel_dim, (keys, keys, values)
         others, n_decay, n_normed = self.other_widths(keys, values)
         self.c_attn = FusedLinear(config.n_embd, (*self.qkv, *others))
-        self.conv, self.conv_bias = convolution(sum(self.qkv), kernel), None
+        self.conv = parameter(sum(self.qkv), kernel, init=conv_init, group='vector')
+        self.conv_bias = None
         self.dt_bias = parameter(n_decay, init=dt_init, group='vector')
         self.A_log = parameter(self.n_value, init=decay_init, group='vector')
         self.o_norm = parameter(n_normed, init=nn.init.ones_, group='vector')
@@ -150,13 +137,12 @@ class GatedDeltaNet(Mixer):
                        ((self.n_value, self.key_dim, self.value_dim), torch.float32)]
 
     def other_widths(self, keys, values):
-        """Widths of other projections than queries, keys and values (the output's gate; for each value head
-        beta and decay), of dt_bias and of o_norm."""
+        """Widths of the further projections (gate; beta and decay of each value head), dt_bias, o_norm."""
         return (values, self.n_value, self.n_value), self.n_value, self.value_dim
 
     def flops(self, length):
-        # read, write and read the state, and the convolution: 2 FLOPs each, 3 times
-        return 6 * (self.n_products * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
+        # write and read the state, and read it to correct; the convolution
+        return 6 * ((2 + self.corrects) * self.n_value * self.key_dim * self.value_dim + self.conv.numel())
 
     def forward(self, x, context):
         *qkv, gate, beta, decay = self.c_attn(x)
@@ -178,37 +164,32 @@ class GatedDeltaNet(Mixer):
         x = torch.cat(qkv, dim=-1)
         x = short_convolution(after_last(self, x, context), self.conv.type_as(x), context)
         x = F.silu(x if self.conv_bias is None else x + self.conv_bias.type_as(x))
-        q, k, v = (y.unflatten(-1, (-1, width)).transpose(1, 2).float() for y, width in zip(
-            x.split(self.qkv, dim=-1), (self.key_dim, self.key_dim, self.value_dim)))
-        return *(y.repeat_interleave(self.n_value // self.n_key, dim=1) for y in (q, k)), v
+        return [y.unflatten(-1, (n, -1)).transpose(1, 2).float().repeat_interleave(self.n_value // n, dim=1)
+                for y, n in zip(x.split(self.qkv, dim=-1), (self.n_key, self.n_key, self.n_value))]
 
-    def recur(self, q, k, v, decay, beta, context, corrects=True):
-        """The rule from the cached state on. decay (B, T, n_value, 1 or keys), beta (B, T, n_value) -> (B, T,
-        n_value, values)."""
+    def recur(self, q, k, v, decay, beta, context):
+        """decay (B, T, n_value, 1 or keys), beta (B, T, n_value) -> (B, T, n_value, values)"""
         cache, is_token = context.cache, context.is_token()
         if is_token is not None:  # padding writes nothing, and nothing is forgotten over it
             beta, decay = beta * is_token[..., None], decay * is_token[..., None, None]
-        if cache is None:
-            state = q.new_zeros(len(q), *self.states[1][0])
-        else:
-            state = cache.states[self.entry(context)][1]
+        state = (q.new_zeros(len(q), *self.states[1][0]) if cache is None
+                 else cache.states[self.entry(context)][1])
         is_start = None if context.document_starts is None else context.position_ids == 0
         with torch.autocast(q.device.type, enabled=False):
             y, after = gated_delta_rule(q, k, v, decay.transpose(1, 2), beta.mT[..., None], state, is_start,
-                                        corrects)
+                                        self.corrects)
         if cache is not None:
             state.copy_(after)
         return y.transpose(1, 2)
 
 
-def convolution(channels, kernel):
-    """The weight of a short_convolution."""
-    bounded = functools.partial(nn.init.uniform_, a=-kernel ** -0.5, b=kernel ** -0.5)
-    return parameter(channels, kernel, init=bounded, group='vector')
+def conv_init(w):
+    """Uniform, as torch's convolutions start."""
+    nn.init.uniform_(w, -w.shape[1] ** -0.5, w.shape[1] ** -0.5)
 
 
 def decay_init(w):
-    """The log of uniform (0, 16), as Mamba 2 and the paper's code start."""
+    """The log of uniform (0, 16), as in Mamba-2."""
     nn.init.uniform_(w, 1e-3, 16).log_()
 
 
@@ -233,7 +214,8 @@ class ShortConvolution(Mixer):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         C, kernel = config.n_embd, config.linear_conv_kernel_dim
-        self.c_attn, self.conv = FusedLinear(C, (C, C, C)), convolution(C, kernel)
+        self.c_attn = FusedLinear(C, (C, C, C))
+        self.conv = parameter(C, kernel, init=conv_init, group='vector')
         self.c_proj, self.states = Linear(C, C, init=branch_init(config)), [((kernel - 1, C), None)]
 
     def flops(self, length):
@@ -246,10 +228,10 @@ class ShortConvolution(Mixer):
 
 
 class Mamba2(GatedDeltaNet):
-    """Mamba-2 (arXiv:2405.21060) as linear attention, its section 6: C is the query, B the key, each of them
-    shared by a group of heads, x the value, and the step size both writes and decays."""
+    """Mamba-2 (arXiv:2405.21060) as linear attention, its section 6: C is the query, B the key, shared by
+    groups of heads, x the value; the step size both writes and decays."""
 
-    n_products = 2  # it corrects nothing
+    corrects = False
     fields = (*GatedDeltaNet.fields, 'linear_conv_bias')
 
     @classmethod
@@ -272,22 +254,16 @@ class Mamba2(GatedDeltaNet):
         q, k, v = self.convolved(qkv, context)
         step = F.softplus(step.float() + self.dt_bias.float())
         decay = -self.A_log.float().exp() * step
-        y = self.recur(q, k, v, decay[..., None], step, context, corrects=False)
+        y = self.recur(q, k, v, decay[..., None], step, context)
         y = (y + self.skip.float()[:, None] * v.transpose(1, 2)).flatten(2) * F.silu(gate.float())
-        group = y.shape[-1] // self.n_key  # is normalised together
-        y = F.rms_norm(y.unflatten(-1, (-1, group)), (group,), eps=self.eps).flatten(2) * self.o_norm.float()
+        y = y.unflatten(-1, (self.n_key, -1))  # the heads of a key are normalised together
+        y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(2) * self.o_norm.float()
         return self.c_proj(y.type_as(gate))
 
 
 class KimiDeltaAttention(GatedDeltaNet):
     """Gated DeltaNet with a decay for each channel of a key, by a projection of low rank, as is the output's
     gate (arXiv:2510.26692)."""
-
-    @classmethod
-    def check(cls, config):
-        yield from super().check(config)
-        if config.linear_n_value_head != config.linear_n_key_head:
-            yield 'linear_n_value_head linear_n_key_head', 'K layers have as many key heads as value heads'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

@@ -1,5 +1,5 @@
 """
-The modern decoder-only language model, in five parts, each of which can be read with only those above it:
+The modern decoder-only language model, in five parts; each can be read with only those above it:
 
     I    the decoder: settings, linear layers, norm, rotation, attention, MLP, block, GPT: a whole Qwen3
     II   cache, masks, kernels
@@ -15,8 +15,7 @@ The modern decoder-only language model, in five parts, each of which can be read
     logits = model(idx, cache=cache, keep=1)     # appends; logits of the last new token only
 
 mixers.py has the layers with a state, weights.py adapters and 8 bits. Shapes in comments: B batch rows, T new
-tokens, S tokens to attend to, C = n_embd, H query heads, K key/value heads, D = head_dim, E experts. This
-file prints nothing, picks no device, reads no globals, downloads nothing.
+tokens, S tokens to attend to, C = n_embd, H query heads, K key/value heads, D = head_dim, E experts.
 """
 import abc
 import collections
@@ -38,24 +37,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model, as plain data. A config that cannot be computed, or has an option
-    without effect, raises a ValueError that names all problems. A field that is None follows from others.
-    Patterns have a letter for each layer and are repeated: 'SSSL' is three S, then an L, and so on."""
+    """Everything that defines a model, as plain data. A field that is None follows from others. Patterns have
+    a letter for each layer and are repeated. Raises ValueError that names all problems."""
     # size
     block_size: int = 1024           # context: the maximum sequence length
     vocab_size: int = 50304          # GPT-2's 50257 rounded up, as nanoGPT has it
     n_layer: int = 12                # blocks
     n_head: int = 12                 # query heads
-    n_kv_head: int | None = None     # key/value heads; None: n_head (multi-head), 1: multi-query
-                                     # (arXiv:1911.02150), between: grouped-query (arXiv:2305.13245)
+    n_kv_head: int | None = None     # key/value heads; None: n_head, 1: multi-query (arXiv:1911.02150),
+                                     # between: grouped-query (arXiv:2305.13245)
     n_embd: int = 768                # width of the residual stream
     head_dim: int | None = None      # None: n_embd / n_head
     d_ff: int | None = None          # MLP width; None: 4 n_embd; if gated 8/3 n_embd up to a multiple of 64
     # positions
     pos: str = 'rope'                # rope (arXiv:2104.09864), alibi (arXiv:2108.12409), learned (GPT-2),
-                                     # sinusoidal (arXiv:1706.03762), t5 (arXiv:1910.10683), none
+                                     # sinusoidal (arXiv:1706.03762), none
     alibi_scale: float = 1.0         # of ALiBi's slopes (Falcon)
-    pos_pattern: str = 'P'           # P: as pos says, N: none (rope, alibi, t5); 'PPPN' (SmolLM3)
+    pos_pattern: str = 'P'           # P: as pos says, N: none (rope, alibi); 'PPPN' (SmolLM3)
     rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
     rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
     partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
@@ -70,15 +68,15 @@ class GPTConfig:
     window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL';
                                      # C: chunks of `window` tokens, which do not see other chunks (Llama 4)
     qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3), False, whole
-                                     # (all heads at once, OLMo 2), rotated (each head, after the rotation,
-                                     # Hunyuan), unit (that without weights, where there is a rotation,
-                                     # Llama 4); None: True, in MLA False
+                                     # (all heads at once, OLMo 2), rotated (after the rotation, Hunyuan),
+                                     # unit (that without weights, where one turns, Llama 4); None: True, in
+                                     # MLA False
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see query_scale
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
     attn_sink: bool = False          # a learned logit for each head in the softmax's denominator (gpt-oss)
-    attn_gate: bool | str = False    # the output times the sigmoid of a projection (arXiv:2505.06708); head:
-                                     # one for each head
+    attn_gate: bool | str = False    # the output times a projection's sigmoid (arXiv:2505.06708), head: by
+                                     # heads
     # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), on with kv_lora_rank
     kv_lora_rank: int | None = None  # width of the latent
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
@@ -86,11 +84,10 @@ class GPTConfig:
     qk_rope_head_dim: int | None = None  # part with them; one key for all heads; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
     latent_norm_eps: float | None = None  # of the norms on latent and compressed query; None: norm_eps
-    # layers with a state of fixed size: D (arXiv:2412.06464, as in Qwen3-Next), K (arXiv:2510.26692), B
-    # (arXiv:2405.21060), and of C (arXiv:2511.23404) the last field
+    # layers with a state, see mixers.py: D, K, B, and of C the last field
     linear_n_key_head: int | None = None  # query and key heads; None: n_head; B: 1
     linear_n_value_head: int | None = None  # value heads, n times as many; None: as many; B: n_embd / 32
-    linear_key_head_dim: int | None = None  # None: n_embd / n_head; B, the state's size: 64
+    linear_key_head_dim: int | None = None  # None: n_embd // n_head; B, the state's size: 64
     linear_value_head_dim: int | None = None  # None: as a key; B: 64
     linear_conv_bias: bool | None = None  # of the short convolution; None: in B
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
@@ -102,11 +99,9 @@ class GPTConfig:
     norm_placement: str = 'pre'      # pre, post, output, sandwich, parallel, parallel_2: see NORM_PLACEMENTS
     embed_norm: bool = False         # a norm after the embedding (BLOOM)
     embed_scale: float | None = None  # of the embedding (Gemma: sqrt(n_embd), also the default if sinusoidal)
-    bigram_size: int | None = None   # rows of a second embedding, which a hash of a token and the one before
-                                     # it looks up (modded-nanogpt)
+    bigram_size: int | None = None   # rows of a second embedding, of pairs of tokens (modded-nanogpt)
     residual_scale: float = 1.0      # of what attention and MLP add (Granite)
-    residual_lambdas: bool = False   # learned weights of stream and embedding before each layer, from 1 and 0
-                                     # (modded-nanogpt)
+    residual_lambdas: bool = False   # learned weights of stream and embedding before each layer
     # MLP, biases
     mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
     mlp_limit: float = 7.0           # swiglu_oai clamps gate and up to this
@@ -118,7 +113,7 @@ class GPTConfig:
     n_expert: int | None = None      # experts that replace the MLP; None or 0: a dense model
     n_expert_active: int | None = None  # experts for each token; None: 2
     n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066), as one MLP
-    shared_gate: bool = False        # these times the sigmoid of a projection to one element (Qwen2-MoE)
+    shared_gate: bool = False        # these times a projection's sigmoid (Qwen2-MoE)
     d_expert: int | None = None      # an expert's width; None: d_ff
     n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
     expert_input_scale: bool = False  # the chosen experts' weights multiply their input (Llama 4)
@@ -161,25 +156,21 @@ class GPTConfig:
         kind = letter(self.expert_pattern, layer)
         return 'D' if kind == 'E' and (self.n_expert is None or layer < self.n_dense_layer) else kind
 
-    def has_experts(self, layer):
-        return self.mlp_of(layer) == 'E'
-
     @property
     def rope_dim(self):
         """Dimensions of a head that are rotated."""
         return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     def rope_kind(self, layer=None):
-        """The kind of a layer's rotations (None: of one that sees all tokens), see Mixer: (base, dimensions,
-        items of the scaling); None: there are none."""
+        """The kind of a layer's rotations, see Mixer; layer None: of one that sees all tokens."""
         if self.pos != 'rope':
             return None
-        local = self.rope_local if layer is not None and self.window_of(layer) else {}
-        base, share, scaling = ((local or {}).get(name, getattr(self, name))
-                                for name in ('rope_base', 'partial_rotary_factor', 'rope_scaling'))
+        is_local = layer is not None and self.window_of(layer)
+        own = {**vars(self), **(is_local and self.rope_local or {})}
         items = tuple((name, tuple(value) if isinstance(value, list) else value)
-                      for name, value in (scaling or {}).items())
-        return base, self.qk_rope_head_dim or int(self.head_dim * share), items
+                      for name, value in (own['rope_scaling'] or {}).items())
+        width = self.qk_rope_head_dim or int(self.head_dim * own['partial_rotary_factor'])
+        return own['rope_base'], width, items
 
     @property
     def scale(self):
@@ -189,16 +180,17 @@ class GPTConfig:
         if self.kv_lora_rank is None:
             return self.head_dim ** -0.5
         scaling = self.rope_scaling or {}
-        weight = scaling.get('mscale_all_dim')
-        grown = yarn_mscale(scaling['factor'], weight) if weight else 1.0
+        grown = yarn_mscale(scaling.get('factor', 1.0), scaling.get('mscale_all_dim', 0.0))
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * grown ** 2
 
 
 def letter(pattern, layer):
+    """A layer's letter in a pattern."""
     return pattern[layer % len(pattern)]
 
 
 def round_up(n, multiple=64):
+    """The next multiple."""
     return math.ceil(n / multiple) * multiple
 
 
@@ -211,7 +203,7 @@ class Tag(typing.NamedTuple):
     rows: tuple | None = None      # of a matrix: row counts of the projections fused in it; None: it is one
 
 
-GROUPS = {  # of parameters -> whether weight decay is for it; train.py has learning rates by group
+GROUPS = {  # of parameters -> whether it decays
     'matrix': True,  # rows x columns, or a stack of such, which Muon may orthogonalise
     'embedding': True, 'bigram': True, 'head': True, 'gate': True, 'adapter': True,
     'vector': False, 'scalar': False,
@@ -219,13 +211,13 @@ GROUPS = {  # of parameters -> whether weight decay is for it; train.py has lear
 
 
 def tag(w, init, group, rows=None):
-    """Gives a parameter its Tag; returns the parameter. group: one of GROUPS."""
+    """Gives a parameter its Tag; returns the parameter."""
     w.tag = Tag(init, group, rows)
     return w
 
 
 def parameter(*shape, init, group, rows=None):
-    """A new parameter with its tag; see tag."""
+    """A new parameter with its tag."""
     return tag(nn.Parameter(torch.full(shape, math.nan)), init, group, rows)  # NaN until init has filled it
 
 
@@ -235,8 +227,8 @@ def hidden_init(w):
 
 
 def branch_init(config):
-    """The initial value of a branch's output projection: zeros, so that blocks start as the identity; but
-    hidden_init where a norm follows: at zeros the norm's gradient would be 1 / sqrt(eps)."""
+    """Of a branch's output projection: zeros, so that blocks start as the identity; where a norm follows,
+    whose gradient at zero is 1 / sqrt(eps), hidden_init."""
     return hidden_init if ends_in_norm(config) else nn.init.zeros_
 
 
@@ -251,12 +243,12 @@ class Linear(nn.Linear):
 
 
 class FusedLinear(Linear):
-    """Several projections of one input as one matrix, one matmul: x (..., n_in) -> a tensor (..., width) for
-    each of widths. They are rows of `weight`, in this order."""
+    """Several projections as one matrix, whose rows they are: x (..., n_in) -> a tensor (..., width) for each
+    of widths."""
 
     def __init__(self, n_in, widths, bias=False):
-        super().__init__(n_in, sum(widths), bias, rows=tuple(widths))
-        self.widths = tuple(widths)
+        super().__init__(n_in, sum(widths), bias, rows=widths)
+        self.widths = widths
 
     def forward(self, x):
         return super().forward(x).split(self.widths, dim=-1)
@@ -281,8 +273,7 @@ class Embedding(nn.Embedding):
 # norm and rotation ------------------------------------------------------------------------------------------
 
 class Norm(nn.Module):
-    """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450) over the last dimension; statistics in
-    float32, the result in x's dtype."""
+    """RMSNorm or LayerNorm over the last dimension, in float32; the result in x's dtype."""
 
     def __init__(self, width, config, is_unit=False, eps=None):
         super().__init__()
@@ -300,10 +291,9 @@ class Norm(nn.Module):
 
 
 def rope_table(kind, position_ids, length):
-    """cos and sin of the rotation angles at position_ids (1 or B, T), each (1 or B, 1, T, dimensions / 2)
-    float32, for a kind of rotation (base, dimensions, items of a scaling): position p turns pair i by
-    p * base^(-2i / dimensions). RoFormer, arXiv:2104.09864, equation 15. length: of the context, for scalings
-    that depend on it."""
+    """cos and sin, each (1 or B, 1, T, dimensions / 2) float32, of the angles at position_ids (1 or B, T):
+    position p turns pair i by p * base^(-2i / dimensions), RoFormer, arXiv:2104.09864, equation 15. kind:
+    (base, dimensions, items of a scaling); length: of the context, for scalings."""
     (base, width, scaling), options = kind, dict(kind[2])
     pair = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32)
     freq, factor = 1.0 / base ** (pair / width), 1.0
@@ -316,12 +306,12 @@ def rope_table(kind, position_ids, length):
 
 def rotate(x, rope):
     """x (B, heads, T, D) with its first dimensions rotated by rope = (cos, sin), each (1 or B, 1, T, pairs).
-    Pair i is x[i], x[i + pairs], the half-split layout of Llama and transformers; checkpoints in GPT-J's
-    interleaved layout are permuted when read."""
+    Pair i is x[i], x[i + pairs], as in Llama; checkpoints in GPT-J's layout are permuted when read."""
     if rope is None:
         return x
     cos, sin = rope
-    a, b, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), dim=-1)
+    pairs = cos.shape[-1]
+    a, b, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
     a, b = a.float(), b.float()
     return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x), rest), dim=-1)
 
@@ -330,12 +320,11 @@ def rotate(x, rope):
 
 @dataclasses.dataclass
 class ForwardContext:
-    """What all layers of one forward pass share, made once by make_context. A layer changes it by hand_on
-    alone."""
+    """What all layers of one forward pass share. A layer changes it by hand_on alone."""
     idx: torch.Tensor             # (B, T), the new tokens' ids; any in padding
-    positions: torch.Tensor       # (1 or B, T), the new tokens' in their rows: for masks and the cache
+    positions: torch.Tensor       # (1 or B, T), in their rows: for masks and the cache
     position_ids: torch.Tensor    # the same, counted from each document's start: for rotations
-    document_starts: torch.Tensor | None  # (B, T): positions where the tokens' documents start; None: 0
+    document_starts: torch.Tensor | None  # (B, T): where the tokens' documents start; None: 0
     ropes: dict                   # a mixer's rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
     masks: dict                   # a mixer's mask_kind -> Mask
     cache: 'Cache | None'
@@ -362,17 +351,17 @@ class ForwardContext:
 
 
 class Mixer(nn.Module, abc.ABC):
-    """What mixes the tokens of a row in a block: attention, latent attention, Gated DeltaNet, yours. To add
-    one, write the class, give it a letter in MIXERS, put the letter into the grid of test_model.py. For
-    another attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context),
-    where query head h, of H, goes with key head h // (H / K), and head_widths if its products are wider.
+    """What mixes the tokens of a row in a block: attention, Gated DeltaNet, yours. Write the class, give it a
+    letter in MIXERS, put the letter into the grid of test_model.py. For another attention the shortest way is
+    a subclass of Attention that overrides attend(q, k, v, context), where query head h, of H, goes with key
+    head h // (H / K), and head_widths if its products are wider.
 
     forward(x, context): x (B, T, C) -> (B, T, C). Tokens must not see later ones. From `context`, the
     ForwardContext, a mixer takes
     - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that turn, items of a scaling), or
       None; the config's own is config.rope_kind(layer), and (500.0, config.rope_dim, ()) one without scaling;
-    - masks[self.mask_kind]; mask_kind is (window, whether the bias of alibi or t5 is in it, whether the
-      window is a chunk), or None;
+    - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it, whether the window is
+      a chunk), or None;
     - idx (B, T), the token ids, and position_ids;
     - cache, None in training. A mixer says in __init__ what it keeps there: `slots`, (heads, width) of each
       tensor that has a slot for each token: cache.append(self, context, k, v) takes the new ones, (B, heads,
@@ -382,8 +371,8 @@ class Mixer(nn.Module, abc.ABC):
       that keeps nothing, as it reads another's, says slots = None;
     - lengths (B,), where padding follows rows: it must not change a state;
     - document_starts: tokens must not see those of another document. A mixer that sees to it sets
-      `documents`; others are refused where there is a document_token;
-    - weights: a list if attention weights are asked for; attention appends (B, H, T, S);
+      `documents`; others are refused with a document_token;
+    - weights: a list, if attention weights are asked for, that takes (B, H, T, S);
     - handed: what earlier layers hand on by context.hand_on(self.layer, value), by layer.
 
     flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
@@ -423,47 +412,53 @@ class Mixer(nn.Module, abc.ABC):
 
 
 class BaseAttention(Mixer):
-    """Common to both kinds of attention: scores that are scaled, capped and masked, and a sink. head_widths:
-    a head's key width plus its value width, for flops."""
+    """Common to both kinds of attention. head_widths: a head's key width plus its value width, for flops."""
 
     documents = can_slide = True
     fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'rope_local', 'qkv_bias', 'proj_bias', 'attn_scale',
               'attn_softcap', 'attn_sink', 'query_scale')
 
+    @classmethod
+    def check(cls, config):
+        if config.pos == 'rope' and (config.rope_dim % 2 or config.rope_dim == 0):
+            yield 'pos', f"rope rotates pairs: of a head's dimensions an even number, not {config.rope_dim}"
+
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
         is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
-        self.mask_kind = (self.window, config.pos in BIASED and self.pos, is_chunked)
+        self.mask_kind = (self.window, config.pos == 'alibi' and self.pos, is_chunked)
         self.rope_kind = config.rope_kind(layer) if self.pos else None
-        self.p, self.scale, self.softcap = config.dropout, config.scale, config.attn_softcap
-        grown = (config.query_scale or {}).get('layers', 'PN')
-        self.query_scale = config.query_scale if letter(config.pos_pattern, layer) in grown else None
-        self.n_head, self.sink = config.n_head, None
-        if config.attn_sink:
-            self.sink = parameter(config.n_head, init=nn.init.zeros_, group='vector')
+        by = config.query_scale or {}
+        self.query_scale = by if letter(config.pos_pattern, layer) in by.get('layers', 'PN') else None
+        self.config, self.n_head = config, config.n_head
+        self.sink = parameter(self.n_head, init=nn.init.zeros_, group='vector') if config.attn_sink else None
 
     def attend(self, q, k, v, context):
-        mask, p = context.masks[self.mask_kind], self.p if self.training else 0.0
+        config, p = self.config, self.config.dropout if self.training else 0.0
         if self.query_scale:
             q = q * query_scale(context.position_ids, **self.query_scale).type_as(q)
-        return attend(q, k, v, context, mask, self.scale, p, self.softcap, self.sink)
+        return attend(q, k, v, context, context.masks[self.mask_kind], config.scale, p, config.attn_softcap,
+                      self.sink)
 
     def flops(self, length):
-        # scores and the sum of values over the sequence or the window, the masked half counted too (PaLM,
-        # arXiv:2204.02311, appendix B)
+        # the masked half is counted too: PaLM, arXiv:2204.02311, appendix B
         return 6 * self.n_head * self.head_widths * min(length, self.window or length)
 
 
 class Attention(BaseAttention):
-    """Multi-head, grouped-query or multi-query attention, by n_kv_head; with attn_gate its output is gated
-    (arXiv:2505.06708), each element or each head by itself."""
+    """Multi-head, grouped-query or multi-query attention, by n_kv_head."""
 
     fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'partial_rotary_factor', 'attn_gate')
 
     @classmethod
     def check(cls, config):
-        return *check_positions(config), *check_heads(config)
+        if config.head_dim is None:
+            yield 'n_embd n_head', 'n_head must divide n_embd, or set head_dim'
+        else:
+            yield from super().check(config)
+        if config.n_head % (config.n_kv_head or 1):
+            yield 'n_kv_head n_head', 'n_kv_head must divide n_head'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -471,25 +466,25 @@ class Attention(BaseAttention):
         gate = (H if config.attn_gate == 'head' else H * D,) if config.attn_gate else ()
         self.c_attn = FusedLinear(C, (H * D, K * D, K * D, *gate), bias=config.qkv_bias)
         self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
-        # elements of a token that are normalised together: a head's, or all heads'
-        self.normed = [n * D if config.qk_norm == 'whole' else D for n in (H, K)]
-        self.norms_last = config.qk_norm in ('rotated', 'unit')
-        is_unit = config.qk_norm == 'unit'
-        has_norm = self.rope_kind if is_unit else config.qk_norm
-        self.q_norm, self.k_norm = (Norm(width, config, is_unit) if has_norm else nn.Identity()
-                                    for width in self.normed)
+        self.qk_norm, is_unit = config.qk_norm, config.qk_norm == 'unit'
+        has_norm = self.rope_kind if is_unit else self.qk_norm
+        self.q_norm, self.k_norm = (
+            Norm(heads * D if self.qk_norm == 'whole' else D, config, is_unit) if has_norm else nn.Identity()
+            for heads in (H, K))
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
 
     def project(self, x, context):
-        """x (B, T, C) -> q (B, H, T, D), k and v (B, K, T, D), normalised and rotated, and the output's gate,
-        a list of one tensor or none."""
+        """x (B, T, C) -> q (B, H, T, D), k, v (B, K, T, D), and the output's gate in a list, or none."""
+        def by_head(y):
+            return y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
         (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
-        if not self.norms_last:
-            q = self.q_norm(q.unflatten(-1, (-1, self.normed[0]))).flatten(2)
-            k = self.k_norm(k.unflatten(-1, (-1, self.normed[1]))).flatten(2)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))  # B, heads, T, D
+        if self.qk_norm == 'whole':
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif self.qk_norm is True:
+            q, k = self.q_norm(by_head(q)).flatten(2), self.k_norm(by_head(k)).flatten(2)
+        q, k, v = (by_head(y).transpose(1, 2) for y in (q, k, v))
         q, k = rotate(q, rope), rotate(k, rope)
-        if self.norms_last:
+        if self.qk_norm in ('rotated', 'unit'):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v, gate
 
@@ -526,11 +521,11 @@ ACTIVATIONS = {
 
 
 def activation(config):
-    """The activation of config.mlp and whether it is gated; a class becomes an instance, with parameters."""
+    """The activation of config.mlp, of a class an instance, and how many projections it takes."""
     act, gated = ACTIVATIONS[config.mlp]
     if act is swiglu_oai:
         act = functools.partial(act, limit=config.mlp_limit)
-    return act() if isinstance(act, type) else act, gated
+    return act() if isinstance(act, type) else act, 2 if gated else 1
 
 
 class MLP(nn.Module):
@@ -538,8 +533,8 @@ class MLP(nn.Module):
 
     def __init__(self, config, width):
         super().__init__()
-        self.act, gated = activation(config)
-        self.c_fc = FusedLinear(config.n_embd, (width,) * (2 if gated else 1), config.mlp_bias)
+        self.act, n = activation(config)
+        self.c_fc = FusedLinear(config.n_embd, (width,) * n, config.mlp_bias)
         self.c_proj = Linear(width, config.n_embd, config.mlp_bias, init=branch_init(config))
 
     def forward(self, x):
@@ -559,8 +554,8 @@ NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms, or a class, s
 
 def streams(config):
     """(enter, leave): functions around the blocks, from the embedding (B, T, C) to what they hand each other,
-    and back. Both are the identity, unless norm_placement's entry is a class: a module that each block makes
-    by (config, layer), with static methods of these names, as for hyper-connections (arXiv:2409.19606)."""
+    and back: the identity, unless norm_placement's entry is a class, a module that each block makes by
+    (config, layer), with static methods of these names, as for hyper-connections (arXiv:2409.19606)."""
     placement, _ = NORM_PLACEMENTS[config.norm_placement]
     return getattr(placement, 'enter', lambda x: x), getattr(placement, 'leave', lambda x: x)
 
@@ -570,8 +565,8 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        has_mlp = config.mlp_of(layer) != 'N'
-        self.placement, n_norm = NORM_PLACEMENTS[config.norm_placement] if has_mlp else (mixer_alone, 1)
+        kind = config.mlp_of(layer)
+        self.placement, n_norm = (mixer_alone, 1) if kind == 'N' else NORM_PLACEMENTS[config.norm_placement]
         if isinstance(self.placement, type):
             self.placement = self.placement(config, layer)
         self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
@@ -579,8 +574,8 @@ class Block(nn.Module):
         self.attn = MIXERS[config.mixer_of(layer)](config, layer)
         for name in self.norms[1:]:  # nanoGPT's files number optimizer states in this order
             setattr(self, name, Norm(config.n_embd, config))
-        self.sparse = config.has_experts(layer)
-        self.mlp = MoE(config, layer) if self.sparse else MLP(config, config.d_ff) if has_mlp else None
+        self.sparse = kind == 'E'
+        self.mlp = MoE(config, layer) if self.sparse else MLP(config, config.d_ff) if kind == 'D' else None
         self.p, self.scale = config.dropout, config.residual_scale
 
     def forward(self, x, context):
@@ -591,7 +586,7 @@ class Block(nn.Module):
                               *norms)
 
     def branch(self, y):
-        y = dropout(y, self.p if self.training else 0.0)
+        y = F.dropout(y, self.p, self.training)
         return y if self.scale == 1 else y * self.scale
 
 
@@ -604,12 +599,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         tied, C = config.tie_word_embeddings, config.n_embd
-        # blocks start as the identity: with a tied head a token's logit for itself is n_embd * std
+        # with a tied head a token's logit for itself starts at n_embd * std
         embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
         n_drawn = round_up(config.vocab_size)
         self.wte = Embedding(n_drawn, C, embedding_init)
         self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
-        self.t5_bias = T5Bias(config) if config.pos == 't5' else None
         self.bigram = BigramEmbedding(config) if config.bigram_size else None
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -623,15 +617,14 @@ class GPT(nn.Module):
         self.schedule, self.mixers = make_schedule(self, range(config.n_layer))
         self.tags = collect_tags(self)
         self.init_weights()
-        # drawn as if the vocabulary were padded: a seed gives the same weights as in older versions
+        # drawn as if the vocabulary were padded: a seed gives the weights that it always gave
         for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
             w.data = w.data[:config.vocab_size].clone()
         self.wte.num_embeddings = config.vocab_size
 
     @torch.no_grad()
     def init_weights(self):
-        """Gives every parameter the initial value that its tag says where it is made: `python bench.py params
-        --init=True` lists them."""
+        """Fills every parameter as its tag says: `python bench.py params --init=True` lists them."""
         if self.wte.weight.is_meta:
             return
         for name, w in self.named_parameters():
@@ -641,13 +634,12 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), ignored where
-        negative (nanoGPT's -1, torch's -100), the mean cross entropy and aux: {} for a dense model, else
-        'balance' and 'z' (0-d, means over the sparse layers, not in the loss) and 'load' (sparse layers,
-        experts), choices made; with mtp, in training, the extra layer's loss as 'mtp' (0-d, not in the loss).
-        A cache takes the tokens; lengths (B,): how many of the T are each row's own; padding follows them.
-        keep: logits of each row's last tokens only; with targets these are aux['logits']. weights: a list
-        that takes each attention layer's, (B, H, T, S). Raises ValueError if the tokens do not fit into
-        block_size or the cache."""
+        negative, the mean cross entropy and aux, none of it in the loss: of experts 'balance' and 'z' (0-d,
+        means over the layers) and 'load' (layers, experts), choices made; with mtp, in training, the extra
+        layer's loss 'mtp' (0-d). A cache takes the tokens; lengths (B,): how many of the T are each row's
+        own; padding follows. keep: logits of each row's last tokens only; with targets these are
+        aux['logits']. weights: a list that takes each attention layer's, (B, H, T, S). Raises ValueError if
+        the tokens do not fit into block_size or the cache."""
         T, config = idx.shape[1], self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
@@ -669,10 +661,11 @@ class GPT(nn.Module):
         if context.routing:
             aux |= routing_losses(context.routing)
         if self.mtp is not None and self.training:
-            handed = {i: value for i, value in context.handed.items() if i < config.n_layer - 1}
-            own = dataclasses.replace(context, routing=None, handed=handed)  # recomputed blocks need theirs
             later = F.pad(targets[:, 1:], (0, 1), value=-1)
-            aux['mtp'], _ = self.loss(self.mtp(x, x0, own), later)
+            handed = {**context.handed}
+            handed.pop(config.n_layer - 1, None)  # its block is in that layer's place
+            y = self.mtp(x, x0, dataclasses.replace(context, routing=None, handed=handed))
+            aux['mtp'], _ = self.loss(y, later)
         return loss, aux
 
     def embed(self, context):
@@ -688,12 +681,12 @@ class GPT(nn.Module):
         if config.pos == 'sinusoidal':
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
         x = self.ln_embd(x)
-        # a bfloat16 residual stream; under float16 it stays float32: no overflow
+        # under float16 the residual stream stays float32: no overflow
         x = x.bfloat16() if context.dtype is torch.bfloat16 else x
-        return dropout(x, config.dropout if self.training else 0.0)
+        return F.dropout(x, config.dropout, self.training)
 
     def head(self, x):
-        """x (B, T, C), what the last block gives -> logits (B, T, vocab_size) float32."""
+        """x (B, T, C) from the last block -> logits (B, T, vocab_size) float32."""
         x, head = self.ln_f(x), self.lm_head or self.wte
         scale, cap = self.config.logit_scale, self.config.logit_softcap
         if self.training and x.is_cuda and len(head.weight) % 64:
@@ -705,12 +698,12 @@ class GPT(nn.Module):
 
     def loss(self, x, targets, keep=None, lengths=None):
         """x as head takes it -> the mean cross entropy, 0-d, and with keep the logits of each row's last
-        tokens. A sharded model is compiled method by method: logits that no other needs are not kept."""
+        tokens. A sharded model is compiled by methods: here logits are not kept."""
         logits = self.head(x)
         return cross_entropy(logits, targets), None if keep is None else last_tokens(logits, keep, lengths)
 
     def compute_dtype(self):
-        """The dtype that matmuls run in: autocast's where it is on, else the weights', or their scale's."""
+        """The dtype that matmuls run in."""
         w = self.wte.weight
         if torch.is_autocast_enabled(w.device.type):
             return torch.get_autocast_dtype(w.device.type)
@@ -718,7 +711,7 @@ class GPT(nn.Module):
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
         """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
-        keep that alone, in a ring; False: all tokens, so that rewind can take any back."""
+        keep that alone; False: all tokens, so that rewind can take any back."""
         return Cache(self, batch_size, max_len, static, rolling)
 
 
@@ -737,7 +730,7 @@ MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorc
 
 @torch.no_grad()
 def generate_plainly(model, idx, max_new_tokens, temperature=1.0):
-    """Appends tokens to idx (B, T), drawn one by one, without a cache: sample.py does the same sooner."""
+    """idx (B, T) with tokens appended, drawn without a cache: sample.py does the same sooner."""
     for _ in range(max_new_tokens):
         logits = model(idx[:, -model.config.block_size:])[:, -1] / temperature
         idx = torch.cat((idx, torch.multinomial(logits.softmax(-1), 1)), dim=1)
@@ -747,43 +740,39 @@ def generate_plainly(model, idx, max_new_tokens, temperature=1.0):
 # II. cache, masks, kernels ==================================================================================
 
 class Cache:
-    """The tokens so far, as each layer keeps them. Made by GPT.make_cache, owned by the caller. For each
-    mixer in its turn `slots` has a list of tensors (B, heads, number of slots + 1, width), its KV cache, and
-    `states` a list of tensors (B, ...) of fixed size; see Mixer. The slot of a token is its position, and in
-    a rolling KV cache, which holds a window alone, its position modulo the number of slots:
+    """The tokens so far, as each layer keeps them. For each mixer in its turn `slots` has a list of tensors
+    (B, heads, number of slots + 1, width), its KV cache, and `states` a list of tensors (B, ...); see Mixer.
+    The slot of a token is its position, and in a rolling KV cache, which holds a window alone, its position
+    modulo the number of slots:
 
         max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
         slot   0  1  2  3  4  5 | 6            slot   0  1  2  3 | 4
         row 0  a  b  c  .  .  . |              row 0  e  f  c  d |
         row 1  a  b  c  d  e  . |
 
-    Slots beyond a row's length are masked. The last takes padding; nothing reads it.
-
-    Rows may have different lengths: `length` (B,) counts each row's tokens, `longest` is their maximum, on
-    the host, and `same_length` says that all are alike. If `static`, only tensors may change, so that one
-    compiled step serves every position: then the caller keeps count, `longest` is None, and each step attends
+    The last slot takes padding; nothing reads it. `length` (B,) counts each row's tokens, `longest` is their
+    maximum, on the host, and `same_length` says that all are alike. If `static`, only tensors change, so that
+    one compiled step serves every position: the caller keeps count, `longest` is None, and each step attends
     to all slots, empty ones masked."""
 
     def __init__(self, model, batch_size, max_len, static=False, rolling=True):
         config, dtype, device = model.config, model.compute_dtype(), model.wte.weight.device
-        if not (batch_size > 0 and 0 < max_len <= config.block_size):
-            raise ValueError(f"batch_size={batch_size}, max_len={max_len}: a cache has rows, and 1 to "
-                             f"block_size={config.block_size} tokens")
+        if max_len > config.block_size:
+            raise ValueError(f"max_len={max_len} is above block_size={config.block_size}")
         for mixer in model.mixers:
             if not (mixer.slots or mixer.states or mixer.slots is None):
                 raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
                                  "states, so that nothing of it can be cached: see Mixer")
         self.max_len, self.static, self.rolling = max_len, static, rolling
         self.longest, self.same_length = (None, False) if static else (0, True)
-        self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
+        zeros = functools.partial(torch.zeros, device=device)
+        self.length = zeros(batch_size, dtype=torch.long)
         # the position where each position's document starts, and a last column for padding
-        self.starts = torch.zeros(batch_size, (max_len + 1) * (config.document_token is not None),
-                                  dtype=torch.long, device=device)
-        self.slots = [[torch.zeros(batch_size, heads, self.n_slots(mixer.window) + 1, width, device=device,
-                                   dtype=dtype) for heads, width in mixer.slots or ()]
-                      for mixer in model.mixers]
-        self.states = [[torch.zeros(batch_size, *shape, device=device, dtype=own or dtype)
-                        for shape, own in mixer.states] for mixer in model.mixers]
+        self.starts = zeros(batch_size, (max_len + 1) * (config.document_token is not None), dtype=torch.long)
+        self.slots = [[zeros(batch_size, heads, self.n_slots(mixer.window) + 1, width, dtype=dtype)
+                       for heads, width in mixer.slots or ()] for mixer in model.mixers]
+        self.states = [[zeros(batch_size, *shape, dtype=own or dtype) for shape, own in mixer.states]
+                       for mixer in model.mixers]
 
     def n_slots(self, window):
         """The number of tokens that a layer with this window keeps."""
@@ -794,8 +783,8 @@ class Cache:
         return n_slots if self.static else min(self.longest + T, n_slots)
 
     def key_positions(self, window, positions):
-        """(1 or B, S): the positions of the keys that append returns in a layer with this window, for new
-        tokens at positions (1 or B, T); -1 for an empty slot."""
+        """(1 or B, S): the positions of the keys that append returns in a layer with this window; -1 for an
+        empty slot. positions (1 or B, T): of the new tokens."""
         n_slots, T = self.n_slots(window), positions.shape[1]
         if n_slots == self.max_len:
             return torch.arange(self.used(n_slots, T), device=positions.device)[None]
@@ -806,26 +795,22 @@ class Cache:
         return old if n_in else torch.cat((old, positions), dim=1)
 
     def append(self, mixer, context, *new):
-        """Puts a mixer's new tensors (B, heads, T, width) into the slots of context.positions; returns all to
-        attend to, (B, heads, S, width) each."""
+        """Takes a mixer's new tensors (B, heads, T, width); returns all to attend to, (B, heads, S, ...)."""
         slots, T = self.slots[mixer.entry(context)], new[0].shape[2]
-        n_slots = slots[0].shape[2] - 1
-        if T == 1 or n_slots == self.max_len:
-            self.write(slots, n_slots, context, new)
-            return [old[:, :, :self.used(n_slots, T)] for old in slots]
-        # of several tokens the first sees what the last will overwrite
-        seen = [torch.cat((old[:, :, :self.used(n_slots, 0)], add), dim=2) for old, add in zip(slots, new)]
+        n_slots, seen = slots[0].shape[2] - 1, None
+        if T > 1 and n_slots < self.max_len:  # the first of the tokens sees what the last will overwrite
+            seen = [torch.cat((old[:, :, :self.used(n_slots, 0)], add), dim=2)
+                    for old, add in zip(slots, new)]
         self.write(slots, n_slots, context, new)
-        return seen
+        return seen or [old[:, :, :self.used(n_slots, T)] for old in slots]
 
     def write(self, slots, n_slots, context, new):
         T, device = new[0].shape[2], self.length.device
-        if self.same_length and context.lengths is None:
-            start = self.longest % n_slots
-            if start + T <= n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
-                for old, add in zip(slots, new):
-                    old[:, :, start:start + T] = add
-                return
+        start = self.longest % n_slots if self.same_length and context.lengths is None else n_slots
+        if start + T <= n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
+            for old, add in zip(slots, new):
+                old[:, :, start:start + T] = add
+            return
         column, row = torch.arange(T, device=device), torch.arange(len(self.length), device=device)[:, None]
         end = T if context.lengths is None else context.lengths[:, None]
         kept = (column < end) & (column >= end - n_slots)  # no padding, and of a long text its end
@@ -834,8 +819,7 @@ class Cache:
             old[row, :, slot] = add.transpose(1, 2).to(old.dtype)
 
     def positions(self, T, lengths=None):
-        """Positions of the next T tokens: (1, T) if all rows are alike, else (B, T). Raises ValueError if
-        they do not fit."""
+        """Positions of the next T tokens, (1 or B, T). Raises ValueError if they do not fit."""
         if lengths is not None or not self.static:
             longest = self.longest + T if lengths is None else int((self.length + lengths).max())
             if longest > self.max_len:
@@ -853,14 +837,12 @@ class Cache:
             self.longest += T
 
     def rewind(self, n):
-        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Raises ValueError if
-        a row is shorter, or for a layer that keeps no earlier tokens: one with a state, or a rolling KV cache
-        that has wrapped."""
-        n = torch.as_tensor(n, device=self.length.device)
+        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Raises ValueError for
+        a layer that keeps no earlier tokens: one with a state, or a rolling KV cache that has wrapped."""
         kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots if layer) - 1
-        if ((n < 0) | (n > self.length) | (n > 0) & (self.length > kept) & (kept < self.max_len)).any():
-            raise ValueError(f"cannot rewind {n.tolist()} of {self.length.tolist()} tokens: there are not so "
-                             "many, or a layer keeps only a state or a window (for a window: rolling=False)")
+        if ((n > 0) & (self.length > kept)).any():
+            raise ValueError(f"cannot rewind {n} of {self.length.tolist()} tokens: a layer keeps a state "
+                             "or a window alone (for a window: rolling=False)")
         self.length -= n
         self._recount()
 
@@ -872,7 +854,6 @@ class Cache:
 
     def select(self, rows):
         """Keeps, reorders or copies rows: a list or (B',) of row numbers."""
-        rows = torch.as_tensor(rows, device=self.length.device)
         self.slots, self.states = ([[tensor[rows] for tensor in layer] for layer in layers]
                                    for layers in (self.slots, self.states))
         self.length, self.starts = self.length[rows], self.starts[rows]
@@ -894,8 +875,7 @@ class Cache:
 
 def after_last(mixer, x, context, state=0):
     """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
-    mixer.states[state], of shape (n, ...), holds those n tokens, and then takes the n that end the row with
-    x, padding left out."""
+    mixer.states[state], of shape (n, ...), holds these n tokens, and takes the next."""
     lengths, n = context.lengths, mixer.states[state][0][0]
     if context.cache is None:
         return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
@@ -907,19 +887,19 @@ def after_last(mixer, x, context, state=0):
 
 
 def mixers_in(module):
+    """All mixers among its modules, at any depth."""
     return [part for part in module.modules() if isinstance(part, Mixer)]
 
 
 def make_schedule(model, turns):
-    """turns: numbers of blocks, in the order in which they compute. Returns the schedule, for each turn
-    (block, number of its first mixer in a cache), and the mixers in a cache's order, those outside the blocks
-    last; tells each its place."""
+    """turns: numbers of blocks, in the order in which they compute. Returns for each turn (block, number of
+    its first mixer in a cache), and the mixers in a cache's order, outside the blocks last; sets places."""
     schedule, mixers = [], []
     for i in turns:
         schedule.append((i, len(mixers)))
         own = mixers_in(model.h[i])
-        for mixer in own:
-            mixer.place = own.index(mixer)
+        for place, mixer in enumerate(own):
+            mixer.place = place
         mixers += own
     for part in (part for part in model.children() if part is not model.h and part is not model.mtp):
         for mixer in mixers_in(part):
@@ -936,7 +916,7 @@ class Mask:
     bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
     is_causal: bool               # the keys are the queries' own tokens, T == S; no query sees later ones
     window: int | None            # the most keys that a query sees; None: all
-    # the same for flex_attention, where that is faster: see flex_mask; a copy with another bias has none
+    # the same for flex_attention, see flex_mask; a copy with another bias has none
     flex: tuple | None = dataclasses.field(default=None, init=False)
 
     def add(self, bias):
@@ -948,11 +928,10 @@ class Mask:
         return Mask(bias, self.is_causal, self.window)
 
 
-def visible(q_pos, k_pos, first=0):
+def visible(q_pos, k_pos, first):
     """From absolute positions: q_pos (1 or B, T), k_pos (1 or B, S), -1 for an empty slot -> (1 or B, 1, T,
     S) bool. A token sees itself and what came before, from `first` (1 or B, T) on."""
-    first = first[:, :, None] if torch.is_tensor(first) else first
-    return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first))[:, None]
+    return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first[:, :, None]))[:, None]
 
 
 def make_context(model, idx, cache=None, lengths=None, weights=None, routing=None):
@@ -991,8 +970,8 @@ def find_starts(context, document_token):
 
 
 def make_mask(model, context, window, biased, chunked=False):
-    """The Mask of the layers with this window, None for all, and with or without the bias of alibi or t5.
-    chunked: documents are cut into chunks of a window."""
+    """The Mask of the layers with this window, None for all. biased: ALiBi's bias is in it; chunked:
+    documents are cut into chunks of a window."""
     positions, cache, starts = context.positions, context.cache, context.document_starts
     T, longest = positions.shape[1], 0 if cache is None else cache.longest
     is_causal = longest == 0  # nothing cached: the keys are the new tokens; static: False
@@ -1005,27 +984,21 @@ def make_mask(model, context, window, biased, chunked=False):
     if is_plain and starts is None and not biased:
         return Mask(None, is_causal, None)
     k_pos = positions if cache is None else cache.key_positions(window, positions)
-    first = 0 if starts is None else starts
+    first = torch.zeros_like(positions) if starts is None else starts
     if window is not None:
         age = context.position_ids % window if chunked else window - 1  # of the oldest token seen
         first = (positions - age).clamp(min=first)
         if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
             first = first.clamp(max=cache.max_len - 1)
-    bias, slopes, flex = torch.zeros((), dtype=context.dtype, device=positions.device), None, None
-    can_flex = cache is None and not context.eager
+    bias, slopes = torch.zeros((), dtype=context.dtype, device=positions.device), None
     if biased:
+        slopes = alibi_slopes(model.config.n_head, positions.device) * model.config.alibi_scale
         distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
-        if model.t5_bias is None:
-            slopes = alibi_slopes(model.config.n_head, positions.device) * model.config.alibi_scale
-            bias = -slopes[:, None, None] * distance
-        else:  # is learned, by the gradient of the mask
-            bias, can_flex = model.t5_bias(distance), False
-        bias = bias.to(context.dtype)
-    if can_flex and use_flex(positions.device.type, context.dtype, T,
-                             model.training and model.config.dropout):
-        flex = flex_mask(T, window, chunked, starts, slopes, positions.device)
+        bias = (-slopes[:, None, None] * distance).to(context.dtype)
     mask = Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window)
-    mask.flex = flex
+    if cache is None and not context.eager and use_flex(
+            positions.device.type, context.dtype, T, model.training and model.config.dropout):
+        mask.flex = flex_mask(first, slopes)
     return mask
 
 
@@ -1034,7 +1007,7 @@ def last_tokens(x, keep, lengths):
     if keep is None:
         return x
     if lengths is None:
-        return x[:, max(0, x.shape[1] - keep):]
+        return x[:, -keep:]
     column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
     return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
 
@@ -1042,29 +1015,29 @@ def last_tokens(x, keep, lengths):
 # kernels ----------------------------------------------------------------------------------------------------
 
 def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
-    """softmax(scale q k^T + bias) v, with dropout p on the weights: the one entry point of attention. Of its
-    paths it takes the first that can compute this. q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K
-    dividing H (grouped queries, arXiv:2305.13245) -> (B, H, T, D')."""
+    """softmax(scale q k^T + bias) v, with dropout p on the weights, by the first path that can compute it.
+    q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K dividing H -> (B, H, T, D')."""
     (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
+    group = H // K
     # with a window a block takes its part of the keys, a kernel all of them
     if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
     if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it has no narrower heads
         from torch.nn.attention.flex_attention import flex_attention
         block_mask, score_mod = mask.flex
-        return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=H > K)
+        return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=group > 1)
     is_causal = bias is None and mask.is_causal and T > 1
-    if (H // K * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
+    if (group * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
             and (bias is not None or q.device.type == 'cpu' and not is_causal)):
         return eager_attention(q.float(), k.float(), v.float(), mask, scale, few=True).type_as(v)
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
                                    is_causal and torch.is_grad_enabled())
-    if H > K and sharing == 'rows':
-        q = q.reshape(B, K, H // K * T, D)
+    if group > 1 and sharing == 'rows':
+        q = q.reshape(B, K, group * T, D)
         if bias is not None:  # (1 or B, 1 or K, H / K T, S)
-            bias = bias.expand(-1, max(bias.shape[1], H // K), -1, -1).reshape(len(bias), -1, H // K * T, S)
-    elif H > K and sharing == 'repeat':
-        k, v = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1)
+            bias = bias.expand(-1, max(bias.shape[1], group), -1, -1).reshape(len(bias), -1, group * T, S)
+    elif group > 1 and sharing == 'repeat':
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
         y = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal, scale=scale,
                                            enable_gqa=q.shape[1] > k.shape[1])
@@ -1079,15 +1052,13 @@ ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
-    """How torch's scaled_dot_product_attention is called on a type of device, for T queries of each head.
-    fits_flash: keys and values are of one width, at most 256; is_training: the keys are the queries' own
-    tokens, and gradients follow. Returns
+    """How scaled_dot_product_attention is called on a type of device, for T queries of each head. fits_flash:
+    keys and values are of one width, at most 256; is_training: of whole texts, for gradients. Returns
 
-    - how the query heads of a group share a head of keys: 'rows', their queries are rows of one product, so
-      that keys are read once a group, by any kernel; 'repeat', each gets a copy; 'gqa', the kernel knows
-      groups. On CUDA only flash attention does, and cuDNN; GPUs too old for it have no bfloat16 either;
-    - whether cuDNN may compute it. It is the fastest in training, but builds a plan for each new shape, in
-      tenths of a second, and has been wrong with masks (pytorch issues 196678, 193893)."""
+    - how the query heads of a group share a head of keys: 'rows', their queries are rows of one product;
+      'repeat', each gets a copy; 'gqa', the kernel knows groups, on CUDA only flash attention and cuDNN;
+    - whether cuDNN may: the fastest in training, but it plans for each new shape, in tenths of a second, and
+      has been wrong with masks (pytorch issues 196678, 193893)."""
     use_cudnn = device != 'cuda' or is_training and not has_bias
     if T == 1 or has_bias:
         return 'rows', use_cudnn
@@ -1097,29 +1068,24 @@ def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
 
 
 def use_flex(device, dtype, T, dropout):
-    """Whether flex_attention is for the masks of a step without a cache. It skips what they hide, but has to
-    be compiled, and knows no dropout; a short sequence has nothing to skip."""
+    """Whether flex_attention, which skips what a mask hides, is for a step without a cache. It has to be
+    compiled, and knows no dropout."""
     return (device == 'cuda' and dtype is torch.bfloat16 and T >= 128 and not dropout
             and torch.compiler.is_compiling())
 
 
-def flex_mask(T, window, chunked, starts, slopes, device):
-    """The mask of T tokens as flex_attention takes it, (block mask, function that changes scores or None):
-    of a window, or of chunks, from the starts (B, T) of documents on, with ALiBi's slopes (H,); None where
-    there is none. The bias of the same Mask then costs nothing: the compiler drops it unread."""
+def flex_mask(first, slopes):
+    """The mask of queries that see the keys from first (1 or B, T) on, with ALiBi's slopes (H,) or None, as
+    flex_attention takes it: (block mask, function that changes scores or None)."""
     from torch.nn.attention.flex_attention import create_block_mask
+    (rows, T), device = first.shape, first.device
 
     def is_seen(b, h, q, k):
-        seen = k <= q
-        if window is not None:
-            age = (q if starts is None else q - starts[b, q]) % window if chunked else window - 1
-            seen = seen & (q - k <= age)
-        return seen if starts is None else seen & (k >= starts[b, q])
+        return (k <= q) & (k >= first[b if rows > 1 else 0, q])
 
     def add_alibi(score, b, h, q, k):
         return score - slopes[h] * (q - k)
 
-    rows = None if starts is None else len(starts)
     return (create_block_mask(is_seen, rows, None, T, T, device=device),
             None if slopes is None else add_alibi)
 
@@ -1127,11 +1093,10 @@ def flex_mask(T, window, chunked, starts, slopes, device):
 def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=BLOCK,
                     few=False):
     """attend, written out, in blocks of queries, which leave out keys that a causal mask hides from all of
-    them. For what no kernel does: capped scores, a sink, attention weights on request; for training on CPUs,
-    see `eager` in make_context, and windows there, where it takes half of SDPA's time at a window of a fourth
-    of the tokens; and for few queries in a compiled step, by sums that the compiler makes two loops of, which
-    read keys and values once: on a CPU SDPA takes ten times as long, and CUDA's kernels that take a bias give
-    all keys of a head to one multiprocessor."""
+    them. For what no kernel does; for training on CPUs, and windows there, where it takes half of SDPA's time
+    at a window of a fourth of the tokens; and for few queries in a compiled step, by sums that become two
+    loops: on a CPU SDPA takes ten times as long, and CUDA's kernels with a bias give a head to one
+    multiprocessor."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     q, out, block = q * scale, [], T if few or weights is not None else block
     for start in range(0, T, block):
@@ -1152,30 +1117,15 @@ def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights
         weight = score.softmax(dim=-1)[..., :last - first]
         if weights is not None:
             weights.append(weight)
-        weight = dropout(weight, p).reshape(B, K, -1, last - first)
+        weight = F.dropout(weight, p).reshape(B, K, -1, last - first)
         y = (weight[..., None] * values[:, :, None]).sum(dim=-2) if few else weight @ values
         out.append(y.view(B, H, end - start, -1))
     return torch.cat(out, dim=2)
 
 
-def dropout(x, p):
-    """Zeroes each element with probability p and scales the others by 1 / (1 - p)."""
-    if not p:
-        return x
-    return cpu_dropout(x, p) if x.device.type == 'cpu' else F.dropout(x, p)
-
-
-def cpu_dropout(x, p):
-    """Random bits are the cost of dropout on a CPU: 16 an element, drawn 64 at a time, take a fifth of
-    F.dropout's time."""
-    limit = max(1, round(p * 65536))
-    bits = torch.randint(-2**63, 2**63 - 1, (-(-x.numel() // 4),)).view(torch.int16)[:x.numel()].view(x.shape)
-    return torch.where(bits >= limit - 32768, x * (65536 / (65536 - limit)), 0.0)
-
-
 def aligned_linear(x, w, bias):
     """x @ w^T + bias, with w padded by rows of zeros to a multiple of 64: GPUs are slow with results whose
-    rows are not aligned. The one place where a vocabulary is padded."""
+    rows are not aligned."""
     y = F.linear(x, F.pad(w, (0, 0, 0, -len(w) % 64)))[..., :len(w)]
     return y if bias is None else y + bias
 
@@ -1184,53 +1134,52 @@ def aligned_linear(x, w, bias):
 
 class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
-    are projections of one latent a token, which is all that is cached, beside one rotary key that the heads
-    share. Training computes them ("expanded"). Where that costs less, as in decoding, queries are projected
-    down to the latents, and outputs up from them ("absorbed", its section 2.1.2): then the latents are keys
-    and values of multi-query attention."""
+    are projections of one latent a token, which is cached beside one rotary key. Where that costs less, as in
+    decoding, queries are projected down to the latents, and outputs up from them ("absorbed", its section
+    2.1.2): then the latents are keys and values of multi-query attention."""
 
     fields = (*BaseAttention.fields, 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim',
               'v_head_dim', 'latent_norm_eps')
 
     @classmethod
     def check(cls, config):
-        yield from check_positions(config)
+        yield from super().check(config)
         if config.kv_lora_rank is None:
             yield 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         H, C, rank, q_rank = config.n_head, config.n_embd, config.kv_lora_rank, config.q_lora_rank
-        self.rank, self.nope, self.rope = rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-        self.v, q_width = config.v_head_dim, H * (self.nope + self.rope)
-        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, self.rope), bias=config.qkv_bias)
-        eps = config.latent_norm_eps
+        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.widths, q_width, eps = (rank, nope, rope, value), H * (nope + rope), config.latent_norm_eps
+        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), bias=config.qkv_bias)
         self.q_norm = Norm(q_rank, config, eps=eps) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config, eps=eps)
-        self.c_kv = Linear(rank, H * (self.nope + self.v))  # for each head k, then v
-        self.c_proj = Linear(H * self.v, C, bias=config.proj_bias, init=branch_init(config))
-        self.slots, self.head_widths = [(1, rank + self.rope)], self.nope + self.rope + self.v
+        self.c_kv = Linear(rank, H * (nope + value))  # for each head k, then v
+        self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
+        self.slots, self.head_widths = [(1, rank + rope)], nope + rope + value
 
     def forward(self, x, context, absorb=None):
-        (q, latent, k_rope), rope = self.c_attn(x), context.ropes[self.rope_kind]
+        (q, latent, k_rope), table = self.c_attn(x), context.ropes[self.rope_kind]
+        rank, nope, rope, value = self.widths
         q = self.c_q(self.q_norm(q)).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-        q, q_rope = q.split((self.nope, self.rope), dim=-1)
-        latent = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], rope)), dim=-1)
+        q, q_rope = q.split((nope, rope), dim=-1)
+        latent = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], table)), dim=-1)
         if context.cache is not None:
             latent, = context.cache.append(self, context, latent)  # (B, 1, S, rank + rope)
-        w_k, w_v = self.c_kv.weight.view(self.n_head, -1, self.rank).split((self.nope, self.v), dim=1)
-        T, S, up = q.shape[2], latent.shape[2], self.rank * (self.nope + self.v)
+        w_k, w_v = self.c_kv.weight.view(self.n_head, -1, rank).split((nope, value), dim=1)
+        T, S, up = q.shape[2], latent.shape[2], rank * (nope + value)
         if absorb is None:  # multiplications a head
             absorb = (context.cache is not None
-                      and T * (up + S * (2 * self.rank + self.rope)) < S * (up + T * self.head_widths))
+                      and T * (up + S * (2 * rank + rope)) < S * (up + T * self.head_widths))
         if absorb:
-            q, k, v = q @ w_k, latent, latent[..., :self.rank]
+            q, k, v = q @ w_k, latent, latent[..., :rank]
         else:
-            kv = self.c_kv(latent[:, 0, :, :self.rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-            k, v = kv.split((self.nope, self.v), dim=-1)
-            k = torch.cat((k, latent[..., self.rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
-        y = self.attend(torch.cat((q, rotate(q_rope, rope)), dim=-1), k, v, context)
+            kv = self.c_kv(latent[:, 0, :, :rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            k, v = kv.split((nope, value), dim=-1)
+            k = torch.cat((k, latent[..., rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
+        y = self.attend(torch.cat((q, rotate(q_rope, table)), dim=-1), k, v, context)
         return self.c_proj((y @ w_v.mT if absorb else y).transpose(1, 2).flatten(2))
 
 
@@ -1245,8 +1194,8 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, n_expert, n_in, widths, bias=False, init=hidden_init):
         super().__init__()
-        self.widths = tuple(widths)
-        self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=self.widths)
+        self.widths = widths
+        self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=widths)
         self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
         # not compiled: lengths vary; not a decorator: that would import the compiler with this file
         self.loop = torch.compiler.disable(loop_over_experts)
@@ -1273,8 +1222,8 @@ class GroupedLinear(nn.Module):
 
 
 def skips_empty(device):
-    """Whether the backward pass of grouped_mm writes no gradient for an expert without rows, on a type of
-    device: on Blackwell it holds whatever was in memory (pytorch issue 172439)."""
+    """Whether grouped_mm's backward leaves the gradient of an expert without rows unwritten, on a type of
+    device: Blackwell's does (pytorch issue 172439)."""
     return device == 'cuda'
 
 
@@ -1285,13 +1234,13 @@ def loop_over_experts(product, x, offsets, *weights):
 
 
 class Experts(nn.Module):
-    """An MLP for each expert: x (n, C), rows sorted by expert, offsets (E,) where they end -> (n, C)."""
+    """An MLP for each expert, x and offsets as in GroupedLinear: (n, C) -> (n, C)."""
 
     def __init__(self, config):
         super().__init__()
-        self.act, gated = activation(config)
+        self.act, n = activation(config)
         E, width = config.n_expert, config.d_expert
-        self.c_fc = GroupedLinear(E, config.n_embd, (width,) * (2 if gated else 1), config.mlp_bias)
+        self.c_fc = GroupedLinear(E, config.n_embd, (width,) * n, config.mlp_bias)
         self.c_proj = GroupedLinear(E, width, (config.n_embd,), config.mlp_bias, init=branch_init(config))
 
     def forward(self, x, offsets):
@@ -1308,19 +1257,7 @@ ROUTERS = {
 
 class MoE(nn.Module):
     """Mixture of experts: each token passes through the n_expert_active experts that its router scores
-    highest (Shazeer et al. 2017, arXiv:1701.06538), and through the shared ones (DeepSeekMoE,
-    arXiv:2401.06066). No token is dropped."""
-
-    @classmethod
-    def check(cls, config):
-        """As Mixer.check."""
-        if config.n_expert is None:
-            return
-        n_groups, used = config.n_group or 1, config.topk_group or 1
-        if config.n_expert % n_groups or used > n_groups:
-            yield 'n_group topk_group n_expert', 'n_group must divide n_expert, and topk_group not be larger'
-        if config.n_expert_active > config.n_expert // n_groups * used:
-            yield 'n_expert_active n_expert n_group topk_group', 'a token cannot use more experts than it has'
+    highest (arXiv:1701.06538), and through the shared ones (arXiv:2401.06066)."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -1338,7 +1275,7 @@ class MoE(nn.Module):
         weight, chosen, logits, score = self.route(flat)
         order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
         ends = self.load(chosen, 1)[0].cumsum(0, dtype=torch.int32)
-        each = flat.to(context.dtype)[:, None].expand(-1, k, -1).flatten(0, 1)  # a row a choice
+        each = flat.to(context.dtype).repeat_interleave(k, dim=0)  # a row a choice
         if self.config.expert_input_scale:
             each, weight = each * weight.view(-1, 1).type_as(each), torch.ones_like(weight)
         # index_select: the backward of indexing is slow, or not deterministic
@@ -1388,7 +1325,7 @@ class MoE(nn.Module):
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
 
     def _apply(self, fn, recurse=True):
-        """What .to() and .cuda() call. A cast to 16 bits must not round expert biases: they are put back."""
+        """What .to() calls: a cast to 16 bits must not round expert biases."""
         exact = getattr(self, 'expert_bias', None)
         super()._apply(fn, recurse)
         if exact is not None and not exact.is_meta:
@@ -1398,19 +1335,17 @@ class MoE(nn.Module):
 
 def routing_losses(routing):
     """(layer, balance, z, load) of each turn of a sparse layer -> the entries of GPT.forward's aux."""
-    layers, balance, z, loads = zip(*routing)
-    load = {layer: sum(one for its, one in zip(layers, loads) if its == layer) for layer in layers}
-    return {'balance': torch.stack(balance).mean(), 'z': torch.stack(z).mean(),
-            'load': torch.stack([load[layer] for layer in sorted(load)])}
+    layers, balance, z, _ = zip(*routing)
+    loads = [sum(row[3] for row in routing if row[0] == layer) for layer in sorted({*layers})]
+    return {'balance': torch.stack(balance).mean(), 'z': torch.stack(z).mean(), 'load': torch.stack(loads)}
 
 
 @torch.no_grad()
 def move_balance(model, load, rate=0.001):
     """Moves each expert bias by rate towards even load (sparse layers, E), after a step: up for experts with
-    less than the mean, down for those with more (Wang et al. 2024, arXiv:2408.15664)."""
-    sparse = [block.mlp for block in model.h if block.sparse]
-    for moe, one in zip(sparse, load):
-        moe.expert_bias += rate * (one.mean() - one).sign()
+    less than the mean, else down (arXiv:2408.15664)."""
+    for block, one in zip((block for block in model.h if block.sparse), load):
+        block.mlp.expert_bias += rate * (one.mean() - one).sign()
 
 
 # IV. other positions, scalings, activations, norm placements; bigrams, the prediction layer =================
@@ -1439,8 +1374,8 @@ def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
 
 def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1,
          attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True):
-    """Keeps pairs that turn more than beta_fast times in the original context and slows pairs that turn less
-    than beta_slow times by factor, with a ramp between. Peng et al. 2023, arXiv:2309.00071, 3.2."""
+    """Keeps pairs that turn more than beta_fast times in the original context, slows by factor the pairs that
+    turn less than beta_slow times, with a ramp between: arXiv:2309.00071, 3.2."""
     pairs = len(freq)
     low, high = (pairs * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(base)
                  for turns in (beta_fast, beta_slow))  # pairs that turn this often
@@ -1475,8 +1410,7 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
 
 ROPE_SCALINGS = {
     # name: function of frequencies, base, length and its options -> frequencies, factor on the rotation. The
-    #       length is block_size, whatever is in the context, so that a token turns alike in each cache,
-    #       batch and document
+    #       length is block_size, whatever is in the context: a token turns alike in each batch
     'linear': linear,
     'ntk': ntk,
     'dynamic': dynamic,
@@ -1487,10 +1421,9 @@ ROPE_SCALINGS = {
 
 
 def complete_scaling(scaling, length):
-    """A rope_scaling (None: none) with the length that the model was trained at, where its kind needs that
-    and it is missing."""
+    """A rope_scaling, or None, with the length that the model was trained at, where its kind needs that."""
     told = 'original_max_position_embeddings'
-    kind = ROPE_SCALINGS.get(scaling.get('rope_type')) if isinstance(scaling, dict) else None
+    kind = ROPE_SCALINGS.get(scaling.get('rope_type')) if scaling else None
     if kind and told in inspect.signature(kind).parameters:
         return {told: length, **scaling}
     return scaling
@@ -1512,24 +1445,10 @@ def query_scale(position_ids, beta, length, start=0, layers='PN'):
 
 
 def alibi_slopes(n_head, device=None):
-    """(H,): 2^(-8i/n) for n heads, a power of two; for other counts those of the next smaller power, then
-    every second one of the doubled list (Press et al. 2021, arXiv:2108.12409)."""
+    """(H,): 2^(-8i/n) for n heads, a power of two; for other counts the slopes of the next smaller power,
+    then every second of the doubled list (arXiv:2108.12409)."""
     n, i = 2 ** int(math.log2(n_head)), torch.arange(1, n_head + 1, device=device)
     return 2.0 ** torch.where(i <= n, -8 * i / n, -4 * (2 * (i - n) - 1) / n)
-
-
-class T5Bias(Embedding):
-    """A learned bias for each head and distance, which all layers share: distances (1 or B, 1, T, S) -> (1 or
-    B, H, T, S). Those from 16 to 128 fall into 16 buckets, equal in their logarithms; all beyond share the
-    last. Raffel et al. 2019, arXiv:1910.10683, 2.1, as a decoder has it."""
-
-    def __init__(self, config):
-        super().__init__(32, config.n_head, functools.partial(nn.init.normal_, std=config.n_embd ** -0.5))
-
-    def forward(self, distance):
-        far = 16 + (torch.log(distance.clamp(min=16) / 16) * (16 / math.log(128 / 16))).long()
-        bucket = torch.where(distance < 16, distance.clamp(min=0), far.clamp(max=31))
-        return super().forward(bucket[:, 0]).movedim(-1, 1)
 
 
 # activations, norm placements -------------------------------------------------------------------------------
@@ -1545,9 +1464,9 @@ class XIELU(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.alpha_p, self.alpha_n = (
-            parameter(1, init=functools.partial(nn.init.constant_, val=softplus_of), group='vector')
-            for softplus_of in (math.log(math.expm1(0.8)), math.log(math.expm1(0.3))))
+        self.alpha_p, self.alpha_n = (  # whose softplus is 0.8 and 0.3
+            parameter(1, init=functools.partial(nn.init.constant_, val=math.log(math.expm1(above))),
+                      group='vector') for above in (0.8, 0.3))
 
     def forward(self, x):
         above, below = F.softplus(self.alpha_p), 0.5 + F.softplus(self.alpha_n)
@@ -1610,7 +1529,7 @@ NORM_PLACEMENTS |= {
 
 class BigramEmbedding(Mixer):
     """A row of a table for each token and the one before it, by a hash (modded-nanogpt, record of 2026-01-19;
-    arXiv:2501.16975). It is a Mixer because a cache keeps the token before, though no block has it."""
+    arXiv:2501.16975). A Mixer, as a cache keeps the token before."""
 
     documents, states = True, [((1,), torch.long)]
 
@@ -1631,8 +1550,7 @@ class BigramEmbedding(Mixer):
 
 class MultiTokenPrediction(nn.Module):
     """A layer like the last that predicts the token after the next, from the last block's output and the next
-    token's embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2). Its loss trains all that comes before it;
-    generation does not need it."""
+    token's embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
 
     def __init__(self, config):
         super().__init__()
@@ -1648,20 +1566,19 @@ class MultiTokenPrediction(nn.Module):
 
 # V. validation, accounting ==================================================================================
 
-BIASED = ('alibi', 't5')  # positions that are added to attention's scores
-POSITIONS = ('rope', *BIASED, 'learned', 'sinusoidal', 'none')
-
-
 def complete(config):
     """Replaces each None by its default. Raises ValueError for a config that cannot be computed, or has an
-    option without effect, naming all problems."""
+    option without effect."""
     config.n_expert = config.n_expert or None  # so that a flag can say it: --n_expert=0
-    problems, without_effect = wrong_values(config), set()
+    problems, lost = list(wrong_values(config)), []
     if not problems:  # combinations are checked only where each field by itself is sound
-        problems, without_effect = wrong_combinations(config, fill_defaults(config))
+        lost = list(without_effect(config, fill_defaults(config)))
+        problems = lost + list(impossible(config))
     if problems:
-        error = ValueError('invalid config: ' + '; '.join(problems))
-        error.unused = without_effect
+        error = ValueError('invalid config: ' + '; '.join(
+            ', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f': {reason}'
+            for names, reason in problems))
+        error.unused = {name for name, _ in lost}
         raise error
 
 
@@ -1686,7 +1603,8 @@ def fill_defaults(config):
         defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
                          latent_norm_eps=config.norm_eps)
     else:
-        defaults |= dict(n_kv_head=config.n_head, head_dim=quotient(config.n_embd, config.n_head))
+        width, rest = divmod(config.n_embd, config.n_head)
+        defaults |= dict(n_kv_head=config.n_head, head_dim=None if rest else width)
     if config.n_expert is not None:
         defaults |= dict(n_expert_active=min(2, config.n_expert), d_expert=config.d_ff or defaults['d_ff'])
     config.mixer_pattern = config.mixer_pattern or defaults['mixer_pattern']
@@ -1696,135 +1614,74 @@ def fill_defaults(config):
         if getattr(config, name) is None:
             setattr(config, name, value)
     config.rope_scaling = complete_scaling(config.rope_scaling, config.block_size)
-    if 'rope_scaling' in (local := config.rope_local or {}):
-        scaling = complete_scaling(local['rope_scaling'], config.block_size)
-        config.rope_local = {**local, 'rope_scaling': scaling}
     return defaults
 
 
-def quotient(n, parts):
-    """None if parts do not divide n."""
-    return None if n % parts else n // parts
-
-
 def wrong_values(config):
-    """Fields that are out of range or unknown, as texts."""
-    known = dict(pos=POSITIONS, norm=('rmsnorm', 'layernorm'), attn_gate=(True, False, 'head'),
-                 qk_norm=(True, False, 'whole', 'rotated', 'unit', None),
-                 mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS)
-    patterns = dict(pos_pattern='PN', window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS)
-    problems = []
+    """Fields that are out of range or unknown: pairs (name, reason)."""
+    known = dict(pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
+                 attn_gate=(True, False, 'head'), qk_norm=(True, False, 'whole', 'rotated', 'unit'),
+                 mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS, pos_pattern='PN',
+                 window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS)
     for name, value in vars(config).items():
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
-        if name in known and value not in known[name]:
-            problems.append(f"{name}={value!r} is none of {', '.join(map(str, known[name]))}")
-        elif name.endswith('_pattern') and value is not None and not (
-                value and set(value) <= set(patterns[name])):
-            problems.append(f"{name}={value!r} must be made of {', '.join(patterns[name])}")
-        elif type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
-            problems.append(f"{name}={value!r} must be {'at least' if may_be_zero else 'above'} 0")
+        values = value if name.endswith('_pattern') else [value]
+        if name in known and value is not None and not set(values) <= set(known[name]):
+            yield name, f"none of {', '.join(map(str, known[name]))}"
+        elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
+            yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
         elif name == 'dropout' and value >= 1:
-            problems.append(f"{name}={value!r} must be below 1")
-    return problems
+            yield name, 'must be below 1'
 
 
 NEEDS = (
-    # (what is needed, the fields that have no effect without it, whether a config has it); a mixer's own
-    # options need a layer of it, see Mixer.fields
+    # (what is needed, fields without effect otherwise, whether a config has it); see also Mixer.fields
     ('window_pattern, and an S or C layer of attention', 'window',
      lambda c: any(map(c.window_of, range(c.n_layer)))),
     ('window', 'window_pattern', lambda c: c.window),
-    ('a layer for each letter', 'mixer_pattern',
-     lambda c: set(c.mixer_pattern) == set(c.mixer_pattern[:c.n_layer])),
-    ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
-    ("pos='rope', and layers with a window", 'rope_local',
-     lambda c: c.pos == 'rope' and any(map(c.window_of, range(c.n_layer)))),
-    ("pos='rope'", 'qk_norm', lambda c: c.pos == 'rope' or c.qk_norm != 'unit'),
+    ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor rope_local', lambda c: c.pos == 'rope'),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
-    ('positions that layers use: rope, alibi, t5', 'pos_pattern', lambda c: c.pos in ('rope', *BIASED)),
-    ('a layer of attention that has positions', 'pos',
-     lambda c: c.pos not in BIASED or any(
-         issubclass(MIXERS[c.mixer_of(i)], BaseAttention) and letter(c.pos_pattern, i) == 'P'
-         for i in range(c.n_layer))),
-    ('a larger vocab_size: there is no such token', 'document_token',
-     lambda c: c.document_token < c.vocab_size),
-    ('mixers that all keep documents apart', 'document_token',
-     lambda c: all(mixer.documents for mixer in c.mixers)),
+    ('positions that layers use: rope, alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
     ('branches that do not end in a norm, which undoes it', 'residual_scale', lambda c: not ends_in_norm(c)),
     ('n_expert, and a layer that has experts',
      'n_expert n_expert_active n_shared_expert d_expert n_dense_layer router norm_topk_prob '
      'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence expert_input_scale',
-     lambda c: any(map(c.has_experts, range(c.n_layer)))),
+     lambda c: 'E' in map(c.mlp_of, range(c.n_layer))),
     ('n_expert, or an N', 'expert_pattern', lambda c: c.n_expert or 'N' in c.expert_pattern),
-    ("norm_placement='pre', where a layer has no MLP", 'norm_placement',
-     lambda c: 'N' not in c.expert_pattern),
     ("mlp='swiglu_oai'", 'mlp_limit', lambda c: c.mlp == 'swiglu_oai'),
     ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
-    ('both n_group and topk_group', 'n_group topk_group', lambda c: c.n_group and c.topk_group),
     ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
 )
-# of these, fields that have an effect without it, but a wrong one
-REQUIRED = {'mixer_pattern', 'document_token', 'norm_placement'}
 
 
-def wrong_combinations(config, defaults):
-    """Impossible combinations of fields, and fields without effect, as texts; and the names of the latter.
-    defaults: from fill_defaults."""
-    given = [field.name for field in dataclasses.fields(config)
-             if getattr(config, field.name) not in (field.default, defaults.get(field.name))]
-    problems = [(name, f"needs {needed}") for needed, names, has_it in NEEDS for name in names.split()
-                if name in given and not has_it(config)]
-    for name in given:
+def without_effect(config, defaults):
+    """Fields given in vain: pairs (name, reason). defaults: from fill_defaults."""
+    for field in dataclasses.fields(config):
+        name = field.name
+        if getattr(config, name) in (field.default, defaults.get(name)):
+            continue
         kinds = {kind for kind, mixer in MIXERS.items() if name in mixer.fields}
         if kinds and not kinds & set(config.mixer_pattern):
-            problems.append((f'{name} mixer_pattern', f"only {' and '.join(sorted(kinds))} layers have this"))
-    without_effect = {names.split()[0] for names, _ in problems} - REQUIRED
-    for module in (*config.mixers, MoE):
-        problems += module.check(config)
-    return [', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f': {reason}'
-            for names, reason in problems], without_effect
+            yield name, f"only {' and '.join(sorted(kinds))} layers have this"
+        for needed, names, has_it in NEEDS:
+            if name in names.split() and not has_it(config):
+                yield name, f"needs {needed}"
 
 
-def check_rope(config):
-    """As Mixer.check, for a config with rotations."""
-    if unknown := (config.rope_local or {}).keys() - {'rope_base', 'rope_scaling', 'partial_rotary_factor'}:
-        yield 'rope_local', f"there is no {', '.join(unknown)} in it"
-    local = [layer for layer in range(config.n_layer) if config.rope_local and config.window_of(layer)]
-    for layer in (None, *local[:1]):
-        field = 'rope_scaling' if layer is None else 'rope_local'
-        try:
-            kind = config.rope_kind(layer)
-            if kind[1] < 2 or kind[1] % 2 or kind[1] > (config.qk_rope_head_dim or config.head_dim):
-                yield 'pos', f"rope rotates pairs: rope_dim={kind[1]} must be even, from 2 to a head's width"
-                continue
-            rope_table(kind, torch.zeros(1, 1, device='cpu'), config.block_size)
-            if kind[0] <= 0:
-                yield field, 'rope_base must be above 0'
-        except Exception as error:  # whatever a function of ROPE_SCALINGS makes of its options
-            yield field, f"{type(error).__name__} {error}; rope_type is one of {', '.join(ROPE_SCALINGS)}"
-
-
-def check_positions(config):
-    """As Mixer.check, for both kinds of attention."""
-    if config.pos == 'rope' and (config.head_dim or config.qk_rope_head_dim):
-        yield from check_rope(config)
-    if config.query_scale is not None:
-        try:
-            query_scale(torch.zeros(1, 1, dtype=torch.long, device='cpu'), **config.query_scale)
-            if not set(config.query_scale.get('layers', 'PN')) & set(config.pos_pattern):
-                yield 'query_scale pos_pattern', 'no layer has a letter of its layers'
-        except Exception as error:  # whatever the function makes of its options
-            yield 'query_scale', f"{type(error).__name__} {error}"
-
-
-def check_heads(config):
-    """As Mixer.check, for A layers."""
-    if config.kv_lora_rank is not None:
-        yield 'mixer_pattern kv_lora_rank', 'a model has attention (A) or latent attention (M), not both'
-    elif config.head_dim is None:
-        yield 'n_embd n_head', 'n_head must divide n_embd, or set head_dim'
-    if config.n_head % (config.n_kv_head or 1):
-        yield 'n_kv_head n_head', 'n_kv_head must divide n_head'
+def impossible(config):
+    """Fields that cannot be computed together: pairs ('field other_field', reason)."""
+    if (config.document_token or 0) >= config.vocab_size:
+        yield 'document_token vocab_size', 'there is no such token'
+    if config.document_token is not None and not all(mixer.documents for mixer in config.mixers):
+        yield 'document_token mixer_pattern', 'needs mixers that all keep documents apart'
+    if set(config.mixer_pattern) != set(config.mixer_pattern[:config.n_layer]):
+        yield 'mixer_pattern n_layer', 'needs a layer for each letter'
+    if 'N' in config.expert_pattern and config.norm_placement != 'pre':
+        yield 'norm_placement expert_pattern', 'a layer without MLP (N) has its norm in front'
+    if config.rope_scaling and config.rope_scaling.get('rope_type') not in ROPE_SCALINGS:
+        yield 'rope_scaling', f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
+    for mixer in config.mixers:
+        yield from mixer.check(config)
 
 
 def collect_tags(model):
@@ -1844,14 +1701,15 @@ def collect_tags(model):
 
 def account(model, block_size=None):
     """part -> (parameters, parameters that a token uses, training FLOPs a token); a part is the module of the
-    parameters, in a layer without its number. Tied weights count once. 'mixing': the mixers' products without
-    weights, at a length of block_size."""
+    parameters, in a layer without its number. 'mixing': the mixers' products without weights, at a length of
+    block_size."""
     length, parts = block_size or model.config.block_size, collections.defaultdict(list)
-    turns = collections.Counter(f'h.{i}' for i, _ in model.schedule)
+    turns = collections.Counter(f'h.{i}.' for i, _ in model.schedule)
     for name, w in model.named_parameters():
-        number, elements, active, flops = '.'.join(name.split('.')[:2]), *cost(model, name, w)
-        path = re.sub(r'^h\.\d+\.', '', name).split('.')
-        parts['.'.join(path[:-2]) or path[0]].append((elements, active, flops * turns.get(number, 1)))
+        layer, path = re.match(r'(h\.\d+\.)?(.*)', name).groups()
+        elements, active, flops = cost(model, name, w)
+        part = '.'.join(path.split('.')[:-2]) or path.split('.')[0]
+        parts[part].append((elements, active, flops * turns.get(layer, 1)))
     head = (model.lm_head or model.wte).weight
     if model.lm_head is None:
         parts['head'] = [(0, 0, (6 if head.requires_grad else 4) * head.numel())]
@@ -1862,22 +1720,22 @@ def account(model, block_size=None):
 
 
 def cost(model, name, w):
-    """(elements of the parameter w of this name, elements that a token uses, training FLOPs a token). A
-    multiply-add is two FLOPs: 6 for a matmul weight, forward and backward, 4 if frozen, 0 for a looked-up
-    table."""
-    config, active = model.config, w.numel()
+    """(elements of the parameter w of this name, elements that a token uses, training FLOPs a token): 6 for
+    a matmul weight, forward and backward, 4 if frozen, 0 for a looked-up table."""
+    config, active, group = model.config, w.numel(), model.tags[name].group
     if 'experts.' in name:
         active = round(active * config.n_expert_active / config.n_expert)
-    is_table = hasattr(model.get_submodule(name.rpartition('.')[0]), 'num_embeddings')
-    is_product = GROUPS[model.tags[name].group] and not is_table
+    is_product = GROUPS[group] and group not in ('embedding', 'bigram')
     return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product
 
 
 def num_params(model, active=False):
+    """Parameters; active: those that a token uses."""
     return sum(row[active] for row in account(model).values())
 
 
 def flops_per_token(model, block_size=None):
+    """Training FLOPs a token at a length of block_size."""
     return sum(row[2] for row in account(model, block_size).values())
 
 

@@ -5,13 +5,13 @@
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
     $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: a document for each file
     $ python prepare.py tales.jsonl.gz --field=story  # a document for each record; .json, .csv, .parquet too
-    $ python prepare.py model.py                      # text, as all .py files but those of a folder config
+    $ python prepare.py model.py                      # text, as all .py files outside config
     $ zcat *.gz | python prepare.py -
     $ python prepare.py climbmix --tokenizer=gpt2     # text of the web, 10 files; fineweb_edu: tokens
     $ python prepare.py chats.jsonl                   # conversations: with target masks
     $ python prepare.py look data/chats               # shows a prepared folder
 
-A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits and else uint32.
+A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits, else uint32.
 """
 import ast
 import atexit
@@ -24,7 +24,6 @@ import functools
 import glob
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -40,10 +39,11 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from configurator import configure, package, print0, reading, refuse_unused
 
-# A name in SOURCES, a file (text or in FORMATS, perhaps .gz), a folder or glob, or - for standard input
+# A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
 field = 'text'             # JSON, CSV, parquet: the field with a record's text or messages
 errors = 'strict'          # bytes that are not UTF-8: strict refuses them, replace puts U+FFFD
@@ -78,54 +78,14 @@ RETRY_WAITS = (0.5, 1, 2, 4)  # seconds between the tries of a download
 print_once = functools.cache(print0)
 
 
-# downloads --------------------------------------------------------------------------------------------------
-
-def sha256_of(path):
-    digest = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def fetch(url, path):
-    """Downloads url to path, unless it is there; returns path. Raises FileNotFoundError if the server has no
-    such file, OSError if it cannot be reached."""
-    if os.path.exists(path):
-        return path
-    import requests
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    part = path + '.part'
-    for wait in (*RETRY_WAITS, None):
-        try:
-            response = requests.get(url, headers={'Accept-Encoding': 'identity'}, stream=True, timeout=60)
-            if response.status_code == 404:
-                raise FileNotFoundError(f'{url} is not there: check the address')
-            response.raise_for_status()
-            size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that all of it comes
-            progress = ProgressLine(f'download {os.path.basename(path)}', size)
-            with open(part, 'wb') as f:
-                for block in response.iter_content(1 << 16):
-                    f.write(block)
-                    progress.add(len(block))
-            break
-        except requests.RequestException as e:
-            if wait is None:
-                raise OSError(f'cannot download {url} ({e!r:.100}): go online, bring it by other means to '
-                              f'{path}, or use a text file that you have: python prepare.py my.txt') from e
-            time.sleep(wait)
-    progress.close()
-    os.replace(part, path)
-    return path
-
-
 # files as documents -----------------------------------------------------------------------------------------
-# A document is an iterable of blocks of text, never in memory as a whole.
+# A document is an iterable of blocks of text, or a Conversation.
 
 @contextlib.contextmanager
-def open_bytes(path):
-    """The file, unpacked. Raises ValueError that names it if it is damaged, or read as text but not UTF-8."""
-    with reading(path), (gzip.open if path.lower().endswith('.gz') else open)(path, 'rb') as f:
+def open_text(path, errors='strict'):
+    """The file's text, unpacked. Raises ValueError that names the file if it is damaged or not UTF-8."""
+    opened = gzip.open if path.lower().endswith('.gz') else open
+    with reading(path), opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='\n') as f:
         try:
             yield f
         except UnicodeDecodeError as e:
@@ -136,120 +96,117 @@ def open_bytes(path):
 
 def ending(path):
     """'.jsonl' of a.jsonl and of a.jsonl.gz."""
-    path = path.lower().removesuffix('.gz')
-    return os.path.splitext(path)[1]
+    return os.path.splitext(path.lower().removesuffix('.gz'))[1]
 
 
-def read_text(path, errors='strict'):
-    """The file's text in blocks, without a byte order mark."""
-    with open_bytes(path) as f:
-        yield from codecs.iterdecode(iter(functools.partial(f.read, 1 << 20), b''), 'utf-8-sig', errors)
+def read_text(path, errors):
+    """The file's text in blocks, which f.read() would decode slowly."""
+    with open_text(path) as f:
+        blocks = iter(functools.partial(f.buffer.read, 1 << 20), b'')
+        yield from codecs.iterdecode(blocks, 'utf-8-sig', errors)
 
 
 def text_documents(path, errors):
-    """A text file is one document; with <|endoftext|> in the first 16 MB, one for each part."""
+    """A text file is one document; with <|endoftext|> in its first 16 MB, one for each part."""
     blocks = read_text(path, errors)
     head = list(itertools.islice(blocks, 16))
-    blocks = itertools.chain(head, blocks)
-    if EOT not in ''.join(head):
-        yield blocks
-        return
-    text = ''
-    for block in blocks:
-        *ended, text = (text + block).split(EOT)
-        yield from ([part.strip()] for part in ended)
-    yield [text.strip()]
+    if EOT in ''.join(head):
+        text = ''
+        for block in itertools.chain(head, blocks):
+            *ended, text = (text + block).split(EOT)
+            yield from ([part.strip()] for part in ended)
+        yield [text.strip()]
+    else:
+        yield itertools.chain(head, blocks)
 
 
 def json_records(path, field=None, errors='strict'):
-    """Of JSON lines, or of one array, see FORMATS. Raises ValueError for what is not JSON, or no object."""
-    with open_bytes(path) as f:
-        is_array = f.read(999).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b'[')
+    """Of JSON lines, or of one array. Raises ValueError for a line that is not JSON."""
+    with open_text(path, errors) as f:
+        is_array = f.read(999).lstrip().startswith('[')
         f.seek(0)
-        for n, record in enumerate(json.load(f) if is_array else map(bytes.strip, f), 1):
+        for n, record in enumerate(json.load(f) if is_array else map(str.strip, f), 1):
             place = f'{path}, {"record" if is_array else "line"} {n}'
-            if not is_array:
-                if not record:
-                    continue
+            if is_array:
+                yield place, record
+            elif record:
                 try:
-                    record = json.loads(record.decode('utf-8-sig', errors))
+                    yield place, json.loads(record)
                 except ValueError as e:
                     raise ValueError(f'{place}: {e}: mend or remove the line') from None
-            if not isinstance(record, dict):
-                raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
-            yield place, record
 
 
 def csv_records(path, field, errors):
     """Of comma-separated values below a line with the fields' names."""
     csv.field_size_limit(1 << 30)
-    with open_bytes(path) as f:
-        rows = csv.DictReader(io.TextIOWrapper(f, 'utf-8-sig', errors, newline=''), restkey='')
+    with open_text(path, errors) as f:
+        rows = csv.DictReader(f)
         yield from ((f'{path}, line {rows.line_num}', row) for row in rows)
 
 
 def parquet_records(path, field, errors):
-    """Of the column `field` alone, where there is one. Raises ValueError if the file is not parquet."""
+    """Of the column `field` alone, if it has text."""
     parquet = package('pyarrow.parquet', f'{path} needs', 'pyarrow')
-    try:
+    with reading(path):
         file = parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # not all of it
-    except ValueError as e:  # pyarrow's
-        raise ValueError(f'{path}: {e}') from None
-    columns = [field] if field in file.schema_arrow.names else None
-    batches = file.iter_batches(256, columns=columns, use_threads=False)  # encoding forks this process
-    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-    yield from ((f'{path}, row {n}', record) for n, record in enumerate(rows, 1))
+        kinds = dict(zip(file.schema_arrow.names, map(str, file.schema_arrow.types)))
+        columns = [field] if kinds.get(field) in ('string', 'large_string') else None
+        batches = file.iter_batches(256, columns=columns, use_threads=False)  # encoding forks this process
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from ((f'{path}, row {n}', record) for n, record in enumerate(rows, 1))
 
 
-# By the end of a file's name. Functions of a path, the field that is needed (None: all are) and `errors`,
-# which yield ('file, line n', {field: value}) of each record
+# By ending: functions of a path, a field and errors, which yield ('file, line n', {field: value})
 FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_records, '.csv': csv_records,
            '.parquet': parquet_records}
 
 
 def format_of(path):
-    """The function of FORMATS that reads this file; None: it is text, as is .json that begins neither with an
-    array of objects nor, like JSON lines, with an object's first field on the first line."""
+    """The function of FORMATS that reads this file; None: it is text, as is .json that begins like neither
+    an array of objects nor JSON lines."""
     if ending(path) == '.json':
-        with open_bytes(path) as f:
-            if not re.match(rb'\s*(\[\s*{|{ *")', f.read(999).removeprefix(codecs.BOM_UTF8)):
+        with open_text(path, 'replace') as f:
+            if not re.match(r'\s*(\[\s*{|{ *")', f.read(999)):
                 return None
     return FORMATS.get(ending(path))
 
 
 def file_documents(paths, field='text', errors='strict'):
-    """A document for each record's text in this field; of text files as in text_documents."""
+    """A document for each record's text in this field, or a Conversation; text_documents of others."""
     for path in paths:
         records = format_of(path)
         if not records:
             yield from text_documents(path, errors)
             continue
         for place, record in records(path, field, errors):
-            if not isinstance(record.get(field), str):
-                raise ValueError(f'{place}: no text in field {field!r}, its fields are '
+            if not isinstance(record, dict):
+                raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
+            if isinstance(record.get(field), str):
+                yield [record[field]]
+            elif messages := find_messages(record, field):
+                yield make_conversation(place, messages, record.get('tools'))
+            else:
+                raise ValueError(f'{place}: no text and no messages in field {field!r}, its fields are '
                                  f'{", ".join(record):.200}: choose one by --field')
-            yield [record[field]]
 
 
 # conversations ----------------------------------------------------------------------------------------------
 
-# place: named in errors; messages: [{'role': 'user', 'content': text}, ...]; tools: JSON schemas
+# messages: [{'role': 'user', 'content': text}, ...]; tools: JSON schemas
 Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
 MESSAGES = ('messages', 'conversations')  # fields with a list of messages
 PAIRS = (('prompt', 'response'), ('prompt', 'completion'), ('prompt', 'answer'), ('instruction', 'output'),
          ('instruction', 'response'), ('question', 'answer'), ('question', 'response'))
 SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages, {'from': ..., 'value': ...}
-ROLES = {'system': 's', 'user': 'u', 'assistant': 'a', 'tool': 't'}
-ORDER = re.compile('s?(ua(t+a)*)+u?')  # of ROLES' letters
+ROLES = ('system', 'user', 'assistant', 'tool')
 
 
 def find_messages(record, field):
     """A record's messages, by `field`, else MESSAGES, else PAIRS; or None."""
     for name in (field, *MESSAGES):
-        messages = record.get(name)
-        if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        if isinstance(record.get(name), list):
             return [{'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
-                    if 'from' in message else message for message in messages]
+                    if 'from' in message else message for message in record[name]]
     for ask, answer in PAIRS:
         if record.keys() >= {ask, answer}:
             question, more = record[ask], record.get('input')
@@ -265,234 +222,75 @@ def make_messages(*turns):
             for role, content in zip(('user', 'assistant'), turn)]
 
 
-def check_messages(messages, place):
-    """Raises ValueError if they are no conversation to learn from."""
-    for n, message in enumerate(messages, 1):
-        content = message.get('content') or ''
-        if (message.get('role') not in ROLES or not isinstance(content, str)
-                or not (content.strip() or message.get('tool_calls'))):
-            raise ValueError(f'{place}, message {n}: {message!r:.80} needs a role, one of '
-                             f'{", ".join(ROLES)}, and text as its content')
-    roles = [message['role'] for message in messages]
-    if not ORDER.fullmatch(''.join(map(ROLES.get, roles))):
-        raise ValueError(f'{place}: its roles are {", ".join(roles):.100}: user and assistant must take '
-                         'turns, after a system message at most')
-
-
 def from_json(value):
-    """A text of JSON, as MiniMind writes tools and tool_calls -> its value; others stay."""
+    """The value of a text of JSON, as in MiniMind's tools and tool_calls; others stay."""
     with contextlib.suppress(TypeError, ValueError):
         return json.loads(value)
     return value
 
 
-def conversations(paths, field='text', errors='strict'):
-    """The Conversations of files in FORMATS. Raises ValueError that names file and line."""
-    for path in paths:
-        for place, record in (format_of(path) or json_records)(path, None, errors):
-            messages = find_messages(record, field)
-            if not messages:
-                raise ValueError(f'{place}: no conversation, its fields are {", ".join(record):.200}; it '
-                                 f'needs a list of objects in {" or ".join(MESSAGES)}, or a pair like prompt '
-                                 'and response')
-            check_messages(messages, place)
-            for message in messages:
-                if 'tool_calls' in message:
-                    message['tool_calls'] = from_json(message['tool_calls'])
-            tools = from_json(record.get('tools') or messages[0].get('tools')) or None
-            yield Conversation(place, messages, tools)
-
-
-def holds_conversations(paths, field, errors):
-    """Whether the first record has messages rather than text in this field."""
-    for path in paths:
-        if records := format_of(path):
-            for _, record in records(path, None, errors):
-                if isinstance(record.get(field), str) or find_messages(record, field) is None:
-                    return False
-                if len(paths) > 1:
-                    print0(f'{path} holds conversations: all files are read as such')
-                return True
-    return False
+def make_conversation(place, messages, tools):
+    """A Conversation. Raises ValueError for a message without role or content."""
+    for n, message in enumerate(messages, 1):
+        if message.get('tool_calls'):
+            message['tool_calls'] = from_json(message['tool_calls'])
+        elif message.get('role') not in ROLES or not isinstance(message.get('content'), str):
+            raise ValueError(f'{place}, message {n}: {message!r:.80} needs a role, one of '
+                             f'{", ".join(ROLES)}, and text as its content')
+    return Conversation(place, messages, from_json(tools or messages[0].get('tools')) or None)
 
 
 def contents(conversation):
+    """The texts of its messages."""
     return [message.get('content') or '' for message in conversation.messages]
 
 
-# sources ----------------------------------------------------------------------------------------------------
+# conversations about Python's library -----------------------------------------------------------------------
 
-@dataclasses.dataclass
-class Source:
-    """Where text comes from.
-
-    documents() -> an iterator over documents, iterables of blocks of text, or with chats over Conversations.
-    Called anew for each pass, with the same result: def documents(): yield ['a text']; yield ['another']
-    shards: addresses of files of tokens instead, the first for validation.
-    tokenizer: if the settings name none; None: byte, for conversations that of FIRST_RUN.
-    records: whether `field` has an effect.
-    """
-    name: str  # of the dataset
-    label: str  # the source in meta.json
-    documents: Callable | None = None
-    chats: bool = False
-    shards: list | None = None
-    tokenizer: str | None = None
-    records: bool = False
-
-
-FIRST_RUN = os.path.join('data', 'pystdlib_bpe4096')  # what `python prepare.py` makes
-HUB = 'https://huggingface.co/datasets'
-
-
-def download(name, url, count=1, chats=False, tokenizer=None):
-    """The Source of files, downloaded to data/<name>. url: with {} for the numbers of `count` files."""
-    def documents():
-        urls = map(url.format, range(count))
-        paths = [fetch(url, os.path.join('data', name, os.path.basename(url))) for url in urls]
-        return (conversations if chats else file_documents)(paths)
-    return Source(name, name, documents, chats, tokenizer=tokenizer)
+LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
+# Modules not found everywhere, or of no interest
+NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
+             'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
+ANSWER = 120  # characters of the longest answer
+WORDINGS = {
+    ast.Module: ('What is the module {} for?', 'Explain the module {}.', 'What is {}?'),
+    ast.ClassDef: ('What is {}?', 'Explain {}.', 'What is {} for?'),
+    ast.FunctionDef: ('What does {} do?', 'Explain {}.', 'What is {} for?'),
+}
+WORDINGS[ast.AsyncFunctionDef] = WORDINGS[ast.FunctionDef]
 
 
 def library_files():
-    """The .py files of Python's standard library, without tests and installed packages."""
-    files, leave_out = [], {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
-    for folder, folders, names in os.walk(sysconfig.get_paths()['stdlib']):
-        folders[:] = set(folders) - leave_out
+    """Those of Python's standard library, without tests and installed packages."""
+    files = []
+    for folder, folders, names in os.walk(sysconfig.get_path('stdlib')):
+        folders[:] = set(folders) - LEFT_OUT
         files += [os.path.join(folder, name) for name in names if name.endswith('.py')
                   and not name.startswith('_sysconfigdata')]  # this machine's compiler flags
     return sort_files(files)
 
 
-def pystdlib():
-    return Source('pystdlib', f'pystdlib {platform.python_version()}', tokenizer='bpe:4096',
-                  documents=lambda: file_documents(library_files(), errors='replace'))
-
-
-def fineweb(name, prefix, count):
-    """FineWeb in GPT-2's tokens, by Keller Jordan: files of 100M, the first for val."""
-    names = ['val_000000', *[f'train_{i:06d}' for i in range(1, count + 1)]]
-    urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{prefix}_{part}.bin' for part in names]
-    return Source(name, name, shards=urls, tokenizer='gpt2')
-
-
-SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
-MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
-# Functions that give a Source; only documents() downloads.
-SOURCES = {
-    'pystdlib': pystdlib,
-    'shakespeare': lambda: download('shakespeare', SHAKESPEARE),
-    'tinystories': lambda: download(
-        'tinystories', f'{HUB}/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt'),
-    'openwebtext': lambda: download(  # nanoGPT's
-        'openwebtext',
-        f'{HUB}/Skylion007/openwebtext/resolve/main/plain_text/train-{{:05d}}-of-00080.parquet',
-        min(shards, 80), tokenizer='gpt2'),
-    'climbmix': lambda: download(  # nanochat's
-        'climbmix', f'{HUB}/karpathy/climbmix-400b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
-    'fineweb_edu_text': lambda: download(
-        'fineweb_edu_text',
-        f'{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
-    'fineweb': lambda: fineweb('fineweb', 'fineweb', min(shards, 103)),
-    'fineweb_edu': lambda: fineweb('fineweb_edu', 'finewebedu', min(shards, 99)),
-    'minimind': lambda: download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl'),
-    'minimind_sft': lambda: download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl', chats=True),
-    'smol_smoltalk': lambda: download(
-        'smol_smoltalk',
-        f'{HUB}/HuggingFaceTB/smol-smoltalk/resolve/main/data/train-{{:05d}}-of-00004.parquet',
-        min(shards, 4), chats=True),
-    'pydoc_chat': lambda: Source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats, True),
-}
-
-
 def sort_files(files):
+    """In an order that is the same on every system."""
     return sorted(files, key=lambda path: path.split(os.sep))  # the same order on every system
 
 
-def find_source(source, field='text', errors='strict'):
-    """The Source of this name, file, folder (without hidden files), glob, or standard input."""
-    if source in SOURCES:
-        return SOURCES[source]()
-    if source == '-':
-        source, name, paths = 'standard input', 'stdin', [keep_standard_input()]
-    elif os.path.isfile(source):
-        name, paths = os.path.basename(source), [source]
-        name = name.removesuffix('.gz').rpartition('.')[0] or name
-    else:  # a folder, or a glob, named after what is before its wildcards
-        folder = source if os.path.isdir(source) else re.split(r'[^/\\]*[*?[]', source)[0]
-        name = os.path.basename(os.path.abspath(folder))
-        pattern = os.path.join(glob.escape(source), '**', '*') if folder == source else source
-        paths = sort_files(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-    if not paths:
-        raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
-                                f'{", ".join(SOURCES)}: check the path')
-    chats = holds_conversations(paths, field, errors)
-    documents = functools.partial(conversations if chats else file_documents, paths, field, errors)
-    records = any(map(format_of, paths))
-    return Source(plain_name(name), source, documents, chats, records=records)
-
-
-def keep_standard_input():
-    """Copies standard input, read twice, to a file -> its path; .json may be text."""
-    folder = tempfile.mkdtemp(prefix='flatgpt-')
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = os.path.join(folder, 'stdin.json')
-    with open(path, 'wb') as f:
-        shutil.copyfileobj(sys.stdin.buffer, f)
-    return path
-
-
-def plain_name(text):
-    return re.sub(r'[^\w.-]+', '_', text).strip('._') or 'text'
-
-
-def output_folder(out, source, tokenizer):
-    """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or for conversations data/<source>."""
-    kind = dataset_name(tokenizer) if is_prepared(tokenizer) else tokenizer.removesuffix('tokenizer.json')
-    usual = f'{source.name}_{plain_name(kind.replace("bpe:", "bpe"))}'
-    if source.chats or usual in ('shakespeare_gpt2', 'openwebtext_gpt2'):  # nanoGPT's names
-        usual = source.name
-    return out if out and re.search(r'[/\\]', out) else os.path.join('data', out or usual)
-
-
-def dataset_name(folder):
-    """For train.py's --dataset: the folder's path below data/, else the whole path."""
-    path, data = os.path.abspath(folder), os.path.abspath('data') + os.sep
-    return (path[len(data):] if path.startswith(data) else path).replace(os.sep, '/')
-
-
-# conversations about Python's library -----------------------------------------------------------------------
-
-# Modules not found everywhere, or of no interest
-NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
-             'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
-ANSWER = 120  # characters of the longest answer
-WORDINGS = {  # by kind
-    'function': ('What does {} do?', 'Explain {}.', 'What is {} for?'),
-    'class': ('What is {}?', 'Explain {}.', 'What is {} for?'),
-    'module': ('What is the module {} for?', 'Explain the module {}.', 'What is {}?'),
-}
-
-
 def library_docs():
-    """(name, kind, docstring, arguments) of the library's modules, classes and functions."""
-    root = sysconfig.get_paths()['stdlib']
-    for path in library_files():
-        parts = os.path.relpath(path, root)[:-3].removesuffix(f'{os.sep}__init__').split(os.sep)
+    """(name, WORDINGS, docstring, arguments) of the library's modules, classes and functions."""
+    for path in map(Path, library_files()):
+        parts = path.with_suffix('').relative_to(sysconfig.get_path('stdlib')).parts
         if not NOT_ASKED.intersection(parts):
-            module = 'os.path' if parts == ['posixpath'] else '.'.join(parts)
-            with open(path, 'rb') as f:
-                tree = ast.parse(f.read())
-            yield module, 'module', ast.get_docstring(tree), ''
-            for node in tree.body:
-                if isinstance(node, ast.ClassDef):
-                    yield f'{module}.{node.name}', 'class', ast.get_docstring(node), ''
-                elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    yield f'{module}.{node.name}', 'function', ast.get_docstring(node), ast.unparse(node.args)
+            module = '.'.join(parts).removesuffix('.__init__').replace('posixpath', 'os.path')
+            tree = ast.parse(path.read_bytes())
+            for node in (tree, *tree.body):
+                if wordings := WORDINGS.get(type(node)):
+                    name = module if node is tree else f'{module}.{node.name}'
+                    arguments = ast.unparse(node.args) if hasattr(node, 'args') else ''
+                    yield name, wordings, ast.get_docstring(node), arguments
 
 
 def summary_of(doc):
-    """The first sentence of a docstring; None unless it is short and has words."""
+    """A docstring's first sentence; None unless it is short and has words."""
     for paragraph in re.split(r'\n\s*\n', doc or ''):
         text = ' '.join(paragraph.split())
         if not re.match(r'[\w.]+\(', text):  # not a signature
@@ -502,13 +300,13 @@ def summary_of(doc):
 
 
 def pydoc_chats():
-    """Conversations about one to three functions, classes or modules, each asked about in two wordings, so
-    that most questions of val have their answer in train."""
+    """Conversations about one to three functions, classes or modules, each asked about in two wordings: most
+    questions of val have their answer in train."""
     asked, order = [], random.Random(0)
-    for n, (name, kind, doc, arguments) in enumerate(library_docs()):
+    for n, (name, wordings, doc, arguments) in enumerate(library_docs()):
         summary = summary_of(doc)
         if summary and not re.search(r'\b_|-', name):
-            first, *others = [wording.format(name) for wording in WORDINGS[kind]]
+            first, *others = [wording.format(name) for wording in wordings]
             asked += [[(first, summary)], [(others[n % 2], summary)]]
             if 0 < len(arguments) < ANSWER // 2:
                 takes = f'{name}({arguments})'
@@ -520,25 +318,183 @@ def pydoc_chats():
         yield Conversation('pydoc_chat', make_messages(*turns))
 
 
+# sources ----------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Source:
+    """Where text comes from.
+
+    documents() -> the documents, anew for each pass: def documents(): yield ['a text']; yield ['another']
+    chats: they are Conversations. shards: addresses of files of tokens instead, the first for validation.
+    tokenizer: if the settings name none; None: byte, for conversations FIRST_RUN's.
+    """
+    name: str  # of the dataset
+    label: str  # the source in meta.json
+    documents: Callable | None = None
+    chats: bool = False
+    shards: list | None = None
+    tokenizer: str | None = None
+    unused: tuple = ('errors', 'field')  # settings without effect
+
+
+def fetch(url, folder):
+    """Downloads a file to the folder, unless it is there -> its path. Raises OSError if it cannot."""
+    path = os.path.join(folder, Path(url).name)
+    if os.path.exists(path):
+        return path
+    import requests
+    os.makedirs(folder, exist_ok=True)
+    for wait in (*RETRY_WAITS, None):
+        try:
+            response = requests.get(url, stream=True, timeout=60)
+            response.raise_for_status()
+            size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that all of it comes
+            progress = ProgressLine(f'download {Path(url).name}', size)
+            with open(f'{path}.part', 'wb') as f:
+                for block in response.iter_content(1 << 16):
+                    f.write(block)
+                    progress.add(len(block))
+            progress.show()
+            os.replace(f'{path}.part', path)
+            return path
+        except requests.RequestException as e:
+            if wait is None:
+                raise OSError(f'cannot download {url} ({e!r:.100}): go online, bring it by other means to '
+                              f'{path}, or use a text file that you have: python prepare.py my.txt') from e
+            time.sleep(wait)
+
+
+FIRST_RUN = 'data/pystdlib_bpe4096'  # what `python prepare.py` makes
+HUB = 'https://huggingface.co/datasets'
+MINIMIND = f'{HUB}/jingyaogong/minimind_dataset/resolve/main'
+
+
+def download(name, url, most=1, **options):
+    """The Source of files, downloaded to data/<name>. url: {}: the numbers of `most` files."""
+    def documents():
+        urls = map(url.format, range(min(shards, most)))
+        return file_documents([fetch(url, os.path.join('data', name)) for url in urls])
+    return Source(name, name, documents, **options)
+
+
+def fineweb(name, prefix, most):
+    """FineWeb in GPT-2's tokens, by Keller Jordan: files of 100M, the first for val."""
+    names = ['val_000000', *[f'train_{i + 1:06d}' for i in range(min(shards, most))]]
+    urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{prefix}_{part}.bin' for part in names]
+    return Source(name, name, shards=urls, tokenizer='gpt2')
+
+
+SOURCES = {source.name: source for source in (  # only documents() and fetch_shards download
+    Source('pystdlib', f'pystdlib {platform.python_version()}',
+           lambda: file_documents(library_files(), errors='replace'), tokenizer='bpe:4096'),
+    download('shakespeare',
+             'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'),
+    download('tinystories', f'{HUB}/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt'),
+    download('openwebtext',  # nanoGPT's
+             f'{HUB}/Skylion007/openwebtext/resolve/main/plain_text/train-{{:05d}}-of-00080.parquet', 80,
+             tokenizer='gpt2'),
+    download('climbmix',  # nanochat's
+             f'{HUB}/karpathy/climbmix-400b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
+    download('fineweb_edu_text',
+             f'{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
+    fineweb('fineweb', 'fineweb', 103),
+    fineweb('fineweb_edu', 'finewebedu', 99),
+    download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl'),
+    download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl', chats=True),
+    download('smol_smoltalk',
+             f'{HUB}/HuggingFaceTB/smol-smoltalk/resolve/main/data/train-{{:05d}}-of-00004.parquet', 4,
+             chats=True),
+    Source('pydoc_chat', f'pydoc_chat {platform.python_version()}', pydoc_chats, chats=True),
+)}
+
+
+def find_source(source, field='text', errors='strict'):
+    """The Source of this name, file, folder (without hidden files), glob, or standard input."""
+    if source in SOURCES:
+        return SOURCES[source]
+    if source == '-':  # read twice, so copied to a file; .json may be text
+        with tempfile.NamedTemporaryFile(suffix='.json', delete=False) as copy:
+            atexit.register(os.remove, copy.name)
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+        source, name, paths = 'standard input', 'stdin', [copy.name]
+    elif os.path.isfile(source):
+        name, paths = Path(source.removesuffix('.gz')).stem, [source]
+    else:  # a folder or glob, named after its last folder without wildcards
+        pattern = os.path.join(glob.escape(source), '**', '*') if os.path.isdir(source) else source
+        name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
+        paths = sort_files(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    if not paths:
+        raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
+                                f'{", ".join(SOURCES)}: check the path')
+    documents = functools.partial(file_documents, paths, field, errors)
+    records = any(map(format_of, paths))
+    chats = records and isinstance(next(documents(), None), Conversation)
+    unused = ('shards',) if records else ('shards', 'field')
+    return Source(plain_name(name), source, documents, chats, unused=unused)
+
+
+# names and folders ------------------------------------------------------------------------------------------
+
+def plain_name(text):
+    """A name for a folder."""
+    return re.sub(r'[^\w.-]+', '_', text).strip('._') or 'text'
+
+
+def dataset_name(folder):
+    """For train.py's --dataset: the folder's path without data/."""
+    return os.path.normpath(folder).removeprefix(f'data{os.sep}')
+
+
+def data_folder(name):
+    """data/<name>, or the path `name` if only that is a folder."""
+    folder = os.path.join('data', dataset_name(name))
+    return name if os.path.isdir(name) and not os.path.isdir(folder) else folder
+
+
+def output_folder(out, source, tokenizer):
+    """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or for conversations data/<source>."""
+    kind = dataset_name(tokenizer).removesuffix('tokenizer.json').replace('bpe:', 'bpe')
+    usual = f'{source.name}_{plain_name(kind)}'
+    if source.chats or usual in ('shakespeare_gpt2', 'openwebtext_gpt2'):  # nanoGPT's names
+        usual = source.name
+    name = out or usual
+    return name if os.path.dirname(name) else os.path.join('data', name)
+
+
+def prepare_command(folder):
+    """The command that prepares this folder, guessed from its name."""
+    if folder == FIRST_RUN:
+        return 'python prepare.py'
+    name = dataset_name(folder)
+    known = [source for source in SOURCES if f'{name}_'.startswith(f'{source}_')]
+    if not known:
+        return shlex.join(['python', 'prepare.py', 'my.txt', f'--out={name}'])
+    source = max(known, key=len)
+    kind = 'gpt2' if name == 'shakespeare' else name[len(source) + 1:].replace('bpe', 'bpe:')
+    return f'python prepare.py {source}' + f' --tokenizer={kind}' * bool(kind)
+
+
 # which text is for what -------------------------------------------------------------------------------------
 
 def documents_of(source):
-    """A source's documents without empty ones."""
-    if source.chats:
-        yield from source.documents()
-        return
-    for document in source.documents():
-        blocks = filter(None, document)
-        if first := next(blocks, None):
-            yield itertools.chain([first], blocks)
+    """A source's documents without empty ones. Raises ValueError for texts among conversations."""
+    for n, document in enumerate(source.documents(), 1):
+        if isinstance(document, Conversation) != source.chats:
+            raise ValueError(f'{source.label}, document {n}: text and conversations are mixed, the first is '
+                             f'{"a conversation" if source.chats else "text"}: prepare them apart')
+        if not source.chats:
+            blocks = filter(None, document)
+            first = next(blocks, None)
+            document = first and itertools.chain([first], blocks)
+        if document:
+            yield document
 
 
 def characters_to_train_on(source, fraction):
-    """How many characters of each document, from its beginning, are for training, as an array; None:
-    conversations, which stay whole.
+    """How many of each document's first characters are for training, an array; None: conversations.
 
-    Of every n-th document, from the second on, n = 1 / fraction, none are, unless val would get more than
-    its fraction of all; of a single text all but the end, as in nanoGPT.
+    Of every n-th document, n = 1 / fraction, none are, unless val would get more than its fraction of all;
+    of a single text all but the end, as in nanoGPT.
     """
     if source.chats:
         return None
@@ -549,8 +505,7 @@ def characters_to_train_on(source, fraction):
 
 
 def split_texts(source, fraction, n_train):
-    """(split, document or a part of it, the document's number from 1 on; 0: it is the only text). n_train:
-    of characters_to_train_on."""
+    """(split, document or a part of it, its number from 1 on; 0: the only text)."""
     for n, document in enumerate(documents_of(source)):
         if source.chats:
             yield 'val' if n % round(1 / fraction) == 1 else 'train', document, n + 1
@@ -560,6 +515,7 @@ def split_texts(source, fraction, n_train):
 
 
 def cut_in_two(blocks, n_train):
+    """(split, tokens): the first n_train tokens are train's."""
     for block in blocks:
         if n_train:
             yield 'train', block[:n_train]
@@ -570,61 +526,46 @@ def cut_in_two(blocks, n_train):
 
 # encoding ---------------------------------------------------------------------------------------------------
 
-def refuse_special(text, special, place):
-    """Raises ValueError if the pattern `special` is in the text."""
-    if special and (mark := re.search(special, text)):
-        around = text[max(0, mark.start() - 20):mark.end() + 20]
-        raise ValueError(f'{place}: {mark[0]!r} in {around!r} is a special token of the tokenizer: remove '
-                         'it, or learn it as one by --special_tokens=tokens, or, of documents but not of '
-                         'conversations, as plain text by --special_tokens=text')
-
-
-def text_items(texts, tok, special, counts):
-    """((split, piece, whether it begins a text, whether it ends one of several), its characters)."""
+def items_to_encode(texts, tok, refused, counts):
+    """((split, piece of a text or Conversation, whether it begins a text, whether it ends one of several),
+    its characters). Raises ValueError for the pattern `refused` in a text, or an unfit tokenizer."""
     for split, document, number in texts:
         counts['documents'] = number
-        if number and tok.eot is None:
-            raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart: '
-                             'name another by --tokenizer')
-        for n, (piece, last) in enumerate(pieces(document, tok)):
-            refuse_special(piece, special, f'document {number:,}')
-            yield (split, piece, n == 0, last and number > 0), len(piece)
+        is_chat = isinstance(document, Conversation)
+        if number and tok.eot is None or is_chat and not tok.chat_template:
+            raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart, or '
+                             'no chat template for conversations: name another by --tokenizer')
+        parts = [('\n'.join(contents(document)), True)] if is_chat else pieces(document, tok)
+        for n, (text, last) in enumerate(parts):
+            if refused and (mark := re.search(refused, text)):
+                place = document.place if is_chat else f'document {number:,}'
+                around = text[max(0, mark.start() - 20):mark.end() + 20]
+                raise ValueError(f'{place}: {mark[0]!r} in {around!r} is a special token of the tokenizer: '
+                                 'remove it, or learn it as one by --special_tokens=tokens, or, of documents '
+                                 'but not of conversations, as plain text by --special_tokens=text')
+            yield (split, document if is_chat else text, n == 0, last and number > 0), len(text)
 
 
-def chat_items(texts, special, counts):
-    """((split, Conversation), its characters)."""
-    for split, conversation, counts['documents'] in texts:
-        text = '\n'.join(contents(conversation))
-        refuse_special(text, special, conversation.place)
-        yield (split, conversation), len(text)
-
-
-def encode_texts(tok, as_tokens, group):
-    """[(split, text, begins, ends)] -> [(split, ids, None, bytes of text)], with bos and end of text.
+def encode(tok, as_tokens, group):
+    """[(split, text or Conversation, begins, ends)] -> [(split, ids, mask or None, bytes that are learnt)].
     as_tokens: special tokens' texts become their ids, and count no bytes."""
-    encoded, encode = [], tok.encode_chat if as_tokens else tok.encode_array
-    for split, text, begins, ends in group:
-        parts = tok.bos if begins else (), encode(text), (tok.eot,) if ends else ()
-        ids = np.concatenate([np.asarray(part, dtype_of(tok.n_vocab)) for part in parts])
-        plain = re.sub(tok.special_pattern, '', text) if as_tokens else text
-        encoded.append((split, ids, None, len(plain.encode())))
-    return encoded
-
-
-def encode_chats(tok, group):
-    """[(split, Conversation)] -> [(split, ids, mask, bytes that are learnt)]."""
     encoded = []
-    for split, conversation in group:
-        ids, mask = encode_conversation(tok, conversation)
-        encoded.append((split, ids, mask, int(tok.sizes[ids[mask == 1]].sum())))
+    for split, item, begins, ends in group:
+        if isinstance(item, Conversation):
+            ids, mask = encode_conversation(tok, item)
+            n_bytes = int(tok.sizes[ids[mask == 1]].sum())
+        else:
+            ids, mask = (tok.encode_chat if as_tokens else tok.encode_array)(item), None
+            parts = tok.bos if begins else (), ids, (tok.eot,) if ends else ()
+            ids = np.concatenate([np.asarray(part, dtype_of(tok.n_vocab)) for part in parts])
+            n_bytes = len((re.sub(tok.special_pattern, '', item) if as_tokens else item).encode())
+        encoded.append((split, ids, mask, n_bytes))
     return encoded
 
 
 def encode_conversation(tok, conversation):
-    """(ids, mask); the mask, uint8, is 1 for the assistant's answers and their end marks.
-
-    An answer begins where the ids differ from the rendered prompt's, and ends with the first stop token.
-    Raises ValueError if the template shows no such place.
+    """(ids, mask), uint8, 1 for answers: from where the ids differ from the rendered prompt's to the first
+    stop token. Raises ValueError if the template shows no such place.
     """
     place, messages, tools = conversation
     text = tok.render(messages, False, tools)
@@ -639,7 +580,7 @@ def encode_conversation(tok, conversation):
                 prompt = os.path.commonprefix([prompt, text])
                 agrees = prompt.startswith(tok.render(messages[:n], False, tools))
             prompt_ids = np.array(tok.encode_chat(prompt)[:len(ids)])
-            begin = int(np.argmin(np.append(prompt_ids == ids[:len(prompt_ids)], False)))
+            begin = np.argmin(np.append(prompt_ids == ids[:len(prompt_ids)], False))
             later = stops[stops >= max(begin, end)]
             if not (agrees and len(later)):
                 raise ValueError(f'{place}, message {n + 1}: the chat template renders what is before this '
@@ -653,56 +594,43 @@ def encode_conversation(tok, conversation):
 def pack(encoded, block_size, eot, counts):
     """(split, ids, mask, n_bytes) of conversations -> the same in slots of block_size tokens.
 
-    Each conversation begins with eot, which also fills slots; longer ones are cut. A split ends with one more
-    token: a sequence's last target is the first token of the next slot.
+    Each begins with eot, which also fills slots; longer ones are cut. A split ends with one more token: a
+    sequence's last target is the first token of the next slot.
     """
     used, room = dict.fromkeys(SPLITS, 0), block_size - 1
     for split, ids, mask, n_bytes in encoded:
         counts['cut'] += len(ids) > room
+        mask[room::room] = 0  # after a cut the first token has no context
         for begin in range(0, len(ids), room):
-            piece, learnt = ids[begin:begin + room], mask[begin:begin + room].copy()
-            if begin:  # its first token has no context
-                learnt[0] = 0
-            fill = 0
+            piece, n_eot = ids[begin:begin + room], 1
             if used[split] + 1 + len(piece) > block_size:
-                fill, used[split] = block_size - used[split], 0
+                n_eot, used[split] = block_size - used[split] + 1, 0
             used[split] += 1 + len(piece)
             counts['filled'] += 1 + len(piece)
-            yield (split, np.concatenate([np.repeat(eot, fill + 1), piece]),
-                   np.concatenate([np.zeros(fill + 1, np.uint8), learnt]), 0 if begin else n_bytes)
+            learnt = np.concatenate([np.zeros(n_eot, np.uint8), mask[begin:begin + room]])
+            yield split, np.concatenate([np.repeat(eot, n_eot), piece]), learnt, 0 if begin else n_bytes
     for split, n in used.items():
         yield split, np.repeat(eot, block_size - n + 1), np.zeros(block_size - n + 1, np.uint8), 0
 
 
-def separator(tok):
-    """The id between conversations: an end of text that ends no message, if there is one."""
-    return next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), tok.eot)
-
-
 def dtype_of(n_vocab):
+    """The dtype of a .bin file."""
     return np.dtype('<u2' if n_vocab <= 1 << 16 else '<u4')
 
 
 # writing ----------------------------------------------------------------------------------------------------
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='refuse'):
-    """Makes a prepared folder of split_texts, with block_size of conversations; returns its meta. A run
-    that fails changes nothing."""
+    """Prepares a folder, with block_size of conversations -> its meta."""
     counts, eot = collections.Counter(), tok.eot
-    special = tok.special_pattern if special_tokens == 'refuse' else None
-    if block_size is None:
-        items = text_items(texts, tok, special, counts)
-        encode, least = functools.partial(encode_texts, tok, special_tokens == 'tokens'), 16
-    else:
-        eot = separator(tok)
-        if not tok.chat_template or eot is None:
-            raise ValueError(f'the tokenizer {tok.name} has no chat template or no end-of-text token, which '
-                             'conversations need: name another by --tokenizer')
-        items = chat_items(texts, special, counts)
-        encode, least = functools.partial(encode_chats, tok), 2  # rendered anew for each answer: slow
-    groups = in_processes(1 if tok.anywhere else procs, encode, in_groups(items), least)
+    refused = special_tokens == 'refuse' or block_size and special_tokens == 'text'
+    items = items_to_encode(texts, tok, tok.special_pattern if refused else '', counts)
+    work = functools.partial(encode, tok, special_tokens == 'tokens')
+    groups = in_processes(1 if tok.anywhere else procs, work, in_groups(items),
+                          2 if block_size else 16)  # conversations are slow to render
     encoded = itertools.chain.from_iterable(groups)
-    if block_size is not None:
+    if block_size:  # an end of text that ends no message, if there is one
+        eot = next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), eot)
         encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
     with new_files(folder) as temp, contextlib.closing(groups):
         checksum = write_bins(temp, encoded, f'{tok.name} encoding', counts)
@@ -710,75 +638,66 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
 
 
 def write_bins(folder, encoded, label, counts):
-    """Writes (split, ids, mask or None, bytes) to .bin and .mask.bin, adds to counts -> {name: sha256}."""
-    progress = ProgressLine(label)
+    """Writes what `encode` yields to .bin and .mask.bin, adds to counts -> {name: sha256}."""
+    progress, digests = ProgressLine(label), collections.defaultdict(hashlib.sha256)
     with contextlib.ExitStack() as stack:
-        opened = functools.cache(lambda name: stack.enter_context(open(os.path.join(folder, name), 'wb')))
+        opened = functools.cache(lambda name: stack.enter_context(open(Path(folder, name), 'wb')))
         for split, ids, mask, n_bytes in encoded:
-            opened(f'{split}.bin').write(ids)
-            if mask is not None:
-                opened(f'{split}.mask.bin').write(mask)
+            for name, part in (f'{split}.bin', ids), (f'{split}.mask.bin', mask):
+                if part is not None:
+                    opened(name).write(part)
+                    digests[name].update(part)
             counts[f'{split}_tokens'] += len(ids)
             counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
-            counts[f'{split}_bytes'] += n_bytes  # of text that is learnt, not of end of text
+            counts[f'{split}_bytes'] += n_bytes  # of learnt text, without end of text
             progress.add(n_bytes)
-    progress.close()
+    progress.show()
     for split in SPLITS:
         if not counts[f'{split}_learnt']:
             raise ValueError(f'{split} has no token to learn: prepare more text (of conversations two or '
                              'more, or with a larger --block_size)')
     # val loss / ln 2 / this = bits per byte
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
-    return {name: sha256_of(os.path.join(folder, name)) for name in os.listdir(folder)}
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
-FILES = [*[f'{split}{end}' for split in SPLITS for end in ('.bin', '.mask.bin')],
-         *[name for table in TABLES.values() for name in table.values()], 'meta.json']  # of a prepared folder
-
-
-def refuse_others(folder, label):
-    """Raises ValueError if the folder has data of another source."""
-    if any(os.path.exists(os.path.join(folder, name)) for name in FILES):
-        there = read_meta(folder).get('source', 'unknown source')
-        if there != label:
-            raise ValueError(f'{folder} holds data of {there}, not of {label}: choose another --out, or '
-                             'replace it by --overwrite=True')
+FILES = ('train.bin', 'train.mask.bin', 'val.bin', 'val.mask.bin', 'tokenizer.tiktoken', 'tokenizer.json',
+         'meta.json')  # of a prepared folder
 
 
 @contextlib.contextmanager
 def new_files(folder):
     """A temporary folder whose FILES replace those in `folder` if all goes well, meta.json last."""
-    os.makedirs(folder, exist_ok=True)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
             yield temp
             for name in FILES:
-                if os.path.exists(os.path.join(temp, name)):
-                    os.replace(os.path.join(temp, name), os.path.join(folder, name))
-                elif os.path.exists(os.path.join(folder, name)):
-                    os.remove(os.path.join(folder, name))
+                if Path(temp, name).exists():
+                    Path(temp, name).replace(folder / name)
+                else:
+                    (folder / name).unlink(missing_ok=True)
     finally:
-        if not os.listdir(folder):
-            os.rmdir(folder)
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 def write_meta(folder, tok, label, eot, counts):
     """Writes meta.json and the tokenizer's table; returns the meta."""
     state = tok.state()
-    texts = {name: state.pop(key) for key, name in TABLES.get(state['kind'], {}).items()}
+    for key, name in TABLES.get(state['kind'], {}).items():
+        Path(folder, name).write_bytes(state.pop(key).encode())
     meta = {'source': label, 'vocab_size': tok.n_vocab, 'dtype': dtype_of(tok.n_vocab).name, 'eot': eot,
             **counts, 'tokenizer': state}
-    for name, text in {**texts, 'meta.json': json.dumps(meta, indent=1)}.items():
-        with open(os.path.join(folder, name), 'w', encoding='utf-8', newline='') as f:
-            f.write(text)
+    Path(folder, 'meta.json').write_text(json.dumps(meta, indent=1))
     return meta
 
 
 def fetch_shards(folder, source):
-    """Downloads a source's shards, in GPT-2's tokens, to folder; returns its meta."""
+    """Downloads a source's shards, GPT-2's tokens -> the folder's meta."""
     tok = make_tokenizer('gpt2')  # before the long wait, lest it be missing
-    val, *train = (read_shard(fetch(url, os.path.join(folder, os.path.basename(url))), np.dtype('<u2'))
-                   for url in source.shards)
+    val, *train = (read_shard(fetch(url, folder), np.dtype('<u2')) for url in source.shards)
     n_bytes = sum(int(tok.sizes[ids].sum()) for ids in parts_of(val))
     counts = {'train_tokens': sum(shard.n_tokens for shard in train), 'val_tokens': val.n_tokens,
               'bytes_per_token': n_bytes / val.n_tokens}
@@ -789,71 +708,53 @@ def fetch_shards(folder, source):
 # reading ----------------------------------------------------------------------------------------------------
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, numbers and text, but no classes, by which alone a pickle could run code."""
+    """Reads plain data, but no classes, by which alone a pickle could run code."""
     def find_class(self, module, name):
         raise ValueError(f'meta.pkl asks for {module}.{name}, but only plain data is read')
 
 
 def read_meta(folder):
-    """meta.json, nanoGPT's meta.pkl or an assumed dict with at least vocab_size, dtype, eot, bytes_per_token
-    (None: unknown), tokenizer (its state, None: GPT-2's), block_size (of slots, or None)."""
+    """meta.json, nanoGPT's meta.pkl or an assumed dict: vocab_size, dtype, eot, bytes_per_token (or None),
+    tokenizer (its state, None: GPT-2's), block_size (of slots, or None)..."""
     usual = {'dtype': 'uint16', **dict.fromkeys(('eot', 'bytes_per_token', 'tokenizer', 'block_size'))}
-    path = os.path.join(folder, 'meta.json')
-    if os.path.exists(path):
-        with open(path, encoding='utf-8') as f:
-            return {**usual, **json.load(f)}
-    path = os.path.join(folder, 'meta.pkl')
-    if os.path.exists(path):
+    path = Path(folder, 'meta.json')
+    if path.exists():
+        return usual | json.loads(path.read_bytes())
+    path = path.with_suffix('.pkl')
+    if path.exists():
         with open(path, 'rb') as f:
             meta = PlainUnpickler(f).load()
         if 'itos' in meta:
             chars = [meta['itos'].get(i, '') for i in range(meta['vocab_size'])]
             usual['tokenizer'] = {'kind': 'char', 'chars': chars, 'eot': None}
-        return {**usual, 'vocab_size': meta['vocab_size']}
+        return usual | {'vocab_size': meta['vocab_size']}
     print_once(f'{folder} has no meta.json or meta.pkl: assuming the GPT-2 encoding')
-    return {**usual, 'vocab_size': 50304, 'eot': 50256}  # nanoGPT's size, 50257 rounded up
+    return usual | {'vocab_size': 50304, 'eot': 50256}  # nanoGPT's size, 50257 rounded up
 
 
 def is_prepared(folder):
     """Whether prepare.py, or nanoGPT, has made this folder."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in ('meta.json', 'meta.pkl'))
+    return any(Path(folder, name).exists() for name in ('meta.json', 'meta.pkl', 'train.bin'))
 
 
-def data_folder(name):
-    """data/<name>, or the path `name` if only that is a folder."""
-    folder = os.path.join('data', name.removeprefix(f'data{os.sep}'))
-    return name if os.path.isdir(name) and not os.path.isdir(folder) else folder
-
-
-def is_run(path):
-    """Whether this is a run of train.py, or one of its checkpoints."""
-    return os.fspath(path).endswith('.pt') or os.path.exists(os.path.join(path, 'ckpt.pt'))
+def checkpoint_in(folder):
+    """The checkpoint in a folder, or this one; else None."""
+    path = Path(folder) if str(folder).endswith('.pt') else Path(folder, 'ckpt.pt')
+    return path if path.exists() else None
 
 
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder, or of a run."""
-    if is_run(folder):
-        from hub import checkpoint_path, read_checkpoint  # torch takes a second
-        return tokenizer_from_state(read_checkpoint(checkpoint_path(folder))['tokenizer'])
+    """The tokenizer of a prepared folder, run or checkpoint."""
+    if path := checkpoint_in(folder):
+        import torch  # takes a second
+        with reading(path):
+            return tokenizer_from_state(torch.load(path, 'cpu', weights_only=True, mmap=True)['tokenizer'])
     state = read_meta(folder)['tokenizer']
     if state is None:
         return make_tokenizer('gpt2')
     for key, name in TABLES.get(state['kind'], {}).items():
-        with open(os.path.join(folder, name), encoding='utf-8', newline='') as f:
-            state[key] = f.read()
+        state[key] = Path(folder, name).read_bytes().decode()
     return tokenizer_from_state(state)
-
-
-def prepare_command(folder):
-    """The command that prepares this folder, guessed from its name."""
-    name = 'shakespeare_gpt2' if dataset_name(folder) == 'shakespeare' else dataset_name(folder)
-    names = [source for source in SOURCES if f'{name}_'.startswith(f'{source}_')]
-    if not names:
-        return shlex.join(['python', 'prepare.py', 'my.txt', f'--out={name}'])
-    source = max(names, key=len)
-    kind = re.sub(r'^bpe(?=\d+$)', 'bpe:', name[len(source) + 1:])
-    flags = [f'--tokenizer={kind}'] * (kind not in ('', SOURCES[source]().tokenizer))
-    return shlex.join(['python', 'prepare.py', *[source] * (source != 'pystdlib'), *flags])
 
 
 HEADER_BYTES, HEADER_MAGIC = 1024, 20240520  # of foreign shards: int32 magic, version, tokens, zeros
@@ -869,6 +770,7 @@ def read_shard(path, dtype):
 
 
 def read_elements(shard, first, n):
+    """n elements of a shard, from the one at `first`."""
     return np.fromfile(shard.path, shard.dtype, n, offset=shard.offset + first * shard.dtype.itemsize)
 
 
@@ -881,27 +783,24 @@ def parts_of(shard, size=1 << 22):
 class Bins:
     """The tokens of one split: folder/<split>.bin, or else its shards *<split>*.bin, sorted.
 
-    Sequence i of a shard is its block_size + 1 tokens from i * block_size on, so that each token but the
-    first, and the tail, is a target once. Ids are checked as they are read once vocab_size is set. The mask
-    beside x.bin is x.mask.bin, a byte for each token; `masks` is empty where there is none.
+    Sequence i of a shard is its block_size + 1 tokens from i * block_size on: each token but the first, and
+    the tail, is a target once. Ids are checked once vocab_size is set. The mask of x.bin is x.mask.bin, a
+    byte for each token; without one `masks` is empty.
     """
     def __init__(self, folder, split):
-        self.vocab_size, self.name = None, os.path.join(folder, f'{split}.bin')
-        paths = sorted(glob.glob(os.path.join(glob.escape(folder), f'*{split}*.bin')))
-        if os.path.exists(self.name):
+        self.vocab_size, self.name = None, Path(folder, f'{split}.bin')
+        paths = sorted(path for path in Path(folder).glob(f'*{split}*.bin') if '.mask' not in path.suffixes)
+        if self.name in paths:
             paths = [self.name]
-        paths = [path for path in paths if not path.endswith('.mask.bin')]
         if not paths:
             raise FileNotFoundError(f'{folder} is not prepared: no {split}.bin; run '
                                     f'`{prepare_command(folder)}`')
         dtype = np.dtype(read_meta(folder)['dtype']).newbyteorder('<')
         self.shards = [read_shard(path, dtype) for path in paths]
         self.n_tokens = self.n_targets = sum(shard.n_tokens for shard in self.shards)
-        masks = [f'{shard.path.removesuffix(".bin")}.mask.bin' for shard in self.shards]
-        self.masks = [read_shard(path, np.dtype(np.uint8)) for path in masks if os.path.exists(path)]
+        masks = [path.with_suffix('.mask.bin') for path in paths]
+        self.masks = [read_shard(path, np.dtype(np.uint8)) for path in masks if path.exists()]
         if self.masks:
-            if [mask.n_tokens for mask in self.masks] != [shard.n_tokens for shard in self.shards]:
-                raise ValueError(f'{self.name}: its masks do not have a byte for each token: prepare again')
             self.n_targets = sum(np.count_nonzero(part) for mask in self.masks for part in parts_of(mask))
 
     def ends(self, block_size):
@@ -916,90 +815,82 @@ class Bins:
                              f'{block_size + 1}: lower --block_size or prepare more text')
         return n
 
-    def check_vocabulary(self, vocab_size, advice):
-        """Reads every token. Raises ValueError if one is outside such a vocabulary."""
+    def check_vocabulary(self):
+        """Reads every token. Raises ValueError if one is outside the vocabulary."""
         for shard in self.shards:
             for part in parts_of(shard):
-                check_ids(part, vocab_size, shard.path, advice)
+                self._check(part)
+
+    def _check(self, ids):
+        if self.vocab_size and ids.max(initial=0) >= self.vocab_size:
+            raise ValueError(f'{self.name}: token {ids.max()} is outside the vocabulary of '
+                             f'{self.vocab_size}: prepare it with the tokenizer of the model, or raise '
+                             '--vocab_size')
 
     def batch(self, indices, block_size):
         """Inputs and targets, int64 (len(indices), block_size); targets that the mask leaves out are -1."""
         ids = self._sequences(self.shards, indices, block_size)
-        if self.vocab_size:
-            check_ids(ids, self.vocab_size, self.name, 'prepare it again, or raise --vocab_size')
-        inputs, targets = ids[:, :-1], ids[:, 1:]
+        self._check(ids)
+        targets = ids[:, 1:]
         if self.masks:
             targets = np.where(self._sequences(self.masks, indices, block_size)[:, 1:], targets, -1)
-        return inputs, targets
+        return ids[:, :-1], targets
 
     def _sequences(self, shards, indices, block_size):
         """int64 (len(indices), block_size + 1) of self.shards or self.masks."""
-        self.n_sequences(block_size)  # an error, if there is none
         ends = self.ends(block_size)
         numbers = np.searchsorted(ends, indices, side='right')
         firsts = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
-        sequences = np.empty((len(indices), block_size + 1), np.int64)
-        for row, (number, first) in enumerate(zip(numbers, firsts)):  # mapped, a file would fill up the RSS
-            sequences[row] = read_elements(shards[number], first, block_size + 1)
-        return sequences
-
-
-def check_ids(ids, vocab_size, path, advice):
-    """Raises ValueError if an id is outside such a vocabulary."""
-    if ids.max(initial=0) >= vocab_size:
-        raise ValueError(f'{path}: token {ids.max()} is outside the vocabulary of {vocab_size}: {advice}')
+        return np.stack([  # mapped, a file would fill up the RSS
+            read_elements(shards[number], first, block_size + 1) for number, first in zip(numbers, firsts)
+        ]).astype(np.int64)
 
 
 # looking ----------------------------------------------------------------------------------------------------
 
 def look(folder):
-    """Prints a prepared folder's counts, document lengths, commonest tokens and beginning."""
+    """Prints a prepared folder's counts, lengths, commonest tokens and beginning."""
     folder = data_folder(folder)
     splits = [Bins(folder, split) for split in reversed(SPLITS)]
     meta, tok = read_meta(folder), load_tokenizer(folder)
     print(f'{folder}: {meta.get("source")}, tokenizer {tok.name}, vocabulary '
           f'{meta["vocab_size"]:,}, {meta["dtype"]}, {meta["bytes_per_token"] or np.nan:.2f} bytes a token')
-    eot = tok.eot if meta['eot'] is None else meta['eot']
     for bins in splits:
         ids = next(parts_of(bins.shards[0]))
-        mask = next(parts_of(bins.masks[0])) if bins.masks else None
-        lengths = np.diff(np.flatnonzero(ids == eot), prepend=-1, append=len(ids)) - 1
+        lengths = np.diff(np.flatnonzero(ids == meta['eot']), prepend=-1, append=len(ids)) - 1
         lengths = lengths[lengths > 0]
         print(f'{bins.name}: {bins.n_tokens:,} tokens, {bins.n_targets / bins.n_tokens:.1%} learnt; in the '
               f'first {len(ids):,} {len(lengths):,} documents of',
               *np.quantile(lengths, [0, 0.5, 1], method='lower'),
               'tokens (shortest, median, longest)')
-    different, counts = np.unique(ids, return_counts=True)
-    print('commonest:', ', '.join(f'{tok.decode([different[i]])!r} {counts[i] / len(ids):.1%}'
+    counts = np.bincount(ids)
+    print('commonest:', ', '.join(f'{tok.decode([i])!r} {counts[i] / len(ids):.1%}'
                                   for i in np.argsort(-counts, kind='stable')[:12]))
     n = meta['block_size'] or 256
-    begin, end = ('\033[7m', '\033[0m') if sys.stdout.isatty() else ('[[', ']]')
-    print(f'the first tokens{"" if mask is None else f", {begin}learnt{end}"}:')
-    mask = np.zeros(n, bool) if mask is None else mask[:n]
-    for learnt, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
+    mask = read_elements(bins.masks[0], 0, n) if bins.masks else np.zeros(n)
+    print('the first tokens, [[learnt]]:' if bins.masks else 'the first tokens:')
+    for learnt, run in itertools.groupby(zip(ids, mask), lambda pair: pair[1]):
         text = tok.decode([i for i, _ in run])
-        print(f'{begin}{text}{end}' if learnt else text, end='')
+        print(f'[[{text}]]' if learnt else text, end='')
     print()
 
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    if words[:1] == ['look']:
-        look(words[1] if words[1:] else FIRST_RUN)
+    name, *more = words or [source]
+    if name == 'look':
+        look(*more or [FIRST_RUN])
         sys.exit()
-    if words[1:]:
-        raise ValueError(f'{words[1]!r} is one source too many: put files into a folder, or quote a glob')
-    name = words[0] if words else source
+    if more:
+        raise ValueError(f'{more[0]!r} is one source too many: put files into a folder, or quote a glob')
     source = find_source(name, field, errors)
-    unused = ['errors', 'field'] if name in SOURCES else ['shards', *['field'] * (not source.records)]
-    refuse_unused(given, unused, f'on {source.label}')
-    choices = ['refuse', 'tokens', *['text'] * (not source.chats)]  # conversations are rendered with tokens
-    if special_tokens not in choices:
-        raise ValueError(f'special_tokens={special_tokens!r}: must be {" or ".join(choices)}')
+    refuse_unused(given, source.unused, f'on {source.label}')
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
     folder = output_folder(out, source, tokenizer)
-    if (out or name not in SOURCES) and not overwrite:
-        refuse_others(folder, source.label)
+    there = read_meta(folder).get('source') if is_prepared(folder) else source.label
+    if there != source.label and (out or name not in SOURCES) and not overwrite:
+        raise ValueError(f'{folder} holds data of {there}, not of {source.label}: choose another --out, or '
+                         'replace it by --overwrite=True')
 
     if source.shards:
         if tokenizer != 'gpt2':
@@ -1008,9 +899,12 @@ if __name__ == '__main__':
     else:
         n_train = characters_to_train_on(source, val_fraction)
         texts = functools.partial(split_texts, source, val_fraction, n_train)
-        if (is_prepared(tokenizer) or is_run(tokenizer)) and pattern is None:
+        if tokenizer.endswith('.gguf'):
+            from hub import published_tokenizer  # torch takes a second
+            tok = published_tokenizer(tokenizer)
+        elif (is_prepared(tokenizer) or checkpoint_in(tokenizer)) and pattern is None:
             tok = load_tokenizer(tokenizer)
-        elif tokenizer.startswith('data' + os.sep) and not os.path.exists(tokenizer):
+        elif tokenizer.startswith('data/') and not os.path.exists(tokenizer):
             raise FileNotFoundError(f'tokenizer={tokenizer!r}: that folder is not prepared; '
                                     f'`{prepare_command(tokenizer)}` does it')
         else:
@@ -1021,21 +915,17 @@ if __name__ == '__main__':
                 by_document=source.chats or len(n_train) > 1, procs=procs, pattern=pattern)
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens)
-        many = f'{meta["documents"]:,} {"conversations" if source.chats else "documents"}'
-        print(f'{source.label}:', many if meta['documents'] else 'one text, cut in two')
+        print(f'{source.label}: {meta["documents"] or 1:,} documents')
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
-    if (least := min(meta['train_tokens'], meta['val_tokens'])) <= block_size:
-        print(f'warning: one split has {least:,} tokens, fewer than a context of {block_size} and its '
-              'last target: prepare more text, or train with a smaller --block_size')
+    command = ['python', 'train.py', f'--dataset={dataset_name(folder)}']
     if source.chats:
         filled = meta['filled'] / (meta['train_tokens'] + meta['val_tokens'])
         print(f'slots of {block_size} tokens, {filled:.0%} full; {meta["train_learnt"]:,} train tokens are '
               f'learnt; {meta["cut"]:,} longer ones are cut')
-    config, usual = (['config/chat.py'], 'pydoc_chat') if source.chats else ([], dataset_name(FIRST_RUN))
-    dataset = dataset_name(folder)
-    flags = [f'--dataset={dataset}'] * (dataset != usual)
-    if source.chats and tokenizer != FIRST_RUN:  # that of config/chat.py's base
-        flags.append(f'--init_from={tokenizer if is_run(tokenizer) else "RUN-WITH-THIS-TOKENIZER"}')
-    print('next:', shlex.join(['python', 'train.py', *config, *flags]))
+        command.insert(2, 'config/chat.py')
+        if tokenizer != FIRST_RUN:  # that of config/chat.py's base
+            run = tokenizer if checkpoint_in(tokenizer) else 'RUN-WITH-THIS-TOKENIZER'
+            command.append(f'--init_from={run}')
+    print('next:', shlex.join(command))

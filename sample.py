@@ -1,11 +1,10 @@
 """
-Generates text: weights -> text. Model and tokenizer come from the checkpoint alone.
+Generates text from a checkpoint, which has model and tokenizer.
 
     python sample.py                                        # from out/
     python sample.py --out_dir=out-x --start='def ' --num_samples=3 --max_new_tokens=200
     python sample.py --start=FILE:prompt.txt --temperature=0  # greedy
-    python sample.py --init_from=Qwen/Qwen3-0.6B --start=Once  # a published model: its id or folder
-    python sample.py --init_from=path/to/best.pt --stop="['\\n\\n', 'def ']"
+    python sample.py --init_from=Qwen/Qwen3-0.6B --stop="['\\n\\n', 'def ']"  # a published model, or a file
     python sample.py --out_dir=out-chat --chat              # a conversation; /help lists its commands
     python sample.py --out_dir=out-chat --chat --start=LINES:questions.txt  # each on its own
     python sample.py --start=LINES:prompts.txt --num_samples=1 --output=answers.jsonl
@@ -53,10 +52,9 @@ top_p = 1.0                 # only the likeliest tokens that have this probabili
 min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
 repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
 seed = 1337                 # of sampling only
-# speed; in float32 on a CPU speculate, draft and compile do not change the text
-quantize = ''               # int8: large weights in 8 bits, a scale for each row
-speculate: int | None = None  # draft tokens at a time, from where the text repeats itself, or by draft
-draft = ''                  # a smaller model of the same tokenizer, as init_from; speculate is 4 unless set
+# speed; in float32 on a CPU speculate and compile do not change the text
+quantize = ''               # int8: large weights in 8 bits; on a GPU faster for one compiled sample alone
+speculate: int | None = None  # draft tokens at a time, where the text repeats itself
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: fastest here, given compile and quantize
@@ -81,10 +79,9 @@ def uniforms(seed, sample, position, count):
 
 def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
                  seen=None):
-    """Draws a token for each row by inverting the distribution function in vocabulary order: logits (..., V),
-    u (...) in [0, 1) -> (...) int64 on u's device, -1 where logits hold NaN. In this order: CTRL's penalty
-    (arXiv:1909.05858) on tokens seen, (..., V) bool; temperature; top_k, exactly k; top_p (arXiv:1904.09751);
-    min_p (arXiv:2407.01082)."""
+    """Inverts the distribution function in vocabulary order: logits (..., V), u (...) in [0, 1) -> (...)
+    int64 on u's device, -1 where logits hold NaN. In this order: CTRL's penalty (arXiv:1909.05858) on tokens
+    seen, (..., V) bool; temperature; top_k, exactly k; top_p (arXiv:1904.09751); min_p (arXiv:2407.01082)."""
     logits = logits.to(u.device)
     if seen is not None:
         penalised = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
@@ -111,36 +108,29 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     return token.where(~cdf[..., -1].isnan(), -1)
 
 
-def tokens_seen(texts, vocab_size, device, repetition_penalty=1.0, **_):
-    """(B, V) bool, the tokens of B texts; None without a penalty."""
+def tokens_seen(samples, vocab_size, device, repetition_penalty=1.0, **_):
+    """(B, 1, V) bool, the tokens of each sample; None without a penalty."""
     if repetition_penalty == 1:
         return None
-    seen = torch.zeros(len(texts), vocab_size, dtype=torch.bool, device=device)
-    for row, tokens in zip(seen, texts):
-        row[tokens] = True
+    seen = torch.zeros(len(samples), 1, vocab_size, dtype=torch.bool, device=device)
+    for row, sample in zip(seen, samples):
+        row[:, sample.tokens] = True
     return seen
-
-
-def drawing_device(device):
-    """Where tokens are drawn: MPS has returned ids out of range, CUDA has no deterministic cumsum."""
-    elsewhere = device.type == 'mps' or torch.are_deterministic_algorithms_enabled()
-    return torch.device('cpu') if elsewhere else device
 
 
 # a step -----------------------------------------------------------------------------------------------------
 
-def step(model, tokens, cache, u=None, seen=None, sampling=None, version=0):
-    """Feeds tokens (B, T) to the cache -> logits after each, (B, T, V), or with sampling, options of
-    sample_token, a token for each row, (B,)."""
+def step(model, tokens, cache, u, seen, sampling, version=0):
+    """Feeds tokens (B, T) to the cache -> the token drawn after each, (B, T). u (B, T), seen (B, 1, V) or
+    None, sampling: as sample_token takes them."""
     assert version >= 0  # torch.compile looks only at arguments that are used
-    logits = model(tokens, cache=cache)
-    return logits if sampling is None else sample_token(logits[:, -1], u, seen=seen, **sampling)
+    return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
 
 def compile_step(model, device):
     """`step`, compiled for a static cache: on CUDA as a CUDA graph; on a CPU with the weights as constants
-    ("freezing"), laid out as the fastest kernels read them; a step of one token is kept on disk. Changed
-    weights are compiled anew, unless changed through `.data`, which torch does not count."""
+    ("freezing"), laid out for the fastest kernels, and kept on disk for one token. Changed weights are
+    compiled anew, unless changed through `.data`, which torch does not count."""
     from torch._inductor import config as inductor
     torch._dynamo.config.recompile_limit = 64  # beyond it, 8 by default, torch silently runs eagerly
     whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
@@ -161,7 +151,7 @@ def compile_step(model, device):
             return compiled(model, tokens, *args)
         shapes.add(tokens.shape)
         one = tokens.numel() == 1
-        # on CUDA products with one row become sums that the compiler writes, with the cast of eight bits
+        # on CUDA products with one row become sums that the compiler writes, with eight bits' cast
         options = {'coordinate_descent_tuning': one}
         if frozen:
             options |= {**FREEZING, 'fx_graph_cache': one and bool(tag)}
@@ -173,8 +163,8 @@ def compile_step(model, device):
 
 
 def is_one_graph(model, device):
-    """Whether a step compiles as a whole. Experts do only where one matmul computes them all, on GPUs Hopper
-    and Blackwell; elsewhere the host waits for each one's number of tokens."""
+    """Whether a step compiles as a whole. Experts do only where one matmul computes them all, on Hopper and
+    Blackwell; elsewhere the host waits for the number of tokens of each."""
     experts = [module for module in model.modules() if hasattr(module, 'has_kernel')]
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     return all(native and module.has_kernel(model.compute_dtype(), device.type) for module in experts)
@@ -192,21 +182,14 @@ VERSIONS, COUNT = weakref.WeakKeyDictionary(), itertools.count()  # model -> sta
 FROZEN = ('cpu',)  # devices on which a compiled step holds the weights
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',  # torch's names
             'autotune_num_choices_displayed': 0}
-KEPT_BYTES = 2**30  # of weights; a step on disk holds them, one with more is not kept
-EARNS_COMPILING = {'cpu': 4000, 'cuda': 10_000}  # steps; fewer save less time than compiling takes
+KEPT_BYTES = 2**30  # of weights, which a step on disk holds; more are not kept
+EARNS_COMPILING = {'cpu': 4000, 'cuda': 10_000}  # steps
 
 
 # many tokens ------------------------------------------------------------------------------------------------
 
 PREFILL = 8192            # tokens, padding among them, that are fed at once
 MAX_UNREAD = {'cuda': 4}  # steps whose tokens are not read yet, so that the device need not wait
-
-
-def context_size(model, prompts, n_new, compile):
-    """Slots for prompts and n_new tokens after each, at most the context; rounded up, so that a compiled step
-    serves other prompts too."""
-    size = max(map(len, prompts)) + n_new
-    return min(model.config.block_size, round_up(size) if compile else size)
 
 
 def new_cache(model, batch_size, max_len, static=False, rolling=True):
@@ -220,15 +203,15 @@ def new_cache(model, batch_size, max_len, static=False, rolling=True):
 
 
 def prefill(model, prompts, cache):
-    """Feeds lists of token ids to the rows of a cache -> logits after the last of each, (B, V)."""
+    """Feeds lists of ids to the rows of a cache -> logits after the last of each, (B, 1, V)."""
     device, width = cache.length.device, max(1, PREFILL // len(prompts))
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
     lengths, last = torch.tensor(list(map(len, prompts)), device=device), 0.0
     for i, piece in enumerate(padded.split(width, dim=1)):
         own = (lengths - i * width).clamp(0, piece.shape[1])  # tokens of each row in this piece
         ragged = bool((own < piece.shape[1]).any())
-        logits = model(piece, cache=cache, keep=1, lengths=own if ragged else None)[:, -1]
-        last = torch.where(own[:, None] > 0, logits, last)
+        logits = model(piece, cache=cache, keep=1, lengths=own if ragged else None)
+        last = torch.where(own[:, None, None] > 0, logits, last)
     return last
 
 
@@ -237,12 +220,12 @@ class Sample:
     """A text that is being made, in a row of a cache."""
     number: int       # keys the noise
     tokens: list      # of the prompt, then those drawn
-    n_left: int       # tokens still to be drawn; 0 once it has ended
+    n_left: int       # tokens still to be drawn; 0 ends it
     start: int = 0    # its context is tokens[start:]
     n_draws: int = 0  # before it ends or its context is full
 
-    def append(self, token, stop_tokens, enough):
-        """Takes a token; yields the events of generate."""
+    def append(self, token, stop_tokens):
+        """Takes a token; yields as generate does."""
         if self.n_left == 0:  # steps go on after its end
             return
         if token < 0:
@@ -253,36 +236,40 @@ class Sample:
             self.n_left = 0
         else:
             self.tokens.append(token)
-            yield self.number, token
-            if self.number in enough:
-                self.n_left = 0
+            yield self, token
         if self.n_left == 0:
-            yield self.number, None
+            yield self, None
 
 
 EMPTY = Sample(0, [0], n_left=0)  # fills a row of a compiled batch
 
 
 @torch.no_grad()
-def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=False, cache=None,
-             batch_size=None, first=0, enough=(), **sampling):
-    """Yields (sample, token) for each token drawn, and (sample, None) once a sample has ended.
+def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=False, cache=None,  # noqa: C901
+             batch_size=None, first=0, drafter=None, **sampling):
+    """Yields (Sample, token) for each token drawn, and (Sample, None) once a sample has ended.
 
     prompts: lists of token ids; a sample's number is its place among them, those before `first` are left out.
-    A sample ends before any of stop_tokens, after max_new_tokens, or when the caller adds its number to the
-    set `enough`. A long prompt is cropped to its end, a full context to its last half. compile: one compiled
-    step over a static cache. cache: of one row, with the first tokens of the one prompt; its max_len is the
-    context, and all tokens but the last are left in it. batch_size: samples at once. sampling: options of
-    sample_token. The model should be in eval mode. Raises ValueError for an empty prompt, and NaN."""
+    A sample ends before any of stop_tokens, after max_new_tokens, or when the caller sets n_left to 0. A long
+    prompt is cropped to its end, a full context to its last half. cache: of one row, with the first tokens of
+    the one prompt and room for all; it is left with all but the last. batch_size: samples at once.
+    drafter: speculative decoding (arXiv:2211.17192), one sample at a time: a draft is fed at once, and
+    accepted as far as it equals the tokens drawn. sampling: options of sample_token. The model should be in
+    eval mode. Raises ValueError for an empty prompt, NaN, and a drafter where a layer keeps a state."""
     if not all(prompts):
         raise ValueError('a prompt needs at least one token')
-    device, own = model.wte.weight.device, cache is None
-    drawn_on, run_step = drawing_device(device), compile_step(model, device) if compile else step
-    count = min(batch_size or len(prompts), len(prompts) - first)
-    size = context_size(model, prompts, max_new_tokens, compile) if own else cache.max_len
-    max_unread = MAX_UNREAD.get(device.type, 0) if own else 0
+    if drafter and any(mixer.states for mixer in model.mixers):
+        raise ValueError("speculation takes tokens back, but a layer keeps a state: leave out --speculate")
+    device, own, n_draft = model.wte.weight.device, cache is None, drafter.n_draft if drafter else 0
+    run_step = compile_step(model, device) if compile else step
+    # MPS has returned ids out of range, CUDA has no deterministic cumsum
+    drawn_on = 'cpu' if device.type == 'mps' or torch.are_deterministic_algorithms_enabled() else device
+    size = max(map(len, prompts)) + max_new_tokens + n_draft  # of the context
+    size = min(model.config.block_size, round_up(size) if compile else size) if own else cache.max_len
+    max_unread = MAX_UNREAD.get(device.type, 0) if own and not drafter else 0
     waiting = [Sample(i, list(prompts[i]), max_new_tokens, max(0, len(prompts[i]) - size))
                for i in range(first, len(prompts))]
+    count = 1 if drafter else len(waiting[:batch_size])
     # by length, for little padding, but about in order
     waiting.sort(key=lambda sample: ((sample.number - first) // (16 * count), len(sample.tokens)))
     unread = collections.deque()  # of each step: samples, tokens, the event of their copy
@@ -292,36 +279,38 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             samples, tokens, copied = unread.popleft()
             if copied:
                 copied.synchronize()
-            for sample, token in zip(samples, tokens.tolist()):
-                yield from sample.append(token, stop_tokens, enough)
+            for sample, drawn in zip(samples, tokens.tolist()):
+                for token in drawn:
+                    yield from sample.append(token, stop_tokens)
 
     while waiting:
         batch, waiting = waiting[:count], waiting[count:]
         samples = batch + [EMPTY] * (count - len(batch) if compile else 0)
-        if own and not (compile and cache):
-            cache = new_cache(model, len(samples), size, static=compile)
-        elif own or samples[0].start:
+        if own and cache and compile:
             cache.reset()
+        elif own:
+            cache = new_cache(model, len(samples), size, static=compile, rolling=not drafter)
         for sample in batch:
             sample.n_draws = min(sample.n_left, size + 1 - len(sample.tokens[sample.start:]))
-        n_draws = max(sample.n_draws for sample in samples)
+        n_draws = max(sample.n_draws for sample in samples) + n_draft
         noise = [uniforms(seed, sample.number, len(sample.tokens), n_draws) for sample in samples]
         noise = torch.stack(noise, dim=1).to(drawn_on)  # (draws, B)
-        texts = [sample.tokens for sample in samples]
-        seen = tokens_seen(texts, model.config.vocab_size, drawn_on, **sampling)
+        seen = tokens_seen(samples, model.config.vocab_size, drawn_on, **sampling)
         new = [sample.tokens[sample.start + n:] for sample, n in zip(samples, cache.length.tolist())]
-        token = sample_token(prefill(model, new, cache), noise[0], seen=seen, **sampling)  # (B,)
-        for n in itertools.count(1):  # tokens that each row has drawn
-            copied = token.to('cpu', non_blocking=token.is_cuda)
+        token = sample_token(prefill(model, new, cache), noise[:1].T, seen=seen, **sampling)  # (B, 1)
+        n = 0  # tokens that each row has drawn
+        while True:
+            copied = token.to('cpu', non_blocking=True)
             event = torch.cuda.current_stream(device).record_event() if token.is_cuda else None
             unread.append((samples, copied, event))
             yield from read(max_unread)
+            n += token.shape[1]
             going = [i for i, sample in enumerate(samples) if sample.n_left and n < sample.n_draws]
             if not going:
                 break
             token = token.clamp(min=0)  # a copy too: a CUDA graph writes over its last result
             if seen is not None:
-                seen.scatter_(1, token[:, None], True)
+                seen.scatter_(2, token[:, None], True)
             if compile:  # rows that are left stay, and write over their last slot
                 samples = [sample if i in going else EMPTY for i, sample in enumerate(samples)]
                 cache.length.clamp_(max=size - 1)
@@ -329,179 +318,96 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 cache.select(going)
                 samples, token, noise = [samples[i] for i in going], token[going], noise[:, going]
                 seen = None if seen is None else seen[going]
-            token = run_step(model, token[:, None].to(device), cache, noise[n], seen, sampling)
+            draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
+            fed = token[:, -1:]
+            if draft:
+                fed = torch.cat((fed, fed.new_tensor([draft])), dim=1)
+            # seen holds the draft's tokens, which are of the text
+            token = run_step(model, fed.to(device), cache, noise[n:n + fed.shape[1]].T, seen, sampling)
+            if draft:
+                n_accepted = len(os.path.commonprefix([token[0].tolist(), draft]))
+                token = token[:, :n_accepted + 1]
+                cache.rewind(n_draft - n_accepted)
+                drafter.n_drafted += n_draft
+                drafter.n_accepted += n_accepted
         yield from read(0)
         for sample in batch:  # if it has not ended, its context is full
             sample.start = len(sample.tokens) - max(1, size // 2)
         waiting = [sample for sample in batch if sample.n_left] + waiting
 
 
-# speculation ------------------------------------------------------------------------------------------------
-
-def check_rewinds(model):
-    """Raises ValueError if a mixer cannot take tokens back."""
-    for mixer in model.mixers:
-        if mixer.states:
-            raise ValueError(f"speculation takes tokens back, but {type(mixer).__name__} keeps a state that "
-                             "cannot: leave out --speculate and --draft, or name another draft")
-
-
-def cache_for(model, cache, cached, ids, n_new, static=False):
-    """A cache of one row with room for n_new tokens after the ids. It holds as many of the ids as it can, but
-    not the last: `cache`, which was fed the tokens `cached`, or a new one if it is None or too small."""
-    if cache is None or len(ids) + n_new > cache.max_len:
-        max_len = min(model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
-        return new_cache(model, 1, max_len, static, rolling=False)
-    length = int(cache.length)
-    same = min(length, len(ids) - 1, len(os.path.commonprefix([cached, ids])))
-    try:
-        cache.rewind(length - same)
-    except ValueError:  # a layer has a state
-        same = 0
-    if same == 0:
-        cache.reset()
-    return cache
-
-
 class Lookup:
-    """Drafts the tokens that followed the text's last 3, else 2, else 1 at their latest earlier place,
-    repeated if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted were right."""
+    """Drafts the tokens that followed the text's last 3, else 2, else 1 at their latest earlier place, in
+    circles if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted were right."""
 
     def __init__(self, n_draft):
         self.n_draft, self.n_drafted, self.n_accepted = n_draft, 0, 0
 
-    def propose(self, context, u, sampling):
-        """context, token ids -> n_draft ids, or none."""
+    def propose(self, context, size):
+        """context, token ids -> n_draft ids; none if it does not repeat itself or has no room for them."""
+        if len(context) + self.n_draft > size:
+            return []
         ids = np.array(context)
         for n in range(min(3, len(ids) - 1), 0, -1):
             runs = np.lib.stride_tricks.sliding_window_view(ids[:-1], n)
-            found = np.flatnonzero((runs == ids[-n:]).all(axis=1))
-            if len(found):
-                return np.resize(ids[found[-1] + n:], self.n_draft).tolist()
+            places = np.flatnonzero((runs == ids[-n:]).all(axis=1))
+            if len(places):
+                return np.resize(ids[places[-1] + n:], self.n_draft).tolist()
         return []
-
-
-class Draft:
-    """Drafts tokens that a smaller model of the same tokenizer draws with the same noise."""
-
-    def __init__(self, model, n_draft, vocab_size):
-        """vocab_size: of the model that it drafts for; ids beyond the smaller one are padding."""
-        check_rewinds(model)
-        self.model, self.n_draft, self.n_drafted, self.n_accepted = model, n_draft, 0, 0
-        self.last_id = min(model.config.vocab_size, vocab_size) - 1
-        self.cache, self.cached = None, []
-
-    def propose(self, context, u, sampling):
-        """context, token ids, and u, noise for the next -> n_draft ids."""
-        self.cache = cache_for(self.model, self.cache, self.cached, context, self.n_draft)
-        new = [min(token, self.last_id) for token in context[int(self.cache.length):]]
-        self.cached, draft = [], []  # in case of an interrupt
-        for i in range(self.n_draft):
-            drawn = sample_token(prefill(self.model, [new], self.cache), u[i:i + 1], **sampling)
-            new = drawn.clamp(0, self.last_id).tolist()
-            draft += new
-        self.cached = context + draft
-        return draft
-
-
-@torch.no_grad()
-def generate_speculatively(model, prompts, max_new_tokens, drafter, seed=1337, stop_tokens=(), compile=False,
-                           cache=None, first=0, enough=(), **sampling):
-    """Yields the same as generate, sample after sample, by speculative decoding (arXiv:2211.17192): a draft
-    (Lookup, Draft) is fed at once, and accepted as far as it equals the tokens drawn. cache: not rolling."""
-    check_rewinds(model)
-    device, n_new = model.wte.weight.device, max_new_tokens + drafter.n_draft
-    drawn_on, run_step = drawing_device(device), compile_step(model, device) if compile else step
-    if cache is None:
-        cache = new_cache(model, 1, context_size(model, prompts, n_new, compile), compile, rolling=False)
-    size = cache.max_len
-    for number, prompt in enumerate(prompts[first:], first):
-        noise = uniforms(seed, number, len(prompt), n_new).to(drawn_on)
-        seen = tokens_seen([prompt], model.config.vocab_size, drawn_on, **sampling)  # (1, V)
-        sample = Sample(number, list(prompt), max_new_tokens, max(0, len(prompt) - size))
-        if sample.start or number > first:
-            cache.reset()
-        while sample.n_left:
-            context, u, draft = sample.tokens[sample.start:], noise[len(sample.tokens) - len(prompt):], []
-            if len(context) > size:  # it goes on from the last half
-                context = context[-max(1, size // 2):]
-                sample.start = len(sample.tokens) - len(context)
-                cache.reset()
-            new = context[int(cache.length):]
-            if len(new) > 1:
-                logits = prefill(model, [new], cache)
-            else:
-                if len(context) + drafter.n_draft <= size:
-                    draft = drafter.propose(context, u, sampling)
-                logits = run_step(model, torch.tensor([new + draft], device=device), cache)[0]
-            drawn = []  # logits: (1 + draft, V)
-            for i, guess in enumerate([*draft, None]):
-                drawn.append(int(sample_token(logits[i:i + 1], u[i:i + 1], seen=seen, **sampling)))
-                if seen is not None:
-                    seen[0, drawn[-1]] = True
-                if drawn[-1] != guess:
-                    break
-            drafter.n_drafted += len(draft)
-            drafter.n_accepted += len(drawn) - 1
-            cache.rewind(len(draft) + 1 - len(drawn))
-            for token in drawn:
-                yield from sample.append(token, stop_tokens, enough)
 
 
 # text -------------------------------------------------------------------------------------------------------
 
 class TextStream:
-    """Tokens -> text as it becomes certain: whole characters, and nothing that may begin a stop text. tokens,
-    text: all so far; stopped: a stop text has come, which is left out; ended: None has come."""
+    """A sample's tokens, and its text as far as it is certain: whole characters, and nothing that may begin a
+    stop text, before which it ends."""
 
     def __init__(self, tokenizer, stop=()):
-        self.tokenizer, self.stop = tokenizer, [text for text in stop if text]
+        self.tokenizer, self.stop, self.tokens, self.text, self.held = tokenizer, stop, [], '', ''
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
-        self.tokens, self.text, self.held, self.stopped, self.ended = [], '', '', False, False
+        self.stopped, self.ended, self.n_shown = False, False, 0
 
     def feed(self, token):
-        """The text that a token makes certain; at None, the end, all that was held back."""
+        """Takes a token, None at the end."""
         self.ended, new = token is None, [] if token is None else [token]
         self.tokens += new
         if self.stopped:
-            return ''
+            return
         self.held += self.decoder.decode(self.tokenizer.decode_bytes(new), final=self.ended)
         cuts = [self.held.find(s) for s in self.stop if s in self.held]
         self.stopped = bool(cuts)
         if not (self.stopped or self.ended):  # what may begin a stop text is held back
             cuts = [i for i in range(len(self.held)) for s in self.stop if s.startswith(self.held[i:])]
         cut = min(cuts, default=len(self.held))
-        text, self.held = self.held[:cut], self.held[cut:]
-        self.text += text
-        return text
+        self.text, self.held = self.text + self.held[:cut], self.held[cut:]
+
+    def show(self, text):
+        """Prints what is new of a text that grows with this one."""
+        print(text[self.n_shown:], end='\n' if self.ended else '', flush=True)
+        self.n_shown = len(text)
 
 
-def completions(model, tokenizer, prompts, max_new_tokens, stop=(), on_text=None, drafter=None,
-                batch_size=None, first=0, **options):
-    """Continues prompts, token ids each, from the `first` on. Yields (text, its token ids) in their order; a
-    text ends before any of `stop` too. on_text(sample, text) gets each piece once it is certain. drafter: for
-    generate_speculatively. options: as in generate."""
-    streams, enough = [TextStream(tokenizer, stop) for _ in prompts], set()
-    options |= dict(first=first, stop_tokens=tokenizer.stop_tokens, enough=enough)
-    if drafter:
-        events = generate_speculatively(model, prompts, max_new_tokens, drafter, **options)
-    else:
-        events = generate(model, prompts, max_new_tokens, batch_size=batch_size, **options)
-    for sample, token in events:
-        text = streams[sample].feed(token)
-        if text and on_text:
-            on_text(sample, text)
-        if streams[sample].stopped:
-            enough.add(sample)
-        while first < len(prompts) and streams[first].ended:
-            yield streams[first].text, streams[first].tokens
+def completions(model, tokenizer, prompts, max_new_tokens, stop=(), first=0, **options):
+    """Continues prompts, token ids each, from the `first` on. Yields (sample, TextStream) in their order,
+    each whenever it may have grown, last when it has ended, before any text of `stop` too. options: as in
+    generate."""
+    streams = [TextStream(tokenizer, stop) for _ in prompts]
+    for sample, token in generate(model, prompts, max_new_tokens, first=first,
+                                  stop_tokens=tokenizer.stop_tokens, **options):
+        streams[sample.number].feed(token)
+        if streams[sample.number].stopped:
+            sample.n_left = 0
+        while first < len(prompts) and (sample.number == first or streams[first].ended):
+            yield first, streams[first]
+            if not streams[first].ended:
+                break
             first += 1
 
 
 def complete(*args, **options):
-    """All that completions yields: (texts, number of tokens in them)."""
-    texts, tokens = zip(*completions(*args, **options))
-    return list(texts), sum(map(len, tokens))
+    """The texts that completions makes, and the number of tokens in them."""
+    streams = [stream for _, stream in completions(*args, **options) if stream.ended]
+    return [stream.text for stream in streams], sum(len(stream.tokens) for stream in streams)
 
 
 # conversations ----------------------------------------------------------------------------------------------
@@ -511,8 +417,8 @@ COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C cuts
 
 def chat_ids(model, tokenizer, messages, thinking):
     """messages -> (ids, '<think>\\n' if the template begins the answer with that, else ''). A model with a
-    document_token reads it first. Without a template the ids are those of one text, in which each answer
-    follows its question at once, and a line ends after it."""
+    document_token reads it first. Without a template each answer follows its question at once, and ends a
+    line."""
     if not tokenizer.chat_template:
         text = ''.join(one['content'] + '\n' * (one['role'] != 'user') for one in messages)
         return tokenizer.encode(text), ''
@@ -523,35 +429,22 @@ def chat_ids(model, tokenizer, messages, thinking):
     return ids, '<think>\n' if tokenizer.decode(ids[-10:]).rstrip().endswith('<think>') else ''
 
 
-def without_thinking(answer, complete=True):
-    """An answer without the thinking that it may begin with; if incomplete, its certain part."""
+def visible(answer, thinking, complete):
+    """The certain part of an answer, with thinking='hide' without the thoughts that it begins with."""
+    if thinking != 'hide':
+        return answer
     start = answer.lstrip()
     if start.startswith('<think>'):
         return start.partition('</think>')[2].lstrip()
     return '' if not complete and '<think>'.startswith(start) else answer
 
 
-class Display:
-    """Prints an answer, piece by piece."""
-
-    def __init__(self, hide_thinking=False):
-        self.hide_thinking, self.text, self.n_printed = hide_thinking, '', 0
-
-    def __call__(self, text, complete=False):
-        self.text += text
-        visible = without_thinking(self.text, complete) if self.hide_thinking else self.text
-        print(visible[self.n_printed:], end='\n' if complete else '', flush=True)
-        self.n_printed = len(visible)
-
-
 class Chat:
-    """A conversation, `messages`, and a cache of it, so that a turn costs its own tokens. options: as in
-    completions."""
+    """A conversation, `messages`, and a cache of it. options: as in completions."""
 
-    def __init__(self, model, tokenizer, system='', thinking='show', max_new_tokens=500, compile=False,
-                 **options):
+    def __init__(self, model, tokenizer, system='', thinking='show', max_new_tokens=500, **options):
         self.model, self.tokenizer, self.system, self.thinking = model, tokenizer, system, thinking
-        self.max_new_tokens, self.compile, self.options = max_new_tokens, compile, options
+        self.max_new_tokens, self.options = max_new_tokens, options
         self.cache, self.cached = None, []  # ids that it was fed; none during an answer
         self.reset()
 
@@ -560,31 +453,41 @@ class Chat:
         self.messages = [{'role': 'system', 'content': self.system}] if self.system else []
         self.full = False  # whether turns had to be forgotten
 
-    def answer(self, question, on_text):
-        """Answers a question; on_text(text) gets each piece. May be interrupted anywhere. Returns why the
-        answer was cut, or None. Raises ValueError for a question that is too long."""
+    def answer(self, question):
+        """Prints the answer to a question; may be interrupted anywhere. ValueError: it is too long."""
         block_size = self.model.config.block_size
         messages, ids, begin = self.prompt(question)
         n_new = min(self.max_new_tokens, block_size - len(ids))
-        self.cache = cache_for(self.model, self.cache, self.cached, ids, n_new, static=self.compile)
-        answer = {'role': 'assistant', 'content': ''}
+        self.keep_prefix(ids, n_new)
+        answer = {'role': 'assistant', 'content': begin}
         self.messages, self.cached = [*messages, answer], []
+        for _, stream in completions(self.model, self.tokenizer, [ids], n_new, cache=self.cache,
+                                     **self.options):
+            answer['content'] = begin + stream.text
+            stream.show(visible(answer['content'], self.thinking, stream.ended))
+        self.cached = ids + stream.tokens
+        if len(stream.tokens) == n_new:
+            print(f"(cut at --max_new_tokens={n_new})" if n_new == self.max_new_tokens else
+                  f"(cut: the context of {block_size} tokens is full)")
 
-        def add(sample, text):
-            answer['content'] += text
-            on_text(text)
-
-        add(0, begin)
-        [(_, tokens)] = completions(self.model, self.tokenizer, [ids], n_new, on_text=add, cache=self.cache,
-                                    compile=self.compile, **self.options)
-        self.cached = ids + tokens
-        if len(tokens) == n_new:
-            return (f"(cut at --max_new_tokens={n_new})" if n_new == self.max_new_tokens else
-                    f"(cut: the context of {block_size} tokens is full)")
+    def keep_prefix(self, ids, n_new):
+        """Keeps in the cache the ids that it has, but the last; a new cache if n_new more do not fit."""
+        if self.cache is None or len(ids) + n_new > self.cache.max_len:
+            max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
+            static, self.cached = self.options.get('compile', False), []
+            self.cache = new_cache(self.model, 1, max_len, static, rolling=False)
+        length = int(self.cache.length)
+        same = min(length, len(ids) - 1, len(os.path.commonprefix([self.cached, ids])))
+        try:
+            self.cache.rewind(length - same)
+        except ValueError:  # a layer has a state
+            same = 0
+        if same == 0:
+            self.cache.reset()
 
     def prompt(self, question):
-        """The messages with a question, and their chat_ids: (messages, ids, begin). The oldest turns are
-        forgotten until there is room for an answer: max_new_tokens, at most half the context."""
+        """(The messages with a question, *chat_ids). The oldest turns are forgotten until there is room for
+        an answer: max_new_tokens, at most half the context."""
         size, messages = self.model.config.block_size, [*self.messages, {'role': 'user', 'content': question}]
         room, first = min(self.max_new_tokens, size // 2), int(messages[0]['role'] == 'system')
         while True:
@@ -617,11 +520,7 @@ def converse(chat):
             elif re.fullmatch('/[a-z]*', line):
                 print(COMMANDS)
             elif line:
-                display = Display(chat.thinking == 'hide')
-                cut = chat.answer(line, display)
-                display('', complete=True)
-                if cut:
-                    print(cut)
+                chat.answer(line)
         except EOFError:
             print()
             return
@@ -634,14 +533,14 @@ def converse(chat):
 # the script -------------------------------------------------------------------------------------------------
 
 def json_line(prompt, sample, **rest):
-    """As bytes; a prompt's that are not UTF-8 become escapes like \\udcff, valid JSON."""
+    """Bytes of a prompt that are not UTF-8 become escapes like \\udcff, valid JSON."""
     line = json.dumps({'prompt': prompt, 'sample': sample, **rest}, ensure_ascii=False)
     return line.encode(errors='backslashreplace')
 
 
 def lines_in(path, samples):
     """The number of samples, (prompt, number), that have a line in the file; a line cut short is removed.
-    Raises ValueError, without changing the file, if it holds other lines."""
+    Raises ValueError if it holds others, and changes nothing."""
     with open(path, 'a+b') as f:
         f.seek(0)
         *lines, cut = f.read().split(b'\n')
@@ -686,18 +585,7 @@ if __name__ == '__main__':
     if chat and not tokenizer.chat_template:
         print("it was not trained on conversations: it continues the text that is typed; config/chat.py "
               "trains one that answers")
-    n_draft = config['speculate']
-    drafter = Lookup(n_draft) if n_draft else None
-    if draft:
-        smaller, other, _ = load(draft, out_dir, machine.device, machine.dtype)
-        size = model.config.block_size
-        if other is None or other.tokens != tokenizer.tokens or smaller.config.block_size < size:
-            raise ValueError(f"draft={draft!r} needs the model's tokenizer and at least its context of "
-                             f"{size:,} tokens: name a smaller model of the same family, or give "
-                             f"--block_size={smaller.config.block_size}")
-        drafter = Draft(smaller.eval(), n_draft or 4, model.config.vocab_size)
-    if quantize and machine.device_type == 'cuda':
-        print("quantize=int8 saves memory; on a GPU it saves time in compiled steps of one token alone")
+    drafter = Lookup(speculate) if speculate else None
     if compile:
         print("compiling the step: a minute or two, unless it is kept from an earlier run")
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
@@ -719,33 +607,22 @@ if __name__ == '__main__':
     first = lines_in(output, samples) if output else 0
     if first:
         print(f"{output}: {first:,} of {len(samples):,} answers are there")
-    hide, began, total = chat and thinking == 'hide', time.perf_counter(), 0
-    display = Display(hide)
-
-    def on_text(sample, text):  # the first sample is printed while it grows
-        if sample == 0 and not output:
-            display(text)
-
+    began, total = time.perf_counter(), 0
     if not output:
-        print(f"---------------\n{shown[0]}", end='')
-        display(begin[0])
-    texts = completions(model, tokenizer, ids, max_new_tokens, on_text=on_text, batch_size=batch_size,
-                        first=first, **options)
+        print('---------------')
     with open(output, 'ab') if output else contextlib.nullcontext() as f:
-        for i, (text, tokens) in enumerate(texts, first):
-            total += len(tokens)
-            text = begin[i] + text
-            if output:
-                text = without_thinking(text) if hide else text
-                f.write(json_line(*samples[i], text=text, tokens=len(tokens)) + b'\n')
-                f.flush()
-                continue
-            if i > 0:
-                display = Display(hide)
-                print(shown[i], end='')
-                display(text)
-            display('', complete=True)
-            print('---------------', flush=True)
+        for i, stream in completions(model, tokenizer, ids, max_new_tokens, batch_size=batch_size,
+                                     first=first, **options):
+            text = visible(begin[i] + stream.text, thinking, stream.ended)
+            if not output:
+                stream.show(shown[i] + text)
+            if stream.ended:
+                total += len(stream.tokens)
+                if output:
+                    f.write(json_line(*samples[i], text=text, tokens=len(stream.tokens)) + b'\n')
+                    f.flush()
+                else:
+                    print('---------------', flush=True)
     seconds, compiling = time.perf_counter() - began, ''
     if compile:
         spent = torch._dynamo.utils.calculate_time_spent()['total_wall_time']

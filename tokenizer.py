@@ -1,5 +1,4 @@
-"""Text to token ids and back: bytes, characters, tiktoken, tokenizer.json, BPE trained here; chat templates.
-"""
+"""Text to token ids and back: bytes, characters, tiktoken, tokenizer.json, BPE trained here; chats."""
 import base64
 import collections
 import concurrent.futures
@@ -24,15 +23,14 @@ EOT = '<|endoftext|>'         # the text of every tokenizer's end-of-text token
 SPLITS = ('train', 'val')
 CHUNK = 1 << 20               # characters that are encoded at a time
 
-# A letter or digit, then a space, a line end or a CJK stop: none of tiktoken's patterns matches across this
-# or looks ahead from there
+# A letter or digit, then a space, a line end or a CJK stop: no pattern of tiktoken's matches across this
 CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')  # [^\W_] is exactly \p{L} and \p{N}
 AROUND = 256  # characters on each side of a cut that are looked at
 
 
 def may_cut(text, n, tok):
-    """Whether text[:n] and text[n:] alone give the ids of the whole. Tried on the text around: tokens may
-    reach across spaces, and the prefix that Llama 2 puts before each text rules out any cut."""
+    """Whether text[:n] and text[n:] alone give the ids of the whole, tried on the text around: tokens may
+    reach across spaces, and Llama 2 puts a prefix before each text."""
     if any(mark in text[max(0, n - len(mark) + 1):n + len(mark) - 1] for mark in tok.special):
         return False
     left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
@@ -40,7 +38,7 @@ def may_cut(text, n, tok):
 
 
 def last_cut(text, end, tok):
-    """The last place before `end` where text can be cut for this tokenizer; 0 if none is found."""
+    """The last place before `end` where text can be cut, or 0."""
     places = (n for n in range(end - 1, 0, -1) if tok.anywhere or CUT.match(text, n - 1))
     return next((n for n in itertools.islice(places, 20) if may_cut(text, n, tok)), 0)
 
@@ -78,10 +76,9 @@ def in_groups(items):
 def in_processes(procs, work, jobs, least=16):
     """work(job) of every job, in order, in `procs` processes (None: one for each core), which hold two jobs
     each; in this one, if there are fewer than `least`. Raises OSError if one dies."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    procs = min(procs or cores, 61)  # Windows allows no more
-    jobs = iter(jobs)
-    first = list(itertools.islice(jobs, least)) if procs > 1 else []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    procs, jobs = min(procs or cores, 61), iter(jobs)  # Windows allows no more
+    first = list(itertools.islice(jobs, least))
     jobs = itertools.chain(first, jobs)
     if procs == 1 or len(first) < least:
         yield from map(work, jobs)
@@ -102,6 +99,7 @@ def in_processes(procs, work, jobs, least=16):
 
 
 def start_worker(work):
+    """Gives a new process its function."""
     global work_of_worker
     work_of_worker = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
@@ -109,6 +107,7 @@ def start_worker(work):
 
 
 def work_in_worker(job):
+    """The function's result for a job."""
     return work_of_worker(job)
 
 
@@ -120,8 +119,7 @@ THINKING = ('enable_thinking', 'open_thinking', 'thinking')
 
 class Tokenizer:
     """A kind adds encode_array (text -> ids, special tokens as plain text), state (plain Python that rebuilds
-    it) and to_json (a tokenizer.json, as text). eot: the id of the end-of-text token, or None; special:
-    {text: id}."""
+    it) and to_json (a tokenizer.json, as text). eot: the id of end of text, or None; special: {text: id}."""
     anywhere = False  # True: a token depends on one character alone, so text can be cut anywhere
     bos = ()  # the ids that documents and prompts begin with
     chat_template = None
@@ -130,6 +128,7 @@ class Tokenizer:
     def __init__(self, name, tokens, special, n_vocab):
         self.name, self.special, self.n_vocab, self.eot = name, special, n_vocab, special.get(EOT)
         self.tokens = {**tokens, **{i: text.encode() for text, i in special.items()}}  # {id: bytes}
+        self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True)))
 
     def encode(self, text, allow_special=True):
         """text -> list of ids. allow_special: special tokens' texts become their ids."""
@@ -151,17 +150,11 @@ class Tokenizer:
         special = set(self.special.values())
         return np.array([0 if i in special else len(self.tokens.get(i, b'')) for i in range(self.n_vocab)])
 
-    @functools.cached_property
-    def special_pattern(self):
-        """The longest first."""
-        return '|'.join(map(re.escape, sorted(self.special, key=len, reverse=True)))
-
-    def render(self, messages, add_generation_prompt=True, tools=None, **variables):
+    def render(self, messages, add_generation_prompt=True, tools=None, thinking=None):
         """The text of [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders it.
-
-        The template is jinja, or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use'. It
-        runs in jinja's sandbox. Raises ValueError if there is none, or it fails.
-        """
+        tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template's default.
+        The template, jinja or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use', runs in
+        jinja's sandbox. Raises ValueError if there is none, or it fails."""
         template = self.chat_template
         if not template:
             raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or use one '
@@ -170,24 +163,17 @@ class Tokenizer:
             named = {entry['name']: entry['template'] for entry in template}
             template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
         messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
+        switch = {} if thinking is None else dict.fromkeys(THINKING, thinking)
         try:
             return compile_template(template).render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
-                **{**self.chat_variables, **variables})
-        except ImportError:
-            raise
+                **self.chat_variables, **switch)
         except Exception as e:  # a template can fail in any way that an expression can
             raise ValueError(f'the chat template fails: {type(e).__name__}: {e}') from e
 
-    def chat(self, messages, thinking=None, tools=None, add_generation_prompt=True, **variables):
-        """[{'role', 'content', ...}, ...] -> ids, up to the answer.
-
-        thinking: whether it begins with thoughts; None: the template's default. tools: JSON schemas.
-        variables: others of the template. Raises ValueError without a template.
-        """
-        if thinking is not None:
-            variables = {**dict.fromkeys(THINKING, thinking), **variables}
-        return self.encode_chat(self.render(messages, add_generation_prompt, tools, **variables))
+    def chat(self, *args, **options):
+        """Conversations -> ids; see render."""
+        return self.encode_chat(self.render(*args, **options))
 
     def encode_chat(self, text):
         """The text of render -> ids, with nothing put around it."""
@@ -199,8 +185,8 @@ class Tokenizer:
         ends, answer = [] if self.eot is None else [self.eot], 'the answer'
         if self.chat_template and self.special:
             messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
-            with contextlib.suppress(ValueError, ImportError):  # chat() raises them
-                after = self.render(messages, add_generation_prompt=False).rpartition(answer)[2]
+            with contextlib.suppress(ValueError):  # chat() raises it
+                after = self.render(messages, False).rpartition(answer)[2]
                 ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
         return tuple(dict.fromkeys(ends))
 
@@ -280,7 +266,7 @@ class TiktokenTokenizer(Tokenizer):
         def text(token):
             return ''.join(chars[b] for b in token)
         pairs = [two_parts(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
-        merges = [[text(pair[0]), text(pair[1])] for pair in pairs if pair]
+        merges = [[*map(text, pair)] for pair in pairs if pair]
         # tokenizers' regular expressions know possessive ++, *+ and ?+, but read {1,3}+ as any number of them
         pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', self.pattern)
         return bpe_json({text(token): i for token, i in ranks.items()}, merges, pattern, self.special)
@@ -332,7 +318,7 @@ SPECIAL_TOKENS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json, by the tokenizers library. source: its text; config: SPECIAL_TOKENS and chat_template
-    of tokenizer_config.json. Raises ValueError for an unsupported kind of model."""
+    of tokenizer_config.json."""
     def __init__(self, source, config=None):
         self.source, self.config = source, config or {}
         self.library = library_tokenizer(source)
@@ -372,6 +358,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def library_tokenizer(source):
+    """A Tokenizer of the package tokenizers, from a file's text. Raises ValueError for a WordPiece one."""
     tok = package('tokenizers', 'a tokenizer.json needs', 'tokenizers').Tokenizer.from_str(source)
     if (kind := type(tok.model).__name__) not in ('BPE', 'Unigram'):
         raise ValueError(f'unsupported model {kind}: BPE and Unigram are supported')
@@ -382,8 +369,8 @@ def library_tokenizer(source):
 
 
 def token_bytes(vocab, spec):
-    """{id: its bytes} of a tokenizer.json's vocabulary, so that text can be streamed. Byte-level ones write a
-    character for each byte; others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
+    """{id: its bytes} of a tokenizer.json's vocabulary. Byte-level ones write a character for each byte;
+    others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = {char: b for b, char in byte_chars().items()}
@@ -403,25 +390,14 @@ def token_bytes(vocab, spec):
 @functools.lru_cache(maxsize=8)
 def compile_template(template):
     """A jinja2 Template in the environment that transformers gives to chat templates."""
-    import jinja2.ext
     import jinja2.sandbox
-    if tuple(map(int, re.findall(r'\d+', jinja2.__version__)[:3])) < (3, 1, 6):
-        raise ImportError(f'jinja2 {jinja2.__version__} has known ways out of its sandbox: '
-                          'pip install -U jinja2')
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} ... {% endgeneration %} marks what the assistant writes: the same text."""
-        tags = {'generation'}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-            return jinja2.nodes.Scope(body).set_lineno(line)
+    # {% generation %} ... {% endgeneration %} marks the assistant's words: a block with the same text
+    template = re.sub(r'({%[-+]?\s*(end)?)generation\b', r'\1with', template)
 
     def raise_exception(message):
         raise jinja2.exceptions.TemplateError(message)
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
     env.filters['tojson'] = lambda value, **form: json.dumps(value, **{'ensure_ascii': False, **form})
     env.globals |= {'raise_exception': raise_exception,
                     'strftime_now': lambda form: datetime.datetime.now().strftime(form)}
@@ -430,8 +406,7 @@ def compile_template(template):
 
 # training a tokenizer ---------------------------------------------------------------------------------------
 
-# GPT-4's words, which no token crosses: cl100k_base's pattern as first published, which tiktoken, regex and
-# tokenizers read alike
+# GPT-4's words: cl100k_base's pattern as first published, which tiktoken, regex and tokenizers read alike
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
 BPE_SPECIAL = (EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5)))
@@ -445,7 +420,7 @@ CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\
 
 def bpe_tokenizer(size, training, procs, pattern, **_):
     """Byte-level BPE with a vocabulary of `size`, or less if the texts have fewer merges. Ids: the 256 bytes,
-    the merges in the order learnt, BPE_SPECIAL. Raises ValueError for an unusable size or pattern."""
+    the merges in the order learnt, BPE_SPECIAL. Raises ValueError for an unusable size."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
         raise ValueError(f"tokenizer='bpe:{size}': a vocabulary has {least} (256 bytes, {len(BPE_SPECIAL)} "
@@ -468,13 +443,10 @@ class WordSplitter:
 
     def __init__(self, pattern):
         import regex
-        try:
-            self.pattern, self.encode_array = pattern, regex.compile(pattern).findall
-        except regex.error as e:
-            raise ValueError(f'pattern={pattern!r}: {e}: mend this regular expression') from None
+        self.pattern, self.encode_array = pattern, regex.compile(pattern).findall
 
     def count(self, group):
-        """The words of [text, ...] -> (Counter, bytes). Raises ValueError if some text is in no word."""
+        """[text, ...] -> (Counter of words, bytes). Raises ValueError if some text is in no word."""
         counts, n_bytes = collections.Counter(), 0
         for text in group:
             words = self.encode_array(text)
@@ -495,16 +467,15 @@ def count_words(splitter, texts, procs=None):
         for word, number in counted.items():
             counts[word] += number * (1 if n < SAMPLE else 10)
         progress.add(n_bytes)
-    progress.close()
+    progress.show()
     return counts, progress.done
 
 
 def train_bpe(counts, n_merges):
     """{word: how often} -> the tokens that byte pair encoding (arXiv:1508.07909) adds to the 256 bytes.
 
-    Up to n_merges times the commonest pair of neighbours within words becomes a token, from left to right in
-    every word; of equally common pairs that of the lowest ids. Ends early if no pair that fits into a token
-    occurs twice.
+    Up to n_merges times the commonest pair of neighbours within words becomes a token, from left to right; of
+    equally common pairs that of the lowest ids. Ends early if no pair that fits into a token occurs twice.
 
     Once the younger of its tokens is made everywhere, a pair can only get rarer. So its places are found
     then, and looked through once more whenever its old number brings it to the top of the heap.
@@ -577,26 +548,23 @@ TABLES = {'tiktoken': {'ranks': 'tokenizer.tiktoken'}, 'json': {'source': 'token
 
 
 def byte_tokenizer(**_):
+    """A ByteTokenizer, whatever the texts."""
     return ByteTokenizer()
 
 
 def char_tokenizer(texts, by_document, **_):
-    chars = set()
-    for blocks in texts:
-        for block in blocks:
-            chars.update(block)
-    return CharTokenizer(sorted(chars), len(chars) if by_document else None)
+    """A CharTokenizer of the characters in texts."""
+    chars = sorted({char for blocks in texts for block in blocks for char in set(block)})
+    return CharTokenizer(chars, len(chars) if by_document else None)
 
 
 MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer, 'bpe:N': bpe_tokenizer}  # others: files, tiktoken's
 
 
 def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None, pattern=None):
-    """A tokenizer for new data: by MAKERS, or one that exists already.
-
-    Makers get all of this by keyword, and size, the N of bpe:N. texts: iterables of blocks; training: those
-    that are trained on; by_document: whether an end-of-text token is needed.
-    """
+    """A tokenizer for new data: by MAKERS, or one that exists already. Makers get all of this by keyword, and
+    size, the N of bpe:N. texts: iterables of blocks; training: those that are trained on; by_document:
+    whether an end-of-text token is needed."""
     kind, colon, size = name.partition(':')
     maker = MAKERS.get(f'{kind}:N' if colon else name)
     if pattern is not None and maker is not bpe_tokenizer:
@@ -629,8 +597,7 @@ def tiktoken_tokenizer(name):
 
 
 def json_tokenizer(path):
-    """The tokenizer of a tokenizer.json, or of a folder with one, with the tokenizer_config.json and
-    chat_template.jinja beside it."""
+    """Of a tokenizer.json, or a folder with one, and tokenizer_config.json and chat_template.jinja beside."""
     path, config = pathlib.Path(path), {}
     if path.is_dir():
         path = path / 'tokenizer.json'
@@ -664,10 +631,7 @@ class ProgressLine:
             self.shown = time.time()
             self.show(f' of {self.total / 1e6:,.1f}' if self.total else '', end='' if self.tty else '\n')
 
-    def close(self):
-        self.show('', end='\n')
-
-    def show(self, of, end):
+    def show(self, of='', end='\n'):
         seconds, size = time.time() - self.begin, self.done / 1e6
         line = f'{self.label}: {size:,.1f}{of} MB in {seconds:.1f} s, {size / max(seconds, 1e-3):.1f} MB/s'
         print(f'\r{line:<79}' if self.tty else line, end=end, flush=True)

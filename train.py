@@ -13,17 +13,16 @@ Trains a model: tokens -> weights.
 Every setting below and every field of GPTConfig can be set in a config file or by --name=value.
 
 The story of a run stands at the end of this file; what it calls stands above, in nearly the same order:
-    settings     the config files' and flags'; when resuming, the checkpoint's where none is given
-    checkpoint   to go on from, or to fine-tune: hub.load reads it
-    ranks, data  batches are a pure function of (seed, iteration), on any number of ranks that divides them
-    model        made from scratch or loaded; the length of the run, counted in its iterations
-    memory       a forecast of it, before anything is long
-    optimizers   OPTIMIZERS; compilation; DDP or FSDP
-    lock and log out_dir is this run's alone; an earlier run's files there become *.old-1.*
-    loop         iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old
-    end          after max_iters, time_limit, Ctrl-C or SIGTERM; the last three finish the iteration, write
-                 ckpt.pt, evaluate and write it again. A second Ctrl-C ends it at once
---init_from=resume restores weights, optimizers, scaler and Progress: the run goes on bit for bit.
+    settings      of files and flags; when resuming, the checkpoint's where none is given
+    ranks, data   batches are a pure function of (seed, iteration), on any number of ranks that divides them
+    model         from scratch or loaded; the length of the run, in iterations
+    memory        its forecast, before anything is long
+    optimizers    OPTIMIZERS; compilation; DDP or FSDP
+    lock and log  out_dir is this run's alone; files of an earlier run become *.old-1.*
+    loop          iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old
+    end           after max_iters, time_limit, Ctrl-C or SIGTERM: the last three finish the iteration, write
+                  ckpt.pt, evaluate and write it again. A second Ctrl-C ends it at once
+--init_from=resume restores weights, optimizers, scaler and NUMBERS: the run goes on bit for bit.
 """
 import time
 
@@ -44,7 +43,6 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import types
 import weakref
 from pathlib import Path
@@ -162,7 +160,7 @@ SCHEDULES = {  # (share of the decay done, cooldown) -> share of the way from mi
 
 
 def lr_at(it, config):
-    """Learning rate of iteration `it`: warm-up, then the schedule down to min_lr. config: train.py's."""
+    """Learning rate of iteration `it`: warm-up, then the schedule down to min_lr."""
     peak, floor, warmup = config['learning_rate'], config['min_lr'], config['warmup_iters']
     if it < warmup:
         return peak * (it + 1) / (warmup + 1)
@@ -183,15 +181,14 @@ def set_rates(optimizers, lr):
 
 # ranks ------------------------------------------------------------------------------------------------------
 
-def world():
-    """(this process's rank, number of ranks)."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+RANK = int(os.environ.get('RANK', 0))  # this process's, by torchrun
+RANKS = int(os.environ.get('WORLD_SIZE', 1))
 
 
-def all_reduce(x):
-    """Sums a tensor over the ranks, in place, and returns it."""
+def all_reduce(x, **op):
+    """Sums a tensor over the ranks, or by another op, in place, and returns it."""
     if dist.is_initialized():
-        dist.all_reduce(x)
+        dist.all_reduce(x, **op)
     return x
 
 
@@ -204,14 +201,13 @@ def sequence_order(seed, epoch, n):
 
 
 def sequence_indices(first, count, n, seed):
-    """(count,) indices of the sequences at places `first` and on in the run; an epoch has n."""
+    """(count,) indices of the sequences from place `first` of the run on; an epoch has n."""
     sample = np.arange(first, first + count)
     return np.array([sequence_order(seed, int(s // n), n)[s % n] for s in sample])
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
-    """(micro-batches of a rank, sequences in each, at most batch_size). Raises ValueError if the ranks do not
-    divide them."""
+    """(micro-batches of a rank, sequences in each, at most batch_size)."""
     total = gradient_accumulation_steps * batch_size
     if total % ranks:
         raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps} times "
@@ -233,49 +229,40 @@ def to_device(batch, device):
 
 
 def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, device):
-    """Yields this rank's micro-batches: (inputs, targets, weight or, without a target mask, None)."""
-    n_sequences, (rank, ranks) = bins.n_sequences(block_size), world()
-
-    def read(it, step):
-        first = ((it * accumulation + step) * ranks + rank) * micro_batch
-        return bins.batch(sequence_indices(first, micro_batch, n_sequences, seed), block_size)
+    """Yields each iteration's batch: this rank's micro-batches, a list of (inputs, targets, weight), such
+    that the mean of the weighted mean losses is the mean over all targets of the iteration."""
+    n_sequences = bins.n_sequences(block_size)
     for it in iterations:
-        batches, weights = (read(it, step) for step in range(accumulation)), [None] * accumulation
-        if bins.masks:  # all at once: a weight needs the sum
-            batches = list(batches)
-            weights = loss_weights([np.count_nonzero(targets != -1) for _, targets in batches], device)
-        for batch, weight in zip(batches, weights):
-            yield *to_device(batch, device), weight
-
-
-def loss_weights(counts, device):
-    """(micro-batches,) weights of a rank's mean losses, from their numbers of targets, such that the mean of
-    the weighted losses is the mean over all targets of the iteration."""
-    counts = torch.tensor(counts, dtype=torch.float32).to(device)
-    total = all_reduce(counts.sum())
-    return counts * (len(counts) * world()[1]) / total.clamp(min=1)
+        firsts = [((it * accumulation + step) * RANKS + RANK) * micro_batch for step in range(accumulation)]
+        arrays = [bins.batch(sequence_indices(first, micro_batch, n_sequences, seed), block_size)
+                  for first in firsts]
+        weights = [1.0] * accumulation
+        if bins.masks:
+            counts = [np.count_nonzero(targets != -1) for _, targets in arrays]
+            counts = torch.tensor(counts, dtype=torch.float32).to(device)
+            weights = counts * (accumulation * RANKS) / all_reduce(counts.sum()).clamp(min=1)
+        yield [(*to_device(array, device), weight) for array, weight in zip(arrays, weights)]
 
 
 @torch.no_grad()
-def evaluate(forward, model, bins, batches, batch_size, device, autocast):
-    """(mean loss, number of targets) over `batches` batches of evenly spread sequences, or all if fewer;
-    the ranks share the work."""
-    block_size, training, (rank, ranks) = model.config.block_size, model.training, world()
+def evaluate(model, bins, batches, batch_size, machine):
+    """(mean loss, number of targets) over `batches` batches of evenly spread sequences, or all if fewer."""
+    block_size = model.config.block_size
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
     chosen = np.arange(count) * n // count
     total = total_targets = 0
     model.eval()
-    for start in range(0, count, ranks * batch_size):  # as many on each rank: sharded models need it
-        part = chosen[start + rank * batch_size:][:batch_size]
+    for start in range(0, count, RANKS * batch_size):  # as many on each rank: sharded models need it
+        part = chosen[start + RANK * batch_size:][:batch_size]
         inputs, targets = bins.batch(np.resize(part, batch_size), block_size)  # full, so nothing recompiles
         targets = np.where(np.arange(batch_size)[:, None] < len(part), targets, -1)
         n_targets = np.count_nonzero(targets != -1)
-        with autocast():
-            loss, _ = forward(*to_device((inputs, targets), device))
+        with machine.autocast():
+            loss, _ = model(*to_device((inputs, targets), machine.device))
         total += loss.item() * n_targets
         total_targets += n_targets
-    model.train(training)
+    model.train()
     total, total_targets = all_reduce(torch.tensor([total, total_targets], dtype=torch.float64)).tolist()
     return total / max(total_targets, 1), int(total_targets)
 
@@ -284,15 +271,14 @@ def evaluate(forward, model, bins, batches, batch_size, device, autocast):
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalised Nesterov momentum (https://kellerjordan.github.io/posts/muon), scaled to the RMS of
-    AdamW's updates (arXiv:2502.16982): torch.optim.Muon with 'match_rms_adamw', but each projection of a
-    fused matrix by itself, all of a shape at once. row_splits: parameter -> rows of its projections. evens:
-    by even_rows."""
+    AdamW's updates (arXiv:2502.16982): torch.optim.Muon with 'match_rms_adamw', each projection of a fused
+    matrix by itself. row_splits: parameter -> rows of its projections. evens: by even_rows."""
 
     _step_supports_amp_scaling = True  # as fused AdamW, which torch marks so
     found_inf = 0.0                    # or 0-d on the device; 1: the step changes nothing
 
-    def __init__(self, params, lr, row_splits, momentum=0.95, weight_decay=0.1, evens=False):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+    def __init__(self, params, lr, row_splits, momentum, evens):
+        super().__init__(params, dict(lr=lr, momentum=momentum))
         self.row_splits, self.evens = row_splits, evens
 
     @torch.no_grad()
@@ -315,7 +301,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
             pairs = sorted(zip(params, updates), key=lambda pair: pair[0].shape)
             # sharded matrices are whole while they move: as many at once as ranks share the work
-            at_once = world()[1] if any(map(is_sharded, params)) else len(pairs)
+            at_once = RANKS if any(map(is_sharded, params)) else len(pairs)
             for first in range(0, len(pairs), at_once):
                 self.move(pairs[first:first + at_once], lr, kept)
 
@@ -357,13 +343,12 @@ def even_rows(updates, squares, kept=1.0, beta=0.95, eps=1e-10):
 
 def orthogonalise_shared(matrices):
     """n matrices of one shape -> (n, rows, columns) bfloat16. Each rank computes a share."""
-    rank, ranks = world()
-    if ranks == 1:
+    if RANKS == 1:
         return orthogonalise(torch.stack(matrices))
-    each = -(-len(matrices) // ranks)
-    padded = matrices + (torch.zeros_like(matrices[0]),) * (each * ranks - len(matrices))
-    mine = orthogonalise(torch.stack(padded[each * rank:][:each])).contiguous()
-    gathered = mine.new_empty(each * ranks, *mine.shape[1:])
+    share = -(-len(matrices) // RANKS)
+    padded = matrices + (torch.zeros_like(matrices[0]),) * (share * RANKS - len(matrices))
+    mine = orthogonalise(torch.stack(padded[share * RANK:][:share])).contiguous()
+    gathered = mine.new_empty(share * RANKS, *mine.shape[1:])
     dist.all_gather_into_tensor(gathered, mine)
     return gathered[:len(matrices)]
 
@@ -381,33 +366,31 @@ def orthogonalise(x, steps=5, eps=1e-7):
     return x.mT if tall else x
 
 
-def make_adamw(model, config, but=()):
-    """AdamW (arXiv:1711.05101) for the parameters of all groups `but` some. Without lr_scales it has
+def param_groups(model, config, chosen):
+    """An optimizer's groups of the parameters whose tag is of the chosen groups. Without lr_scales AdamW has
     nanoGPT's two, in its order: the parameters that weight decay is for, and the vectors."""
-    found = {(True, 1.0): [], (False, 1.0): []}
+    groups = {(True, 1.0): [], (False, 1.0): []}
     for name, w in model.named_parameters():
         group = model.tags[name].group
-        if w.requires_grad and group not in but:
-            found.setdefault((GROUPS[group], config['lr_scales'].get(group, 1.0)), []).append(w)
-    groups = [dict(params=params, weight_decay=config['weight_decay'] * decays / scale, lr_scale=scale)
-              for (decays, scale), params in found.items()]
-    return torch.optim.AdamW(groups, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
-                             fused=True)
+        if w.requires_grad and group in chosen:
+            groups.setdefault((GROUPS[group], config['lr_scales'].get(group, 1.0)), []).append(w)
+    return [dict(params=params, weight_decay=config['weight_decay'] * decays / scale, lr_scale=scale)
+            for (decays, scale), params in groups.items()]
 
 
-def adamw(model, config):
-    return [make_adamw(model, config)]
+def adamw(model, config, chosen=GROUPS):
+    """AdamW (arXiv:1711.05101)."""
+    return [torch.optim.AdamW(param_groups(model, config, chosen), lr=config['learning_rate'],
+                              betas=(config['beta1'], config['beta2']), fused=True)]
 
 
 def muon(model, config, evens=False):
     """Muon for the matrices in the blocks, AdamW for the rest."""
-    splits, rest = row_splits(model), make_adamw(model, config, but=('matrix',))
-    matrices = [w for w in splits if w.requires_grad]
+    matrices = [group for group in param_groups(model, config, ['matrix']) if group['params']]
+    rest = adamw(model, config, GROUPS.keys() - {'matrix'})
     if not matrices:  # with adapters all are frozen
-        return [rest]
-    scale = config['lr_scales'].get('matrix', 1.0)
-    groups = [dict(params=matrices, weight_decay=config['weight_decay'] / scale, lr_scale=scale)]
-    return [Muon(groups, config['learning_rate'], splits, config['momentum'], evens=evens), rest]
+        return rest
+    return [Muon(matrices, config['learning_rate'], row_splits(model), config['momentum'], evens), *rest]
 
 
 OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr the loop sets, by lr_scale
@@ -418,12 +401,12 @@ OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr t
 
 
 def make_optimizers(model, config):
-    """The optimizers of config['optimizer']. Raises ValueError unless each parameter has just one, or none
-    if it is frozen, and for wrong lr_scales."""
+    """The optimizers of config['optimizer']. Raises ValueError unless each parameter has one, or none if it
+    is frozen."""
     known = {tag.group for tag in model.tags.values()}
-    if not config['lr_scales'].keys() <= known or min(config['lr_scales'].values(), default=1) <= 0:
-        raise ValueError(f"lr_scales={config['lr_scales']} must be above 0, for groups of this model's "
-                         f"parameters: {', '.join(sorted(known))}")
+    if not config['lr_scales'].keys() <= known:
+        raise ValueError(f"lr_scales={config['lr_scales']} must be for groups of this model's parameters: "
+                         f"{', '.join(sorted(known))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
@@ -441,7 +424,7 @@ def load_optimizers(optimizers, states):
             for name, value in values.items():
                 w = params[i]
                 if value.shape[1:] == w.shape[1:] and value.ndim:
-                    values[name] = shard_like(w, value[:len(w)])  # older files pad the vocabulary
+                    values[name] = shard_like(w, value[:len(w)])  # learned positions may be fewer now
         # with this run's groups: `fused` decides which device the states go to
         opt.load_state_dict({'state': state['state'], 'param_groups': opt.state_dict()['param_groups']})
 
@@ -449,9 +432,8 @@ def load_optimizers(optimizers, states):
 # memory -----------------------------------------------------------------------------------------------------
 
 def shard_model(model, machine):
-    """Moves the model to the device, spread over the ranks by FSDP2 (arXiv:2304.11277), which gathers a
-    block's weights, in the compute dtype, while it computes. Small ones, which the model reads in float32,
-    stay whole on each rank."""
+    """Spreads the model over the ranks' devices by FSDP2 (arXiv:2304.11277), which gathers a block's weights
+    in the compute dtype while it computes. Small ones, which the model reads in float32, stay whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
@@ -470,15 +452,14 @@ def checkpoint_blocks(model, every):
 
 
 def forward_recomputed(block, x, context):
-    """The forward of a checkpointed block: a single function, compiled once. Both of its runs find what the
-    layers before handed on. Raises ValueError if one changes the context other than by hand_on."""
-    def others(context):
-        return [leaf for field in dataclasses.fields(context) if field.name not in ('handed', 'routing')
-                for leaf in tree_leaves(getattr(context, field.name))]
-    base, handed, before = context.base, dict(context.handed), others(context)
+    """The forward of a checkpointed block. Both of its runs find what the layers before handed on. Raises
+    ValueError if a layer changes the context other than by hand_on."""
+    def fixed(context):
+        return tree_leaves({**vars(context), 'handed': None, 'routing': None})
+    base, handed, before = context.base, dict(context.handed), fixed(context)
 
     def require_unchanged(own):
-        if len(before) != len(others(own)) or any(a is not b for a, b in zip(others(own), before)):
+        if len(before) != len(fixed(own)) or any(a is not b for a, b in zip(before, fixed(own))):
             raise ValueError("checkpoint_activations would lose how a layer changes the context: let it call "
                              "context.hand_on")
 
@@ -501,26 +482,20 @@ def is_sharded(w):
 
 
 def mixed(params):
-    """A context in which torch's functions take whole parameters and sharded ones, if there are, together."""
+    """A context in which torch's functions take whole and sharded parameters together."""
     if not any(map(is_sharded, params)):
         return contextlib.nullcontext()
     from torch.distributed.tensor.experimental import implicit_replication
     return implicit_replication()
 
 
-def gather(value, wanted=True):
-    """Sharded tensors, in dicts and lists too, gathered on the CPU, or None where not wanted; other values as
-    they are. All ranks call it together."""
-    def whole(x):
-        if not is_sharded(x):
-            return x
-        x = x.full_tensor()
-        return x.cpu() if wanted else None
-    return tree_map(whole, value)
+def gather(value):
+    """A tensor, whole if it is sharded. All ranks call it together."""
+    return value.full_tensor() if is_sharded(value) else value
 
 
 def shard_like(w, value):
-    """A tensor that all ranks have, sharded like w, or as it is if w is not."""
+    """A tensor that all ranks have, sharded if w is."""
     if not is_sharded(w):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -531,8 +506,7 @@ def shard_like(w, value):
 # a forecast of memory ---------------------------------------------------------------------------------------
 
 class LiveBytes(TorchDispatchMode):
-    """Notes in `changes` the bytes of each new tensor that an operation makes, and with a minus sign when it
-    is freed."""
+    """Notes in `changes` the bytes of each new tensor, and with a minus sign when it is freed."""
 
     def __init__(self):
         super().__init__()
@@ -548,11 +522,10 @@ class LiveBytes(TorchDispatchMode):
         return found
 
 
-def forecast(model, machine, config, batch_size, shards=1):
+def forecast(model, machine, config, batch_size):
     """The memory of uncompiled iterations in micro-batches of batch_size, found on tensors without data: the
-    bytes of each part at the peak, a dict whose sum is the peak, and of all after each change, an array. It
-    takes the gradients of earlier micro-batches to be there, and experts to be used evenly. shards: ranks
-    that share the weights. 'process' is what this process has taken for other things so far."""
+    bytes of each part at the peak, a dict, and of all tensors after each change, an array. Gradients of
+    earlier micro-batches are there, experts used evenly. 'process': what this process has taken otherwise."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # its first operation takes a second or two
     weights = [*model.parameters(), *model.buffers()]
     size, is_here = sum(w.nbytes for w in weights), not weights[0].is_meta
@@ -560,60 +533,59 @@ def forecast(model, machine, config, batch_size, shards=1):
         # deepcopy takes what stands here under an object's id, and copies the rest of the model
         new = {id(w): torch.nn.Parameter(torch.empty_like(w, device=machine.device), w.requires_grad)
                for w in weights}
-        fake = copy.deepcopy(model, new)
+        fake = copy.deepcopy(model, new).train()
         for module in fake.modules():
             if hasattr(module, 'loop'):  # over experts
                 module.loop = lambda product, x, _, w: torch.cat([
                     product(*pair) for pair in zip(x.tensor_split(len(w)), w)])
-        params = [w for w in fake.parameters() if w.requires_grad]
-        for w in params:
+        run = Run(fake, config, machine)
+        for w in run.params:
             w.grad = torch.empty_like(w)
-        before = [torch.empty_like(w) for w in params]  # a copy of the weights, as at evaluations
-        optimizers = make_optimizers(fake, config)
-        for opt in optimizers:
+        before = [torch.empty_like(w) for w in run.params]  # a copy of the weights, as at evaluations
+        for opt in run.optimizers:
             opt.step()
         del before
         lasting = sum(live.changes)
         x = torch.zeros(batch_size, model.config.block_size, dtype=torch.long, device=machine.device)
-        gradients(fake.train(), (x, x, None), iter(()), 1, machine.autocast,
-                  torch.amp.GradScaler(enabled=False), config)
-    total = np.cumsum(live.changes)
+        gradients(run, [(x, x, 1.0)])
+    total, shards = np.cumsum(live.changes), RANKS if config['shard'] else 1
     # sharded, a block and the next are gathered, and there are two copies of a block's gradients
     parts = {'weights, gradients, optimizer': lasting / shards,
-             'activations': total.max() - lasting + (shards > 1) * 4 * size / len(model.h),
-             'process': max(0, (peak_mb(machine.device) or 0) * 2**20 - is_here * size)}
-    return parts, total - total.max() + sum(parts.values())
+             'activations': total.max() - lasting + (shards > 1) * 4 * size / len(model.h)}
+    tensors = total - total.max() + sum(parts.values())
+    return {**parts, 'process': max(0, (peak_mb(machine.device) or 0) * 2**20 - is_here * size)}, tensors
 
 
-def largest_batch(limit, model, machine, config, shards=1):
-    """The largest batch_size whose forecast is at most `limit` bytes; 0: none. After each change the bytes
-    grow evenly with it."""
-    (_, two), (_, three) = (forecast(model, machine, config, n, shards) for n in (2, 3))
-    return 2 + int(((limit - two) / (three - two).clip(1e-6)).min().clip(-2, 1e9) // 1)
+def largest_batch(limit, model, machine, config):
+    """The largest batch_size, or 0, whose forecast is at most `limit` bytes. After each change the tensors'
+    bytes grow evenly with it; the process grows by what a forecast itself takes."""
+    (_, two), (parts, three) = (forecast(model, machine, config, n) for n in (2, 3))
+    free = limit - parts['process'] - two
+    return 2 + int((free / (three - two).clip(1e-6)).min().clip(-2, 1e9) // 1)
 
 
 def describe_memory(parts):
-    each = ', '.join(f"{name} {size / 1e9:,.2f}" for name, size in parts.items())
-    return f"memory: {sum(parts.values()) / 1e9:,.2f} GB at the peak, uncompiled ({each})"
+    """A line for the parts of a forecast, in bytes."""
+    sizes = ', '.join(f"{name} {size / 1e9:,.2f}" for name, size in parts.items())
+    return f"memory: {sum(parts.values()) / 1e9:,.2f} GB at the peak, uncompiled ({sizes})"
 
 
-def plan_memory(model, machine, config, micro_batch, share, shards, compile=False):
-    """Prints the forecast, and where it is more than the memory at hand, settings that fit. share: sequences
-    of an iteration that are this rank's."""
-    limit = memory_at_hand(machine.device)
+def plan_memory(model, machine, config, accumulation, micro_batch, compile=False):
+    """Prints the forecast, and where it is more than the memory at hand, settings that fit."""
+    limit, share = memory_at_hand(machine.device), accumulation * micro_batch
     try:
-        parts, _ = forecast(model, machine, config, micro_batch, shards)
+        parts, _ = forecast(model, machine, config, micro_batch)
     except RuntimeError as error:  # of an operator that needs data, as a new layer may have; or it is wrong
         return print0(f"no forecast of memory: {error}")
     need = sum(parts.values())
-    if config['checkpoint_activations'] or shards > 1 or 2 * need > limit:
+    if config['checkpoint_activations'] or config['shard'] or 2 * need > limit:
         keep_freed_memory(below=2**20)
     elif machine.device == 'cpu':  # as measured, see docs/evidence.md
         parts['gaps'] = (need - parts['process']) / 4
     print0(f"{describe_memory(parts)}; {machine.device} has {limit / 1e9:,.2f}")
     if need > limit:
-        largest = largest_batch(limit, model, machine, config, shards)
-        fits = [f"--batch_size={n} --gradient_accumulation_steps={share // n * world()[1]} fits, "
+        largest = largest_batch(limit, model, machine, config)
+        fits = [f"--batch_size={n} --gradient_accumulation_steps={share // n * RANKS} fits, "
                 for n in range(1, micro_batch) if n <= largest and share % n == 0]
         print0(f"warning: that is more than there is{', but compiled steps need less' * compile}; "
                f"{''.join(fits[-1:])}--checkpoint_activations=True needs less")
@@ -629,18 +601,81 @@ LOSSES = {  # beside the loss reported: name -> the setting that weighs it, and 
 }
 
 
-def gradients(forward, batch, batches, accumulation, autocast, scaler, config):
-    """Adds up the gradients of an iteration, whose first micro-batch is `batch`. config has the weights of
-    LOSSES. Returns the mean loss, the experts' load or None, and the next iteration's first batch."""
-    losses, loads = torch.zeros((), device=batch[0].device), []
+NUMBERS = {  # of a run: attributes of Run, in a checkpoint by these names
+    'iter_num': 0,                   # updates so far
+    'best_val_loss': math.inf,
+    'skipped': 0,                    # updates left out: a loss or gradient was not finite
+    'wall_s': 0.0,                   # seconds that its processes have run
+    'wandb_id': None,                # of its run on Weights & Biases
+}
+
+
+class Run:
+    """A model in training, with all that updates change and checkpoints restore. Another number is an entry
+    of NUMBERS; another tensor for each parameter, as a mean of weights, belongs into an optimizer's state."""
+
+    def __init__(self, model, config, machine):
+        self.model = self.forward = model  # forward: compiled, and on several ranks DDP's
+        self.config, self.machine = config, machine
+        self.params = [w for w in model.parameters() if w.requires_grad]
+        self.optimizers = make_optimizers(model, config)
+        self.scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
+        vars(self).update(NUMBERS)
+        self.skips = self.in_a_row = 0  # updates skipped since the last row, and in a row: on the device
+
+    def snapshot(self, optimizers=True):
+        """The part of a checkpoint that changes: weights (of adapters alone, if any), numbers, optimizers.
+        All ranks call it; rank 0 gets what is sharded, on the CPU."""
+        def whole(x):
+            if not is_sharded(x):
+                return x
+            x = x.full_tensor()
+            return x.cpu() if RANK == 0 else None
+        state = {'model': lora_state(self.model) or self.model.state_dict(),
+                 **{name: vars(self)[name] for name in NUMBERS}}
+        if optimizers:
+            state.update(optimizer=[opt.state_dict() for opt in self.optimizers],
+                         scaler=self.scaler.state_dict())
+        return tree_map(whole, state)
+
+    def resume(self, rest):
+        """Takes over a checkpoint's state, but for the weights."""
+        load_optimizers(self.optimizers, rest['optimizer'])
+        if rest.get('scaler'):  # of a run in float16
+            self.scaler.load_state_dict(rest['scaler'])
+        vars(self).update((name, rest[name]) for name in NUMBERS if name in rest)
+        self.best_val_loss = float(self.best_val_loss)  # nanoGPT's is a tensor
+        print0(f"resume: {rest['path']} at iteration {self.iter_num:,}, best val loss "
+               f"{self.best_val_loss:.4f}")
+
+
+def step(run, batch, measured=False):
+    """An iteration. Returns its row of the log as far as it is known without waiting for the device;
+    measured: with the size of the update, which waits."""
+    lr = lr_at(run.iter_num, run.config)
+    set_rates(run.optimizers, lr)
+    seed_dropout(run.config['seed'], run.iter_num, RANK, run.machine.device)
+    loss, load = gradients(run, batch)
+    before = [w.detach().clone() for w in run.params] if measured else None
+    grad_norm, moved = update(run, load)
+    run.iter_num += 1
+    run.skips, run.in_a_row = run.skips + ~moved, (run.in_a_row + 1) * ~moved
+    return {'iter': run.iter_num, 'loss': loss, 'lr': lr, 'grad_norm': grad_norm,
+            'update_ratio': relative_change(run.params, before) if measured else None,
+            # the largest load of an expert, over an even share
+            'load_max': None if load is None else (load.amax(1) / load.mean(1)).max()}
+
+
+def gradients(run, batch):
+    """Adds up the gradients of a batch by read_batches. Returns the mean loss and the experts' load, or
+    None."""
+    config, losses, loads = run.config, torch.zeros((), device=batch[0][0].device), []
     of_logits = any(function and config[setting] for setting, function in LOSSES.values())
-    for step in range(accumulation):
-        if isinstance(forward, DDP):  # gradients travel with the last micro-batch only
-            forward.require_backward_grad_sync = step == accumulation - 1
-        inputs, targets, weight = batch
-        weight = 1 if weight is None else weight
-        with autocast():
-            loss, aux = forward(inputs, targets, keep=inputs.shape[1] if of_logits else None)
+    for i, (inputs, targets, weight) in enumerate(batch, 1):
+        if isinstance(run.forward, DDP):  # gradients travel with the last micro-batch only
+            run.forward.require_backward_grad_sync = i == len(batch)
+        with run.machine.autocast():
+            loss, aux = run.forward(inputs, targets, keep=inputs.shape[1] if of_logits else None)
         loss = loss * weight
         losses += loss.detach()
         for name, (setting, function) in LOSSES.items():
@@ -651,35 +686,35 @@ def gradients(forward, batch, batches, accumulation, autocast, scaler, config):
             loads.append(aux['load'])
         # where the loss is not finite no gradient is, on any rank
         loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
-        scaler.scale(loss / accumulation).backward()
-        batch = next(batches, None)  # read while the device computes
-    return losses / accumulation, all_reduce(sum(loads)) if loads else None, batch
+        run.scaler.scale(loss / len(batch)).backward()
+    return losses / len(batch), all_reduce(sum(loads)) if loads else None
 
 
-def update(model, params, optimizers, scaler, grad_clip, expert_load, balance_rate):
-    """Clips the gradients and steps, unless one is not finite; clears them. Returns their norm and whether
-    the weights moved, 0-d tensors."""
-    for opt in optimizers:
+def update(run, load):
+    """Clips the gradients and steps, unless one is not finite; clears them. load: the experts', or None.
+    Returns (norm of the gradient, whether the weights moved), 0-d tensors."""
+    config, params, scaler = run.config, run.params, run.scaler
+    for opt in run.optimizers:
         scaler.unscale_(opt)
     device, sharded = params[0].device.type, any(map(is_sharded, params))
     for w in params:
         if sharded and not is_sharded(w) and w.grad is not None:  # FSDP reduces the others
-            all_reduce(w.grad).div_(world()[1])
+            all_reduce(w.grad).div_(RANKS)
     with mixed(params):
-        grad_norm = gather(torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf,
+        grad_norm = gather(torch.nn.utils.clip_grad_norm_(params, config['grad_clip'] or math.inf,
                                                           foreach=device != 'mps'))
         moved = grad_norm.isfinite()
         waits = sharded or device == 'mps' or scaler.is_enabled()
-        for opt in optimizers:
+        for opt in run.optimizers:
             if getattr(opt, '_step_supports_amp_scaling', False) and not waits:
                 opt.found_inf = (~moved).float()  # the device decides, the host does not wait
                 opt.step()
             elif moved:
                 scaler.step(opt)
-    if model.config.balance_bias:
-        move_balance(model, expert_load, balance_rate * moved)
+    if run.model.config.balance_bias and not config['lora_rank']:  # adapters are all that is trained
+        move_balance(run.model, load, config['balance_rate'] * moved)
     scaler.update()
-    for opt in optimizers:
+    for opt in run.optimizers:
         opt.zero_grad(set_to_none=True)
     return grad_norm, moved
 
@@ -702,9 +737,23 @@ def relative_change(params, before):
 MAX_SKIPPED = 10  # skipped updates in a row that end the run
 
 
-def diverge(event, it, out_dir):
-    error = (f"{event} at iteration {it}: the run diverged; {out_dir}/ keeps the checkpoint before; "
-             "lower --learning_rate, or use --dtype=float32")
+def count_skips(run):
+    """Tells the updates skipped since the last row, for which it waits. Raises ValueError if MAX_SKIPPED were
+    in a row."""
+    skips, run.skips = int(run.skips), 0
+    run.skipped += skips
+    if skips:
+        print0(f"iter {run.iter_num}: a loss or gradient was not finite, updates skipped: {skips}, "
+               f"{run.skipped} in all")
+    if run.in_a_row >= MAX_SKIPPED:
+        diverge(run, f"{int(run.in_a_row)} losses or gradients in a row were not finite")
+
+
+def diverge(run, event):
+    """Ends a run that diverged: notes it and raises ValueError."""
+    out_dir = run.config['out_dir']
+    error = (f"{event} at iteration {run.iter_num}: the run diverged; {out_dir}/ keeps the checkpoint "
+             "before; lower --learning_rate, or use --dtype=float32")
     note(out_dir, status='diverged', error=error)
     raise ValueError(error)
 
@@ -712,8 +761,8 @@ def diverge(event, it, out_dir):
 # going on from a checkpoint ---------------------------------------------------------------------------------
 
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
-    """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError if a field
-    asked for differs and is not CHANGEABLE."""
+    """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError for another
+    field than those CHANGEABLE."""
     resumed = init_from == 'resume'
     changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
     if meta and not resumed:
@@ -741,89 +790,48 @@ FIXED = {'optimizer', 'lr_scales', 'lora_rank', 'lora_alpha', 'lora_targets'}
 
 
 def run_settings(config, given, rest):
-    """config with just the one of LENGTH given last; when resuming from `rest`, a checkpoint, with its
-    values of all that is not `given`. Raises ValueError if one of FIXED differs."""
+    """config with the one of LENGTH given last alone; resuming from `rest`, a checkpoint, with its values of
+    all that is not `given`. Raises ValueError if one of FIXED differs."""
     last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
     if last:
         config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last})}
-    # nanoGPT's files, and older ones, lack these
-    was = rest and {'optimizer': 'adamw', 'lora_rank': 0, 'lr_scales': {}, **rest.get('config', {})}
-    changed = {name: was[name] for name in config if was.get(name, config[name]) != config[name]}
+    was = rest.get('config', {})
+    changed = {name: was[name] for name in was.keys() & config.keys() if was[name] != config[name]}
     for name in FIXED & changed.keys() & given.keys():
         raise ValueError(f"{name}={config[name]!r} differs from {rest['path']}, which has {was[name]!r}: "
                          f"leave it out, or fine-tune with --init_from={shlex.quote(rest['path'])}")
     ours = given.keys() | COMMAND | (LENGTH if last else set()) | (set() if 'runtime' in rest else MACHINE)
-    taken = {name: value for name, value in changed.items() if name not in ours}
+    taken = {name: changed[name] for name in config if name in changed.keys() - ours}
     if taken:
         show(rest['path'], taken)
     return {**config, **taken}
 
 
 def start_lora(model, config, rest):
-    """Gives a trained model adapters; returns their part of a checkpoint. Raises ValueError if it has some,
-    is untrained, or lies in out_dir."""
-    path = rest.get('path')
+    """Gives a trained model adapters; returns their part of a checkpoint."""
+    path, rank, alpha = rest.get('path'), config['lora_rank'], config['lora_alpha']
     if path is None or rest.get('lora'):
-        raise ValueError(f"lora_rank={config['lora_rank']} needs a trained model without adapters: give "
-                         "--init_from; of a run with adapters `python hub.py export` makes one")
+        raise ValueError(f"lora_rank={rank} needs a trained model without adapters: give --init_from; of a "
+                         "run with adapters `python hub.py export` makes one")
     if os.path.realpath(os.path.dirname(path)) == os.path.realpath(config['out_dir']):
         raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is: give "
                          "another --out_dir")
-    lora = {'rank': config['lora_rank'], 'alpha': config['lora_alpha'],
-            'targets': [name.strip() for name in config['lora_targets'].split(',')],
-            'base': os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']}
-    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
-    return lora
-
-
-@dataclasses.dataclass
-class Progress:
-    """A run's state besides weights and optimizers, under these names in a checkpoint."""
-    iter_num: int = 0                # updates so far
-    best_val_loss: float = math.inf
-    skipped: int = 0                 # updates left out: a loss or gradient was not finite
-    wall_s: float = 0.0              # seconds that its processes have run
-    wandb_id: str | None = None      # of its run on Weights & Biases
-
-
-def resume(rest, optimizers, scaler):
-    """Puts a checkpoint's states into optimizers and scaler. Returns its Progress."""
-    if not rest.get('optimizer'):
-        raise ValueError(f"{rest['path']} has no optimizer state, so it cannot be resumed: fine-tune with "
-                         f"--init_from={shlex.quote(rest['path'])}")
-    load_optimizers(optimizers, rest['optimizer'])
-    if rest.get('scaler'):  # of a run in float16
-        scaler.load_state_dict(rest['scaler'])
-    progress = Progress(**{name: rest[name] for name in vars(Progress()) if name in rest})
-    progress.best_val_loss = float(progress.best_val_loss)  # nanoGPT's is a tensor
-    print0(f"resume: {rest['path']} at iteration {progress.iter_num:,}, best val loss "
-           f"{progress.best_val_loss:.4f}")
-    return progress
+    targets = re.findall(r'[^\s,]+', config['lora_targets'])
+    add_lora(model, rank, alpha, targets)
+    print0(f"adapters: {sum(w.numel() for w in lora_state(model).values()):,} parameters are trained")
+    base = os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']
+    return {'rank': rank, 'alpha': alpha, 'targets': targets, 'base': base}
 
 
 # checkpoints and log ----------------------------------------------------------------------------------------
 
-def snapshot(model, progress, optimizers=(), scaler=None, wanted=True):
-    """A checkpoint's changing part: weights (of adapters alone, if any), Progress, optimizers. All ranks call
-    it together."""
-    state = {'model': lora_state(model) or model.state_dict(), **dataclasses.asdict(progress)}
-    if optimizers:
-        state.update(optimizer=[opt.state_dict() for opt in optimizers], scaler=scaler.state_dict())
-    return gather(state, wanted)
-
-
-def save_run(out_dir, name, constant, *changing):
-    """Writes a checkpoint on rank 0: the constant part and a snapshot."""
-    rank, _ = world()
-    state = snapshot(*changing, wanted=rank == 0)
-    if rank == 0:
-        save(os.path.join(out_dir, name), {**constant, **state})
-
-
-def save(path, state):
+def save(run, name, constant, optimizers=True):
     """Writes a checkpoint, or raises OSError with the old file kept."""
+    path, state = os.path.join(run.config['out_dir'], name), run.snapshot(optimizers)
+    if RANK != 0:
+        return
     try:
-        torch.save(state, path + '.tmp')
+        torch.save({**constant, **state}, path + '.tmp')
     except (OSError, RuntimeError) as error:  # RuntimeError: torch's, of a full disk
         Path(path + '.tmp').unlink(missing_ok=True)
         raise OSError(f"cannot write {path}, what was there is kept; is the disk full? "
@@ -840,7 +848,8 @@ def keep_last(out_dir, it, keep):
 
 
 def lock_folder(out_dir):
-    """Locks out_dir until the file it returns is closed. Raises ValueError if another training has it."""
+    """Makes out_dir, and locks it until the file it returns is closed."""
+    os.makedirs(out_dir, exist_ok=True)
     f = open(os.path.join(out_dir, 'lock'), 'w')  # noqa: SIM115
     try:
         import fcntl
@@ -854,8 +863,7 @@ def lock_folder(out_dir):
 
 
 def prepare_out_dir(out_dir, resumed, keep_best):
-    """Renames the files of an earlier run, ckpt.pt to ckpt.old-3.pt; when resuming, only a best.pt that is no
-    longer kept."""
+    """Renames an earlier run's files, ckpt.pt to ckpt.old-3.pt; resuming, a best.pt no longer kept."""
     names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
     earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
     if resumed and keep_best:
@@ -871,9 +879,9 @@ def prepare_out_dir(out_dir, resumed, keep_best):
 
 
 def note(out_dir, **facts):
-    """Adds facts to run.json, which tells other programs what a run is and how it has ended."""
+    """Adds facts to run.json, which tells other programs what a run is and how it ended."""
     path = Path(out_dir, 'run.json')
-    if world()[0] == 0:
+    if RANK == 0:
         known = json.loads(path.read_text('utf-8')) if path.exists() else {}
         path.with_suffix('.tmp').write_text(json.dumps(known | facts), 'utf-8')
         path.with_suffix('.tmp').replace(path)
@@ -887,12 +895,11 @@ LOG_FIELDS = {  # columns of log.csv and their formats
 
 
 def start_log(path, after):
-    """Writes a log's header, keeping the whole rows up to iteration `after` of a log that is there."""
+    """Writes a log's header, and the whole rows up to iteration `after` of a log that is there."""
     rows = []
     if after and os.path.exists(path):
-        with open(path, encoding='utf-8', newline='') as f:
-            rows = [row for row in csv.DictReader(f)
-                    if None not in row.values() and int(row['iter']) <= after]
+        rows = [row for row in csv.DictReader(Path(path).read_text('utf-8').splitlines())
+                if None not in row.values() and int(row['iter']) <= after]
     with open(path + '.tmp', 'w', encoding='utf-8', newline='') as f:
         writer = csv.DictWriter(f, LOG_FIELDS, extrasaction='ignore')
         writer.writeheader()
@@ -900,15 +907,15 @@ def start_log(path, after):
     os.replace(path + '.tmp', path)
 
 
-def log_row(path, wandb, row):
-    """Adds a row, a dict by LOG_FIELDS, to a log and to wandb's run, if any."""
+def log_row(path, wandb_run, row):
+    """Adds a row, a dict by LOG_FIELDS of numbers or tensors, to a log and to wandb's run, if any."""
     row = {name: value for name, value in row.items() if value is not None}
     with open(path, 'a', encoding='utf-8', newline='') as f:
         csv.DictWriter(f, LOG_FIELDS).writerow({name: format(value, LOG_FIELDS[name])
                                                 for name, value in row.items()})
-    if wandb:
+    if wandb_run:
         names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # nanoGPT's names
-        wandb.log({names.get(name, name): value for name, value in row.items()}, step=row['iter'])
+        wandb_run.log({names.get(name, name): float(value) for name, value in row.items()}, step=row['iter'])
 
 
 EARLY = (1, 4)  # iterations since the start that get a line at once: it works, and how fast
@@ -922,16 +929,6 @@ def describe(row, seconds_left):
     mfu = f", mfu {row['mfu']:.1%}" if row['mfu'] else ''
     return (f"{line}{row['ms_per_iter']:.1f} ms, {row['tok_per_s']:,.0f} tok/s{mfu}, "
             f"{duration(seconds_left)} left")
-
-
-def start_wandb(project, name, settings, run_id):
-    """A run on Weights & Biases, or run_id's. None if wandb is missing or refuses."""
-    try:
-        import wandb
-        return wandb.init(project=project, name=name, config=settings, id=run_id, resume='allow')
-    except Exception as error:
-        print0(f"no wandb logging, log.csv has everything ({type(error).__name__}: {error})")
-        return None
 
 
 # settings and machine ---------------------------------------------------------------------------------------
@@ -951,9 +948,9 @@ def start_ranks(backend, device):
 
 
 def resolve_runtime(device, dtype, seed, compile, was):
-    """(configurator.runtime, compile). With the device and number of ranks of a checkpoint's runtime (was)
-    'auto' means what it meant there, for an exact resume."""
-    if not was or (was['device_type'], was['ranks']) != (choose_device(device)[0], world()[1]):
+    """(configurator.runtime, compile). On the device and number of ranks of a checkpoint's runtime (was)
+    'auto' means what it meant there."""
+    if not was or (was['device_type'], was['ranks']) != (choose_device(device)[0], RANKS):
         return runtime(device, dtype, seed), compile
     dtype = was['dtype'] if dtype == 'auto' else dtype
     return (runtime(device, dtype, seed, threads=was['threads']),
@@ -961,8 +958,8 @@ def resolve_runtime(device, dtype, seed, compile, was):
 
 
 def eager_seconds(model, machine, max_iters, accumulation, tokens):
-    """Of an uncompiled run, roughly. tokens: of an iteration that are this rank's. A layer has some 300
-    operators of 5 us; two cores reached 1.2e11 FLOP/s, nanoGPT on an A100 an eighth of its peak."""
+    """Of an uncompiled run. tokens: an iteration's, of this rank. A layer has some 300 operators of 5 us; two
+    cores reached 1.2e11 FLOP/s, nanoGPT on an A100 an eighth of its peak."""
     speed = 1.2e11
     if machine.device_type == 'cuda':
         speed = (peak_flops(machine.device, machine.dtype) or 3e14) / 8
@@ -970,299 +967,248 @@ def eager_seconds(model, machine, max_iters, accumulation, tokens):
                         + flops_per_token(model) * tokens / speed)
 
 
-SIGN_OF_LIFE = 20  # seconds
-
-
-def tell_compiling(progress, first):
-    """Says again and again, in a thread, how long it is compiling, until iteration `first` is done."""
-    began = time.time()
-    while progress.iter_num == first:
-        print0(f"compiling, {duration(time.time() - began)} so far: it takes half a minute or more")
-        time.sleep(SIGN_OF_LIFE)
+def check_run(given, config, model_config, machine):
+    """Raises ValueError for settings that are impossible or have no effect."""
+    settings = {**config, **vars(model_config)}
+    check_settings(settings, CHOICES)
+    check_effect(given, settings)
+    if 'RANK' not in os.environ:
+        refuse_unused(given, ['backend', 'shard'], 'without torchrun')
+    if config['init_from'] == 'scratch' and model_config.n_expert_active == 1 and model_config.norm_topk_prob:
+        raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router learns "
+                         "nothing: --norm_topk_prob=False")  # fine in published models
+    if config['shard'] and RANKS > 1 and (config['lora_rank'] or machine.dtype == torch.float16):
+        raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
 
 
 def check_data(folder, meta, train_bins, val_bins, config):
-    """Raises ValueError if a GPT of this config cannot train on the folder."""
+    """Says what the folder holds. Raises ValueError if a GPT of this config cannot train on it."""
     if meta['block_size'] not in (None, config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
                          f"{config.block_size}: give --block_size={meta['block_size']}, or prepare it again "
                          f"with --block_size={config.block_size}")
     for bins in (train_bins, val_bins):
         bins.n_sequences(config.block_size)  # raises if there is none
-        if meta['vocab_size'] > config.vocab_size:
-            bins.check_vocabulary(config.vocab_size, 'prepare it with the tokenizer of the model, or give a '
-                                                     'model from scratch a larger --vocab_size')
         bins.vocab_size = config.vocab_size
+        if meta['vocab_size'] > config.vocab_size:
+            bins.check_vocabulary()
+    print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
+    if train_bins.masks:
+        print0(f"target mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are learnt; "
+               f"document_token={config.document_token}")
 
 
-def dataset_tokenizer(folder, source_tokenizer, rest, resumed):
-    """A prepared folder's tokenizer, or None. If not the model's, warns or, resumed, raises ValueError."""
+def dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed):
+    """A prepared folder's tokenizer, or None. If it is not the model's, warns or, resumed, raises ValueError;
+    warns if a resumed run's folder has changed."""
+    if resumed and rest.get('data', meta) != meta:
+        print0(f"warning: {folder} has changed since the checkpoint: it was prepared from "
+               f"{rest['data'].get('source')}, and is now from {meta.get('source')}")
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
-        print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
-        return None
+        return print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
     if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
-        has_own = rest.get('tokenizer') or 'config' not in rest  # nanoGPT's have none
-        source = rest['path'] if has_own else data_folder(rest['config']['dataset'])
         differs = (f"{folder} was prepared with another tokenizer than the model's, so that ids stand for "
-                   f"other text: python prepare.py ... --tokenizer={shlex.quote(source)}")
+                   f"other text: python prepare.py ... --tokenizer={shlex.quote(rest['path'])}")
         if resumed:
             raise ValueError(differs)
         print0(f"warning: {differs}")
     return tokenizer
 
 
-def stop_on_signals(rank):
-    """A list that Ctrl-C and SIGTERM fill, to end the run after the iteration; a second one ends it at
-    once."""
-    stop = []
+def stop_on_signals():
+    """A list that Ctrl-C and SIGTERM fill, to end the run after the iteration; a second ends it at once."""
+    signals = []
 
     def ask(number, frame):
         signal.signal(number, signal.default_int_handler)
-        stop.append(number)
-        if rank == 0:
+        signals.append(number)
+        if RANK == 0:
             os.write(2, b'\nstopping after this iteration\n')  # this handler may interrupt a print
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ask)
-    return stop
+    return signals
+
+
+TIME_IS_OVER = 1
+
+
+def why_stop(signals, time_limit):
+    """Why the run is to end after this iteration: the number of a rank's signal, TIME_IS_OVER, or 0."""
+    late = time_limit is not None and time.time() - START >= 60 * time_limit
+    return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
 
 
 # main -------------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
-    # start and settings
-    model_args = effective(settings, unused)
-    model, source_tokenizer, rest, resumed = None, None, {}, init_from == 'resume'
-    if not resumed and ('dataset' not in given or LENGTH.isdisjoint(given)):
-        print0(f"dataset={dataset} and max_iters={max_iters} are nanoGPT's where they are not given: a "
-               "config file replaces config/default.py")
+    # settings; a checkpoint to go on from, or to fine-tune
+    model_args, resumed = effective(settings, unused), init_from == 'resume'
+    model, source_tokenizer, rest = None, None, {}
     if init_from != 'scratch':
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args,
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
+
+    # ranks, machine
     if 'RANK' in os.environ:  # by torchrun
         start_ranks(backend, device)
-    rank, ranks = world()
-    accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, ranks)
-    folder = data_folder(dataset)
-    train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
-    tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
-    # what follows knows conversations from this data, or from the model that it began with
-    masked = bool(train_bins.masks) or init_from != 'scratch' and rest.get('masked', True)
-    if resumed and rest.get('data', meta) != meta:
-        print0(f"warning: {folder} has changed since the checkpoint: it was prepared from "
-               f"{rest['data'].get('source')}, and is now from {meta.get('source')}")
-    facts = torch.tensor([train_bins.n_tokens, val_bins.n_tokens, rest.get('iter_num', 0)])
-    if (all_reduce(facts.clone()) != ranks * facts).any():
-        raise ValueError(f"rank {rank} has read other files than another: share out_dir and data between the "
-                         "nodes, or copy them")
-
-    # machine
     machine, compile = resolve_runtime(device, dtype, seed, compile, resumed and rest.get('runtime'))
     device = machine.device
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs an eighth of a step
 
+    # data
+    folder = data_folder(dataset)
+    train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
+    tokenizer = dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed)
+
     # model
     if model is None:
         model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
-        if model.config.n_expert_active == 1 and model.config.norm_topk_prob:  # fine in published models
-            raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router "
-                             "learns nothing: --norm_topk_prob=False")
+    check_run(given, config, model.config, machine)
     check_data(folder, meta, train_bins, val_bins, model.config)
-    facts = {**config, **vars(model.config)}
-    check_settings(facts, CHOICES)
-    check_effect(given, facts)
-    if 'RANK' not in os.environ:
-        refuse_unused(given, ['backend', 'shard'], 'without torchrun')
-    if checkpoint_activations > model.config.n_layer:
-        refuse_unused(given, ['checkpoint_activations'], f'with n_layer={model.config.n_layer}')
-    if (model.config.window or 0) >= model.config.block_size:
-        refuse_unused(given, ['window'], f'with block_size={model.config.block_size}')
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
-    shard = shard and ranks > 1  # so that one begun on several may go on with one
-    if shard and (lora or machine.dtype == torch.float16):
-        raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
     block_size, n_params = model.config.block_size, num_params(model)
-    n_sequences = train_bins.n_sequences(block_size)
-
-    # length
-    sequences_per_iter = gradient_accumulation_steps * batch_size
-    tokens_per_iter = sequences_per_iter * block_size
-    length = f'max_iters={max_iters}'
-    if epochs is not None:
-        length, max_iters = f'epochs={epochs:g}', math.ceil(epochs * n_sequences / sequences_per_iter)
-    if tokens_per_param is not None:
-        length = f'tokens_per_param={tokens_per_param:g}'
-        max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
-    config['max_iters'] = max_iters
-    flops_per_iter = flops_per_token(model) * tokens_per_iter
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {block_size}, vocabulary {model.config.vocab_size}")
-    print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
-    if train_bins.masks:
-        print0(f"target mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are learnt; "
-               f"document_token={model.config.document_token}")
-    print0(f"run: {max_iters:,} iterations ({length}) of {tokens_per_iter:,} tokens ({accumulation} x "
-           f"{micro_batch} sequences on {ranks} rank{'s' * (ranks > 1)}), "
-           f"{max_iters * sequences_per_iter / n_sequences:.2f} epochs, "
-           f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; a checkpoint every "
-           f"{eval_interval} iterations to {out_dir}/")
+
+    # length
+    accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
+    sequences_per_iter = gradient_accumulation_steps * batch_size
+    tokens_per_iter, n_sequences = sequences_per_iter * block_size, train_bins.n_sequences(block_size)
+    if epochs is not None:
+        max_iters = math.ceil(epochs * n_sequences / sequences_per_iter)
+    if tokens_per_param is not None:
+        max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
+    config['max_iters'] = max_iters
+    print0(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} "
+           f"sequences, ranks: {RANKS}), {max_iters * sequences_per_iter / n_sequences:.2f} epochs, "
+           f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; checkpoints in {out_dir}/")
     if 0 < max_iters <= warmup_iters:
         print0(f"warning: warmup_iters={warmup_iters} goes on to the end: the learning rate comes to "
                f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower --warmup_iters")
 
     # memory
-    seconds = eager_seconds(model, machine, max_iters, accumulation, tokens_per_iter / ranks)
+    seconds = eager_seconds(model, machine, max_iters, accumulation, tokens_per_iter / RANKS)
     compile = resolve_compile(compile, device, seconds)
     if seconds > 60 and not eval_only:  # a shorter run can hardly fill it
-        plan_memory(model, machine, config, micro_batch, accumulation * micro_batch, ranks if shard else 1,
-                    compile)
+        plan_memory(model, machine, config, accumulation, micro_batch, compile)
+    shard = shard and RANKS > 1  # so that one begun on several may go on with one
     if shard:
         shard_model(model, machine)
     model.to(device).train()
-    params = [w for w in model.parameters() if w.requires_grad]
-    if lora:
-        print0(f"adapters: {sum(w.numel() for w in params):,} parameters of rank {lora['rank']} are trained")
 
     # optimizers, compilation, ranks
-    optimizers = make_optimizers(model, config)
-    scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
-    progress = resume(rest, optimizers, scaler) if resumed else Progress()
-    del rest, source_tokenizer  # their memory
-    forward = model
+    run = Run(model, config, machine)
+    if resumed:
+        run.resume(rest)
+    first_it, began = run.iter_num, START - run.wall_s
     if compile and not eval_only:
-        threading.Thread(target=tell_compiling, args=(progress, progress.iter_num), daemon=True).start()
-        forward = compile_model(model, device)
-    evaluated = forward if 'cuda' in device else model  # on CPUs compiling again costs more than it gives
-    if ranks > 1 and not shard:
-        forward = DDP(forward, device_ids=[device] if 'cuda' in device else None,
-                      gradient_as_bucket_view=True)
+        print0("compiling: the first iteration takes half a minute or more")
+        run.forward = compile_model(model, device)
+    evaluated = run.forward if 'cuda' in device else model  # on CPUs compiling again costs more than it gives
+    if RANKS > 1 and not shard:
+        run.forward = DDP(run.forward, device_ids=[device] if 'cuda' in device else None,
+                          gradient_as_bucket_view=True)
+    constant = {  # of a checkpoint
+        'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
+        'tokenizer': tokenizer and tokenizer.state(),
+        # what follows knows conversations from this data, or from the model that it began with
+        'masked': bool(train_bins.masks) or init_from != 'scratch' and rest.get('masked', True), 'data': meta,
+        'runtime': dict(device_type=machine.device_type, ranks=RANKS, threads=machine.threads,
+                        compile=compile, dtype=plain(machine.dtype))}
 
-    # files, signals
-    log_file = os.path.join(out_dir, 'log.csv')
-    lock, wandb, stop = None, None, []
-    if rank == 0 and not eval_only:
-        os.makedirs(out_dir, exist_ok=True)
+    # lock and log
+    lock, wandb_run, log_file = None, None, os.path.join(out_dir, 'log.csv')
+    signals = [] if eval_only else stop_on_signals()
+    if RANK == 0 and not eval_only:
         lock = lock_folder(out_dir)
         prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
-        start_log(log_file, progress.iter_num)
+        start_log(log_file, first_it)
         note(out_dir, status='running', error=None, config=config, params=n_params, data=folder)
         if wandb_log:
-            wandb = start_wandb(wandb_project, wandb_run_name,
-                                {**config, **dataclasses.asdict(model.config)}, progress.wandb_id)
-        if wandb:
-            progress.wandb_id = wandb.id
-    if not eval_only:
-        stop = stop_on_signals(rank)
-    constant = {'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
-                'tokenizer': tokenizer and tokenizer.state(), 'masked': masked, 'data': meta,
-                'runtime': dict(device_type=machine.device_type, ranks=ranks, threads=machine.threads,
-                                compile=compile, dtype=plain(machine.dtype))}
+            import wandb
+            wandb_run = wandb.init(project=wandb_project, name=wandb_run_name, id=run.wandb_id,
+                                   resume='allow', config={**config, **vars(model.config)})
+            run.wandb_id = wandb_run.id
 
     # the loop: train up to the next evaluation, evaluate, save
-    began, first_it, peak = START - progress.wall_s, progress.iter_num, peak_flops(device, machine.dtype)
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device)
-    batch, row, stopping, skipped, in_a_row = next(batches, None), None, False, progress.skipped, 0
+    flops_per_iter, peak = flops_per_token(model) * tokens_per_iter, peak_flops(device, machine.dtype)
+    batch, row, reason = next(batches, None), None, 0
     while True:
-        goal = min(max_iters, (progress.iter_num // eval_interval + 1) * eval_interval)
-        timed_it, timed_at = progress.iter_num, time.time()
-        while progress.iter_num < goal and not stopping and not eval_only:
-            lr = lr_at(progress.iter_num, config)
-            set_rates(optimizers, lr)
-            seed_dropout(seed, progress.iter_num, rank, device)
-            loss, expert_load, batch = gradients(forward, batch, batches, accumulation, machine.autocast,
-                                                 scaler, config)
-            at_goal = progress.iter_num + 1 == goal
-            before = [w.detach().clone() for w in params] if at_goal else None
-            grad_norm, moved = update(model, params, optimizers, scaler, grad_clip, expert_load,
-                                      0 if lora else balance_rate)
-            progress.iter_num += 1
-            skipped, in_a_row = skipped + ~moved, (in_a_row + 1) * ~moved  # on the device, without waiting
-
-            it = progress.iter_num
-            if time_limit is not None and time.time() - START >= 60 * time_limit and not stop:
-                print0(f"time_limit={time_limit:g} minutes are over: stopping")
-                stop.append(0)
-            asked, signals = all_reduce(torch.tensor([len(stop), sum(stop)])).tolist()  # of any rank
-            stopping = asked > 0 and it < max_iters
-            logs, early = it % log_interval == 0 or at_goal, it - first_it in EARLY
-            if logs or early or stopping:
-                if skipped > progress.skipped:
-                    print0(f"iter {it}: a loss or gradient was not finite, updates skipped: "
-                           f"{skipped - progress.skipped}, {skipped} in all")
-                progress.skipped = int(skipped)
-                if in_a_row >= MAX_SKIPPED:
-                    diverge(f"{in_a_row} losses or gradients in a row were not finite", it, out_dir)
-                seconds = (time.time() - timed_at) / (it - timed_it)
-                timed_it, timed_at = it, time.time()
-                row = {'iter': it, 'tokens': it * tokens_per_iter,
-                       'epoch': it * sequences_per_iter / n_sequences,
-                       'loss': all_reduce(loss).item() / ranks, 'lr': lr, 'grad_norm': float(grad_norm),
-                       'update_ratio': relative_change(params, before) if before else None,
-                       'ms_per_iter': seconds * 1e3, 'tok_per_s': tokens_per_iter / seconds,
-                       'mfu': flops_per_iter / seconds / (peak * ranks) if peak else None,
-                       'load_max': None if expert_load is None else  # the largest, over an even share
-                       (expert_load.amax(1) / expert_load.mean(1)).max().item(),
-                       'skipped': progress.skipped, 'wall_s': time.time() - began}
-                if rank == 0 and logs and not at_goal and not stopping:  # else the row waits for val_loss
-                    log_row(log_file, wandb, row)
-                if not stop:  # Ctrl-C ends the tee of `| tee log` too
+        goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
+        timed_it, timed_at = run.iter_num, time.time()
+        while run.iter_num < goal and not (reason or eval_only):
+            row = step(run, batch, measured=run.iter_num + 1 == goal)
+            batch, it = next(batches, None), run.iter_num  # read while the device computes
+            reason = why_stop(signals, time_limit) if it < max_iters else 0
+            if reason or it == goal or it % log_interval == 0 or it - first_it in EARLY:
+                count_skips(run)
+                now = time.time()
+                seconds, timed_it, timed_at = (now - timed_at) / (it - timed_it), it, now
+                row |= {'tokens': it * tokens_per_iter, 'epoch': it * sequences_per_iter / n_sequences,
+                        'loss': all_reduce(row['loss']).item() / RANKS, 'ms_per_iter': seconds * 1e3,
+                        'tok_per_s': tokens_per_iter / seconds,
+                        'mfu': flops_per_iter / seconds / (peak * RANKS) if peak else None,
+                        'skipped': run.skipped, 'wall_s': now - began}
+                if not reason:  # Ctrl-C ends the tee of `| tee log` too: save before a word is said
                     print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
+                if RANK == 0 and it % log_interval == 0 and it < goal and not reason:
+                    log_row(log_file, wandb_run, row)
 
-        if stopping:  # whoever stops it may not wait for an evaluation
-            progress.wall_s = time.time() - began
-            save_run(out_dir, 'ckpt.pt', constant, model, progress, optimizers, scaler)
-            print0(f"saved at {progress.iter_num:,} of {max_iters:,}, an evaluation follows; go on with: "
-                   f"{'torchrun ...' if ranks > 1 else 'python'} {shlex.quote(sys.argv[0])} "
+        run.wall_s = time.time() - began
+        if reason:  # whoever stops it may not wait for an evaluation
+            save(run, 'ckpt.pt', constant)
+            print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
                    f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
-        quarter = max(1, min(eval_iters, val_bins.n_sequences(block_size) // batch_size) // 4)
-        (val_loss, count), (train_loss, _) = (
-            evaluate(evaluated, model, bins, batches_taken, batch_size, device, machine.autocast)
-            for bins, batches_taken in ((val_bins, eval_iters), (train_bins, quarter)))
+        val_loss, count = evaluate(evaluated, val_bins, eval_iters, batch_size, machine)
+        train_loss, _ = evaluate(evaluated, train_bins, max(1, eval_iters // 4), batch_size, machine)
         bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
         bits = f", {bpb:.4f} bits per byte" if bpb else ''
-        print0(f"step {progress.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
-             f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
+        print0(f"step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
+               f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
         if eval_only:
             break
         if not math.isfinite(val_loss):
-            diverge(f"val loss is {val_loss}", progress.iter_num, out_dir)
-        improved = val_loss < progress.best_val_loss
-        progress.best_val_loss, progress.wall_s = min(val_loss, progress.best_val_loss), time.time() - began
-        if rank == 0 and row:  # before the checkpoint: a run killed in between writes it anew
-            log_row(log_file, wandb, {**row, 'val_loss': val_loss, 'val_bpb': bpb, 'wall_s': progress.wall_s})
+            diverge(run, f"val loss is {val_loss}")
+        improved, run.wall_s = val_loss < run.best_val_loss, time.time() - began
+        run.best_val_loss = min(val_loss, run.best_val_loss)
+        if RANK == 0 and row:  # before the checkpoint: a run killed in between writes it anew
+            row |= {'val_loss': val_loss, 'val_bpb': bpb, 'wall_s': run.wall_s}
+            log_row(log_file, wandb_run, row)
         if improved and not always_save_checkpoint:
-            save_run(out_dir, 'best.pt', constant, model, progress)
-        save_run(out_dir, 'ckpt.pt', constant, model, progress, optimizers, scaler)
-        if keep and rank == 0:
-            keep_last(out_dir, progress.iter_num, keep)
-        if sample_tokens and tokenizer and (rank == 0 or shard):  # sharded, all ranks compute the same
-            model.eval()
+            save(run, 'best.pt', constant, optimizers=False)
+        save(run, 'ckpt.pt', constant)
+        if keep and RANK == 0:
+            keep_last(out_dir, run.iter_num, keep)
+        if sample_tokens and tokenizer and (RANK == 0 or shard):  # sharded, all ranks compute the same
             first_token = val_bins.batch([0], block_size)[0][0, :1].tolist()
+            model.eval()
             with machine.autocast():
                 text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
             model.train()
             print0(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
-        if stopping or progress.iter_num >= max_iters:
+        if reason or run.iter_num >= max_iters:
             break
 
+    # the end
     if not eval_only:
-        memory = peak_mb(device)
-        status = 'done' if not stopping else 'stopped' if signals else 'time_limit'
-        note(out_dir, status=status, peak_mb=memory)
-    if not (stopping or eval_only):
-        print0(f"done: {progress.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
-             f"{progress.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
-             f"python sample.py --out_dir={shlex.quote(out_dir)}")
+        memory, stopped = peak_mb(device), 'stopped' if reason > TIME_IS_OVER else 'time_limit'
+        note(out_dir, status=stopped if reason else 'done', peak_mb=memory)
+    if not (reason or eval_only):
+        print0(f"done: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
+               f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
+               f"python sample.py --out_dir={shlex.quote(out_dir)}")
     if lock:
         lock.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if stopping and signals:  # as shells report them
-        sys.exit(128 + (max(stop, default=0) or signal.SIGTERM))
+    if reason > TIME_IS_OVER:  # as shells report a signal
+        sys.exit(128 + reason)

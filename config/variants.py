@@ -17,7 +17,7 @@ LISTS = {
     'positions': dict(base=QUICK, variants={
         'rope': '', 'rope, a quarter': '--partial_rotary_factor=0.25', 'rope, 4th none': '--pos_pattern=PPPN',
         'alibi': '--pos=alibi', 'learned': '--pos=learned', 'sinusoidal': '--pos=sinusoidal',
-        't5': '--pos=t5', 'none': '--pos=none'}),
+        'none': '--pos=none'}),
     'norms': dict(base=QUICK, variants={
         'rmsnorm': '', 'layernorm': '--norm=layernorm',
         'layernorm, bias': '--norm=layernorm --norm_bias=True', 'qk_norm': '--qk_norm=True',

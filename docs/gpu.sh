@@ -78,13 +78,12 @@ machine = runtime(device)
 model = GPT(GPTConfig(**shape | {name: int(value) for name, value in given.items()})).to(machine.device).train()
 settings = {**train.config, "optimizer": "muon"}
 parts, _ = train.forecast(model, machine, settings, rows)
-optimizers, params = train.make_optimizers(model, settings), list(model.parameters())
-scaler = torch.amp.GradScaler(machine.device_type, enabled=False)
+run = train.Run(model, settings, machine)
 x = torch.randint(model.config.vocab_size, (rows, model.config.block_size), device=machine.device)
-forward = train.compile_model(model, machine.device) if compiled else model
+run.forward = train.compile_model(model, machine.device) if compiled else model
 def step():
-    train.gradients(forward, (x, x, None), iter(()), 1, machine.autocast, scaler, {})
-    train.update(model, params, optimizers, scaler, 1.0, None, 0.0)
+    train.gradients(run, [(x, x, 1.0)])
+    train.update(run, None)
 for _ in range(3):
     step()
 on_gpu = machine.device_type == "cuda"

@@ -1,5 +1,6 @@
 """Small models, data and runs that several files of tests use."""
 import base64
+import collections
 import contextlib
 import csv
 import functools
@@ -19,6 +20,7 @@ import torch
 import model as flat
 import prepare
 import tokenizer as flat_tokenizer
+import weights
 from model import GPT
 from sample import generate
 
@@ -33,7 +35,7 @@ def made(model, prompts, n, **options):
     """The tokens that generate makes for each prompt; each ends once, with None."""
     found = [[] for _ in prompts]
     for sample, token in generate(model, prompts, n, **options):
-        found[sample].append(token)
+        found[sample.number].append(token)
     assert all(tokens.index(None) == len(tokens) - 1 for tokens in found if tokens)
     return [tokens[:-1] if tokens else None for tokens in found]
 
@@ -109,6 +111,9 @@ def prep_patterns():
 
 DEEPSEEK_SPLIT = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
                   r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+UPPER, LOWER = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'
+CASED_SPLIT = (rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}'
+               r'| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 
 
 @functools.lru_cache(maxsize=1)
@@ -155,21 +160,21 @@ def tok_oracles():
         'gpt2': trained(level()), 'gpt2 prefix': trained(level(prefix=True)),
         'qwen': trained(pre.Sequence([split(flat_tokenizer.WORD_PATTERN), level(regex=False)]), norm.NFC()),
         'deepseek': trained(pre.Sequence([split(r'\p{N}{1,3}'), split('[一-龥぀-ゟ゠-ヿ]+'),
-                                          split(DEEPSEEK_SPLIT), level(regex=False)]))}
+                                          split(DEEPSEEK_SPLIT), level(regex=False)])),
+        'tekken': trained(pre.Sequence([split(CASED_SPLIT), level(regex=False)])),
+        'falcon': trained(pre.Sequence([pre.Punctuation('contiguous'), level(), pre.Digits(False),
+                                        split('[0-9][0-9][0-9]')]))}
     pieces = dec.Sequence([dec.Replace('▁', ' '), dec.ByteFallback(), dec.Fuse(), dec.Strip(' ', 1, 0)])
     llama2 = json.loads(trained(
         None, norm.Sequence([norm.Prepend('▁'), norm.Replace(' ', '▁')]), pieces, 1300,
         ['<unk>', '<s>', '</s>', *(f'<0x{b:02X}>' for b in range(256))]).to_str())
     llama2['model'].update(byte_fallback=True, unk_token='<unk>', fuse_unk=True)
     llama2['added_tokens'] = [t for t in llama2['added_tokens'] if not t['content'].startswith('<0x')]
-    start = {'SpecialToken': {'id': '<s>', 'type_id': 0}}
-    texts = [{'Sequence': {'id': name, 'type_id': 0}} for name in 'AB']
-    llama2['post_processor'] = {'type': 'TemplateProcessing', 'single': [start, texts[0]],
-                                'pair': [start, texts[0], start, texts[1]],
-                                'special_tokens': {'<s>': {'id': '<s>', 'ids': [1], 'tokens': ['<s>']}}}
     found['llama2'] = tk.Tokenizer.from_str(json.dumps(llama2))
-    found['mistral'] = tk.Tokenizer.from_str(json.dumps({**llama2, 'normalizer': None, 'pre_tokenizer': {
-        'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first', 'split': False}}))
+    found['llama2'].post_processor = tk.processors.TemplateProcessing('<s> $A', '<s> $A <s> $B', [('<s>', 1)])
+    found['mistral'] = tk.Tokenizer.from_str(json.dumps({
+        **json.loads(found['llama2'].to_str()), 'normalizer': None, 'pre_tokenizer': {
+            'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first', 'split': False}}))
     added = tk.Tokenizer.from_str(found['gpt2'].to_str())
     added.add_tokens([tk.AddedToken('hello', normalized=True), tk.AddedToken('  ', normalized=False),
                       tk.AddedToken('word', single_word=True)])
@@ -263,19 +268,16 @@ TOY = ['--dataset=toy', '--n_layer=2', '--n_head=2', '--n_embd=32', '--block_siz
 
 def run(script, *args):
     """A script as users run it, in this process; returns its globals."""
-    argv, sys.argv = sys.argv, [script, *args]
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    deterministic, hook = torch.are_deterministic_algorithms_enabled(), sys.excepthook
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    try:
-        return runpy.run_path(str(ROOT / script), run_name='__main__')
-    finally:
-        sys.argv, sys.excepthook = argv, hook
-        torch.use_deterministic_algorithms(deterministic)
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(threads)
-        for n, handler in handlers.items():
-            signal.signal(n, handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, 'argv', [script, *args])
+        patch.setattr(sys, 'excepthook', sys.excepthook)
+        try:
+            return runpy.run_path(str(ROOT / script), run_name='__main__')
+        finally:
+            torch.use_deterministic_algorithms(False)
+            for n, handler in handlers.items():
+                signal.signal(n, handler)
 
 
 def train(*args):
@@ -316,36 +318,27 @@ def write_masks(path='data/toy', seed=0):
 
 
 def write_packed(eot=22, block=16):
-    """Makes data/toy a folder as prepare.py packs it, of conversations of which some share a window. Returns
-    them: [(ids, the mask of each)]."""
-    rng = np.random.default_rng(0)
-    talks = [[eot, *rng.integers(22, size=n)] for n in (5, 8, 12, 3, 3, 3, 15, 7)]
-    learnt = [[0] + [int(i % 7 > 2) for i in range(1, len(talk))] for talk in talks]
-    ids, mask = [], []
-    for talk, one in zip(talks, learnt):
-        if len(ids) % block + len(talk) > block:  # it does not fit into the rest of the slot
-            fill = -len(ids) % block
-            ids, mask = ids + [eot] * fill, mask + [0] * fill
-        ids, mask = ids + talk, mask + one
-    fill = -len(ids) % block + 1
-    ids, mask = np.array(ids + [eot] * fill, '<u2'), np.array(mask + [0] * fill, np.uint8)
+    """Packs conversations into data/toy as prepare.py does. Returns them: [(ids, the mask of each)]."""
+    talks = [np.random.default_rng(n).integers(22, size=n) for n in (5, 8, 12, 3, 4, 2, 15, 7)]
+    learnt = [(np.arange(1, 1 + len(talk)) % 7 > 2).astype(np.uint8) for talk in talks]
+    for split in 'train', 'val':
+        encoded = [(split, *both, 0) for both in zip(talks, learnt)]
+        packed = [(ids.astype('<u2'), mask) for name, ids, mask, _ in prepare.pack(
+            encoded, block, eot, collections.Counter()) if name == split]
+        for end, parts in zip(('.bin', '.mask.bin'), zip(*packed)):
+            np.concatenate(parts).tofile(f'data/toy/{split}{end}')
     meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
     Path('data/toy/meta.json').write_text(json.dumps({**meta, 'eot': eot, 'block_size': block}), 'utf-8')
-    for split in ('train', 'val'):
-        ids.tofile(f'data/toy/{split}.bin')
-        mask.tofile(f'data/toy/{split}.mask.bin')
-    return list(zip(talks, learnt))
+    return [([eot, *talk], [0, *mask]) for talk, mask in zip(talks, learnt)]
 
 
 def dequantized(model):
     """The same model with the weights that an int8 one stands for, in float32."""
-    plain = GPT(model.config)
-    weights = dict(model.state_dict())
+    plain, state = GPT(model.config), dict(model.state_dict())
     for name, module in model.named_modules():
-        if torch.is_tensor(getattr(module, 'scale', None)) and f'{name}.weight' in weights:
-            rows = weights[f'{name}.weight']  # the vocabulary is not padded
-            weights[f'{name}.weight'] = rows * module.scale[:len(rows)].float()[..., None]
-    plain.load_state_dict(weights)
+        if isinstance(module, weights.Int8Linear):
+            state[f'{name}.weight'] = module.weight * module.scale.float()[..., None]
+    plain.load_state_dict(state)
     return plain.eval()
 
 

@@ -50,12 +50,6 @@ def rotated(config, layer, y):
     return torch.cat((z.real, z.imag, rest), -1)
 
 
-def t5_bias(config, module, distance):
-    """arXiv:1910.10683: distances up to 16 each, then 16 buckets in three doublings"""
-    buckets = [min(n, 16 + int(16 * math.log2(max(n, 16) / 16) / 3), 31) for n in range(LONG)]
-    return module.weight[torch.tensor(buckets)[distance.clamp(min=0)]][:, 0].movedim(-1, 1)
-
-
 def attend(config, module, q, k, v):
     """q, k, v (B, heads, T, width) -> (B, T, heads, width)"""
     _, window, _, pos = letters(config, module.layer)
@@ -68,8 +62,6 @@ def attend(config, module, q, k, v):
     score = capped(q @ k.mT * (config.attn_scale or q.shape[-1] ** -0.5), config.attn_softcap)
     if config.pos == 'alibi' and pos == 'P':  # as the code of arXiv:2108.12409 has it, for 6 heads
         score = score - config.alibi_scale * 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3])[:, None, None] * age
-    if config.pos == 't5' and pos == 'P':
-        score = score + config.t5_bias(age[None, None])
     weight = score.exp() * (age >= 0) * within
     total = weight.sum(-1, keepdim=True) + (module.sink.exp()[:, None, None] if config.attn_sink else 0)
     return (weight / total @ v).transpose(1, 2)
@@ -91,7 +83,8 @@ def attention(config, module, x, context):
 def latent_attention(config, module, x, context):
     """arXiv:2405.04434, equations 9 to 19; YaRN's mscale_all_dim as in DeepSeek's code"""
     (q, latent, k_rope), scaling = module.c_attn(x), config.rope_scaling or {}
-    q, kv = module.c_q(module.q_norm(q)), module.c_kv(module.kv_norm(latent))
+    q = module.c_q(norm(config, module.q_norm, q)) if config.q_lora_rank else q
+    kv = module.c_kv(norm(config, module.kv_norm, latent))
     (q, q_rope), (k, v) = (y.unflatten(-1, (config.n_head, -1)).transpose(1, 2).tensor_split(
         (config.qk_nope_head_dim,), -1) for y in (q, kv))
     q_rope, k_rope = (rotated(config, module.layer, y) for y in (q_rope, k_rope[:, None]))
@@ -129,11 +122,11 @@ def state_layer(config, module, x, context):
         q, k, step = F.normalize(q, dim=-1) * q.shape[-1] ** -0.5, F.normalize(k, dim=-1), beta[0].sigmoid()
         step = step[..., None, None]
     state, out = torch.zeros_like(k[:, 0].mT @ v[:, 0]), []
-    for t in range(LONG):
-        state = decay[:, t].mT * state
-        wrong = v[:, t] - k[:, t] @ state if beta else v[:, t]
-        state = state + (step * k)[:, t].mT @ wrong
-        out.append(q[:, t] @ state)
+    for q_t, k_t, v_t, decay_t, step_t in zip(*(y.unbind(1) for y in (q, k, v, decay, step))):
+        state = decay_t.mT * state
+        wrong = v_t - k_t @ state if beta else v_t
+        state = state + (step_t * k_t).mT @ wrong
+        out.append(q_t @ state)
     y = torch.stack(out, 1)
     if beta:
         y = F.rms_norm(y, y.shape[-1:], module.o_norm, config.norm_eps) * gate
@@ -143,7 +136,7 @@ def state_layer(config, module, x, context):
     return module.c_proj(y.flatten(2))
 
 
-def xielu(module, x):
+def xielu(config, module, x):
     """arXiv:2411.13010"""
     above, below = F.softplus(module.alpha_p), 0.5 + F.softplus(module.alpha_n)
     return torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=0)) - x)) + x / 2
@@ -153,18 +146,15 @@ gelu_tanh = functools.partial(F.gelu, approximate='tanh')
 ACTIVATIONS = {
     'swiglu': F.silu, 'geglu': F.gelu, 'geglu_tanh': gelu_tanh, 'reglu': F.relu, 'glu': torch.sigmoid,
     'gelu': F.gelu, 'gelu_tanh': gelu_tanh, 'relu': F.relu, 'relu2': lambda x: F.relu(x) ** 2, 'silu': F.silu,
-    'swiglu_oai': lambda x: x * torch.sigmoid(1.702 * x), 'xielu': xielu}
+    'swiglu_oai': lambda x: x * torch.sigmoid(1.702 * x)}
 SCORES = {'softmax': (functools.partial(torch.softmax, dim=-1), 1), 'sigmoid': (torch.sigmoid, 2)}
-PLACEMENTS = {  # norms before and after the mixer, before and after the MLP, on the stream after each; 0: no
-    'pre': '102000', 'post': '000012', 'output': '010200', 'sandwich': '123400', 'parallel': '101000',
-    'parallel_2': '102000'}
 
 
 def mlp(config, module, x, *offsets):
     gate, *up = module.c_fc(x, *offsets)
     if config.mlp == 'swiglu_oai':  # arXiv:2508.10925
         gate, up = gate.clamp(max=config.mlp_limit), [up[0].clamp(-config.mlp_limit, config.mlp_limit) + 1]
-    act = functools.partial(xielu, module.act) if config.mlp == 'xielu' else ACTIVATIONS[config.mlp]
+    act = module.act if config.mlp == 'xielu' else ACTIVATIONS[config.mlp]
     y = module.c_proj(math.prod(up, start=act(gate)), *offsets)
     return y[0] if offsets else y
 
@@ -207,13 +197,29 @@ def router_losses(config, module, x):
 
 
 def block(config, module, x, context):
-    _, _, kind, _ = letters(config, module.attn.layer)
-    digits = '100000' if kind == 'N' else PLACEMENTS[config.norm_placement]
-    a, b, c, d, e, f = (getattr(module, f'ln_{n}', torch.nn.Identity()) for n in digits)
-    between = e(x + b(config.residual_scale * module.attn(a(x), context)))
-    z = c(x if 'parallel' in config.norm_placement else between)
-    y = {'E': lambda: module.mlp(z, context), 'D': lambda: module.mlp(z), 'N': lambda: z * 0}[kind]()
-    return f(between + d(config.residual_scale * y))
+    (_, _, kind, _), placement = letters(config, module.attn.layer), config.norm_placement
+
+    def ln(number, x):
+        return norm(config, getattr(module, f'ln_{number}'), x)
+
+    def attn(x):
+        return config.residual_scale * module.attn(x, context)
+
+    def mlp(x):
+        return config.residual_scale * (module.mlp(x, context) if kind == 'E' else module.mlp(x))
+
+    def add(x, branch, number):
+        if placement == 'post':
+            return ln(number, x + branch(x))
+        if placement == 'output':
+            return x + ln(number, branch(x))
+        if placement == 'sandwich':
+            return x + ln(2 * number, branch(ln(2 * number - 1, x)))
+        return x + branch(ln(number, x))
+    if placement.startswith('parallel'):
+        return add(x, attn, 1) + mlp(ln(2 if placement == 'parallel_2' else 1, x))
+    x = add(x, attn, 1)
+    return x if kind == 'N' else add(x, mlp, 2)
 
 
 def bigram(config, module, context):
@@ -224,18 +230,16 @@ def bigram(config, module, context):
 
 def prediction(config, module, x, x0, context):
     """arXiv:2412.19437, 2.2"""
-    both = module.ln_x(x), module.ln_next(x0.roll(-1, 1))
+    both = norm(config, module.ln_x, x), norm(config, module.ln_next, x0.roll(-1, 1))
     return module.block(module.c_in(torch.cat(both, -1)), context)
 
 
 FORMULAS = {
-    flat.Norm: norm,
-    flat.T5Bias: t5_bias, flat.BigramEmbedding: bigram, flat.Attention: attention,
+    flat.Norm: norm, flat.XIELU: xielu, flat.BigramEmbedding: bigram, flat.Attention: attention,
     flat.LatentAttention: latent_attention, mixers.GatedDeltaNet: state_layer,
     mixers.KimiDeltaAttention: state_layer, mixers.Mamba2: state_layer,
-    mixers.ShortConvolution: short_convolution,
-    flat.MLP: mlp, flat.Experts: mlp, flat.MoE: moe, flat.Block: block, flat.MultiTokenPrediction: prediction}
-
+    mixers.ShortConvolution: short_convolution, flat.MLP: mlp, flat.Experts: mlp, flat.MoE: moe,
+    flat.Block: block, flat.MultiTokenPrediction: prediction}
 
 
 def embedding(config, model, context):
@@ -250,13 +254,79 @@ def embedding(config, model, context):
 
 
 def head(config, model, x):
-    x = model.ln_f(x)
+    x = x if config.norm_placement == 'post' else norm(config, model.ln_f, x)
     logits = x @ model.wte.weight.mT if config.tie_word_embeddings else model.lm_head(x)
-    return capped(config.logit_scale * logits, config.logit_softcap)
+    return capped(config.logit_scale * logits, config.logit_softcap)[..., :config.vocab_size]
 
 
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=-1).flatten(), ignore_index=-1)
+
+
+# parameters and optimizers ----------------------------------------------------------------------------------
+
+BIASES = {  # class: linear layers and the fields that give them a bias
+    flat.Attention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
+    flat.LatentAttention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
+    flat.MLP: {'c_fc': 'mlp_bias', 'c_proj': 'mlp_bias'},
+    flat.Experts: {'c_fc': 'mlp_bias', 'c_proj': 'mlp_bias'}, flat.MoE: {'router': 'mlp_bias'}}
+
+
+def initial_values(config):
+    """Rows of parts of names, group, mean, standard deviation (None: by the columns); the first that has a
+    part of a parameter's name counts."""
+    kernel, ends_in_norm = config.linear_conv_kernel_dim or 1, config.norm_placement in ('output', 'sandwich')
+    return (
+        ('wte wpe', 'embedding', 0, 0.02), ('bigram', 'bigram', 0, 0),
+        ('lm_head.weight', 'head', 0, 0), ('shared_gate.weight', 'gate', 0, None),
+        ('x0_lambdas', 'scalar', 0, 0), ('resid_lambdas', 'scalar', 1, 0),
+        ('alpha_p', 'vector', math.log(math.expm1(0.8)), 0),
+        ('alpha_n', 'vector', math.log(math.expm1(0.3)), 0),
+        ('A_log', 'vector', math.log(16) - 1, 1), ('dt_bias', 'vector', math.log(0.01), 1.33),
+        ('bias sink', 'vector', 0, 0), ('conv', 'vector', 0, (3 * kernel) ** -0.5),
+        ('norm ln_ skip', 'vector', 1, 0), ('c_proj', 'matrix', 0, None if ends_in_norm else 0),
+        ('c_ router', 'matrix', 0, None))
+
+
+def normuon(move, squares):
+    """arXiv:2510.05491: a move (..., rows, columns) with even rows and its norm, and their mean squares."""
+    squares = 0.95 * squares + 0.05 * move.square().mean(-1, keepdim=True)
+    even = move / (squares + 1e-10).sqrt()  # no gradient, no move
+    norm, had = (x.square().sum((-2, -1), keepdim=True).sqrt() for x in (even, move))
+    return even * had / norm.clamp(min=1e-10), squares
+
+
+def optimizer_step(model, name, kind, scales):
+    """A copy of the parameter of this name and a step for it, of rate 0.1 times its group's scale and decay
+    0.05: by torch's AdamW or, of a matrix, by NorMuon on each projection and expert."""
+    known = {'matrix': True, 'embedding': True, 'head': True, 'vector': False, 'scalar': False}
+    module, group = model.get_submodule(name.rpartition('.')[0]), model.tags[name].group
+    copy, rate = model.get_parameter(name).detach().clone(), 0.1 * scales[group]
+    decay = 0.05 * {**flat.GROUPS, **known}[group]
+    if kind == 'adamw' or group != 'matrix':
+        return copy, torch.optim.AdamW([copy], rate, (0.5, 0.99), weight_decay=decay / rate).step
+
+    def parts(x):
+        rows = getattr(module, 'widths', x.shape[-2])
+        return [part for matrix in x.view(-1, *x.shape[-2:]) for part in matrix.split(rows)]
+    moves, squares = [torch.zeros_like(part) for part in parts(copy)], {}
+    muon = torch.optim.Muon(moves, 1.0, 0.0, 0.7, adjust_lr_fn='match_rms_adamw')
+
+    def step():
+        for move, grad in zip(moves, parts(copy.grad)):
+            move.grad = grad
+        muon.step()
+        for i, (part, move) in enumerate(zip(parts(copy), moves)):
+            even, squares[i] = normuon(move, squares.get(i, 0))
+            part.mul_(1 - decay).add_(even, alpha=rate)
+            move.zero_()
+    return copy, step
+
+
+SCHEDULES = {  # (share of the decay done, cooldown) -> share of the peak
+    'cosine': lambda done, cooldown: (1 + math.cos(math.pi * done)) / 2,
+    'linear': lambda done, cooldown: 1 - done,
+    'wsd': lambda done, cooldown: min(1, (1 - done) / cooldown)}
 
 
 # worked examples
@@ -266,7 +336,11 @@ EXAMPLES = (  # of rotary scalings by 8, of 1, 1/2, 1/4 and 1/8, which base 16 h
     ('dynamic', 15, dict(original_max_position_embeddings=8), [1, 0.25, 0.0625, 0.015625], 1),
     ('yarn', 15, dict(original_max_position_embeddings=500, mscale=0.7, mscale_all_dim=0.4),
      [1, 0.5, 41 / 192, 17 / 192], (0.07 * math.log(8) + 1) / (0.04 * math.log(8) + 1)),
+    ('yarn', 15, dict(original_max_position_embeddings=500, attention_factor=1.5),
+     [1, 0.5, 41 / 192, 17 / 192], 1.5),
     ('llama3', 15, dict(original_max_position_embeddings=16 * math.pi, low_freq_factor=1, high_freq_factor=4),
      [1, 0.5, 5 / 48, 0.015625], 1),
     ('longrope', 65, dict(original_max_position_embeddings=64, short_factor=[1] * 4,
-                          long_factor=[1, 2, 3, 4]), [1, 0.25, 1 / 12, 0.03125], 1.5 ** 0.5))
+                          long_factor=[1, 2, 3, 4]), [1, 0.25, 1 / 12, 0.03125], 1.5 ** 0.5),
+    ('longrope', 64, dict(original_max_position_embeddings=64, short_factor=[1] * 4,
+                          long_factor=[1, 2, 3, 4]), [1, 0.5, 0.25, 0.125], 1.5 ** 0.5))

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import types
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +18,9 @@ import bench as flat_bench
 import hub
 import model as flat
 import train as flat_train
-from configurator import runtime
 from model import GPT, flops_per_token, num_params
 from test_model import near, tiny
-from tokenizer import EOT, CharTokenizer, JsonTokenizer, make_tokenizer
+from tokenizer import ByteTokenizer, CharTokenizer, make_tokenizer
 
 
 # how big ----------------------------------------------------------------------------------------------------
@@ -37,7 +35,6 @@ def test_params_of_published_shapes(capsys):
                      r'+4.8%$', out, re.M)
     assert layer['flops']['mixing'] == 12 * 32 * 128 * 40960 and sum(layer['flops'].values()) == (
         6 * (192_946_432 - 2 * 4096 - 2 * 128) + layer['flops']['mixing'])  # but norms
-    assert re.search(r'^mixing +0 +0.0%  +2,013,265,920 +63.5%$', out, re.M)
     shape = dict(n_embd=1024, n_layer=24, n_head=16, kv_lora_rank=512, qk_rope_head_dim=64, block_size=64,
                  qk_nope_head_dim=128, v_head_dim=128, d_ff=2816, vocab_size=32000, tie_word_embeddings=False)
     _, numbers = bench(capsys, 'params', *(f'--{name}={value}' for name, value in shape.items()))
@@ -50,8 +47,8 @@ def test_params_counts_a_real_model(capsys):
     model = GPT(flat.GPTConfig(**size))
     out, numbers = bench(capsys, 'params', '--dtype=float32', '--init=True',
                          *(f'--{k}={v}' for k, v in size.items()))
-    assert re.search(r'^h.0.attn.c_proj.weight +4 +32 x 32 +zeros_ +matrix$', out, re.M)
-    assert re.search(r'^wte.weight +1 +61 x 32 +normal_ std=0.02 +embedding$', out, re.M)
+    assert re.search(r'^attn.c_proj.weight +32 x 32 +zeros_ +matrix +1,024 ', out, re.M)
+    assert re.search(r'^wte.weight +61 x 32 +normal_ std=0.02 +embedding +1,952 ', out, re.M)
     assert numbers['params'] == sum(w.numel() for w in model.state_dict().values())
     assert numbers['active_params'] == num_params(model, active=True)
     assert numbers['flops_per_token'] == flops_per_token(model)
@@ -63,13 +60,16 @@ def test_params_counts_a_real_model(capsys):
     assert numbers['cache_bytes'] == 4 * (3 * (3 * 96 + 4 * 8 * 8) + 8 * 2 * 32)
 
 
-def test_params_forecasts_what_training_takes(capsys):
+def test_params_forecasts_what_training_takes(capsys, monkeypatch):
+    """Where the process grows by a MB with each forecast; a sequence takes 15."""
+    grown = itertools.count(100)
+    monkeypatch.setattr(flat_train, 'peak_mb', lambda device: next(grown))
     args = ['params', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_size=128', '--vocab_size=9999',
             '--memory=4', '--optimizer=muon', *EVAL]
     out, numbers = bench(capsys, *args)
     largest = numbers['largest_batch_size']
     assert f'largest batch_size in 4.00 GB: {largest}' in out and sum(numbers['memory'].values()) < 4e9
-    for n, fits in ((largest - 3, True), (largest + 3, False)):  # a sequence takes 15 MB, the process varies
+    for n, fits in ((largest - 1, True), (largest + 1, False)):
         _, numbers = bench(capsys, *args, f'--batch_size={n}')
         assert (sum(numbers['memory'].values()) <= 4e9) == fits
 
@@ -79,99 +79,44 @@ SMALL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--vocab_size=50', '--round
 
 
 @pytest.mark.parametrize('args, others', [
-    (['train', '--steps=2', '--block_size=16', '--compile=False'], []),
-    (['decode', '--vs=transformers', '--batch_size=2', '--quantize=int8'], ['transformers', 'one row']),
-    (['decode', '--speculate=3'], ['no drafts'])])
+    (['--vs=transformers', '--batch_size=2', '--quantize=int8'], ['transformers', 'one row']),
+    (['--speculate=3'], ['no drafts'])])
 def test_speeds_of_a_table_agree(capsys, args, others):
-    if 'transformers' in others:
-        pytest.importorskip('transformers')
-    if args[0] == 'decode':
-        args = [*args, '--max_new_tokens=8', '--prompt_len=5']
-    out, numbers = bench(capsys, *args, *SMALL)
+    pytest.importorskip('transformers')
+    out, numbers = bench(capsys, 'decode', *args, '--max_new_tokens=8', '--prompt_len=5', *SMALL)
     assert [*numbers['times_faster']] == ['flatgpt', *others] and numbers['peak_mb'] > 0
     for name in numbers['times_faster']:
         ms, speed = re.search(rf'^{name} +(\S+) .* to \S+ +(\S+)', out.replace(',', ''), re.M).groups()
-        tokens = 12 * 16 if args[0] == 'train' else 2 if '--batch_size=2' in args and name != 'one row' else 1
+        tokens = 2 if 'one row' in others and name != 'one row' else 1
         assert float(speed) == pytest.approx(tokens * 1e3 / float(ms), rel=0.02)
     assert 0 <= numbers.get('accepted_share', 0) <= 1
 
 
-def test_speeds_by_context(capsys):
-    out, numbers = bench(capsys, 'train', '--lengths=[32,128]', '--batch_size=3', '--memory=0.02',
-                         '--compile=False', *SMALL)
-    assert [*numbers['lengths']] == ['32', '128']
-    for length, (forward, backward, speed, peak) in numbers['lengths'].items():
-        assert forward > 0 and speed == pytest.approx(3e3 * int(length) / (forward + backward))
-        assert re.search(rf'^{length} +{forward:.1f} +{backward:.1f} +{speed:,.1f} +{peak:,.1f}$', out, re.M)
-    model, machine = tiny(n_layer=1, n_head=2, n_embd=32, vocab_size=50), runtime('cpu', 'float32')
-    for times, fits in ((1, True), (2, False)):
-        model.config.block_size = times * numbers['longest']
-        parts, _ = flat_train.forecast(model, machine, flat_train.config, 3)
-        assert (sum(parts.values()) - parts['process'] <= 2e7) == fits
-
-
-@pytest.mark.parametrize('n', [1, 4])
-def test_a_step_has_all_its_micro_batches_and_one_update(n, capsys, monkeypatch):
+def test_a_step_has_all_its_micro_batches_and_one_update(capsys, monkeypatch):
     """By a clock on which a micro-batch takes 2 seconds, an update 5, and each look at it 1."""
     clock, seconds = itertools.count(), {'gradients': 2, 'update': 5}
-
-    def taking(f, seconds):
-        def called(*args):
-            for _ in range(seconds):
-                next(clock)
-            return f(*args)
-        return called
-    for name, each in seconds.items():
-        monkeypatch.setattr(flat_train, name, taking(getattr(flat_train, name), each))
+    for name, f in [(name, getattr(flat_train, name)) for name in seconds]:
+        monkeypatch.setattr(flat_train, name, lambda *args, f=f, name=name: (
+            [next(clock) for _ in range(seconds[name])], f(*args))[1])
     monkeypatch.setattr('time.perf_counter', lambda: next(clock))
-    _, numbers = bench(capsys, 'train', '--steps=2', '--block_size=16', '--compile=False',
-                       f'--gradient_accumulation_steps={n}', *SMALL)
-    assert numbers['ms'] == 1e3 * (n * 3 + 6)
-    assert numbers['tok_per_s'] == pytest.approx(n * 12 * 16 / (n * 3 + 6))
+    _, numbers = bench(capsys, 'train', '--steps=2', '--compile=False', '--gradient_accumulation_steps=4',
+                       '--block_size=16', *SMALL)
+    assert numbers['ms'] == 1e3 * (4 * 3 + 6)
+    assert numbers['tok_per_s'] == pytest.approx(4 * 12 * 16 / (4 * 3 + 6))
 
 
-def test_a_context_that_takes_long_to_forecast_ends_the_search(capsys, monkeypatch):
-    clock = itertools.count(0, 9)
-    monkeypatch.setattr('time.perf_counter', lambda: next(clock))
-    out, numbers = bench(capsys, 'train', '--lengths=[32]', '--batch_size=1', '--compile=False', *SMALL)
-    assert numbers['longest'] == 64 * 2**3 and out.count('GB by the forecast') == 4
-
-
-def test_a_model_that_decodes_comes_to_the_device_in_its_dtype(folder, monkeypatch):
-    seen, to, init = [], GPT.to, GPT.init_weights
-
-    def watch(f):
-        def watched(self, *args):
-            if 'meta' in args or f is init:
-                seen.append({w.dtype for w in self.parameters()})
-            return f(self, *args)
-        return watched
-    machine = types.SimpleNamespace(device='meta', dtype=torch.bfloat16)  # no data, as if it were a GPU
-    monkeypatch.setattr(flat_bench, 'runtime', lambda *_, **options: machine)
-    monkeypatch.setattr(flat_bench, 'fill_zeros', lambda model: None)
-    save_model('out', make_tokenizer('byte'))
-    monkeypatch.setattr(GPT, 'to', watch(to))
-    monkeypatch.setattr(GPT, 'init_weights', watch(init))
-    for name in 'scratch', 'out':
-        model, _ = flat_bench.model_and_machine({**flat_bench.config, 'init_from': name}, {}, to_train=False)
-        assert {str(w.device) for w in model.parameters()} == {'meta'}
-    assert len(seen) == 4 and seen.count({torch.bfloat16}) == 3  # the checkpoint's skeleton is float32
-
-
-def test_bandwidth_of_a_gpu_is_that_of_four_gigabytes(monkeypatch):
-    """By tensors without data, and a clock that ticks each millisecond."""
-    clock, ones, reset = itertools.count(0, 1e-3), torch.ones, []
-    monkeypatch.setattr('time.perf_counter', lambda: next(clock))
-    monkeypatch.setattr(torch, 'ones', lambda n, device: ones(n, device='meta'))
-    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', reset.append)
-    assert 1 / flat_bench.reading('cuda:0')() == pytest.approx(4 * 2**30 / 1e-3) and reset == ['cuda:0']
+def test_a_model_that_decodes_is_made_in_its_dtype(monkeypatch):
+    made, init = [], GPT.init_weights
+    monkeypatch.setattr(GPT, 'init_weights', lambda model: made.extend(model.parameters()) or init(model))
+    bench_config = {**flat_bench.config, 'device': 'cpu', 'dtype': 'bfloat16'}
+    flat_bench.model_and_machine(bench_config, dict(n_layer=1, n_embd=32, n_head=2), to_train=False)
+    assert {w.dtype for w in made} == {torch.bfloat16} and torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize('args, message', [
     (['params', '--steps=3'], '--steps has no effect in params'), (['train', '--steps=0'], 'steps=0 must'),
     (['decode', '--n_layer=1', '--block_size=16'], 'prompt_len=32 must be .* at most block_size'),
-    (['decode', 'out'], 'decode has no use for out'),
-    (['train', '--optimizer=sgd'], "optimizer='sgd' is none of"), ([], 'say first what to do')])
+    (['decode', 'out'], 'decode has no use for out'), ([], 'say first what to do')])
 def test_settings_without_effect_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
         run('bench.py', *args)
@@ -205,16 +150,14 @@ def close(value):
     return pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.parametrize('masked', [False, True])
-def test_eval_counts_each_target_once(folder, capsys, masked):
-    tok = CharTokenizer([*'abcdefgh', 'é', 'ß', '中'])
+def test_eval_counts_each_target_once(folder, capsys):
+    """In text of which some tokens are masked, and in rows of 16, at any number of them at once."""
+    tok, rng = CharTokenizer([*'abcdefgh', 'é', 'ß', '中']), np.random.default_rng(0)
     model = save_model('out', tok)
-    data, ids = Path('data/odd'), np.random.default_rng(0).integers(11, size=16 * 6 + 6)
+    data, ids, mask = Path('data/odd'), rng.integers(11, size=16 * 6 + 6), rng.integers(2, size=16 * 6 + 6)
     data.mkdir()
     ids.astype('<u2').tofile(data / 'val.bin')
-    mask = np.random.default_rng(1).integers(not masked, 2, size=len(ids))
-    if masked:
-        mask.astype(np.uint8).tofile(data / 'val.mask.bin')
+    mask.astype(np.uint8).tofile(data / 'val.mask.bin')
     meta = {'vocab_size': 11, 'dtype': 'uint16', 'bytes_per_token': 9.0, 'tokenizer': tok.state()}
     (data / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')
     is_target = mask[1:].astype(bool)
@@ -227,7 +170,7 @@ def test_eval_counts_each_target_once(folder, capsys, masked):
         assert numbers['loss'] == close(losses.mean())
         assert numbers['perplexity'] == close(math.exp(losses.mean()))
         assert numbers['bits_per_byte'] == close(losses.sum() / math.log(2) / n_bytes)
-    for first, last in (1, 1), (2, 2), (3, 4), (9, 16):
+    for first, last in (1, 1), (3, 4), (9, 16):
         among = (position >= first - 1) & (position < last)
         assert numbers[f'from token {first} on'] == close(losses[among].mean())
 
@@ -235,21 +178,19 @@ def test_eval_counts_each_target_once(folder, capsys, masked):
 def test_eval_of_texts_counts_their_bytes(folder, capsys):
     """End of text stands before a document, so that its first token is a target. Documents of a text follow
     each other, JSON lines stand alone; without an end of text the first token is not predicted."""
-    tok, text = make_tokenizer('byte'), 'Größe: 中文 and more of it'
-    model = save_model('out', tok)
-    one, n_bytes = [256, *text.encode()], len(text.encode())
-    Path('one.txt').write_text(text, encoding='utf-8')
+    text = 'Größe: 中文 and more of it'
+    model, tokens, n_bytes = save_model('out', ByteTokenizer()), [256, *text.encode()], len(text.encode())
     Path('two.txt').write_text(f'{text}<|endoftext|>{text}', encoding='utf-8')
-    Path('lines.jsonl').write_text('\n'.join([json.dumps({'text': text})] * 3), encoding='utf-8')
-    for name, streams in {'one.txt': [one], 'two.txt': [one * 2], 'lines.jsonl': [one] * 3}.items():
+    write_lines('lines.jsonl', [{'text': text}] * 3)
+    for name, streams in {'two.txt': [tokens * 2], 'lines.jsonl': [tokens] * 3}.items():
         _, numbers = bench(capsys, 'eval', name, '--init_from=out', *EVAL)
-        each = [by_rows(model, ids) for ids in streams]
-        assert numbers['targets'] == sum(map(len, each))
-        assert numbers['bytes'] == n_bytes * sum(map(len, streams)) // len(one)
-        assert numbers['bits_per_byte'] == close(sum(map(sum, each)) / math.log(2) / numbers['bytes'])
-    for found, expected in zip(numbers['each'], each, strict=True):
-        assert found == close(expected)
+        losses = [by_rows(model, ids) for ids in streams]
+        assert numbers['targets'] == sum(map(len, losses))
+        assert numbers['bytes'] == n_bytes * sum(map(len, streams)) // len(tokens)
+        assert numbers['bits_per_byte'] == close(sum(map(sum, losses)) / math.log(2) / numbers['bytes'])
+    assert np.concatenate(numbers['each']) == close(np.concatenate(losses))
     save_model('out-char', CharTokenizer(sorted(set(text))))
+    Path('one.txt').write_text(text, encoding='utf-8')
     _, numbers = bench(capsys, 'eval', 'one.txt', '--init_from=out-char', *EVAL)
     assert (numbers['bytes'], numbers['targets']) == (n_bytes - 1, len(text) - 1)
 
@@ -283,23 +224,22 @@ def test_eval_keeps_conversations_apart(folder, capsys):
     assert abs(together['loss'] - expected) > 1e-3  # or this could not fail
 
 
-@pytest.mark.parametrize('scaling', [None, {'rope_type': 'yarn', 'factor': 4.0}])
-def test_eval_at_times_the_length(folder, capsys, scaling):
+def test_eval_at_times_the_length(folder, capsys):
     """At every length the targets are the ones that end a row of the longest."""
     save_model('out', make_tokenizer('byte'), block_size=8)
     text = ''.join(map(chr, np.random.default_rng(0).integers(32, 127, size=61)))
     Path('text.txt').write_text(text, encoding='utf-8')
-    flags = [f'--rope_scaling={scaling}'] if scaling else []
-    _, numbers = bench(capsys, 'eval', 'text.txt', '--init_from=out', '--lengths=[1,2,4]', *flags, *EVAL)
-    told = scaling and {**scaling, 'original_max_position_embeddings': 8}
-    model, *_ = hub.load('out/ckpt.pt', block_size=32, rope_scaling=told)
+    scaling = {'rope_type': 'yarn', 'factor': 4.0}
+    _, numbers = bench(capsys, 'eval', 'text.txt', '--init_from=out', '--lengths=[1,2,4]',
+                       f'--rope_scaling={scaling}', *EVAL)
+    model, *_ = hub.load('out/ckpt.pt', block_size=32,
+                         rope_scaling={**scaling, 'original_max_position_embeddings': 8})
     ids, found = [256, *text.encode()], numbers['lengths']
     assert [*found] == ['8', '16', '32'] and numbers['targets'] == 32
     for length in (8, 16, 32):
         rows = np.array([naive_losses(model, ids[end - length:end + 1], length) for end in (32, 40, 48, 56)])
         assert found[str(length)]['loss'] == close(rows[:, -8:].mean())
         assert found[str(length)]['from token 3 on'] == close(rows[:, 2:4].mean())
-    assert found['32']['from token 17 on'] == close(rows[:, 16:].mean())
 
 
 def letters(rng, n):
@@ -310,21 +250,10 @@ def write_lines(path, records):
     Path(path).write_text('\n'.join(map(json.dumps, records)), encoding='utf-8')
 
 
-def tokenizer_with_bos():
-    """Bytes, and end of text before each text, as a tokenizer.json says it."""
-    pytest.importorskip('tokenizers')
-    source = json.loads(make_tokenizer('byte').to_json())
-    first, text = {'SpecialToken': {'id': EOT, 'type_id': 0}}, {'Sequence': {'id': 'A', 'type_id': 0}}
-    source['post_processor'] = {'type': 'TemplateProcessing', 'single': [first, text], 'pair': [first, text],
-                                'special_tokens': {EOT: {'id': EOT, 'ids': [256], 'tokens': [EOT]}}}
-    return JsonTokenizer(json.dumps(source), {'bos_token': EOT})
-
-
-@pytest.mark.parametrize('bos, batch_size', [([], 1), ([256], 3)])
-def test_eval_of_choices(bos, batch_size, folder, capsys):
+def test_eval_of_choices(folder, capsys, monkeypatch):
     """Against a loop over choices, of many lengths, so that sum, characters and tokens choose differently."""
-    tok, rng = tokenizer_with_bos() if bos else make_tokenizer('byte'), np.random.default_rng(0)
-    model = save_model('out', tok, block_size=64)
+    monkeypatch.setattr(ByteTokenizer, 'bos', (256,))
+    model, rng = save_model('out', ByteTokenizer(), block_size=64), np.random.default_rng(0)
     items = [{'query': letters(rng, 80 if i == 0 else 9), 'gold': int(rng.integers(n)),
               'choices': [letters(rng, n) + 'é' * int(rng.integers(5)) for n in rng.integers(2, 30, size=n)]}
              for i, n in enumerate(rng.integers(2, 5, size=30))]  # the first is too long: its end counts
@@ -332,12 +261,12 @@ def test_eval_of_choices(bos, batch_size, folder, capsys):
     sums, right = [], []
     for item in items:
         texts = [f"{item['query']} {choice}".encode() for choice in item['choices']]
-        each = [naive_losses(model, [*bos, *text][-65:], len(text) - len(item['query'])) for text in texts]
+        each = [naive_losses(model, [256, *text][-65:], len(text) - len(item['query'])) for text in texts]
         scores = [(sum(losses), sum(losses) / len(choice), np.mean(losses))
                   for losses, choice in zip(each, item['choices'])]
         sums += [sum(losses) for losses in each]
         right.append([np.argmin(score) == item['gold'] for score in zip(*scores)])
-    _, numbers = bench(capsys, 'eval', 'c.jsonl', '--init_from=out', f'--batch_size={batch_size}', *EVAL)
+    _, numbers = bench(capsys, 'eval', 'c.jsonl', '--init_from=out', '--batch_size=3', *EVAL)
     assert [loss for each in numbers['each'] for loss in each] == close(sums)
     found = [numbers[name] for name in ('acc', 'acc_norm', 'acc_token')]
     assert found == pytest.approx(np.mean(right, 0).tolist()) and len(set(found)) > 1
@@ -345,20 +274,15 @@ def test_eval_of_choices(bos, batch_size, folder, capsys):
 
 def test_eval_of_hellaswag_words_it_as_lm_evaluation_harness(folder, capsys):
     save_model('out', make_tokenizer('byte'), block_size=256)
-    plain = {'ind': 1, 'activity_label': 'Baking', 'ctx_a': 'A cook stirs. ', 'ctx_b': 'the DOUGH',
-             'ctx': 'x', 'label': '2', 'endings': [' is cold ', 'rises', 'rests.', 'is  eaten']}
-    marked = {'activity_label': 'Home', 'ctx_a': '[header] How to mop [title] Sweep. [step] Go  on.',
-              'ctx_b': '[ad]', 'label': 0,
-              'endings': ['Do [substeps] it. [title] Mop.', '[a] b', 'c [d]', 'e']}
-    write_lines('h.jsonl', [plain, marked])
+    write_lines('h.jsonl', [
+        {'activity_label': 'Home', 'ctx_a': '[header] How to mop [title] Sweep. [step] Go  on.',
+         'ctx_b': 'the DOUGH', 'label': '2', 'endings': ['Do [substeps] it. [title] Mop.', ' b ', 'c [d]']}])
     write_lines('c.jsonl', [
-        {'query': 'Baking: A cook stirs. The dough', 'gold': 2,
-         'choices': ['is cold', 'rises', 'rests.', 'is eaten']},
-        {'query': 'Home: How to mop. Sweep. Go on. ', 'gold': 0,
-         'choices': ['Do it.. Mop.', ' b', 'c ', 'e']}])
+        {'query': 'Home: How to mop. Sweep. Go on. The dough', 'gold': 2,
+         'choices': ['Do it.. Mop.', 'b', 'c ']}])
     hellaswag, same = (bench(capsys, 'eval', name, '--init_from=out', *EVAL)[1]
                        for name in ('h.jsonl', 'c.jsonl'))
-    assert {**hellaswag, 'data': ''} == {**same, 'data': ''} and hellaswag['questions'] == 2
+    assert {**hellaswag, 'data': ''} == {**same, 'data': ''} and hellaswag['questions'] == 1
 
 
 def write_bundle(rng):
@@ -379,15 +303,13 @@ def write_bundle(rng):
     os.makedirs('bundle/eval_data/of')
     for kind, items in data.items():
         write_lines(f'bundle/eval_data/of/{kind}.jsonl', items)
-    lines, rows = ['icl_tasks:'], ['Eval Task,Task Type,Random baseline,Description']
-    for i, (label, kind, shots, delimiter) in enumerate(tasks):
-        lines += ['-', f'  label: {label}', f'  dataset_uri: of/{kind}.jsonl', f'  num_fewshot: [{shots}]',
-                  f'  icl_task_type: {kind}']
-        if delimiter != ' ':
-            lines.append(f'  continuation_delimiter: {json.dumps(delimiter)}')
-        rows.append(f'{label},x,{10 * i},"a, ""b"""')
-    Path('bundle/core.yaml').write_text('\n'.join(lines), encoding='utf-8')
-    Path('bundle/eval_meta_data.csv').write_text('\n'.join(rows), encoding='utf-8')
+    Path('bundle/core.yaml').write_text(json.dumps({'icl_tasks': [  # JSON is YAML
+        {'label': label, 'icl_task_type': kind, 'dataset_uri': f'of/{kind}.jsonl', 'num_fewshot': [shots],
+         **({} if delimiter == ' ' else {'continuation_delimiter': delimiter})}
+        for label, kind, shots, delimiter in tasks]}), encoding='utf-8')
+    Path('bundle/eval_meta_data.csv').write_text('\n'.join([
+        'Eval Task,Task Type,Random baseline,Description',
+        *(f'{task[0]},x,{10 * i},"a, ""b"""' for i, task in enumerate(tasks))]), encoding='utf-8')
     return [(label, shots, delimiter, data[kind]) for label, kind, shots, delimiter in tasks]
 
 
@@ -454,16 +376,6 @@ doc_to_target: '{target}'
 """
 
 
-@pytest.mark.parametrize('text, message', [
-    ('', 'a.jsonl is too short: 1 tokens are needed'),
-    (json.dumps({'prompt': 'a', 'response': 'b'}), "a.jsonl holds conversations: give --dataset")])
-def test_eval_of_lines_without_a_text_is_refused(text, message, folder):
-    save_model('out', make_tokenizer('byte'))
-    Path('a.jsonl').write_text(text, encoding='utf-8')
-    with pytest.raises(ValueError, match=message):
-        run('bench.py', 'eval', 'a.jsonl', '--init_from=out', *EVAL)
-
-
 def test_eval_equals_lm_evaluation_harness(folder, capsys, monkeypatch):
     """The real one, on an export: the losses of choices and of whole texts, and what it makes of them."""
     monkeypatch.setenv('HF_DATASETS_CACHE', str(folder / 'cache'))
@@ -509,12 +421,6 @@ def test_eval_equals_lm_evaluation_harness(folder, capsys, monkeypatch):
                 found['results'][name][f'{metric},none'])
 
 
-def test_eval_refuses_another_tokenizer(folder):
-    save_model('out', make_tokenizer('byte'))
-    with pytest.raises(ValueError, match='prepared with another tokenizer'):
-        run('bench.py', 'eval', '--init_from=out', '--dataset=toy', *EVAL)
-
-
 # pictures ---------------------------------------------------------------------------------------------------
 def test_attention_is_drawn_with_its_tokens(folder, capsys, monkeypatch):
     """A picture for each head, of the weights that transformers has."""
@@ -524,28 +430,10 @@ def test_attention_is_drawn_with_its_tokens(folder, capsys, monkeypatch):
     hub.save_pretrained(model, tok, 'exported')
     other = transformers.AutoModelForCausalLM.from_pretrained('exported', attn_implementation='eager')
     theirs = other(torch.tensor([[*text.encode()]]), output_attentions=True).attentions
-
-    def ticks(self, ticks, labels, **_):
-        assert [*ticks] == [*range(8)] and labels[:6] == ["'a'", "' '", "'$'", "'b'", "'$'", r"'\n'"]
-        return set_ticks(self, ticks, labels, **_)
-    set_ticks, imshow = axes.set_xticks, axes.imshow
-    monkeypatch.setattr(axes, 'set_xticks', ticks)
+    imshow = axes.imshow
     monkeypatch.setattr(axes, 'imshow', lambda self, x: drawn.append(x) or imshow(self, x))
     for layer in (0, 1):
         bench(capsys, 'attention', text, '--init_from=out', f'--layer={layer}')
         near(torch.tensor(np.stack(drawn)), theirs[layer][0], 1e-5)
         drawn.clear()
     assert Path('attention.png').read_bytes().startswith(b'\x89PNG')
-
-
-def test_attention_of_a_layer_without_it_is_refused(folder, capsys):
-    save_model('out', make_tokenizer('byte'), n_layer=4, mixer_pattern='DADD')
-    for layer in (0, 2, 4, -3):
-        with pytest.raises(ValueError, match=rf'layer {layer} has no attention weights: .* among \[1\]'):
-            run('bench.py', 'attention', 'some', '--init_from=out', f'--layer={layer}')
-    for no_text in ([], ['']):
-        with pytest.raises(ValueError, match='attention needs a text'):
-            run('bench.py', 'attention', *no_text, '--init_from=out')
-    torch.save({**torch.load('out/ckpt.pt', weights_only=True), 'tokenizer': None}, 'out/ckpt.pt')
-    with pytest.raises(ValueError, match='names no tokenizer'):
-        run('bench.py', 'attention', 'some', '--init_from=out')

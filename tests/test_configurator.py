@@ -1,7 +1,6 @@
 """Settings from files and flags, errors told in one line, and the machine."""
 import ast
 import dataclasses
-import importlib.util
 import math
 import os
 import re
@@ -86,30 +85,26 @@ def script(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('arg, value', [
-    ('--learning_rate=1', 1.0), ('--max_iters=1e6', 1000000), ('--out_dir=123', '123'),
-    ('--out_dir=None', 'None'), ("--out_dir='a'", "'a'"), ('--start=a=b', 'a=b'),
-    ('--min_lr=None', None), ('--compile=False', False), ('--compile=auto', 'auto'), ('--compile', True),
+    ('--learning_rate=1', 1.0), ('--max_iters=1e6', 1000000), ('--out_dir=None', 'None'),
+    ('--start=a=b', 'a=b'), ('--min_lr=None', None), ('--compile=auto', 'auto'), ('--compile', True),
     ('--decay_lr=false', False), ("--stop=['a', 'b']", ['a', 'b']), ('--stop=12', '12'),
-    ('--n_layer=4', 4), ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ("--pattern=('S',)", ('S',))])
+    ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ("--pattern=('S',)", ('S',))])
 def test_a_flag_has_the_type_of_its_setting(arg, value, script):
     name = arg.removeprefix('--').partition('=')[0]
     found = script('config/default.py', arg)
-    where = 'model_args' if name in ('n_layer', 'rope_scaling', 'pattern') else 'config'
+    where = 'config' if name in found else 'model_args'
     assert found[where][name] == value and type(found[where][name]) is type(value)
-    assert (name in found) == (where == 'config') and found['given'][name] == 'flags'
+    assert found['given'][name] == 'flags'
 
 
 @pytest.mark.parametrize('arg, message', [
     ('--learing_rate=1', "unknown setting 'learing_rate'; did you mean 'learning_rate'"),
-    ('-max_iters=1', "'max_iters'"), ('--max-iters=1', "did you mean 'max_iters'"),
-    ('--not_a_setting=1', 'unknown'),
+    ('--max-iters=1', "did you mean 'max_iters'"), ('--not_a_setting=1', 'unknown'),
     ('--config=config/a.py', 'give config files without --config='), ('--out_dir=', 'is empty'),
     ('--out_dir', 'str, got True'), ('--decay_lr=2', 'True or False'), ('--min_lr=none', 'float or None'),
-    ('nope.py', 'there is no config file nope.py; config/ has a.py, default.py'),
-    ('config/typo.py', "'learning_rate'"),
+    ('nope.py', 'there is no config file nope.py: neither here nor in '),
     ('config/type.py', 'config/type.py: max_iters must be int, got 2.5')])
 def test_typos_and_wrong_types_are_one_error(arg, message, script, tmp_path):
-    (tmp_path / 'config/typo.py').write_text('max_iters = 1\nlearing_rate = 1')
     (tmp_path / 'config/type.py').write_text('max_iters = 2.5')
     with pytest.raises(ValueError, match=re.escape(message)):
         script(arg)
@@ -130,41 +125,32 @@ def test_files_and_flags_override_from_left_to_right(script, capsys, monkeypatch
     assert capsys.readouterr().out == ''
 
 
-def test_the_default_file_comes_first_unless_a_file_is_named(script, capsys):
+def test_the_default_file_comes_first_unless_a_file_is_named(script):
     """Nor where a run is resumed; and a model that is loaded has its own architecture."""
     found = script()
     assert found['max_iters'] == 7 and found['model_args'] == {'n_embd': 8}
-    assert 'config/default.py: max_iters = 7' in capsys.readouterr().out
-    found = script('--init_from=gpt2', '--n_layer=3')
-    assert found['max_iters'] == 7 and found['model_args'] == {'n_layer': 3}
+    assert script('--init_from=gpt2', '--n_layer=3')['model_args'] == {'n_layer': 3}
     assert script('--init_from=resume')['max_iters'] == 100 and script('config/a.py')['max_iters'] == 200
-    capsys.readouterr()
     hook, found = sys.excepthook, script('--max_iters=5', 'nope.py', name='script')  # imported
     assert found['max_iters'] == 100 and sys.excepthook is hook
-    assert capsys.readouterr().out == ''
 
 
 def test_a_file_may_have_names_of_other_scripts_but_no_typos(script, tmp_path):
     (tmp_path / 'config/b.py').write_text('eval_iters = 3\nmax_iters = 9')
     assert script('config/b.py')['given'] == {'max_iters': 'config/b.py'}
-    for name in ('ghost', 'hidden', 'eval_iter'):
-        (tmp_path / 'config/b.py').write_text(f'{name} = 3')
-        with pytest.raises(ValueError, match=f"config/b.py: unknown setting '{name}'"):
-            script('config/b.py')
+    (tmp_path / 'config/b.py').write_text('ghost = 3')
+    with pytest.raises(ValueError, match="config/b.py: unknown setting 'ghost'"):
+        script('config/b.py')
 
 
 def test_help_is_the_source(script, capsys):
     with pytest.raises(SystemExit) as e:
         script('--max_iters=5', '-h')
     out = capsys.readouterr().out
-    order = ['$ python script.py --batch_size=8', '# files',
-             "out_dir = 'out'                     # checkpoints go here",
-             'learning_rate: float = 6e-4         # peak',
-             'n_layer: int = 12               # blocks',
-             '# positions', '# two lines']
-    at = [out.index(text) for text in order]
-    assert e.value.code == 0 and at == sorted(at)
-    assert not [name for name in ('not_a_setting', 'hidden', 'ROOT', 'import') if name in out]
+    at = [out.index(line) for line in (
+        '$ python script.py --batch_size=8', '# files', "out_dir = 'out'                     # checkpoints",
+        'n_layer: int = 12               # blocks', '# positions', '# two lines')]
+    assert e.value.code == 0 and at == sorted(at) and 'not_a_setting' not in out and 'hidden' not in out
 
 
 def test_the_fields_of_our_model_are_read_as_they_are():
@@ -174,58 +160,41 @@ def test_the_fields_of_our_model_are_read_as_they_are():
         assert type(field.default) in read[field.name].kinds
 
 
-def test_tables_name_settings_and_what_scripts_begin_with_is_within():
+def test_tables_name_settings_and_defaults_are_within_them():
     known = configurator.declared(ROOT / 'model.py', 'GPTConfig')
     for script in configurator.SCRIPTS:
         own = configurator.declared(ROOT / f'{script}.py')
         known |= own
         configurator.check_settings({name: eval(ast.unparse(each.default)) for name, each in own.items()})
     tables = (*configurator.RANGES.values(), *configurator.UNUSED.values(), *configurator.CHOICES,
-              *configurator.AT_MOST, *configurator.AT_MOST.values())
+              *(name.partition('=')[0] for name in configurator.UNUSED))
     assert {name for names in tables for name in names.split()} <= known.keys()
-    for name, value in (setting.split('=') for setting in configurator.UNUSED):  # as its own value reads
-        kinds = known[name].kinds or [type(eval(ast.unparse(known[name].default)))]
-        assert str(configurator.parse(value, kinds)) == value
 
 
 def test_a_range_ends_where_it_says():
-    for (low, high), names in configurator.RANGES.items():
-        for name in names.split():
-            other = configurator.AT_MOST.get(name)
-            others, highest = ({other: 7}, 7) if other else ({}, high)
-            for value in (None, low, highest):
-                configurator.check_settings({name: value, **others})
-            for value in (low - 1e-7, highest * 1.1, math.nan):
-                with pytest.raises(ValueError, match=re.escape(f'{name}={value} must be at least {low:g}')):
-                    configurator.check_settings({name: value, **others})
-    configurator.check_settings({'of_a_fork': -1, 'min_lr': 9.0})
+    configurator.check_settings({'top_p': 1, 'min_lr': 0.1, 'learning_rate': 0.1, 'steps': None, 'own': -1})
+    for name, value in (('top_p', 1.01), ('min_lr', 0.2), ('min_p', math.nan)):
+        with pytest.raises(ValueError, match=f'{name}={value} must be at least .* and at most'):
+            configurator.check_settings({'learning_rate': 0.1, name: value})
 
 
 def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
-    for fact, names in configurator.UNUSED.items():
-        name, value = fact.split('=')
-        for flag in names.split():
-            configurator.check_effect({flag: 'config/x.py'}, {name: value})
-            configurator.check_effect({flag: 'flags'}, {name: 'one of a fork'})
-            with pytest.raises(ValueError, match=f'--{flag} has no effect with {fact}: leave it out'):
-                configurator.check_effect({flag: 'flags'}, {name: value})
+    configurator.check_effect({'momentum': 'config/x.py', 'beta1': 'flags'}, {'optimizer': 'adamw'})
+    configurator.check_effect({'momentum': 'flags'}, {'optimizer': 'muon'})
+    with pytest.raises(ValueError, match='--momentum has no effect with optimizer=adamw: leave it out'):
+        configurator.check_effect({'momentum': 'flags'}, {'optimizer': 'adamw'})
 
 
 @pytest.mark.parametrize('file, flags, lost', [
     ('llama_small.py', ['--pos=alibi', '--n_layer=2'], 'rope_base'),
     ('moe_small.py', ['--n_expert=0'], 'n_expert_active n_shared_expert d_expert'),
     ('hybrid_small.py', ['--mixer_pattern=A'], 'linear_n_key_head linear_n_value_head'),
-    ('alibi.py', ['--pos=rope'], 'alibi_scale'), ('llama_small.py', ['--n_layer=2'], ''),
-    ('alibi.py', ['--pos=rope', '--alibi_scale=2'], None),
-    ('alone.py', [], None), ('alone.py', ['--n_layer=2'], None),  # no flag's fault
+    ('llama_small.py', ['--n_layer=2'], ''), ('llama_small.py', ['--pos=alibi', '--rope_base=9'], None),
     ('hybrid_small.py', ['--n_layer=2'], None)])  # 'DDA' needs three
-def test_flags_take_the_ground_of_what_a_config_file_says(file, flags, lost, tmp_path, monkeypatch):
+def test_flags_take_the_ground_of_what_a_config_file_says(file, flags, lost):
     """lost: the fields that are left out; None: it is refused."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'alibi.py').write_text("pos = 'alibi'\nalibi_scale = 2.0")
-    (tmp_path / 'alone.py').write_text('window = 8')
-    path = file if (tmp_path / file).exists() else str(ROOT / 'config' / file)
-    settings = configurator.configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=[path, *flags])
+    settings = configurator.configure({**vars(train), '__name__': ''}, 'GPTConfig',
+                                      argv=[f'config/{file}', *flags])
     args = configurator.effective(settings, unused)
     if lost is None:
         with pytest.raises(ValueError, match='invalid config: .* needs '):
@@ -257,17 +226,11 @@ def test_nanogpts_settings_have_their_names_and_values():
     ("open(sys.argv[1].partition('=')[2])", "x.py: [Errno 2] No such file or directory: 'no.txt'"),
     ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot write ([Errno 28] No space left "
      "on device: '/tmp1'): free some space, or write elsewhere"),
-    ("raise OSError('1024 requested and 480 written')",  # numpy's, where the disk is full
-     'x.py: cannot write (1024 requested and 480 written): free some space, or write elsewhere'),
     ("raise PermissionError(13, 'Permission denied', 'b')", "x.py: [Errno 13] Permission denied: 'b'"),
     ("with configurator.reading('a.json'): int('{')",
      "x.py: a.json is damaged or of another kind: ValueError: invalid literal for int() with base 10: '{'"),
-    ("with configurator.reading('a.json'): open(sys.argv[1].partition('=')[2])",
-     "x.py: [Errno 2] No such file or directory: 'no.txt'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory; lower --batch_size'),
-    ("raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]')",
-     'x.py: this rank ends because another one has, which says why'),
     ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not named, not ours
     ("configurator.fit(1, 2)", None), ("assert 1 > 2", None)])
 def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monkeypatch, capsys):
@@ -302,15 +265,13 @@ def test_a_closed_pipe_is_quiet():
 
 # the machine ------------------------------------------------------------------------------------------------
 
-def test_the_cpu_makes_no_call_to_cuda(monkeypatch, capsys):
+def test_the_cpu_makes_no_call_to_cuda(monkeypatch):
     """Not even to seed (nanoGPT #293, #708)."""
     for name, value in vars(torch.cuda).items():
         if isinstance(value, types.FunctionType) and value.__module__.startswith('torch.cuda'):
             monkeypatch.setattr(torch.cuda, name, None)
     run = runtime('cpu', 'bfloat16', seed=3)
     first = torch.rand(3)
-    assert (run.device, run.device_type, run.dtype) == ('cpu', 'cpu', torch.bfloat16)
-    assert f'device cpu ({run.threads} threads), dtype bfloat16\n' == capsys.readouterr().out
     with run.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     assert runtime('cpu', 'float32', seed=3, threads=1).threads == torch.get_num_threads() == 1
@@ -318,21 +279,16 @@ def test_the_cpu_makes_no_call_to_cuda(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('cores, variables, asleep', [
-    (2, {}, True), (4, {'CI': '1'}, True), (6, {}, False), (2, {'OMP_NUM_THREADS': '2'}, False),
-    (2, {'OMP_WAIT_POLICY': 'active'}, False), (2, {'GOMP_SPINCOUNT': '9'}, False)])
-def test_threads_wait_asleep_beside_others_unless_the_user_decides(cores, variables, asleep, monkeypatch,
-                                                                   capsys):
+    (4, {'CI': '1'}, True), (6, {}, False), (2, {'GOMP_SPINCOUNT': '9'}, False)])
+def test_threads_wait_asleep_beside_others_unless_the_user_decides(cores, variables, asleep, monkeypatch):
     monkeypatch.setattr(configurator, 'busy_cores', lambda: 1.6)
     monkeypatch.setattr(os, 'cpu_count', lambda: cores)
-    monkeypatch.setattr(sys, 'platform', 'linux')
     with mock.patch.dict(os.environ, variables, clear=True), mock.patch.dict(sys.modules):
         configurator.yield_cores()  # torch is here, too late
         assert os.environ == variables
         del sys.modules['torch']
         configurator.yield_cores()
         assert os.environ == variables | ({'OMP_WAIT_POLICY': 'passive'} if asleep else {})
-    line = f'other programs use about 1.6 of {cores} cores: threads wait asleep\n'
-    assert capsys.readouterr().out == line * asleep
 
 
 def test_time_that_programs_use_is_read_from_linux(monkeypatch):
@@ -342,30 +298,28 @@ def test_time_that_programs_use_is_read_from_linux(monkeypatch):
     assert configurator.busy_cores() == 1.6  # user, nice, system: 16 hundredths of a second in a tenth
 
 
-@pytest.mark.parametrize('amx, bf16, vendor, dtype, precision', [
-    (False, False, 'AuthenticAMD', 'float32', 'medium'), (False, True, 'AuthenticAMD', 'bfloat16', 'medium'),
-    (False, False, 'GenuineIntel', 'float32', 'highest'),
-    (True, True, 'GenuineIntel', 'bfloat16', 'highest')])
-def test_what_a_cpu_is_fast_at(amx, bf16, vendor, dtype, precision, monkeypatch):
-    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
+@pytest.mark.parametrize('bf16, vendor, dtype, precision', [
+    (False, 'AuthenticAMD', 'float32', 'medium'), (True, 'GenuineIntel', 'bfloat16', 'highest')])
+def test_what_a_cpu_is_fast_at(bf16, vendor, dtype, precision, monkeypatch):
+    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: False)
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: bf16)
-    monkeypatch.setattr(configurator, 'cpu_vendor', lambda: vendor)
+    file = types.SimpleNamespace(read_text=lambda encoding: vendor)
+    monkeypatch.setattr(configurator, 'Path', lambda name: file)
     assert runtime('cpu').dtype == getattr(torch, dtype) and torch.get_float32_matmul_precision() == precision
     assert runtime('cpu', bound_by_memory=True).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize('capability, dtype', [((8, 0), 'bfloat16'), ((7, 5), 'float16')])
-def test_ranks_and_dtypes_of_two_gpus(capability, dtype, monkeypatch, capsys):
+def test_ranks_and_dtypes_of_two_gpus(capability, dtype, monkeypatch):
     chosen = []
-    answers = {'device_count': 2, 'get_device_name': 'a GPU', 'get_device_capability': capability}
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *index, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', str)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
     monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
-    monkeypatch.delenv('LOCAL_RANK', raising=False)
     run = runtime('cuda:1')
     assert (run.device, run.dtype, chosen) == ('cuda:1', getattr(torch, dtype), [1])
     # routers and states, which are not in 16 bits
-    assert torch.get_float32_matmul_precision() == 'highest' and 'cuda:1 (a GPU)' in capsys.readouterr().out
+    assert torch.get_float32_matmul_precision() == 'highest'
     runtime('cuda:1', 'float32')
     assert torch.get_float32_matmul_precision() == 'high'
     assert runtime('auto', 'float16').device == 'cuda:0'
@@ -374,8 +328,7 @@ def test_ranks_and_dtypes_of_two_gpus(capability, dtype, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('device, dtype, message', [
-    ('cuda', 'auto', 'no CUDA'), ('mps', 'auto', 'no MPS'),
-    ('cpu', 'float16', 'float16 needs CUDA'), ('cpu', 'half', 'dtype=half')])
+    ('cuda', 'auto', 'no CUDA'), ('mps', 'auto', 'no MPS'), ('cpu', 'float16', 'float16 needs CUDA')])
 def test_devices_and_dtypes_that_are_not_there(device, dtype, message, monkeypatch):
     for backend in (torch.cuda, torch.mps):
         monkeypatch.setattr(backend, 'device_count', lambda: 0)
@@ -383,20 +336,12 @@ def test_devices_and_dtypes_that_are_not_there(device, dtype, message, monkeypat
         runtime(device, dtype)
 
 
-@pytest.mark.parametrize('device, lacking, line', [
-    ('cpu', (), None), ('cpu', ('g++', 'clang++'), 'compiler: install g.. or clang.., or name one in CXX'),
-    ('cpu', ('Python.h',), 'Python.h'),
-    ('cuda:1', ('triton',), 'Triton'), ('cuda:0', (), 'capability')])
-def test_what_the_compiler_lacks_is_one_line(device, lacking, line, tmp_path, monkeypatch, capsys):
-    if 'Python.h' not in lacking:
-        (tmp_path / 'Python.h').touch()
+def test_what_the_compiler_lacks_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sysconfig, 'get_path', lambda *a: str(tmp_path))
-    monkeypatch.setattr(shutil, 'which', lambda name: None if name in lacking else name)
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in lacking else name)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: [(6, 1), (9, 0)][index])
-    for name in ('CC', 'CXX', 'LOCAL_RANK'):
-        monkeypatch.delenv(name, raising=False)
-    assert configurator.can_compile(device) == (line is None)
-    out = capsys.readouterr().out
-    assert re.fullmatch(f'running eagerly, which is slower: .*{line}.*\n', out) if line else out == ''
+    monkeypatch.setattr(shutil, 'which', lambda name: name if name == 'icpx' else None)
+    (tmp_path / 'Python.h').touch()
+    monkeypatch.setenv('CXX', 'icpx -O3')
+    assert configurator.can_compile('cpu') and capsys.readouterr().out == ''
+    monkeypatch.delenv('CXX')
+    assert not configurator.can_compile('cpu')
+    assert re.fullmatch('running eagerly.* a compiler: install .* in CXX\n', capsys.readouterr().out)

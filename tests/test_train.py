@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import types
 from pathlib import Path
@@ -40,20 +39,19 @@ import model as flat
 import train as flat_train
 import weights
 from configurator import check_settings, runtime
-from model import GPT, GPTConfig, num_params, row_splits
+from model import GPT, GPTConfig, num_params
 from test_model import tiny
 
-NO_SCALER = torch.amp.GradScaler('cpu', enabled=False)
+CPU = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=torch.float32,
+                            autocast=contextlib.nullcontext)
 # see test_loss_curve
 RECORDED_LOSSES = [2.6980, 2.1581, 1.7870, 1.6431, 1.1573, 1.1623, 1.0397, 0.9056, 0.6555, 1.1280, 0.9401,
                    0.7939]
-
-
 GPT2 = [str(ROOT / 'config' / 'gpt2.py'), '--vocab_size=23', '--pos=rope', *TOY]
 
 
-def make_optimizers(model, **settings):
-    return flat_train.make_optimizers(model, {**flat_train.config, **settings})
+def new_run(model, machine=CPU, **settings):
+    return flat_train.Run(model, {**flat_train.config, **settings}, machine)
 
 
 def saved(out, name='ckpt.pt'):
@@ -62,120 +60,53 @@ def saved(out, name='ckpt.pt'):
 
 # data and schedules -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('accumulation, size, ranks, expected', [
-    (40, 12, 1, (40, 12)), (40, 12, 8, (5, 12)), (1, 64, 2, (1, 32)), (1, 64, 4, (1, 16)),
-    (40, 12, 3, (16, 10)), (3, 4, 2, (2, 3)), (3, 10**11, 2, (2, 75 * 10**9))])
-def test_ranks_share_a_batch(accumulation, size, ranks, expected):
-    assert flat_train.share_batch(accumulation, size, ranks) == expected
-    assert math.prod(expected) * ranks == accumulation * size
+def test_ranks_share_a_batch():
+    for ranks, expected in (1, (40, 12)), (8, (5, 12)), (3, (16, 10)):
+        assert flat_train.share_batch(40, 12, ranks) == expected
     with pytest.raises(ValueError, match='64 sequences, which 3 ranks do not divide; 66 would work'):
         flat_train.share_batch(1, 64, 3)
 
 
-# optimizers -------------------------------------------------------------------------------------------------
+# optimizers; their updates are held against torch's by check.py ---------------------------------------------
 
 def test_a_new_optimizer_is_one_entry_and_must_take_every_parameter(monkeypatch):
     for name, first in (('sgd', 0), ('forgetful', 1)):
         monkeypatch.setitem(flat_train.OPTIMIZERS, name, lambda model, config, first=first: [
             torch.optim.SGD(list(model.parameters())[first:], lr=config['learning_rate'])])
         check_settings({**flat_train.config, 'optimizer': name}, flat_train.CHOICES)
-    opt, = make_optimizers(tiny(), optimizer='sgd', learning_rate=0.5)
+    opt, = new_run(tiny(), optimizer='sgd', learning_rate=0.5).optimizers
     assert opt.param_groups[0]['lr'] == 0.5
-    with pytest.raises(ValueError, match="optimizer='forgetful' .* wte.weight"):
-        make_optimizers(tiny(), optimizer='forgetful')
-
-
-def test_groups_of_parameters_have_their_own_learning_rates(folder):
-    scales, moved = {'embedding': 3.0, 'matrix': 2.0}, set()
-    for kind in ('adamw', 'muon'):
-        args = [f'--optimizer={kind}', '--learning_rate=0.01', '--weight_decay=0.5', '--warmup_iters=0']
-        start, plain, scaled = (train(f'--out_dir={kind}', *args, *more)['model'] for more in (
-            ['--max_iters=0'], ['--max_iters=1'], ['--max_iters=1', f'--lr_scales={scales}']))
-        for (name, w), one, other in zip(start.named_parameters(), plain.parameters(), scaled.parameters()):
-            group = start.tags[name].group
-            decay = 0.005 * w * flat.GROUPS[group]  # not scaled
-            move = one - w + decay
-            torch.testing.assert_close(other - w, scales.get(group, 1.0) * move - decay, rtol=1e-3, atol=2e-6)
-            moved |= {(kind, group)} if move.abs().max() > 1e-4 else set()
-    assert len(moved) == 6
-    with pytest.raises(ValueError, match="{'wte': 3.0} must .* parameters: embedding, matrix, vector"):
-        train('--out_dir=out', "--lr_scales={'wte': 3.0}")
-
-
-def test_normuon_follows_its_paper():
-    """Algorithm 1 of arXiv:2510.05491 with Muon's momentum and norm, each projection and expert by itself."""
-    torch.manual_seed(0)
-    model = tiny(n_kv_head=2, n_expert=3, d_expert=20)
-    start = {w: w.detach().double() for w in row_splits(model)}
-    muon, _ = make_optimizers(model, optimizer='normuon', learning_rate=0.1, weight_decay=0.0)
-    expected, state = {w: start[w].clone() for w in start}, {}
-    for _ in range(3):
-        for w, rows in row_splits(model).items():
-            w.grad, new = torch.randn_like(w) ** 3, expected[w].view(-1, *w.shape[-2:])
-            for expert, grads in enumerate(w.grad.double().view(new.shape)):
-                for part, (grad, there) in enumerate(zip(grads.split(rows), new[expert].split(rows))):
-                    momentum, squares = state.get((w, expert, part), (0.0, 0.0))
-                    momentum = 0.95 * momentum + 0.05 * grad
-                    update = (0.05 * grad + 0.95 * momentum)[None].float()
-                    update = flat_train.orthogonalise(update)[0].double()
-                    squares = 0.95 * squares + 0.05 * update.square().mean(1, keepdim=True)
-                    even = update / squares.sqrt()
-                    there -= (0.1 * 0.2 * max(grad.shape) ** 0.5 * update.norm() / even.norm()) * even
-                    state[w, expert, part] = momentum, squares
-        muon.step()
-    for w, their in expected.items():
-        assert (w - their).norm() < 0.01 * (their - start[w]).norm()  # bfloat16 rounds
+    for settings, message in ((dict(optimizer='forgetful'), "optimizer='forgetful' .* wte.weight"),
+                              (dict(lr_scales={'wte': 3.0}), "'wte': 3.0} .*: embedding, matrix, vector")):
+        with pytest.raises(ValueError, match=message):
+            new_run(tiny(), **settings)
 
 
 def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
     """Else its steps stay on the CPU, and fused AdamW crashes on CUDA. Here their dtype shows it."""
     w = torch.nn.Parameter(torch.ones(3))
-    was = torch.optim.AdamW([w], lr=1.0, fused=False).state_dict()
-    was['state'] = {0: {'step': torch.tensor(4.0, dtype=torch.float64), 'exp_avg': torch.zeros(3),
-                        'exp_avg_sq': torch.ones(3)}}
+    was = torch.optim.AdamW([w], fused=False).state_dict()
+    was['state'] = {0: {'step': torch.tensor(4.0, dtype=torch.float64), 'exp_avg': torch.zeros(3)}}
     opt = torch.optim.AdamW([w], lr=0.5, fused=True)
     flat_train.load_optimizers([opt], was)
-    assert opt.state[w]['step'].dtype == torch.float32 and opt.state[w]['step'] == 4
-    assert opt.param_groups[0]['lr'] == 0.5 and opt.param_groups[0]['fused'] is True
+    assert opt.state[w]['step'].dtype == torch.float32 and opt.param_groups[0]['lr'] == 0.5
 
 
+@pytest.mark.parametrize('kind', flat_train.OPTIMIZERS)
 @pytest.mark.parametrize('options', [{}, dict(n_expert=4, balance_bias=True)], ids=['dense', 'experts'])
-def test_an_iteration_waits_for_nothing_that_the_device_computes(options, monkeypatch):
+def test_an_iteration_waits_for_nothing_that_the_device_computes(options, kind, monkeypatch):
     """A tensor without data raises where somebody asks for its value."""
     monkeypatch.setattr(GPT, 'init_weights', lambda self: None)
     # on CPUs alone the model looks at its targets
     monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
-    asks, autocast = [], functools.partial(torch.autocast, 'cpu', torch.bfloat16)
-    for kind in 'adamw', 'muon', 'normuon':
-        with FakeTensorMode():
-            model, idx = tiny(**options), torch.zeros(2, 16, dtype=torch.long)
-            optimizers = make_optimizers(model, optimizer=kind)
-            for _ in range(2):
-                _, load, _ = flat_train.gradients(model, (idx, idx, None), iter([(idx, idx, None)]), 2,
-                                                  autocast, NO_SCALER, flat_train.config)
-                try:
-                    flat_train.update(model, list(model.parameters()), optimizers, NO_SCALER, 1.0, load, 0.01)
-                except DataDependentOutputException:
-                    asks.append(kind)
-                    break
-    assert not asks
-
-
-def test_an_update_that_is_skipped_changes_nothing():
-    """At the first, before there is momentum, and later: weights and states are those of sound ones alone."""
-    found = []
-    for grads in (math.nan, 0.5, math.inf, 0.25), (0.5, 0.25):
-        torch.manual_seed(0)
-        model = tiny()
-        params, optimizers = list(model.parameters()), make_optimizers(model, optimizer='normuon')
-        for grad in grads:
-            for w in params:
-                w.grad = torch.sin(torch.arange(w.numel(), dtype=torch.float32)).view_as(w) * grad
-            _, moved = flat_train.update(model, params, optimizers, NO_SCALER, 1.0, None, 0.0)
-            assert moved == math.isfinite(grad)
-        found.append([*params, *(value for opt in optimizers for state in opt.state.values()
-                                 for value in state.values())])
-    assert len(found[0]) > 2 * len(params) and all(map(torch.equal, *found))
+    machine = types.SimpleNamespace(**{**vars(CPU), 'autocast': functools.partial(
+        torch.autocast, 'cpu', torch.bfloat16)})
+    with FakeTensorMode():
+        run, idx = new_run(tiny(**options), machine, optimizer=kind), torch.zeros(2, 16, dtype=torch.long)
+        for _ in range(2):
+            flat_train.step(run, [(idx, idx, 1.0)] * 2)
+        with pytest.raises(DataDependentOutputException):
+            flat_train.count_skips(run)
 
 
 # runs -------------------------------------------------------------------------------------------------------
@@ -183,22 +114,21 @@ def test_an_update_that_is_skipped_changes_nothing():
 def test_loss_curve_is_the_recorded_one(folder):
     torch.set_num_threads(1)
     train('--out_dir=out', '--log_interval=4', '--learning_rate=1e-2', '--max_iters=40')
-    losses = [float(row['loss']) for row in log_rows('out')]
+    losses, last = [float(row['loss']) for row in log_rows('out')], log_rows('out')[-1]
     assert losses == pytest.approx(RECORDED_LOSSES, rel=2e-3), losses
+    assert float(last['val_bpb']) == pytest.approx(float(last['val_loss']) / math.log(2) / 2.0, rel=1e-4)
 
 
 def test_losses_of_experts_train_but_are_not_reported(folder):
     args = ['--n_expert=4', '--log_interval=1', '--max_iters=11']
     with pytest.raises(ValueError, match='its router learns nothing: --norm_topk_prob=False'):
         train('--out_dir=one', *args, '--n_expert_active=1')
-    runs = {}
     for name, more in dict(plain=['--balance_loss=0'], pushed=['--balance_loss=3'], z=['--z_loss=0.5'],
                            bias=['--balance_loss=0', '--balance_bias=True', '--balance_rate=0.02']).items():
         weights = train(f'--out_dir={name}', *args, *more)['model'].state_dict()
-        runs[name] = log_rows(name)
-    assert len({rows[0]['loss'] for rows in runs.values()}) == 1
-    assert len({rows[-1]['loss'] for rows in runs.values()}) == 4
-    assert all(1 <= float(row['load_max']) <= 4 for rows in runs.values() for row in rows)
+    runs = [log_rows(name) for name in ('plain', 'pushed', 'z', 'bias')]
+    assert len({rows[0]['loss'] for rows in runs}) == 1 and len({rows[-1]['loss'] for rows in runs}) == 4
+    assert all(1 <= float(row['load_max']) <= 4 for rows in runs for row in rows)
     bias, = (w for name, w in weights.items() if name.startswith('h.0.') and name.endswith('_bias'))
     steps = bias / 0.02  # a step of balance_rate an iteration, and 11 of them
     assert (steps - steps.round()).abs().max() < 1e-4 and bias.any() and steps.abs().max() < 11.1
@@ -206,7 +136,7 @@ def test_losses_of_experts_train_but_are_not_reported(folder):
 
 def test_a_loss_on_logits_is_weighed_as_the_loss_is(monkeypatch):
     """By the targets of its micro-batch; where its weight is 0 no logits are kept."""
-    found, asked = [], []
+    gradients, asked = [], []
 
     def again(logits, targets):
         asked.append(logits.shape)
@@ -214,78 +144,42 @@ def test_a_loss_on_logits_is_weighed_as_the_loss_is(monkeypatch):
     monkeypatch.setattr(flat_train, 'LOSSES', {'again': ('z_loss', again)})
     for z_loss in 0.0, 1.0:
         torch.manual_seed(0)
-        model, idx = tiny(), torch.randint(61, (2, 8))
-        batch = idx, idx, torch.tensor(0.5)
-        loss, _, _ = flat_train.gradients(model, batch, iter([batch]), 2, contextlib.nullcontext, NO_SCALER,
-                                          {'z_loss': z_loss})
-        found.append([loss, *(w.grad for w in model.parameters())])
+        run, idx = new_run(tiny(), z_loss=z_loss), torch.randint(61, (2, 8))
+        loss, _ = flat_train.gradients(run, [(idx, idx, torch.tensor(0.5))] * 2)
+        gradients.append([w.grad for w in run.params])
+        assert loss == 0.5 * run.model(idx, idx)[0]
     assert len(asked) == 2 and asked[0][:2] == (2, 8)
-    assert torch.equal(found[0][0], found[1][0])
-    for one, two in zip(found[0][1:], found[1][1:]):
-        torch.testing.assert_close(2 * one, two)
-
-
-def test_evaluation_is_printed_and_disturbs_nothing(folder, capsys):
-    story = train('--out_dir=out', '--max_iters=2', '--dropout=0.5', '--eval_iters=8')
-    model, state = story['model'], torch.get_rng_state()
-    losses = [flat_train.evaluate(model, model, bins, n, 4, 'cpu', contextlib.nullcontext)[0]
-              for bins, n in ((story['train_bins'], 2), (story['val_bins'], 8))]
-    assert model.training and torch.equal(state, torch.get_rng_state())
-    printed = re.search(r'step 2: train loss (\S+), val loss (\S+?),', capsys.readouterr().out)
-    assert [float(x) for x in printed.groups()] == pytest.approx(losses, abs=1e-4)
-    row = log_rows('out')[-1]
-    assert float(row['val_bpb']) == pytest.approx(float(row['val_loss']) / math.log(2) / 2.0, rel=1e-4)
+    for once, twice in zip(*gradients):
+        torch.testing.assert_close(2 * once, twice)
 
 
 def test_the_length_given_last_counts(folder, capsys):
-    (folder / 'long.py').write_text('epochs = 6.0\nwarmup_iters = 20\n', encoding='utf-8')
-    for flags, n, said in (
-            (['long.py'], math.ceil(6 * (3000 // 16) / 12), 'epochs=6'),
-            (['long.py', '--max_iters=12'], 12, 'max_iters=12'),
-            (['--max_iters=12', 'long.py'], 94, 'epochs=6'),
-            (['--max_iters=12', '--epochs=6', '--tokens_per_param=2', '--epochs=1'], 16, 'epochs=1'),
-            (['long.py', '--tokens_per_param=0.1', '--epochs=None'], 14, 'tokens_per_param=0.1')):
+    Path('long.py').write_text('epochs = 6.0\nwarmup_iters = 20\n', encoding='utf-8')
+    for n, *flags in ((math.ceil(6 * (3000 // 16) / 12), 'long.py'), (12, 'long.py', '--max_iters=12'),
+                      (94, '--max_iters=12', 'long.py'),
+                      (16, '--max_iters=12', '--epochs=6', '--tokens_per_param=2', '--epochs=1'),
+                      (14, 'long.py', '--tokens_per_param=0.1', '--epochs=None')):
         story = train('--out_dir=out', '--eval_only', *flags)
-        assert f'\nrun: {n} iterations ({said}' in capsys.readouterr().out
-        assert sum(story['config'][name] is not None for name in ('epochs', 'tokens_per_param')) <= 1
+        assert f'\nrun: {n} iterations' in capsys.readouterr().out and story['max_iters'] == n
     assert n == math.ceil(0.1 * num_params(story['model']) / (12 * 16)) and not os.path.exists('out')
     train('--out_dir=out', 'long.py', '--max_iters=2')
-    assert ('warmup_iters=20 goes on to the end: the learning rate comes to 10% of its peak'
-            in capsys.readouterr().out)
+    assert 'the learning rate comes to 10% of its peak' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('compile, device, seconds, expected', [
-    ('auto', 'cpu', 119, False), ('auto', 'cpu', 121, True), ('auto', 'mps', 1e9, False),
-    ('auto', 'cuda:0', 119, False), ('auto', 'cuda:0', 121, True), (True, 'cpu', 1, True),
-    (False, 'cpu', 1e9, False)])
-def test_runs_that_earn_it_are_compiled(compile, device, seconds, expected, monkeypatch):
+def test_the_first_run_is_over_on_a_gpu_before_a_compiler_would_be(monkeypatch):
+    """Unlike config/small.py; on the slowest card too."""
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A10')
     monkeypatch.setattr('configurator.can_compile', lambda device: True)
-    assert flat_train.resolve_compile(compile, device, seconds) is expected
-
-
-@pytest.mark.parametrize('card', ['NVIDIA H200', 'NVIDIA A10', 'NVIDIA GeForce RTX 3060'])
-def test_the_first_run_is_over_on_a_gpu_before_a_compiler_would_be(card, monkeypatch):
-    """Unlike config/small.py."""
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: card)
-    machine, seconds = types.SimpleNamespace(device='cuda:0', device_type='cuda', dtype=torch.bfloat16), []
+    machine = types.SimpleNamespace(device='cuda:0', device_type='cuda', dtype=torch.bfloat16)
     first = dict(n_layer=4, n_head=3, n_embd=192, block_size=256, vocab_size=4096)
     small = dict(n_layer=12, n_head=6, n_kv_head=2, n_embd=768, d_ff=2432)
-    for shape, length in (first, (750, 1, 4096)), (small, (4758, 32, 2**19)):
+    for shape, length, compiled in (first, (750, 1, 4096), False), (small, (4758, 32, 2**19), True):
         with torch.device('meta'):
-            model = GPT(GPTConfig(**shape))
-        seconds.append(flat_train.eager_seconds(model, machine, *length))
-    assert seconds[0] < 20 and seconds[1] > 3600
+            seconds = flat_train.eager_seconds(GPT(GPTConfig(**shape)), machine, *length)
+        assert flat_train.resolve_compile('auto', 'cuda:0', seconds) is compiled
 
 
-def test_flops_are_those_of_the_card_that_is_named(monkeypatch):
-    for name, tflops in {'Tesla V100-SXM2-16GB': 125, 'Tesla V100-PCIE-32GB': 112, 'NVIDIA L40S': 362,
-                         'NVIDIA A100-SXM4-80GB': 312, 'NVIDIA GeForce RTX 3090': 71,
-                         'NVIDIA GeForce RTX 3090 Ti': None, 'NVIDIA GeForce GT 730': None}.items():
-        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device, name=name: name)
-        assert flat_train.peak_flops('cuda:0', torch.bfloat16) == (tflops and tflops * 1e12), name
-
-
-def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
+def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch):
     runs, rows = [], []
 
     def init(**options):
@@ -299,29 +193,24 @@ def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
     for values, row in zip(rows, log_rows('out'), strict=True):
         expected = {names.get(name, name): float(value) for name, value in row.items() if value}
         assert values == pytest.approx(expected, rel=1e-2, abs=1e-2)
-    monkeypatch.setitem(sys.modules, 'wandb', None)
-    run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=6')
-    assert 'no wandb logging, log.csv has everything' in capsys.readouterr().out
 
 
 def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, monkeypatch, capsys):
-    forward = GPT.forward
+    forward, calls = GPT.forward, []
 
     def broken(self, idx, targets=None, **rest):
-        found = forward(self, idx, targets, **rest)
-        if targets is None or not self.training:
-            return found
-        calls.append(1)
-        return (found[0] * math.nan, found[1]) if (len(calls) - 1) // 3 in bad else found
+        loss, aux = forward(self, idx, targets, **rest)
+        calls.extend([1] * self.training)
+        return (loss * math.nan if self.training and (len(calls) - 1) // 3 in bad else loss), aux
     monkeypatch.setattr(flat_train.GPT, 'forward', broken)
-    calls, bad = [], {3, 4}
+    bad = {3, 4}
     # Muon's updates are left out here, those of AdamW, which has the rest, on the device
     train('--out_dir=out', '--max_iters=10', '--log_interval=1', '--optimizer=muon')
     assert [row['skipped'] for row in log_rows('out')] == ['0'] * 3 + ['1'] + ['2'] * 6
     assert 'iter 5: a loss or gradient was not finite, updates skipped: 1, 2 ' in capsys.readouterr().out
     good = Path('out/ckpt.pt').read_bytes()
     assert saved('out')['skipped'] == 2
-    calls, bad = [], set(range(3, 99))
+    bad = range(13, 99)
     with pytest.raises(ValueError, match='10 losses or gradients in a row were not finite at iteration 23: .*'
                                          'out/ keeps the checkpoint before; lower --learning_rate'):
         train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--eval_interval=40')
@@ -329,45 +218,6 @@ def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, mon
 
 
 # memory and ranks -------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('options', [
-    {}, dict(dropout=0.3, document_token=3, window=5, window_pattern='SL', residual_lambdas=True),
-    dict(n_expert=4, n_shared_expert=1, dropout=0.2), dict(kv_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8)])
-def test_activations_computed_twice_give_the_same_gradients_with_less_memory(options):
-    def gradients(every):
-        torch.manual_seed(0)
-        model = tiny(n_layer=4, norm_placement='sandwich', **options).train()
-        if every:
-            flat_train.checkpoint_blocks(model, every)
-        kept = {}
-
-        def keep(x):
-            if not isinstance(x, torch.nn.Parameter):
-                kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
-            return x
-        x, y = torch.randint(61, (2, 4, 16))
-        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
-            loss, aux = model(x, y)
-        size = sum(storage.nbytes() for storage in kept.values())
-        (loss + aux.get('balance', 0) + aux.get('z', 0)).backward()
-        return [w.grad for w in model.parameters()], size
-    (plain, size), (each, smallest), (second, between) = (gradients(every) for every in (0, 1, 2))
-    assert all(map(torch.equal, plain, each)) and all(map(torch.equal, plain, second))
-    assert smallest < between < size and smallest < size / 2
-
-
-def test_experts_computed_twice_know_nothing_of_the_prediction_layer():
-    found = []
-    for every in (0, 1):
-        torch.manual_seed(0)
-        model = tiny(n_expert=4, mtp=True).train()
-        if every:
-            flat_train.checkpoint_blocks(model, every)
-        loss, aux = model(*torch.randint(61, (2, 4, 16)))
-        (loss + aux['balance'] + aux['mtp']).backward()
-        found.append([w.grad for w in model.parameters()])
-    assert all(map(torch.equal, *found))
-
 
 class Shares(flat.Attention):
     """Adds what the layer before has handed on, and its input; even layers alone hand on."""
@@ -381,22 +231,34 @@ class Shares(flat.Attention):
         return y
 
 
-def test_layers_that_are_computed_twice_hand_on_the_same(monkeypatch):
+@pytest.mark.parametrize('options', [
+    {}, dict(dropout=0.3, document_token=3, window=5, window_pattern='SL', residual_lambdas=True),
+    dict(n_expert=4, n_shared_expert=1, dropout=0.2, mtp=True),
+    dict(kv_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8), dict(mixer_pattern='X', mtp=True),
+    dict(mixer_pattern='X', n_expert=4)], ids=str)
+def test_activations_computed_twice_give_the_same_gradients_with_less_memory(options, monkeypatch):
     monkeypatch.setitem(flat.MIXERS, 'X', Shares)
 
-    def gradients(every, **options):
+    def gradients(every):
         torch.manual_seed(0)
-        model = tiny(n_layer=5, mixer_pattern='X', mtp=True, **options).train()
+        model, kept = tiny(n_layer=6, norm_placement='sandwich', **options).train(), {}
         for w in model.parameters():
             w.data.normal_(std=0.3)
         if every:
             flat_train.checkpoint_blocks(model, every)
-        loss, aux = model(*torch.randint(61, (2, 4, 16)))
-        (loss + aux.get('balance', 0) + aux['mtp']).backward()
-        return [w.grad for w in model.parameters()]
-    for options in ({}, dict(n_expert=4)):
-        plain, each, second = (gradients(every, **options) for every in (0, 1, 2))
-        assert all(map(torch.equal, plain, each)) and all(map(torch.equal, plain, second))
+
+        def keep(x):
+            if not isinstance(x, torch.nn.Parameter):
+                kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            loss, aux = model(*torch.randint(61, (2, 4, 16)))
+        size = sum(storage.nbytes() for storage in kept.values())
+        sum((aux[name] for name in ('balance', 'z', 'mtp') if name in aux), loss).backward()
+        return [w.grad for w in model.parameters()], size
+    (plain, size), (each, smallest), (second, between) = map(gradients, (0, 1, 2))
+    assert all(map(torch.equal, plain, each)) and all(map(torch.equal, plain, second))
+    assert smallest < between < size
 
 
 @pytest.mark.parametrize('change, message', [
@@ -420,91 +282,82 @@ def test_a_context_that_layers_change_is_not_lost_in_silence(change, message, ev
 
 
 @pytest.mark.parametrize('options', [
-    {}, dict(optimizer='muon'), dict(every=1), dict(dtype='bfloat16', dropout=0.1), dict(rank=4),
-    dict(n_expert=4), dict(kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=16),
+    dict(optimizer='muon', every=1), dict(dtype='bfloat16', dropout=0.1), dict(rank=4), dict(n_expert=4),
+    dict(kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=16),
     dict(mixer_pattern='DDDA', document_token=3), dict(vocab_size=5000, n_layer=1)], ids=str)
 def test_memory_is_forecast_as_torch_allocates_it(options, monkeypatch):
     """The second micro-batch of an iteration and its update, by the events of torch's allocator."""
     monkeypatch.setattr(flat_train, 'peak_mb', lambda device: None)
-    own = {name: options.get(name) for name in ('optimizer', 'every', 'dtype', 'rank')}
-    model = GPT(GPTConfig(**{**dict(n_layer=4, n_head=4, n_embd=64, block_size=128, vocab_size=300), **{
-        name: value for name, value in options.items() if name not in own}}))
-    if own['rank']:
-        weights.add_lora(model, own['rank'], 16.0, ['c_attn', 'c_proj', 'c_fc'])
-    if own['every']:
-        flat_train.checkpoint_blocks(model, own['every'])
-    machine = runtime('cpu', own['dtype'] or 'float32')
-    settings = {**flat_train.config, 'optimizer': own['optimizer'] or 'adamw'}
-    parts, history = flat_train.forecast(model, machine, settings, 4)
-    params = [w for w in model.parameters() if w.requires_grad]
-    optimizers, x = flat_train.make_optimizers(model, settings), torch.randint(300, (4, 128))
-    for w in params:
+    kind, every, dtype, rank = (options.pop(name, None) for name in ('optimizer', 'every', 'dtype', 'rank'))
+    model = GPT(GPTConfig(**{**dict(n_layer=4, n_head=4, n_embd=64, block_size=128, vocab_size=300),
+                             **options}))
+    if rank:
+        weights.add_lora(model, rank, 16.0, ['c_attn', 'c_proj', 'c_fc'])
+    if every:
+        flat_train.checkpoint_blocks(model, every)
+    measured = new_run(model, runtime('cpu', dtype or 'float32'), optimizer=kind or 'adamw')
+    parts, history = flat_train.forecast(model, measured.machine, measured.config, 4)
+    x = torch.randint(300, (4, 128))
+    for w in measured.params:
         w.grad = torch.zeros_like(w)
 
     def iteration():
-        flat_train.gradients(model, (x, x, None), iter(()), 1, machine.autocast, NO_SCALER, settings)
-        before = [w.detach().clone() for w in params]
-        for opt in optimizers:
+        flat_train.gradients(measured, [(x, x, 1.0)])
+        before = [w.detach().clone() for w in measured.params]
+        for opt in measured.optimizers:
             opt.step()
         return before
     iteration()
-    states = [value for opt in optimizers for state in opt.state.values() for value in state.values()]
-    held = sum(w.nbytes for w in (*model.parameters(), *(w.grad for w in params), *states))
+    states = [state for opt in measured.optimizers for state in opt.state.values()]
+    held = sum(w.nbytes for w in (*model.parameters(), *(w.grad for w in measured.params),
+                                  *(value for state in states for value in state.values())))
     with torch.profiler.profile(profile_memory=True) as seen:
         iteration()
     events = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == '[memory]']
-    measured = held + max(itertools.accumulate(events))
-    assert sum(parts.values()) == max(history) == pytest.approx(measured, rel=0.03)
+    peak = held + max(itertools.accumulate(events))
+    assert sum(parts.values()) == max(history) == pytest.approx(peak, rel=0.03)
     assert parts['weights, gradients, optimizer'] == pytest.approx(held, rel=1e-3)
 
 
 def test_more_memory_than_there_is_is_said_with_settings_that_fit(monkeypatch, capsys):
-    given_back = []
+    given_back, model, config = [], tiny(n_layer=1), flat_train.config
     monkeypatch.setattr(flat_train, 'keep_freed_memory', lambda below: given_back.append(below))
     monkeypatch.setattr(flat_train, 'peak_mb', lambda device: None)
-    model, machine = tiny(n_layer=1), runtime('cpu', 'float32')
-
-    def need(n):
-        return sum(flat_train.forecast(model, machine, flat_train.config, n)[0].values())
-    six, seven = need(6), need(7)
+    five, six, seven = (sum(flat_train.forecast(model, CPU, config, n)[0].values()) for n in (5, 6, 7))
     for limit in (six + 1, seven - 1):
-        assert flat_train.largest_batch(limit, model, machine, flat_train.config) == 6
+        assert flat_train.largest_batch(limit, model, CPU, config) == 6
     for limit, said in ((seven - 1, '--batch_size=6 --gradient_accumulation_steps=8 fits, --checkpoint_'),
-                        (need(5), '--batch_size=4 --gradient_accumulation_steps=12 fits, --checkpoint_'),
-                        (1, 'there is; --checkpoint_activations=True needs less')):
+                        (five, '--batch_size=4 --gradient_accumulation_steps=12 fits, --checkpoint_'),
+                        (1, 'compiled steps need less; --checkpoint_activations=True needs less')):
         monkeypatch.setattr(flat_train, 'memory_at_hand', lambda device, limit=limit: limit)
-        capsys.readouterr()
-        flat_train.plan_memory(model, machine, flat_train.config, 24, 48, 1)
+        flat_train.plan_memory(model, CPU, config, 2, 24, compile=bool(limit == 1))
         assert said in capsys.readouterr().out
     assert given_back == [2**20] * 3
-    flat_train.plan_memory(model, machine, flat_train.config, 24, 48, 1, compile=True)
-    assert 'more than there is, but compiled steps need less; --checkpoint_' in capsys.readouterr().out
-    given_back.pop()
     monkeypatch.setattr(flat_train, 'memory_at_hand', lambda device: 2**40)
-    flat_train.plan_memory(model, machine, flat_train.config, 24, 48, 1)
+    flat_train.plan_memory(model, CPU, config, 2, 24)
     out = capsys.readouterr().out
     assert 'gaps' in out and 'warning' not in out and len(given_back) == 3
 
 
-@pytest.mark.parametrize('has', ['an operator that needs data', 'a tensor that is no buffer'])
-def test_a_run_goes_on_without_a_forecast(has, capsys, monkeypatch):
-    """As a layer that somebody adds may have them."""
-    model, table = tiny(n_layer=1), torch.ones(32)
+def test_a_run_goes_on_without_a_forecast(capsys, monkeypatch):
+    """As a layer that somebody adds may need data."""
+    model = tiny(n_layer=1)
     forward = type(model.ln_f).forward
-    monkeypatch.setattr(type(model.ln_f), 'forward', lambda norm, x: forward(norm, x) * (
-        table[:x.shape[-1]] if 'buffer' in has else float(x.sum() > 0)))
-    flat_train.plan_memory(model, runtime('cpu', 'float32'), flat_train.config, 2, 2, 1)
-    out = capsys.readouterr().out
-    assert ('at the peak' if 'buffer' in has else 'no forecast of memory') in out
+    monkeypatch.setattr(type(model.ln_f), 'forward',
+                        lambda norm, x: forward(norm, x) * float(x.sum() > 0))
+    flat_train.plan_memory(model, CPU, flat_train.config, 1, 2)
+    assert 'no forecast of memory' in capsys.readouterr().out
 
 
 def test_sharded_weights_are_forecast_as_a_share(monkeypatch):
     monkeypatch.setattr(flat_train, 'peak_mb', lambda device: None)
-    model, machine = tiny(), runtime('cpu', 'float32')
-    (one, _), (four, _) = (flat_train.forecast(model, machine, flat_train.config, 2, n) for n in (1, 4))
+    monkeypatch.setattr(flat_train, 'RANKS', 4)
+    model = tiny()
+    whole, quarter = (flat_train.forecast(model, CPU, {**flat_train.config, 'shard': shard}, 2)[0]
+                      for shard in (False, True))
     name, size = 'weights, gradients, optimizer', sum(w.nbytes for w in model.parameters())
-    assert four[name] == one[name] / 4 == pytest.approx(size, rel=0.01)  # of 4 times the weights
-    assert four['activations'] - one['activations'] == pytest.approx(4 * size / model.config.n_layer)
+    assert quarter[name] == whole[name] / 4 == pytest.approx(size, rel=0.01)  # of 4 times the weights
+    assert quarter['activations'] - whole['activations'] == pytest.approx(4 * size / model.config.n_layer)
 
 
 def on_ranks(count, *runs, patch=''):
@@ -550,7 +403,7 @@ def test_two_ranks_equal_one_and_a_plain_loop(folder):
     assert printed.count('step 10: train loss') == 3  # one rank speaks
     for kind, options in kinds.items():
         story = run('train.py', f'--out_dir={kind}', *args, *options)
-        weights, rows = story['model'].state_dict(), {row['iter']: row for row in log_rows(kind)}
+        weights = story['model'].state_dict()
         for name, w in saved(f'{kind}_2')['model'].items():
             torch.testing.assert_close(w, weights[name], atol=1e-4, rtol=1e-3, msg=name)
         for key in ('loss', 'val_loss', 'grad_norm'):
@@ -567,17 +420,16 @@ def test_two_ranks_equal_one_and_a_plain_loop(folder):
             loss = masked_loss(model, bins, order)
             opt.zero_grad()
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             flat_train.set_rates([opt], flat_train.lr_at(it, story['config']))
             opt.step()
-            if row := rows.get(str(it + 1)):
-                assert float(row['loss']) == pytest.approx(loss.item(), rel=1e-4)
-                assert float(row['grad_norm']) == pytest.approx(norm.item(), rel=1e-3)
         for name, w in model.state_dict().items():
             torch.testing.assert_close(w, weights[name], atol=1e-5, rtol=1e-4, msg=name)
         bins = story['val_bins']  # of which TOY asks for 5 batches of 4 sequences, evenly spread
         expected = masked_loss(model.eval(), bins, np.arange(20) * bins.n_sequences(16) // 20)
-        assert float(rows['10']['val_loss']) == pytest.approx(expected.item(), rel=1e-4)
+        row = log_rows(kind)[-1]
+        assert [float(row[key]) for key in ('loss', 'val_loss')] == pytest.approx(
+            [loss.item(), expected.item()], rel=1e-4)
 
 
 def masked_loss(model, bins, indices):
@@ -616,7 +468,7 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
             run('train.py', f'--out_dir={out}', *args, *SHARES[kind], '--init_from=resume')
             for key in ('loss', 'val_loss', 'grad_norm', 'update_ratio', 'load_max'):
                 a, b = ([float(row[key] or 0) for row in log_rows(name)] for name in (out, kind))
-                assert a == pytest.approx(b, rel=1e-4 if 'loss' in key else 1e-2), (out, key)
+                assert a == pytest.approx(b, rel=3e-4 if 'loss' in key else 1e-2), (out, key)
             mine = saved(out)
             assert [list(state['state']) for state in mine['optimizer']] == [
                 list(state['state']) for state in plain['optimizer']]
@@ -626,11 +478,9 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
                 name: type(value) for name, value in plain.items()}
 
 
-def test_two_ranks_stop_together_skip_together_and_read_the_same_files(folder):
-    args = [*TOY, '--optimizer=muon', '--gradient_accumulation_steps=2']
-    run('train.py', '--out_dir=out', *args, '--max_iters=1')
+def test_two_ranks_stop_together_and_skip_together(folder):
     patch = '''
-import signal, prepare, hub, model
+import signal, prepare, model
 batch, calls = prepare.Bins.batch, []
 def read(*args):
     calls.append(1)
@@ -638,12 +488,6 @@ def read(*args):
         os.kill(os.getpid(), signal.SIGTERM)
     return batch(*args)
 prepare.Bins.batch = read
-load = hub.load
-def elsewhere(*args, **options):
-    found = load(*args, **options)
-    found[2]['iter_num'] += rank
-    return found
-hub.load = elsewhere
 forward, steps = model.GPT.forward, []
 def broken(self, idx, targets=None, **rest):
     found = forward(self, idx, targets, **rest)
@@ -654,11 +498,11 @@ def broken(self, idx, targets=None, **rest):
     return found
 model.GPT.forward = broken
 '''
-    many = ['--log_interval=1000', '--max_iters=1000', '--eval_interval=500']
-    printed = on_ranks(2, ['--out_dir=both', *args, *many], ['--out_dir=out', *args, '--init_from=resume'],
-                       ['--out_dir=skips', *args, '--max_iters=5'], patch=patch)
-    assert saved('both')['iter_num'] == 4 and all(f'rank {rank} raised: 143' in printed for rank in (0, 1))
-    assert all(f'rank {rank} raised: rank {rank} has read other files' in printed for rank in (0, 1)), printed
+    args = [*TOY, '--optimizer=muon', '--gradient_accumulation_steps=2']
+    printed = on_ranks(2, ['--out_dir=both', *args, '--log_interval=1000', '--max_iters=1000',
+                           '--eval_interval=500'], ['--out_dir=skips', *args, '--max_iters=5'], patch=patch)
+    assert saved('both')['iter_num'] == 4
+    assert all(f'rank {rank} raised: 143' in printed for rank in (0, 1)), printed
     assert [row['skipped'] for row in log_rows('skips')][-1] == '1'
 
 
@@ -713,8 +557,7 @@ def test_packed_conversations_are_learnt_as_if_each_were_alone(folder, options):
         idx = torch.tensor([talk])
         losses = torch.nn.functional.cross_entropy(model(idx)[0, :-1], idx[0, 1:], reduction='none')
         total, count = total + losses[torch.tensor(learnt[1:]) == 1].sum(), count + sum(learnt)
-    loss, targets = flat_train.evaluate(model, model, story['val_bins'], 100, 4, 'cpu',
-                                        contextlib.nullcontext)
+    loss, targets = flat_train.evaluate(model, story['val_bins'], 100, 4, CPU)
     assert targets == count and loss == pytest.approx((total / count).item(), rel=1e-5)
     assert float(log_rows('out')[-1]['val_loss']) == pytest.approx(loss, abs=1e-6)
     assert [saved(out)['masked'] for out in ('base', 'out')] == [False, True]
@@ -793,32 +636,23 @@ def test_checkpoints_hold_plain_data_and_come_back(folder):
         assert same_weights(model.state_dict(), story['model'].state_dict())
         assert rest['tokenizer']['kind'] == 'char' and rest['model_args'] == vars(model.config)
         assert ('optimizer' in rest) == (name == 'ckpt.pt')
-    whole = saved('out')
-    for prefix in ('_orig_mod.', 'module.', 'module._orig_mod.'):
-        torch.save({**whole, 'model': {prefix + k: v for k, v in whole['model'].items()}}, 'x.pt')
-        assert same_weights(hub.load('x.pt')[0].state_dict(), model.state_dict())
-    smaller, _, rest = hub.load('out/ckpt.pt', block_size=8, dropout=0.1)
-    assert smaller.config.block_size == 8 == rest['model_args']['block_size']
 
 
 def test_sample_reads_best_only_where_it_is_kept(folder):
-    common = ['--out_dir=out', '--max_iters=10']
-    train(*common, '--always_save_checkpoint=False')
+    train('--out_dir=out', '--max_iters=10', '--always_save_checkpoint=False')
     assert hub.load('resume', 'out')[2]['path'] == os.path.join('out', 'best.pt')
     train('--out_dir=out', '--max_iters=20', '--init_from=resume', '--always_save_checkpoint=True')
     assert hub.load('out')[2]['path'] == os.path.join('out', 'ckpt.pt')
     assert os.path.exists('out/best.old-1.pt')
     train('--out_dir=out', '--max_iters=21', '--init_from=resume', '--always_save_checkpoint=False',
           '--learning_rate=0', '--min_lr=0')
-    best = saved('out', 'best.pt')
-    assert best['iter_num'] == 20  # the best so far
-    best['model'] = {name: w + 1 for name, w in best['model'].items()}
-    torch.save(best, 'out/best.pt')
+    assert saved('out', 'best.pt')['iter_num'] == 20  # the best so far
     tuned = train('--out_dir=fine', '--init_from=out', '--max_iters=0')['model']  # as sample.py reads it
-    assert same_weights(tuned.state_dict(), best['model'])
+    assert same_weights(tuned.state_dict(), saved('out', 'best.pt')['model'])
 
 
-def test_log_of_another_version_survives_a_resume(folder):
+def test_a_log_that_was_cut_survives_a_resume(folder):
+    """So does one of a version with other columns."""
     train('--out_dir=out', '--max_iters=10', '--log_interval=1')
     header, *lines = Path('out/log.csv').read_text(encoding='utf-8').splitlines()
     lines = [header.replace('wall_s', 'extra'), *lines, '1']  # the last is cut
@@ -831,13 +665,16 @@ def test_log_of_another_version_survives_a_resume(folder):
 def test_another_tokenizer_than_the_models_is_said(folder, capsys):
     train('--out_dir=out', '--max_iters=1', '--warmup_iters=0')
     assert 'warning' not in capsys.readouterr().out
-    meta = json.loads(Path('data/toy/meta.json').read_text(encoding='utf-8'))
-    meta['tokenizer']['chars'] = meta['tokenizer']['chars'][::-1]
-    Path('data/toy/meta.json').write_text(json.dumps(meta), encoding='utf-8')
+    meta = Path('data/toy/meta.json').read_text(encoding='utf-8')
+    Path('data/toy/meta.json').write_text(meta.replace('"a", "b"', '"b", "a"'), encoding='utf-8')
     train('--out_dir=fine', '--max_iters=1', '--init_from=out')
     assert 'warning: data/toy was prepared with another tokenizer' in capsys.readouterr().out
     with pytest.raises(ValueError, match='data/toy was prepared with another tokenizer'):
         run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2')
+    Path('data/toy/meta.json').write_text(meta.replace('{"vocab', '{"source": "b", "vocab'), 'utf-8')
+    run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
+    assert 'data/toy has changed since the checkpoint: it was prepared from None, and is now from b' in (
+        capsys.readouterr().out)
     write_toy(folder / 'data' / 'other', vocab_size=26)
     train('--out_dir=fine', '--dataset=other', '--max_iters=1', '--init_from=out')  # all its ids are below 23
     ids = np.fromfile('data/other/train.bin', '<u2')
@@ -846,19 +683,6 @@ def test_another_tokenizer_than_the_models_is_said(folder, capsys):
     with pytest.raises(ValueError, match='token 25 is outside the vocabulary of 23'):
         train('--out_dir=not', '--dataset=other', '--init_from=out')
     assert not os.path.exists('not')
-
-
-def test_a_resume_says_that_its_data_has_changed(folder, capsys):
-    for name, text in ('a', 'some text, ' * 99), ('b', 'another text, ' * 99):
-        Path(name).write_text(text)
-        run('prepare.py', f'--source={name}', '--out=d', '--overwrite=True')
-        train('--out_dir=out', '--dataset=d', '--vocab_size=257', '--max_iters=1')
-        run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
-        assert 'has changed' not in capsys.readouterr().out
-    run('prepare.py', '--source=a', '--out=d', '--overwrite=True')
-    run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
-    assert 'data/d has changed since the checkpoint: it was prepared from b, and is now from a' in (
-        capsys.readouterr().out)
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(folder, monkeypatch):
@@ -897,31 +721,22 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
 def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
     train('--out_dir=out', '--tokens_per_param=0.05', '--eval_interval=3', '--weight_decay=0.3',
           '--optimizer=muon', '--log_interval=7', '--dropout=0.2')
-    before = saved('out')['config']
+    before, resume = saved('out')['config'], ['--out_dir=out', '--init_from=resume']
     capsys.readouterr()
-    story = run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
+    story = run('train.py', *resume, '--eval_only')
     said = capsys.readouterr().out
     assert 'default.py' not in said and "out/ckpt.pt: dataset = 'toy', eval_interval = 3," in said
     assert story['config'] == {**before, 'init_from': 'resume', 'eval_only': True}
     assert {name: story[name] for name in story['config']} == story['config']
     assert story['model'].config.dropout == 0.2 and saved('out')['config'] == before
-    (folder / 'more.py').write_text('max_iters = 9\nbatch_size = 4\nn_layer = 2\n', encoding='utf-8')
-    story = run('train.py', 'more.py', '--out_dir=out', '--init_from=resume', '--dropout=0.1', '--eval_only')
+    Path('more.py').write_text('max_iters = 9\nbatch_size = 4\nn_layer = 2\n', encoding='utf-8')
+    story = run('train.py', 'more.py', *resume, '--dropout=0.1', '--eval_only')
     assert story['tokens_per_param'] is None and story['max_iters'] == 9 and story['weight_decay'] == 0.3
     assert story['model'].config.dropout == 0.1
-    older = saved('out')
-    del older['config']['lr_scales']
-    torch.save(older, 'out/ckpt.pt')
     for flag, message in (('--n_layer=3', 'n_layer=3 differs from .*which has 2'),
-                          ('--optimizer=adamw', "optimizer='adamw' differs from .*which has 'muon'"),
-                          ("--lr_scales={'embedding': 2.0}", 'lr_scales=.* differs from .*which has {}')):
+                          ('--optimizer=adamw', "optimizer='adamw' differs from .*which has 'muon'")):
         with pytest.raises(ValueError, match=message):
-            run('train.py', '--out_dir=out', '--init_from=resume', flag)
-    weights = saved('out')
-    del weights['optimizer']
-    torch.save(weights, 'out/ckpt.pt')
-    with pytest.raises(ValueError, match='has no optimizer state, so it cannot be resumed: fine-tune'):
-        run('train.py', '--out_dir=out', '--init_from=resume')
+            run('train.py', *resume, flag)
     fine = train('--out_dir=fine', '--init_from=out/ckpt.pt', '--max_iters=1', '--dropout=0.1')
     assert fine['first_it'] == 0 and fine['model'].config.dropout == 0.1
 
@@ -935,23 +750,11 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder, capsys):
                                              'out/ckpt.old-1.pt', 'out/ckpt.pt']
     train('--out_dir=whole')
     train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')  # not as an error
+    assert json.loads(Path('cut/run.json').read_text('utf-8'))['status'] == 'time_limit'
     assert saved('cut')['iter_num'] == 1
-    printed = capsys.readouterr().out  # of long runs alone
-    assert printed.count('\nmemory: ') == 1 and re.search(r'\nmemory: [^\0]+\ntime_limit=0 minutes', printed)
+    assert capsys.readouterr().out.count('\nmemory: ') == 1  # of long runs alone
     train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
     assert same_weights(saved('whole')['model'], saved('cut')['model'])
-
-
-def test_compiling_gives_signs_of_life(monkeypatch, capfd):
-    monkeypatch.setattr(flat_train, 'SIGN_OF_LIFE', 0.01)
-    progress, said = flat_train.Progress(), ''
-    thread = threading.Thread(target=flat_train.tell_compiling, args=(progress, 0))
-    thread.start()
-    while said.count('\n') < 2:
-        said += capfd.readouterr().out
-    progress.iter_num = 1
-    thread.join()
-    assert said.startswith('compiling, 0:00 so far: ')
 
 
 # stopping ---------------------------------------------------------------------------------------------------
@@ -980,14 +783,13 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
             train('--out_dir=cut it')
         assert sorted(os.listdir('cut it')) == ['lock', 'log.csv', 'run.json']
         two = two_ranks('--out_dir=cut it', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
-        said = re.findall(r'^\[rank.*', two, re.M)  # one line of each
-        assert 'another training' in said[0] and 'this rank ends because another one has' in said[1], two
+        assert 'out_dir=cut it: another training writes there' in two
         Path('go on').touch()
         out, error = first.communicate(timeout=60)
     finally:
         first.kill()
     assert first.returncode == 130 and 'stopping after this iteration' in error, out + error
-    said = re.search('^saved at ([78]) of 1,000,000, .*: python [^ ]*train.py (.*)\nstep ', out, re.M)
+    said = re.search('^saved at ([78]) of 1,000,000, .* to go on: (.*)\nstep ', out, re.M)
     assert saved('cut it')['iter_num'] == int(said[1]) and 'done' not in out
     run('train.py', *shlex.split(said[2]), '--max_iters=20')
     assert same_weights(saved('whole')['model'], saved('cut it')['model'])
