@@ -32,6 +32,8 @@ SCRIPTS = ('train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check')  # 
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
 # texts of the system and of numpy
 CANNOT_WRITE = r'No space left|Read-only file|quota exceeded|File too large|requested and \d+ written'
+# of gloo and NCCL, on ranks that wait for one that has ended
+LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
 OUT_OF_MEMORY = {  # the first setting that the script has -> how to use less
     'rounds': 'lower --batch_size',
     'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
@@ -338,6 +340,8 @@ def one_line_errors(kind, error, trace, settings=()):
     elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
         advice = [text for name, text in OUT_OF_MEMORY.items() if name in settings]
         message = '; '.join(['out of memory', *advice[:1]])
+    elif re.search(LOST_RANK, message) and 'RANK' in os.environ:
+        message = 'this rank ends because another one has, which says why'
     elif on_purpose(error):
         pass
     elif re.search(CANNOT_WRITE, message):

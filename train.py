@@ -918,6 +918,18 @@ def log_row(path, wandb_run, row):
         wandb_run.log({names.get(name, name): float(value) for name, value in row.items()}, step=row['iter'])
 
 
+def start_wandb(run):
+    """A run on Weights & Biases, the same when resumed. None if wandb is missing or refuses."""
+    try:
+        import wandb
+        found = wandb.init(project=run.config['wandb_project'], name=run.config['wandb_run_name'],
+                           id=run.wandb_id, resume='allow', config={**run.config, **vars(run.model.config)})
+    except Exception as error:
+        return print0(f"no wandb logging, log.csv has everything ({type(error).__name__}: {error})")
+    run.wandb_id = found.id
+    return found
+
+
 EARLY = (1, 4)  # iterations since the start that get a line at once: it works, and how fast
 
 
@@ -1132,10 +1144,7 @@ if __name__ == '__main__':
         start_log(log_file, first_it)
         note(out_dir, status='running', error=None, config=config, params=n_params, data=folder)
         if wandb_log:
-            import wandb
-            wandb_run = wandb.init(project=wandb_project, name=wandb_run_name, id=run.wandb_id,
-                                   resume='allow', config={**config, **vars(model.config)})
-            run.wandb_id = wandb_run.id
+            wandb_run = start_wandb(run)
 
     # the loop: train up to the next evaluation, evaluate, save
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,

@@ -231,6 +231,8 @@ def test_nanogpts_settings_have_their_names_and_values():
      "x.py: a.json is damaged or of another kind: ValueError: invalid literal for int() with base 10: '{'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory; lower --batch_size'),
+    ("raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]')",
+     'x.py: this rank ends because another one has, which says why'),
     ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not named, not ours
     ("configurator.fit(1, 2)", None), ("assert 1 > 2", None)])
 def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monkeypatch, capsys):

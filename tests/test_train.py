@@ -179,7 +179,7 @@ def test_the_first_run_is_over_on_a_gpu_before_a_compiler_would_be(monkeypatch):
         assert flat_train.resolve_compile('auto', 'cuda:0', seconds) is compiled
 
 
-def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch):
+def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
     runs, rows = [], []
 
     def init(**options):
@@ -193,6 +193,9 @@ def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch):
     for values, row in zip(rows, log_rows('out'), strict=True):
         expected = {names.get(name, name): float(value) for name, value in row.items() if value}
         assert values == pytest.approx(expected, rel=1e-2, abs=1e-2)
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    train('--out_dir=out', '--max_iters=1', '--wandb_log=True')
+    assert 'no wandb logging, log.csv has everything (ModuleNotFoundError' in capsys.readouterr().out
 
 
 def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, monkeypatch, capsys):
@@ -783,7 +786,7 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
             train('--out_dir=cut it')
         assert sorted(os.listdir('cut it')) == ['lock', 'log.csv', 'run.json']
         two = two_ranks('--out_dir=cut it', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
-        assert 'out_dir=cut it: another training writes there' in two
+        assert 'out_dir=cut it: another training writes there' in two and '[rank1]: Traceback' not in two
         Path('go on').touch()
         out, error = first.communicate(timeout=60)
     finally:
