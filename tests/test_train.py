@@ -244,7 +244,7 @@ def test_activations_computed_twice_give_the_same_gradients_with_less_memory(opt
 
     def gradients(every):
         torch.manual_seed(0)
-        model, kept = tiny(n_layer=6, norm_placement='sandwich', **options).train(), {}
+        model, kept = tiny(n_layer=5, norm_placement='sandwich', **options).train(), {}
         for w in model.parameters():
             w.data.normal_(std=0.3)
         if every:
