@@ -3,18 +3,16 @@ Measures: how fast, how big, how much memory, how good.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
-    python bench.py params config/mixtral_8x7b.py            # parameters, FLOPs and cache, by part; any size
+    python bench.py params config/mixtral_8x7b.py            # parameters, their initial values, FLOPs, cache
     python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
-    python bench.py params config/small.py --init=True       # and each parameter's initial value
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
     python bench.py decode config/gpt2.py --batch_size=8     # beside one row alone; or --speculate=8
     python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
-    python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at times the trained length
+    python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at multiples of the context
     python bench.py eval texts.jsonl --init_from=out         # of each {"text": ...}, by itself
     python bench.py eval hellaswag_val.jsonl --init_from=gpt2 # or {"query": ..., "choices": [...], "gold": 0}
     python bench.py eval eval_bundle --init_from=out         # CORE, from nanochat's eval_bundle.zip, unpacked
-    python bench.py attention 'some text' --init_from=out    # a picture of a layer's attention, head by head
 
 --vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process, or
 transformers, with the same weights, uncompiled. Speeds are medians after a warm-up, shares are of the speed
@@ -56,21 +54,17 @@ batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 25
                                   # params: given, the memory of training with it is forecast
 memory: float | None = None       # params: GB that training is to fit into; None: what this device has
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
-lengths: list | None = None       # eval: contexts in times the trained one
-prompt_len = 32                   # decode: tokens before
+lengths: list | None = None       # eval: contexts, multiples of the trained one
+prompt_len = 32                   # decode: tokens of the prompt
 max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
 speculate: int | None = None      # decode: draft tokens at a time, of greedy text, as in sample.py
-layer = 0                         # attention: the layer's number
-png = 'attention.png'             # attention: the file to write
-init = False                      # params: also each parameter's initial value and group
 steps = 10                        # train: steps a turn; decode generates max_new_tokens a turn
 gradient_accumulation_steps = 1   # train: micro-batches a step; two of them are timed
 rounds = 5                        # turns
 json: bool | str = False          # True: the numbers as a last line too; or a file to add that line to
 # as in train.py
 optimizer = 'adamw'               # adamw, muon, normuon
-grad_clip = 1.0                   # 0: no clipping
 device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
@@ -174,8 +168,8 @@ def print_json(where, **numbers):
 # models -----------------------------------------------------------------------------------------------------
 
 def named_model(config, model_args, dtype=torch.float32, **others):
-    """The model that the settings name. A new one has `others`, fields of GPTConfig, over them the vocabulary
-    of config['dataset'] if it is prepared, over both the fields given."""
+    """The model that the settings name. A new one has `others`, fields of GPTConfig, unless model_args, or
+    the vocabulary of config['dataset'] if that is prepared, override them."""
     if config['init_from'] != 'scratch':
         return train.load_to_train(config['init_from'], 'out', model_args, dtype=dtype)[0]
     folder = data_folder(config['dataset'])
@@ -202,8 +196,7 @@ def cache_per_token(model, dtype):
 
 
 def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
-    """named_model, and the machine where it is: to be trained in float32, else in the compute dtype, without
-    a copy in float32 on the device."""
+    """named_model and its machine: float32 to train, else made in the compute dtype."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
     with torch.device(machine.device if config['init_from'] == 'scratch' else 'cpu'):
         model = named_model(config, model_args, torch.float32 if to_train else machine.dtype)
@@ -217,8 +210,7 @@ def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
 
 
 def load_other(vs, model):
-    """{name: model} of --vs, {} without: transformers' with our weights, or of a clone of nanoGPT at our
-    shape."""
+    """{name: model} of --vs: transformers' with our weights, or a nanoGPT clone's at our shape."""
     weight = model.wte.weight
     if vs == 'transformers':
         with tempfile.TemporaryDirectory() as folder:
@@ -254,25 +246,22 @@ def measure_params(config, model_args, words):
     rows = {part: ([], counts) for part, counts in account(model).items()}
     n_params, n_active, flops = print_counts('', [
         'parameters', '', 'active', '', 'training FLOPs a token', ''], rows, 'total')
-    kinds, layers, length = {}, [], model.config.block_size
+    kinds, length = {}, model.config.block_size
     for number, block in enumerate(model.h):  # alike: parameters have the same names and shapes
         kind = tuple((name, w.shape) for name, w in block.named_parameters())
         kinds.setdefault(kind, []).append(number)
     for kind, numbers in kinds.items():
         first = numbers[0]
-        layers.append({'numbers': numbers, **print_parameters(
-            model, f"layer {first}, one of {len(numbers)} alike", [f'h.{first}.{name}' for name, _ in kind],
-            config['init'], mixing=model.h[first].attn.flops(length))})
-    if config['init']:
-        print_parameters(model, 'outside of layers', [
-            name for name, _ in model.named_parameters() if not name.startswith('h.')], True)
+        print_parameters(model, f"layer {first}, one of {len(numbers)} alike",
+                         [f'h.{first}.{name}' for name, _ in kind], model.h[first].attn.flops(length))
+    print_parameters(model, 'outside of layers', [
+        name for name, _ in model.named_parameters() if not name.startswith('h.')])
     fits = forecast_memory(config, model) if config['batch_size'] or config['memory'] else {}
     each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     return {'params': n_params, 'active_params': n_active, 'flops_per_token': flops,
-            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype),
-            'layers': layers, **fits}
+            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype), **fits}
 
 
 def print_counts(title, heads, rows, last):
@@ -286,11 +275,10 @@ def print_counts(title, heads, rows, last):
     return sums
 
 
-def print_parameters(model, title, names, with_init, mixing=None):
-    """Prints the shapes, counts and training FLOPs a token of the parameters `names`, with_init also their
-    tags; returns counts and FLOPs as a dict. mixing: FLOPs of the mixer's products without weights, at a
-    length of block_size."""
-    rows, n_texts = {}, 3 if with_init else 1
+def print_parameters(model, title, names, mixing=None):
+    """Prints the shapes, tags, counts and training FLOPs a token of the parameters `names`. mixing: FLOPs of
+    the mixer's products without weights."""
+    rows = {}
     for full_name in names:
         w, (init, group, fused) = model.get_parameter(full_name), model.tags[full_name]
         shape = [*map(str, w.shape)]
@@ -299,14 +287,11 @@ def print_parameters(model, title, names, with_init, mixing=None):
         how = [getattr(init, 'func', init).__name__]  # of a partial function its options too
         how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
         n, _, flops = cost(model, full_name, w)
-        rows[re.sub(r'^h\.\d+\.', '', full_name)] = (
-            [' x '.join(shape), ' '.join(how), group][:n_texts], (n, flops))
+        rows[re.sub(r'^h\.\d+\.', '', full_name)] = [' x '.join(shape), ' '.join(how), group], (n, flops)
     if mixing is not None:
-        rows['mixing'] = [''] * n_texts, (0, mixing)
-    heads = ['shape', 'initial value', 'group'][:n_texts]
-    params, _ = print_counts(title, [*heads, 'parameters', '', 'training FLOPs a token', ''], rows, 'sum')
-    parts, flops = ({name: counts[i] for name, (_, counts) in rows.items()} for i in (0, 1))
-    return {'params': params, 'parts': parts, 'flops': flops}
+        rows['mixing'] = [''] * 3, (0, mixing)
+    print_counts(title, ['shape', 'initial value', 'group', 'parameters', '', 'training FLOPs a token', ''],
+                 rows, 'sum')
 
 
 def forecast_memory(config, model):
@@ -337,8 +322,8 @@ def our_step(model, forward, batch, machine, config):
     return gradients, update
 
 
-def their_step(other, batch, machine, grad_clip):
-    """The same for transformers, or as nanoGPT's train.py does it: on CPUs without autocast, uncompiled."""
+def their_step(other, batch, machine):
+    """The same for transformers, or as nanoGPT's train.py does: on CPUs without autocast, uncompiled."""
     x, y = batch
     autocast, params = machine.autocast, list(other.parameters())
     if hasattr(other, 'configure_optimizers'):  # nanoGPT's
@@ -357,8 +342,7 @@ def their_step(other, batch, machine, grad_clip):
             (output[1] if isinstance(output, tuple) else output.loss).backward()
 
     def update():
-        if grad_clip:
-            torch.nn.utils.clip_grad_norm_(params, grad_clip)
+        torch.nn.utils.clip_grad_norm_(params, train.config['grad_clip'])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return gradients, update
@@ -375,7 +359,7 @@ def measure_train(config, model_args, words):
     forward = compile_model(model, device) if compile else model
     steps = {'flatgpt': our_step(model, forward, batch, machine, config)}
     for name, other in load_other(config['vs'], model).items():
-        steps[name] = their_step(other.train(), batch, machine, config['grad_clip'])
+        steps[name] = their_step(other.train(), batch, machine)
     accumulation = config['gradient_accumulation_steps']
     # of the micro-batches that add to the gradients of the first, one is timed
     n_timed, counts = min(accumulation, 2), [1, accumulation - 1, 1]
@@ -403,7 +387,7 @@ def time_other(model, prompts, new):
         stamps.append(time.perf_counter())
     hook = model.register_forward_hook(clock)
     with precision_of_others(str(idx.device)):
-        if hasattr(model, 'configure_optimizers'):  # nanoGPT, without a cache: a middle stretch is the whole
+        if hasattr(model, 'configure_optimizers'):  # nanoGPT, without a cache: time a stretch in the middle
             count = max(8, new // 10)
             model.generate(F.pad(idx, (0, (new - count) // 2)), count, top_k=200)
         else:
@@ -497,8 +481,8 @@ def measure_eval(config, model_args, words):
 
 
 def prepared_tokens(folder, tokenizer, path):
-    """[(inputs, targets)] of each file of a folder's val, (2, tokens), -1 for a target that is masked; and
-    the bytes that the targets are, None without a tokenizer, which is that of the model at path."""
+    """A prepared folder's val -> [(inputs, targets), (2, tokens)] of its files, masked targets -1; and the
+    bytes of all targets, None without a tokenizer, which is that of the model at path."""
     bins = Bins(folder, 'val')
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
@@ -513,8 +497,8 @@ def prepared_tokens(folder, tokenizer, path):
 
 
 def text_tokens(path, tokenizer):
-    """The same of a text file, in one stream, but JSON lines one by one. End of text stands before each
-    document, so that its first token is a target too."""
+    """The same of text: one stream, of records one each. End of text stands before each document, so that its
+    first token is a target too."""
     start = [tokenizer.eot] * (tokenizer.eot is not None) + [*tokenizer.bos]
     documents, n_bytes, source = [], 0, find_source(path)
     if source.chats:
@@ -531,7 +515,7 @@ def text_tokens(path, tokenizer):
 
 
 def announced(items):
-    """Yields the items; says once, if it takes longer than five seconds, how long the others will take."""
+    """Yields the items; after five seconds says once how long the others will take."""
     begun, said = time.perf_counter(), False
     for n, item in enumerate(items):
         spent = time.perf_counter() - begun
@@ -543,8 +527,8 @@ def announced(items):
 
 @torch.no_grad()
 def row_losses(model, rows, machine, batch_size):
-    """Rows (inputs, targets) of up to T tokens -> the loss of each target, in nats, float64, which are
-    targets, not -1, and which are the likeliest token: (rows, T) each, filled up with 0."""
+    """Rows (inputs, targets) of up to T tokens -> three arrays (rows, T), padded with 0: the targets' losses
+    in nats, float64; which targets count, not -1; which are the likeliest token."""
     x, y = (pad_sequence([torch.as_tensor(ids) for ids in side], batch_first=True, padding_value=padding)
             for side, padding in zip(zip(*rows), (0, -1)))
     lengths = torch.tensor([len(inputs) for inputs, _ in rows])
@@ -563,10 +547,10 @@ def row_losses(model, rows, machine, batch_size):
 
 
 def evaluate_text(name, documents, n_bytes, base, lengths, losses):
-    """Loss, perplexity, the mean losses from position 1, 2, 3, 5, 9... to the next, and bits per byte of
-    documents (inputs, targets), as a dict, printed; of JSON lines those of each too. losses: row_losses of a
-    model. Without lengths each target counts once, in rows of base tokens. Lengths are in times of base: then
-    the last base tokens of each row count, the same ones at every length."""
+    """Prints and returns the loss, perplexity and bits per byte of documents (inputs, targets), of JSON lines
+    also the losses of each. losses: row_losses of a model. Without lengths each target counts once, in rows
+    of base tokens. Lengths are multiples of base: the last base tokens of each row count, the same ones at
+    every length."""
     by_length, longest = {}, base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
         rows = [document[:, end - length:end] for document in documents
@@ -574,18 +558,13 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
         if not rows:
             raise ValueError(f"{name} is too short: {longest if lengths else 1:,} tokens are needed")
         by_row, is_target, _ = losses(rows)
-        sums, counts = by_row.sum(0), is_target.sum(0)
         counted = slice(-base if lengths else None, None)
-        n_targets = int(counts[counted].sum())
-        loss = float(sums[counted].sum()) / n_targets
-        starts = [0, *(2**i for i in range((len(sums) - 1).bit_length()))]
-        by_position = np.add.reduceat(sums, starts) / np.add.reduceat(counts, starts).clip(1)
-        by_length[str(length)] = {'loss': loss, 'perplexity': math.exp(min(loss, 99)), **{
-            f'from token {start + 1} on': float(mean) for start, mean in zip(starts, by_position)}}
+        n_targets = int(is_target[:, counted].sum())
+        loss = float(by_row.sum(0)[counted].sum()) / n_targets
+        by_length[str(length)] = {'loss': loss, 'perplexity': math.exp(min(loss, 99))}
     print(f"{name}: {n_targets:,} targets in {len(rows):,} rows")
     print_table('tokens of context', [*by_length], {
-        line: [f"{column[line]:.4f}" if line in column else '' for column in by_length.values()]
-        for line in max(by_length.values(), key=len)})
+        line: [f"{column[line]:.4f}" for column in by_length.values()] for line in ('loss', 'perplexity')})
     numbers = {'targets': n_targets, 'bytes': n_bytes}
     if lengths:
         return {**numbers, 'lengths': by_length}
@@ -613,10 +592,10 @@ def answers(item, delimiter=' ', before=''):
 
 
 def answer_scores(tokenizer, block_size, losses, options, start, counted=''):
-    """(context, answer) options -> the answers' summed losses, their numbers of counted tokens, and how many
-    of these are the likeliest: (options,) each. start: ids before each text; one that is too long loses its
-    beginning. counted: 'multiple_choice' counts tokens from the first that differs between the options,
-    'schema' the tokens that all options end with, '' all after the context."""
+    """(context, answer) options -> the answers' summed losses, how many tokens count, how many of these are
+    the likeliest: (options,) each. start: ids before each text; a long text loses its beginning. counted:
+    'multiple_choice' counts from the first token that differs between the options, 'schema' the tokens that
+    all options end with, '' all after the context."""
     def encode(text):
         return [*start, *tokenizer.encode_array(text).tolist()]
     texts, rows = [encode(context + answer) for context, answer in options], []
@@ -637,9 +616,9 @@ def hellaswag_item(record):
 
 
 def evaluate_choices(path, tokenizer, score):
-    """How often the right choice has the largest log-probability (acc), or the largest by character
-    (acc_norm) or by token (acc_token), as a dict, printed; and the loss of each choice. Of JSON lines with
-    query, choices and gold, or HellaSwag's (arXiv:1905.07830). score: answer_scores of a model.
+    """Prints and returns how often the right choice has the largest log-probability (acc), by character
+    (acc_norm), by token (acc_token); returns each choice's loss. For JSON lines with query, choices and gold,
+    or HellaSwag's (arXiv:1905.07830). score: answer_scores of a model.
 
     acc and acc_norm are those of lm-evaluation-harness, by which GPT-2 124M has 0.2892 and 0.3114 on
     hellaswag_val.jsonl; without its changes to the text build-nanogpt has acc 0.2859 and acc_token 0.2955."""
@@ -658,9 +637,9 @@ def evaluate_choices(path, tokenizer, score):
 
 
 def evaluate_core(folder, tokenizer, score):
-    """CORE (arXiv:2406.11794) of a folder like nanochat's eval_bundle, by its core_eval.py, as a dict,
-    printed: the mean of the tasks' accuracies, scaled so that guessing has 0. The right option is to have the
-    smallest mean loss or, where it is the only one, the likeliest tokens alone."""
+    """Prints and returns CORE (arXiv:2406.11794) of a folder like nanochat's eval_bundle, by its
+    core_eval.py: the mean of the tasks' accuracies, scaled so that guessing has 0. The right option must have
+    the smallest mean loss; a single one must be the likeliest tokens throughout."""
     core, meta = (Path(folder, name).read_text('utf-8') for name in ('core.yaml', 'eval_meta_data.csv'))
     chance = {row['Eval Task']: float(row['Random baseline']) / 100
               for row in csv.DictReader(meta.splitlines())}
@@ -688,41 +667,17 @@ def evaluate_core(folder, tokenizer, score):
     return {'core': mean, 'tasks': tasks}
 
 
-@torch.no_grad()
-def draw_attention(config, model_args, words):
-    """Writes a picture of a layer's attention: a panel for each head, a row for each token that attends."""
-    model, tokenizer, _ = train.load_to_train(config['init_from'], 'out', model_args)
-    (text,), layer, weights = words, config['layer'], []
-    ids = tokenizer.encode(text)
-    model.eval()(torch.tensor([ids]), weights=weights)
-    with_weights = [n for n, block in enumerate(model.h) if block.attn.mask_kind]
-    heads = dict(zip(with_weights, weights))[layer][0].numpy()  # (n_head, T, T)
-    rows, side = math.ceil(len(heads) / 4), 1.5 + len(ids) / 6  # side: in inches
-    figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(
-        (4 * side, 1.2 * rows * side), layout='constrained')
-    ticks = dict(ticks=range(len(ids)), labels=[repr(tokenizer.decode([i])) for i in ids], parse_math=False)
-    for head, weight in enumerate(heads):
-        axes = figure.add_subplot(rows, 4, head + 1, title=f'layer {layer}, head {head}')
-        axes.imshow(weight)
-        axes.set_xticks(**ticks, rotation=90)
-        axes.set_yticks(**ticks)
-    figure.savefig(config['png'])
-    print(config['png'])
-    return {'png': config['png']}
-
-
 # ------------------------------------------------------------------------------------------------------------
 
 MACHINE = 'init_from dataset device dtype json'
 COMMANDS = {
     # the settings that each reads besides GPTConfig's
     'train': (measure_train, f'{MACHINE} vs batch_size gradient_accumulation_steps steps rounds '
-                             'optimizer grad_clip compile seed'),
+                             'optimizer compile seed'),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
                                'rounds compile seed'),
-    'params': (measure_params, f'{MACHINE} batch_size init memory optimizer'),
+    'params': (measure_params, f'{MACHINE} batch_size memory optimizer'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
-    'attention': (draw_attention, 'init_from layer png json'),
 }
 
 if __name__ == '__main__':
@@ -731,7 +686,7 @@ if __name__ == '__main__':
         raise ValueError(f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
     measure, known = COMMANDS[what]
-    if extra := more[what in ('eval', 'attention'):]:
+    if extra := more[what == 'eval':]:
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
     refuse_unused(given, config.keys() - known.split(), f"in {what}, whose settings are GPTConfig's, {known}")
     check_settings(config, train.CHOICES)

@@ -624,7 +624,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Fills every parameter as its tag says: `python bench.py params --init=True` lists them."""
+        """Fills every parameter as its tag says: `python bench.py params` lists them."""
         if self.wte.weight.is_meta:
             return
         for name, w in self.named_parameters():
