@@ -1040,7 +1040,8 @@ QWEN, GEGLU = dict(SILU, proj_bias=False), dict(mlp='geglu_tanh', proj_bias=Fals
 GGUF = {  # model_type: llama.cpp's name, and what it fixes of GPTConfig, beside what FAMILIES do
     'qwen3': ('qwen3', QWEN), 'qwen3_moe': ('qwen3moe', dict(QWEN, expert_pattern='E', norm_topk_prob=True)),
     'qwen2': ('qwen2', dict(SILU, head_dim=None)), 'qwen2_moe': ('qwen2moe', dict(
-        SILU, head_dim=None, expert_pattern='E', norm_topk_prob=False, tie_word_embeddings=False)),
+        SILU, head_dim=None, qkv_bias=True, expert_pattern='E', norm_topk_prob=False,
+        tie_word_embeddings=False)),
     'llama': ('llama', SILU), 'mistral': ('llama', SILU), 'mixtral': ('llama', SILU),
     'smollm3': ('smollm3', dict(QWEN, mlp_bias=False, pos_pattern='PPPN')),
     'olmo2': ('olmo2', dict(QWEN, tie_word_embeddings=False)), 'gpt2': ('gpt2', dict(mlp='gelu_tanh')),
@@ -1057,9 +1058,11 @@ GGUF_FIELDS = {  # llama.cpp's: ours
     'final_logit_softcapping': 'logit_softcap', 'rope.dimension_count': 'head_dim',
     'rope.freq_base': 'rope_base', 'expert_count': 'n_expert', 'expert_used_count': 'n_expert_active',
     'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
-GGUF_SCALING = {f'rope.scaling.{theirs}': ours for theirs, ours in dict(
-    type='rope_type', factor='factor', original_context_length='original_max_position_embeddings').items()}
-GGUF_OTHERS = {'vocab_size', 'expert_shared_feed_forward_length', 'rope.scaling.finetuned'}  # keys besides
+GGUF_SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
+                'rope.scaling.original_context_length': 'original_max_position_embeddings'}
+GGUF_OTHERS = {  # what has another name, or none, in a family's fields: its name in config.json
+    'n_kv_head': 'num_key_value_heads', 'head_dim': 'head_dim', 'rope_base': 'rope_theta',
+    'window': 'sliding_window', 'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
 GGUF_PAIRED = 'llama', 'smollm3'  # in these the rows that rotate as a pair are neighbours
 GGUF_EXPERTS = {  # all in one tensor
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',

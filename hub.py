@@ -48,7 +48,6 @@ from families import (
     Layout,
     canonical,
     config_from_hf,
-    config_of,
     config_to_hf,
     like,
     refuse,
@@ -77,7 +76,7 @@ class Stored(typing.NamedTuple):
     open: typing.Callable
     name: str
     shape: tuple
-    dtype: torch.dtype
+    kind: str
 
 
 class Part(typing.NamedTuple):
@@ -87,8 +86,9 @@ class Part(typing.NamedTuple):
     layout: Layout
 
 
-def plan(model, family):
-    """Our tensor, as state_dict() names it -> its Parts. Raises ValueError for one without a name."""
+def plan(model, family, renamed=str):
+    """Our tensor, as state_dict() names it -> its Parts; renamed: a function of the names that family gives
+    them. Raises ValueError for one without a name."""
     plans, config = {}, model.config
     for ours, w in model.state_dict().items():
         if ours.startswith('mtp.'):  # for training alone
@@ -118,7 +118,7 @@ def plan(model, family):
         layout, is_experts = family.layouts.get(name, SAME), module.startswith('mlp.experts')
         experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
         plans[ours] = [  # our experts are one tensor, (expert, row, column)
-            Part(one.replace('.E.', f'.{e}.'), (e, row) if is_experts else (row,), layout)
+            Part(renamed(one.replace('.E.', f'.{e}.')), (e, row) if is_experts else (row,), layout)
             for e in experts for one, row in zip(theirs, rows, strict=True)]
     return plans
 
@@ -150,14 +150,8 @@ def read_headers(folder):
         with reading(path), opened() as file:
             for name in file.keys():  # noqa: SIM118 (it is no dict)
                 header = file.get_slice(name)
-                shape, kind = tuple(header.get_shape()), DTYPES[header.get_dtype()]
-                stored[bare(name)] = Stored(opened, name, shape, kind)
+                stored[bare(name)] = Stored(opened, name, tuple(header.get_shape()), header.get_dtype())
     return stored
-
-
-def stored_dtype(stored):
-    """The dtype of the largest tensor."""
-    return max(stored.values(), key=lambda one: math.prod(one.shape)).dtype
 
 
 def bare(name):
@@ -167,7 +161,7 @@ def bare(name):
 
 
 IGNORED = ('*vision*', '*projector*', '*.attn.bias', '*.attn.masked_bias', '*.attention.bias',
-           '*.attention.masked_bias', '*inv_freq')
+           '*.attention.masked_bias', '*inv_freq', 'rope_freqs.weight')
 
 
 def check(parts, stored, model, family, folder):
@@ -199,7 +193,8 @@ def fill(model, parts, stored):
 
 
 def read_published(path):
-    """A folder or GGUF file: (model_type and other keys, GPTConfig, Family, name -> Stored)."""
+    """A folder or GGUF file: (config.json, GPTConfig, Family and function of names for plan, name -> Stored).
+    """
     if path.endswith('.gguf'):
         return read_gguf(path)
     c = text_config(read_json(path, 'config.json'))
@@ -208,7 +203,7 @@ def read_published(path):
         stored = {theirs.replace(alias, name): one for theirs, one in stored.items()}
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
         family = like(family, names=FUSED_EXPERTS)
-    return c, config, family, stored
+    return c, config, (family, bare), stored
 
 
 def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **changes):
@@ -216,17 +211,17 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     the weights, None: as stored; int8: of the large ones; changes: config fields. Raises OSError for missing
     files, ValueError that names all that does not fit."""
     folder = fetch(folder_or_id)
-    c, config, family, stored = read_published(folder)
+    c, config, (family, renamed), stored = read_published(folder)
     if changes.get('block_size', 0) > c.get('index_topk', math.inf):
         refuse(c, block_size=changes['block_size'])
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
         # transformers' list for short texts; a larger block_size takes the other
         changes = {'block_size': config.rope_scaling['original_max_position_embeddings'], **changes}
-    dtype = dtype or stored_dtype(stored)
+    largest = max(stored.values(), key=lambda one: math.prod(one.shape))
+    dtype = dtype or DTYPES.get(largest.kind, torch.float32)
     with torch.device('meta'):
         model = GPT(changed_config(config, changes))
-    parts = {ours: [part._replace(name=bare(part.name)) for part in theirs]
-             for ours, theirs in plan(model, family).items()}
+    parts = plan(model, family, renamed)
     check(parts, stored, model, family, folder)
     for name, w in model.named_parameters():
         is_exact = FAMILIES[c['model_type']].layouts.get(re.sub(r'^h\.\d+\.', '', name)) is PLUS_ONE
@@ -360,16 +355,14 @@ def gguf_rope(config, arch):
     return {theirs: scaling.get(ours) for theirs, ours in GGUF_SCALING.items()}, {}
 
 
-def gguf_family(kind):
-    """The Family with llama.cpp's names, in our own layout but for rows that rotate."""
-    gguf, (arch, _), family = package('gguf', *GGUF_NEED), GGUF[kind], FAMILIES[kind]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 1).get_name
-    before = family.layer.replace('N', '0')
-    theirs = {ours: [names(before + name) or names(name) for name in value.split()]
-              for ours, value in {**family.names, **GGUF_EXPERTS}.items() if value}
-    return family._replace(
-        layer='blk.N.', layouts={}, rows={'attn.c_attn': rows_interleaved} if arch in GGUF_PAIRED else {},
-        names={ours: ' '.join(names).replace('blk.0.', '') for ours, names in theirs.items() if all(names)})
+def gguf_family(kind, n_layer):
+    """(Family, function of its names that gives llama.cpp's): our own layout, but for rows that rotate."""
+    import gguf
+    arch, family = GGUF[kind][0], FAMILIES[kind]
+    family = like(family, layouts=dict.fromkeys(family.layouts), names=GGUF_EXPERTS,
+                  rows={'attn.c_attn': rows_interleaved if arch in GGUF_PAIRED else None})
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
+    return family, functools.partial(names.get_name, try_suffixes=('.weight', '.bias'))
 
 
 @torch.no_grad()
@@ -389,15 +382,15 @@ def save_gguf(model, tokenizer, path, dtype=None):
     keys, tensors = gguf_rope(config, arch)
     keys |= {theirs: getattr(config, ours) for theirs, ours in GGUF_FIELDS.items()}
     keys['feed_forward_length'] = config.d_expert or config.d_ff
-    if config.n_shared_expert:
-        keys['expert_shared_feed_forward_length'] = config.n_shared_expert * config.d_expert
+    shared = config.n_shared_expert
+    keys['expert_shared_feed_forward_length'] = shared and shared * config.d_expert
     about = gguf_tokenizer(tokenizer, config.vocab_size) | {f'{arch}.{key}': keys[key] for key in keys}
     writer, kinds = gguf.GGUFWriter(None, arch), gguf.GGUFValueType
     for key, value in about.items():
         if value is not None:  # llama.cpp's counts have no sign
             writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
     tensors |= {part.name: state[ours][part.index] for state in [model.state_dict()]
-                for ours, parts in plan(model, gguf_family(kind)).items() for part in parts}
+                for ours, parts in plan(model, *gguf_family(kind, config.n_layer)).items() for part in parts}
     usual = GGUF_DTYPES[plain(dtype or model.wte.weight.dtype)]
     for name, w in tensors.items():
         exact = w.ndim == 1 or 'gate_inp' in name or usual == 'Q8_0' and w.shape[-1] % 32
@@ -414,80 +407,73 @@ def save_gguf(model, tokenizer, path, dtype=None):
 
 
 @functools.lru_cache(maxsize=1)
-def gguf_contents(path, modified):
-    """A file's (keys, name -> tensor). Raises ValueError for a type that the gguf package does not read."""
+def gguf_contents(path):
+    """A file's (keys, name -> Stored), which takes seconds: kept for its tokenizer. Raises ValueError for a
+    kind of tensor that the gguf package does not read."""
     gguf = package('gguf', *GGUF_NEED)
     with reading(path):
         reader = gguf.GGUFReader(path)
-        for one in {one.tensor_type: one for one in reader.tensors}.values():
+        tensors = {one.name: one for one in reader.tensors}
+        for one in reader.tensors:
             gguf.dequantize(one.data[:1], one.tensor_type)
-        return ({name: field.contents() for name, field in reader.fields.items()},
-                {one.name: one for one in reader.tensors})
+
+    def read(name):
+        return torch.tensor(gguf.dequantize(tensors[name].data, tensors[name].tensor_type))
+    file = types.SimpleNamespace(get_tensor=read)
+    return {key: field.contents() for key, field in reader.fields.items()}, {
+        name: Stored(lambda: file, name, tuple(map(int, one.shape[::-1])), one.tensor_type.name)
+        for name, one in tensors.items()}
 
 
 def read_gguf(path):
-    """As read_published. Raises ValueError that names what is unsupported."""
-    def read(name):
-        return torch.tensor(package('gguf').dequantize(tensors[name].data, tensors[name].tensor_type))
-    keys, tensors = gguf_contents(path, os.path.getmtime(path))
-    arch, splits = keys['general.architecture'], keys.get('tokenizer.ggml.pre', keys['tokenizer.ggml.model'])
+    """As read_published, by way of the family's config.json. Raises ValueError that names what is
+    unsupported."""
+    gguf_contents.cache_clear()  # the file may be another by now
+    keys, stored = gguf_contents(path)
+    arch = keys['general.architecture']
     kinds = {theirs: kind for kind, (theirs, _) in reversed(GGUF.items())}  # of several the first
-    if arch not in kinds or splits not in GGUF_PATTERNS:
-        raise ValueError(f"{path} is a {arch} model with a {splits} tokenizer; supported are "
-                         f"{', '.join(kinds)} with {', '.join(GGUF_PATTERNS)}")
-    kind = kinds[arch]
-    given = {name.removeprefix(f'{arch}.'): value for name, value in keys.items()
-             if name.startswith(f'{arch}.') and value}
-    unknown = given.keys() - GGUF_FIELDS.keys() - GGUF_SCALING.keys() - GGUF_OTHERS
-    refuse({'model_type': arch}, **{name: given[name] for name in unknown})
-    fields, scaling = ({ours: given[theirs] for theirs, ours in table.items() if theirs in given}
-                       for table in (GGUF_FIELDS, GGUF_SCALING))
-    fields |= {'vocab_size': len(keys['tokenizer.ggml.tokens']),
-               'tie_word_embeddings': 'output.weight' not in tensors}
-    if shared := given.get('expert_shared_feed_forward_length'):
-        fields['n_shared_expert'] = shared // fields['d_expert']
-    for ours, theirs in ('qkv_bias', 'attn_q'), ('proj_bias', 'attn_output'), ('mlp_bias', 'ffn_down'):
-        if ours in FAMILIES[kind].fields:
-            fields[ours] = f'blk.0.{theirs}.bias' in tensors
-    if 'rope_freqs.weight' in tensors:  # of Llama 3's scaling the divisors of its frequencies
-        divisors = read('rope_freqs.weight').tolist()
+    if arch not in kinds:
+        raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
+    kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
+    c, fields = {'model_type': kind}, {**GGUF_OTHERS, **FAMILIES[kind].fields}
+    for key, value in keys.items():
+        if key.startswith(f'{arch}.'):
+            name = key.removeprefix(f'{arch}.')
+            c[fields.get(GGUF_FIELDS.get(name, name), name).split()[0]] = value
+    scaling = {ours: c.pop(theirs, None) for theirs, ours in GGUF_SCALING.items()}
+    if one := stored.get('rope_freqs.weight'):  # of Llama 3's scaling the divisors of its frequencies
+        divisors = one.open().get_tensor(one.name).tolist()
         scaling = dict(rope_type='longrope', short_factor=divisors, long_factor=divisors, factor=1.0,
-                       original_max_position_embeddings=fields['block_size'])
-    if scaling.get('rope_type') not in (None, 'none'):
-        fields['rope_scaling'] = scaling
-    args = {**FAMILIES[kind].ours, **fields}
-    for rule in FAMILIES[kind].rules:
-        rule.read(rule.theirs, args)
-    file = types.SimpleNamespace(get_tensor=read)
-    stored = {name: Stored(lambda: file, name, tuple(one.shape[::-1].tolist()),
-                           DTYPES.get(one.tensor_type.name, torch.float32))
-              for name, one in tensors.items() if name != 'rope_freqs.weight'}
-    c = {'model_type': kind, 'stored': ', '.join(sorted({one.tensor_type.name for one in tensors.values()}))}
-    return c, config_of({**args, **GGUF[kind][1], **fields}), gguf_family(kind), stored
+                       original_max_position_embeddings=c['max_position_embeddings'])
+    c.update(rope_scaling=scaling, vocab_size=len(keys['tokenizer.ggml.tokens']),
+             tie_word_embeddings='output.weight' not in stored, mlp_bias='blk.0.ffn_gate.bias' in stored,
+             attention_bias={'blk.0.attn_q.bias', 'blk.0.attn_output.bias'} <= stored.keys())
+    config = dataclasses.replace(config_from_hf(c), **GGUF[kind][1])
+    return c, config, gguf_family(kind, config.n_layer), stored
 
 
 def published_tokenizer(path):
-    """The tokenizer of a folder or GGUF file."""
+    """The tokenizer of a folder or GGUF file. Raises ValueError for one that is not read."""
     if not path.endswith('.gguf'):
         return json_tokenizer(path)
-    keys, _ = gguf_contents(path, os.path.getmtime(path))
+    keys, _ = gguf_contents(path)
+    splits = keys.get('tokenizer.ggml.pre', 'SentencePiece')
+    if splits not in GGUF_PATTERNS:
+        raise ValueError(f"{path} has a {splits} tokenizer; {', '.join(GGUF_PATTERNS)} are read")
     texts, kinds = keys['tokenizer.ggml.tokens'], keys['tokenizer.ggml.token_type']
-    is_llama3 = keys['tokenizer.ggml.pre'] == 'llama-bpe'
-    normal, special, other = ({text: i for i, text in enumerate(texts) if kinds[i] == kind}
-                              for kind in (1, 3, 4))
-    vocab, library = {**normal, **special, **other}, package('tokenizers')
-    merges = [pair for pair in (merge.split(' ') for merge in keys['tokenizer.ggml.merges'])
-              if ''.join(pair) in vocab]
-    tokenizer = library.Tokenizer.from_str(
-        bpe_json(vocab, merges, GGUF_PATTERNS[keys['tokenizer.ggml.pre']], special))
-    tokenizer.add_tokens([library.AddedToken(text, normalized=False) for text in other])
-    tokenizer.model.ignore_merges = is_llama3
-    bos, eos = (texts[keys[f'tokenizer.ggml.{name}_token_id']] for name in ('bos', 'eos'))
-    if keys.get('tokenizer.ggml.add_bos_token', is_llama3):
+    vocab = {text: i for i, text in enumerate(texts) if kinds[i] != 5}
+    merges = [merge.split(' ') for merge in keys['tokenizer.ggml.merges'] if merge.replace(' ', '') in vocab]
+    library = package('tokenizers')
+    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, GGUF_PATTERNS[splits], {}))
+    tokenizer.add_tokens([library.AddedToken(text, normalized=False, special=kinds[i] == 3)
+                          for text, i in vocab.items() if kinds[i] in (3, 4)])
+    bos = texts[keys['tokenizer.ggml.bos_token_id']]
+    if keys.get('tokenizer.ggml.add_bos_token', splits == 'llama-bpe'):
         tokenizer.post_processor = library.processors.TemplateProcessing(
             single=f'{bos} $A', special_tokens=[(bos, vocab[bos])])
     return JsonTokenizer(tokenizer.to_str(), {
-        'bos_token': bos, 'eos_token': eos, 'chat_template': keys.get('tokenizer.chat_template')})
+        'bos_token': bos, 'eos_token': texts[keys['tokenizer.ggml.eos_token_id']],
+        'chat_template': keys.get('tokenizer.chat_template')})
 
 
 # the hub ----------------------------------------------------------------------------------------------------
@@ -518,7 +504,7 @@ def describe(name, folder):
         model = GPT(config)
     active = f", {num_params(model, active=True):,} active" if config.n_expert else ''
     print(f"{name}: {c['model_type']}, {num_params(model):,} parameters{active}, "
-          f"stored in {c.get('stored') or plain(stored_dtype(stored))}")
+          f"stored in {', '.join(sorted({one.kind for one in stored.values()}))}")
     print(f"context {config.block_size:,} tokens, vocabulary {config.vocab_size:,}")
     try:
         tokenizer = published_tokenizer(folder)

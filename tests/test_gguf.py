@@ -20,7 +20,7 @@ from common import (
     tok_oracles,
     tok_texts,
 )
-from test_hub import TIED, contents, full_disk, hf_model, hf_rope, safetensors
+from test_hub import BIASED, TIED, contents, full_disk, hf_model, hf_rope, safetensors
 
 import hub
 import weights
@@ -50,7 +50,7 @@ MODELS = [  # model_type, what differs from test_hub's SMALL, a key and tensors 
     ('qwen3', dict(TIED, **hf_rope('yarn', factor=4.0)), ('qwen3.rope.scaling.original_context_length', 16), {
         'blk.1.attn_k.weight': lambda s: s['model.layers.1.self_attn.k_proj.weight'],
         'blk.2.attn_q_norm.weight': lambda s: s['model.layers.2.self_attn.q_norm.weight']}),
-    ('llama', dict(head_dim=16, attention_bias=True, **LLAMA3), ('llama.rope.dimension_count', 16), {
+    ('llama', dict(head_dim=16, **BIASED, **LLAMA3), ('llama.rope.dimension_count', 16), {
         'blk.1.attn_q.weight': lambda s: paired(s['model.layers.1.self_attn.q_proj.weight'], 4),
         'blk.1.attn_k.bias': lambda s: paired(s['model.layers.1.self_attn.k_proj.bias'], 2)}),
     ('mixtral', dict(sliding_window=None), ('llama.expert_count', 4), {
@@ -94,26 +94,76 @@ def test_models_out_and_in(kind, options, key, tensors, tmp_path):
     assert same_weights(hub.from_pretrained(path, int8=True).state_dict(), ours.state_dict())
 
 
+def written(path, arch, kind, data, **keys):
+    """A file with one tensor."""
+    writer, kind = gguf.GGUFWriter(path, arch), gguf.GGMLQuantizationType[kind]
+    for name, value in {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.tokens': ['a', 'b'], **keys}.items():
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value), gguf.GGUFValueType.STRING)
+    writer.add_tensor('token_embd.weight', data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def test_files_that_are_not_read_are_refused_by_name(tmp_path):
     path = tmp_path / 'x.gguf'
-    for arch, keys, kind, message in (
-            ('bloom', {}, 'F32', 'x.gguf is a bloom model with a gpt-2 tokenizer'),
-            ('llama', {'tokenizer.ggml.pre': 'tekken'}, 'F32', 'is a llama model with a tekken tokenizer'),
-            ('llama', {'llama.attention.scale': 2}, 'F32', 'llama with attention.scale=2 is unsupported'),
-            ('llama', {}, 'Q8_K', 'Q8_K')):
-        writer = gguf.GGUFWriter(path, arch)
-        for name, value in {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': 'gpt-2', **keys}.items():
-            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
-        size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
-        writer.add_tensor('token_embd.weight', np.zeros((2, size), np.uint8),
-                          raw_dtype=gguf.GGMLQuantizationType[kind])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    for arch, kind, keys, message in (
+            ('bloom', 'F32', {}, 'x.gguf is a bloom model; supported are .*llama'),
+            ('llama', 'F32', {'llama.attention.scale': 2}, 'llama with .*attention.scale=2 is unsupported'),
+            ('llama', 'Q8_K', {}, 'Q8_K')):
+        written(path, arch, kind, np.zeros((2, 292), np.uint8), **keys)
         with pytest.raises(ValueError, match=message):
             hub.load(str(path))
-        path.unlink()
+    written(path, 'llama', 'F32', np.zeros((2, 8), np.uint8), **{'tokenizer.ggml.pre': 'tekken'})
+    hub.gguf_contents.cache_clear()
+    with pytest.raises(ValueError, match='has a tekken tokenizer; gpt-2, .* are read'):
+        hub.published_tokenizer(str(path))
+    path.write_bytes(path.read_bytes()[:-24])  # which end in 16 bytes of padding
+    with pytest.raises(ValueError, match='x.gguf is damaged or of another kind'):
+        hub.load(str(path))
+
+
+def q6_k(block):
+    """The 256 values of a block's 210 bytes, as ggml-common.h lays them out."""
+    low, high = block[:128].reshape(2, 64), block[128:192].reshape(2, 32)
+    four = np.concatenate((low & 15, low >> 4), axis=1)  # (halves, 128)
+    two = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
+    values = (four + 16.0 * two - 32).reshape(16, 16) * block[192:208, None].view(np.int8)
+    return values.flatten() * block[208:].view(np.float16)
+
+
+def q4_k(block):
+    """The same of 144 bytes."""
+    (d, least), packed, nibbles = block[:4].view(np.float16).astype(float), block[4:16], block[16:]
+    found = []
+    for i in range(8):
+        first, second = packed[i] & 63, packed[i % 4 + 4] & 63
+        if i >= 4:
+            first = packed[i + 4] & 15 | packed[i - 4] >> 6 << 4
+            second = packed[i + 4] >> 4 | packed[i] >> 6 << 4
+        found.append(d * first * (nibbles[i // 2 * 32:][:32] >> i % 2 * 4 & 15) - least * second)
+    return np.concatenate(found)
+
+
+def test_kinds_of_tensors(tmp_path):
+    """The package writes some of the kinds; of the others bytes are read by formulas of our own."""
+    def back(kind, data):
+        written(tmp_path / kind, 'llama', kind, data)
+        one = hub.gguf_contents(str(tmp_path / kind))[1]['token_embd.weight']
+        assert one.kind == kind and one.shape == (2, 256)
+        return one.open().get_tensor(one.name).numpy()
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 256)).astype(np.float32)
+    largest = np.abs(x.reshape(2, -1, 32)).max(-1).repeat(32, -1)  # of a block
+    for kind, error in (('F32', 0), ('F16', 2**-11), ('BF16', 2**-8), ('Q8_0', 1 / 253), ('Q4_0', 1 / 7.9),
+                        ('Q5_0', 1 / 15.9), ('Q4_1', 1 / 14.9), ('Q5_1', 1 / 30.9)):
+        y = back(kind, gguf.quantize(x, gguf.GGMLQuantizationType[kind]))
+        assert (np.abs(y - x) <= error * largest).all(), kind
+    for kind, size, formula, at in ('Q6_K', 210, q6_k, 208), ('Q4_K', 144, q4_k, 0):
+        data = rng.integers(0, 256, (2, size), np.uint8)
+        data[:, at + 1::2][:, :2 if at == 0 else 1] = 0x2c  # scales of about 1/16: no NaN
+        np.testing.assert_allclose(back(kind, data), [formula(row) for row in data], rtol=1e-5, atol=1e-5)
 
 
 THEIRS = r"""
