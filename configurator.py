@@ -164,6 +164,7 @@ def run_file(name, folder, values):
     if path is None:
         raise ValueError(f"there is no config file {name}: neither here nor in {folder}")
     others = settings_of_scripts(folder.resolve())
+    sys.path.append(str(path.resolve().parent))  # it may import a mixer in a file beside it
     # as builtins: the globals afterwards are what the file assigned
     assigned = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
     return {key: value for key, value in assigned.items() if key in values or (

@@ -1,5 +1,6 @@
 """
-The modern decoder-only language model, in five parts; each can be read with only those above it:
+The modern decoder-only language model, in five parts, to be read in this order; a part may call functions of
+a later one, whose docstrings suffice there:
 
     I    the decoder: settings, linear layers, norm, rotation, attention, MLP, block, GPT: a whole Qwen3
     II   cache, masks, kernels
@@ -229,7 +230,7 @@ def hidden_init(w):
 def branch_init(config):
     """Of a branch's output projection: zeros, so that blocks start as the identity; where a norm follows,
     whose gradient at zero is 1 / sqrt(eps), hidden_init."""
-    return hidden_init if ends_in_norm(config) else nn.init.zeros_
+    return hidden_init if NORM_PLACEMENTS[config.norm_placement][2] else nn.init.zeros_
 
 
 class Linear(nn.Linear):
@@ -337,8 +338,10 @@ class ForwardContext:
     handed: dict = dataclasses.field(default_factory=dict)  # layer -> what it has handed on
 
     def hand_on(self, layer, value):
-        """Makes `value`, a tensor or a tuple of tensors, handed[layer] for the layers after it: of the new
-        tokens only; a layer that reads it keeps what it needs of earlier tokens."""
+        """Makes `value`, a tensor or a tuple of tensors, handed[layer] for the layers after it. With a cache,
+        keys and values that others attend to are those that cache.append returned, of all tokens; the layers
+        that read them have the same window, and slots = None. A value of the new tokens alone is for layers
+        that keep the earlier ones in slots or states of their own."""
         if layer in self.handed:
             raise ValueError(f"layer {layer} has handed on its value already: later layers may have read it")
         self.handed[layer] = value
@@ -426,13 +429,17 @@ class BaseAttention(Mixer):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
-        is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
-        self.mask_kind = (self.window, config.pos == 'alibi' and self.pos, is_chunked)
+        self.has_alibi = config.pos == 'alibi' and self.pos
+        self.is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
         self.rope_kind = config.rope_kind(layer) if self.pos else None
         by = config.query_scale or {}
         self.query_scale = by if letter(config.pos_pattern, layer) in by.get('layers', 'PN') else None
         self.config, self.n_head = config, config.n_head
         self.sink = parameter(self.n_head, init=nn.init.zeros_, group='vector') if config.attn_sink else None
+
+    @property
+    def mask_kind(self):
+        return self.window, self.has_alibi, self.is_chunked
 
     def attend(self, q, k, v, context):
         config, p = self.config, self.config.dropout if self.training else 0.0
@@ -547,8 +554,9 @@ def pre_norm(x, attn, mlp, ln_1, ln_2):
     return x + mlp(ln_2(x))
 
 
-NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms, or a class, see streams; how many norms)
-    'pre': (pre_norm, 2),
+NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms, or a class, see streams; how many norms;
+    # whether a norm ends each branch, before it is added)
+    'pre': (pre_norm, 2, False),
 }
 
 
@@ -556,7 +564,7 @@ def streams(config):
     """(enter, leave): functions around the blocks, from the embedding (B, T, C) to what they hand each other,
     and back: the identity, unless norm_placement's entry is a class, a module that each block makes by
     (config, layer), with static methods of these names, as for hyper-connections (arXiv:2409.19606)."""
-    placement, _ = NORM_PLACEMENTS[config.norm_placement]
+    placement = NORM_PLACEMENTS[config.norm_placement][0]
     return getattr(placement, 'enter', lambda x: x), getattr(placement, 'leave', lambda x: x)
 
 
@@ -566,7 +574,9 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         kind = config.mlp_of(layer)
-        self.placement, n_norm = (mixer_alone, 1) if kind == 'N' else NORM_PLACEMENTS[config.norm_placement]
+        self.placement, n_norm, _ = NORM_PLACEMENTS[config.norm_placement]
+        if kind == 'N':
+            self.placement, n_norm = mixer_alone, 1
         if isinstance(self.placement, type):
             self.placement = self.placement(config, layer)
         self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
@@ -1489,11 +1499,6 @@ def output_norm(x, attn, mlp, ln_1, ln_2):
     return x + ln_2(mlp(x))
 
 
-def ends_in_norm(config):
-    """Whether a norm follows attention and MLP before they are added."""
-    return config.norm_placement in ('output', 'sandwich')
-
-
 def sandwich_norm(x, attn, mlp, ln_1, ln_2, ln_3, ln_4):
     """Gemma 2, arXiv:2408.00118."""
     x = x + ln_2(attn(ln_1(x)))
@@ -1517,11 +1522,11 @@ def mixer_alone(x, attn, mlp, ln_1):
 
 
 NORM_PLACEMENTS |= {
-    'post': (post_norm, 2),
-    'output': (output_norm, 2),
-    'sandwich': (sandwich_norm, 4),
-    'parallel': (parallel, 1),
-    'parallel_2': (parallel_2, 2),
+    'post': (post_norm, 2, False),
+    'output': (output_norm, 2, True),
+    'sandwich': (sandwich_norm, 4, True),
+    'parallel': (parallel, 1, False),
+    'parallel_2': (parallel_2, 2, False),
 }
 
 
@@ -1627,7 +1632,8 @@ def wrong_values(config):
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
         values = value if name.endswith('_pattern') else [value]
         if name in known and value is not None and not set(values) <= set(known[name]):
-            yield name, f"none of {', '.join(map(str, known[name]))}"
+            hint = '; import the file that enters it in MIXERS' if name == 'mixer_pattern' else ''
+            yield name, f"none of {', '.join(map(str, known[name]))}{hint}"
         elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
             yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
         elif name == 'dropout' and value >= 1:
@@ -1642,7 +1648,8 @@ NEEDS = (
     ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor rope_local', lambda c: c.pos == 'rope'),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
     ('positions that layers use: rope, alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
-    ('branches that do not end in a norm, which undoes it', 'residual_scale', lambda c: not ends_in_norm(c)),
+    ('branches that do not end in a norm, which undoes it', 'residual_scale',
+     lambda c: not NORM_PLACEMENTS[c.norm_placement][2]),
     ('n_expert, and a layer that has experts',
      'n_expert n_expert_active n_shared_expert d_expert n_dense_layer router norm_topk_prob '
      'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence expert_input_scale',

@@ -476,7 +476,7 @@ def with_two_turns(monkeypatch):
     dict(mixer_pattern='H', n_kv_head=2), dict(mixer_pattern='AD')], ids=grid_name)
 def test_the_grid_holds_what_a_fork_adds(options, monkeypatch):
     for table, name, entry in ((flat.MIXERS, 'Y', Canon), (flat.MIXERS, 'H', SharedKeys),
-                               (flat.NORM_PLACEMENTS, 'streams', (TwoStreams, 2))):
+                               (flat.NORM_PLACEMENTS, 'streams', (TwoStreams, 2, False))):
         monkeypatch.setitem(table, name, entry)
     if options['mixer_pattern'] == 'AD':
         with_two_turns(monkeypatch)

@@ -178,6 +178,13 @@ def test_a_range_ends_where_it_says():
             configurator.check_settings({'learning_rate': 0.1, name: value})
 
 
+def test_a_config_file_imports_a_file_beside_it(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    (tmp_path / 'config/beside.py').write_text('width = 24\n')
+    (tmp_path / 'config/b.py').write_text('from beside import width\nn_embd = width\n')
+    assert script('config/b.py')['model_args']['n_embd'] == 24
+
+
 def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
     configurator.check_effect({'momentum': 'config/x.py', 'beta1': 'flags'}, {'optimizer': 'adamw'})
     configurator.check_effect({'momentum': 'flags'}, {'optimizer': 'muon'})
