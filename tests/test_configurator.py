@@ -180,8 +180,8 @@ def test_a_range_ends_where_it_says():
 
 def test_a_config_file_imports_a_file_beside_it(script, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, 'path', [*sys.path])
-    (tmp_path / 'config/beside.py').write_text('width = 24\n')
-    (tmp_path / 'config/b.py').write_text('from beside import width\nn_embd = width\n')
+    (tmp_path / 'config/beside.py').write_text('WIDTH = 24\n')
+    (tmp_path / 'config/b.py').write_text('from beside import WIDTH\nn_embd = WIDTH\n')
     assert script('config/b.py')['model_args']['n_embd'] == 24
 
 
