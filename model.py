@@ -18,7 +18,6 @@ a later one, whose docstrings suffice there:
 mixers.py has the layers with a state, weights.py adapters and 8 bits. Shapes in comments: B batch rows, T new
 tokens, S tokens to attend to, C = n_embd, H query heads, K key/value heads, D = head_dim, E experts.
 """
-import abc
 import collections
 import contextlib
 import dataclasses
@@ -70,14 +69,14 @@ class GPTConfig:
                                      # C: chunks of `window` tokens, which do not see other chunks (Llama 4)
     qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3), False, whole
                                      # (all heads at once, OLMo 2), rotated (after the rotation, Hunyuan),
-                                     # unit (that without weights, where one turns, Llama 4); None: True, in
-                                     # MLA False
+                                     # unit (rotated, without weights, in layers with rotations alone,
+                                     # Llama 4); None: True, in MLA False
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see query_scale
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
     attn_sink: bool = False          # a learned logit for each head in the softmax's denominator (gpt-oss)
-    attn_gate: bool | str = False    # the output times a projection's sigmoid (arXiv:2505.06708), head: by
-                                     # heads
+    attn_gate: bool | str = False    # the output times a projection's sigmoid (arXiv:2505.06708), True: of
+                                     # each element, head: of each head
     # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), on with kv_lora_rank
     kv_lora_rank: int | None = None  # width of the latent
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
@@ -85,12 +84,12 @@ class GPTConfig:
     qk_rope_head_dim: int | None = None  # part with them; one key for all heads; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
     latent_norm_eps: float | None = None  # of the norms on latent and compressed query; None: norm_eps
-    # layers with a state, see mixers.py: D, K, B, and of C the last field
-    linear_n_key_head: int | None = None  # query and key heads; None: n_head; B: 1
-    linear_n_value_head: int | None = None  # value heads, n times as many; None: as many; B: n_embd / 32
-    linear_key_head_dim: int | None = None  # None: n_embd // n_head; B, the state's size: 64
-    linear_value_head_dim: int | None = None  # None: as a key; B: 64
-    linear_conv_bias: bool | None = None  # of the short convolution; None: in B
+    # layers with a state, see mixers.py: D, K and B; C has the last field alone
+    linear_n_key_head: int | None = None  # query and key heads; None: n_head, in B 1
+    linear_n_value_head: int | None = None  # value heads, n times as many; None: as many, in B n_embd / 32
+    linear_key_head_dim: int | None = None  # None: n_embd // n_head, in B, where it is the state's size, 64
+    linear_value_head_dim: int | None = None  # None: linear_key_head_dim, in B 64
+    linear_conv_bias: bool | None = None  # of the short convolution; None: in B True
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
     # norm and where it stands
     norm: str = 'rmsnorm'            # rmsnorm (arXiv:1910.07467), layernorm (arXiv:1607.06450)
@@ -102,7 +101,7 @@ class GPTConfig:
     embed_scale: float | None = None  # of the embedding (Gemma: sqrt(n_embd), also the default if sinusoidal)
     bigram_size: int | None = None   # rows of a second embedding, of pairs of tokens (modded-nanogpt)
     residual_scale: float = 1.0      # of what attention and MLP add (Granite)
-    residual_lambdas: bool = False   # learned weights of stream and embedding before each layer
+    residual_lambdas: bool = False   # learned weights of stream and embedding in front of each layer
     # MLP, biases
     mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
     mlp_limit: float = 7.0           # swiglu_oai clamps gate and up to this
@@ -160,10 +159,11 @@ class GPTConfig:
     @property
     def rope_dim(self):
         """Dimensions of a head that are rotated."""
-        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+        return self.rope_kind()[1]
 
     def rope_kind(self, layer=None):
-        """The kind of a layer's rotations, see Mixer; layer None: of one that sees all tokens."""
+        """(base, dimensions that turn, items of the scaling) of a layer's rotations, None without; layers in
+        which these are equal share cos and sin. layer None: one that sees all tokens."""
         if self.pos != 'rope':
             return None
         is_local = layer is not None and self.window_of(layer)
@@ -204,7 +204,7 @@ class Tag(typing.NamedTuple):
     rows: tuple | None = None      # of a matrix: row counts of the projections fused in it; None: it is one
 
 
-GROUPS = {  # of parameters -> whether it decays
+GROUPS = {  # of parameters, each with settings of its own in the optimizer -> whether its weights decay
     'matrix': True,  # rows x columns, or a stack of such, which Muon may orthogonalise
     'embedding': True, 'bigram': True, 'head': True, 'gate': True, 'adapter': True,
     'vector': False, 'scalar': False,
@@ -228,8 +228,8 @@ def hidden_init(w):
 
 
 def branch_init(config):
-    """Of a branch's output projection: zeros, so that blocks start as the identity; where a norm follows,
-    whose gradient at zero is 1 / sqrt(eps), hidden_init."""
+    """Of the output projection of attention or MLP: zeros, so that a block starts as the identity;
+    hidden_init where a norm follows, whose gradient at zero is 1 / sqrt(eps)."""
     return hidden_init if NORM_PLACEMENTS[config.norm_placement][2] else nn.init.zeros_
 
 
@@ -330,11 +330,11 @@ class ForwardContext:
     masks: dict                   # a mixer's mask_kind -> Mask
     cache: 'Cache | None'
     lengths: torch.Tensor | None  # (B,): new tokens of each row, which padding follows; None: all T
-    base: int                     # where the block's mixers begin in a cache, in this turn
+    base: int                     # the number of the block's first mixer in a cache: see make_schedule
     eager: bool                   # attention is to be written out, not left to a kernel
     dtype: torch.dtype            # that matmuls run in
     weights: list | None          # takes each attention layer's weights, (B, H, T, S)
-    routing: list | None          # takes each sparse layer's number, balance, z and load
+    routing: list | None          # takes number, balance, z and load of each layer with experts
     handed: dict = dataclasses.field(default_factory=dict)  # layer -> what it has handed on
 
     def hand_on(self, layer, value):
@@ -353,7 +353,7 @@ class ForwardContext:
         return torch.arange(self.positions.shape[1], device=self.lengths.device) < self.lengths[:, None]
 
 
-class Mixer(nn.Module, abc.ABC):
+class Mixer(nn.Module):
     """What mixes the tokens of a row in a block: attention, Gated DeltaNet, yours. Write the class, give it a
     letter in MIXERS, put the letter into the grid of test_model.py. For another attention the shortest way is
     a subclass of Attention that overrides attend(q, k, v, context), where query head h, of H, goes with key
@@ -402,16 +402,8 @@ class Mixer(nn.Module, abc.ABC):
         self.layer, self.place = layer, 0  # among its block's mixers: see make_schedule
 
     def entry(self, context):
-        """The number of its entry in a cache, in this turn of its block."""
+        """The number of its entry in a cache; a block that computes twice has two."""
         return context.base + self.place
-
-    @abc.abstractmethod
-    def forward(self, x, context):
-        ...
-
-    @abc.abstractmethod
-    def flops(self, length):
-        ...
 
 
 class BaseAttention(Mixer):
@@ -432,8 +424,8 @@ class BaseAttention(Mixer):
         self.has_alibi = config.pos == 'alibi' and self.pos
         self.is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
         self.rope_kind = config.rope_kind(layer) if self.pos else None
-        by = config.query_scale or {}
-        self.query_scale = by if letter(config.pos_pattern, layer) in by.get('layers', 'PN') else None
+        growth = config.query_scale or {}
+        self.query_scale = growth if letter(config.pos_pattern, layer) in growth.get('layers', 'PN') else None
         self.config, self.n_head = config, config.n_head
         self.sink = parameter(self.n_head, init=nn.init.zeros_, group='vector') if config.attn_sink else None
 
@@ -528,9 +520,9 @@ ACTIVATIONS = {
 
 
 def activation(config):
-    """The activation of config.mlp, of a class an instance, and how many projections it takes."""
+    """-> (the activation of config.mlp, how many projections it takes). An entry that is a class is made."""
     act, gated = ACTIVATIONS[config.mlp]
-    if act is swiglu_oai:
+    if act is swiglu_oai:  # of part IV
         act = functools.partial(act, limit=config.mlp_limit)
     return act() if isinstance(act, type) else act, 2 if gated else 1
 
@@ -623,7 +615,7 @@ class GPT(nn.Module):
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
         self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'head')
-        # the order of the blocks; one that comes again has more turns
+        # (block, number of its first mixer in a cache), in the order in which the blocks compute
         self.schedule, self.mixers = make_schedule(self, range(config.n_layer))
         self.tags = collect_tags(self)
         self.init_weights()
@@ -708,7 +700,7 @@ class GPT(nn.Module):
 
     def loss(self, x, targets, keep=None, lengths=None):
         """x as head takes it -> the mean cross entropy, 0-d, and with keep the logits of each row's last
-        tokens. A sharded model is compiled by methods: here logits are not kept."""
+        tokens. Each block of a sharded model is a compiled graph: this is another, and keeps its logits."""
         logits = self.head(x)
         return cross_entropy(logits, targets), None if keep is None else last_tokens(logits, keep, lengths)
 
@@ -717,7 +709,7 @@ class GPT(nn.Module):
         w = self.wte.weight
         if torch.is_autocast_enabled(w.device.type):
             return torch.get_autocast_dtype(w.device.type)
-        return getattr(self.wte, 'scale', w).dtype
+        return getattr(self.wte, 'scale', w).dtype  # of 8 bits their scales', see weights.py
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
         """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
@@ -736,15 +728,6 @@ def cross_entropy(logits, targets):
 
 
 MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
-
-
-@torch.no_grad()
-def generate_plainly(model, idx, max_new_tokens, temperature=1.0):
-    """idx (B, T) with tokens appended, drawn without a cache: sample.py does the same sooner."""
-    for _ in range(max_new_tokens):
-        logits = model(idx[:, -model.config.block_size:])[:, -1] / temperature
-        idx = torch.cat((idx, torch.multinomial(logits.softmax(-1), 1)), dim=1)
-    return idx
 
 
 # II. cache, masks, kernels ==================================================================================
@@ -911,10 +894,11 @@ def make_schedule(model, turns):
         for place, mixer in enumerate(own):
             mixer.place = place
         mixers += own
-    for part in (part for part in model.children() if part is not model.h and part is not model.mtp):
-        for mixer in mixers_in(part):
-            mixer.place = len(mixers)
-            mixers.append(mixer)
+    for part in model.children():
+        if part not in (model.h, model.mtp):
+            for mixer in mixers_in(part):
+                mixer.place = len(mixers)
+                mixers.append(mixer)
     return schedule, mixers
 
 
@@ -1100,15 +1084,14 @@ def flex_mask(first, slopes):
             None if slopes is None else add_alibi)
 
 
-def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, block=BLOCK,
-                    few=False):
+def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, few=False):
     """attend, written out, in blocks of queries, which leave out keys that a causal mask hides from all of
     them. For what no kernel does; for training on CPUs, and windows there, where it takes half of SDPA's time
     at a window of a fourth of the tokens; and for few queries in a compiled step, by sums that become two
     loops: on a CPU SDPA takes ten times as long, and CUDA's kernels with a bias give a head to one
     multiprocessor."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    q, out, block = q * scale, [], T if few or weights is not None else block
+    q, out, block = q * scale, [], T if few or weights is not None else BLOCK
     for start in range(0, T, block):
         end = min(start + block, T)
         first = max(0, start + 1 - mask.window) if mask.is_causal and mask.window else 0
@@ -1170,7 +1153,7 @@ class LatentAttention(BaseAttention):
         self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
         self.slots, self.head_widths = [(1, rank + rope)], nope + rope + value
 
-    def forward(self, x, context, absorb=None):
+    def forward(self, x, context):
         (q, latent, k_rope), table = self.c_attn(x), context.ropes[self.rope_kind]
         rank, nope, rope, value = self.widths
         q = self.c_q(self.q_norm(q)).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
@@ -1180,9 +1163,8 @@ class LatentAttention(BaseAttention):
             latent, = context.cache.append(self, context, latent)  # (B, 1, S, rank + rope)
         w_k, w_v = self.c_kv.weight.view(self.n_head, -1, rank).split((nope, value), dim=1)
         T, S, up = q.shape[2], latent.shape[2], rank * (nope + value)
-        if absorb is None:  # multiplications a head
-            absorb = (context.cache is not None
-                      and T * (up + S * (2 * rank + rope)) < S * (up + T * self.head_widths))
+        absorb = (context.cache is not None  # by multiplications a head
+                  and T * (up + S * (2 * rank + rope)) < S * (up + T * self.head_widths))
         if absorb:
             q, k, v = q @ w_k, latent, latent[..., :rank]
         else:
@@ -1225,16 +1207,10 @@ class GroupedLinear(nn.Module):
     def product(self, x, offsets):
         w = self.weight.to(x.dtype)
         if self.has_kernel(x.dtype, x.device.type):
-            if torch.is_grad_enabled() and skips_empty(x.device.type):
+            if torch.is_grad_enabled():  # experts without rows: see pytorch issue 172439, of Blackwell
                 w = w.where(offsets.diff(prepend=offsets.new_zeros(1))[:, None, None] > 0, 0)
             return F.grouped_mm(x, w.mT, offs=offsets)
         return self.loop(F.linear, x, offsets, w)
-
-
-def skips_empty(device):
-    """Whether grouped_mm's backward leaves the gradient of an expert without rows unwritten, on a type of
-    device: Blackwell's does (pytorch issue 172439)."""
-    return device == 'cuda'
 
 
 def loop_over_experts(product, x, offsets, *weights):
