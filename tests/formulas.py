@@ -5,6 +5,7 @@ calls the modules in it, which have formulas of their own.
 """
 import functools
 import math
+import types
 
 import torch
 import torch.nn.functional as F
@@ -150,13 +151,12 @@ ACTIVATIONS = {
 SCORES = {'softmax': (functools.partial(torch.softmax, dim=-1), 1), 'sigmoid': (torch.sigmoid, 2)}
 
 
-def mlp(config, module, x, *offsets):
-    gate, *up = module.c_fc(x, *offsets)
+def mlp(config, module, x):
+    gate, *up = module.c_fc(x)
     if config.mlp == 'swiglu_oai':  # arXiv:2508.10925
         gate, up = gate.clamp(max=config.mlp_limit), [up[0].clamp(-config.mlp_limit, config.mlp_limit) + 1]
     act = module.act if config.mlp == 'xielu' else ACTIVATIONS[config.mlp]
-    y = module.c_proj(math.prod(up, start=act(gate)), *offsets)
-    return y[0] if offsets else y
+    return module.c_proj(math.prod(up, start=act(gate)))
 
 
 def routed(config, module, x):
@@ -174,13 +174,21 @@ def routed(config, module, x):
     return weight * config.routed_scaling_factor, scores
 
 
+def expert(module, e):
+    """The e-th MLP of Experts."""
+    def linear(part):
+        bias = None if part.bias is None else part.bias[e]
+        return lambda x: F.linear(x, part.weight[e], bias).split(part.widths, -1)
+    c_fc, c_proj = linear(module.c_fc), linear(module.c_proj)
+    return types.SimpleNamespace(act=module.act, c_fc=c_fc, c_proj=lambda x: c_proj(x)[0])
+
+
 def moe(config, module, x, context):
     """Every expert on every token."""
-    y, experts = 0, torch.arange(config.n_expert)
+    y = 0
     for e, after in enumerate(routed(config, module, x)[0].split(1, -1)):
         before, after = (after, after > 0) if config.expert_input_scale else (1, after)
-        ends = after.numel() * (experts >= e).int()  # all tokens go to this expert
-        y = y + module.experts((before * x).flatten(0, 1), ends).view_as(x) * after
+        y = y + mlp(config, expert(module.experts, e), before * x) * after
     if config.n_shared_expert:
         y = y + module.shared(x) * (module.shared_gate(x).sigmoid() if config.shared_gate else 1)
     return y
@@ -238,7 +246,7 @@ FORMULAS = {
     flat.Norm: norm, flat.XIELU: xielu, flat.BigramEmbedding: bigram, flat.Attention: attention,
     flat.LatentAttention: latent_attention, mixers.GatedDeltaNet: state_layer,
     mixers.KimiDeltaAttention: state_layer, mixers.Mamba2: state_layer,
-    mixers.ShortConvolution: short_convolution, flat.MLP: mlp, flat.Experts: mlp, flat.MoE: moe,
+    mixers.ShortConvolution: short_convolution, flat.MLP: mlp, flat.MoE: moe,
     flat.Block: block, flat.MultiTokenPrediction: prediction}
 
 
@@ -329,6 +337,7 @@ SCHEDULES = {  # (share of the decay done, cooldown) -> share of the peak
     'wsd': lambda done, cooldown: min(1, (1 - done) / cooldown)}
 
 
+LONGROPE = dict(original_max_position_embeddings=64, short_factor=[1] * 4, long_factor=[1, 2, 3, 4])
 # worked examples
 EXAMPLES = (  # of rotary scalings by 8, of 1, 1/2, 1/4 and 1/8, which base 16 has: length, options, then what
     # the papers give, frequencies and the factor on the rotation
@@ -340,7 +349,5 @@ EXAMPLES = (  # of rotary scalings by 8, of 1, 1/2, 1/4 and 1/8, which base 16 h
      [1, 0.5, 41 / 192, 17 / 192], 1.5),
     ('llama3', 15, dict(original_max_position_embeddings=16 * math.pi, low_freq_factor=1, high_freq_factor=4),
      [1, 0.5, 5 / 48, 0.015625], 1),
-    ('longrope', 65, dict(original_max_position_embeddings=64, short_factor=[1] * 4,
-                          long_factor=[1, 2, 3, 4]), [1, 0.25, 1 / 12, 0.03125], 1.5 ** 0.5),
-    ('longrope', 64, dict(original_max_position_embeddings=64, short_factor=[1] * 4,
-                          long_factor=[1, 2, 3, 4]), [1, 0.5, 0.25, 0.125], 1.5 ** 0.5))
+    ('longrope', 65, LONGROPE, [1, 0.25, 1 / 12, 0.03125], 1.5 ** 0.5),
+    ('longrope', 64, LONGROPE, [1, 0.5, 0.25, 0.125], 1.5 ** 0.5))
