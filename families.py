@@ -258,10 +258,12 @@ def check_shared(config, c):
 def write_deepseek(config, c):
     check_shared(config, c)
     c['num_nextn_predict_layers'] = 0
-    if config.kv_lora_rank:
-        if config.qkv_bias and not config.q_lora_rank:
-            raise ValueError('DeepSeek has no bias on queries that are not compressed')
-        c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
+
+
+def write_latent(config, c):
+    if config.qkv_bias and not config.q_lora_rank:
+        raise ValueError('DeepSeek has no bias on queries that are not compressed')
+    c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
 
 
 def read_deepseek_v2(c, args):
@@ -409,12 +411,30 @@ def read_ministral3(c, args):
     if 'llama_4_scaling_beta' not in scaling:
         refuse(c, rope_parameters=c.get('rope_parameters'))
     scaling.pop('max_position_embeddings', None)
+    args.pop('partial_rotary_factor', None)  # the share that qk_rope_head_dim says
     args['query_scale'] = dict(beta=scaling.pop('llama_4_scaling_beta'),
                                length=scaling['original_max_position_embeddings'])
 
 
 def write_ministral3(config, c):
     c['rope_parameters']['llama_4_scaling_beta'] = config.query_scale['beta']
+
+
+def read_layer_rope(c, args):
+    """A base for each layer, 0 where nothing rotates: here one of layers with a window, one of others."""
+    bases, windows = c['layer_rope_theta'] or [args['rope_base']], args.get('window_pattern', 'L')
+    found = {kind: {letter(bases, i) for i in range(args['n_layer']) if letter(windows, i) == kind} - {0}
+             for kind in 'LS'}
+    if max(map(len, found.values())) > 1:
+        refuse(c, layer_rope_theta=bases)
+    args['pos_pattern'] = ''.join('P' if base else 'N' for base in bases)
+    args['rope_base'], local = ([*found[kind], args['rope_base']][0] for kind in 'LS')
+    args['rope_local'] = {'rope_base': local}
+
+
+def write_layer_rope(config, c):
+    c['layer_rope_theta'] = [config.rope_kind(i)[0] if kind == 'P' else 0
+                             for i, kind in enumerate(letters(config, 'pos_pattern'))]
 
 
 def read_hunyuan(c, args):
@@ -444,6 +464,7 @@ NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N', 4),
 MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(dense='D', sparse='E'))
 SPARSE_LAYERS = (every('expert_pattern', 'decoder_sparse_step', 'D', 'E', 1),
                  listed('expert_pattern', 'mlp_only_layers', 'D'))
+LENGTH_SCALE = Rule({}, read_ministral3, write_ministral3)
 LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
                            lambda config: 1 / config.logit_scale)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
@@ -539,8 +560,7 @@ DEEPSEEK_EXPERTS = like(
     theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'),
     names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
     rules=(Rule({}, write=write_deepseek),))
-DEEPSEEK_V3 = like(
-    DEEPSEEK_EXPERTS, 'DeepseekV3ForCausalLM',
+LATENT = dict(
     ours=dict(qk_norm=None, kv_lora_rank=512, latent_norm_eps=1e-6),  # whatever rms_norm_eps is
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
                 n_kv_head=None, head_dim=None),
@@ -550,9 +570,14 @@ DEEPSEEK_V3 = like(
            'attn.q_norm': 'self_attn.q_a_layernorm', 'attn.c_q': 'self_attn.q_b_proj',
            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
     rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
+WRITE_LATENT = Rule({}, write=write_latent)
+DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM',
+                   rules=(*DEEPSEEK_EXPERTS.rules, WRITE_LATENT))
+YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', ours=dict(tie_word_embeddings=True),
+             harmless='embedding_initializer_range', rules=(WRITE_LATENT,))
 GLM4_MOE_LITE = like(
     DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', defaults=dict(first_k_dense_replace=1),
-    rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES))
+    rules=(*DEEPSEEK_V3.rules, MLP_TYPES))
 DEEPSEEK_V32 = like(
     GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', defaults=dict(first_k_dense_replace=3), exports=False,
     ignored=('model.layers.N.*', '*.indexer.*'), harmless='index*',
@@ -671,6 +696,10 @@ GRANITE_MOE = like(
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
+WINDOWS_AND_SINKS = dict(layers='LSSS', layer_types='SL', ours=dict(attn_sink=True),
+                         defaults=dict(sliding_window=128))
+LAYER_ROPE = Rule(dict(layer_rope_theta=None), read_layer_rope, write_layer_rope)
+SINK = {'attn.sink': 'self_attn.sinks'}
 HUNYUAN = like(
     BASE, 'HunYuanDenseV1ForCausalLM',
     ours=dict(qk_norm='rotated', norm_eps=1e-5), theirs=dict(norm_type='rms', use_qk_norm=True),
@@ -833,7 +862,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         theirs=dict(swiglu_alpha=1.702, hidden_act='silu'),
         fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit', d_expert='intermediate_size'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
-        names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router', 'attn.sink': 'self_attn.sinks',
+        names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router', **SINK,
                'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
         rows={'mlp.experts.c_fc': rows_gate_up}, layouts=TRANSPOSED_EXPERTS),
@@ -891,8 +920,39 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'iquestcoder': LLAMA,
     'ministral': like(MISTRAL, 'MinistralForCausalLM', layer_types='SL',
                       defaults=dict(sliding_window=4096)),
-    'ministral3': like(MISTRAL, 'Ministral3ForCausalLM',
-                       rules=(Rule({}, read_ministral3, write_ministral3),)),
+    'ministral3': like(MISTRAL, 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,)),
+    'mistral4': like(
+        DEEPSEEK_V3, 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not know it
+        fields=dict(n_group=None, topk_group=None),
+        ours=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
+        theirs=dict(scoring_func='softmax', n_group=1, topk_group=1),
+        rules=(*DEEPSEEK_V3.rules, LENGTH_SCALE)),
+    'youtu': YOUTU,
+    'minicpm3': like(
+        YOUTU, 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
+        ours=dict(embed_scale=12.0), theirs=dict(rope_interleave=None), rows=dict.fromkeys(LATENT['rows']),
+        rules=(WRITE_LATENT, converted(
+            'residual_scale', 'scale_depth', lambda given, args: given / args['n_layer'] ** 0.5,
+            lambda config: config.residual_scale * config.n_layer ** 0.5, 1.4), converted(
+            'logit_scale', 'dim_model_base', lambda given, args: given / args['n_embd'],
+            lambda config: round(config.logit_scale * config.n_embd), 256))),
+    'mellum': like(
+        QWEN3_MOE, 'MellumForCausalLM', layer_types='SL', defaults=dict(use_sliding_window=None),
+        ours=dict(norm_topk_prob=True, rope_local={}), ignored=('mtp.*',), rules=(MLP_TYPES,)),
+    'flint': like(
+        QWEN3_MOE, 'FlintForCausalLM', layer_types='SL',
+        ours=dict(norm_topk_prob=True, attn_sink=True, router='sigmoid'),
+        defaults=dict(use_sliding_window=None, mlp_only_layers=[0, 1]),
+        names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
+        rules=(*SPARSE_LAYERS, SHARED_EXPERT, ROPE_WHERE_SHORT)),
+    'granite_swa': like(GRANITE, 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS, names=SINK,
+                        rules=(LOGITS_SCALING, LAYER_ROPE)),
+    'granitemoe_swa': like(
+        GRANITE_MOE, 'GraniteMoeSWAForCausalLM', **WINDOWS_AND_SINKS, names={
+            **GRANITE_SHARED, **SINK, 'mlp.router': 'block_sparse_moe.router',
+            'mlp.experts.c_fc.weight': 'block_sparse_moe.experts.gate_up_proj',
+            'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
+        rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size'))),
     'cwm': like(
         MISTRAL, 'CwmForCausalLM', layers='LSSS', layer_types='SL', fields=dict(mlp_bias='mlp_bias'),
         ours=dict(rope_base=1e6), defaults=dict(sliding_window=8192)),

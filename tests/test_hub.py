@@ -139,6 +139,9 @@ LINEAR_FULL = ['linear_attention', 'full_attention', 'linear_attention']
 CONV_FULL = dict(layer_types=['conv', 'full_attention', 'conv'])
 FULL_SLIDING = dict(layer_types=['full_attention', 'sliding_attention', 'full_attention'])
 SPARSE_DENSE = dict(mlp_layer_types=['sparse', 'dense', 'sparse'])
+ROPE_BY_KIND = {'rope_parameters': {
+    'full_attention': {'rope_type': 'linear', 'factor': 4.0, 'rope_theta': 5000.0},
+    'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0}}}
 LATENT = dict(num_key_value_heads=4, head_dim=4)
 HYBRID = dict(head_dim=16, num_hidden_layers=4, layer_types=['linear_attention', 'full_attention'] * 2)
 LLAMA4 = dict(head_dim=16, num_hidden_layers=5)
@@ -183,9 +186,7 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'qwen3_5_text': [HYBRID, dict(HYBRID, **TIED, layer_types=['full_attention'] * 4)],
     'qwen3_5_moe_text': [HYBRID],
     'gemma': [dict(attention_bias=True, hidden_act='gelu')],
-    'gemma3_text': [dict(num_hidden_layers=6, final_logit_softcapping=9.0, rope_parameters={
-        'full_attention': {'rope_type': 'linear', 'factor': 4.0, 'rope_theta': 5000.0},
-        'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0}})],
+    'gemma3_text': [dict(num_hidden_layers=6, final_logit_softcapping=9.0, **ROPE_BY_KIND)],
     'olmo3': [dict(num_hidden_layers=4, rope_parameters={
         'full_attention': hf_rope('yarn', factor=4.0)['rope_parameters']})],
     'lfm2': [CONV_FULL],
@@ -220,6 +221,15 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'internlm3': [BIASED],
     'ministral': [FULL_SLIDING],
     'ministral3': [hf_rope('yarn', factor=4.0, original_max_position_embeddings=5, llama_4_scaling_beta=0.3)],
+    'mistral4': [dict(num_key_value_heads=4, routed_scaling_factor=2.0, first_k_dense_replace=1, **hf_rope(
+        'yarn', factor=4.0, original_max_position_embeddings=5, llama_4_scaling_beta=0.3, mscale=1.0,
+        mscale_all_dim=1.0))],
+    'youtu': [dict(LATENT, attention_bias=True), dict(LATENT, **UNTIED, q_lora_rank=None)],
+    'minicpm3': [dict(LATENT, dim_model_base=8)],
+    'mellum': [dict(FULL_SLIDING, **SPARSE_DENSE, **ROPE_BY_KIND)],
+    'flint': [dict(FULL_SLIDING, mlp_only_layers=[1], norm_topk_prob=False)],
+    'granite_swa': [{}, dict(UNTIED, **FULL_SLIDING, layer_rope_theta=[500.0, 100.0, 0])],
+    'granitemoe_swa': [dict(layer_rope_theta=[0, 100.0, 100.0])],
     'cwm': [dict(mlp_bias=True)],
     'starcoder2': [dict(use_bias=False)],
     'stablelm': [dict(use_qkv_bias=True)],
@@ -271,7 +281,8 @@ def hf_model(kind, options, folder=None, **save):
     small = {name: value for name, value in SMALL.items() if name in theirs}
     config = transformers.AutoConfig.for_model(kind, **{**small, **options})
     how = 'sdpa' if options.get('alibi') else 'eager'
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=how).float().eval()
+    one = getattr(transformers, hub.FAMILIES[kind].arch)
+    model = one._from_config(config, attn_implementation=how).float().eval()
     for name, w in itertools.chain(model.named_parameters(), model.named_buffers()):
         if w.is_floating_point() and not any(part in name for part in HF_CONSTANT):
             less_one = hub.PLUS_ONE in hub.FAMILIES[kind].layouts.values() and 'linear_attn' not in name
