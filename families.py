@@ -1127,13 +1127,42 @@ GGUF_PAIRED = 'llama', 'smollm3'  # in these the rows that rotate as a pair are 
 GGUF_EXPERTS = {  # all in one tensor
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
     'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
-REFUSED = {  # model_type: the part of its models that model.py lacks
-    'bitnet': 'ternary weights', 'deepseek_v4': 'hyper-connections', 'diffllama': 'differential attention',
-    'falcon_h1': 'attention and Mamba-2 side by side in a block', 'gemma3n_text': 'embeddings for each layer',
-    'gemma4_text': 'embeddings for each layer', 'jamba': 'Mamba-1', 'mamba': 'Mamba-1',
-    'minimax': 'lightning attention', 'olmo_hybrid': 'norms placed by kind of layer, beta up to 2',
-    'phimoe': 'sparse mixer routing', 'recurrent_gemma': 'RG-LRU', 'rwkv': 'RWKV layers',
-    'xlstm': 'xLSTM layers', 'zamba2': 'blocks that layers share'}
+REFUSED = {name: part for part, names in {  # model_type: the part of its models that is missing here
+    'a row of families.py yet, though model.py computes it':
+    'aria_text biogpt emu3_text_model mamba2 openai-gpt persimmon',
+    'experts in one matrix and settings in two dicts': 'dbrx',
+    'cross-attention to an encoder':
+    'bart bigbird_pegasus blenderbot blenderbot-small marian mbart mllama_text_model mvp pegasus plbart '
+    'prophetnet trocr whisper',
+    'token types, and a layer before the head':
+    'bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta '
+    'roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod',
+    'a layer before the head': 'modernbert-decoder', 'a bias on a tied head': 'bert-generation',
+    'a bias in the last layer alone': 'gpt_neox_japanese', 'embeddings of languages': 'xlm',
+    'sines and cosines in two halves': 'ctrl xglm', 'positions relative within segments': 'cpmant',
+    'relative attention in two streams': 'xlnet', 'attention by hashes': 'reformer',
+    'several streams of audio tokens': 'moshi musicgen musicgen_melody',
+    'images or speech without a text_config': 'git phi4_multimodal', 'patches of bytes': 'blt',
+    'Mamba-1': 'falcon_mamba jamba mamba zamba', 'blocks that layers share': 'zamba2',
+    'attention and Mamba-2 side by side in a block': 'falcon_h1', 'RG-LRU': 'recurrent_gemma',
+    'RWKV layers': 'rwkv', 'xLSTM layers': 'xlstm', 'lightning attention': 'minimax',
+    'norms placed by kind of layer, beta up to 2': 'olmo_hybrid',
+    'a gate on latent attention, a bounded decay': 'bailing_hybrid',
+    'ternary weights': 'bitnet', 'differential attention': 'diffllama', 'a learned mask': 'doge',
+    'convolutions in attention, a router of several layers': 'zaya',
+    'relative logits, convolutions in attention': 'inkling_text inkling2_text',
+    'experts in attention': 'jetmoe', 'two attentions and MLPs in a block': 'longcat_flash',
+    'a number of heads for each layer': 'laguna', 'rotations by name of layer': 'cohere_compass_text',
+    'other heads in layers with a window': 'mimo_v2_flash', 'proportional rotations': 'lfm3',
+    'norms and scales in latent attention': 'dots3_note_text',
+    'attention to blocks that an indexer picks': 'minimax_m3_vl_text',
+    'hyper-connections': 'deepseek_v4 hy_v4', 'hyper-connections, embeddings of n-grams': 'qwen4_exp_text',
+    'embeddings for each layer': 'gemma3n_text gemma4_text',
+    'keys as values, other heads in global layers': 'gemma4_unified_text',
+    'a norm after experts alone': 'axk1', 'gates on norms': 'axk2', 'residuals scaled by depth': 'beam',
+    'two stacks of layers in turns': 'hrm_text', "a bias on the router's logits": 'kolibri1',
+    'shared experts averaged with the others, rotations by kind of MLP': 'cohere2_moe',
+    'sparse mixer routing': 'phimoe'}.items() for name in names.split()}
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
