@@ -129,21 +129,7 @@ def same_start():
 def tiny(**options):
     """A model whose every weight matters: nothing is left at zero or one."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**{**TINY, **options}))
-    with torch.no_grad():
-        for name, w in model.named_parameters():
-            if model.tags[name].group in ('vector', 'scalar'):
-                w += torch.randn_like(w) * 0.2
-            else:
-                w.copy_(torch.randn_like(w) * 0.3)
-        for w in model.buffers():
-            w.copy_(torch.randn_like(w) * 0.2)
-    return model.eval()
-
-
-def bare_context(eager=True, routing=None):
-    """For a module that needs no positions."""
-    return flat.ForwardContext(*[None] * 4, {}, {}, None, None, 0, eager, torch.float32, None, routing)
+    return check.randomized(GPTConfig(**{**TINY, **options}))
 
 
 def tokens(model, *shape):
@@ -372,12 +358,13 @@ def test_experts_without_rows_get_no_gradient_on_blackwell(monkeypatch):
 
 
 def test_a_router_deep_in_underflow_still_weighs_to_one():
-    moe, routing = tiny(n_expert=4, router='sigmoid', mlp_bias=True).h[0].mlp, []
+    model, routing = tiny(n_expert=4, router='sigmoid', mlp_bias=True), []
+    moe = model.h[0].mlp
     with torch.no_grad():
         moe.router.weight.zero_()
         moe.router.bias.copy_(torch.tensor([-60.0, -60.5, -61.0, -200.0]))
     weight, chosen, _, _ = moe.route(torch.randn(7, 32))
-    moe(torch.randn(1, 7, 32), bare_context(routing=routing))
+    moe(torch.randn(1, 7, 32), make_context(model, torch.zeros(1, 7), routing=routing))
     torch.testing.assert_close(weight.sum(-1), torch.ones(7))
     assert set(chosen.flatten().tolist()) == {0, 1} and routing[0][1] >= 1
 
