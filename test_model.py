@@ -369,15 +369,9 @@ def test_a_router_deep_in_underflow_still_weighs_to_one():
     assert set(chosen.flatten().tolist()) == {0, 1} and routing[0][1] >= 1
 
 
-def test_the_balance_bias_evens_the_load_and_is_never_rounded():
-    model = tiny(n_expert=4, router='sigmoid', balance_bias=True)
-    moe, x = model.h[0].mlp, torch.randn(50, 32)
-    assert model.to(torch.bfloat16).h[0].mlp.expert_bias.dtype == torch.float32
-    model.float()
-    for _ in range(300):
-        load = torch.bincount(moe.route(x)[1].flatten(), minlength=4)
-        move_balance(model, load.expand(2, 4).float(), rate=0.01)
-    assert load.max() < 1.3 * load.float().mean()
+def test_the_balance_bias_is_never_rounded():
+    model = tiny(n_expert=4, router='sigmoid', balance_bias=True).to(torch.bfloat16)
+    assert model.h[0].mlp.expert_bias.dtype == torch.float32
 
 
 def test_a_scaling_is_told_the_trained_length(tmp_path):

@@ -55,6 +55,8 @@ MISTAKES = [
     ('queries that do not learn', {}, flat.BaseAttention, 'attend',
      lambda f: lambda self, q, *rest: f(self, q.detach(), *rest),
      check.check_gradients, r'h\.1\.attn\.\w+\.weight'),
+    ('branches without dropout', {}, flat.Block, 'branch', lambda f: lambda self, y: y,
+     check.check_dropout, 'it misses embedding'),
     ('documents that see each other', dict(document_token=3), flat, 'find_starts',
      lambda f: lambda *args: 0 * f(*args), check.check_documents, r'first at \[0, 64, 0\]'),
     ('select forgets states', HYBRID, flat.Cache, 'select', select_but_states,
