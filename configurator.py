@@ -30,8 +30,9 @@ from pathlib import Path
 
 SCRIPTS = ('train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check')  # a config file serves them all
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
-# texts of the system and of numpy
-CANNOT_WRITE = r'No space left|Read-only file|quota exceeded|File too large|requested and \d+ written'
+# texts of the system, of numpy and of torch.save
+CANNOT_WRITE = (r'No space left|Read-only file|quota exceeded|File too large|requested and \d+ written|'
+                r'unexpected pos \d+|PytorchStreamWriter failed')
 # of gloo and NCCL, on ranks that wait for one that has ended
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
 OUT_OF_MEMORY = {  # the first setting that the script has -> how to use less

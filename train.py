@@ -267,6 +267,29 @@ def evaluate(model, bins, batches, batch_size, machine):
     return total / max(total_targets, 1), int(total_targets)
 
 
+def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
+    """Prints the losses of both splits. Returns those of val, columns of the log."""
+    n, batch_size = run.config['eval_iters'], run.config['batch_size']
+    val_loss, count = evaluate(run.evaluated, val_bins, n, batch_size, run.machine)
+    train_loss, _ = evaluate(run.evaluated, train_bins, max(1, n // 4), batch_size, run.machine)
+    bpb = val_loss / math.log(2) / bytes_per_token if bytes_per_token else None
+    bits = f", {bpb:.4f} bits per byte" if bpb else ''
+    print0(f"step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
+           f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
+    return {'val_loss': val_loss, 'val_bpb': bpb}
+
+
+def print_sample(run, tokenizer, bins):
+    """Prints sample_tokens tokens after the first of val. Of a sharded model all ranks compute the same."""
+    first_token = bins.batch([0], run.model.config.block_size)[0][0, :1].tolist()
+    run.model.eval()
+    with run.machine.autocast():
+        text, _ = complete(run.model, tokenizer, [first_token], run.config['sample_tokens'],
+                           seed=run.config['seed'])
+    run.model.train()
+    print0(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
+
+
 # optimizers -------------------------------------------------------------------------------------------------
 
 class Muon(torch.optim.Optimizer):
@@ -453,21 +476,16 @@ def checkpoint_blocks(model, every):
 
 def forward_recomputed(block, x, context):
     """The forward of a checkpointed block. Both of its runs find what the layers before handed on. Raises
-    ValueError if a layer changes the context other than by hand_on."""
-    def fixed(context):
-        return tree_leaves({**vars(context), 'handed': None, 'routing': None})
-    base, handed, before = context.base, dict(context.handed), fixed(context)
-
-    def require_unchanged(own):
-        if len(before) != len(fixed(own)) or any(a is not b for a, b in zip(before, fixed(own))):
-            raise ValueError("checkpoint_activations would lose how a layer changes the context: let it call "
-                             "context.hand_on")
+    ValueError if it changes the context other than by hand_on."""
+    base, handed = context.base, dict(context.handed)
 
     def forward(x):
         own = dataclasses.replace(context, base=base, handed=dict(handed), routing=[])
-        require_unchanged(own)  # by other layers, when backward runs this
+        before = dict(vars(own))
         x = type(block).forward(block, x, own)
-        require_unchanged(own)
+        if any(value is not before[name] for name, value in vars(own).items()):
+            raise ValueError("checkpoint_activations would lose how a layer changes the context: let it call "
+                             "context.hand_on")
         return x, own.routing, {layer: own.handed[layer] for layer in own.handed if layer not in handed}
     x, routing, new = checkpoint(forward, x, use_reentrant=False)
     if context.routing is not None:
@@ -615,7 +633,7 @@ class Run:
     of NUMBERS; another tensor for each parameter, as a mean of weights, belongs into an optimizer's state."""
 
     def __init__(self, model, config, machine):
-        self.model = self.forward = model  # forward: compiled, and on several ranks DDP's
+        self.model = self.forward = self.evaluated = model  # or compiled; on several ranks forward is DDP's
         self.config, self.machine = config, machine
         self.params = [w for w in model.parameters() if w.requires_grad]
         self.optimizers = make_optimizers(model, config)
@@ -826,24 +844,21 @@ def start_lora(model, config, rest):
 # checkpoints and log ----------------------------------------------------------------------------------------
 
 def save(run, name, constant, optimizers=True):
-    """Writes a checkpoint, or raises OSError with the old file kept."""
-    path, state = os.path.join(run.config['out_dir'], name), run.snapshot(optimizers)
-    if RANK != 0:
-        return
-    try:
-        torch.save({**constant, **state}, path + '.tmp')
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch's, of a full disk
-        Path(path + '.tmp').unlink(missing_ok=True)
-        raise OSError(f"cannot write {path}, what was there is kept; is the disk full? "
-                      f"({str(error).splitlines()[0][:100]})") from None
-    os.replace(path + '.tmp', path)
+    """Writes a checkpoint; the old file is kept until all of it is written."""
+    path, state = Path(run.config['out_dir'], name), run.snapshot(optimizers)
+    if RANK == 0:
+        try:
+            torch.save({**constant, **state}, path.with_suffix('.tmp'))
+            path.with_suffix('.tmp').replace(path)
+        finally:
+            path.with_suffix('.tmp').unlink(missing_ok=True)  # of a full disk
 
 
 def keep_last(out_dir, it, keep):
     """Copies ckpt.pt, and removes all but the last `keep` copies."""
     shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, f'ckpt-{it}.pt'))
-    copies = [path for path in Path(out_dir).glob('ckpt-*.pt') if '.old-' not in path.name]
-    for path in sorted(copies, key=os.path.getmtime)[:-keep]:
+    copies = [path for path in Path(out_dir).glob('ckpt-*.pt') if path.stem[5:].isdigit()]
+    for path in sorted(copies, key=lambda path: int(path.stem[5:]))[:-keep]:
         path.unlink()
 
 
@@ -862,20 +877,18 @@ def lock_folder(out_dir):
     return f
 
 
-def prepare_out_dir(out_dir, resumed, keep_best):
+def set_aside(out_dir, resumed, keep_best):
     """Renames an earlier run's files, ckpt.pt to ckpt.old-3.pt; resuming, a best.pt no longer kept."""
-    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
-    earlier = [path for path in sorted(Path(out_dir).iterdir()) if re.fullmatch(names, path.name)]
-    if resumed and keep_best:
-        if not earlier:  # nanoGPT's ckpt.pt is its best
-            shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt'))
-        return
+    names = r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
+    if resumed:
+        names = '' if keep_best else r'best\.pt'
     number = 1
     while any(Path(out_dir).glob(f'*.old-{number}.*')):
         number += 1
-    for path in earlier:
-        new = path.rename(path.with_name(f'{path.stem}.old-{number}{path.suffix}'))
-        print0(f"{path} of the run before is now {new}")
+    for path in sorted(Path(out_dir).iterdir()):
+        if re.fullmatch(names, path.name):
+            new = path.rename(path.with_name(f'{path.stem}.old-{number}{path.suffix}'))
+            print0(f"{path} of the run before is now {new}")
 
 
 def note(out_dir, **facts):
@@ -930,6 +943,18 @@ def start_wandb(run):
     return found
 
 
+def measure(run, row, seconds, n_sequences):
+    """Adds the columns that wait for the device to a row by `step`. seconds: of an iteration; n_sequences: of
+    an epoch."""
+    sequences = run.config['gradient_accumulation_steps'] * run.config['batch_size']
+    tokens, peak = sequences * run.model.config.block_size, peak_flops(run.machine.device, run.machine.dtype)
+    return row | {
+        'tokens': run.iter_num * tokens, 'epoch': run.iter_num * sequences / n_sequences,
+        'loss': all_reduce(row['loss']).item() / RANKS, 'ms_per_iter': seconds * 1e3,
+        'tok_per_s': tokens / seconds, 'skipped': run.skipped,
+        'mfu': flops_per_token(run.model) * tokens / seconds / (peak * RANKS) if peak else None}
+
+
 EARLY = (1, 4)  # iterations since the start that get a line at once: it works, and how fast
 
 
@@ -979,6 +1004,26 @@ def eager_seconds(model, machine, max_iters, accumulation, tokens):
                         + flops_per_token(model) * tokens / speed)
 
 
+def run_length(config, model, n_sequences):
+    """max_iters by the length that is asked for, which it prints. n_sequences: of an epoch."""
+    n_params, block_size = num_params(model), model.config.block_size
+    sequences = config['gradient_accumulation_steps'] * config['batch_size']
+    max_iters, tokens, warmup_iters = config['max_iters'], sequences * block_size, config['warmup_iters']
+    if config['epochs'] is not None:
+        max_iters = math.ceil(config['epochs'] * n_sequences / sequences)
+    if config['tokens_per_param'] is not None:
+        max_iters = math.ceil(config['tokens_per_param'] * n_params / tokens)
+    print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
+           f"context {block_size}, vocabulary {model.config.vocab_size}")
+    print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
+           f"{max_iters * sequences / n_sequences:.2f} epochs, {max_iters * tokens / n_params:.1f} tokens a "
+           f"parameter; checkpoints in {config['out_dir']}/")
+    if 0 < max_iters <= warmup_iters:
+        print0(f"warning: warmup_iters={warmup_iters} goes on to the end: the learning rate comes to "
+               f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower --warmup_iters")
+    return max_iters
+
+
 def check_run(given, config, model_config, machine):
     """Raises ValueError for settings that are impossible or have no effect."""
     settings = {**config, **vars(model_config)}
@@ -1005,9 +1050,6 @@ def check_data(folder, meta, train_bins, val_bins, config):
         if meta['vocab_size'] > config.vocab_size:
             bins.check_vocabulary()
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
-    if train_bins.masks:
-        print0(f"target mask: {train_bins.n_targets:,} and {val_bins.n_targets:,} of them are learnt; "
-               f"document_token={config.document_token}")
 
 
 def dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed):
@@ -1052,6 +1094,17 @@ def why_stop(signals, time_limit):
     return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
 
 
+def finish(run, reason):
+    """Notes how the run ended. reason: by why_stop."""
+    memory, out_dir = peak_mb(run.machine.device), run.config['out_dir']
+    status = 'stopped' if reason > TIME_IS_OVER else 'time_limit' if reason else 'done'
+    note(out_dir, status=status, peak_mb=memory)
+    if not reason:
+        print0(f"done: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
+               f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
+               f"python sample.py --out_dir={shlex.quote(out_dir)}")
+
+
 # main -------------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
@@ -1085,28 +1138,12 @@ if __name__ == '__main__':
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, int(checkpoint_activations))
-    block_size, n_params = model.config.block_size, num_params(model)
-    print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
-           f"context {block_size}, vocabulary {model.config.vocab_size}")
 
-    # length
+    # length, memory
+    block_size, n_sequences = model.config.block_size, train_bins.n_sequences(model.config.block_size)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
-    sequences_per_iter = gradient_accumulation_steps * batch_size
-    tokens_per_iter, n_sequences = sequences_per_iter * block_size, train_bins.n_sequences(block_size)
-    if epochs is not None:
-        max_iters = math.ceil(epochs * n_sequences / sequences_per_iter)
-    if tokens_per_param is not None:
-        max_iters = math.ceil(tokens_per_param * n_params / tokens_per_iter)
-    config['max_iters'] = max_iters
-    print0(f"run: {max_iters:,} iterations of {tokens_per_iter:,} tokens ({accumulation} x {micro_batch} "
-           f"sequences, ranks: {RANKS}), {max_iters * sequences_per_iter / n_sequences:.2f} epochs, "
-           f"{max_iters * tokens_per_iter / n_params:.1f} tokens a parameter; checkpoints in {out_dir}/")
-    if 0 < max_iters <= warmup_iters:
-        print0(f"warning: warmup_iters={warmup_iters} goes on to the end: the learning rate comes to "
-               f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower --warmup_iters")
-
-    # memory
-    seconds = eager_seconds(model, machine, max_iters, accumulation, tokens_per_iter / RANKS)
+    config['max_iters'] = max_iters = run_length(config, model, n_sequences)
+    seconds = eager_seconds(model, machine, max_iters, accumulation, accumulation * micro_batch * block_size)
     compile = resolve_compile(compile, device, seconds)
     if seconds > 60 and not eval_only:  # a shorter run can hardly fill it
         plan_memory(model, machine, config, accumulation, micro_batch, compile)
@@ -1123,7 +1160,8 @@ if __name__ == '__main__':
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
         run.forward = compile_model(model, device)
-    evaluated = run.forward if 'cuda' in device else model  # on CPUs compiling again costs more than it gives
+        if 'cuda' in device:  # on CPUs compiling again costs more than it gives
+            run.evaluated = run.forward
     if RANKS > 1 and not shard:
         run.forward = DDP(run.forward, device_ids=[device] if 'cuda' in device else None,
                           gradient_as_bucket_view=True)
@@ -1140,16 +1178,14 @@ if __name__ == '__main__':
     signals = [] if eval_only else stop_on_signals()
     if RANK == 0 and not eval_only:
         lock = lock_folder(out_dir)
-        prepare_out_dir(out_dir, resumed, keep_best=not always_save_checkpoint)
+        set_aside(out_dir, resumed, keep_best=not always_save_checkpoint)
         start_log(log_file, first_it)
-        note(out_dir, status='running', error=None, config=config, params=n_params, data=folder)
-        if wandb_log:
-            wandb_run = start_wandb(run)
+        note(out_dir, status='running', error=None, config=config, params=num_params(model), data=folder)
+        wandb_run = start_wandb(run) if wandb_log else None
 
     # the loop: train up to the next evaluation, evaluate, save
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device)
-    flops_per_iter, peak = flops_per_token(model) * tokens_per_iter, peak_flops(device, machine.dtype)
     batch, row, reason = next(batches, None), None, 0
     while True:
         goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
@@ -1162,11 +1198,7 @@ if __name__ == '__main__':
                 count_skips(run)
                 now = time.time()
                 seconds, timed_it, timed_at = (now - timed_at) / (it - timed_it), it, now
-                row |= {'tokens': it * tokens_per_iter, 'epoch': it * sequences_per_iter / n_sequences,
-                        'loss': all_reduce(row['loss']).item() / RANKS, 'ms_per_iter': seconds * 1e3,
-                        'tok_per_s': tokens_per_iter / seconds,
-                        'mfu': flops_per_iter / seconds / (peak * RANKS) if peak else None,
-                        'skipped': run.skipped, 'wall_s': now - began}
+                row = measure(run, row, seconds, n_sequences) | {'wall_s': now - began}
                 if not reason:  # Ctrl-C ends the tee of `| tee log` too: save before a word is said
                     print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
                 if RANK == 0 and it % log_interval == 0 and it < goal and not reason:
@@ -1177,44 +1209,28 @@ if __name__ == '__main__':
             save(run, 'ckpt.pt', constant)
             print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
                    f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
-        val_loss, count = evaluate(evaluated, val_bins, eval_iters, batch_size, machine)
-        train_loss, _ = evaluate(evaluated, train_bins, max(1, eval_iters // 4), batch_size, machine)
-        bpb = val_loss / math.log(2) / meta['bytes_per_token'] if meta['bytes_per_token'] else None
-        bits = f", {bpb:.4f} bits per byte" if bpb else ''
-        print0(f"step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
-               f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
+        losses = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
         if eval_only:
             break
+        val_loss, run.wall_s = losses['val_loss'], time.time() - began
         if not math.isfinite(val_loss):
             diverge(run, f"val loss is {val_loss}")
-        improved, run.wall_s = val_loss < run.best_val_loss, time.time() - began
-        run.best_val_loss = min(val_loss, run.best_val_loss)
+        improved, run.best_val_loss = val_loss < run.best_val_loss, min(val_loss, run.best_val_loss)
         if RANK == 0 and row:  # before the checkpoint: a run killed in between writes it anew
-            row |= {'val_loss': val_loss, 'val_bpb': bpb, 'wall_s': run.wall_s}
-            log_row(log_file, wandb_run, row)
+            log_row(log_file, wandb_run, row | losses | {'wall_s': run.wall_s})
         if improved and not always_save_checkpoint:
             save(run, 'best.pt', constant, optimizers=False)
         save(run, 'ckpt.pt', constant)
         if keep and RANK == 0:
             keep_last(out_dir, run.iter_num, keep)
-        if sample_tokens and tokenizer and (RANK == 0 or shard):  # sharded, all ranks compute the same
-            first_token = val_bins.batch([0], block_size)[0][0, :1].tolist()
-            model.eval()
-            with machine.autocast():
-                text, _ = complete(model, tokenizer, [first_token], sample_tokens, seed=seed)
-            model.train()
-            print0(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
+        if sample_tokens and tokenizer and (RANK == 0 or shard):
+            print_sample(run, tokenizer, val_bins)
         if reason or run.iter_num >= max_iters:
             break
 
     # the end
     if not eval_only:
-        memory, stopped = peak_mb(device), 'stopped' if reason > TIME_IS_OVER else 'time_limit'
-        note(out_dir, status=stopped if reason else 'done', peak_mb=memory)
-    if not (reason or eval_only):
-        print0(f"done: {run.iter_num:,} iterations in {duration(time.time() - START)}, best val loss "
-               f"{run.best_val_loss:.4f}, peak memory {f'{memory:,.0f} MB' if memory else 'n/a'}; next: "
-               f"python sample.py --out_dir={shlex.quote(out_dir)}")
+        finish(run, reason)
     if lock:
         lock.close()
     if dist.is_initialized():
