@@ -588,7 +588,7 @@ GLM4_MOE = like(
     DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
     ours=dict(partial_rotary_factor=0.5, norm_eps=1e-5))
 FLEX_OLMO = like(
-    OLMO2, 'FlexOlmoForCausalLM', theirs=dict(clip_qkv=None),
+    OLMO2, 'FlexOlmoForCausalLM',
     fields=dict(EXPERTS, d_expert='intermediate_size', norm_topk_prob='norm_topk_prob'),
     ours=dict(norm_topk_prob=False, rope_base=5e5))
 BLOOM = Family(
@@ -978,7 +978,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
                'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
         ignored=('*.act_fn.beta', '*.act_fn.eps')),  # constants, which an export would need
-    'olmo': like(BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None),
+    'olmo': like(BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None, clip_qkv='clip_qkv'),
                  ours=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
     'nanochat': like(
         BASE, 'NanoChatForCausalLM',
@@ -1092,7 +1092,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'kimi_k2': DEEPSEEK_V3,
     'flex_olmo': FLEX_OLMO,
     'olmoe': like(
-        FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names,
+        FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names, fields=same('clip_qkv'),
         ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
 }
 SILU = dict(mlp='swiglu', window=None, window_pattern=None)
@@ -1166,8 +1166,8 @@ REFUSED = {name: part for part, names in {  # model_type: the part of its models
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
-OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, q_lora_rank=None, attn_scale=None
-           )  # theirs, where ours are None or 0
+OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, clip_qkv=None, q_lora_rank=None,
+           attn_scale=None)  # theirs, where ours are None or 0
 THEIRS_ALONE = {'head_bias', 'residual_scale', 'shared_gate'}  # which may have an effect there, and none here
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}

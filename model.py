@@ -74,6 +74,7 @@ class GPTConfig:
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see query_scale
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
+    clip_qkv: float = 0.0            # bound of queries, keys and values (OLMo 1.7); 0 is off
     attn_sink: bool = False          # a learned logit for each head in the softmax's denominator (gpt-oss)
     attn_gate: bool | str = False    # the output times a projection's sigmoid (arXiv:2505.06708), True: of
                                      # each element, head: of each head
@@ -448,7 +449,8 @@ class BaseAttention(Mixer):
 class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention, by n_kv_head."""
 
-    fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'partial_rotary_factor', 'attn_gate')
+    fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'partial_rotary_factor', 'attn_gate',
+              'clip_qkv')
 
     @classmethod
     def check(cls, config):
@@ -481,6 +483,8 @@ class Attention(BaseAttention):
             q, k = self.q_norm(q), self.k_norm(k)
         elif self.qk_norm is True:
             q, k = self.q_norm(by_head(q)).flatten(2), self.k_norm(by_head(k)).flatten(2)
+        if clip := self.config.clip_qkv:
+            q, k, v = (y.clamp(-clip, clip) for y in (q, k, v))
         q, k, v = (by_head(y).transpose(1, 2) for y in (q, k, v))
         q, k = rotate(q, rope), rotate(k, rope)
         if self.qk_norm in ('rotated', 'unit'):

@@ -38,7 +38,7 @@ YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 
 CHOICES = {  # the axes of the pairwise grid, which another choice combines anew; {}: GPTConfig's defaults
     'attention': [{}, dict(n_kv_head=2), dict(n_kv_head=1, head_dim=10, qk_norm='whole', attn_scale=0.2),
                   MLA, {**MLA, 'q_lora_rank': 12, 'latent_norm_eps': 0.1},
-                  dict(n_kv_head=2, attn_sink=True, qk_norm=False),
+                  dict(n_kv_head=2, attn_sink=True, qk_norm=False, clip_qkv=0.3),
                   dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 4, 'start': 1, 'layers': 'N'}),
                   dict(n_kv_head=1, qk_norm='unit', query_scale={'beta': 0.5, 'length': 3, 'start': 1},
                        partial_rotary_factor=0.5)],

@@ -69,14 +69,14 @@ def attend(config, module, q, k, v):
 
 
 def attention(config, module, x, context):
-    (q, k, v, *gate), kind = module.c_attn(x), config.qk_norm
+    (q, k, v, *gate), kind, bound = module.c_attn(x), config.qk_norm, config.clip_qkv or math.inf
 
     def heads(y, norm):
         y = norm(y) if kind == 'whole' else y
         y = y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-        y = rotated(config, module.layer, norm(y) if kind is True else y)
+        y = rotated(config, module.layer, (norm(y) if kind is True else y).clamp(-bound, bound))
         return norm(y) if kind in ('rotated', 'unit') else y
-    v = v.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+    v = v.unflatten(-1, (-1, config.head_dim)).transpose(1, 2).clamp(-bound, bound)
     y = attend(config, module, heads(q, module.q_norm), heads(k, module.k_norm), v)
     return module.c_proj((y * gate[0].view(*y.shape[:3], -1).sigmoid() if gate else y).flatten(2))
 
