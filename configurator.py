@@ -54,7 +54,7 @@ RANGES = {  # (lowest, highest): settings of any script
 }
 AT_MOST = {'min_lr': 'learning_rate', 'lora_rank': 'n_embd', 'prompt_len': 'block_size'}  # another setting
 CHOICES = {  # of settings without a table of their values
-    'compile': (True, False, 'auto'), 'quantize': ('', 'int8'), 'thinking': ('show', 'hide', 'on', 'off'),
+    'compile': (True, False, 'auto'), 'quantize': ('', 'int8'), 'thinking': ('auto', 'on', 'off'),
     'errors': ('strict', 'replace'), 'special_tokens': ('refuse', 'text', 'tokens'),
     'match': (None, 'none', 'params', 'active'),
 }

@@ -20,14 +20,13 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import sys
 import time
 import weakref
 
-from configurator import can_compile, check_effect, choose_device, configure, reading, runtime
+from configurator import check_effect, configure, reading, runtime
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
@@ -44,7 +43,7 @@ stop: str | tuple | list = ()  # end a sample at this text, or at any text of a 
 # conversation
 chat = False                # answer questions typed in, or those of start; a base model continues them
 system = ''                 # the message that a conversation begins with
-thinking = 'show'           # show or hide it; on, off: ask the template for it or not
+thinking = 'auto'           # on, off: ask the template for thoughts or not; auto: as it does by itself
 # sampling
 temperature = 0.8           # below 1 less random, above 1 more; 0: the likeliest token
 top_k: int | None = 200     # only the k likeliest tokens; 0 or None: all
@@ -58,7 +57,7 @@ speculate: int | None = None  # draft tokens at a time, where the text repeats i
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: fastest here, given compile and quantize
-compile: bool | str = 'auto'  # torch.compile the step, 1 to 2 minutes; auto: from 4,000 (CUDA 10,000) steps
+compile = False             # torch.compile the step, 1 to 2 minutes
 config, _, _, given, _ = configure(globals())
 
 import numpy as np
@@ -80,8 +79,8 @@ def uniforms(seed, sample, position, count):
 def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
                  seen=None):
     """Inverts the distribution function in vocabulary order: logits (..., V), u (...) in [0, 1) -> (...)
-    int64 on u's device, -1 where logits hold NaN. In this order: CTRL's penalty (arXiv:1909.05858) on tokens
-    seen, (..., V) bool; temperature; top_k, exactly k; top_p (arXiv:1904.09751); min_p (arXiv:2407.01082)."""
+    int64 on u's device, -1 where logits hold NaN. First CTRL's penalty (arXiv:1909.05858) on tokens seen,
+    (..., V) bool; then temperature; exactly top_k; top_p (arXiv:1904.09751); min_p (arXiv:2407.01082)."""
     logits = logits.to(u.device)
     if seen is not None:
         penalised = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
@@ -122,15 +121,15 @@ def tokens_seen(samples, vocab_size, device, repetition_penalty=1.0, **_):
 
 def step(model, tokens, cache, u, seen, sampling, version=0):
     """Feeds tokens (B, T) to the cache -> the token drawn after each, (B, T). u (B, T), seen (B, 1, V) or
-    None, sampling: as sample_token takes them."""
+    None, sampling: of sample_token."""
     assert version >= 0  # torch.compile looks only at arguments that are used
     return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
 
 def compile_step(model, device):
     """`step`, compiled for a static cache: on CUDA as a CUDA graph; on a CPU with the weights as constants
-    ("freezing"), laid out for the fastest kernels, and kept on disk for one token. Changed weights are
-    compiled anew, unless changed through `.data`, which torch does not count."""
+    ("freezing"), and for one token kept on disk. Changed weights are compiled anew, unless changed through
+    `.data`, which torch does not count."""
     from torch._inductor import config as inductor
     torch._dynamo.config.recompile_limit = 64  # beyond it, 8 by default, torch silently runs eagerly
     whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
@@ -140,8 +139,8 @@ def compile_step(model, device):
         kept = frozen and sum(w.nbytes for w in weights) <= KEPT_BYTES
         VERSIONS[model] = state, next(COUNT), fingerprint(weights) if kept else ''
     _, version, tag = VERSIONS[model]
-    # version stands for the model, whose guards would take longer than a layer
-    # fullgraph: a piece of a graph could be reused with an earlier model's weights
+    # version stands for the model, whose guards would take longer than a layer; a piece of a graph
+    # could be reused with an earlier model's weights: hence fullgraph
     compiled = functools.partial(torch.compile(step, dynamic=False, fullgraph=whole, options={
         'guard_filter_fn': lambda guards: ["L['model']" not in guard.name for guard in guards],
         'triton.cudagraphs': whole and device.type == 'cuda'}), version=version)
@@ -151,7 +150,7 @@ def compile_step(model, device):
             return compiled(model, tokens, *args)
         shapes.add(tokens.shape)
         one = tokens.numel() == 1
-        # on CUDA products with one row become sums that the compiler writes, with eight bits' cast
+        # on CUDA the compiler then writes products with one row as sums, with eight bits' cast
         options = {'coordinate_descent_tuning': one}
         if frozen:
             options |= {**FREEZING, 'fx_graph_cache': one and bool(tag)}
@@ -163,8 +162,8 @@ def compile_step(model, device):
 
 
 def is_one_graph(model, device):
-    """Whether a step compiles as a whole. Experts do only where one matmul computes them all, on Hopper and
-    Blackwell; elsewhere the host waits for the number of tokens of each."""
+    """Whether a step compiles as a whole. With experts only where one matmul computes them all, on Hopper
+    and Blackwell; elsewhere the host waits for the number of tokens of each."""
     experts = [module for module in model.modules() if hasattr(module, 'has_kernel')]
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     return all(native and module.has_kernel(model.compute_dtype(), device.type) for module in experts)
@@ -183,7 +182,6 @@ FROZEN = ('cpu',)  # devices on which a compiled step holds the weights
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',  # torch's names
             'autotune_num_choices_displayed': 0}
 KEPT_BYTES = 2**30  # of weights, which a step on disk holds; more are not kept
-EARNS_COMPILING = {'cpu': 4000, 'cuda': 10_000}  # steps
 
 
 # many tokens ------------------------------------------------------------------------------------------------
@@ -193,7 +191,7 @@ MAX_UNREAD = {'cuda': 4}  # steps whose tokens are not read yet, so that the dev
 
 
 def new_cache(model, batch_size, max_len, static=False, rolling=True):
-    """An empty cache. static: for a compiled step; not rolling: every attention layer can rewind."""
+    """An empty cache. static: for a compiled step; rolling=False: so that it can rewind."""
     cache = model.make_cache(batch_size, max_len, static=static, rolling=rolling)
     if static and cache.length.device.type not in FROZEN:
         # CUDA graphs replay on fixed addresses; no guard: other tensors cost a recording, no compilation
@@ -249,13 +247,13 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
              batch_size=None, first=0, drafter=None, **sampling):
     """Yields (Sample, token) for each token drawn, and (Sample, None) once a sample has ended.
 
-    prompts: lists of token ids; a sample's number is its place among them, those before `first` are left out.
-    A sample ends before any of stop_tokens, after max_new_tokens, or when the caller sets n_left to 0. A long
-    prompt is cropped to its end, a full context to its last half. cache: of one row, with the first tokens of
-    the one prompt and room for all; it is left with all but the last. batch_size: samples at once.
-    drafter: speculative decoding (arXiv:2211.17192), one sample at a time: a draft is fed at once, and
-    accepted as far as it equals the tokens drawn. sampling: options of sample_token. The model should be in
-    eval mode. Raises ValueError for an empty prompt, NaN, and a drafter where a layer keeps a state."""
+    prompts: lists of token ids; a sample's number is its place among them; samples before `first` are left
+    out. A sample ends before any of stop_tokens, after max_new_tokens, or when the caller sets n_left to 0. A
+    long prompt is cropped to its end, a full context to its last half. cache: one row with the first tokens
+    of the one prompt and room for all. batch_size: samples at once. drafter: for speculative decoding
+    (arXiv:2211.17192), one sample at a time: a draft is accepted as far as it equals the tokens drawn.
+    sampling: options of sample_token. The model should be in eval mode. Raises ValueError for an empty
+    prompt, NaN, and a drafter where a layer keeps a state."""
     if not all(prompts):
         raise ValueError('a prompt needs at least one token')
     if drafter and any(mixer.states for mixer in model.mixers):
@@ -337,8 +335,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
 
 class Lookup:
-    """Drafts the tokens that followed the text's last 3, else 2, else 1 at their latest earlier place, in
-    circles if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted were right."""
+    """Drafts the tokens that followed the text's last 3, else 2, else 1 at their latest earlier place, from
+    the beginning again if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted were right."""
 
     def __init__(self, n_draft):
         self.n_draft, self.n_drafted, self.n_accepted = n_draft, 0, 0
@@ -359,7 +357,7 @@ class Lookup:
 # text -------------------------------------------------------------------------------------------------------
 
 class TextStream:
-    """A sample's tokens, and its text as far as it is certain: whole characters, and nothing that may begin a
+    """A sample's tokens, and its text as far as it is certain: whole characters, nothing that may begin a
     stop text, before which it ends."""
 
     def __init__(self, tokenizer, stop=()):
@@ -376,7 +374,7 @@ class TextStream:
         self.held += self.decoder.decode(self.tokenizer.decode_bytes(new), final=self.ended)
         cuts = [self.held.find(s) for s in self.stop if s in self.held]
         self.stopped = bool(cuts)
-        if not (self.stopped or self.ended):  # what may begin a stop text is held back
+        if not (self.stopped or self.ended):  # hold back the beginning of a stop text
             cuts = [i for i in range(len(self.held)) for s in self.stop if s.startswith(self.held[i:])]
         cut = min(cuts, default=len(self.held))
         self.text, self.held = self.text + self.held[:cut], self.held[cut:]
@@ -388,9 +386,8 @@ class TextStream:
 
 
 def completions(model, tokenizer, prompts, max_new_tokens, stop=(), first=0, **options):
-    """Continues prompts, token ids each, from the `first` on. Yields (sample, TextStream) in their order,
-    each whenever it may have grown, last when it has ended, before any text of `stop` too. options: as in
-    generate."""
+    """Continues prompts as generate does, and ends a sample before any text of `stop` too. Yields (its
+    number, TextStream) in order, whenever a text may have grown and when it has ended."""
     streams = [TextStream(tokenizer, stop) for _ in prompts]
     for sample, token in generate(model, prompts, max_new_tokens, first=first,
                                   stop_tokens=tokenizer.stop_tokens, **options):
@@ -417,7 +414,7 @@ COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C cuts
 
 def chat_ids(model, tokenizer, messages, thinking):
     """messages -> (ids, '<think>\\n' if the template begins the answer with that, else ''). A model with a
-    document_token reads it first. Without a template each answer follows its question at once, and ends a
+    document_token reads it first. Without a template an answer follows its question directly and ends a
     line."""
     if not tokenizer.chat_template:
         text = ''.join(one['content'] + '\n' * (one['role'] != 'user') for one in messages)
@@ -429,20 +426,10 @@ def chat_ids(model, tokenizer, messages, thinking):
     return ids, '<think>\n' if tokenizer.decode(ids[-10:]).rstrip().endswith('<think>') else ''
 
 
-def visible(answer, thinking, complete):
-    """The certain part of an answer, with thinking='hide' without the thoughts that it begins with."""
-    if thinking != 'hide':
-        return answer
-    start = answer.lstrip()
-    if start.startswith('<think>'):
-        return start.partition('</think>')[2].lstrip()
-    return '' if not complete and '<think>'.startswith(start) else answer
-
-
 class Chat:
     """A conversation, `messages`, and a cache of it. options: as in completions."""
 
-    def __init__(self, model, tokenizer, system='', thinking='show', max_new_tokens=500, **options):
+    def __init__(self, model, tokenizer, system='', thinking='auto', max_new_tokens=500, **options):
         self.model, self.tokenizer, self.system, self.thinking = model, tokenizer, system, thinking
         self.max_new_tokens, self.options = max_new_tokens, options
         self.cache, self.cached = None, []  # ids that it was fed; none during an answer
@@ -464,14 +451,14 @@ class Chat:
         for _, stream in completions(self.model, self.tokenizer, [ids], n_new, cache=self.cache,
                                      **self.options):
             answer['content'] = begin + stream.text
-            stream.show(visible(answer['content'], self.thinking, stream.ended))
+            stream.show(answer['content'])
         self.cached = ids + stream.tokens
         if len(stream.tokens) == n_new:
             print(f"(cut at --max_new_tokens={n_new})" if n_new == self.max_new_tokens else
                   f"(cut: the context of {block_size} tokens is full)")
 
     def keep_prefix(self, ids, n_new):
-        """Keeps in the cache the ids that it has, but the last; a new cache if n_new more do not fit."""
+        """Keeps in the cache the ids that it has, except the last; a new cache if n_new more do not fit."""
         if self.cache is None or len(ids) + n_new > self.cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
             static, self.cached = self.options.get('compile', False), []
@@ -486,8 +473,8 @@ class Chat:
             self.cache.reset()
 
     def prompt(self, question):
-        """(The messages with a question, *chat_ids). The oldest turns are forgotten until there is room for
-        an answer: max_new_tokens, at most half the context."""
+        """(The messages with a question, *chat_ids). Forgets the oldest turns until there is room for an
+        answer: max_new_tokens, at most half the context."""
         size, messages = self.model.config.block_size, [*self.messages, {'role': 'user', 'content': question}]
         room, first = min(self.max_new_tokens, size // 2), int(messages[0]['role'] == 'system')
         while True:
@@ -533,14 +520,14 @@ def converse(chat):
 # the script -------------------------------------------------------------------------------------------------
 
 def json_line(prompt, sample, **rest):
-    """Bytes of a prompt that are not UTF-8 become escapes like \\udcff, valid JSON."""
+    """A line of --output, bytes; parts of a prompt that are not UTF-8 become escapes like \\udcff."""
     line = json.dumps({'prompt': prompt, 'sample': sample, **rest}, ensure_ascii=False)
     return line.encode(errors='backslashreplace')
 
 
 def lines_in(path, samples):
-    """The number of samples, (prompt, number), that have a line in the file; a line cut short is removed.
-    Raises ValueError if it holds others, and changes nothing."""
+    """How many samples, (prompt, number), have a line in the file; removes a line cut short. Raises
+    ValueError, and changes nothing, if it holds others."""
     with open(path, 'a+b') as f:
         f.seek(0)
         *lines, cut = f.read().split(b'\n')
@@ -570,9 +557,6 @@ if __name__ == '__main__':
     check_effect(given, config)
     prompts = [] if chat and start == '\n' else read_prompts(start)
     num_samples = 1 if chat else num_samples
-    steps = max_new_tokens * max(1, math.ceil(len(prompts) * num_samples / batch_size))
-    if compile == 'auto':
-        compile = steps >= EARNS_COMPILING.get(choose_device(device)[0], math.inf) and can_compile(device)
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
     model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype,
@@ -613,7 +597,7 @@ if __name__ == '__main__':
     with open(output, 'ab') if output else contextlib.nullcontext() as f:
         for i, stream in completions(model, tokenizer, ids, max_new_tokens, batch_size=batch_size,
                                      first=first, **options):
-            text = visible(begin[i] + stream.text, thinking, stream.ended)
+            text = begin[i] + stream.text
             if not output:
                 stream.show(shown[i] + text)
             if stream.ended:
