@@ -5,8 +5,6 @@
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
     $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: a document for each file
     $ python prepare.py tales.jsonl.gz --field=story  # a document for each record; .json, .csv, .parquet too
-    $ python prepare.py model.py                      # text, as all .py files outside config
-    $ zcat *.gz | python prepare.py -
     $ python prepare.py climbmix --tokenizer=gpt2     # text of the web, 10 files; fineweb_edu: tokens
     $ python prepare.py chats.jsonl                   # conversations: with target masks
     $ python prepare.py look data/chats               # shows a prepared folder
@@ -14,7 +12,6 @@
 A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits, else uint32.
 """
 import ast
-import atexit
 import codecs
 import collections
 import contextlib
@@ -23,7 +20,6 @@ import dataclasses
 import functools
 import glob
 import gzip
-import hashlib
 import itertools
 import json
 import os
@@ -32,18 +28,16 @@ import platform
 import random
 import re
 import shlex
-import shutil
 import signal
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from configurator import configure, package, print0, reading, refuse_unused
 
-# A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
+# A name in SOURCES, a file (perhaps .gz), a folder or glob
 source = 'pystdlib'
 field = 'text'             # JSON, CSV, parquet: the field with a record's text or messages
 errors = 'strict'          # bytes that are not UTF-8: strict refuses them, replace puts U+FFFD
@@ -51,12 +45,11 @@ errors = 'strict'          # bytes that are not UTF-8: strict refuses them, repl
 # dataset's or a run's; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
 tokenizer: str | None = None
 special_tokens = 'refuse'  # in a document: refuse, or learn them as text or as tokens
-pattern: str | None = None  # of bpe:4096: the regular expression of words; None: GPT-4's
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replaces data of another source in out
 val_fraction = 0.1         # for validation, at most: each 10th document, or the last tenth of one text
 block_size = 256           # of the slots that conversations are packed into; as train.py's
-shards = 10                # files to take of a source that has many (fineweb, fineweb_edu: to train on)
+shards = 10                # files to take of a source that has many (fineweb_edu: to train on)
 procs: int | None = None   # processes that encode; None: one for each core
 _, _, words, given, _ = configure(globals(), words=2, texts=True)
 
@@ -74,7 +67,6 @@ from tokenizer import (
     tokenizer_from_state,
 )
 
-RETRY_WAITS = (0.5, 1, 2, 4)  # seconds between the tries of a download
 print_once = functools.cache(print0)
 
 
@@ -83,7 +75,7 @@ print_once = functools.cache(print0)
 
 @contextlib.contextmanager
 def open_text(path, errors='strict'):
-    """The file's text, unpacked. Raises ValueError that names the file if it is damaged or not UTF-8."""
+    """The file's text, unpacked. Raises ValueError if it is damaged or not UTF-8."""
     opened = gzip.open if path.lower().endswith('.gz') else open
     with reading(path), opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='\n') as f:
         try:
@@ -145,13 +137,11 @@ def csv_records(path, field, errors):
 
 
 def parquet_records(path, field, errors):
-    """Of the column `field` alone, if it has text."""
+    """Of a parquet file's rows."""
     parquet = package('pyarrow.parquet', f'{path} needs', 'pyarrow')
     with reading(path):
         file = parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # not all of it
-        kinds = dict(zip(file.schema_arrow.names, map(str, file.schema_arrow.types)))
-        columns = [field] if kinds.get(field) in ('string', 'large_string') else None
-        batches = file.iter_batches(256, columns=columns, use_threads=False)  # encoding forks this process
+        batches = file.iter_batches(256, use_threads=False)  # encoding forks this process
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from ((f'{path}, row {n}', record) for n, record in enumerate(rows, 1))
 
@@ -162,8 +152,8 @@ FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_record
 
 
 def format_of(path):
-    """The function of FORMATS that reads this file; None: it is text, as is .json that begins like neither
-    an array of objects nor JSON lines."""
+    """The function of FORMATS that reads this file; None for text, also for .json that begins like neither an
+    array of objects nor JSON lines."""
     if ending(path) == '.json':
         with open_text(path, 'replace') as f:
             if not re.match(r'\s*(\[\s*{|{ *")', f.read(999)):
@@ -223,7 +213,7 @@ def make_messages(*turns):
 
 
 def from_json(value):
-    """The value of a text of JSON, as in MiniMind's tools and tool_calls; others stay."""
+    """The value of a text of JSON, such as MiniMind's tools and tool_calls; other values stay."""
     with contextlib.suppress(TypeError, ValueError):
         return json.loads(value)
     return value
@@ -248,7 +238,7 @@ def contents(conversation):
 # conversations about Python's library -----------------------------------------------------------------------
 
 LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
-# Modules not found everywhere, or of no interest
+# Modules that are not everywhere, or of no interest
 NOT_ASKED = {'antigravity', 'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'msilib', 'ntpath',
              'nturl2path', 'site', 'this', 'tkinter', 'turtle', 'turtledemo', 'venv'}
 ANSWER = 120  # characters of the longest answer
@@ -261,7 +251,7 @@ WORDINGS[ast.AsyncFunctionDef] = WORDINGS[ast.FunctionDef]
 
 
 def library_files():
-    """Those of Python's standard library, without tests and installed packages."""
+    """The files of Python's standard library, without tests and installed packages."""
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path('stdlib')):
         folders[:] = set(folders) - LEFT_OUT
@@ -272,7 +262,7 @@ def library_files():
 
 def sort_files(files):
     """In an order that is the same on every system."""
-    return sorted(files, key=lambda path: path.split(os.sep))  # the same order on every system
+    return sorted(files, key=lambda path: path.split(os.sep))
 
 
 def library_docs():
@@ -300,8 +290,8 @@ def summary_of(doc):
 
 
 def pydoc_chats():
-    """Conversations about one to three functions, classes or modules, each asked about in two wordings: most
-    questions of val have their answer in train."""
+    """Conversations about one to three functions, classes or modules, each asked about in two wordings, so
+    that train has the answers to most questions of val."""
     asked, order = [], random.Random(0)
     for n, (name, wordings, doc, arguments) in enumerate(library_docs()):
         summary = summary_of(doc)
@@ -326,7 +316,7 @@ class Source:
 
     documents() -> the documents, anew for each pass: def documents(): yield ['a text']; yield ['another']
     chats: they are Conversations. shards: addresses of files of tokens instead, the first for validation.
-    tokenizer: if the settings name none; None: byte, for conversations FIRST_RUN's.
+    tokenizer: the default; None: byte, for conversations FIRST_RUN's.
     """
     name: str  # of the dataset
     label: str  # the source in meta.json
@@ -344,24 +334,21 @@ def fetch(url, folder):
         return path
     import requests
     os.makedirs(folder, exist_ok=True)
-    for wait in (*RETRY_WAITS, None):
-        try:
-            response = requests.get(url, stream=True, timeout=60)
-            response.raise_for_status()
-            size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that all of it comes
-            progress = ProgressLine(f'download {Path(url).name}', size)
-            with open(f'{path}.part', 'wb') as f:
-                for block in response.iter_content(1 << 16):
-                    f.write(block)
-                    progress.add(len(block))
-            progress.show()
-            os.replace(f'{path}.part', path)
-            return path
-        except requests.RequestException as e:
-            if wait is None:
-                raise OSError(f'cannot download {url} ({e!r:.100}): go online, bring it by other means to '
-                              f'{path}, or use a text file that you have: python prepare.py my.txt') from e
-            time.sleep(wait)
+    try:
+        response = requests.get(url, stream=True, timeout=60)
+        response.raise_for_status()
+        size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that all of it comes
+        progress = ProgressLine(f'download {Path(url).name}', size)
+        with open(f'{path}.part', 'wb') as f:
+            for block in response.iter_content(1 << 16):
+                f.write(block)
+                progress.add(len(block))
+    except requests.RequestException as e:
+        raise OSError(f'cannot download {url} ({e!r:.100}): go online and try again, bring it by other means '
+                      f'to {path}, or use a text file that you have: python prepare.py my.txt') from e
+    progress.show()
+    os.replace(f'{path}.part', path)
+    return path
 
 
 FIRST_RUN = 'data/pystdlib_bpe4096'  # what `python prepare.py` makes
@@ -377,13 +364,6 @@ def download(name, url, most=1, **options):
     return Source(name, name, documents, **options)
 
 
-def fineweb(name, prefix, most):
-    """FineWeb in GPT-2's tokens, by Keller Jordan: files of 100M, the first for val."""
-    names = ['val_000000', *[f'train_{i + 1:06d}' for i in range(min(shards, most))]]
-    urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{prefix}_{part}.bin' for part in names]
-    return Source(name, name, shards=urls, tokenizer='gpt2')
-
-
 SOURCES = {source.name: source for source in (  # only documents() and fetch_shards download
     Source('pystdlib', f'pystdlib {platform.python_version()}',
            lambda: file_documents(library_files(), errors='replace'), tokenizer='bpe:4096'),
@@ -395,10 +375,10 @@ SOURCES = {source.name: source for source in (  # only documents() and fetch_sha
              tokenizer='gpt2'),
     download('climbmix',  # nanochat's
              f'{HUB}/karpathy/climbmix-400b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
-    download('fineweb_edu_text',
-             f'{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
-    fineweb('fineweb', 'fineweb', 103),
-    fineweb('fineweb_edu', 'finewebedu', 99),
+    # in GPT-2's tokens, by Keller Jordan: 99 files of 100M, and one for val
+    Source('fineweb_edu', 'fineweb_edu', tokenizer='gpt2', shards=[
+        f'{HUB}/kjj0/finewebedu10B-gpt2/resolve/main/finewebedu_{part}.bin'
+        for part in ('val_000000', *[f'train_{i + 1:06d}' for i in range(min(shards, 99))])]),
     download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl'),
     download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl', chats=True),
     download('smol_smoltalk',
@@ -409,15 +389,10 @@ SOURCES = {source.name: source for source in (  # only documents() and fetch_sha
 
 
 def find_source(source, field='text', errors='strict'):
-    """The Source of this name, file, folder (without hidden files), glob, or standard input."""
+    """The Source of this name, file, folder (without hidden files) or glob."""
     if source in SOURCES:
         return SOURCES[source]
-    if source == '-':  # read twice, so copied to a file; .json may be text
-        with tempfile.NamedTemporaryFile(suffix='.json', delete=False) as copy:
-            atexit.register(os.remove, copy.name)
-            shutil.copyfileobj(sys.stdin.buffer, copy)
-        source, name, paths = 'standard input', 'stdin', [copy.name]
-    elif os.path.isfile(source):
+    if os.path.isfile(source):
         name, paths = Path(source.removesuffix('.gz')).stem, [source]
     else:  # a folder or glob, named after its last folder without wildcards
         pattern = os.path.join(glob.escape(source), '**', '*') if os.path.isdir(source) else source
@@ -493,8 +468,8 @@ def documents_of(source):
 def characters_to_train_on(source, fraction):
     """How many of each document's first characters are for training, an array; None: conversations.
 
-    Of every n-th document, n = 1 / fraction, none are, unless val would get more than its fraction of all;
-    of a single text all but the end, as in nanoGPT.
+    None of every n-th document, n = 1 / fraction, until val has its fraction of all; of a single text all but
+    the end, as in nanoGPT.
     """
     if source.chats:
         return None
@@ -528,7 +503,7 @@ def cut_in_two(blocks, n_train):
 
 def items_to_encode(texts, tok, refused, counts):
     """((split, piece of a text or Conversation, whether it begins a text, whether it ends one of several),
-    its characters). Raises ValueError for the pattern `refused` in a text, or an unfit tokenizer."""
+    its length). Raises ValueError for the pattern `refused` in a text, and for an unfit tokenizer."""
     for split, document, number in texts:
         counts['documents'] = number
         is_chat = isinstance(document, Conversation)
@@ -594,8 +569,8 @@ def encode_conversation(tok, conversation):
 def pack(encoded, block_size, eot, counts):
     """(split, ids, mask, n_bytes) of conversations -> the same in slots of block_size tokens.
 
-    Each begins with eot, which also fills slots; longer ones are cut. A split ends with one more token: a
-    sequence's last target is the first token of the next slot.
+    Each begins with eot, which also fills slots; longer ones are cut. A split ends with one more token, since
+    a sequence's last target is the first token of the next slot.
     """
     used, room = dict.fromkeys(SPLITS, 0), block_size - 1
     for split, ids, mask, n_bytes in encoded:
@@ -621,7 +596,7 @@ def dtype_of(n_vocab):
 # writing ----------------------------------------------------------------------------------------------------
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='refuse'):
-    """Prepares a folder, with block_size of conversations -> its meta."""
+    """Prepares a folder -> its meta. block_size: of conversations, else None."""
     counts, eot = collections.Counter(), tok.eot
     refused = special_tokens == 'refuse' or block_size and special_tokens == 'text'
     items = items_to_encode(texts, tok, tok.special_pattern if refused else '', counts)
@@ -633,20 +608,19 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         eot = next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), eot)
         encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
     with new_files(folder) as temp, contextlib.closing(groups):
-        checksum = write_bins(temp, encoded, f'{tok.name} encoding', counts)
-        return write_meta(temp, tok, label, eot, {**counts, 'checksum': checksum, 'block_size': block_size})
+        write_bins(temp, encoded, f'{tok.name} encoding', counts)
+        return write_meta(temp, tok, label, eot, {**counts, 'block_size': block_size})
 
 
 def write_bins(folder, encoded, label, counts):
-    """Writes what `encode` yields to .bin and .mask.bin, adds to counts -> {name: sha256}."""
-    progress, digests = ProgressLine(label), collections.defaultdict(hashlib.sha256)
+    """Writes what `encode` yields to .bin and .mask.bin, and adds to counts."""
+    progress = ProgressLine(label)
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(Path(folder, name), 'wb')))
         for split, ids, mask, n_bytes in encoded:
             for name, part in (f'{split}.bin', ids), (f'{split}.mask.bin', mask):
                 if part is not None:
                     opened(name).write(part)
-                    digests[name].update(part)
             counts[f'{split}_tokens'] += len(ids)
             counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
             counts[f'{split}_bytes'] += n_bytes  # of learnt text, without end of text
@@ -658,7 +632,6 @@ def write_bins(folder, encoded, label, counts):
                              'more, or with a larger --block_size)')
     # val loss / ln 2 / this = bits per byte
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
-    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 FILES = ('train.bin', 'train.mask.bin', 'val.bin', 'val.mask.bin', 'tokenizer.tiktoken', 'tokenizer.json',
@@ -696,7 +669,7 @@ def write_meta(folder, tok, label, eot, counts):
 
 def fetch_shards(folder, source):
     """Downloads a source's shards, GPT-2's tokens -> the folder's meta."""
-    tok = make_tokenizer('gpt2')  # before the long wait, lest it be missing
+    tok = make_tokenizer('gpt2')  # before the long wait
     val, *train = (read_shard(fetch(url, folder), np.dtype('<u2')) for url in source.shards)
     n_bytes = sum(int(tok.sizes[ids].sum()) for ids in parts_of(val))
     counts = {'train_tokens': sum(shard.n_tokens for shard in train), 'val_tokens': val.n_tokens,
@@ -708,7 +681,7 @@ def fetch_shards(folder, source):
 # reading ----------------------------------------------------------------------------------------------------
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads plain data, but no classes, by which alone a pickle could run code."""
+    """Reads plain data and refuses classes, by which a pickle could run code."""
     def find_class(self, module, name):
         raise ValueError(f'meta.pkl asks for {module}.{name}, but only plain data is read')
 
@@ -783,9 +756,9 @@ def parts_of(shard, size=1 << 22):
 class Bins:
     """The tokens of one split: folder/<split>.bin, or else its shards *<split>*.bin, sorted.
 
-    Sequence i of a shard is its block_size + 1 tokens from i * block_size on: each token but the first, and
-    the tail, is a target once. Ids are checked once vocab_size is set. The mask of x.bin is x.mask.bin, a
-    byte for each token; without one `masks` is empty.
+    Sequence i of a shard is its block_size + 1 tokens from i * block_size on: each token but the first and
+    the tail is a target once. Ids are checked once vocab_size is set. The mask of x.bin is x.mask.bin, a
+    byte for each token.
     """
     def __init__(self, folder, split):
         self.vocab_size, self.name = None, Path(folder, f'{split}.bin')
@@ -841,7 +814,7 @@ class Bins:
         ends = self.ends(block_size)
         numbers = np.searchsorted(ends, indices, side='right')
         firsts = (np.asarray(indices) - np.append(0, ends)[numbers]) * block_size
-        return np.stack([  # mapped, a file would fill up the RSS
+        return np.stack([  # a mapped file would count as resident memory
             read_elements(shards[number], first, block_size + 1) for number, first in zip(numbers, firsts)
         ]).astype(np.int64)
 
@@ -849,7 +822,7 @@ class Bins:
 # looking ----------------------------------------------------------------------------------------------------
 
 def look(folder):
-    """Prints a prepared folder's counts, lengths, commonest tokens and beginning."""
+    """Prints a prepared folder's counts, lengths and beginning."""
     folder = data_folder(folder)
     splits = [Bins(folder, split) for split in reversed(SPLITS)]
     meta, tok = read_meta(folder), load_tokenizer(folder)
@@ -863,9 +836,6 @@ def look(folder):
               f'first {len(ids):,} {len(lengths):,} documents of',
               *np.quantile(lengths, [0, 0.5, 1], method='lower'),
               'tokens (shortest, median, longest)')
-    counts = np.bincount(ids)
-    print('commonest:', ', '.join(f'{tok.decode([i])!r} {counts[i] / len(ids):.1%}'
-                                  for i in np.argsort(-counts, kind='stable')[:12]))
     n = meta['block_size'] or 256
     mask = read_elements(bins.masks[0], 0, n) if bins.masks else np.zeros(n)
     print('the first tokens, [[learnt]]:' if bins.masks else 'the first tokens:')
@@ -902,7 +872,7 @@ if __name__ == '__main__':
         if tokenizer.endswith('.gguf'):
             from hub import published_tokenizer  # torch takes a second
             tok = published_tokenizer(tokenizer)
-        elif (is_prepared(tokenizer) or checkpoint_in(tokenizer)) and pattern is None:
+        elif is_prepared(tokenizer) or checkpoint_in(tokenizer):
             tok = load_tokenizer(tokenizer)
         elif tokenizer.startswith('data/') and not os.path.exists(tokenizer):
             raise FileNotFoundError(f'tokenizer={tokenizer!r}: that folder is not prepared; '
@@ -912,7 +882,7 @@ if __name__ == '__main__':
             tok = make_tokenizer(
                 tokenizer, texts=(blocks(document) for _, document, _ in texts()),
                 training=(blocks(document) for split, document, _ in texts() if split == 'train'),
-                by_document=source.chats or len(n_train) > 1, procs=procs, pattern=pattern)
+                by_document=source.chats or len(n_train) > 1, procs=procs)
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens)
         print(f'{source.label}: {meta["documents"] or 1:,} documents')

@@ -24,12 +24,12 @@ SPLITS = ('train', 'val')
 CHUNK = 1 << 20               # characters that are encoded at a time
 
 # A letter or digit, then a space, a line end or a CJK stop: no pattern of tiktoken's matches across this
-CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')  # [^\W_] is exactly \p{L} and \p{N}
+CUT = re.compile(r'[^\W_](?=[ \n\u3001\u3002\uff0c])')  # [^\W_] is \p{L} and \p{N}
 AROUND = 256  # characters on each side of a cut that are looked at
 
 
 def may_cut(text, n, tok):
-    """Whether text[:n] and text[n:] alone give the ids of the whole, tried on the text around: tokens may
+    """Whether text[:n] and text[n:] alone give the ids of the whole, tried on the text around n: tokens may
     reach across spaces, and Llama 2 puts a prefix before each text."""
     if any(mark in text[max(0, n - len(mark) + 1):n + len(mark) - 1] for mark in tok.special):
         return False
@@ -44,7 +44,7 @@ def last_cut(text, end, tok):
 
 
 def pieces(blocks, tok):
-    """(piece, whether it is the last), of about CHUNK characters; together they have the text's ids."""
+    """(piece, whether it is the last), of about CHUNK characters, which together have the text's ids."""
     text, limit = '', CHUNK
     for block in blocks:
         text += block
@@ -74,8 +74,8 @@ def in_groups(items):
 
 
 def in_processes(procs, work, jobs, least=16):
-    """work(job) of every job, in order, in `procs` processes (None: one for each core), which hold two jobs
-    each; in this one, if there are fewer than `least`. Raises OSError if one dies."""
+    """work(job) of every job, in order, in `procs` processes (None: one for each core); in this one, if there
+    are fewer jobs than `least`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     procs, jobs = min(procs or cores, 61), iter(jobs)  # Windows allows no more
     first = list(itertools.islice(jobs, least))
@@ -92,8 +92,6 @@ def in_processes(procs, work, jobs, least=16):
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except concurrent.futures.process.BrokenProcessPool as e:
-        raise OSError(f'one of {procs} processes died, probably for lack of memory: try --procs=1') from e
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -152,9 +150,9 @@ class Tokenizer:
 
     def render(self, messages, add_generation_prompt=True, tools=None, thinking=None):
         """The text of [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders it.
-        tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template's default.
-        The template, jinja or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use', runs in
-        jinja's sandbox. Raises ValueError if there is none, or it fails."""
+        tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template decides. A
+        template is jinja, or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use'. Raises
+        ValueError if there is none, or it fails."""
         template = self.chat_template
         if not template:
             raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or use one '
@@ -260,7 +258,7 @@ class TiktokenTokenizer(Tokenizer):
                 'ranks': self.ranks, **chat}
 
     def to_json(self):
-        """The merges are not stored: each is the two parts that lower ranks leave of a token."""
+        """A merge, which is not stored, is the two parts that lower ranks leave of a token."""
         ranks, chars = self.bpe._mergeable_ranks, byte_chars()
 
         def text(token):
@@ -334,7 +332,7 @@ class JsonTokenizer(Tokenizer):
         added = {token.content: i for i, token in added.items()}
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((added[end] for end in ends if end in added), None)
-        some = self.library.encode('a')  # its post-processor, if any, is what puts a bos in front
+        some = self.library.encode('a')  # its post-processor, if any, puts a bos in front
         self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
 
     def encode(self, text, allow_special=True, whole=True):
@@ -369,8 +367,8 @@ def library_tokenizer(source):
 
 
 def token_bytes(vocab, spec):
-    """{id: its bytes} of a tokenizer.json's vocabulary. Byte-level ones write a character for each byte;
-    others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
+    """{id: its bytes} of a tokenizer.json's vocabulary. Byte-level vocabularies write a character for each
+    byte; others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = {char: b for b, char in byte_chars().items()}
@@ -418,44 +416,38 @@ CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
-def bpe_tokenizer(size, training, procs, pattern, **_):
-    """Byte-level BPE with a vocabulary of `size`, or less if the texts have fewer merges. Ids: the 256 bytes,
-    the merges in the order learnt, BPE_SPECIAL. Raises ValueError for an unusable size."""
+def bpe_tokenizer(size, training, procs, **_):
+    """Byte-level BPE with a vocabulary of `size`, or less if the texts have fewer merges: the 256 bytes, the
+    merges in the order learnt, BPE_SPECIAL. Raises ValueError for an unusable size."""
     least = 256 + len(BPE_SPECIAL)
     if not size.isdecimal() or not least <= int(size) <= 1 << 20:
         raise ValueError(f"tokenizer='bpe:{size}': a vocabulary has {least} (256 bytes, {len(BPE_SPECIAL)} "
                          f'special tokens) to {1 << 20:,} tokens: choose a size like bpe:4096')
     n_merges = int(size) - least
-    words = WordSplitter(pattern or WORD_PATTERN)
-    counts, n_read = count_words(words, training, procs)
+    counts, n_read = count_words(WordSplitter(), training, procs)
     learnt = train_bpe(counts, n_merges)
     print0(f'bpe: learnt {len(learnt):,} of {n_merges:,} merges from {n_read / 1e6:,.2f} MB, with '
            f'{len(counts):,} different words')
     tokens = [bytes([b]) for b in range(256)] + learnt
     special = {text: len(tokens) + i for i, text in enumerate(BPE_SPECIAL)}
-    return TiktokenTokenizer(f'bpe:{len(tokens) + len(special)}', words.pattern, special,
+    return TiktokenTokenizer(f'bpe:{len(tokens) + len(special)}', WORD_PATTERN, special,
                              rank_table({token: i for i, token in enumerate(tokens)}), CHATML)
 
 
 class WordSplitter:
-    """Cuts text into words by a regular expression; to `pieces` a tokenizer whose ids are words."""
+    """Cuts text into words by WORD_PATTERN; to `pieces` a tokenizer whose ids are words."""
     anywhere, special = False, ()
 
-    def __init__(self, pattern):
+    def __init__(self):
         import regex
-        self.pattern, self.encode_array = pattern, regex.compile(pattern).findall
+        self.encode_array = regex.compile(WORD_PATTERN).findall
 
     def count(self, group):
-        """[text, ...] -> (Counter of words, bytes). Raises ValueError if some text is in no word."""
-        counts, n_bytes = collections.Counter(), 0
+        """[text, ...] -> (Counter of words, bytes)."""
+        counts = collections.Counter()
         for text in group:
-            words = self.encode_array(text)
-            if ''.join(words) != text or '' in words:
-                raise ValueError(f'pattern={self.pattern!r} leaves out some text, or matches where there is '
-                                 'none: every character must belong to one word')
-            counts.update(words)
-            n_bytes += len(text.encode())
-        return counts, n_bytes
+            counts.update(self.encode_array(text))
+        return counts, len(''.join(group).encode())
 
 
 def count_words(splitter, texts, procs=None):
@@ -478,7 +470,7 @@ def train_bpe(counts, n_merges):
     equally common pairs that of the lowest ids. Ends early if no pair that fits into a token occurs twice.
 
     Once the younger of its tokens is made everywhere, a pair can only get rarer. So its places are found
-    then, and looked through once more whenever its old number brings it to the top of the heap.
+    then, and counted again whenever its old number brings it to the top of the heap.
     """
     ids, weight = bytes_of_words(counts)  # ids: a token's where it begins, else (on its other bytes) -1
     begins = np.arange(len(ids), dtype=np.int32)  # where a token ends, the place where it begins
@@ -525,7 +517,7 @@ def train_bpe(counts, n_merges):
 
 
 def bytes_of_words(counts):
-    """The bytes of all words, -1 before each and at the end, and for each byte how often its word occurs."""
+    """The bytes of all words, -1 before each and at the end; and of each byte how often its word occurs."""
     words, room = [], WORDS_BYTES
     by_count = sorted(counts, key=lambda word: (-counts[word], word))
     for word in by_count:
@@ -561,17 +553,14 @@ def char_tokenizer(texts, by_document, **_):
 MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer, 'bpe:N': bpe_tokenizer}  # others: files, tiktoken's
 
 
-def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None, pattern=None):
+def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None):
     """A tokenizer for new data: by MAKERS, or one that exists already. Makers get all of this by keyword, and
     size, the N of bpe:N. texts: iterables of blocks; training: those that are trained on; by_document:
     whether an end-of-text token is needed."""
     kind, colon, size = name.partition(':')
     maker = MAKERS.get(f'{kind}:N' if colon else name)
-    if pattern is not None and maker is not bpe_tokenizer:
-        raise ValueError(f'pattern={pattern!r} is for --tokenizer=bpe:4096: {name!r} has its own')
     if maker:
-        return maker(size=size, texts=texts, training=training, by_document=by_document, procs=procs,
-                     pattern=pattern)
+        return maker(size=size, texts=texts, training=training, by_document=by_document, procs=procs)
     if os.path.isfile(name) or os.path.isfile(os.path.join(name, 'tokenizer.json')):
         return json_tokenizer(name)
     if re.search(r'[/\\]', name):
@@ -597,7 +586,7 @@ def tiktoken_tokenizer(name):
 
 
 def json_tokenizer(path):
-    """Of a tokenizer.json, or a folder with one, and tokenizer_config.json and chat_template.jinja beside."""
+    """A JsonTokenizer of a tokenizer.json, or a folder with one, and of the files that stand beside it."""
     path, config = pathlib.Path(path), {}
     if path.is_dir():
         path = path / 'tokenizer.json'
@@ -619,19 +608,19 @@ def tokenizer_from_state(state):
 # progress ---------------------------------------------------------------------------------------------------
 
 class ProgressLine:
-    """How far and how fast, in bytes: a line rewritten on a terminal, else one every 10 seconds."""
+    """How far and how fast, in bytes: a line every 10 seconds, and one at the end."""
     def __init__(self, label, total=None):
-        self.label, self.total, self.done = label, total, 0
+        self.label, self.done = label, 0
+        self.of = f' of {total / 1e6:,.1f}' if total else ''
         self.begin = self.shown = time.time()
-        self.tty = sys.stdout.isatty()
 
     def add(self, n_bytes):
         self.done += n_bytes
-        if time.time() - self.shown > (0.2 if self.tty else 10):
+        if time.time() - self.shown > 10:
             self.shown = time.time()
-            self.show(f' of {self.total / 1e6:,.1f}' if self.total else '', end='' if self.tty else '\n')
+            self.show(self.of)
 
-    def show(self, of='', end='\n'):
+    def show(self, of=''):
         seconds, size = time.time() - self.begin, self.done / 1e6
-        line = f'{self.label}: {size:,.1f}{of} MB in {seconds:.1f} s, {size / max(seconds, 1e-3):.1f} MB/s'
-        print(f'\r{line:<79}' if self.tty else line, end=end, flush=True)
+        print(f'{self.label}: {size:,.1f}{of} MB in {seconds:.1f} s, {size / max(seconds, 1e-3):.1f} MB/s',
+              flush=True)
