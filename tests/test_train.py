@@ -421,7 +421,8 @@ SHARES = {  # kind of model -> its options
 def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder):
     """One rank without a stop, against 2, then 4, then 1: replicated, sharded and back, or the reverse."""
     args = [*TOY, '--gradient_accumulation_steps=4', '--log_interval=1', '--eval_interval=3', '--max_iters=9',
-            '--lr_decay_iters=9', '--sample_tokens=6', '--eval_iters=3']
+            '--lr_decay_iters=9', '--sample_tokens=6', '--eval_iters=3',
+            '--learning_rate=5e-4']  # a larger one amplifies the rounding of Muon's bfloat16
     torch.set_num_threads(1)
     for kind, options in SHARES.items():
         run('train.py', f'--out_dir={kind}', *args, *options)
@@ -437,14 +438,14 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
         plain = saved(kind)
         for out in (f'{kind}_False', f'{kind}_True'):
             run('train.py', f'--out_dir={out}', *args, *SHARES[kind], '--init_from=resume')
-            for key in ('loss', 'val_loss', 'grad_norm', 'update_ratio', 'load_max'):
+            for key, tolerance in dict(loss=3e-5, val_loss=3e-5, grad_norm=1e-3, update_ratio=1e-2).items():
                 a, b = ([float(row[key] or 0) for row in log_rows(name)] for name in (out, kind))
-                assert a == pytest.approx(b, rel=3e-4 if 'loss' in key else 1e-2), (out, key)
+                assert a == pytest.approx(b, rel=tolerance), (out, key)
             mine = saved(out)
             assert [list(state['state']) for state in mine['optimizer']] == [
                 list(state['state']) for state in plain['optimizer']]
             for name, w in plain['model'].items():
-                assert (mine['model'][name] - w).norm() <= 0.1 * w.norm(), name  # bfloat16 in Muon
+                assert (mine['model'][name] - w).norm() <= 0.05 * w.norm(), name
             assert {name: type(value) for name, value in mine.items()} == {
                 name: type(value) for name, value in plain.items()}
 
@@ -747,7 +748,7 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
         two = two_ranks('--out_dir=cut it', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
         assert 'out_dir=cut it: another training writes there' in two and '[rank1]: Traceback' not in two
         Path('go on').touch()
-        out, error = first.communicate(timeout=60)
+        out, error = first.communicate(timeout=600)
     finally:
         first.kill()
     assert first.returncode == 130 and 'stopping after this iteration' in error, out + error
