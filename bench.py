@@ -227,7 +227,7 @@ def load_other(vs, model):
 
 @contextlib.contextmanager
 def precision_of_others(device):
-    """Of float32 matmuls: torch's default on CPUs; TF32 elsewhere, as nanoGPT has it."""
+    """Float32 matmuls as others run them: by torch's default on CPUs, elsewhere by TF32, as in nanoGPT."""
     ours = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest' if device == 'cpu' else 'high')
     yield
@@ -265,8 +265,8 @@ def measure_params(config, model_args, words):
 
 
 def print_counts(title, heads, rows, last):
-    """Prints rows, name -> (texts, counts), counts with their share of the sum, the `last` row. Returns the
-    sums."""
+    """Prints rows, name -> (texts, counts), counts with their share of the sum, and the sums, which it
+    returns, as the `last` row."""
     sums = [sum(column) for column in zip(*(counts for _, counts in rows.values()))]
     rows = {**rows, last: ([''] * (len(heads) - 2 * len(sums)), sums)}
     print_table(title, heads, {name: texts + [
@@ -379,7 +379,7 @@ def measure_train(config, model_args, words):
 
 @torch.no_grad()
 def time_other(model, prompts, new):
-    """Seconds of each step of another model's own generate but the first."""
+    """Seconds of each step of another model's own generate, except the first."""
     idx, stamps = torch.tensor(prompts, device=next(model.parameters()).device), []
 
     def clock(*_):
@@ -581,8 +581,8 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
 
 
 def answers(item, delimiter=' ', before=''):
-    """(context, answer) of each option of a CORE item: a question's choices, one continuation in several
-    contexts, or in one."""
+    """(context, answer) of each option of a CORE item: a question's choices, or one continuation of one or
+    several contexts."""
     if 'choices' in item:
         options = [(item['query'], choice) for choice in item['choices']]
     else:
@@ -621,7 +621,7 @@ def evaluate_choices(path, tokenizer, score):
     or HellaSwag's (arXiv:1905.07830). score: answer_scores of a model.
 
     acc and acc_norm are those of lm-evaluation-harness, by which GPT-2 124M has 0.2892 and 0.3114 on
-    hellaswag_val.jsonl; without its changes to the text build-nanogpt has acc 0.2859 and acc_token 0.2955."""
+    hellaswag_val.jsonl; build-nanogpt, which leaves the text as it is, has acc 0.2859, acc_token 0.2955."""
     items, right, losses = [record for _, record in json_records(path)], [], []
     for item in announced(items):
         item = item if 'choices' in item else hellaswag_item(item)

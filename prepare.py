@@ -112,8 +112,8 @@ def text_documents(path, errors):
         yield itertools.chain(head, blocks)
 
 
-def json_records(path, field=None, errors='strict'):
-    """Of JSON lines, or of one array. Raises ValueError for a line that is not JSON."""
+def json_records(path, errors='strict'):
+    """The records of JSON lines, or of one array. Raises ValueError for a line that is not JSON."""
     with open_text(path, errors) as f:
         is_array = f.read(999).lstrip().startswith('[')
         f.seek(0)
@@ -128,25 +128,25 @@ def json_records(path, field=None, errors='strict'):
                     raise ValueError(f'{place}: {e}: mend or remove the line') from None
 
 
-def csv_records(path, field, errors):
-    """Of comma-separated values below a line with the fields' names."""
+def csv_records(path, errors):
+    """The records of comma-separated values below a line with the fields' names."""
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
         rows = csv.DictReader(f)
         yield from ((f'{path}, line {rows.line_num}', row) for row in rows)
 
 
-def parquet_records(path, field, errors):
-    """Of a parquet file's rows."""
+def parquet_records(path, errors):
+    """The records of a parquet file."""
     parquet = package('pyarrow.parquet', f'{path} needs', 'pyarrow')
     with reading(path):
-        file = parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # not all of it
+        file = parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # in parts
         batches = file.iter_batches(256, use_threads=False)  # encoding forks this process
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from ((f'{path}, row {n}', record) for n, record in enumerate(rows, 1))
 
 
-# By ending: functions of a path, a field and errors, which yield ('file, line n', {field: value})
+# By ending: functions of a path and errors, which yield ('file, line n', {field: value})
 FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_records, '.csv': csv_records,
            '.parquet': parquet_records}
 
@@ -168,7 +168,7 @@ def file_documents(paths, field='text', errors='strict'):
         if not records:
             yield from text_documents(path, errors)
             continue
-        for place, record in records(path, field, errors):
+        for place, record in records(path, errors):
             if not isinstance(record, dict):
                 raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
             if isinstance(record.get(field), str):
@@ -231,7 +231,7 @@ def make_conversation(place, messages, tools):
 
 
 def contents(conversation):
-    """The texts of its messages."""
+    """The texts of a conversation's messages."""
     return [message.get('content') or '' for message in conversation.messages]
 
 
@@ -261,7 +261,7 @@ def library_files():
 
 
 def sort_files(files):
-    """In an order that is the same on every system."""
+    """Files in an order that is the same on every system."""
     return sorted(files, key=lambda path: path.split(os.sep))
 
 
@@ -711,7 +711,7 @@ def is_prepared(folder):
 
 
 def checkpoint_in(folder):
-    """The checkpoint in a folder, or this one; else None."""
+    """The path of the checkpoint in a folder, or of this .pt file; None if there is none."""
     path = Path(folder) if str(folder).endswith('.pt') else Path(folder, 'ckpt.pt')
     return path if path.exists() else None
 

@@ -121,7 +121,7 @@ def tokens_seen(samples, vocab_size, device, repetition_penalty=1.0, **_):
 
 def step(model, tokens, cache, u, seen, sampling, version=0):
     """Feeds tokens (B, T) to the cache -> the token drawn after each, (B, T). u (B, T), seen (B, 1, V) or
-    None, sampling: of sample_token."""
+    None, sampling: arguments of sample_token."""
     assert version >= 0  # torch.compile looks only at arguments that are used
     return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
@@ -380,7 +380,7 @@ class TextStream:
         self.text, self.held = self.text + self.held[:cut], self.held[cut:]
 
     def show(self, text):
-        """Prints what is new of a text that grows with this one."""
+        """Prints the new part of a text that grows with this one."""
         print(text[self.n_shown:], end='\n' if self.ended else '', flush=True)
         self.n_shown = len(text)
 
@@ -441,7 +441,7 @@ class Chat:
         self.full = False  # whether turns had to be forgotten
 
     def answer(self, question):
-        """Prints the answer to a question; may be interrupted anywhere. ValueError: it is too long."""
+        """Prints the answer to a question, interruptible anywhere. Raises ValueError if it is too long."""
         block_size = self.model.config.block_size
         messages, ids, begin = self.prompt(question)
         n_new = min(self.max_new_tokens, block_size - len(ids))
