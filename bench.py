@@ -13,6 +13,7 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py eval texts.jsonl --init_from=out         # of each {"text": ...}, by itself
     python bench.py eval hellaswag_val.jsonl --init_from=gpt2 # or {"query": ..., "choices": [...], "gold": 0}
     python bench.py eval eval_bundle --init_from=out         # CORE, from nanochat's eval_bundle.zip, unpacked
+    python bench.py attention 'some text' --init_from=out    # a picture of a layer's attention, head by head
 
 --vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process, or
 transformers, with the same weights, uncompiled. Speeds are medians after a warm-up, shares are of the speed
@@ -59,6 +60,8 @@ prompt_len = 32                   # decode: tokens of the prompt
 max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
 speculate: int | None = None      # decode: draft tokens at a time, of greedy text, as in sample.py
+layer = 0                         # attention: the layer's number
+png = 'attention.png'             # attention: the file to write
 steps = 10                        # train: steps a turn; decode generates max_new_tokens a turn
 gradient_accumulation_steps = 1   # train: micro-batches a step; two of them are timed
 rounds = 5                        # turns
@@ -547,10 +550,10 @@ def row_losses(model, rows, machine, batch_size):
 
 
 def evaluate_text(name, documents, n_bytes, base, lengths, losses):
-    """Prints and returns the loss, perplexity and bits per byte of documents (inputs, targets), of JSON lines
-    also the losses of each. losses: row_losses of a model. Without lengths each target counts once, in rows
-    of base tokens. Lengths are multiples of base: the last base tokens of each row count, the same ones at
-    every length."""
+    """Prints and returns the loss, perplexity, mean losses from position 1, 2, 3, 5, 9... to the next, and
+    bits per byte of documents (inputs, targets), of JSON lines also the losses of each. losses: row_losses of
+    a model. Without lengths each target counts once, in rows of base tokens. Lengths are multiples of base:
+    the last base tokens of each row count, the same ones at every length."""
     by_length, longest = {}, base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
         rows = [document[:, end - length:end] for document in documents
@@ -558,13 +561,18 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
         if not rows:
             raise ValueError(f"{name} is too short: {longest if lengths else 1:,} tokens are needed")
         by_row, is_target, _ = losses(rows)
+        sums, counts = by_row.sum(0), is_target.sum(0)
         counted = slice(-base if lengths else None, None)
-        n_targets = int(is_target[:, counted].sum())
-        loss = float(by_row.sum(0)[counted].sum()) / n_targets
-        by_length[str(length)] = {'loss': loss, 'perplexity': math.exp(min(loss, 99))}
+        n_targets = int(counts[counted].sum())
+        loss = float(sums[counted].sum()) / n_targets
+        starts = [0, *(2**i for i in range((len(sums) - 1).bit_length()))]
+        by_position = np.add.reduceat(sums, starts) / np.add.reduceat(counts, starts).clip(1)
+        by_length[str(length)] = {'loss': loss, 'perplexity': math.exp(min(loss, 99)), **{
+            f'from token {start + 1} on': float(mean) for start, mean in zip(starts, by_position)}}
     print(f"{name}: {n_targets:,} targets in {len(rows):,} rows")
     print_table('tokens of context', [*by_length], {
-        line: [f"{column[line]:.4f}" for column in by_length.values()] for line in ('loss', 'perplexity')})
+        line: [f"{column[line]:.4f}" if line in column else '' for column in by_length.values()]
+        for line in max(by_length.values(), key=len)})
     numbers = {'targets': n_targets, 'bytes': n_bytes}
     if lengths:
         return {**numbers, 'lengths': by_length}
@@ -667,6 +675,29 @@ def evaluate_core(folder, tokenizer, score):
     return {'core': mean, 'tasks': tasks}
 
 
+@torch.no_grad()
+def draw_attention(config, model_args, words):
+    """Writes a picture of a layer's attention: a panel for each head, a row for each token that attends."""
+    model, tokenizer, _ = train.load_to_train(config['init_from'], 'out', model_args)
+    (text,), layer, weights = words, config['layer'], []
+    ids = tokenizer.encode(text)
+    model.eval()(torch.tensor([ids]), weights=weights)
+    with_weights = [n for n, block in enumerate(model.h) if block.attn.mask_kind]
+    heads = dict(zip(with_weights, weights))[layer][0].numpy()  # (n_head, T, T)
+    rows, side = math.ceil(len(heads) / 4), 1.5 + len(ids) / 6  # side: in inches
+    figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(
+        (4 * side, 1.2 * rows * side), layout='constrained')
+    ticks = dict(ticks=range(len(ids)), labels=[repr(tokenizer.decode([i])) for i in ids], parse_math=False)
+    for head, weight in enumerate(heads):
+        axes = figure.add_subplot(rows, 4, head + 1, title=f'layer {layer}, head {head}')
+        axes.imshow(weight)
+        axes.set_xticks(**ticks, rotation=90)
+        axes.set_yticks(**ticks)
+    figure.savefig(config['png'])
+    print(config['png'])
+    return {'png': config['png']}
+
+
 # ------------------------------------------------------------------------------------------------------------
 
 MACHINE = 'init_from dataset device dtype json'
@@ -678,6 +709,7 @@ COMMANDS = {
                                'rounds compile seed'),
     'params': (measure_params, f'{MACHINE} batch_size memory optimizer'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
+    'attention': (draw_attention, 'init_from layer png json'),
 }
 
 if __name__ == '__main__':
@@ -686,7 +718,7 @@ if __name__ == '__main__':
         raise ValueError(f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
     measure, known = COMMANDS[what]
-    if extra := more[what == 'eval':]:
+    if extra := more[what in ('eval', 'attention'):]:
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
     refuse_unused(given, config.keys() - known.split(), f"in {what}, whose settings are GPTConfig's, {known}")
     check_settings(config, train.CHOICES)

@@ -5,6 +5,7 @@
     $ python prepare.py my.txt --tokenizer=gpt2 --out=mydata
     $ python prepare.py 'notes/**/*.md'               # a quoted glob, or a folder: a document for each file
     $ python prepare.py tales.jsonl.gz --field=story  # a document for each record; .json, .csv, .parquet too
+    $ zcat *.gz | python prepare.py -
     $ python prepare.py climbmix --tokenizer=gpt2     # text of the web, 10 files; fineweb_edu: tokens
     $ python prepare.py chats.jsonl                   # conversations: with target masks
     $ python prepare.py look data/chats               # shows a prepared folder
@@ -12,6 +13,7 @@
 A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits, else uint32.
 """
 import ast
+import atexit
 import codecs
 import collections
 import contextlib
@@ -20,6 +22,7 @@ import dataclasses
 import functools
 import glob
 import gzip
+import hashlib
 import itertools
 import json
 import os
@@ -28,16 +31,18 @@ import platform
 import random
 import re
 import shlex
+import shutil
 import signal
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from configurator import configure, package, print0, reading, refuse_unused
 
-# A name in SOURCES, a file (perhaps .gz), a folder or glob
+# A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
 field = 'text'             # JSON, CSV, parquet: the field with a record's text or messages
 errors = 'strict'          # bytes that are not UTF-8: strict refuses them, replace puts U+FFFD
@@ -49,7 +54,7 @@ out: str | None = None     # a name, or a path with a slash; None: <source>_<tok
 overwrite = False          # replaces data of another source in out
 val_fraction = 0.1         # for validation, at most: each 10th document, or the last tenth of one text
 block_size = 256           # of the slots that conversations are packed into; as train.py's
-shards = 10                # files to take of a source that has many (fineweb_edu: to train on)
+shards = 10                # files to take of a source that has many (fineweb, fineweb_edu: to train on)
 procs: int | None = None   # processes that encode; None: one for each core
 _, _, words, given, _ = configure(globals(), words=2, texts=True)
 
@@ -67,6 +72,7 @@ from tokenizer import (
     tokenizer_from_state,
 )
 
+RETRY_WAITS = (0.5, 1, 2, 4)  # seconds between the tries of a download
 print_once = functools.cache(print0)
 
 
@@ -334,21 +340,24 @@ def fetch(url, folder):
         return path
     import requests
     os.makedirs(folder, exist_ok=True)
-    try:
-        response = requests.get(url, stream=True, timeout=60)
-        response.raise_for_status()
-        size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that all of it comes
-        progress = ProgressLine(f'download {Path(url).name}', size)
-        with open(f'{path}.part', 'wb') as f:
-            for block in response.iter_content(1 << 16):
-                f.write(block)
-                progress.add(len(block))
-    except requests.RequestException as e:
-        raise OSError(f'cannot download {url} ({e!r:.100}): go online and try again, bring it by other means '
-                      f'to {path}, or use a text file that you have: python prepare.py my.txt') from e
-    progress.show()
-    os.replace(f'{path}.part', path)
-    return path
+    for wait in (*RETRY_WAITS, None):
+        try:
+            response = requests.get(url, stream=True, timeout=60)
+            response.raise_for_status()
+            size = int(response.headers.get('Content-Length', 0))  # urllib3 checks that all of it comes
+            progress = ProgressLine(f'download {Path(url).name}', size)
+            with open(f'{path}.part', 'wb') as f:
+                for block in response.iter_content(1 << 16):
+                    f.write(block)
+                    progress.add(len(block))
+            progress.show()
+            os.replace(f'{path}.part', path)
+            return path
+        except requests.RequestException as e:
+            if wait is None:
+                raise OSError(f'cannot download {url} ({e!r:.100}): go online, bring it by other means to '
+                              f'{path}, or use a text file that you have: python prepare.py my.txt') from e
+            time.sleep(wait)
 
 
 FIRST_RUN = 'data/pystdlib_bpe4096'  # what `python prepare.py` makes
@@ -364,6 +373,13 @@ def download(name, url, most=1, **options):
     return Source(name, name, documents, **options)
 
 
+def fineweb(name, prefix, most):
+    """FineWeb in GPT-2's tokens, by Keller Jordan: files of 100M, the first for val."""
+    names = ['val_000000', *[f'train_{i + 1:06d}' for i in range(min(shards, most))]]
+    urls = [f'{HUB}/kjj0/{prefix}10B-gpt2/resolve/main/{prefix}_{part}.bin' for part in names]
+    return Source(name, name, shards=urls, tokenizer='gpt2')
+
+
 SOURCES = {source.name: source for source in (  # only documents() and fetch_shards download
     Source('pystdlib', f'pystdlib {platform.python_version()}',
            lambda: file_documents(library_files(), errors='replace'), tokenizer='bpe:4096'),
@@ -375,10 +391,10 @@ SOURCES = {source.name: source for source in (  # only documents() and fetch_sha
              tokenizer='gpt2'),
     download('climbmix',  # nanochat's
              f'{HUB}/karpathy/climbmix-400b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
-    # in GPT-2's tokens, by Keller Jordan: 99 files of 100M, and one for val
-    Source('fineweb_edu', 'fineweb_edu', tokenizer='gpt2', shards=[
-        f'{HUB}/kjj0/finewebedu10B-gpt2/resolve/main/finewebedu_{part}.bin'
-        for part in ('val_000000', *[f'train_{i + 1:06d}' for i in range(min(shards, 99))])]),
+    download('fineweb_edu_text',
+             f'{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_{{:05d}}.parquet', shards),
+    fineweb('fineweb', 'fineweb', 103),
+    fineweb('fineweb_edu', 'finewebedu', 99),
     download('minimind', f'{MINIMIND}/pretrain_t2t_mini.jsonl'),
     download('minimind_sft', f'{MINIMIND}/sft_t2t_mini.jsonl', chats=True),
     download('smol_smoltalk',
@@ -389,10 +405,15 @@ SOURCES = {source.name: source for source in (  # only documents() and fetch_sha
 
 
 def find_source(source, field='text', errors='strict'):
-    """The Source of this name, file, folder (without hidden files) or glob."""
+    """The Source of this name, file, folder (without hidden files), glob, or standard input."""
     if source in SOURCES:
         return SOURCES[source]
-    if os.path.isfile(source):
+    if source == '-':  # read twice, so copied to a file; .json may be text
+        with tempfile.NamedTemporaryFile(suffix='.json', delete=False) as copy:
+            atexit.register(os.remove, copy.name)
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+        source, name, paths = 'standard input', 'stdin', [copy.name]
+    elif os.path.isfile(source):
         name, paths = Path(source.removesuffix('.gz')).stem, [source]
     else:  # a folder or glob, named after its last folder without wildcards
         pattern = os.path.join(glob.escape(source), '**', '*') if os.path.isdir(source) else source
@@ -608,19 +629,21 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
         eot = next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), eot)
         encoded = pack(encoded, block_size, np.array(eot, dtype_of(tok.n_vocab)), counts)
     with new_files(folder) as temp, contextlib.closing(groups):
-        write_bins(temp, encoded, f'{tok.name} encoding', counts)
-        return write_meta(temp, tok, label, eot, {**counts, 'block_size': block_size})
+        checksum = write_bins(temp, encoded, f'{tok.name} encoding', counts)
+        return write_meta(temp, tok, label, eot, {**counts, 'checksum': checksum, 'block_size': block_size})
 
 
 def write_bins(folder, encoded, label, counts):
-    """Writes what `encode` yields to .bin and .mask.bin, and adds to counts."""
-    progress = ProgressLine(label)
+    """Writes what `encode` yields to .bin and .mask.bin, adds to counts -> {name: sha256}, by which a resumed
+    run sees that its data has changed."""
+    progress, digests = ProgressLine(label), collections.defaultdict(hashlib.sha256)
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(Path(folder, name), 'wb')))
         for split, ids, mask, n_bytes in encoded:
             for name, part in (f'{split}.bin', ids), (f'{split}.mask.bin', mask):
                 if part is not None:
                     opened(name).write(part)
+                    digests[name].update(part)
             counts[f'{split}_tokens'] += len(ids)
             counts[f'{split}_learnt'] += len(ids) if mask is None else int(mask.sum())
             counts[f'{split}_bytes'] += n_bytes  # of learnt text, without end of text
@@ -632,6 +655,7 @@ def write_bins(folder, encoded, label, counts):
                              'more, or with a larger --block_size)')
     # val loss / ln 2 / this = bits per byte
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 FILES = ('train.bin', 'train.mask.bin', 'val.bin', 'val.mask.bin', 'tokenizer.tiktoken', 'tokenizer.json',

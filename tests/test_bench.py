@@ -19,7 +19,7 @@ import hub
 import model as flat
 import train as flat_train
 from model import GPT, flops_per_token, num_params
-from test_model import tiny
+from test_model import near, tiny
 from tokenizer import ByteTokenizer, CharTokenizer, make_tokenizer
 
 
@@ -100,6 +100,14 @@ def test_a_step_is_as_long_as_all_its_calls(monkeypatch):
     assert flat_bench.timed(calls, 2, [1, 3, 1])().tolist() == [4 * 3 + 6] * 2
 
 
+def test_a_model_that_decodes_is_made_in_its_dtype(monkeypatch):
+    made, init = [], GPT.init_weights
+    monkeypatch.setattr(GPT, 'init_weights', lambda model: made.extend(model.parameters()) or init(model))
+    bench_config = {**flat_bench.config, 'device': 'cpu', 'dtype': 'bfloat16'}
+    flat_bench.model_and_machine(bench_config, dict(n_layer=1, n_embd=32, n_head=2), to_train=False)
+    assert {w.dtype for w in made} == {torch.bfloat16} and torch.get_default_dtype() == torch.float32
+
+
 @pytest.mark.parametrize('args, message', [
     (['params', '--steps=3'], '--steps has no effect in params'), (['train', '--steps=0'], 'steps=0 must'),
     (['decode', '--n_layer=1', '--block_size=16'], 'prompt_len=32 must be .* at most block_size'),
@@ -149,6 +157,7 @@ def test_eval_counts_each_target_once(folder, capsys):
     (data / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')
     is_target = mask[1:].astype(bool)
     losses = np.array(by_rows(model, ids.tolist()))[is_target]
+    position = np.arange(len(is_target))[is_target] % 16
     n_bytes = sum(len(tok.chars[i].encode()) for i in ids[1:][is_target])
     for size in (1, 3, 8):
         _, numbers = bench(capsys, 'eval', '--init_from=out', '--dataset=odd', f'--batch_size={size}', *EVAL)
@@ -156,6 +165,9 @@ def test_eval_counts_each_target_once(folder, capsys):
         assert numbers['loss'] == close(losses.mean())
         assert numbers['perplexity'] == close(math.exp(losses.mean()))
         assert numbers['bits_per_byte'] == close(losses.sum() / math.log(2) / n_bytes)
+    for first, last in (1, 1), (3, 4), (9, 16):
+        among = (position >= first - 1) & (position < last)
+        assert numbers[f'from token {first} on'] == close(losses[among].mean())
 
 
 def test_eval_of_texts_counts_their_bytes(folder, capsys):
@@ -401,3 +413,21 @@ def test_eval_equals_lm_evaluation_harness(folder, capsys, monkeypatch):
         for metric in ('acc', 'acc_norm', 'bits_per_byte'):
             assert ours.get(metric) == found['results'][name].get(f'{metric},none') or ours[metric] == close(
                 found['results'][name][f'{metric},none'])
+
+
+# pictures ---------------------------------------------------------------------------------------------------
+def test_attention_is_drawn_with_its_tokens(folder, capsys, monkeypatch):
+    """A picture for each head, of the weights that transformers has."""
+    transformers, axes = pytest.importorskip('transformers'), pytest.importorskip('matplotlib.axes').Axes
+    drawn, text, tok = [], 'a $b$\né', make_tokenizer('byte')
+    model = save_model('out', tok, n_layer=2, n_head=6, n_kv_head=2, n_embd=48)
+    hub.save_pretrained(model, tok, 'exported')
+    other = transformers.AutoModelForCausalLM.from_pretrained('exported', attn_implementation='eager')
+    theirs = other(torch.tensor([[*text.encode()]]), output_attentions=True).attentions
+    imshow = axes.imshow
+    monkeypatch.setattr(axes, 'imshow', lambda self, x: drawn.append(x) or imshow(self, x))
+    for layer in (0, 1):
+        bench(capsys, 'attention', text, '--init_from=out', f'--layer={layer}')
+        near(torch.tensor(np.stack(drawn)), theirs[layer][0], 1e-5)
+        drawn.clear()
+    assert Path('attention.png').read_bytes().startswith(b'\x89PNG')

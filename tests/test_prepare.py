@@ -5,6 +5,7 @@ import csv
 import errno
 import gzip
 import http.server
+import io
 import itertools
 import json
 import math
@@ -110,8 +111,8 @@ def test_default_is_the_standard_library(prep):
         assert ids.max() == 256 and ids.astype(np.uint8).tobytes() == b''.join(texts)  # 256 is end of text
 
 
-def test_the_same_documents_from_every_kind_of_source(prep):
-    """Files, records, text with marks, compressed: whole documents, a tenth for val."""
+def test_the_same_documents_from_every_kind_of_source(monkeypatch, prep):
+    """Files, records, text with marks, compressed or through a pipe: whole documents, a tenth for val."""
     texts = [f'tale {i:02d} goes "on"\u2028' + 'and é🙂 \\ \r\n' * (i % 7 + 1) + 'on' for i in range(60)]
     records = [{'story': text, 'id': i} for i, text in enumerate(texts)]
     marks = ('\ufeff' + '\r\n<|endoftext|>\n\n'.join(texts)).encode() + b'<|endoftext|>\n'
@@ -126,17 +127,18 @@ def test_the_same_documents_from_every_kind_of_source(prep):
         csv.writer(f).writerows([['story', 'id'], *(record.values() for record in records)])
     write_parquet('rows.parquet', records)
     for name, data in {'array.json': array, 'lines.json': lines, 'tales.JSONL': lines, 'marks.txt': marks,
-                       'packed.txt.gz': gzip.compress(marks),
+                       'packed.txt.gz': gzip.compress(marks),  # and as of `cat`
                        'zip.jsonl.gz': gzip.compress(lines[:999]) + gzip.compress(lines[999:])}.items():
         Path(name).write_bytes(data)
     chars = sorted(set(''.join(texts)))
     wanted = [[i for text in of_split(split, texts) for i in [*map(chars.index, text), len(chars)]]
               for split in SPLITS]
-    for source in ['files', 'files/**/*.md', 'marks.txt', 'packed.txt.gz', *(
+    for source in ['files', 'files/**/*.md', 'marks.txt', 'packed.txt.gz', '-', *(
             f'{name} --field=story' for name in ('array.json', 'lines.json', 'tales.JSONL', 'zip.jsonl.gz',
-                                                 'table.csv', 'rows.parquet'))]:
+                                                 'table.csv', 'rows.parquet', '-'))]:
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(marks if source == '-' else array)))
         assert prep(f'{source} --tokenizer=char --overwrite=True')[1] == ''
-        folder = f"data/{re.match(r'[a-z]*', source)[0]}_char"
+        folder = f"data/{re.match(r'[a-z]*', source)[0] or 'stdin'}_char"
         assert [prep_ids(folder, split).tolist() for split in SPLITS] == wanted
     meta = prepare.read_meta(folder)
     assert meta['val_bytes'] == sum(len(text.encode()) for text in texts[1::10]) and meta['eot'] == len(chars)
@@ -473,7 +475,7 @@ def test_bins_dtype_follows_the_vocabulary(tmp_path):
     ('shakespeare_char', 'python prepare.py shakespeare --tokenizer=char'),
     ('shakespeare', 'python prepare.py shakespeare --tokenizer=gpt2'),
     ('openwebtext', 'python prepare.py openwebtext'),
-    ('minimind_sft_bpe4096', 'python prepare.py minimind_sft --tokenizer=bpe:4096'),
+    ('fineweb_edu_text_bpe4096', 'python prepare.py fineweb_edu_text --tokenizer=bpe:4096'),
     ('pystdlib_bpe4096', 'python prepare.py'),
     ('mydata', 'python prepare.py my.txt --out=mydata')])
 def test_missing_data_names_the_command_that_prepares_it(name, command):
@@ -518,12 +520,12 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
 
 # downloads --------------------------------------------------------------------------------------------------
 class Handler(http.server.BaseHTTPRequestHandler):
-    """/404; /lie sends a part"""
+    """/404; /twice fails twice; /lie sends half"""
     body = bytes(range(256)) * 800
 
     def do_GET(self):
         self.server.seen += 1
-        self.send_response(404 if self.path == '/404' else 200)
+        self.send_response({'/404': 404, '/twice': 200 if self.server.seen > 2 else 500}.get(self.path, 200))
         self.send_header('Content-Length', str(len(self.body)))
         self.end_headers()
         self.wfile.write(self.body[:9 if self.path == '/lie' else None])
@@ -532,9 +534,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize('name, message', [
-    ('x', None), ('404', '404.*: go online'), ('lie', 'cannot download')])
-def test_fetch_brings_the_file_or_says_what_is_wrong(name, message, tmp_path, monkeypatch):
+@pytest.mark.parametrize('name, n_requests, message', [
+    ('twice', 3, None), ('404', 4, '404.*: go online'), ('lie', 4, 'cannot download')])
+def test_fetch_brings_the_file_or_says_what_is_wrong(name, n_requests, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, 'RETRY_WAITS', (0, 0, 0))
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
         server.seen = 0
@@ -543,7 +546,7 @@ def test_fetch_brings_the_file_or_says_what_is_wrong(name, message, tmp_path, mo
             for _ in range(2):  # the second time it is there already
                 prepare.fetch(f'http://127.0.0.1:{server.server_port}/{name}', tmp_path)
         server.shutdown()
-    assert files_of(tmp_path).get(name) == (None if message else Handler.body) and server.seen == 1
+    assert files_of(tmp_path).get(name) == (None if message else Handler.body) and server.seen == n_requests
 
 
 @pytest.mark.parametrize('name, n', [('openwebtext', 9), ('smol_smoltalk', 4), ('shakespeare', 1)])

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,6 +55,24 @@ def test_advice_leads_from_a_text_to_a_model_its_samples_and_an_export(tmp_path,
     assert re.search(r'^It was.*$', capsys.readouterr().out, re.M)[0] == sampled != 'It was'
     run(*prepare)
     run(*train, *SHORT, '--out_dir=fine')
+
+
+def test_advice_about_special_tokens_leads_to_conversations(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path('my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
+    Path('chats.jsonl').write_text('\n'.join(json.dumps({'messages': [
+        {'role': 'user', 'content': f'What is {n}?'}, {'role': 'assistant', 'content': f'{n}.<|im_end|>'}]})
+        for n in range(30)), 'utf-8')
+    run('prepare.py', 'my.txt', '--tokenizer=bpe:300')
+    run('train.py', '--dataset=my_bpe300', *TOY[1:], '--block_size=128', '--max_iters=6', '--out_dir=base')
+    chats = ['prepare.py', 'chats.jsonl', '--tokenizer=base', '--block_size=128']
+    with pytest.raises(ValueError, match='is a special token of the tokenizer') as error:
+        run(*chats)
+    run(*chats, re.search(r'--special_tokens=\w+', str(error.value))[0])
+    *_, command = advised(capsys.readouterr().out)
+    tuned = run(*command, *SHORT[1:], '--out_dir=fine')
+    assert tuned['model'].config.document_token is not None and tuned['first_it'] == 0
+    assert 'warning' not in capsys.readouterr().out  # the base has this tokenizer
 
 
 def test_readme_lines_generate_from_python(base):
@@ -178,3 +197,9 @@ def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
         run('train.py', *TOY, '--out_dir=out', *args)
     assert '\n' not in str(error.value)
     assert os.listdir('out') == ['ckpt.pt'] and Path('out/ckpt.pt').read_bytes() == b'a run'
+
+
+def test_errors_of_a_script_are_one_line_and_a_status(folder):
+    done = subprocess.run([sys.executable, str(ROOT / 'train.py'), *TOY, '--dataset=nowhere'],
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith('train.py: data') and done.stderr.count('\n') == 1

@@ -68,6 +68,14 @@ def test_tokenizer_special_tokens_and_odd_text():
     assert tok.encode('<|e|>!') == [266]  # the longest
 
 
+def test_no_cut_goes_through_a_special_token(monkeypatch):
+    tok, text = ByteTokenizer(), f'{EOT}y' * 90
+    for chunk in range(300, 300 + len(EOT)):
+        monkeypatch.setattr(flat_tokenizer, 'CHUNK', chunk)
+        parts = [tok.encode(part) for part, _ in pieces([text], tok)]
+        assert len(parts) > 1 and sum(parts, []) == tok.encode(text)
+
+
 @pytest.mark.parametrize('name', ['byte', 'char', 'toy', 'gpt2', 'json'])
 def test_decoded_is_what_was_encoded(name, monkeypatch):
     """Any text, whole and token by token, with the texts of special tokens as such or as plain text, before
