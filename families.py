@@ -421,20 +421,16 @@ def write_ministral3(config, c):
 
 
 def read_layer_rope(c, args):
-    """A base for each layer, 0 where nothing rotates: here one of layers with a window, one of others."""
-    bases, windows = c['layer_rope_theta'] or [args['rope_base']], args.get('window_pattern', 'L')
-    found = {kind: {letter(bases, i) for i in range(args['n_layer']) if letter(windows, i) == kind} - {0}
-             for kind in 'LS'}
-    if max(map(len, found.values())) > 1:
-        refuse(c, layer_rope_theta=bases)
+    """A base for each layer, 0 where nothing rotates; here one for all others."""
+    bases = c['layer_rope_theta'] or [args['rope_base']]
+    args['rope_base'], *others = {*bases} - {0} or {args['rope_base']}
     args['pos_pattern'] = ''.join('P' if base else 'N' for base in bases)
-    args['rope_base'], local = ([*found[kind], args['rope_base']][0] for kind in 'LS')
-    args['rope_local'] = {'rope_base': local}
+    if others:
+        refuse(c, layer_rope_theta=bases)
 
 
 def write_layer_rope(config, c):
-    c['layer_rope_theta'] = [config.rope_kind(i)[0] if kind == 'P' else 0
-                             for i, kind in enumerate(letters(config, 'pos_pattern'))]
+    c['layer_rope_theta'] = [config.rope_base * (kind == 'P') for kind in letters(config, 'pos_pattern')]
 
 
 def read_hunyuan(c, args):
@@ -495,6 +491,7 @@ BASE = Family(
         'mlp.experts.c_proj': 'mlp.experts.E.down_proj',
         'mlp.shared.c_fc': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj',
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'})
+WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
 LLAMA = like(BASE, fields=dict(mlp_bias='mlp_bias'))
 MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=dict(qkv_bias=None, proj_bias=None))
 QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
@@ -790,6 +787,14 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'mlp.router': 'feed_forward.gate', 'mlp.expert_bias': 'feed_forward.expert_bias',
                'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
                'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
+    'lfm3': like(
+        LFM2, 'Lfm3ForCausalLM', layers='S', layer_types='CLS', rules=(),
+        ours=dict(norm_placement='sandwich', attn_gate='head', rope_local={}),
+        theirs=dict(use_sandwich_norm=True, use_attention_gate=True),
+        fields=dict(d_ff='intermediate_size'),
+        names={**WITH_GATE, 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
+               'attn.c_proj': 'self_attn.o_proj', 'ln_2': 'post_operator_norm', 'ln_3': 'ffn_norm',
+               'ln_4': 'post_ffn_norm'}),
     'bamba': BAMBA,
     'granitemoehybrid': like(
         like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='B', layer_types='BL',
@@ -1025,8 +1030,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         harmless='n_group topk_group num_expert_groups num_limited_groups load_balance_coeff use_grouped_mm '
                  'global_attn_every_n_layers',  # which is read
         ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich', norm_eps=1e-5, n_dense_layer=1),
-        names={'attn.c_attn': f"{LLAMA.names['attn.c_attn']} self_attn.gate_proj",
-               'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
+        names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
                'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
         rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, converted(
             'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
@@ -1153,7 +1157,7 @@ REFUSED = {name: part for part, names in {  # model_type: the part of its models
     'relative logits, convolutions in attention': 'inkling_text inkling2_text',
     'experts in attention': 'jetmoe', 'two attentions and MLPs in a block': 'longcat_flash',
     'a number of heads for each layer': 'laguna', 'rotations by name of layer': 'cohere_compass_text',
-    'other heads in layers with a window': 'mimo_v2_flash', 'proportional rotations': 'lfm3',
+    'other heads in layers with a window': 'mimo_v2_flash',
     'norms and scales in latent attention': 'dots3_note_text',
     'attention to blocks that an indexer picks': 'minimax_m3_vl_text',
     'hyper-connections': 'deepseek_v4 hy_v4', 'hyper-connections, embeddings of n-grams': 'qwen4_exp_text',
@@ -1276,23 +1280,25 @@ def rope_fields(given, c, args):
             if value is not None and not name.startswith('mrope_')}
     base = rope.pop('rope_theta', None) or c.get('rope_theta') or c.get('rotary_emb_base')
     found = {'rope_base': float(base or args.get('rope_base', 10000.0)), 'rope_scaling': None}
-    share = rope.pop('partial_rotary_factor', None) or c.get('partial_rotary_factor') or c.get('rotary_pct')
+    kind, share = rope.pop('rope_type', 'default'), None
+    if kind != 'proportional':
+        share = (rope.pop('partial_rotary_factor', None) or c.get('partial_rotary_factor')
+                 or c.get('rotary_pct'))
     if 'partial_rotary_factor' in args:
         found['partial_rotary_factor'] = share or args['partial_rotary_factor']
     elif share not in (None, 1):
         refuse(c, partial_rotary_factor=share)
-    kind = rope.pop('rope_type', 'default')
     if kind != 'default':
         found['rope_scaling'] = scaling = {'rope_type': kind, **rope}
         length, trained = c['max_position_embeddings'], 'original_max_position_embeddings'
-        if kind not in ('linear', 'ntk'):
+        if kind not in ('linear', 'ntk', 'proportional'):
             scaling.setdefault(trained, c.get(trained) or length)
         if kind == 'longrope':
             scaling.setdefault('factor', length / scaling[trained])
     return found
 
 
-THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope')  # transformers' rope_types
+THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 'proportional')
 
 
 def write_rope(config, c):

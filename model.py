@@ -1399,6 +1399,12 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
     return freq / torch.stack([freq.new_full((), one) for one in each]), attention_factor
 
 
+def proportional(freq, base, length, *, partial_rotary_factor, factor=1.0):
+    """As linear, and only this share of the pairs turns, the fastest ones: LFM3, Gemma 4."""
+    turning = int(partial_rotary_factor * len(freq))
+    return torch.cat((freq[:turning] / factor, torch.zeros_like(freq[turning:]))), 1.0
+
+
 ROPE_SCALINGS = {
     # name: function of frequencies, base, length and its options -> frequencies, factor on the rotation. The
     #       length is block_size, whatever is in the context: a token turns alike in each batch
@@ -1408,6 +1414,7 @@ ROPE_SCALINGS = {
     'yarn': yarn,
     'llama3': llama3,
     'longrope': longrope,
+    'proportional': proportional,
 }
 
 

@@ -349,5 +349,6 @@ EXAMPLES = (  # of rotary scalings by 8, of 1, 1/2, 1/4 and 1/8, which base 16 h
      [1, 0.5, 41 / 192, 17 / 192], 1.5),
     ('llama3', 15, dict(original_max_position_embeddings=16 * math.pi, low_freq_factor=1, high_freq_factor=4),
      [1, 0.5, 5 / 48, 0.015625], 1),
+    ('proportional', 15, dict(partial_rotary_factor=0.6), [0.125, 0.0625, 0, 0], 1),
     ('longrope', 65, LONGROPE, [1, 0.25, 1 / 12, 0.03125], 1.5 ** 0.5),
     ('longrope', 64, LONGROPE, [1, 0.5, 0.25, 0.125], 1.5 ** 0.5))

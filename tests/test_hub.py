@@ -190,6 +190,10 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'olmo3': [dict(num_hidden_layers=4, rope_parameters={
         'full_attention': hf_rope('yarn', factor=4.0)['rope_parameters']})],
     'lfm2': [CONV_FULL],
+    'lfm3': [dict(UNTIED, head_dim=16, num_hidden_layers=4, layer_types=[
+        'conv', 'full_attention', 'sliding_attention', 'full_attention'], rope_parameters={
+            'full_attention': {'rope_type': 'proportional', 'rope_theta': 50.0, 'partial_rotary_factor': 0.4},
+            'sliding_attention': {'rope_type': 'default', 'rope_theta': 20.0}})],
     'lfm2_moe': [dict(CONV_FULL, **UNTIED, num_dense_layers=1, routed_scaling_factor=1.5)],
     'bamba': [dict(attn_layer_indices=[1])],
     'granitemoehybrid': [
@@ -228,7 +232,7 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'minicpm3': [dict(LATENT, dim_model_base=8)],
     'mellum': [dict(FULL_SLIDING, **SPARSE_DENSE, **ROPE_BY_KIND)],
     'flint': [dict(FULL_SLIDING, mlp_only_layers=[1], norm_topk_prob=False)],
-    'granite_swa': [{}, dict(UNTIED, **FULL_SLIDING, layer_rope_theta=[500.0, 100.0, 0])],
+    'granite_swa': [{}, dict(UNTIED, **FULL_SLIDING, layer_rope_theta=[500.0, 500.0, 0])],
     'granitemoe_swa': [dict(layer_rope_theta=[0, 100.0, 100.0])],
     'cwm': [dict(mlp_bias=True)],
     'starcoder2': [dict(use_bias=False)],
@@ -497,6 +501,7 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path):
     (dict(hidden_act='swish9'), "'swish9': none of"), (dict(use_magic=1, alibi=1), 'use_magic=1, alibi=1'),
     (dict(sliding_window=8), 'sliding_window=8'),
     (dict(model_type='phi', tie_word_embeddings=True), 'head_bias=True: needs'),
+    (dict(model_type='granite_swa', layer_rope_theta=[1.0, 2.0]), r'layer_rope_theta=\[1.0, 2.0\]'),
     (dict(model_type='hyperclovax', residual_multiplier=0.5), 'residual_scale=0.5: needs'),
     (dict(model_type='qwen2', layer_types=['chunked_attention']), "layer_types={'chunked_attention'}")])
 def test_hf_refuses_by_name_what_it_does_not_support(change, message):
