@@ -476,16 +476,21 @@ def checkpoint_blocks(model, every):
 
 def forward_recomputed(block, x, context):
     """The forward of a checkpointed block. Both of its runs find what the layers before handed on. Raises
-    ValueError if it changes the context other than by hand_on."""
-    base, handed = context.base, dict(context.handed)
+    ValueError if a layer changes the context other than by hand_on."""
+    def fixed(context):
+        return tree_leaves({**vars(context), 'handed': None, 'routing': None})
+    base, handed, before = context.base, dict(context.handed), fixed(context)
+
+    def require_unchanged(own):
+        if len(before) != len(fixed(own)) or any(a is not b for a, b in zip(before, fixed(own))):
+            raise ValueError("checkpoint_activations would lose how a layer changes the context: let it call "
+                             "context.hand_on")
 
     def forward(x):
         own = dataclasses.replace(context, base=base, handed=dict(handed), routing=[])
-        before = dict(vars(own))
+        require_unchanged(own)  # by other layers, when backward runs this
         x = type(block).forward(block, x, own)
-        if any(value is not before[name] for name, value in vars(own).items()):
-            raise ValueError("checkpoint_activations would lose how a layer changes the context: let it call "
-                             "context.hand_on")
+        require_unchanged(own)
         return x, own.routing, {layer: own.handed[layer] for layer in own.handed if layer not in handed}
     x, routing, new = checkpoint(forward, x, use_reentrant=False)
     if context.routing is not None:
@@ -879,9 +884,11 @@ def lock_folder(out_dir):
 
 def set_aside(out_dir, resumed, keep_best):
     """Renames an earlier run's files, ckpt.pt to ckpt.old-3.pt; resuming, a best.pt no longer kept."""
-    names = r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
-    if resumed:
-        names = '' if keep_best else r'best\.pt'
+    if resumed and keep_best:
+        if not Path(out_dir, 'best.pt').exists():  # nanoGPT's ckpt.pt is its best
+            shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt'))
+        return
+    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
     number = 1
     while any(Path(out_dir).glob(f'*.old-{number}.*')):
         number += 1

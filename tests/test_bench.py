@@ -92,12 +92,17 @@ def test_speeds_of_a_table_agree(capsys, args, others):
     assert 0 <= numbers.get('accepted_share', 0) <= 1
 
 
-def test_a_step_is_as_long_as_all_its_calls(monkeypatch):
-    """By a clock on which calls take 2, 2 and 5 seconds, and each look at it 1; the second counts thrice."""
-    clock = itertools.count()
+def test_a_step_has_all_its_micro_batches_and_one_update(capsys, monkeypatch):
+    """By a clock on which a micro-batch takes 2 seconds, an update 5, and each look at it 1."""
+    clock, seconds = itertools.count(), {'gradients': 2, 'update': 5}
+    for name, f in [(name, getattr(flat_train, name)) for name in seconds]:
+        monkeypatch.setattr(flat_train, name, lambda *args, f=f, name=name: (
+            [next(clock) for _ in range(seconds[name])], f(*args))[1])
     monkeypatch.setattr('time.perf_counter', lambda: next(clock))
-    calls = [lambda n=n: [next(clock) for _ in range(n)] for n in (2, 2, 5)]
-    assert flat_bench.timed(calls, 2, [1, 3, 1])().tolist() == [4 * 3 + 6] * 2
+    _, numbers = bench(capsys, 'train', '--steps=2', '--compile=False', '--gradient_accumulation_steps=4',
+                       '--block_size=16', *SMALL)
+    assert numbers['ms'] == 1e3 * (4 * 3 + 6)
+    assert numbers['tok_per_s'] == pytest.approx(4 * 12 * 16 / (4 * 3 + 6))
 
 
 def test_a_model_that_decodes_is_made_in_its_dtype(monkeypatch):

@@ -254,16 +254,24 @@ def test_activations_computed_twice_give_the_same_gradients_with_less_memory(opt
     assert smallest < between < size
 
 
-def test_a_context_that_a_layer_changes_is_not_lost_in_silence(monkeypatch):
-    class Changes(flat.Attention):
-        def forward(self, x, context):
-            context.position_ids = context.position_ids + 1
-            return super().forward(x, context)
-    monkeypatch.setitem(flat.MIXERS, 'X', Changes)
-    model = tiny(mixer_pattern='AX').train()
-    flat_train.checkpoint_blocks(model, 1)
-    with pytest.raises(ValueError, match='would lose how a layer changes the context'):
-        model(*torch.zeros(2, 1, 4, dtype=torch.long))
+@pytest.mark.parametrize('change, message', [
+    (lambda context, x: setattr(context, 'position_ids', x), 'would lose how a layer changes the context'),
+    (lambda context, x: context.ropes.update(x=x), 'would lose how a layer changes the context'),
+    (lambda context, x: [context.hand_on(0, x) for _ in range(2)], 'layer 0 has handed on its value')])
+@pytest.mark.parametrize('every', [1, 2])  # 2: blocks that are not computed twice change it
+def test_a_context_that_layers_change_is_not_lost_in_silence(change, message, every, monkeypatch):
+    forward = flat.Block.forward
+
+    def changes(self, x, context):
+        y = forward(self, x, context)
+        if self.attn.layer == 2:
+            change(context, y)
+        return y
+    monkeypatch.setattr(flat.Block, 'forward', changes)
+    model = tiny(n_layer=3).train()
+    flat_train.checkpoint_blocks(model, every)
+    with pytest.raises(ValueError, match=message):
+        model(*torch.zeros(2, 1, 4, dtype=torch.long))[0].backward()
 
 
 @pytest.mark.parametrize('options', [
@@ -332,6 +340,17 @@ def test_a_run_goes_on_without_a_forecast(capsys, monkeypatch):
                         lambda norm, x: forward(norm, x) * float(x.sum() > 0))
     flat_train.plan_memory(model, CPU, flat_train.config, 1, 2)
     assert 'no forecast of memory' in capsys.readouterr().out
+
+
+def test_sharded_weights_are_forecast_as_a_share(monkeypatch):
+    monkeypatch.setattr(flat_train, 'peak_mb', lambda device: None)
+    monkeypatch.setattr(flat_train, 'RANKS', 4)
+    model = tiny()
+    whole, quarter = (flat_train.forecast(model, CPU, {**flat_train.config, 'shard': shard}, 2)[0]
+                      for shard in (False, True))
+    name, size = 'weights, gradients, optimizer', sum(w.nbytes for w in model.parameters())
+    assert quarter[name] == whole[name] / 4 == pytest.approx(size, rel=0.01)  # of 4 times the weights
+    assert quarter['activations'] - whole['activations'] == pytest.approx(4 * size / model.config.n_layer)
 
 
 def on_ranks(count, *runs, patch=''):
