@@ -232,7 +232,7 @@ def run_all(variants, seeds):
     return {variant.name: [done[variant.folder(seed)] for seed in seeds] for variant in variants}
 
 
-LOSSES = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns of log.csv
+LOSS_COLUMNS = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns of log.csv
 
 # judging ----------------------------------------------------------------------------------------------------
 
@@ -293,8 +293,8 @@ def print_comparison(rows, n_seeds):
             ('' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"),
             row.get('verdict', ''), f"{ms:.1f} ({low:.1f} to {high:.1f})",
             *('n/a' if size is None else f"{size:,.0f}" for size in sizes)]
-    print_table('variant', [LOSSES[rows[0]['column']], 'to the first, 95% confidence', 'verdict', 'ms/step',
-                            'peak MB', 'parameters', 'cache B/token'], table)
+    print_table('variant', [LOSS_COLUMNS[rows[0]['column']], 'to the first, 95% confidence', 'verdict',
+                            'ms/step', 'peak MB', 'parameters', 'cache B/token'], table)
     print("ms/step is a median, in brackets the 10th and 90th percentile")
     print(f"± is the spread over {n_seeds} seeds, the difference is paired by seed, each interval by itself"
           if n_seeds > 1 else 'one seed tells nothing of the spread between seeds: --seeds=3')
@@ -342,7 +342,7 @@ def draw(path, curves, xlabel, ylabel, rows=()):
 
 def plot(names, by, path):
     """Draws the validation loss of runs, given by folder; or perplexity, from .jsonl files of bench.py."""
-    curves, labels = {}, (AXES[by][1], LOSSES['val_loss'])
+    curves, labels = {}, (AXES[by][1], LOSS_COLUMNS['val_loss'])
     for name in names:
         if name.endswith('.jsonl'):
             labels = 'context', 'perplexity'
@@ -388,7 +388,7 @@ def compare(config, args, name='compare'):
               for row in rows}
     path = config['png'] or f'{RUNS}/{name}.png'
     try:
-        draw(path, curves, AXES[by][1], LOSSES[rows[0]['column']], rows)
+        draw(path, curves, AXES[by][1], LOSS_COLUMNS[rows[0]['column']], rows)
     except ImportError as error:
         print(error)
     return {'match': match, 'plot': path, 'rows': rows, 'runs': folders}

@@ -544,7 +544,7 @@ class Checkpoint(typing.TypedDict, total=False):
     runtime: dict            # machine, ranks, threads, compile, dtype: the same give the same bits
     optimizer: list          # state_dict() of each
     scaler: dict             # state_dict()
-    iter_num: int            # this and what follows: train.py's Progress
+    iter_num: int            # this and the next four: NUMBERS of train.py
     best_val_loss: float
     skipped: int
     wall_s: float

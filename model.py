@@ -210,6 +210,7 @@ GROUPS = {  # of parameters, each with settings of its own in the optimizer -> w
     'embedding': True, 'bigram': True, 'head': True, 'gate': True, 'adapter': True,
     'vector': False, 'scalar': False,
 }
+LOOKED_UP = {'embedding', 'bigram'}  # of GROUPS those of tables: a token takes a row, which costs no FLOPs
 
 
 def tag(w, init, group, rows=None):
@@ -1144,6 +1145,8 @@ class LatentAttention(BaseAttention):
         yield from super().check(config)
         if config.kv_lora_rank is None:
             yield 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank'
+        if any(issubclass(mixer, Attention) for mixer in config.mixers):
+            yield 'mixer_pattern', "rotations and scale are M's in the whole model: no A beside it"
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -1633,7 +1636,13 @@ NEEDS = (
     ('window_pattern, and an S or C layer of attention', 'window',
      lambda c: any(map(c.window_of, range(c.n_layer)))),
     ('window', 'window_pattern', lambda c: c.window),
-    ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor rope_local', lambda c: c.pos == 'rope'),
+    ('n_group', 'topk_group', lambda c: c.n_group),
+    ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
+    ("pos='rope', and an S or C layer", 'rope_local',
+     lambda c: c.pos == 'rope' and any(map(c.window_of, range(c.n_layer)))),
+    ('attention with positions', 'pos', lambda c: c.pos != 'alibi' or 'P' in attention_positions(c)),
+    ('beta and length, and layers of attention that it is for', 'query_scale',
+     lambda c: c.query_scale and attention_positions(c) & {*c.query_scale.get('layers', 'PN')}),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
     ('positions that layers use: rope, alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
     ('branches that do not end in a norm, which undoes it', 'residual_scale',
@@ -1647,6 +1656,12 @@ NEEDS = (
     ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
     ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
 )
+
+
+def attention_positions(config):
+    """The letters of pos_pattern that its layers of attention have."""
+    return {letter(config.pos_pattern, i) for i in range(config.n_layer)
+            if 'pos_pattern' in MIXERS[config.mixer_of(i)].fields}
 
 
 def without_effect(config, defaults):
@@ -1720,7 +1735,7 @@ def cost(model, name, w):
     config, active, group = model.config, w.numel(), model.tags[name].group
     if 'experts.' in name:
         active = round(active * config.n_expert_active / config.n_expert)
-    is_product = GROUPS[group] and group not in ('embedding', 'bigram')
+    is_product = GROUPS[group] and group not in LOOKED_UP
     return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product
 
 

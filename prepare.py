@@ -80,10 +80,10 @@ print_once = functools.cache(print0)
 # A document is an iterable of blocks of text, or a Conversation.
 
 @contextlib.contextmanager
-def open_text(path, errors='strict'):
+def open_text(path, errors='strict', newline='\n'):
     """The file's text, unpacked. Raises ValueError if it is damaged or not UTF-8."""
     opened = gzip.open if path.lower().endswith('.gz') else open
-    with reading(path), opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='\n') as f:
+    with reading(path), opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline=newline) as f:
         try:
             yield f
         except UnicodeDecodeError as e:
@@ -137,7 +137,7 @@ def json_records(path, errors='strict'):
 def csv_records(path, errors):
     """The records of comma-separated values below a line with the fields' names."""
     csv.field_size_limit(1 << 30)
-    with open_text(path, errors) as f:
+    with open_text(path, errors, newline='') as f:
         rows = csv.DictReader(f)
         yield from ((f'{path}, line {rows.line_num}', row) for row in rows)
 
@@ -475,6 +475,8 @@ def prepare_command(folder):
 def documents_of(source):
     """A source's documents without empty ones. Raises ValueError for texts among conversations."""
     for n, document in enumerate(source.documents(), 1):
+        if isinstance(document, str):
+            raise TypeError(f'{source.label}, document {n} is a str: yield a list of its blocks, [text]')
         if isinstance(document, Conversation) != source.chats:
             raise ValueError(f'{source.label}, document {n}: text and conversations are mixed, the first is '
                              f'{"a conversation" if source.chats else "text"}: prepare them apart')

@@ -102,7 +102,7 @@ grad_clip = 1.0                      # largest norm of the gradient; 0: no clipp
 mtp_loss = 0.3                       # weight of mtp's, as DeepSeek-V3 begins
 # experts
 balance_loss = 0.01                  # weight of the load-balancing loss
-z_loss = 0.0                         # weight of the router's z-loss; ST-MoE has 1e-3
+z_loss = 0.0                         # weight of z-loss on the router's logits, not the head's; ST-MoE: 1e-3
 balance_rate = 0.001                 # how far balance_bias moves an iteration
 # low-rank adapters (LoRA) of the model that init_from names, which stays as it is
 lora_rank = 0                        # 0: none, all weights are trained
@@ -616,15 +616,15 @@ def plan_memory(model, machine, config, accumulation, micro_batch, compile=False
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-LOSSES = {  # beside the loss reported: name -> the setting that weighs it, and a function of logits (B, T,
-    # vocab_size) and targets (B, T) whose value is a mean, or None: GPT.forward's aux has it by this name
+LOSSES = {  # beside the loss reported: name -> (setting that is its weight, function); function(logits (B, T,
+    # vocab_size), targets (B, T)) -> a mean; None: the model puts it into aux under this name
     'balance': ('balance_loss', None),
     'z': ('z_loss', None),
     'mtp': ('mtp_loss', None),
 }
 
 
-NUMBERS = {  # of a run: attributes of Run, in a checkpoint by these names
+NUMBERS = {  # of a run: attributes of Run, in a checkpoint by these names; immutable, as Runs share them
     'iter_num': 0,                   # updates so far
     'best_val_loss': math.inf,
     'skipped': 0,                    # updates left out: a loss or gradient was not finite

@@ -125,6 +125,8 @@ def test_the_same_documents_from_every_kind_of_source(monkeypatch, prep):
     Path('files/deep/05 empty.md').touch()
     with open('table.csv', 'w', encoding='utf-8-sig', newline='') as f:
         csv.writer(f).writerows([['story', 'id'], *(record.values() for record in records)])
+    with open('mac.csv', 'w', encoding='utf-8', newline='') as f:
+        csv.writer(f, lineterminator='\r').writerows([['story'], *([text] for text in texts)])
     write_parquet('rows.parquet', records)
     for name, data in {'array.json': array, 'lines.json': lines, 'tales.JSONL': lines, 'marks.txt': marks,
                        'packed.txt.gz': gzip.compress(marks),  # and as of `cat`
@@ -135,7 +137,7 @@ def test_the_same_documents_from_every_kind_of_source(monkeypatch, prep):
               for split in SPLITS]
     for source in ['files', 'files/**/*.md', 'marks.txt', 'packed.txt.gz', '-', *(
             f'{name} --field=story' for name in ('array.json', 'lines.json', 'tales.JSONL', 'zip.jsonl.gz',
-                                                 'table.csv', 'rows.parquet', '-'))]:
+                                                 'table.csv', 'mac.csv', 'rows.parquet', '-'))]:
         monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(marks if source == '-' else array)))
         assert prep(f'{source} --tokenizer=char --overwrite=True')[1] == ''
         folder = f"data/{re.match(r'[a-z]*', source)[0] or 'stdin'}_char"
@@ -291,6 +293,11 @@ def test_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch):
     cut = int(len(text) * 0.9)
     for split, part in zip(SPLITS, (text[:cut], text[cut:])):
         assert prep_ids(tmp_path, split).tolist() == tok.encode(part, allow_special=False)
+
+
+def test_a_document_that_is_a_bare_string_is_refused():
+    with pytest.raises(TypeError, match=r'tales, document 2 is a str: yield .*\[text\]'):
+        [*prepare.documents_of(prepare.Source('x', 'tales', lambda: [['one'], 'two']))]
 
 
 # conversations ----------------------------------------------------------------------------------------------
