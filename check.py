@@ -40,9 +40,11 @@ from model import GPT, GPTConfig, unused
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'tests'))
 from formulas import (
     BIASES,
+    DECAYS,
     EXAMPLES,
     FORMULAS,
     LONG,
+    OPTIMIZERS,
     SCHEDULES,
     cross_entropy,
     embedding,
@@ -358,14 +360,31 @@ def check_data(config):
     require_equal(loss, cross_entropy(model.eval()(data.inputs), data.targets), 'the loss of train.evaluate')
 
 
+def no_reference(table, known):
+    """A remark on the entries of a table that have no formula, or None."""
+    names = ', '.join(name for name in table if name not in known)
+    return f"no reference for {names}" if names else None
+
+
+def require_groups(model, optimizers, kind, scales):
+    """Each parameter has its group's learning rate and decay; train.make_optimizers sees that it is taken."""
+    names = {w: name for name, w in model.named_parameters()}
+    for settings in (settings for opt in optimizers for settings in opt.param_groups):
+        for name in map(names.get, settings['params']):
+            group = model.tags[name].group
+            require_equal(settings.get('lr_scale', 1), scales[group], f"{kind}: lr_scale of {name}")
+            require((settings.get('weight_decay', 0) > 0) == {**flat.GROUPS, **DECAYS}[group],
+                    f"{kind}: {name} does not have weight_decay as GROUPS says")
+
+
 def check_updates(config):
     """Iterations of two micro-batches, clipped, not clipped, and resumed, against the gradient of the mean
-    over all targets and torch's own optimizers; after each one of NaN."""
+    over all targets and torch's own optimizers; after each one of NaN. Of other optimizers the groups."""
     data, squares, moves = sequences(config), torch.rand(2, 6, 1), torch.randn(2, 6, 9)
     expected, squares_after = normuon(moves, squares)
     require_equal(train.even_rows(moves, [*squares]), expected, "NorMuon's move")
     require_equal(squares, squares_after, "NorMuon's mean squares of rows")
-    for kind in 'adamw', 'normuon':
+    for kind in train.OPTIMIZERS:
         model = randomized(config, dropout=0.0).train()
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}
         settings = {**train.config, 'learning_rate': 0.7, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99,
@@ -375,6 +394,9 @@ def check_updates(config):
         run, scaler = train.Run(model, settings, CPU), torch.amp.GradScaler(
             'cpu', init_scale=64.0, enabled=kind == 'normuon')
         run.scaler = scaler
+        if kind not in OPTIMIZERS:
+            require_groups(model, run.optimizers, kind, scales)
+            continue
         theirs = [optimizer_step(model, name, kind, scales) for name in model.tags]
         for it, clip in enumerate((0.5, 0, 0.5)):
             if it == 2:
@@ -415,16 +437,22 @@ def check_updates(config):
                 biases = [name for name in start if name.endswith('expert_bias')]
                 for name, n in zip(biases, aux[0]['load'] + aux[1]['load']):
                     require_equal(model.get_buffer(name), start[name] + 0.3 * (n.mean() - n).sign(), name)
+    return no_reference(train.OPTIMIZERS, OPTIMIZERS)
 
 
 def check_rates(config):
     """Of each schedule, warm-up among it."""
     settings = {**train.config, 'learning_rate': 1.0, 'warmup_iters': 10, 'max_iters': 110, 'cooldown': 0.4}
-    for name, share in SCHEDULES.items():
+    for name, own in train.SCHEDULES.items():
+        share = SCHEDULES.get(name, own)
+        shares = torch.tensor([own(done / 20, 0.4) for done in range(21)])
+        require_equal(shares[0], 1, f"{name}: the share where the decay begins")
+        require_equal(shares, shares.clamp(0, 1), f"{name}: a share outside 0 to 1")
         for it in range(0, 140, 5):
             expected = 0.1 + 0.9 * share(min(1, (it - 10) / 100), 0.4) if it >= 10 else (it + 1) / 11
             require_equal(train.lr_at(it, {**settings, 'lr_schedule': name}), expected,
                           f"{name} from 10 to 110: the rate at {it}")
+    return no_reference(train.SCHEDULES, SCHEDULES)
 
 
 # report -----------------------------------------------------------------------------------------------------

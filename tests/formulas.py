@@ -304,13 +304,16 @@ def normuon(move, squares):
     return even * had / norm.clamp(min=1e-10), squares
 
 
+OPTIMIZERS = 'adamw', 'muon', 'normuon'  # that optimizer_step knows
+DECAYS = {'matrix': True, 'embedding': True, 'head': True, 'vector': False, 'scalar': False}
+
+
 def optimizer_step(model, name, kind, scales):
     """A copy of the parameter of this name and a step for it, of rate 0.1 times its group's scale and decay
-    0.05: by torch's AdamW or, of a matrix, by NorMuon on each projection and expert."""
-    known = {'matrix': True, 'embedding': True, 'head': True, 'vector': False, 'scalar': False}
+    0.05: by torch's AdamW or, of a matrix, by Muon or NorMuon on each projection and expert."""
     module, group = model.get_submodule(name.rpartition('.')[0]), model.tags[name].group
     copy, rate = model.get_parameter(name).detach().clone(), 0.1 * scales[group]
-    decay = 0.05 * {**flat.GROUPS, **known}[group]
+    decay = 0.05 * {**flat.GROUPS, **DECAYS}[group]
     if kind == 'adamw' or group != 'matrix':
         return copy, torch.optim.AdamW([copy], rate, (0.5, 0.99), weight_decay=decay / rate).step
 
@@ -325,8 +328,9 @@ def optimizer_step(model, name, kind, scales):
             move.grad = grad
         muon.step()
         for i, (part, move) in enumerate(zip(parts(copy), moves)):
-            even, squares[i] = normuon(move, squares.get(i, 0))
-            part.mul_(1 - decay).add_(even, alpha=rate)
+            if kind == 'normuon':
+                move[:], squares[i] = normuon(move, squares.get(i, 0))
+            part.mul_(1 - decay).add_(move, alpha=rate)
             move.zero_()
     return copy, step
 

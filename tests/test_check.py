@@ -120,6 +120,26 @@ def test_a_layer_of_ones_own_is_no_fault(monkeypatch):
     assert check.check_formulas(check.tiny_config(GPTConfig(mixer_pattern='XA'))) == 'none for Mean'
 
 
+def sgd(**changes):
+    return lambda model, config: [torch.optim.SGD([
+        group | changes for group in flat_train.param_groups(model, config, flat.GROUPS)])]
+
+
+@pytest.mark.parametrize('table, function, own, holds, remark', [
+    ('OPTIMIZERS', check.check_updates, sgd(), True, '^no reference for own$'),
+    ('OPTIMIZERS', check.check_updates, sgd(lr_scale=1.0), False, 'own: lr_scale of wte.weight: 1 instead'),
+    ('OPTIMIZERS', check.check_updates, sgd(weight_decay=0.1), False, 'own: .* weight_decay as GROUPS says'),
+    ('OPTIMIZERS', check.check_updates, lambda *_: [], False, 'must take each parameter once'),
+    ('SCHEDULES', check.check_rates, lambda done, _: 1 - done ** 2, True, '^no reference for own$'),
+    ('SCHEDULES', check.check_rates, lambda *_: 7.0, False, 'own: the share .* begins: 7 instead of 1'),
+    ('SCHEDULES', check.check_rates, lambda done, _: 1 - 2 * done, False, 'own: a share outside 0 to 1'),
+    ('SCHEDULES', check.check_rates, lambda done, _: math.nan if done == 1 else 1, False, 'own: .*NaN')])
+def test_entries_of_ones_own_are_looked_at(table, function, own, holds, remark, monkeypatch):
+    monkeypatch.setattr(flat_train, table, {'own': own})
+    found = check.run_check(function, 'the place', check.tiny_config(GPTConfig()))
+    assert found[0] == holds and re.search(remark, found[1]), found
+
+
 def test_command(folder, capsys):
     with pytest.raises(SystemExit) as end:
         run('check.py', str(ROOT / 'config' / 'qwen3_8b.py'), '--json=True')
