@@ -635,7 +635,7 @@ NUMBERS = {  # of a run: attributes of Run, in a checkpoint by these names; immu
 
 class Run:
     """A model in training, with all that updates change and checkpoints restore. Another number is an entry
-    of NUMBERS; another tensor for each parameter, as a mean of weights, belongs into an optimizer's state."""
+    of NUMBERS; another tensor for each parameter, as a mean of weights, is a state of an optimizer."""
 
     def __init__(self, model, config, machine):
         self.model = self.forward = self.evaluated = model  # or compiled; on several ranks forward is DDP's
