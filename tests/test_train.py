@@ -373,6 +373,8 @@ for i, args in enumerate({[list(args) for args in runs]!r}):
         print(f'rank {{rank}} raised: {{error}}', flush=True)
         if dist.is_initialized():
             dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort a process that ends by itself while another rank still works
 '''
     Path('on_ranks.py').write_text(code, encoding='utf-8')
     return torchrun(count, 'on_ranks.py')
