@@ -736,6 +736,14 @@ def cross_entropy(logits, targets):
 MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
 
 
+def generate_plainly(model, idx, max_new_tokens, temperature=1.0):
+    """idx (B, T) with tokens appended, drawn without a cache; sample.py does the same faster."""
+    for _ in range(max_new_tokens):
+        logits = model(idx[:, -model.config.block_size:])[:, -1] / temperature
+        idx = torch.cat((idx, torch.multinomial(logits.softmax(-1), 1)), dim=1)
+    return idx
+
+
 # II. cache, masks, kernels ==================================================================================
 
 class Cache:

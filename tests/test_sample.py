@@ -14,7 +14,7 @@ from common import CHAT_TEMPLATES, dequantized, made
 import sample as flat_sample
 import tokenizer as flat_tokenizer
 import weights
-from model import num_params
+from model import generate_plainly, num_params
 from sample import TextStream, generate, sample_token
 from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
@@ -74,6 +74,12 @@ def test_sample_token_at_the_edges():
     for options in (dict(temperature=0), {}, dict(top_k=3)):
         with pytest.raises(ValueError, match='logits of sample 0 after 2 tokens are NaN.*float32'):
             made(model, [[1, 2]], 5, **options)
+
+
+def test_part_one_generates_by_itself():
+    model = tiny(n_kv_head=2)  # as cold as this the likeliest token is drawn
+    idx = generate_plainly(model, torch.tensor([[5, 1, 2], [9, 8, 7]]), 12, temperature=1e-9)
+    assert idx[:, 3:].tolist() == made(model, [[5, 1, 2], [9, 8, 7]], 12, temperature=0)
 
 
 # many tokens ------------------------------------------------------------------------------------------------
