@@ -485,7 +485,8 @@ def test_bins_dtype_follows_the_vocabulary(tmp_path):
     ('fineweb_edu_text_bpe4096', 'python prepare.py fineweb_edu_text --tokenizer=bpe:4096'),
     ('pystdlib_bpe4096', 'python prepare.py'),
     ('mydata', 'python prepare.py my.txt --out=mydata')])
-def test_missing_data_names_the_command_that_prepares_it(name, command):
+def test_missing_data_names_the_command_that_prepares_it(name, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f'is not prepared: no train.bin; run `{command}`'):
         prepare.Bins(f'data/{name}', 'train')
 
