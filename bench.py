@@ -600,10 +600,10 @@ def answers(item, delimiter=' ', before=''):
 
 
 def answer_scores(tokenizer, block_size, losses, options, start, counted=''):
-    """(context, answer) options -> the answers' summed losses, how many tokens count, how many of these are
-    the likeliest: (options,) each. start: ids before each text; a long text loses its beginning. counted:
-    'multiple_choice' counts from the first token that differs between the options, 'schema' the tokens that
-    all options end with, '' all after the context."""
+    """(context, answer) options -> three arrays (options,): the answers' summed losses, the number of counted
+    tokens, the number of these that are the likeliest. start: ids before each text; a text that is too long
+    loses its beginning. counted: 'multiple_choice': the tokens from the first that differs between the
+    options, 'schema': the tokens that all options end with, '': all tokens after the context."""
     def encode(text):
         return [*start, *tokenizer.encode_array(text).tolist()]
     texts, rows = [encode(context + answer) for context, answer in options], []
@@ -629,7 +629,7 @@ def evaluate_choices(path, tokenizer, score):
     or HellaSwag's (arXiv:1905.07830). score: answer_scores of a model.
 
     acc and acc_norm are those of lm-evaluation-harness, by which GPT-2 124M has 0.2892 and 0.3114 on
-    hellaswag_val.jsonl; build-nanogpt, which leaves the text as it is, has acc 0.2859, acc_token 0.2955."""
+    hellaswag_val.jsonl; build-nanogpt, which does not change the text, has acc 0.2859, acc_token 0.2955."""
     items, right, losses = [record for _, record in json_records(path)], [], []
     for item in announced(items):
         item = item if 'choices' in item else hellaswag_item(item)

@@ -89,7 +89,7 @@ def git(*args):
 @functools.cache
 def copy_code(revision, folder):
     """Copies the Python files of a revision, or of the working tree (WORK), to a new folder. Returns a hash
-    of those that runs depend on; a commit of the work does not change it."""
+    of the files that runs depend on; committing the working tree does not change it."""
     if revision == 'WORK':
         names = git('ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py').split('\0')[:-1]
         for name in (name for name in names if (ROOT / name).exists()):

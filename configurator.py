@@ -201,7 +201,8 @@ def is_text(path, settings):
     return True
 
 
-def configure(settings, model_config=None, words=0, argv=None, default_file=None, also=None, texts=False):  # noqa: C901
+def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
+              default_file=None, also=None, texts=False):
     """Override a script's settings by config files and flags, and print which.
 
     settings: the script's globals(). model_config: the dataclass in model.py whose fields are settings too.
@@ -481,7 +482,7 @@ def resolve_compile(compile, device, seconds):
 
 
 def compile_model(model, device):
-    """A compiled function like model(idx, targets); the model stays as it is."""
+    """The model compiled, to be called as model(idx, targets) is; the model itself is not changed."""
     import torch
     # a CPU draws eager's random numbers, which is fast there
     options = None if 'cuda' in device else {'fallback_random': True}
@@ -489,8 +490,8 @@ def compile_model(model, device):
 
 
 def keep_freed_memory(below=1 << 30):
-    """Has glibc keep freed blocks below so many bytes: a CPU's step that maps its memory anew takes 1.25
-    times as long. Kept blocks leave gaps, a quarter to twice as much again."""
+    """Makes glibc keep freed blocks of less than `below` bytes: a training step on a CPU that maps its memory
+    anew takes 1.25 times as long. The kept blocks leave gaps, a quarter to twice as much memory again."""
     options = {-3: below, -1: 2**31 - 1, -2: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has mallopt
         for option, value in options.items():

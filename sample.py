@@ -243,8 +243,8 @@ EMPTY = Sample(0, [0], n_left=0)  # fills a row of a compiled batch
 
 
 @torch.no_grad()
-def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=False, cache=None,  # noqa: C901
-             batch_size=None, first=0, drafter=None, **sampling):
+def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=False,  # noqa: C901
+             cache=None, batch_size=None, first=0, drafter=None, **sampling):
     """Yields (Sample, token) for each token drawn, and (Sample, None) once a sample has ended.
 
     prompts: lists of token ids; a sample's number is its place among them; samples before `first` are left
