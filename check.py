@@ -84,6 +84,9 @@ def tiny_config(config):
                        head_dim=math.ceil(8 / config.partial_rotary_factor) if has_heads else None)
     if config.linear_n_key_head == config.linear_n_value_head:
         changes['linear_n_value_head'] = changes.get('linear_n_key_head')
+    if config.local:
+        own = {'head_dim': 12, 'n_kv_head': 3}
+        changes['local'] = {name: own.get(name, value) for name, value in config.local.items()}
     for name in 'query_scale', 'rope_scaling':
         if options := getattr(config, name):
             changes[name] = {key: {'length': 7, 'original_max_position_embeddings': 100}.get(

@@ -379,6 +379,31 @@ def read_gemma(c, args):
         args['mlp'] = 'geglu_tanh'
 
 
+def read_gemma4(c, args):
+    """Heads of their own in layers that see all tokens; an MLP beside experts is a shared expert."""
+    given = dict(head_dim=c['global_head_dim'], num_key_value_heads=c['num_global_key_value_heads'])
+    own, *others = [*(c['per_layer_config'] or {'': given}).values()]
+    if any(other != own for other in others):
+        refuse(c, per_layer_config=c['per_layer_config'])
+    args['local'] |= dict(head_dim=args['head_dim'], n_kv_head=args['n_kv_head'], k_eq_v=False)
+    args['head_dim'] = own['head_dim']
+    if args['k_eq_v']:
+        args['n_kv_head'] = own.get('num_key_value_heads') or args['n_kv_head']
+    if c['enable_moe_block']:
+        args['n_shared_expert'] = args['d_ff'] // args['d_expert']
+    else:
+        args['n_expert'] = None
+
+
+def write_gemma4(config, c):
+    local = config.fields_of(0) if config.window_of(0) else vars(config)
+    c.update(global_head_dim=config.head_dim, num_global_key_value_heads=config.n_kv_head,
+             head_dim=local['head_dim'], num_key_value_heads=local['n_kv_head'],
+             enable_moe_block=bool(config.n_expert))
+    if config.n_expert:
+        c['intermediate_size'] = config.n_shared_expert * config.d_expert
+
+
 def read_rotary_dim(c, args):
     if c['rotary_dim']:
         width = args.get('head_dim') or args['n_embd'] // args['n_head']
@@ -655,7 +680,27 @@ GEMMA2 = like(
     names={'ln_3': 'pre_feedforward_layernorm', 'ln_4': 'post_feedforward_layernorm'},
     layouts=PLUS_ONE_NORMS,
     rules=(GEMMA, converted('attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
-                            lambda config: round(config.scale ** -2), 256)))
+                            lambda config: round(config.scale_of(0) ** -2), 256)))
+GEMMA4 = like(
+    GEMMA2, 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
+    fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
+                n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
+    ours=dict(qk_norm=True, k_eq_v=False, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
+              expert_norms=True),
+    theirs=dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0, use_bidirectional_attention='vision'),
+    defaults=dict(final_logit_softcapping=None, hidden_size_per_layer_input=256, rope_parameters=dict(
+        full_attention=dict(rope_type='proportional', partial_rotary_factor=0.25, rope_theta=1e6),
+        sliding_attention=dict(rope_theta=1e4))),
+    harmless='use_double_wide_mlp vocab_size_per_layer_input',
+    names={'scalar': 'layer_scalar', 'mlp.router': 'router.proj', 'mlp.ln_router.weight': 'router.scale',
+           'mlp.expert_scale': 'router.per_expert_scale', 'mlp.ln_in': 'pre_feedforward_layernorm_2',
+           'mlp.ln_out': 'post_feedforward_layernorm_2', 'mlp.ln_shared_in': 'pre_feedforward_layernorm',
+           'mlp.ln_shared_out': 'post_feedforward_layernorm_1',
+           'mlp.shared.c_fc': 'mlp.gate_proj mlp.up_proj', 'mlp.shared.c_proj': 'mlp.down_proj',
+           'mlp.experts.c_fc.weight': 'experts.gate_up_proj',
+           'mlp.experts.c_proj.weight': 'experts.down_proj'},
+    rules=(GEMMA, Rule(dict(per_layer_config=None, global_head_dim=512, num_global_key_value_heads=None,
+                            enable_moe_block=False), read_gemma4, write_gemma4)))
 GPTJ = like(
     GPT2, 'GPTJForCausalLM', layouts=dict.fromkeys(GPT2.layouts),
     ours=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True,
@@ -768,16 +813,19 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'mpt': MPT,
     'olmo2': OLMO2,
     'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL', layer_types='SL',
-                  ours=dict(rope_base=5e5, rope_local={}), defaults=dict(sliding_window=4096)),
+                  ours=dict(rope_base=5e5, local={}), defaults=dict(sliding_window=4096)),
     'gemma2': GEMMA2,
     'gemma3_text': like(
         GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
-            qk_norm=True, rope_base=1e6, rope_local={'rope_base': 1e4}),
+            qk_norm=True, rope_base=1e6, local={'rope_base': 1e4}),
         theirs=dict(use_bidirectional_attention=False, sliding_window_pattern=6),
         harmless='rope_local_base_freq',
         defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
                       num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
                       max_position_embeddings=131072)),  # what the published ones leave out
+    'gemma4_text': GEMMA4,
+    'gemma4_unified_text': like(GEMMA4, 'Gemma4UnifiedForCausalLM',
+                                defaults=dict(hidden_size_per_layer_input=None)),
     'lfm2': LFM2,
     'lfm2_moe': like(
         LFM2, 'Lfm2MoeForCausalLM', rules=(), fields=dict(
@@ -789,7 +837,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
     'lfm3': like(
         LFM2, 'Lfm3ForCausalLM', layers='S', layer_types='CLS', rules=(),
-        ours=dict(norm_placement='sandwich', attn_gate='head', rope_local={}),
+        ours=dict(norm_placement='sandwich', attn_gate='head', local={}),
         theirs=dict(use_sandwich_norm=True, use_attention_gate=True),
         fields=dict(d_ff='intermediate_size'),
         names={**WITH_GATE, 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
@@ -943,7 +991,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             lambda config: round(config.logit_scale * config.n_embd), 256))),
     'mellum': like(
         QWEN3_MOE, 'MellumForCausalLM', layer_types='SL', defaults=dict(use_sliding_window=None),
-        ours=dict(norm_topk_prob=True, rope_local={}), ignored=('mtp.*',), rules=(MLP_TYPES,)),
+        ours=dict(norm_topk_prob=True, local={}), ignored=('mtp.*',), rules=(MLP_TYPES,)),
     'flint': like(
         QWEN3_MOE, 'FlintForCausalLM', layer_types='SL',
         ours=dict(norm_topk_prob=True, attn_sink=True, router='sigmoid'),
@@ -1112,7 +1160,7 @@ GGUF = {  # model_type: llama.cpp's name, and what it fixes of GPTConfig, beside
     'gemma': ('gemma', GEGLU), 'gemma2': ('gemma2', dict(
         GEGLU, window_pattern='SL', attn_softcap=50.0, logit_softcap=30.0)),
     'gemma3_text': ('gemma3', dict(
-        GEGLU, window_pattern='SSSSSL', rope_local={'rope_base': 1e4, 'rope_scaling': None}))}
+        GEGLU, window_pattern='SSSSSL', local={'rope_base': 1e4, 'rope_scaling': None}))}
 GGUF_FIELDS = {  # llama.cpp's: ours
     'context_length': 'block_size', 'block_count': 'n_layer', 'embedding_length': 'n_embd',
     'attention.head_count': 'n_head', 'attention.head_count_kv': 'n_kv_head',
@@ -1161,8 +1209,7 @@ REFUSED = {name: part for part, names in {  # model_type: the part of its models
     'norms and scales in latent attention': 'dots3_note_text',
     'attention to blocks that an indexer picks': 'minimax_m3_vl_text',
     'hyper-connections': 'deepseek_v4 hy_v4', 'hyper-connections, embeddings of n-grams': 'qwen4_exp_text',
-    'embeddings for each layer': 'gemma3n_text gemma4_text',
-    'keys as values, other heads in global layers': 'gemma4_unified_text',
+    'embeddings for each layer': 'gemma3n_text',
     'a norm after experts alone': 'axk1', 'gates on norms': 'axk2', 'residuals scaled by depth': 'beam',
     'two stacks of layers in turns': 'hrm_text', "a bias on the router's logits": 'kolibri1',
     'shared experts averaged with the others, rotations by kind of MLP': 'cohere2_moe',
@@ -1263,15 +1310,15 @@ def activations_of(family):
 def read_rope(c, args):
     """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
     takes rope_scaling alone (modeling_rope_utils, 5.23)."""
-    given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('rope_local', None)
+    given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('local', None)
     if own is None and any(isinstance(value, dict) for value in given.values()):
         refuse(c, rope_parameters=given)
     args.update(rope_fields(given.get('full_attention', given), c, args))
     if own is not None:
         base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
         local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
-        args['rope_local'] = {name: value for name, value in local.items()
-                              if name == 'rope_scaling' or value != args[name]}
+        args['local'] = {name: value for name, value in local.items()
+                         if name == 'rope_scaling' or value != args[name]}
 
 
 def rope_fields(given, c, args):
@@ -1303,7 +1350,7 @@ THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 
 
 def write_rope(config, c):
     ours, both = FAMILIES[c['model_type']].ours, {}
-    for kind, local in ('full_attention', {}), ('sliding_attention', config.rope_local or {}):
+    for kind, local in ('full_attention', {}), ('sliding_attention', config.local or {}):
         base, share, scaling = (local.get(name, getattr(config, name)) for name in (
             'rope_base', 'partial_rotary_factor', 'rope_scaling'))
         both[kind] = {'rope_theta': base, 'rope_type': 'default', **(scaling or {})}
@@ -1312,7 +1359,7 @@ def write_rope(config, c):
             raise ValueError('transformers has no such scaling')
         if 'partial_rotary_factor' in ours:
             both[kind]['partial_rotary_factor'] = share
-    c['rope_parameters'] = both if 'rope_local' in ours else both['full_attention']
+    c['rope_parameters'] = both if 'local' in ours else both['full_attention']
 
 
 def read_layers(c, args, family):
@@ -1351,6 +1398,9 @@ def write_layers(config, c, family):
                             for i in range(config.n_layer)]
 
 
+HEADS = 'head_dim', 'n_kv_head', 'k_eq_v'  # fields that layers may have of their own, beside rotations
+
+
 def canonical(config):
     """A config's computation, however it is written."""
     layers, has_heads = range(config.n_layer), config.head_dim or config.kv_lora_rank
@@ -1359,8 +1409,10 @@ def canonical(config):
             'n_dense_layer': None, 'window': None, **written,
             'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
                                for i in layers],
-            'rope_local': [has_heads and config.rope_kind(i) for i in layers],
-            'attn_scale': has_heads and round(config.scale, 9), 'logit_scale': round(config.logit_scale, 9),
+            'local': [has_heads and [config.rope_kind(i), *map(config.fields_of(i).get, HEADS)]
+                      for i in layers],
+            'attn_scale': [has_heads and round(config.scale_of(i), 9) for i in layers],
+            'logit_scale': round(config.logit_scale, 9),
             'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
 
 

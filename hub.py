@@ -112,7 +112,8 @@ def plan(model, family, renamed=str):
         widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
         if order := of(family.rows, name) or of(family.rows, module):
             rows = order(config, *torch.arange(sum(widths)).split(list(widths)))
-        else:  # one after the other, the last takes the rest
+        else:  # one after the other, the last takes the rest; keys may be the values too
+            theirs = theirs[:len(widths)]
             begins = [*itertools.accumulate(widths, initial=0)][:len(theirs)]
             rows = [*map(slice, begins, [*begins[1:], None])]
         layout, is_experts = family.layouts.get(name, SAME), module.startswith('mlp.experts')
@@ -160,7 +161,7 @@ def bare(name):
     return re.sub(r'^((model|transformer|language_model|text_model|llm|thinker)\.)+', '', name)
 
 
-IGNORED = ('*vision*', '*projector*', '*.attn.bias', '*.attn.masked_bias', '*.attention.bias',
+IGNORED = ('*vision*', '*audio*', '*projector*', '*.attn.bias', '*.attn.masked_bias', '*.attention.bias',
            '*.attention.masked_bias', '*inv_freq', 'rope_freqs.weight')
 
 
@@ -565,6 +566,9 @@ def checkpoint_path(name, best=True):
     return path if best and os.path.exists(path) else os.path.join(name, 'ckpt.pt')
 
 
+RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local'}  # fields of GPTConfig in earlier versions
+
+
 def read_checkpoint(path) -> Checkpoint:
     """A file of train.py's or nanoGPT's, with names as they are now; runs no code of it. Raises
     FileNotFoundError, or ValueError for another kind of file."""
@@ -579,7 +583,7 @@ def read_checkpoint(path) -> Checkpoint:
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
     state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
              for name, w in state.items()}
-    args = {'norm_placement' if name == 'wiring' else name: value for name, value in args.items()}
+    args = {RENAMED.get(name, name): value for name, value in args.items()}
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # the same as wte's
         args = {**dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False), **args}

@@ -57,7 +57,6 @@ class GPTConfig:
     rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
     rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
     partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
-    rope_local: dict | None = None   # these three fields of S and C layers, where they differ (Gemma 3)
     document_token: int | None = None  # starts a document: nothing before it is seen, positions restart
     # mixers: what mixes tokens in a block
     mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet,
@@ -71,6 +70,9 @@ class GPTConfig:
                                      # (all heads at once, OLMo 2), rotated (after the rotation, Hunyuan),
                                      # unit (rotated, without weights, in layers with rotations alone,
                                      # Llama 4); None: True, in MLA False
+    k_eq_v: bool = False             # values are the keys, without their norm and rotation (Gemma 4)
+    v_norm: bool = False             # a norm without weights on values (Gemma 4)
+    local: dict | None = None        # fields of S and C layers that differ there (Gemma 3 and 4): see LOCAL
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see query_scale
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
@@ -103,6 +105,7 @@ class GPTConfig:
     bigram_size: int | None = None   # rows of a second embedding, of pairs of tokens (modded-nanogpt)
     residual_scale: float = 1.0      # of what attention and MLP add (Granite)
     residual_lambdas: bool = False   # learned weights of stream and embedding in front of each layer
+    layer_scalar: bool = False       # a number that is not learned multiplies what a block returns (Gemma 4)
     # MLP, biases
     mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
     mlp_limit: float = 7.0           # swiglu_oai clamps gate and up to this
@@ -118,6 +121,8 @@ class GPTConfig:
     d_expert: int | None = None      # an expert's width; None: d_ff
     n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
     expert_input_scale: bool = False  # the chosen experts' weights multiply their input (Llama 4)
+    expert_norms: bool = False       # norms before the router and around experts and the shared ones, each
+                                     # its own, and a scale for each expert (Gemma 4): see MoE
     expert_pattern: str = 'E'        # E: experts, D: dense, N: no MLP, a mixer alone (Nemotron-H)
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437)
     norm_topk_prob: bool = True      # the chosen experts' weights sum to 1
@@ -152,6 +157,10 @@ class GPTConfig:
         slides = self.window and self.window_pattern and letter(self.window_pattern, layer) != 'L'
         return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
 
+    def fields_of(self, layer):
+        """The fields as a layer has them, a dict."""
+        return {**vars(self), **(self.window_of(layer) and self.local or {})}
+
     def mlp_of(self, layer):
         """E: experts, D: a dense MLP, N: none."""
         kind = letter(self.expert_pattern, layer)
@@ -167,20 +176,18 @@ class GPTConfig:
         which these are equal share cos and sin. layer None: one that sees all tokens."""
         if self.pos != 'rope':
             return None
-        is_local = layer is not None and self.window_of(layer)
-        own = {**vars(self), **(is_local and self.rope_local or {})}
+        own = vars(self) if layer is None else self.fields_of(layer)
         items = tuple((name, tuple(value) if isinstance(value, list) else value)
                       for name, value in (own['rope_scaling'] or {}).items())
-        width = self.qk_rope_head_dim or int(self.head_dim * own['partial_rotary_factor'])
+        width = self.qk_rope_head_dim or int(own['head_dim'] * own['partial_rotary_factor'])
         return own['rope_base'], width, items
 
-    @property
-    def scale(self):
+    def scale_of(self, layer):
         """The factor on scores; in MLA it includes YaRN's mscale_all_dim term squared, as in DeepSeek."""
         if self.attn_scale is not None:
             return self.attn_scale
         if self.kv_lora_rank is None:
-            return self.head_dim ** -0.5
+            return self.fields_of(layer)['head_dim'] ** -0.5
         scaling = self.rope_scaling or {}
         grown = yarn_mscale(scaling.get('factor', 1.0), scaling.get('mscale_all_dim', 0.0))
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * grown ** 2
@@ -412,7 +419,7 @@ class BaseAttention(Mixer):
     """Common to both kinds of attention. head_widths: a head's key width plus its value width, for flops."""
 
     documents = can_slide = True
-    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'rope_local', 'qkv_bias', 'proj_bias', 'attn_scale',
+    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'local', 'qkv_bias', 'proj_bias', 'attn_scale',
               'attn_softcap', 'attn_sink', 'query_scale')
 
     @classmethod
@@ -425,7 +432,7 @@ class BaseAttention(Mixer):
         self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
         self.has_alibi = config.pos == 'alibi' and self.pos
         self.is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
-        self.rope_kind = config.rope_kind(layer) if self.pos else None
+        self.rope_kind, self.scale = config.rope_kind(layer) if self.pos else None, config.scale_of(layer)
         growth = config.query_scale or {}
         self.query_scale = growth if letter(config.pos_pattern, layer) in growth.get('layers', 'PN') else None
         self.config, self.n_head = config, config.n_head
@@ -439,7 +446,7 @@ class BaseAttention(Mixer):
         config, p = self.config, self.config.dropout if self.training else 0.0
         if self.query_scale:
             q = q * query_scale(context.position_ids, **self.query_scale).type_as(q)
-        return attend(q, k, v, context, context.masks[self.mask_kind], config.scale, p, config.attn_softcap,
+        return attend(q, k, v, context, context.masks[self.mask_kind], self.scale, p, config.attn_softcap,
                       self.sink)
 
     def flops(self, length):
@@ -450,8 +457,8 @@ class BaseAttention(Mixer):
 class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention, by n_kv_head."""
 
-    fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'partial_rotary_factor', 'attn_gate',
-              'clip_qkv')
+    fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'k_eq_v', 'v_norm',
+              'partial_rotary_factor', 'attn_gate', 'clip_qkv')
 
     @classmethod
     def check(cls, config):
@@ -464,22 +471,26 @@ class Attention(BaseAttention):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        H, K, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
+        own, H, C = config.fields_of(layer), config.n_head, config.n_embd
+        K, D, self.k_eq_v = own['n_kv_head'], own['head_dim'], own['k_eq_v']
         gate = (H if config.attn_gate == 'head' else H * D,) if config.attn_gate else ()
-        self.c_attn = FusedLinear(C, (H * D, K * D, K * D, *gate), bias=config.qkv_bias)
+        keys = (K * D,) if self.k_eq_v else (K * D, K * D)
+        self.c_attn = FusedLinear(C, (H * D, *keys, *gate), bias=config.qkv_bias)
         self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
         self.qk_norm, is_unit = config.qk_norm, config.qk_norm == 'unit'
         has_norm = self.rope_kind if is_unit else self.qk_norm
         self.q_norm, self.k_norm = (
             Norm(heads * D if self.qk_norm == 'whole' else D, config, is_unit) if has_norm else nn.Identity()
             for heads in (H, K))
+        self.v_norm = Norm(D, config, is_unit=True) if config.v_norm else nn.Identity()
         self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
 
     def project(self, x, context):
         """x (B, T, C) -> q (B, H, T, D), k, v (B, K, T, D), and the output's gate in a list, or none."""
         def by_head(y):
             return y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
-        (q, k, v, *gate), rope = self.c_attn(x), context.ropes[self.rope_kind]
+        (q, k, *others), rope = self.c_attn(x), context.ropes[self.rope_kind]
+        v, gate = (k, others) if self.k_eq_v else (others[0], others[1:])
         if self.qk_norm == 'whole':
             q, k = self.q_norm(q), self.k_norm(k)
         elif self.qk_norm is True:
@@ -487,7 +498,7 @@ class Attention(BaseAttention):
         if clip := self.config.clip_qkv:
             q, k, v = (y.clamp(-clip, clip) for y in (q, k, v))
         q, k, v = (by_head(y).transpose(1, 2) for y in (q, k, v))
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = rotate(q, rope), rotate(k, rope), self.v_norm(v)
         if self.qk_norm in ('rotated', 'unit'):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v, gate
@@ -582,15 +593,19 @@ class Block(nn.Module):
         for name in self.norms[1:]:  # nanoGPT's files number optimizer states in this order
             setattr(self, name, Norm(config.n_embd, config))
         self.sparse = kind == 'E'
+        if self.sparse and config.expert_norms:  # which stand within
+            self.ln_3 = nn.Identity()
         self.mlp = MoE(config, layer) if self.sparse else MLP(config, config.d_ff) if kind == 'D' else None
         self.p, self.scale = config.dropout, config.residual_scale
+        self.register_buffer('scalar', torch.ones(1) if config.layer_scalar else None)
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
         norms = [getattr(self, name) for name in self.norms]
-        return self.placement(x, lambda y: self.branch(self.attn(y, context)),
-                              lambda y: self.branch(self.mlp(y, context) if self.sparse else self.mlp(y)),
-                              *norms)
+        x = self.placement(x, lambda y: self.branch(self.attn(y, context)),
+                           lambda y: self.branch(self.mlp(y, context) if self.sparse else self.mlp(y)),
+                           *norms)
+        return x if self.scalar is None else x * self.scalar
 
     def branch(self, y):
         if self.training and self.p:  # else the calls alone take 4% of a decoding step
@@ -1259,7 +1274,8 @@ ROUTERS = {
 
 class MoE(nn.Module):
     """Mixture of experts: each token passes through the n_expert_active experts that its router scores
-    highest (arXiv:1701.06538), and through the shared ones (arXiv:2401.06066)."""
+    highest (arXiv:1701.06538), and through the shared ones (arXiv:2401.06066). With expert_norms, as in Gemma
+    4, router, experts and shared ones take the residual stream, each through a norm of its own."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -1268,27 +1284,32 @@ class MoE(nn.Module):
         self.experts = Experts(config)
         self.shared = MLP(config, shared) if shared else None
         self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
+        self.ln_router, self.ln_in, self.ln_out, self.ln_shared_in, self.ln_shared_out = (
+            Norm(config.n_embd, config) if config.expert_norms else nn.Identity() for _ in range(5))
+        self.expert_scale = None
+        if config.expert_norms:
+            self.expert_scale = parameter(config.n_expert, init=nn.init.ones_, group='vector')
         if config.balance_bias:
             self.register_buffer('expert_bias', torch.zeros(config.n_expert))
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
         flat, k = x.flatten(0, 1), self.config.n_expert_active  # (n, C)
-        weight, chosen, logits, score = self.route(flat)
+        weight, chosen, logits, score = self.route(self.ln_router(flat))
         order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
         ends = self.load(chosen, 1)[0].cumsum(0, dtype=torch.int32)
-        each = flat.to(context.dtype).repeat_interleave(k, dim=0)  # a row a choice
+        each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # a row a choice
         if self.config.expert_input_scale:
             each, weight = each * weight.view(-1, 1).type_as(each), torch.ones_like(weight)
         # index_select: the backward of indexing is slow, or not deterministic
         y = self.experts(each.index_select(0, order), ends)
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
-        y = (y * weight[..., None].type_as(y)).sum(1).view_as(x)
+        y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)
         if context.routing is not None:
             context.routing.append((self.layer, *self.statistics(chosen, logits, score, len(x))))
         if self.shared is None:
             return y
-        shared = self.shared(x)
+        shared = self.ln_shared_out(self.shared(self.ln_shared_in(x)))
         return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
 
     def route(self, x):
@@ -1297,6 +1318,8 @@ class MoE(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             bias = self.router.bias if self.router.bias is None else self.router.bias.float()
             logits = F.linear(x.float(), self.router.weight.float(), bias)
+        if config.expert_norms:
+            logits = logits * config.n_embd ** -0.5
         score = log(logits)
         rank = score.detach().exp()
         if config.balance_bias:  # arXiv:2408.15664: in choosing, not in weighing
@@ -1310,6 +1333,8 @@ class MoE(nn.Module):
         weight = score.gather(1, chosen)
         # normalised among the chosen: the softmax of log scores, which no underflow can reach
         weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
+        if self.expert_scale is not None:
+            weight = weight * self.expert_scale[chosen]
         return weight * config.routed_scaling_factor, chosen, logits, score
 
     def load(self, chosen, rows):
@@ -1637,17 +1662,20 @@ def wrong_values(config):
             yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
         elif name == 'dropout' and value >= 1:
             yield name, 'must be below 1'
+        elif name == 'local' and value and not value.keys() <= LOCAL:
+            yield name, f"its fields are of {', '.join(sorted(LOCAL))}"
+
+
+LOCAL = {'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'}  # fields
 
 
 NEEDS = (
     # (what is needed, fields without effect otherwise, whether a config has it); see also Mixer.fields
-    ('window_pattern, and an S or C layer of attention', 'window',
+    ('window_pattern, and an S or C layer of attention', 'window local',
      lambda c: any(map(c.window_of, range(c.n_layer)))),
     ('window', 'window_pattern', lambda c: c.window),
     ('n_group', 'topk_group', lambda c: c.n_group),
     ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
-    ("pos='rope', and an S or C layer", 'rope_local',
-     lambda c: c.pos == 'rope' and any(map(c.window_of, range(c.n_layer)))),
     ('attention with positions', 'pos', lambda c: c.pos != 'alibi' or 'P' in attention_positions(c)),
     ('beta and length, and layers of attention that it is for', 'query_scale',
      lambda c: c.query_scale and attention_positions(c) & {*c.query_scale.get('layers', 'PN')}),
@@ -1657,11 +1685,13 @@ NEEDS = (
      lambda c: not NORM_PLACEMENTS[c.norm_placement][2]),
     ('n_expert, and a layer that has experts',
      'n_expert n_expert_active n_shared_expert d_expert n_dense_layer router norm_topk_prob '
-     'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence expert_input_scale',
+     'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence expert_input_scale '
+     'expert_norms',
      lambda c: 'E' in map(c.mlp_of, range(c.n_layer))),
     ('n_expert, or an N', 'expert_pattern', lambda c: c.n_expert or 'N' in c.expert_pattern),
     ("mlp='swiglu_oai'", 'mlp_limit', lambda c: c.mlp == 'swiglu_oai'),
     ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
+    ("norm_placement='sandwich'", 'expert_norms', lambda c: c.norm_placement == 'sandwich'),
     ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
 )
 

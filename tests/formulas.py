@@ -40,8 +40,8 @@ def rotated(config, layer, y):
     _, window, _, pos = letters(config, layer)
     if config.pos != 'rope' or pos != 'P':
         return y
-    own = vars(config) | (config.rope_local or {} if window != 'L' else {})
-    n = (config.qk_rope_head_dim or int(config.head_dim * own['partial_rotary_factor'])) // 2
+    own = vars(config) | (config.local or {} if window != 'L' else {})
+    n = (config.qk_rope_head_dim or int(own['head_dim'] * own['partial_rotary_factor'])) // 2
     factor, options = 1, dict(own['rope_scaling'] or {})
     freq = own['rope_base'] ** (-torch.arange(n) / n)
     if options:
@@ -69,14 +69,17 @@ def attend(config, module, q, k, v):
 
 
 def attention(config, module, x, context):
-    (q, k, v, *gate), kind, bound = module.c_attn(x), config.qk_norm, config.clip_qkv or math.inf
+    own = vars(config) | (config.local or {} if letters(config, module.layer)[1] != 'L' else {})
+    (q, k, *others), kind, bound = module.c_attn(x), config.qk_norm, config.clip_qkv or math.inf
+    v, *gate = [k] * own['k_eq_v'] + others
 
     def heads(y, norm):
         y = norm(y) if kind == 'whole' else y
-        y = y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        y = y.unflatten(-1, (-1, own['head_dim'])).transpose(1, 2)
         y = rotated(config, module.layer, (norm(y) if kind is True else y).clamp(-bound, bound))
         return norm(y) if kind in ('rotated', 'unit') else y
-    v = v.unflatten(-1, (-1, config.head_dim)).transpose(1, 2).clamp(-bound, bound)
+    v = v.unflatten(-1, (-1, own['head_dim'])).transpose(1, 2).clamp(-bound, bound)
+    v = norm(config, module.v_norm, v) if config.v_norm else v
     y = attend(config, module, heads(q, module.q_norm), heads(k, module.k_norm), v)
     return module.c_proj((y * gate[0].view(*y.shape[:3], -1).sigmoid() if gate else y).flatten(2))
 
@@ -159,10 +162,20 @@ def mlp(config, module, x):
     return module.c_proj(math.prod(up, start=act(gate)))
 
 
+def around(config, module, name, x):
+    """A norm of expert_norms, which Gemma 4 has."""
+    return norm(config, getattr(module, name), x) if config.expert_norms else x
+
+
+def router_logits(config, module, x):
+    return module.router(around(config, module, 'ln_router', x)) * (
+        config.n_embd ** -0.5 if config.expert_norms else 1)
+
+
 def routed(config, module, x):
     """Weights of the experts, 0 of those not chosen, and their scores, (B, T, E)."""
     function, n_best = SCORES[config.router]  # a group scores as its n_best best experts
-    scores = function(module.router(x))
+    scores = function(router_logits(config, module, x))
     rank = scores + module.expert_bias if config.balance_bias else scores
     if config.n_group:
         groups = rank.unflatten(-1, (config.n_group, -1))
@@ -171,6 +184,7 @@ def routed(config, module, x):
         rank = groups.where(kept[..., None], -math.inf).flatten(-2)
     weight = scores * (rank >= rank.topk(config.n_expert_active).values[..., -1:])
     weight = weight / weight.sum(-1, keepdim=True) if config.norm_topk_prob else weight
+    weight = weight * module.expert_scale if config.expert_norms else weight
     return weight * config.routed_scaling_factor, scores
 
 
@@ -185,12 +199,15 @@ def expert(module, e):
 
 def moe(config, module, x, context):
     """Every expert on every token."""
-    y = 0
+    y, each = 0, around(config, module, 'ln_in', x)
     for e, after in enumerate(routed(config, module, x)[0].split(1, -1)):
         before, after = (after, after > 0) if config.expert_input_scale else (1, after)
-        y = y + mlp(config, expert(module.experts, e), before * x) * after
+        y = y + mlp(config, expert(module.experts, e), before * each) * after
+    y = around(config, module, 'ln_out', y)
     if config.n_shared_expert:
-        y = y + module.shared(x) * (module.shared_gate(x).sigmoid() if config.shared_gate else 1)
+        shared = module.shared(around(config, module, 'ln_shared_in', x))
+        shared = around(config, module, 'ln_shared_out', shared)
+        y = y + shared * (module.shared_gate(x).sigmoid() if config.shared_gate else 1)
     return y
 
 
@@ -201,13 +218,16 @@ def router_losses(config, module, x):
     dims = 1 if config.balance_per_sequence else (0, 1)
     even = config.n_expert_active / config.n_expert
     balance = (chosen.mean(dims) / even * share.mean(dims)).sum(-1).mean()
-    return balance, module.router(x).logsumexp(-1).square().mean(), chosen.sum((0, 1))
+    z = router_logits(config, module, x).logsumexp(-1).square().mean()
+    return balance, z, chosen.sum((0, 1))
 
 
 def block(config, module, x, context):
     (_, _, kind, _), placement = letters(config, module.attn.layer), config.norm_placement
 
     def ln(number, x):
+        if number == 3 and kind == 'E' and config.expert_norms:  # it stands within
+            return x
         return norm(config, getattr(module, f'ln_{number}'), x)
 
     def attn(x):
@@ -227,7 +247,8 @@ def block(config, module, x, context):
     if placement.startswith('parallel'):
         return add(x, attn, 1) + mlp(ln(2 if placement == 'parallel_2' else 1, x))
     x = add(x, attn, 1)
-    return x if kind == 'N' else add(x, mlp, 2)
+    x = x if kind == 'N' else add(x, mlp, 2)
+    return x * module.scalar if config.layer_scalar else x
 
 
 def bigram(config, module, context):
@@ -292,7 +313,7 @@ def initial_values(config):
         ('alpha_n', 'vector', math.log(math.expm1(0.3)), 0),
         ('A_log', 'vector', math.log(16) - 1, 1), ('dt_bias', 'vector', math.log(0.01), 1.33),
         ('bias sink', 'vector', 0, 0), ('conv', 'vector', 0, (3 * kernel) ** -0.5),
-        ('norm ln_ skip', 'vector', 1, 0), ('c_proj', 'matrix', 0, None if ends_in_norm else 0),
+        ('norm ln_ skip expert_scale', 'vector', 1, 0), ('c_proj', 'matrix', 0, None if ends_in_norm else 0),
         ('c_ router', 'matrix', 0, None))
 
 

@@ -95,7 +95,7 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
     dict(HYBRID, n_layer=27, mixer_pattern='DDDADDDADDDADDDADDDADDDADDA', attn_gate=True, document_token=3),
     dict(norm='layernorm', bias=True, norm_placement='post', mlp='xielu', pos='learned', embed_norm=True),
     dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 64, 'start': 1}, window=5,
-         window_pattern='LC', rope_local={'rope_base': 50.0, 'rope_scaling': YARN}, norm_weight=False,
+         window_pattern='LC', local={'rope_base': 50.0, 'rope_scaling': YARN}, norm_weight=False,
          expert_pattern='NED', expert_input_scale=True, **MOE),
     dict(mixer_pattern='CBK', mtp=True, residual_lambdas=True, bigram_size=50)], ids=str)
 def test_sound_models_pass(options):

@@ -4,6 +4,7 @@ import fnmatch
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -144,6 +145,7 @@ ROPE_BY_KIND = {'rope_parameters': {
     'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0}}}
 LATENT = dict(num_key_value_heads=4, head_dim=4)
 HYBRID = dict(head_dim=16, num_hidden_layers=4, layer_types=['linear_attention', 'full_attention'] * 2)
+GEMMA4 = dict(num_hidden_layers=6, global_head_dim=16, hidden_size_per_layer_input=0)
 LLAMA4 = dict(head_dim=16, num_hidden_layers=5)
 
 
@@ -187,6 +189,11 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'qwen3_5_moe_text': [HYBRID],
     'gemma': [dict(attention_bias=True, hidden_act='gelu')],
     'gemma3_text': [dict(num_hidden_layers=6, final_logit_softcapping=9.0, **ROPE_BY_KIND)],
+    'gemma4_text': [
+        dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=9.0),
+        dict(GEMMA4, enable_moe_block=True, top_k_experts=2, num_experts=4, moe_intermediate_size=24),
+        dict(GEMMA4, layer_types=['full_attention'] * 6)],
+    'gemma4_unified_text': [dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=4)],
     'olmo3': [dict(num_hidden_layers=4, rope_parameters={
         'full_attention': hf_rope('yarn', factor=4.0)['rope_parameters']})],
     'lfm2': [CONV_FULL],
@@ -290,8 +297,8 @@ def hf_model(kind, options, folder=None, **save):
     for name, w in itertools.chain(model.named_parameters(), model.named_buffers()):
         if w.is_floating_point() and not any(part in name for part in HF_CONSTANT):
             less_one = hub.PLUS_ONE in hub.FAMILIES[kind].layouts.values() and 'linear_attn' not in name
-            one = w.ndim == 1 and 'norm' in name and not less_one and 'bias' not in name
-            w.copy_(torch.randn_like(w) * (0.3 if w.ndim > 1 else 0.2) + one)
+            one = w.ndim == 1 and re.search('norm|scal', name) and not less_one and 'bias' not in name
+            w.copy_(torch.randn_like(w) * (0.3 if w.ndim > 1 else 0.2) + bool(one))
     model.tie_weights()
     model.generation_config.eos_token_id = None
     if folder:
@@ -406,6 +413,16 @@ def in_a_larger_model(c, state):
     state |= {'model.visual.x.weight': torch.ones(2), 'mtp.fc.weight': torch.ones(2)}
 
 
+def gemma4_as_published(c, state):
+    del c['per_layer_config']
+    text = {**c, 'global_head_dim': 16, 'num_global_key_value_heads': 1}
+    c.clear()
+    c.update(model_type='gemma4', audio_config={'depth': 1}, text_config=text)
+    for name in list(state):
+        state[name.replace('model.', 'model.language_model.', 1)] = state.pop(name)
+    state |= {f'model.{name}.x.weight': torch.ones(2) for name in ('vision_tower', 'embed_audio')}
+
+
 def in_a_language_model(kind):
     """A text model of this type, named as in Llama 4's and Kimi K2.5's files."""
     def edit(c, state):
@@ -444,6 +461,7 @@ def minimind(**change):
 @pytest.mark.parametrize('kind, options, edit', [
     ('llama', hf_rope('yarn', factor=4.0), as_once_published),
     ('gemma3_text', dict(num_hidden_layers=6), gemma3_as_once_published),
+    ('gemma4_text', VARIANTS['gemma4_text'][0], gemma4_as_published),
     ('kimi_linear', VARIANTS['kimi_linear'][0], kimi_as_published),
     ('gpt2', {}, without_prefix),
     ('deepseek_v3', dict(LATENT, n_group=2), with_extra_layer),
@@ -502,6 +520,7 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path):
     (dict(sliding_window=8), 'sliding_window=8'),
     (dict(model_type='phi', tie_word_embeddings=True), 'head_bias=True: needs'),
     (dict(model_type='granite_swa', layer_rope_theta=[1.0, 2.0]), r'layer_rope_theta=\[1.0, 2.0\]'),
+    (dict(model_type='gemma4_text'), 'gemma4_text with hidden_size_per_layer_input=256'),
     (dict(model_type='hyperclovax', residual_multiplier=0.5), 'residual_scale=0.5: needs'),
     (dict(model_type='qwen2', layer_types=['chunked_attention']), "layer_types={'chunked_attention'}")])
 def test_hf_refuses_by_name_what_it_does_not_support(change, message):
