@@ -161,7 +161,9 @@ def test_sample_script_chats(base, capsys, monkeypatch):
     ('mistral_7b', 7241732096, None), ('mixtral_8x7b', 46702792704, 12879925248),
     ('qwen3_0.6b', 596049920, None), ('qwen3_30b_a3b', 30532122624, 3353032704),
     ('deepseek_v2_lite', 15706484224, 2661150208), ('deepseek_v3', 671026404352, 37552282624),
-    ('bloom_560m', 559214592, None), ('falcon_7b', 6921720704, None), ('minimind', 25829888, None)])
+    ('bloom_560m', 559214592, None), ('falcon_7b', 6921720704, None), ('minimind', 25829888, None),
+    ('minimind_moe', 145029760, 91945600), ('minimind3', 63912192, None),
+    ('minimind3_moe', 198416640, 63936768)])
 def test_published_models_have_their_parameters(monkeypatch, name, params, active):
     monkeypatch.chdir(ROOT)
     _, args, *_ = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig', argv=[f'config/{name}.py'])
