@@ -621,11 +621,10 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        tied, C = config.tie_word_embeddings, config.n_embd
+        tied, C, vocab_size = config.tie_word_embeddings, config.n_embd, config.vocab_size
         # with a tied head a token's logit for itself starts at n_embd * std
         embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
-        n_drawn = round_up(config.vocab_size)
-        self.wte = Embedding(n_drawn, C, embedding_init)
+        self.wte = Embedding(vocab_size, C, embedding_init)
         self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
         self.bigram = BigramEmbedding(config) if config.bigram_size else None
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
@@ -635,15 +634,11 @@ class GPT(nn.Module):
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
-        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'head')
+        self.lm_head = None if tied else Linear(C, vocab_size, config.head_bias, nn.init.zeros_, 'head')
         # (block, number of its first mixer in a cache), in the order in which the blocks compute
         self.schedule, self.mixers = make_schedule(self, range(config.n_layer))
         self.tags = collect_tags(self)
         self.init_weights()
-        # drawn as if the vocabulary were padded: a seed gives the weights that it always gave
-        for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
-            w.data = w.data[:config.vocab_size].clone()
-        self.wte.num_embeddings = config.vocab_size
 
     @torch.no_grad()
     def init_weights(self):
