@@ -233,7 +233,7 @@ def parameter(*shape, init, group, rows=None):
 
 def hidden_init(w):
     """Normal, std sqrt(1 / (3 columns)): 0.02 at 768 columns."""
-    nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
+    nn.init.normal_(w, std=(3 * w.shape[-1]) ** -0.5)
 
 
 def branch_init(config):
@@ -304,10 +304,11 @@ def rope_table(kind, position_ids, length):
     """cos and sin, each (1 or B, 1, T, dimensions / 2) float32, of the angles at position_ids (1 or B, T):
     position p turns pair i by p * base^(-2i / dimensions), RoFormer, arXiv:2104.09864, equation 15. kind:
     (base, dimensions, items of a scaling); length: of the context, for scalings."""
-    (base, width, scaling), options = kind, dict(kind[2])
+    base, width, scaling = kind
     pair = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32)
     freq, factor = 1.0 / base ** (pair / width), 1.0
     if scaling:
+        options = dict(scaling)
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[:, None, :, None] * freq
     # one tensor first: a compiled step would compute angles anew in each layer
@@ -680,17 +681,15 @@ class GPT(nn.Module):
             aux |= routing_losses(context.routing)
         if self.mtp is not None and self.training:
             later = F.pad(targets[:, 1:], (0, 1), value=-1)
-            handed = {**context.handed}
-            handed.pop(config.n_layer - 1, None)  # its block is in that layer's place
-            y = self.mtp(x, x0, dataclasses.replace(context, routing=None, handed=handed))
-            aux['mtp'], _ = self.loss(y, later)
+            context.routing = None
+            context.handed.pop(config.n_layer - 1, None)  # its block is in that layer's place
+            aux['mtp'], _ = self.loss(self.mtp(x, x0, context), later)
         return loss, aux
 
     def embed(self, context):
         """-> (B, T, C), what the first block gets."""
-        config, x = self.config, self.wte(context.idx)
-        if config.embed_scale != 1:
-            x = x * config.embed_scale
+        config = self.config
+        x = self.wte(context.idx) * config.embed_scale
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:
@@ -736,7 +735,7 @@ class GPT(nn.Module):
 def cross_entropy(logits, targets):
     """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
     logits, targets = logits.flatten(0, 1), targets.flatten().clamp(min=-1)
-    rows, parts = max(1, MOST_LOGITS // logits.shape[-1]), [(logits, targets)]
+    rows, parts = MOST_LOGITS // logits.shape[-1], [(logits, targets)]
     if rows < len(targets):  # else the gradient of split would be a copy
         parts = zip(logits.split(rows), targets.split(rows))
     loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
