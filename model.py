@@ -1261,18 +1261,18 @@ class MoE(nn.Module):
         self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
         self.ln_router, self.ln_in, self.ln_out, self.ln_shared_in, self.ln_shared_out = (
             Norm(config.n_embd, config) if config.expert_norms else nn.Identity() for _ in range(5))
-        self.expert_scale = None
-        if config.expert_norms:
-            self.expert_scale = parameter(config.n_expert, init=nn.init.ones_, group='vector')
+        self.expert_scale = (parameter(config.n_expert, init=nn.init.ones_, group='vector')
+                             if config.expert_norms else None)
         if config.balance_bias:
             self.register_buffer('expert_bias', torch.zeros(config.n_expert))
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
-        flat, k = x.flatten(0, 1), self.config.n_expert_active  # (n, C)
+        flat, E, k = x.flatten(0, 1), self.config.n_expert, self.config.n_expert_active  # (n, C)
         weight, chosen, logits, score = self.route(self.ln_router(flat))
         order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
-        ends = self.load(chosen, 1)[0].cumsum(0, dtype=torch.int32)
+        load = (chosen.view(len(x), -1, 1) == torch.arange(E, device=x.device)).sum(1)  # choices, (B, E)
+        ends = load.sum(0).cumsum(0, dtype=torch.int32)
         each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # a row a choice
         if self.config.expert_input_scale:
             each, weight = each * weight.view(-1, 1).type_as(each), torch.ones_like(weight)
@@ -1281,7 +1281,7 @@ class MoE(nn.Module):
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
         y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)
         if context.routing is not None:
-            context.routing.append((self.layer, *self.statistics(chosen, logits, score, len(x))))
+            context.routing.append((self.layer, *self.statistics(load, logits, score)))
         if self.shared is None:
             return y
         shared = self.ln_shared_out(self.shared(self.ln_shared_in(x)))
@@ -1301,9 +1301,10 @@ class MoE(nn.Module):
             rank = rank + self.expert_bias
         if config.n_group:
             groups = rank.unflatten(1, (config.n_group, -1))  # (n, groups, experts of one)
-            best = group_score(groups).topk(config.topk_group).indices
-            kept = (torch.arange(config.n_group, device=x.device)[:, None] == best[:, None]).any(-1)
-            rank = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
+            of_group = group_score(groups)
+            best = of_group.topk(config.topk_group).indices
+            hidden = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
+            rank = groups.masked_fill(hidden[..., None], -math.inf).flatten(1)
         chosen = rank.topk(config.n_expert_active).indices
         weight = score.gather(1, chosen)
         # normalised among the chosen: the softmax of log scores, which no underflow can reach
@@ -1312,17 +1313,12 @@ class MoE(nn.Module):
             weight = weight * self.expert_scale[chosen]
         return weight * config.routed_scaling_factor, chosen, logits, score
 
-    def load(self, chosen, rows):
-        """chosen (n, k), the tokens of `rows` rows of a batch -> (rows, E): choices of each expert."""
-        every = torch.arange(self.config.n_expert, device=chosen.device)
-        return (chosen.view(rows, -1, 1) == every).sum(1)
-
-    def statistics(self, chosen, logits, score, rows):
-        """balance (0-d): 1 when experts are used evenly (Switch, arXiv:2101.03961, equations 4 to 6); z
-        (0-d): ST-MoE's, arXiv:2202.08906; load (E,): choices of each expert."""
-        rows = rows if self.config.balance_per_sequence else 1
-        load = self.load(chosen, rows)
-        share = score.softmax(-1).view(rows, -1, self.config.n_expert).mean(1)  # of the scores, (rows, E)
+    def statistics(self, load, logits, score):
+        """load (B, E): choices of each expert -> balance (0-d): 1 when experts are used evenly (Switch,
+        arXiv:2101.03961, equations 4 to 6); z (0-d): ST-MoE's, arXiv:2202.08906; load of all rows (E,)."""
+        if not self.config.balance_per_sequence:
+            load = load.sum(0, keepdim=True)
+        share = score.softmax(-1).unflatten(0, (len(load), -1)).mean(1)  # of the scores, as load
         balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
 
