@@ -233,7 +233,7 @@ def parameter(*shape, init, group, rows=None):
 
 def hidden_init(w):
     """Normal, std sqrt(1 / (3 columns)): 0.02 at 768 columns."""
-    nn.init.normal_(w, std=(1 / (3 * w.shape[-1])) ** 0.5)
+    nn.init.normal_(w, std=(3 * w.shape[-1]) ** -0.5)
 
 
 def branch_init(config):
@@ -304,10 +304,11 @@ def rope_table(kind, position_ids, length):
     """cos and sin, each (1 or B, 1, T, dimensions / 2) float32, of the angles at position_ids (1 or B, T):
     position p turns pair i by p * base^(-2i / dimensions), RoFormer, arXiv:2104.09864, equation 15. kind:
     (base, dimensions, items of a scaling); length: of the context, for scalings."""
-    (base, width, scaling), options = kind, dict(kind[2])
+    base, width, scaling = kind
     pair = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32)
     freq, factor = 1.0 / base ** (pair / width), 1.0
     if scaling:
+        options = dict(scaling)
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[:, None, :, None] * freq
     # one tensor first: a compiled step would compute angles anew in each layer
@@ -621,11 +622,10 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        tied, C = config.tie_word_embeddings, config.n_embd
+        tied, C, vocab_size = config.tie_word_embeddings, config.n_embd, config.vocab_size
         # with a tied head a token's logit for itself starts at n_embd * std
         embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
-        n_drawn = round_up(config.vocab_size)
-        self.wte = Embedding(n_drawn, C, embedding_init)
+        self.wte = Embedding(vocab_size, C, embedding_init)
         self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
         self.bigram = BigramEmbedding(config) if config.bigram_size else None
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
@@ -635,15 +635,11 @@ class GPT(nn.Module):
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
-        self.lm_head = None if tied else Linear(C, n_drawn, config.head_bias, nn.init.zeros_, 'head')
+        self.lm_head = None if tied else Linear(C, vocab_size, config.head_bias, nn.init.zeros_, 'head')
         # (block, number of its first mixer in a cache), in the order in which the blocks compute
         self.schedule, self.mixers = make_schedule(self, range(config.n_layer))
         self.tags = collect_tags(self)
         self.init_weights()
-        # drawn as if the vocabulary were padded: a seed gives the weights that it always gave
-        for w in (*self.wte.parameters(), *(() if tied else self.lm_head.parameters())):
-            w.data = w.data[:config.vocab_size].clone()
-        self.wte.num_embeddings = config.vocab_size
 
     @torch.no_grad()
     def init_weights(self):
@@ -685,17 +681,15 @@ class GPT(nn.Module):
             aux |= routing_losses(context.routing)
         if self.mtp is not None and self.training:
             later = F.pad(targets[:, 1:], (0, 1), value=-1)
-            handed = {**context.handed}
-            handed.pop(config.n_layer - 1, None)  # its block is in that layer's place
-            y = self.mtp(x, x0, dataclasses.replace(context, routing=None, handed=handed))
-            aux['mtp'], _ = self.loss(y, later)
+            context.routing = None
+            context.handed.pop(config.n_layer - 1, None)  # its block is in that layer's place
+            aux['mtp'], _ = self.loss(self.mtp(x, x0, context), later)
         return loss, aux
 
     def embed(self, context):
         """-> (B, T, C), what the first block gets."""
-        config, x = self.config, self.wte(context.idx)
-        if config.embed_scale != 1:
-            x = x * config.embed_scale
+        config = self.config
+        x = self.wte(context.idx) * config.embed_scale
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:
@@ -741,7 +735,7 @@ class GPT(nn.Module):
 def cross_entropy(logits, targets):
     """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
     logits, targets = logits.flatten(0, 1), targets.flatten().clamp(min=-1)
-    rows, parts = max(1, MOST_LOGITS // logits.shape[-1]), [(logits, targets)]
+    rows, parts = MOST_LOGITS // logits.shape[-1], [(logits, targets)]
     if rows < len(targets):  # else the gradient of split would be a copy
         parts = zip(logits.split(rows), targets.split(rows))
     loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
@@ -774,10 +768,10 @@ class Cache:
 
     The last slot takes padding; nothing reads it. `length` (B,) counts each row's tokens, `longest` is their
     maximum, on the host, and `same_length` says that all are alike. If `static`, only tensors change, so that
-    one compiled step serves every position: the caller keeps count, `longest` is None, and each step attends
-    to all slots, empty ones masked."""
+    one compiled step serves every position: the caller keeps count, `longest` is max_len, and each step
+    attends to all slots, empty ones masked."""
 
-    def __init__(self, model, batch_size, max_len, static=False, rolling=True):
+    def __init__(self, model, batch_size, max_len, static, rolling):
         config, dtype, device = model.config, model.compute_dtype(), model.wte.weight.device
         if max_len > config.block_size:
             raise ValueError(f"max_len={max_len} is above block_size={config.block_size}")
@@ -786,7 +780,7 @@ class Cache:
                 raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
                                  "states, so that nothing of it can be cached: see Mixer")
         self.max_len, self.static, self.rolling = max_len, static, rolling
-        self.longest, self.same_length = (None, False) if static else (0, True)
+        self.longest, self.same_length = (max_len, False) if static else (0, True)
         zeros = functools.partial(torch.zeros, device=device)
         self.length = zeros(batch_size, dtype=torch.long)
         # the position where each position's document starts, and a last column for padding
@@ -800,45 +794,38 @@ class Cache:
         """The number of tokens that a layer with this window keeps."""
         return min(window, self.max_len) if self.rolling and window else self.max_len
 
-    def used(self, n_slots, T):
-        """The number of slots to attend to once T new tokens are in."""
-        return n_slots if self.static else min(self.longest + T, n_slots)
-
     def key_positions(self, window, positions):
         """(1 or B, S): the positions of the keys that append returns in a layer with this window; -1 for an
         empty slot. positions (1 or B, T): of the new tokens."""
         n_slots, T = self.n_slots(window), positions.shape[1]
+        # new tokens that are in a slot already, see append
+        n_in = T if T == 1 or n_slots == self.max_len else 0
+        slot = torch.arange(min(self.longest + n_in, n_slots), device=positions.device)[None]
         if n_slots == self.max_len:
-            return torch.arange(self.used(n_slots, T), device=positions.device)[None]
-        n_in = int(T == 1)  # new tokens that are in a slot already, see append
-        slot = torch.arange(self.used(n_slots, n_in), device=positions.device)
+            return slot
         last = positions[:, :1] - 1 + n_in
         old = (last - (last - slot) % n_slots).clamp(min=-1)  # the last position that falls to each slot
         return old if n_in else torch.cat((old, positions), dim=1)
 
     def append(self, mixer, context, *new):
         """Takes a mixer's new tensors (B, heads, T, width); returns all to attend to, (B, heads, S, ...)."""
-        slots, T = self.slots[mixer.entry(context)], new[0].shape[2]
+        slots, T, device = self.slots[mixer.entry(context)], new[0].shape[2], self.length.device
         n_slots, seen = slots[0].shape[2] - 1, None
         if T > 1 and n_slots < self.max_len:  # the first of the tokens sees what the last will overwrite
-            seen = [torch.cat((old[:, :, :self.used(n_slots, 0)], add), dim=2)
+            seen = [torch.cat((old[:, :, :min(self.longest, n_slots)], add), dim=2)
                     for old, add in zip(slots, new)]
-        self.write(slots, n_slots, context, new)
-        return seen or [old[:, :, :self.used(n_slots, T)] for old in slots]
-
-    def write(self, slots, n_slots, context, new):
-        T, device = new[0].shape[2], self.length.device
         start = self.longest % n_slots if self.same_length and context.lengths is None else n_slots
         if start + T <= n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
             for old, add in zip(slots, new):
                 old[:, :, start:start + T] = add
-            return
-        column, row = torch.arange(T, device=device), torch.arange(len(self.length), device=device)[:, None]
-        end = T if context.lengths is None else context.lengths[:, None]
-        kept = (column < end) & (column >= end - n_slots)  # no padding, and of a long text its end
-        slot = (context.positions % n_slots).where(kept, n_slots)
-        for old, add in zip(slots, new):
-            old[row, :, slot] = add.transpose(1, 2).to(old.dtype)
+        else:
+            column, row = torch.arange(T, device=device), torch.arange(len(self.length), device=device)
+            end = T if context.lengths is None else context.lengths[:, None]
+            kept = (column < end) & (column >= end - n_slots)  # no padding, and of a long text its end
+            slot = (context.positions % n_slots).where(kept, n_slots)
+            for old, add in zip(slots, new):
+                old[row[:, None], :, slot] = add.transpose(1, 2).to(old.dtype)
+        return seen or [old[:, :, :min(self.longest + T, n_slots)] for old in slots]
 
     def positions(self, T, lengths=None):
         """Positions of the next T tokens, (1 or B, T). Raises ValueError if they do not fit."""
@@ -883,8 +870,8 @@ class Cache:
 
     def _recount(self):
         if not self.static:
-            shortest, self.longest = int(self.length.min()), int(self.length.max())
-            self.same_length = shortest == self.longest
+            self.longest = int(self.length.max())
+            self.same_length = int(self.length.min()) == self.longest
 
     def tensors(self):
         """All tensors that a step changes, for CUDA graphs."""
@@ -898,36 +885,32 @@ class Cache:
 def after_last(mixer, x, context, state=0):
     """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
     mixer.states[state], of shape (n, ...), holds these n tokens, and takes the next."""
-    lengths, n = context.lengths, mixer.states[state][0][0]
-    if context.cache is None:
+    n, cache, lengths = mixer.states[state][0][0], context.cache, context.lengths
+    if cache is None:
         return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
-    end = x.shape[1] if lengths is None else lengths[:, None]
-    before = context.cache.states[mixer.entry(context)][state]
-    x, row = torch.cat((before, x), dim=1), torch.arange(len(x), device=x.device)[:, None]
-    before.copy_(x[row, end + torch.arange(n, device=x.device)])
+    before = cache.states[mixer.entry(context)][state]
+    x = torch.cat((before, x), dim=1)
+    before.copy_(last_tokens(x, n, None if lengths is None else n + lengths))
     return x
-
-
-def mixers_in(module):
-    """All mixers among its modules, at any depth."""
-    return [part for part in module.modules() if isinstance(part, Mixer)]
 
 
 def make_schedule(model, turns):
     """turns: numbers of blocks, in the order in which they compute. Returns for each turn (block, number of
     its first mixer in a cache), and the mixers in a cache's order, outside the blocks last; sets places."""
     schedule, mixers = [], []
+
+    def take(module, base):
+        for part in module.modules():
+            if isinstance(part, Mixer):
+                part.place = len(mixers) - base
+                mixers.append(part)
+
     for i in turns:
         schedule.append((i, len(mixers)))
-        own = mixers_in(model.h[i])
-        for place, mixer in enumerate(own):
-            mixer.place = place
-        mixers += own
+        take(model.h[i], len(mixers))
     for part in model.children():
         if part not in (model.h, model.mtp):
-            for mixer in mixers_in(part):
-                mixer.place = len(mixers)
-                mixers.append(mixer)
+            take(part, 0)
     return schedule, mixers
 
 
@@ -940,7 +923,7 @@ class Mask:
     is_causal: bool               # the keys are the queries' own tokens, T == S; no query sees later ones
     window: int | None            # the most keys that a query sees; None: all
     # the same for flex_attention, see flex_mask; a copy with another bias has none
-    flex: tuple | None = dataclasses.field(default=None, init=False)
+    flex: tuple | None = None
 
     def add(self, bias):
         """A Mask with another bias added, (1 or B, 1 or H, T, S): -inf hides a key; each query keeps one."""
@@ -979,65 +962,57 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
 
 def find_starts(context, document_token):
     """(B, T): the position where each new token's document starts: its last document_token, or 0."""
-    positions, cache, is_token = context.positions, context.cache, context.is_token()
-    starts_here = context.idx == document_token
-    if is_token is not None:  # padding starts none: a state would forget its document
-        starts_here = starts_here & is_token
+    positions, cache, starts_here = context.positions, context.cache, context.idx == document_token
+    if context.lengths is not None:  # padding starts none: a state would forget its document
+        starts_here = starts_here & context.is_token()
     start = torch.where(starts_here, positions, 0).cummax(dim=1).values
     if cache is not None:
         before = cache.starts.gather(1, (cache.length[:, None] - 1).clamp(min=0))  # (B, 1)
         start = torch.maximum(start, before)
-        at = positions if is_token is None else positions.where(is_token, cache.max_len)
-        cache.starts.scatter_(1, at.expand_as(start), start)
+        cache.starts.scatter_(1, positions.clamp(max=cache.max_len).expand_as(start), start)
     return start
 
 
-def make_mask(model, context, window, biased, chunked=False):
+def make_mask(model, context, window, biased, chunked):
     """The Mask of the layers with this window, None for all. biased: ALiBi's bias is in it; chunked:
     documents are cut into chunks of a window."""
     positions, cache, starts = context.positions, context.cache, context.document_starts
     T, longest = positions.shape[1], 0 if cache is None else cache.longest
-    is_causal = longest == 0  # nothing cached: the keys are the new tokens; static: False
-    sees_all = window is None or longest is not None and longest + T <= window
-    if T > 1:  # SDPA has this mask
-        is_plain = is_causal and sees_all and not context.eager
-    else:      # one token that sees all that is there
-        is_plain = cache is None or cache.same_length and context.lengths is None and (
-            sees_all or cache.n_slots(window) <= window and not chunked)
+    is_causal = longest == 0  # nothing cached: the keys are the new tokens
+    sees_all = window is None or longest + T <= window
+    is_plain = is_causal and sees_all and not context.eager  # SDPA has this mask
+    if T == 1 and cache and cache.same_length and context.lengths is None:  # it sees all that is there
+        is_plain = sees_all or cache.rolling and not chunked
     if is_plain and starts is None and not biased:
         return Mask(None, is_causal, None)
     k_pos = positions if cache is None else cache.key_positions(window, positions)
-    first = torch.zeros_like(positions) if starts is None else starts
-    if window is not None:
-        age = context.position_ids % window if chunked else window - 1  # of the oldest token seen
-        first = (positions - age).clamp(min=first)
-        if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
-            first = first.clamp(max=cache.max_len - 1)
+    # how much older than a token the first that it sees may be
+    age = context.position_ids % window if chunked else (window or model.config.block_size) - 1
+    first = (positions - age).clamp(min=0 if starts is None else starts)
+    if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
+        first = first.clamp(max=cache.max_len - 1)
     bias, slopes = torch.zeros((), dtype=context.dtype, device=positions.device), None
     if biased:
         slopes = alibi_slopes(model.config.n_head, positions.device) * model.config.alibi_scale
         distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
         bias = (-slopes[:, None, None] * distance).to(context.dtype)
-    mask = Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window)
-    if cache is None and not context.eager and use_flex(
-            positions.device.type, context.dtype, T, model.training and model.config.dropout):
-        mask.flex = flex_mask(first, slopes)
-    return mask
+    flex = flex_mask(first, slopes) if use_flex(model, context) else None
+    return Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window, flex)
 
 
 def last_tokens(x, keep, lengths):
-    """x (B, T, C) -> (B, keep, C): the last `keep` tokens of each row; None: all."""
+    """x (B, T, ...) -> (B, keep, ...): the last `keep` tokens of each row; None: all."""
     if keep is None:
         return x
     if lengths is None:
-        return x[:, -keep:]
+        return x[:, max(0, x.shape[1] - keep):]
     column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
-    return x.gather(1, column[..., None].expand(-1, -1, x.shape[-1]))
+    return x[torch.arange(len(x), device=x.device)[:, None], column]
 
 
 # kernels ----------------------------------------------------------------------------------------------------
 
-def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
+def attend(q, k, v, context, mask, scale, p, softcap, sink):
     """softmax(scale q k^T + bias) v, with dropout p on the weights, by the first path that can compute it.
     q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K dividing H -> (B, H, T, D')."""
     (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
@@ -1053,8 +1028,7 @@ def attend(q, k, v, context, mask, scale, p=0.0, softcap=0.0, sink=None):
     if (group * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
             and (bias is not None or q.device.type == 'cpu' and not is_causal)):
         return eager_attention(q.float(), k.float(), v.float(), mask, scale, few=True).type_as(v)
-    sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, T, v.shape[-1] == D <= 256, bias is not None,
-                                   is_causal and torch.is_grad_enabled())
+    sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, v.shape[-1] == D <= 256, is_causal)
     if group > 1 and sharing == 'rows':
         q = q.reshape(B, K, group * T, D)
         if bias is not None:  # (1 or B, 1 or K, H / K T, S)
@@ -1074,27 +1048,28 @@ FEW_QUERIES = 16  # of a head of keys, as in decoding; SDPA's kernels are made f
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def sdpa_plan(device, dtype, T, fits_flash, has_bias, is_training):
-    """How scaled_dot_product_attention is called on a type of device, for T queries of each head. fits_flash:
-    keys and values are of one width, at most 256; is_training: of whole texts, for gradients. Returns
+def sdpa_plan(device, dtype, fits_flash, is_causal):
+    """How scaled_dot_product_attention is called on a type of device. fits_flash: keys and values are of one
+    width, at most 256; is_causal: of whole texts; else of one query a head, or with a bias. Returns
 
     - how the query heads of a group share a head of keys: 'rows', their queries are rows of one product;
       'repeat', each gets a copy; 'gqa', the kernel knows groups, on CUDA only flash attention and cuDNN;
     - whether cuDNN may: the fastest in training, but it plans for each new shape, in tenths of a second, and
       has been wrong with masks (pytorch issues 196678, 193893)."""
-    use_cudnn = device != 'cuda' or is_training and not has_bias
-    if T == 1 or has_bias:
+    use_cudnn = device != 'cuda' or is_causal and torch.is_grad_enabled()
+    if not is_causal:
         return 'rows', use_cudnn
     if device == 'mps' or device == 'cuda' and not (dtype is torch.bfloat16 and fits_flash):
         return 'repeat', use_cudnn
     return 'gqa', use_cudnn
 
 
-def use_flex(device, dtype, T, dropout):
-    """Whether flex_attention, which skips what a mask hides, is for a step without a cache. It has to be
-    compiled, and knows no dropout."""
-    return (device == 'cuda' and dtype is torch.bfloat16 and T >= 128 and not dropout
-            and torch.compiler.is_compiling())
+def use_flex(model, context):
+    """Whether flex_attention, which skips what a mask hides, takes these tokens. It has to be compiled, and
+    knows no dropout."""
+    return (context.idx.is_cuda and context.dtype is torch.bfloat16 and context.idx.shape[1] >= 128
+            and context.cache is None and not context.eager and torch.compiler.is_compiling()
+            and not (model.training and model.config.dropout))
 
 
 def flex_mask(first, slopes):
@@ -1286,18 +1261,18 @@ class MoE(nn.Module):
         self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
         self.ln_router, self.ln_in, self.ln_out, self.ln_shared_in, self.ln_shared_out = (
             Norm(config.n_embd, config) if config.expert_norms else nn.Identity() for _ in range(5))
-        self.expert_scale = None
-        if config.expert_norms:
-            self.expert_scale = parameter(config.n_expert, init=nn.init.ones_, group='vector')
+        self.expert_scale = (parameter(config.n_expert, init=nn.init.ones_, group='vector')
+                             if config.expert_norms else None)
         if config.balance_bias:
             self.register_buffer('expert_bias', torch.zeros(config.n_expert))
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
-        flat, k = x.flatten(0, 1), self.config.n_expert_active  # (n, C)
+        flat, E, k = x.flatten(0, 1), self.config.n_expert, self.config.n_expert_active  # (n, C)
         weight, chosen, logits, score = self.route(self.ln_router(flat))
         order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
-        ends = self.load(chosen, 1)[0].cumsum(0, dtype=torch.int32)
+        load = (chosen.view(len(x), -1, 1) == torch.arange(E, device=x.device)).sum(1)  # choices, (B, E)
+        ends = load.sum(0).cumsum(0, dtype=torch.int32)
         each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # a row a choice
         if self.config.expert_input_scale:
             each, weight = each * weight.view(-1, 1).type_as(each), torch.ones_like(weight)
@@ -1306,7 +1281,7 @@ class MoE(nn.Module):
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
         y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)
         if context.routing is not None:
-            context.routing.append((self.layer, *self.statistics(chosen, logits, score, len(x))))
+            context.routing.append((self.layer, *self.statistics(load, logits, score)))
         if self.shared is None:
             return y
         shared = self.ln_shared_out(self.shared(self.ln_shared_in(x)))
@@ -1326,9 +1301,10 @@ class MoE(nn.Module):
             rank = rank + self.expert_bias
         if config.n_group:
             groups = rank.unflatten(1, (config.n_group, -1))  # (n, groups, experts of one)
-            best = group_score(groups).topk(config.topk_group).indices
-            kept = (torch.arange(config.n_group, device=x.device)[:, None] == best[:, None]).any(-1)
-            rank = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
+            of_group = group_score(groups)
+            best = of_group.topk(config.topk_group).indices
+            hidden = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
+            rank = groups.masked_fill(hidden[..., None], -math.inf).flatten(1)
         chosen = rank.topk(config.n_expert_active).indices
         weight = score.gather(1, chosen)
         # normalised among the chosen: the softmax of log scores, which no underflow can reach
@@ -1337,17 +1313,12 @@ class MoE(nn.Module):
             weight = weight * self.expert_scale[chosen]
         return weight * config.routed_scaling_factor, chosen, logits, score
 
-    def load(self, chosen, rows):
-        """chosen (n, k), the tokens of `rows` rows of a batch -> (rows, E): choices of each expert."""
-        every = torch.arange(self.config.n_expert, device=chosen.device)
-        return (chosen.view(rows, -1, 1) == every).sum(1)
-
-    def statistics(self, chosen, logits, score, rows):
-        """balance (0-d): 1 when experts are used evenly (Switch, arXiv:2101.03961, equations 4 to 6); z
-        (0-d): ST-MoE's, arXiv:2202.08906; load (E,): choices of each expert."""
-        rows = rows if self.config.balance_per_sequence else 1
-        load = self.load(chosen, rows)
-        share = score.softmax(-1).view(rows, -1, self.config.n_expert).mean(1)  # of the scores, (rows, E)
+    def statistics(self, load, logits, score):
+        """load (B, E): choices of each expert -> balance (0-d): 1 when experts are used evenly (Switch,
+        arXiv:2101.03961, equations 4 to 6); z (0-d): ST-MoE's, arXiv:2202.08906; load of all rows (E,)."""
+        if not self.config.balance_per_sequence:
+            load = load.sum(0, keepdim=True)
+        share = score.softmax(-1).unflatten(0, (len(load), -1)).mean(1)  # of the scores, as load
         balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
 
