@@ -33,12 +33,11 @@ class Family(typing.NamedTuple):
     rules: tuple = ()           # of Rule
     rows: dict = {}             # our module or tensor, if they order its rows otherwise: a function (config,
     #                             the rows of each fused projection) -> our rows in each of their tensors
-    aliases: dict = {}          # parts of tensors' names in some files: as they are in `names`
     layouts: dict = {}          # our tensor: Layout
     ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
     harmless: str = ''          # patterns of their fields that change nothing
-    layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
-    layer_types: str = ''       # letters their layer_types may hold; '': transformers ignores them
+    layers: str = 'L'           # letters of LAYER_TYPES, repeated; if several, config.json's layer_types may
+    #                             say in which order, else transformers ignores these
     exports: bool = True        # False: its config.json can be read alone
 
 
@@ -519,10 +518,10 @@ BASE = Family(
 WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
 LLAMA = like(BASE, fields=dict(mlp_bias='mlp_bias'))
 MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=dict(qkv_bias=None, proj_bias=None))
-QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
+QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layers='SL',
              defaults=dict(use_sliding_window=False, max_window_layers=28))
 QWEN3 = like(BASE, 'Qwen3ForCausalLM', ours=dict(qk_norm=True),
-             layers='S', layer_types='SL', defaults=QWEN2.defaults)
+             layers='SL', defaults=QWEN2.defaults)
 OLMO2 = like(
     BASE, 'Olmo2ForCausalLM', fields=dict(head_dim=None),
     ours=dict(qk_norm='whole', norm_placement='output'),
@@ -541,7 +540,7 @@ FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all e
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 QWEN3_MOE = like(
-    QWEN3, 'Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
+    QWEN3, 'Qwen3MoeForCausalLM', layers='S', defaults=dict(max_window_layers=None),
     ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=SPARSE_LAYERS)
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
@@ -554,7 +553,7 @@ LINEAR_FIELDS = dict(
 PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
-    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
+    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', fields=LINEAR_FIELDS,
     harmless='full_attention_interval',
     ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
     theirs=dict(hidden_act='silu'),  # the convolution's activation as well
@@ -672,7 +671,7 @@ MPT = like(
     rules=(Rule({}, write=write_mpt),))
 GEMMA = Rule({}, read_gemma)
 GEMMA2 = like(
-    BASE, 'Gemma2ForCausalLM', layers='SL', layer_types='SL',
+    BASE, 'Gemma2ForCausalLM', layers='SL',
     fields=dict(mlp='hidden_activation hidden_act',
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
     defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
@@ -738,7 +737,7 @@ GRANITE_MOE = like(
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
-WINDOWS_AND_SINKS = dict(layers='LSSS', layer_types='SL', ours=dict(attn_sink=True),
+WINDOWS_AND_SINKS = dict(layers='LSSS', ours=dict(attn_sink=True),
                          defaults=dict(sliding_window=128))
 LAYER_ROPE = Rule(dict(layer_rope_theta=None), read_layer_rope, write_layer_rope)
 SINK = {'attn.sink': 'self_attn.sinks'}
@@ -758,7 +757,7 @@ COHERE = like(
 ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
-    BASE, 'Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
+    BASE, 'Lfm2ForCausalLM', layers='CL', theirs=dict(conv_bias=False),
     fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
                 tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
                 linear_conv_kernel_dim='conv_L_cache'),
@@ -812,7 +811,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt2': GPT2,
     'mpt': MPT,
     'olmo2': OLMO2,
-    'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL', layer_types='SL',
+    'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL',
                   ours=dict(rope_base=5e5, local={}), defaults=dict(sliding_window=4096)),
     'gemma2': GEMMA2,
     'gemma3_text': like(
@@ -836,7 +835,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
                'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
     'lfm3': like(
-        LFM2, 'Lfm3ForCausalLM', layers='S', layer_types='CLS', rules=(),
+        LFM2, 'Lfm3ForCausalLM', layers='CLS', rules=(),
         ours=dict(norm_placement='sandwich', attn_gate='head', local={}),
         theirs=dict(use_sandwich_norm=True, use_attention_gate=True),
         fields=dict(d_ff='intermediate_size'),
@@ -845,7 +844,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'ln_4': 'post_ffn_norm'}),
     'bamba': BAMBA,
     'granitemoehybrid': like(
-        like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='B', layer_types='BL',
+        like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='BL',
         fields=dict(mlp=None, d_ff=None), theirs=dict(hidden_act='silu'),
         harmless='mamba_d_head attn_layer_indices',
         names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
@@ -875,7 +874,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                     read_nemotron_h, write_nemotron_h), TIME_STEPS,
                shared_width('moe_shared_expert_intermediate_size'))),
     'kimi_linear': like(
-        DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM', layer_types='KM',
+        DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM',
         fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
                     n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
                     n_group='num_expert_group', norm_topk_prob='moe_renormalize',
@@ -897,7 +896,6 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rows={'attn.c_attn': None, 'attn.c_q': None, 'attn.conv': rows_convolution},
         layouts={'attn.conv': CONVOLUTION,
                  'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
-        aliases={'.mlp.': '.block_sparse_moe.'},
         rules=(Rule(dict(linear_attn_config=None), read_kimi_linear, write_kimi_linear), MLP_TYPES)),
     'phi': like(
         BASE, 'PhiForCausalLM',
@@ -907,11 +905,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
                'mlp.c_proj': 'mlp.fc2'}),
     'smollm3': like(
-        LLAMA, 'SmolLM3ForCausalLM', layers='S', layer_types='SL',
+        LLAMA, 'SmolLM3ForCausalLM', layers='SL',
         defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
         rules=NO_ROPE),
     'gpt_oss': like(
-        BASE, 'GptOssForCausalLM', layers='SL', layer_types='SL',
+        BASE, 'GptOssForCausalLM', layers='SL',
         theirs=dict(swiglu_alpha=1.702, hidden_act='silu'),
         fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit', d_expert='intermediate_size'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
@@ -925,14 +923,14 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
                     read_minimind),)),
     'qwen2_moe': like(
-        QWEN2, 'Qwen2MoeForCausalLM', layers='L', layer_types='', defaults=dict(max_window_layers=None),
+        QWEN2, 'Qwen2MoeForCausalLM', layers='L',
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
         ours=dict(norm_topk_prob=False, shared_gate=True), names=SHARED_NAMES,
         rules=(*SPARSE_LAYERS, SHARED_EXPERT)),
     'qwen3_next': QWEN3_NEXT,
     'qwen3_5_text': QWEN3_5,
     'gemma': like(
-        GEMMA2, 'GemmaForCausalLM', layers='L', layer_types='', ours=dict(norm_placement='pre'),
+        GEMMA2, 'GemmaForCausalLM', layers='L', ours=dict(norm_placement='pre'),
         fields=dict(mlp='hidden_act hidden_activation', attn_softcap=None, logit_softcap=None),
         rules=(GEMMA,)),
     'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', ours=dict(norm_placement='pre'),
@@ -954,11 +952,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
     'cohere': COHERE,
     'cohere2': like(
-        COHERE, 'Cohere2ForCausalLM', layers='SSSL', layer_types='SL', ours=dict(rope_base=1e4),
+        COHERE, 'Cohere2ForCausalLM', layers='SSSL', ours=dict(rope_base=1e4),
         theirs=dict(position_embedding_type='rope_gptj'), defaults=dict(sliding_window=4096),
         rules=(ROPE_WHERE_SHORT,)),
     'exaone4': like(
-        MISTRAL, 'Exaone4ForCausalLM', layers='SSSL', layer_types='SL',
+        MISTRAL, 'Exaone4ForCausalLM', layers='SSSL',
         defaults=dict(sliding_window=4096),
         ours=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
         names=OLMO2.names),
@@ -971,7 +969,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                      ours=dict(qkv_bias=True)),
     'internlm3': LLAMA,
     'iquestcoder': LLAMA,
-    'ministral': like(MISTRAL, 'MinistralForCausalLM', layer_types='SL',
+    'ministral': like(MISTRAL, 'MinistralForCausalLM', layers='SL',
                       defaults=dict(sliding_window=4096)),
     'ministral3': like(MISTRAL, 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,)),
     'mistral4': like(
@@ -990,10 +988,10 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             'logit_scale', 'dim_model_base', lambda given, args: given / args['n_embd'],
             lambda config: round(config.logit_scale * config.n_embd), 256))),
     'mellum': like(
-        QWEN3_MOE, 'MellumForCausalLM', layer_types='SL', defaults=dict(use_sliding_window=None),
+        QWEN3_MOE, 'MellumForCausalLM', layers='SL', defaults=dict(use_sliding_window=None),
         ours=dict(norm_topk_prob=True, local={}), ignored=('mtp.*',), rules=(MLP_TYPES,)),
     'flint': like(
-        QWEN3_MOE, 'FlintForCausalLM', layer_types='SL',
+        QWEN3_MOE, 'FlintForCausalLM', layers='SL',
         ours=dict(norm_topk_prob=True, attn_sink=True, router='sigmoid'),
         defaults=dict(use_sliding_window=None, mlp_only_layers=[0, 1]),
         names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
@@ -1007,7 +1005,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
         rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size'))),
     'cwm': like(
-        MISTRAL, 'CwmForCausalLM', layers='LSSS', layer_types='SL', fields=dict(mlp_bias='mlp_bias'),
+        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=dict(mlp_bias='mlp_bias'),
         ours=dict(rope_base=1e6), defaults=dict(sliding_window=8192)),
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
@@ -1060,18 +1058,18 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
         ours=dict(partial_rotary_factor=None, rope_base=1e6)),
     'dots1': like(
-        DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='S', layer_types='SL',
+        DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
         ours=dict(qk_norm=True, norm_topk_prob=False), theirs=dict(scoring_func=None),
         defaults=dict(max_window_layers=62), harmless='scoring_func'),
     'exaone_moe': like(
-        DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL', layer_types='SL',
+        DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
         fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
                     n_shared_expert='num_shared_experts'),
         ours=dict(qk_norm=True, norm_eps=1e-5), ignored=('mtp.*',), defaults=dict(first_k_dense_replace=1),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
         rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
-        DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL', layer_types='SL',
+        DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
         fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
                     qkv_bias=None, proj_bias=None),
         theirs=dict(score_func='sigmoid', route_norm=True),
@@ -1368,21 +1366,21 @@ def read_layers(c, args, family):
     period = (c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
               or c.get('full_attention_interval'))
     is_used = size and c.get('use_sliding_window', True)
-    if is_used and 'S' not in family.layers:
+    if is_used and 'S' not in layers:
         refuse(c, sliding_window=size)
-    if isinstance(period, int):
-        layers = layers[0] * (period - 1) + 'L'
-    if 'max_window_layers' in family.defaults:  # counts first layers without a window
-        layers = 'L' * (c['max_window_layers'] or 0) + layers * args['n_layer']
-    if family.layer_types and c.get('layer_types'):
-        letters = {LAYER_TYPES[one]: one for one in family.layer_types}
+    if len({*layers}) > 1 and c.get('layer_types'):
+        letters = {LAYER_TYPES[one]: one for one in layers}
         if unknown := set(c['layer_types']) - letters.keys():
             refuse(c, layer_types=unknown)
         layers = ''.join(letters[one] for one in c['layer_types'])
+    elif 'max_window_layers' in family.defaults:  # counts first layers without a window
+        layers = 'L' * (c['max_window_layers'] or 0) + 'S' * args['n_layer']
+    elif isinstance(period, int):
+        layers = layers[0] * (period - 1) + 'L'
     layers = layers[:args['n_layer']]
     if is_used:
         args.update(window=size, window_pattern=re.sub('[^S]', 'L', layers))
-    if family.layer_types.strip('SL'):
+    if layers.strip('SL'):
         args['mixer_pattern'] = re.sub('[SL]', 'A', layers)
 
 
@@ -1392,7 +1390,7 @@ def write_layers(config, c, family):
         if size is None and 'L' in family.layers:  # a number is expected
             size = config.block_size
         c.update(sliding_window=size, use_sliding_window=config.window is not None, max_window_layers=0)
-    if family.layer_types:
+    if len({*family.layers}) > 1:
         c['layer_types'] = [LAYER_TYPES.get(config.mixer_of(i)) or
                             LAYER_TYPES['L' if config.window_of(i) is None else 'S']
                             for i in range(config.n_layer)]
