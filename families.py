@@ -249,20 +249,10 @@ def write_mpt(config, c):
     c['attn_config'] = {name: c.pop(name) for name in nested}
 
 
-def check_shared(config, c):
-    if not (config.n_expert and config.n_shared_expert):
-        raise ValueError('this family has experts and shared experts')
-
-
-def write_deepseek(config, c):
-    check_shared(config, c)
-    c['num_nextn_predict_layers'] = 0
-
-
 def write_latent(config, c):
     if config.qkv_bias and not config.q_lora_rank:
         raise ValueError('DeepSeek has no bias on queries that are not compressed')
-    c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
+    c['num_key_value_heads'] = config.n_head
 
 
 def read_deepseek_v2(c, args):
@@ -319,10 +309,6 @@ def read_kimi_linear(c, args):
                     linear_n_key_head=own['num_heads'], linear_n_value_head=own['num_heads'],
                     linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
                         'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
-
-
-def write_kimi_linear(config, c):
-    c['num_key_value_heads'] = config.n_head
 
 
 def check_mamba(c, args):
@@ -579,8 +565,7 @@ DEEPSEEK_EXPERTS = like(
                 **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
     ours=dict(router='sigmoid', balance_bias=True),
     theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'),
-    names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
-    rules=(Rule({}, write=write_deepseek),))
+    names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'})
 LATENT = dict(
     ours=dict(qk_norm=None, kv_lora_rank=512, latent_norm_eps=1e-6),  # whatever rms_norm_eps is
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
@@ -592,13 +577,12 @@ LATENT = dict(
            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
     rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
 WRITE_LATENT = Rule({}, write=write_latent)
-DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM',
-                   rules=(*DEEPSEEK_EXPERTS.rules, WRITE_LATENT))
+DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', rules=(WRITE_LATENT,))
 YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', ours=dict(tie_word_embeddings=True),
              harmless='embedding_initializer_range', rules=(WRITE_LATENT,))
 GLM4_MOE_LITE = like(
     DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', defaults=dict(first_k_dense_replace=1),
-    rules=(*DEEPSEEK_V3.rules, MLP_TYPES))
+    rules=(WRITE_LATENT, MLP_TYPES))
 DEEPSEEK_V32 = like(
     GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', defaults=dict(first_k_dense_replace=3), exports=False,
     ignored=('model.layers.N.*', '*.indexer.*'), harmless='index*',
@@ -685,7 +669,7 @@ GEMMA4 = like(
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
                 n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
     ours=dict(qk_norm=True, k_eq_v=False, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
-              expert_norms=True),
+              expert_norms=True, n_expert=0),
     theirs=dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0, use_bidirectional_attention='vision'),
     defaults=dict(final_logit_softcapping=None, hidden_size_per_layer_input=256, rope_parameters=dict(
         full_attention=dict(rope_type='proportional', partial_rotary_factor=0.25, rope_theta=1e6),
@@ -804,7 +788,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         DEEPSEEK_V3, 'DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
         ours=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
         theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
-        rules=(*DEEPSEEK_V3.rules, Rule(dict(topk_method=None), read_deepseek_v2, write_deepseek_v2))),
+        rules=(WRITE_LATENT, Rule(dict(topk_method=None), read_deepseek_v2, write_deepseek_v2))),
     'bloom': BLOOM,
     'falcon': FALCON,
     'gpt_neox': NEOX,
@@ -862,7 +846,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                     linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                     linear_conv_bias='use_conv_bias'),
         ours=dict(pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
-                  mixer_pattern=None),
+                  mixer_pattern=None, n_expert=0),
         theirs=dict(use_bias=False, mamba_hidden_act='silu'), harmless='n_shared_experts topk_method expand',
         defaults=dict(num_hidden_layers=0, mlp_hidden_act='relu2', attention_bias=False),
         names={**renamed(BAMBA, 'mamba|self_attn|mlp|feed_forward', 'mixer'),
@@ -896,7 +880,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rows={'attn.c_attn': None, 'attn.c_q': None, 'attn.conv': rows_convolution},
         layouts={'attn.conv': CONVOLUTION,
                  'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
-        rules=(Rule(dict(linear_attn_config=None), read_kimi_linear, write_kimi_linear), MLP_TYPES)),
+        rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(linear_attn_config=None), read_kimi_linear))),
     'phi': like(
         BASE, 'PhiForCausalLM',
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, head_dim=None),
@@ -977,7 +961,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         fields=dict(n_group=None, topk_group=None),
         ours=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
         theirs=dict(scoring_func='softmax', n_group=1, topk_group=1),
-        rules=(*DEEPSEEK_V3.rules, LENGTH_SCALE)),
+        rules=(WRITE_LATENT, LENGTH_SCALE)),
     'youtu': YOUTU,
     'minicpm3': like(
         YOUTU, 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
@@ -1067,7 +1051,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                     n_shared_expert='num_shared_experts'),
         ours=dict(qk_norm=True, norm_eps=1e-5), ignored=('mtp.*',), defaults=dict(first_k_dense_replace=1),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
-        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES, LOCAL_ROPE)),
+        rules=(MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
         DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
         fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
@@ -1078,7 +1062,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich', norm_eps=1e-5, n_dense_layer=1),
         names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
                'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
-        rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, converted(
+        rules=(LOCAL_ROPE, converted(
             'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
             lambda config: config.embed_scale != 1))),
     'hy_v3': like(
@@ -1088,7 +1072,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         harmless='n_group topk_group enable_moe_fp32_combine',
         ours=dict(qk_norm=True, norm_eps=1e-5, rope_base=11158840.0),
         names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
-        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES)),
+        rules=(MLP_TYPES,)),
     'minimax_m2': like(
         MIXTRAL, 'MiniMaxM2ForCausalLM', layers='L',
         ours=dict(qk_norm='whole', router='sigmoid', balance_bias=True, rope_base=5e6,
@@ -1106,7 +1090,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         theirs=dict(moe_layer_interval=1), harmless='moe_capacity moe_gate moe_norm_min moe_use_aux_free',
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
         rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
-        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie, check_shared),)),
+        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie),)),
     'glm4_moe_lite': GLM4_MOE_LITE,
     'deepseek_v32': DEEPSEEK_V32,
     'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
@@ -1265,8 +1249,8 @@ def config_from_hf(c):
             args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
         if isinstance(family.ours.get(ours), bool):  # theirs knows no third value
             args[ours] = bool(args[ours])
-    missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
-               if ours not in args}
+    needed = 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_expert', 'n_shared_expert'
+    missing = {theirs: None for ours, theirs in family.fields.items() if ours in needed and ours not in args}
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
@@ -1280,8 +1264,6 @@ def config_from_hf(c):
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:  # names each layer
         args.pop('n_dense_layer', None)
-    if 'E' in args.get('expert_pattern', 'E') and 'n_expert' in family.fields.keys() - args.keys():
-        refuse(c, **{family.fields['n_expert']: None})
     return config_of(args)
 
 
