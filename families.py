@@ -669,7 +669,7 @@ GEMMA4 = like(
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
                 n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
     ours=dict(qk_norm=True, k_eq_v=False, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
-              expert_norms=True, n_expert=0),
+              expert_norms=True),
     theirs=dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0, use_bidirectional_attention='vision'),
     defaults=dict(final_logit_softcapping=None, hidden_size_per_layer_input=256, rope_parameters=dict(
         full_attention=dict(rope_type='proportional', partial_rotary_factor=0.25, rope_theta=1e6),
@@ -846,7 +846,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                     linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                     linear_conv_bias='use_conv_bias'),
         ours=dict(pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
-                  mixer_pattern=None, n_expert=0),
+                  mixer_pattern=None),
         theirs=dict(use_bias=False, mamba_hidden_act='silu'), harmless='n_shared_experts topk_method expand',
         defaults=dict(num_hidden_layers=0, mlp_hidden_act='relu2', attention_bias=False),
         names={**renamed(BAMBA, 'mamba|self_attn|mlp|feed_forward', 'mixer'),
@@ -1249,8 +1249,8 @@ def config_from_hf(c):
             args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
         if isinstance(family.ours.get(ours), bool):  # theirs knows no third value
             args[ours] = bool(args[ours])
-    needed = 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_expert', 'n_shared_expert'
-    missing = {theirs: None for ours, theirs in family.fields.items() if ours in needed and ours not in args}
+    missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
+               if ours not in args}
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
@@ -1264,6 +1264,9 @@ def config_from_hf(c):
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:  # names each layer
         args.pop('n_dense_layer', None)
+    if 'E' in args.get('expert_pattern', 'E'):
+        refuse(c, **{theirs: None for ours, theirs in family.fields.items()
+                     if ours in ('n_expert', 'n_shared_expert') and ours not in args})
     return config_of(args)
 
 
