@@ -33,12 +33,11 @@ class Family(typing.NamedTuple):
     rules: tuple = ()           # of Rule
     rows: dict = {}             # our module or tensor, if they order its rows otherwise: a function (config,
     #                             the rows of each fused projection) -> our rows in each of their tensors
-    aliases: dict = {}          # parts of tensors' names in some files: as they are in `names`
     layouts: dict = {}          # our tensor: Layout
     ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
     harmless: str = ''          # patterns of their fields that change nothing
-    layers: str = 'L'           # LAYER_TYPES of the layers, repeated, if config.json does not say
-    layer_types: str = ''       # letters their layer_types may hold; '': transformers ignores them
+    layers: str = 'L'           # letters of LAYER_TYPES, repeated; if several, config.json's layer_types may
+    #                             say in which order, else transformers ignores these
     exports: bool = True        # False: its config.json can be read alone
 
 
@@ -250,20 +249,10 @@ def write_mpt(config, c):
     c['attn_config'] = {name: c.pop(name) for name in nested}
 
 
-def check_shared(config, c):
-    if not (config.n_expert and config.n_shared_expert):
-        raise ValueError('this family has experts and shared experts')
-
-
-def write_deepseek(config, c):
-    check_shared(config, c)
-    c['num_nextn_predict_layers'] = 0
-
-
 def write_latent(config, c):
     if config.qkv_bias and not config.q_lora_rank:
         raise ValueError('DeepSeek has no bias on queries that are not compressed')
-    c.update(num_key_value_heads=config.n_head, head_dim=config.qk_rope_head_dim)
+    c['num_key_value_heads'] = config.n_head
 
 
 def read_deepseek_v2(c, args):
@@ -320,10 +309,6 @@ def read_kimi_linear(c, args):
                     linear_n_key_head=own['num_heads'], linear_n_value_head=own['num_heads'],
                     linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
                         'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
-
-
-def write_kimi_linear(config, c):
-    c['num_key_value_heads'] = config.n_head
 
 
 def check_mamba(c, args):
@@ -519,10 +504,10 @@ BASE = Family(
 WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
 LLAMA = like(BASE, fields=dict(mlp_bias='mlp_bias'))
 MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=dict(qkv_bias=None, proj_bias=None))
-QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layer_types='SL',
+QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layers='SL',
              defaults=dict(use_sliding_window=False, max_window_layers=28))
 QWEN3 = like(BASE, 'Qwen3ForCausalLM', ours=dict(qk_norm=True),
-             layers='S', layer_types='SL', defaults=QWEN2.defaults)
+             layers='SL', defaults=QWEN2.defaults)
 OLMO2 = like(
     BASE, 'Olmo2ForCausalLM', fields=dict(head_dim=None),
     ours=dict(qk_norm='whole', norm_placement='output'),
@@ -541,7 +526,7 @@ FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all e
                  'mlp.experts.c_proj.weight': 'mlp.experts.down_proj'}
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 QWEN3_MOE = like(
-    QWEN3, 'Qwen3MoeForCausalLM', layer_types='', defaults=dict(max_window_layers=None),
+    QWEN3, 'Qwen3MoeForCausalLM', layers='S', defaults=dict(max_window_layers=None),
     ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=SPARSE_LAYERS)
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
@@ -554,7 +539,7 @@ LINEAR_FIELDS = dict(
 PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
-    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', layer_types='DL', fields=LINEAR_FIELDS,
+    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', fields=LINEAR_FIELDS,
     harmless='full_attention_interval',
     ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
     theirs=dict(hidden_act='silu'),  # the convolution's activation as well
@@ -580,8 +565,7 @@ DEEPSEEK_EXPERTS = like(
                 **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
     ours=dict(router='sigmoid', balance_bias=True),
     theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'),
-    names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'},
-    rules=(Rule({}, write=write_deepseek),))
+    names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'})
 LATENT = dict(
     ours=dict(qk_norm=None, kv_lora_rank=512, latent_norm_eps=1e-6),  # whatever rms_norm_eps is
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
@@ -593,13 +577,12 @@ LATENT = dict(
            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.c_kv': 'self_attn.kv_b_proj'},
     rows={'attn.c_attn': rows_latent_in, 'attn.c_q': rows_latent_query})
 WRITE_LATENT = Rule({}, write=write_latent)
-DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM',
-                   rules=(*DEEPSEEK_EXPERTS.rules, WRITE_LATENT))
+DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', rules=(WRITE_LATENT,))
 YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', ours=dict(tie_word_embeddings=True),
              harmless='embedding_initializer_range', rules=(WRITE_LATENT,))
 GLM4_MOE_LITE = like(
     DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', defaults=dict(first_k_dense_replace=1),
-    rules=(*DEEPSEEK_V3.rules, MLP_TYPES))
+    rules=(WRITE_LATENT, MLP_TYPES))
 DEEPSEEK_V32 = like(
     GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', defaults=dict(first_k_dense_replace=3), exports=False,
     ignored=('model.layers.N.*', '*.indexer.*'), harmless='index*',
@@ -672,7 +655,7 @@ MPT = like(
     rules=(Rule({}, write=write_mpt),))
 GEMMA = Rule({}, read_gemma)
 GEMMA2 = like(
-    BASE, 'Gemma2ForCausalLM', layers='SL', layer_types='SL',
+    BASE, 'Gemma2ForCausalLM', layers='SL',
     fields=dict(mlp='hidden_activation hidden_act',
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
     defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
@@ -738,7 +721,7 @@ GRANITE_MOE = like(
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
-WINDOWS_AND_SINKS = dict(layers='LSSS', layer_types='SL', ours=dict(attn_sink=True),
+WINDOWS_AND_SINKS = dict(layers='LSSS', ours=dict(attn_sink=True),
                          defaults=dict(sliding_window=128))
 LAYER_ROPE = Rule(dict(layer_rope_theta=None), read_layer_rope, write_layer_rope)
 SINK = {'attn.sink': 'self_attn.sinks'}
@@ -758,7 +741,7 @@ COHERE = like(
 ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
-    BASE, 'Lfm2ForCausalLM', layer_types='CL', theirs=dict(conv_bias=False),
+    BASE, 'Lfm2ForCausalLM', layers='CL', theirs=dict(conv_bias=False),
     fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
                 tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
                 linear_conv_kernel_dim='conv_L_cache'),
@@ -805,14 +788,14 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         DEEPSEEK_V3, 'DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
         ours=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
         theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
-        rules=(*DEEPSEEK_V3.rules, Rule(dict(topk_method=None), read_deepseek_v2, write_deepseek_v2))),
+        rules=(WRITE_LATENT, Rule(dict(topk_method=None), read_deepseek_v2, write_deepseek_v2))),
     'bloom': BLOOM,
     'falcon': FALCON,
     'gpt_neox': NEOX,
     'gpt2': GPT2,
     'mpt': MPT,
     'olmo2': OLMO2,
-    'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL', layer_types='SL',
+    'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL',
                   ours=dict(rope_base=5e5, local={}), defaults=dict(sliding_window=4096)),
     'gemma2': GEMMA2,
     'gemma3_text': like(
@@ -836,7 +819,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.experts.c_fc': 'feed_forward.experts.E.w1 feed_forward.experts.E.w3',
                'mlp.experts.c_proj': 'feed_forward.experts.E.w2'}),
     'lfm3': like(
-        LFM2, 'Lfm3ForCausalLM', layers='S', layer_types='CLS', rules=(),
+        LFM2, 'Lfm3ForCausalLM', layers='CLS', rules=(),
         ours=dict(norm_placement='sandwich', attn_gate='head', local={}),
         theirs=dict(use_sandwich_norm=True, use_attention_gate=True),
         fields=dict(d_ff='intermediate_size'),
@@ -845,7 +828,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'ln_4': 'post_ffn_norm'}),
     'bamba': BAMBA,
     'granitemoehybrid': like(
-        like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='B', layer_types='BL',
+        like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='BL',
         fields=dict(mlp=None, d_ff=None), theirs=dict(hidden_act='silu'),
         harmless='mamba_d_head attn_layer_indices',
         names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
@@ -875,7 +858,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                     read_nemotron_h, write_nemotron_h), TIME_STEPS,
                shared_width('moe_shared_expert_intermediate_size'))),
     'kimi_linear': like(
-        DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM', layer_types='KM',
+        DEEPSEEK_V3, 'KimiLinearForCausalLM', layers='KKKM',
         fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
                     n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
                     n_group='num_expert_group', norm_topk_prob='moe_renormalize',
@@ -897,8 +880,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rows={'attn.c_attn': None, 'attn.c_q': None, 'attn.conv': rows_convolution},
         layouts={'attn.conv': CONVOLUTION,
                  'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
-        aliases={'.mlp.': '.block_sparse_moe.'},
-        rules=(Rule(dict(linear_attn_config=None), read_kimi_linear, write_kimi_linear), MLP_TYPES)),
+        rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(linear_attn_config=None), read_kimi_linear))),
     'phi': like(
         BASE, 'PhiForCausalLM',
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, head_dim=None),
@@ -907,11 +889,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
                'mlp.c_proj': 'mlp.fc2'}),
     'smollm3': like(
-        LLAMA, 'SmolLM3ForCausalLM', layers='S', layer_types='SL',
+        LLAMA, 'SmolLM3ForCausalLM', layers='SL',
         defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
         rules=NO_ROPE),
     'gpt_oss': like(
-        BASE, 'GptOssForCausalLM', layers='SL', layer_types='SL',
+        BASE, 'GptOssForCausalLM', layers='SL',
         theirs=dict(swiglu_alpha=1.702, hidden_act='silu'),
         fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit', d_expert='intermediate_size'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
@@ -925,14 +907,14 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
                     read_minimind),)),
     'qwen2_moe': like(
-        QWEN2, 'Qwen2MoeForCausalLM', layers='L', layer_types='', defaults=dict(max_window_layers=None),
+        QWEN2, 'Qwen2MoeForCausalLM', layers='L',
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
         ours=dict(norm_topk_prob=False, shared_gate=True), names=SHARED_NAMES,
         rules=(*SPARSE_LAYERS, SHARED_EXPERT)),
     'qwen3_next': QWEN3_NEXT,
     'qwen3_5_text': QWEN3_5,
     'gemma': like(
-        GEMMA2, 'GemmaForCausalLM', layers='L', layer_types='', ours=dict(norm_placement='pre'),
+        GEMMA2, 'GemmaForCausalLM', layers='L', ours=dict(norm_placement='pre'),
         fields=dict(mlp='hidden_act hidden_activation', attn_softcap=None, logit_softcap=None),
         rules=(GEMMA,)),
     'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', ours=dict(norm_placement='pre'),
@@ -954,11 +936,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
     'cohere': COHERE,
     'cohere2': like(
-        COHERE, 'Cohere2ForCausalLM', layers='SSSL', layer_types='SL', ours=dict(rope_base=1e4),
+        COHERE, 'Cohere2ForCausalLM', layers='SSSL', ours=dict(rope_base=1e4),
         theirs=dict(position_embedding_type='rope_gptj'), defaults=dict(sliding_window=4096),
         rules=(ROPE_WHERE_SHORT,)),
     'exaone4': like(
-        MISTRAL, 'Exaone4ForCausalLM', layers='SSSL', layer_types='SL',
+        MISTRAL, 'Exaone4ForCausalLM', layers='SSSL',
         defaults=dict(sliding_window=4096),
         ours=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
         names=OLMO2.names),
@@ -971,7 +953,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                      ours=dict(qkv_bias=True)),
     'internlm3': LLAMA,
     'iquestcoder': LLAMA,
-    'ministral': like(MISTRAL, 'MinistralForCausalLM', layer_types='SL',
+    'ministral': like(MISTRAL, 'MinistralForCausalLM', layers='SL',
                       defaults=dict(sliding_window=4096)),
     'ministral3': like(MISTRAL, 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,)),
     'mistral4': like(
@@ -979,7 +961,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         fields=dict(n_group=None, topk_group=None),
         ours=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
         theirs=dict(scoring_func='softmax', n_group=1, topk_group=1),
-        rules=(*DEEPSEEK_V3.rules, LENGTH_SCALE)),
+        rules=(WRITE_LATENT, LENGTH_SCALE)),
     'youtu': YOUTU,
     'minicpm3': like(
         YOUTU, 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
@@ -990,10 +972,10 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             'logit_scale', 'dim_model_base', lambda given, args: given / args['n_embd'],
             lambda config: round(config.logit_scale * config.n_embd), 256))),
     'mellum': like(
-        QWEN3_MOE, 'MellumForCausalLM', layer_types='SL', defaults=dict(use_sliding_window=None),
+        QWEN3_MOE, 'MellumForCausalLM', layers='SL', defaults=dict(use_sliding_window=None),
         ours=dict(norm_topk_prob=True, local={}), ignored=('mtp.*',), rules=(MLP_TYPES,)),
     'flint': like(
-        QWEN3_MOE, 'FlintForCausalLM', layer_types='SL',
+        QWEN3_MOE, 'FlintForCausalLM', layers='SL',
         ours=dict(norm_topk_prob=True, attn_sink=True, router='sigmoid'),
         defaults=dict(use_sliding_window=None, mlp_only_layers=[0, 1]),
         names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
@@ -1007,7 +989,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
         rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size'))),
     'cwm': like(
-        MISTRAL, 'CwmForCausalLM', layers='LSSS', layer_types='SL', fields=dict(mlp_bias='mlp_bias'),
+        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=dict(mlp_bias='mlp_bias'),
         ours=dict(rope_base=1e6), defaults=dict(sliding_window=8192)),
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
@@ -1060,18 +1042,18 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
         ours=dict(partial_rotary_factor=None, rope_base=1e6)),
     'dots1': like(
-        DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='S', layer_types='SL',
+        DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
         ours=dict(qk_norm=True, norm_topk_prob=False), theirs=dict(scoring_func=None),
         defaults=dict(max_window_layers=62), harmless='scoring_func'),
     'exaone_moe': like(
-        DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL', layer_types='SL',
+        DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
         fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
                     n_shared_expert='num_shared_experts'),
         ours=dict(qk_norm=True, norm_eps=1e-5), ignored=('mtp.*',), defaults=dict(first_k_dense_replace=1),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
-        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES, LOCAL_ROPE)),
+        rules=(MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
-        DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL', layer_types='SL',
+        DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
         fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
                     qkv_bias=None, proj_bias=None),
         theirs=dict(score_func='sigmoid', route_norm=True),
@@ -1080,7 +1062,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich', norm_eps=1e-5, n_dense_layer=1),
         names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
                'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
-        rules=(*DEEPSEEK_EXPERTS.rules, LOCAL_ROPE, converted(
+        rules=(LOCAL_ROPE, converted(
             'embed_scale', 'mup_enabled', lambda given, args: args['n_embd'] ** 0.5 if given else 1.0,
             lambda config: config.embed_scale != 1))),
     'hy_v3': like(
@@ -1090,7 +1072,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         harmless='n_group topk_group enable_moe_fp32_combine',
         ours=dict(qk_norm=True, norm_eps=1e-5, rope_base=11158840.0),
         names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
-        rules=(*DEEPSEEK_EXPERTS.rules, MLP_TYPES)),
+        rules=(MLP_TYPES,)),
     'minimax_m2': like(
         MIXTRAL, 'MiniMaxM2ForCausalLM', layers='L',
         ours=dict(qk_norm='whole', router='sigmoid', balance_bias=True, rope_base=5e6,
@@ -1108,7 +1090,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         theirs=dict(moe_layer_interval=1), harmless='moe_capacity moe_gate moe_norm_min moe_use_aux_free',
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
         rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
-        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie, check_shared),)),
+        rules=(Rule(dict(moe_layer_end_index=-1), read_ernie),)),
     'glm4_moe_lite': GLM4_MOE_LITE,
     'deepseek_v32': DEEPSEEK_V32,
     'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
@@ -1282,8 +1264,9 @@ def config_from_hf(c):
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:  # names each layer
         args.pop('n_dense_layer', None)
-    if 'E' in args.get('expert_pattern', 'E') and 'n_expert' in family.fields.keys() - args.keys():
-        refuse(c, **{family.fields['n_expert']: None})
+    if 'E' in args.get('expert_pattern', 'E'):
+        refuse(c, **{theirs: None for ours, theirs in family.fields.items()
+                     if ours in ('n_expert', 'n_shared_expert') and ours not in args})
     return config_of(args)
 
 
@@ -1368,21 +1351,21 @@ def read_layers(c, args, family):
     period = (c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
               or c.get('full_attention_interval'))
     is_used = size and c.get('use_sliding_window', True)
-    if is_used and 'S' not in family.layers:
+    if is_used and 'S' not in layers:
         refuse(c, sliding_window=size)
-    if isinstance(period, int):
-        layers = layers[0] * (period - 1) + 'L'
-    if 'max_window_layers' in family.defaults:  # counts first layers without a window
-        layers = 'L' * (c['max_window_layers'] or 0) + layers * args['n_layer']
-    if family.layer_types and c.get('layer_types'):
-        letters = {LAYER_TYPES[one]: one for one in family.layer_types}
+    if len({*layers}) > 1 and c.get('layer_types'):
+        letters = {LAYER_TYPES[one]: one for one in layers}
         if unknown := set(c['layer_types']) - letters.keys():
             refuse(c, layer_types=unknown)
         layers = ''.join(letters[one] for one in c['layer_types'])
+    elif 'max_window_layers' in family.defaults:  # counts first layers without a window
+        layers = 'L' * (c['max_window_layers'] or 0) + 'S' * args['n_layer']
+    elif isinstance(period, int):
+        layers = layers[0] * (period - 1) + 'L'
     layers = layers[:args['n_layer']]
     if is_used:
         args.update(window=size, window_pattern=re.sub('[^S]', 'L', layers))
-    if family.layer_types.strip('SL'):
+    if layers.strip('SL'):
         args['mixer_pattern'] = re.sub('[SL]', 'A', layers)
 
 
@@ -1392,7 +1375,7 @@ def write_layers(config, c, family):
         if size is None and 'L' in family.layers:  # a number is expected
             size = config.block_size
         c.update(sliding_window=size, use_sliding_window=config.window is not None, max_window_layers=0)
-    if family.layer_types:
+    if len({*family.layers}) > 1:
         c['layer_types'] = [LAYER_TYPES.get(config.mixer_of(i)) or
                             LAYER_TYPES['L' if config.window_of(i) is None else 'S']
                             for i in range(config.n_layer)]

@@ -156,9 +156,10 @@ def read_headers(folder):
 
 
 def bare(name):
-    """A tensor's name without what precedes it in some files: GPT-2 and BLOOM, as first published, lack
-    'transformer.', larger models have 'model.language_model.'."""
-    return re.sub(r'^((model|transformer|language_model|text_model|llm|thinker)\.)+', '', name)
+    """A tensor's name without what only some files have: GPT-2 and BLOOM, as first published, lack
+    'transformer.', larger models have 'model.language_model.', and Kimi Linear gives its MLPs either name."""
+    name = re.sub(r'^((model|transformer|language_model|text_model|llm|thinker)\.)+', '', name)
+    return name.replace('.block_sparse_moe.', '.mlp.')
 
 
 IGNORED = ('*vision*', '*audio*', '*projector*', '*.attn.bias', '*.attn.masked_bias', '*.attention.bias',
@@ -200,8 +201,6 @@ def read_published(path):
         return read_gguf(path)
     c = text_config(read_json(path, 'config.json'))
     config, family, stored = config_from_hf(c), FAMILIES[c['model_type']], read_headers(path)
-    for alias, name in family.aliases.items():
-        stored = {theirs.replace(alias, name): one for theirs, one in stored.items()}
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
         family = like(family, names=FUSED_EXPERTS)
     return c, config, (family, bare), stored
@@ -525,7 +524,7 @@ def print_families():
     for kind, family in FAMILIES.items():
         needs = [f'{name}={value}' for name, value in family.ours.items()
                  if value != getattr(GPTConfig, name)]
-        letters = f"mixers {family.layer_types}, " if family.layer_types.strip('SL') else ''
+        letters = f"mixers {family.layers}, " if family.layers.strip('SL') else ''
         print(f"{kind:20} {'read, written' if family.exports else 'read':15} {letters}{', '.join(needs)}")
     print(f"{len(FAMILIES)} families")
 
