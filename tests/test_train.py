@@ -327,7 +327,7 @@ def test_more_memory_than_there_is_is_said_with_settings_that_fit(monkeypatch, c
         assert said in capsys.readouterr().out
     assert given_back == [2**20] * 3
     monkeypatch.setattr(flat_train, 'memory_at_hand', lambda device: 2**40)
-    flat_train.plan_memory(model, CPU, config, 2, 24)
+    flat_train.plan_memory(model, CPU, config, 2, 24, compile=False)
     out = capsys.readouterr().out
     assert 'gaps' in out and 'warning' not in out and len(given_back) == 3
 
@@ -338,7 +338,7 @@ def test_a_run_goes_on_without_a_forecast(capsys, monkeypatch):
     forward = type(model.ln_f).forward
     monkeypatch.setattr(type(model.ln_f), 'forward',
                         lambda norm, x: forward(norm, x) * float(x.sum() > 0))
-    flat_train.plan_memory(model, CPU, flat_train.config, 1, 2)
+    flat_train.plan_memory(model, CPU, flat_train.config, 1, 2, compile=False)
     assert 'no forecast of memory' in capsys.readouterr().out
 
 
