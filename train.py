@@ -833,9 +833,8 @@ def run_settings(config, given, rest):
 def start_lora(model, config, rest):
     """Gives a trained model adapters; returns their part of a checkpoint."""
     path, rank, alpha = rest.get('path'), config['lora_rank'], config['lora_alpha']
-    if path is None or rest.get('lora'):
-        raise ValueError(f"lora_rank={rank} needs a trained model without adapters: give --init_from; of a "
-                         "run with adapters `python hub.py export` makes one")
+    if not path:
+        raise ValueError(f"lora_rank={rank} needs a trained model: give --init_from")
     if os.path.realpath(os.path.dirname(path)) == os.path.realpath(config['out_dir']):
         raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is: give "
                          "another --out_dir")
