@@ -298,7 +298,7 @@ def check_dropout(config):
     """Keyed by seed, iteration and rank; everywhere in training, nowhere else."""
     draws = []
     for key in (1, 1, 0), (1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1):
-        train.seed_dropout(*key, 'cpu')
+        train.seed_dropout(*key)
         draws.append(torch.rand(()).item())
     require(draws[0] == draws[1] and len({*draws}) == 4, 'it is no function of seed, iteration and rank')
     for p in config.dropout, 0.0:

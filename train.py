@@ -131,6 +131,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -202,8 +203,7 @@ def sequence_order(seed, epoch, n):
 
 def sequence_indices(first, count, n, seed):
     """(count,) indices of the sequences from place `first` of the run on; an epoch has n."""
-    sample = np.arange(first, first + count)
-    return np.array([sequence_order(seed, int(s // n), n)[s % n] for s in sample])
+    return np.array([sequence_order(seed, i // n, n)[i % n] for i in range(first, first + count)])
 
 
 def share_batch(gradient_accumulation_steps, batch_size, ranks):
@@ -250,26 +250,26 @@ def evaluate(model, bins, batches, batch_size, machine):
     block_size = model.config.block_size
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
-    chosen = np.arange(count) * n // count
-    total = total_targets = 0
+    totals = np.zeros(2)  # of losses, of targets
     model.eval()
     for start in range(0, count, RANKS * batch_size):  # as many on each rank: sharded models need it
-        part = chosen[start + RANK * batch_size:][:batch_size]
-        inputs, targets = bins.batch(np.resize(part, batch_size), block_size)  # full, so nothing recompiles
-        targets = np.where(np.arange(batch_size)[:, None] < len(part), targets, -1)
+        places = np.arange(batch_size) + start + RANK * batch_size
+        # full, so that nothing recompiles; beyond the last come the first again, without targets
+        inputs, targets = bins.batch(places % count * n // count, block_size)
+        targets = np.where(places[:, None] < count, targets, -1)
         n_targets = np.count_nonzero(targets != -1)
         with machine.autocast():
             loss, _ = model(*to_device((inputs, targets), machine.device))
-        total += loss.item() * n_targets
-        total_targets += n_targets
+        totals += loss.item() * n_targets, n_targets
     model.train()
-    total, total_targets = all_reduce(torch.tensor([total, total_targets], dtype=torch.float64)).tolist()
-    return total / max(total_targets, 1), int(total_targets)
+    total, n_targets = all_reduce(torch.from_numpy(totals)).tolist()
+    return total / max(n_targets, 1), int(n_targets)
 
 
 def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
     """Prints the losses of both splits. Returns those of val, columns of the log."""
-    n, batch_size = run.config['eval_iters'], run.config['batch_size']
+    n = run.config['eval_iters']
+    batch_size = run.config['batch_size']
     val_loss, count = evaluate(run.evaluated, val_bins, n, batch_size, run.machine)
     train_loss, _ = evaluate(run.evaluated, train_bins, max(1, n // 4), batch_size, run.machine)
     bpb = val_loss / math.log(2) / bytes_per_token if bytes_per_token else None
@@ -281,10 +281,10 @@ def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
 
 def print_sample(run, tokenizer, bins):
     """Prints sample_tokens tokens after the first of val. Of a sharded model all ranks compute the same."""
-    first_token = bins.batch([0], run.model.config.block_size)[0][0, :1].tolist()
+    prompts = bins.batch([0], 1)[0].tolist()
     run.model.eval()
     with run.machine.autocast():
-        text, _ = complete(run.model, tokenizer, [first_token], run.config['sample_tokens'],
+        text, _ = complete(run.model, tokenizer, prompts, run.config['sample_tokens'],
                            seed=run.config['seed'])
     run.model.train()
     print0(f"{'-' * 15} sample:\n{text[0]}\n{'-' * 15}")
@@ -302,7 +302,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr, row_splits, momentum, evens):
         super().__init__(params, dict(lr=lr, momentum=momentum))
-        self.row_splits, self.evens = row_splits, evens
+        self.row_splits = row_splits
+        self.evens = evens
 
     @torch.no_grad()
     def step(self):
@@ -315,7 +316,8 @@ class Muon(torch.optim.Optimizer):
                     self.state[w]['momentum_buffer'] = torch.zeros_like(w)
                     if self.evens:
                         self.state[w]['row_squares'] = torch.zeros(*w.shape[:-1], 1, device=w.device)
-            grads, buffers = [w.grad for w in params], [self.state[w]['momentum_buffer'] for w in params]
+            grads = [w.grad for w in params]
+            buffers = [self.state[w]['momentum_buffer'] for w in params]
             if torch.is_tensor(kept):  # momentum that is its own gradient stays
                 for grad, momentum in zip(grads, buffers):
                     torch.where(kept > 0, grad, momentum, out=grad)
@@ -330,7 +332,8 @@ class Muon(torch.optim.Optimizer):
 
     def move(self, pairs, lr, kept):
         """Orthogonalises and subtracts updates; pairs: (parameter, update)."""
-        matrices, changes = collections.defaultdict(list), []  # by shape; of sharded parameters
+        matrices = collections.defaultdict(list)  # by shape
+        changes = []  # of sharded parameters
         for w, update in pairs:
             target = w
             if is_sharded(update):
@@ -353,37 +356,37 @@ class Muon(torch.optim.Optimizer):
             w.add_(shard_like(w, change))
 
 
-def even_rows(updates, squares, kept=1.0, beta=0.95, eps=1e-10):
+def even_rows(updates, squares, kept=1.0, beta=0.95):
     """NorMuon (arXiv:2510.05491): divides the rows of n updates (n, rows, columns) by the roots of running
     means of their squares, n tensors (rows, 1), which it moves unless kept is 0. Each matrix keeps its norm,
     as in modded-nanogpt; the paper sets it."""
     means = torch.stack(squares).lerp(updates.square().mean(-1, keepdim=True), (1 - beta) * kept)
     torch._foreach_copy_(squares, [*means])
-    even = updates / (means + eps).sqrt()
+    even = updates / (means + 1e-10).sqrt()
     norm, had = (x.norm(dim=(1, 2), keepdim=True) for x in (even, updates))
-    return even * (had / norm.clamp(min=eps))
+    return even * (had / norm.clamp(min=1e-10))
 
 
 def orthogonalise_shared(matrices):
     """n matrices of one shape -> (n, rows, columns) bfloat16. Each rank computes a share."""
-    if RANKS == 1:
-        return orthogonalise(torch.stack(matrices))
     share = -(-len(matrices) // RANKS)
     padded = matrices + (torch.zeros_like(matrices[0]),) * (share * RANKS - len(matrices))
-    mine = orthogonalise(torch.stack(padded[share * RANK:][:share])).contiguous()
+    mine = orthogonalise(torch.stack(padded[share * RANK:][:share]))
+    if RANKS == 1:
+        return mine
     gathered = mine.new_empty(share * RANKS, *mine.shape[1:])
-    dist.all_gather_into_tensor(gathered, mine)
+    dist.all_gather_into_tensor(gathered, mine.contiguous())
     return gathered[:len(matrices)]
 
 
-def orthogonalise(x, steps=5, eps=1e-7):
-    """(n, rows, columns) -> bfloat16, with singular values near 1, by Jordan's Newton-Schulz iteration."""
+def orthogonalise(x):
+    """(n, rows, columns) -> bfloat16, singular values near 1, by five steps of Jordan's Newton-Schulz."""
     a, b, c = 3.4445, -4.775, 2.0315
     x = x.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
@@ -459,12 +462,11 @@ def shard_model(model, machine):
     in the compute dtype while it computes. Small ones, which the model reads in float32, stay whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    mesh = init_device_mesh(machine.device_type, (dist.get_world_size(),))
-    compute = None if machine.dtype == torch.float32 else machine.dtype
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh = init_device_mesh(machine.device_type, (RANKS,))
+    policy = MixedPrecisionPolicy(machine.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = {w for name, w in model.named_parameters()
              if not GROUPS[model.tags[name].group] or 'router.' in name}
-    for part in (*model.h, model):
+    for part in *model.h, model:
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
 
 
@@ -478,11 +480,13 @@ def forward_recomputed(block, x, context):
     """The forward of a checkpointed block. Both of its runs find what the layers before handed on. Raises
     ValueError if a layer changes the context other than by hand_on."""
     def fixed(context):
-        return tree_leaves({**vars(context), 'handed': None, 'routing': None})
-    base, handed, before = context.base, dict(context.handed), fixed(context)
+        return tree_leaves(vars(context) | {'handed': None, 'routing': None})
+    base = context.base
+    handed = dict(context.handed)
+    before = fixed(context)
 
     def require_unchanged(own):
-        if len(before) != len(fixed(own)) or any(a is not b for a, b in zip(before, fixed(own))):
+        if [*map(id, fixed(own))] != [*map(id, before)]:
             raise ValueError("checkpoint_activations would lose how a layer changes the context: let it call "
                              "context.hand_on")
 
@@ -533,7 +537,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.changes, self.known = [], weakref.WeakSet()
+        self.changes = []
+        self.known = weakref.WeakSet()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         found = operation(*args, **kwargs or {})
@@ -551,7 +556,8 @@ def forecast(model, machine, config, batch_size):
     earlier micro-batches are there, experts used evenly. 'process': what this process has taken otherwise."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # its first operation takes a second or two
     weights = [*model.parameters(), *model.buffers()]
-    size, is_here = sum(w.nbytes for w in weights), not weights[0].is_meta
+    size = sum(w.nbytes for w in weights)
+    is_here = not weights[0].is_meta
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:  # a layer may have plain tensors
         # deepcopy takes what stands here under an object's id, and copies the rest of the model
         new = {id(w): torch.nn.Parameter(torch.empty_like(w, device=machine.device), w.requires_grad)
@@ -571,12 +577,14 @@ def forecast(model, machine, config, batch_size):
         lasting = sum(live.changes)
         x = torch.zeros(batch_size, model.config.block_size, dtype=torch.long, device=machine.device)
         gradients(run, [(x, x, 1.0)])
-    total, shards = np.cumsum(live.changes), RANKS if config['shard'] else 1
+    total = np.cumsum(live.changes)
+    shards = RANKS if config['shard'] else 1
     # sharded, a block and the next are gathered, and there are two copies of a block's gradients
     parts = {'weights, gradients, optimizer': lasting / shards,
              'activations': total.max() - lasting + (shards > 1) * 4 * size / len(model.h)}
     tensors = total - total.max() + sum(parts.values())
-    return {**parts, 'process': max(0, (peak_mb(machine.device) or 0) * 2**20 - is_here * size)}, tensors
+    parts['process'] = max(0, (peak_mb(machine.device) or 0) * 2**20 - is_here * size)
+    return parts, tensors
 
 
 def largest_batch(limit, model, machine, config):
@@ -593,9 +601,9 @@ def describe_memory(parts):
     return f"memory: {sum(parts.values()) / 1e9:,.2f} GB at the peak, uncompiled ({sizes})"
 
 
-def plan_memory(model, machine, config, accumulation, micro_batch, compile=False):
+def plan_memory(model, machine, config, accumulation, micro_batch, compile):
     """Prints the forecast, and where it is more than the memory at hand, settings that fit."""
-    limit, share = memory_at_hand(machine.device), accumulation * micro_batch
+    limit = memory_at_hand(machine.device)
     try:
         parts, _ = forecast(model, machine, config, micro_batch)
     except RuntimeError as error:  # of an operator that needs data, as a new layer may have; or it is wrong
@@ -607,6 +615,7 @@ def plan_memory(model, machine, config, accumulation, micro_batch, compile=False
         parts['gaps'] = (need - parts['process']) / 4
     print0(f"{describe_memory(parts)}; {machine.device} has {limit / 1e9:,.2f}")
     if need > limit:
+        share = accumulation * micro_batch
         largest = largest_batch(limit, model, machine, config)
         fits = [f"--batch_size={n} --gradient_accumulation_steps={share // n * RANKS} fits, "
                 for n in range(1, micro_batch) if n <= largest and share % n == 0]
@@ -654,8 +663,8 @@ class Run:
                 return x
             x = x.full_tensor()
             return x.cpu() if RANK == 0 else None
-        state = {'model': lora_state(self.model) or self.model.state_dict(),
-                 **{name: vars(self)[name] for name in NUMBERS}}
+        state = {'model': lora_state(self.model) or self.model.state_dict()}
+        state.update((name, vars(self)[name]) for name in NUMBERS)
         if optimizers:
             state.update(optimizer=[opt.state_dict() for opt in self.optimizers],
                          scaler=self.scaler.state_dict())
@@ -677,12 +686,13 @@ def step(run, batch, measured=False):
     measured: with the size of the update, which waits."""
     lr = lr_at(run.iter_num, run.config)
     set_rates(run.optimizers, lr)
-    seed_dropout(run.config['seed'], run.iter_num, RANK, run.machine.device)
+    seed_dropout(run.config['seed'], run.iter_num, RANK)
     loss, load = gradients(run, batch)
     before = [w.detach().clone() for w in run.params] if measured else None
     grad_norm, moved = update(run, load)
     run.iter_num += 1
-    run.skips, run.in_a_row = run.skips + ~moved, (run.in_a_row + 1) * ~moved
+    run.skips = run.skips + ~moved
+    run.in_a_row = (run.in_a_row + 1) * ~moved
     return {'iter': run.iter_num, 'loss': loss, 'lr': lr, 'grad_norm': grad_norm,
             'update_ratio': relative_change(run.params, before) if measured else None,
             # the largest load of an expert, over an even share
@@ -692,7 +702,9 @@ def step(run, batch, measured=False):
 def gradients(run, batch):
     """Adds up the gradients of a batch by read_batches. Returns the mean loss and the experts' load, or
     None."""
-    config, losses, loads = run.config, torch.zeros((), device=batch[0][0].device), []
+    config = run.config
+    losses = []
+    loads = []
     of_logits = any(function and config[setting] for setting, function in LOSSES.values())
     for i, (inputs, targets, weight) in enumerate(batch, 1):
         if isinstance(run.forward, DDP):  # gradients travel with the last micro-batch only
@@ -700,61 +712,61 @@ def gradients(run, batch):
         with run.machine.autocast():
             loss, aux = run.forward(inputs, targets, keep=inputs.shape[1] if of_logits else None)
         loss = loss * weight
-        losses += loss.detach()
+        losses.append(loss.detach())
         for name, (setting, function) in LOSSES.items():
             if function and config[setting]:
                 aux[name] = function(aux['logits'], targets) * weight
-            loss = loss + config[setting] * aux[name] if name in aux else loss
+            if name in aux:
+                loss = loss + config[setting] * aux[name]
         if 'load' in aux:  # a model with experts
             loads.append(aux['load'])
         # where the loss is not finite no gradient is, on any rank
         loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
         run.scaler.scale(loss / len(batch)).backward()
-    return losses / len(batch), all_reduce(sum(loads)) if loads else None
+    return sum(losses) / len(batch), all_reduce(sum(loads)) if loads else None
 
 
 def update(run, load):
     """Clips the gradients and steps, unless one is not finite; clears them. load: the experts', or None.
     Returns (norm of the gradient, whether the weights moved), 0-d tensors."""
-    config, params, scaler = run.config, run.params, run.scaler
+    config = run.config
+    params = run.params
     for opt in run.optimizers:
-        scaler.unscale_(opt)
-    device, sharded = params[0].device.type, any(map(is_sharded, params))
+        run.scaler.unscale_(opt)
+    sharded = any(map(is_sharded, params))
     for w in params:
         if sharded and not is_sharded(w) and w.grad is not None:  # FSDP reduces the others
             all_reduce(w.grad).div_(RANKS)
     with mixed(params):
-        grad_norm = gather(torch.nn.utils.clip_grad_norm_(params, config['grad_clip'] or math.inf,
-                                                          foreach=device != 'mps'))
+        grad_norm = gather(clip_grad_norm_(params, config['grad_clip'] or math.inf, foreach=sharded or None))
         moved = grad_norm.isfinite()
-        waits = sharded or device == 'mps' or scaler.is_enabled()
+        waits = sharded or run.machine.device == 'mps'
         for opt in run.optimizers:
             if getattr(opt, '_step_supports_amp_scaling', False) and not waits:
                 opt.found_inf = (~moved).float()  # the device decides, the host does not wait
-                opt.step()
-            elif moved:
-                scaler.step(opt)
+            elif not moved:
+                continue
+            opt.step()
     if run.model.config.balance_bias and not config['lora_rank']:  # adapters are all that is trained
         move_balance(run.model, load, config['balance_rate'] * moved)
-    scaler.update()
+    run.scaler.update()
     for opt in run.optimizers:
-        opt.zero_grad(set_to_none=True)
+        opt.zero_grad()
     return grad_norm, moved
 
 
-def seed_dropout(seed, it, rank, device):
+def seed_dropout(seed, it, rank):
     """Makes dropout a function of (seed, iteration, rank)."""
-    generator = torch.default_generator if device == 'cpu' else torch  # torch seeds CUDA too
-    generator.manual_seed(int(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0]))
+    torch.manual_seed(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0])
 
 
+@torch.no_grad()
 def relative_change(params, before):
     """Norm of an update over the norm of the weights `before` it, which it overwrites."""
-    norm = torch.nn.utils.get_total_norm
     with mixed(params):
-        size = norm(before)
-        torch._foreach_sub_(before, [w.detach() for w in params])
-        return (gather(norm(before)) / gather(size)).item()
+        size = get_total_norm(before)
+        torch._foreach_sub_(before, params)
+        return (gather(get_total_norm(before)) / gather(size)).item()
 
 
 MAX_SKIPPED = 10  # skipped updates in a row that end the run
@@ -763,7 +775,8 @@ MAX_SKIPPED = 10  # skipped updates in a row that end the run
 def count_skips(run):
     """Tells the updates skipped since the last row, for which it waits. Raises ValueError if MAX_SKIPPED were
     in a row."""
-    skips, run.skips = int(run.skips), 0
+    skips = int(run.skips)
+    run.skips = 0
     run.skipped += skips
     if skips:
         print0(f"iter {run.iter_num}: a loss or gradient was not finite, updates skipped: {skips}, "
@@ -786,12 +799,11 @@ def diverge(run, event):
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
     """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError for another
     field than those CHANGEABLE."""
-    resumed = init_from == 'resume'
+    tuned = init_from != 'resume'
     changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
-    if meta and not resumed:
-        changes = {**packed(meta), **changes}
-    model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=not resumed, merge=not resumed,
-                                  **changes)
+    if meta:
+        changes = packed(meta) | changes
+    model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, **changes)
     for name, value in asked.items():
         was = rest['model_args'][name]
         if name not in CHANGEABLE and value not in (None, was):
@@ -815,28 +827,32 @@ FIXED = {'optimizer', 'lr_scales', 'lora_rank', 'lora_alpha', 'lora_targets'}
 def run_settings(config, given, rest):
     """config with the one of LENGTH given last alone; resuming from `rest`, a checkpoint, with its values of
     all that is not `given`. Raises ValueError if one of FIXED differs."""
-    last = next((name for name in reversed(given) if name in LENGTH and config[name] is not None), None)
-    if last:
-        config = {**config, **dict.fromkeys(LENGTH - {'max_iters', last})}
     was = rest.get('config', {})
-    changed = {name: was[name] for name in was.keys() & config.keys() if was[name] != config[name]}
+    ours = given.keys() | COMMAND
+    lengths = [name for name in given if name in LENGTH and config[name] is not None]
+    if lengths:
+        ours |= LENGTH
+        config = config | dict.fromkeys(LENGTH - {'max_iters', lengths[-1]})
+    if 'runtime' not in rest:
+        ours |= MACHINE
+    changed = {name: was[name] for name in config if name in was and was[name] != config[name]}
     for name in FIXED & changed.keys() & given.keys():
         raise ValueError(f"{name}={config[name]!r} differs from {rest['path']}, which has {was[name]!r}: "
                          f"leave it out, or fine-tune with --init_from={shlex.quote(rest['path'])}")
-    ours = given.keys() | COMMAND | (LENGTH if last else set()) | (set() if 'runtime' in rest else MACHINE)
-    taken = {name: changed[name] for name in config if name in changed.keys() - ours}
+    taken = {name: changed[name] for name in changed if name not in ours}
     if taken:
         show(rest['path'], taken)
-    return {**config, **taken}
+    return config | taken
 
 
 def start_lora(model, config, rest):
     """Gives a trained model adapters; returns their part of a checkpoint."""
-    path, rank, alpha = rest.get('path'), config['lora_rank'], config['lora_alpha']
-    if path is None or rest.get('lora'):
-        raise ValueError(f"lora_rank={rank} needs a trained model without adapters: give --init_from; of a "
-                         "run with adapters `python hub.py export` makes one")
-    if os.path.realpath(os.path.dirname(path)) == os.path.realpath(config['out_dir']):
+    path = rest.get('path')
+    rank = config['lora_rank']
+    alpha = config['lora_alpha']
+    if not path:
+        raise ValueError(f"lora_rank={rank} needs a trained model: give --init_from")
+    if Path(path).parent.resolve() == Path(config['out_dir']).resolve():
         raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is: give "
                          "another --out_dir")
     targets = re.findall(r'[^\s,]+', config['lora_targets'])
@@ -848,29 +864,31 @@ def start_lora(model, config, rest):
 
 # checkpoints and log ----------------------------------------------------------------------------------------
 
-def save(run, name, constant, optimizers=True):
-    """Writes a checkpoint; the old file is kept until all of it is written."""
-    path, state = Path(run.config['out_dir'], name), run.snapshot(optimizers)
+def save(run, name, constant):
+    """Writes ckpt.pt, or best.pt, without optimizers; the old file is kept until all of it is written."""
+    state = run.snapshot(name == 'ckpt.pt')
+    path = Path(run.config['out_dir'], name)
+    temp = path.with_suffix('.tmp')
     if RANK == 0:
         try:
-            torch.save({**constant, **state}, path.with_suffix('.tmp'))
-            path.with_suffix('.tmp').replace(path)
+            torch.save(constant | state, temp)
+            temp.replace(path)
         finally:
-            path.with_suffix('.tmp').unlink(missing_ok=True)  # of a full disk
+            temp.unlink(missing_ok=True)  # of a full disk
 
 
 def keep_last(out_dir, it, keep):
     """Copies ckpt.pt, and removes all but the last `keep` copies."""
-    shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, f'ckpt-{it}.pt'))
-    copies = [path for path in Path(out_dir).glob('ckpt-*.pt') if path.stem[5:].isdigit()]
-    for path in sorted(copies, key=lambda path: int(path.stem[5:]))[:-keep]:
-        path.unlink()
+    shutil.copyfile(f'{out_dir}/ckpt.pt', f'{out_dir}/ckpt-{it}.pt')
+    kept = sorted(int(path.stem[5:]) for path in Path(out_dir).glob('ckpt-*.pt') if path.stem[5:].isdigit())
+    for old in kept[:-keep]:
+        os.remove(f'{out_dir}/ckpt-{old}.pt')
 
 
 def lock_folder(out_dir):
     """Makes out_dir, and locks it until the file it returns is closed."""
     os.makedirs(out_dir, exist_ok=True)
-    f = open(os.path.join(out_dir, 'lock'), 'w')  # noqa: SIM115
+    f = open(f'{out_dir}/lock', 'w')  # noqa: SIM115
     try:
         import fcntl
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -884,15 +902,16 @@ def lock_folder(out_dir):
 
 def set_aside(out_dir, resumed, keep_best):
     """Renames an earlier run's files, ckpt.pt to ckpt.old-3.pt; resuming, a best.pt no longer kept."""
+    folder = Path(out_dir)
     if resumed and keep_best:
-        if not Path(out_dir, 'best.pt').exists():  # nanoGPT's ckpt.pt is its best
-            shutil.copyfile(Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt'))
+        if not (folder / 'best.pt').exists():  # nanoGPT's ckpt.pt is its best
+            shutil.copyfile(folder / 'ckpt.pt', folder / 'best.pt')
         return
     names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
     number = 1
-    while any(Path(out_dir).glob(f'*.old-{number}.*')):
+    while any(folder.glob(f'*.old-{number}.*')):
         number += 1
-    for path in sorted(Path(out_dir).iterdir()):
+    for path in sorted(folder.iterdir()):
         if re.fullmatch(names, path.name):
             new = path.rename(path.with_name(f'{path.stem}.old-{number}{path.suffix}'))
             print0(f"{path} of the run before is now {new}")
@@ -917,22 +936,24 @@ LOG_FIELDS = {  # columns of log.csv and their formats
 def start_log(path, after):
     """Writes a log's header, and the whole rows up to iteration `after` of a log that is there."""
     rows = []
-    if after and os.path.exists(path):
+    if os.path.exists(path):
         rows = [row for row in csv.DictReader(Path(path).read_text('utf-8').splitlines())
                 if None not in row.values() and int(row['iter']) <= after]
-    with open(path + '.tmp', 'w', encoding='utf-8', newline='') as f:
+    temp = f'{path}.tmp'
+    with open(temp, 'w', encoding='utf-8', newline='') as f:
         writer = csv.DictWriter(f, LOG_FIELDS, extrasaction='ignore')
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(path + '.tmp', path)
+    os.replace(temp, path)
 
 
 def log_row(path, wandb_run, row):
-    """Adds a row, a dict by LOG_FIELDS of numbers or tensors, to a log and to wandb's run, if any."""
+    """Adds rank 0's row, a dict by LOG_FIELDS of numbers or tensors, to a log and to wandb's run, if any."""
     row = {name: value for name, value in row.items() if value is not None}
-    with open(path, 'a', encoding='utf-8', newline='') as f:
-        csv.DictWriter(f, LOG_FIELDS).writerow({name: format(value, LOG_FIELDS[name])
-                                                for name, value in row.items()})
+    if RANK == 0:
+        with open(path, 'a', encoding='utf-8', newline='') as f:
+            csv.DictWriter(f, LOG_FIELDS).writerow({name: format(value, LOG_FIELDS[name])
+                                                    for name, value in row.items()})
     if wandb_run:
         names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # nanoGPT's names
         wandb_run.log({names.get(name, name): float(value) for name, value in row.items()}, step=row['iter'])
@@ -943,7 +964,7 @@ def start_wandb(run):
     try:
         import wandb
         found = wandb.init(project=run.config['wandb_project'], name=run.config['wandb_run_name'],
-                           id=run.wandb_id, resume='allow', config={**run.config, **vars(run.model.config)})
+                           id=run.wandb_id, resume='allow', config=run.config | vars(run.model.config))
     except Exception as error:
         return print0(f"no wandb logging, log.csv has everything ({type(error).__name__}: {error})")
     run.wandb_id = found.id
@@ -954,11 +975,12 @@ def measure(run, row, seconds, n_sequences):
     """Adds the columns that wait for the device to a row by `step`. seconds: of an iteration; n_sequences: of
     an epoch."""
     sequences = run.config['gradient_accumulation_steps'] * run.config['batch_size']
-    tokens, peak = sequences * run.model.config.block_size, peak_flops(run.machine.device, run.machine.dtype)
+    tokens = sequences * run.model.config.block_size
+    peak = peak_flops(run.machine.device, run.machine.dtype)
     return row | {
         'tokens': run.iter_num * tokens, 'epoch': run.iter_num * sequences / n_sequences,
         'loss': all_reduce(row['loss']).item() / RANKS, 'ms_per_iter': seconds * 1e3,
-        'tok_per_s': tokens / seconds, 'skipped': run.skipped,
+        'tok_per_s': tokens / seconds, 'skipped': run.skipped, 'wall_s': run.wall_s,
         'mfu': flops_per_token(run.model) * tokens / seconds / (peak * RANKS) if peak else None}
 
 
@@ -982,58 +1004,55 @@ CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES}
 
 def start_ranks(backend, device):
     """Joins the ranks; tensors on the CPU always go through gloo."""
-    kind, index = choose_device(device)
-    if kind == 'cuda':
-        torch.cuda.set_device(index)
     if backend in ('auto', 'nccl'):
-        backend = 'cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo'
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=1),  # saving may take minutes
-                            device_id=torch.device(kind, index) if 'nccl' in backend else None)
+        backend = 'cpu:gloo,cuda:nccl' if choose_device(device)[0] == 'cuda' else 'gloo'
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=1))  # saving may take minutes
 
 
 def resolve_runtime(device, dtype, seed, compile, was):
     """(configurator.runtime, compile). On the device and number of ranks of a checkpoint's runtime (was)
     'auto' means what it meant there."""
-    if not was or (was['device_type'], was['ranks']) != (choose_device(device)[0], RANKS):
-        return runtime(device, dtype, seed), compile
-    dtype = was['dtype'] if dtype == 'auto' else dtype
-    return (runtime(device, dtype, seed, threads=was['threads']),
-            was['compile'] if compile == 'auto' else compile)
+    threads = None
+    if was and (was['device_type'], was['ranks']) == (choose_device(device)[0], RANKS):
+        threads = was['threads']
+        dtype = was['dtype'] if dtype == 'auto' else dtype
+        compile = was['compile'] if compile == 'auto' else compile
+    return runtime(device, dtype, seed, threads), compile
 
 
-def eager_seconds(model, machine, max_iters, accumulation, tokens):
-    """Of an uncompiled run. tokens: an iteration's, of this rank. A layer has some 300 operators of 5 us; two
-    cores reached 1.2e11 FLOP/s, nanoGPT on an A100 an eighth of its peak."""
+def eager_seconds(model, machine, micro_batches, tokens):
+    """Of an uncompiled run of this rank's micro-batches, of `tokens` each. A layer has some 300 operators of
+    5 us; two cores reached 1.2e11 FLOP/s, nanoGPT on an A100 an eighth of its peak."""
     speed = 1.2e11
     if machine.device_type == 'cuda':
         speed = (peak_flops(machine.device, machine.dtype) or 3e14) / 8
-    return max_iters * (accumulation * model.config.n_layer * 1.5e-3
-                        + flops_per_token(model) * tokens / speed)
+    return micro_batches * (model.config.n_layer * 1.5e-3 + flops_per_token(model) * tokens / speed)
 
 
 def run_length(config, model, n_sequences):
     """max_iters by the length that is asked for, which it prints. n_sequences: of an epoch."""
-    n_params, block_size = num_params(model), model.config.block_size
+    n_params = num_params(model)
     sequences = config['gradient_accumulation_steps'] * config['batch_size']
-    max_iters, tokens, warmup_iters = config['max_iters'], sequences * block_size, config['warmup_iters']
+    tokens = sequences * model.config.block_size
+    max_iters = config['max_iters']
     if config['epochs'] is not None:
         max_iters = math.ceil(config['epochs'] * n_sequences / sequences)
     if config['tokens_per_param'] is not None:
         max_iters = math.ceil(config['tokens_per_param'] * n_params / tokens)
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
-           f"context {block_size}, vocabulary {model.config.vocab_size}")
+           f"context {model.config.block_size}, vocabulary {model.config.vocab_size}")
     print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
            f"{max_iters * sequences / n_sequences:.2f} epochs, {max_iters * tokens / n_params:.1f} tokens a "
            f"parameter; checkpoints in {config['out_dir']}/")
-    if 0 < max_iters <= warmup_iters:
-        print0(f"warning: warmup_iters={warmup_iters} goes on to the end: the learning rate comes to "
-               f"{max_iters / (warmup_iters + 1):.0%} of its peak; lower --warmup_iters")
+    if 0 < max_iters <= config['warmup_iters']:
+        print0(f"warning: warmup_iters={config['warmup_iters']} goes on to the end: the learning rate comes "
+               f"to {max_iters / (config['warmup_iters'] + 1):.0%} of its peak; lower --warmup_iters")
     return max_iters
 
 
 def check_run(given, config, model_config, machine):
     """Raises ValueError for settings that are impossible or have no effect."""
-    settings = {**config, **vars(model_config)}
+    settings = config | vars(model_config)
     check_settings(settings, CHOICES)
     check_effect(given, settings)
     if 'RANK' not in os.environ:
@@ -1051,7 +1070,7 @@ def check_data(folder, meta, train_bins, val_bins, config):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
                          f"{config.block_size}: give --block_size={meta['block_size']}, or prepare it again "
                          f"with --block_size={config.block_size}")
-    for bins in (train_bins, val_bins):
+    for bins in train_bins, val_bins:
         bins.n_sequences(config.block_size)  # raises if there is none
         bins.vocab_size = config.vocab_size
         if meta['vocab_size'] > config.vocab_size:
@@ -1087,7 +1106,7 @@ def stop_on_signals():
         signals.append(number)
         if RANK == 0:
             os.write(2, b'\nstopping after this iteration\n')  # this handler may interrupt a print
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in signal.SIGINT, signal.SIGTERM:
         signal.signal(number, ask)
     return signals
 
@@ -1103,7 +1122,8 @@ def why_stop(signals, time_limit):
 
 def finish(run, reason):
     """Notes how the run ended. reason: by why_stop."""
-    memory, out_dir = peak_mb(run.machine.device), run.config['out_dir']
+    memory = peak_mb(run.machine.device)
+    out_dir = run.config['out_dir']
     status = 'stopped' if reason > TIME_IS_OVER else 'time_limit' if reason else 'done'
     note(out_dir, status=status, peak_mb=memory)
     if not reason:
@@ -1116,8 +1136,10 @@ def finish(run, reason):
 
 if __name__ == '__main__':
     # settings; a checkpoint to go on from, or to fine-tune
-    model_args, resumed = effective(settings, unused), init_from == 'resume'
-    model, source_tokenizer, rest = None, None, {}
+    model_args = effective(settings, unused)
+    resumed = init_from == 'resume'
+    model = source_tokenizer = None
+    rest = {}
     if init_from != 'scratch':
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args,
                                                       None if resumed else read_meta(data_folder(dataset)))
@@ -1134,7 +1156,9 @@ if __name__ == '__main__':
 
     # data
     folder = data_folder(dataset)
-    train_bins, val_bins, meta = Bins(folder, 'train'), Bins(folder, 'val'), read_meta(folder)
+    train_bins = Bins(folder, 'train')
+    val_bins = Bins(folder, 'val')
+    meta = read_meta(folder)
     tokenizer = dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed)
 
     # model
@@ -1144,13 +1168,14 @@ if __name__ == '__main__':
     check_data(folder, meta, train_bins, val_bins, model.config)
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
-        checkpoint_blocks(model, int(checkpoint_activations))
+        checkpoint_blocks(model, checkpoint_activations)
 
     # length, memory
-    block_size, n_sequences = model.config.block_size, train_bins.n_sequences(model.config.block_size)
+    block_size = model.config.block_size
+    n_sequences = train_bins.n_sequences(block_size)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
     config['max_iters'] = max_iters = run_length(config, model, n_sequences)
-    seconds = eager_seconds(model, machine, max_iters, accumulation, accumulation * micro_batch * block_size)
+    seconds = eager_seconds(model, machine, max_iters * accumulation, micro_batch * block_size)
     compile = resolve_compile(compile, device, seconds)
     if seconds > 60 and not eval_only:  # a shorter run can hardly fill it
         plan_memory(model, machine, config, accumulation, micro_batch, compile)
@@ -1163,25 +1188,26 @@ if __name__ == '__main__':
     run = Run(model, config, machine)
     if resumed:
         run.resume(rest)
-    first_it, began = run.iter_num, START - run.wall_s
+    first_it = run.iter_num
+    began = START - run.wall_s
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
         run.forward = compile_model(model, device)
         if 'cuda' in device:  # on CPUs compiling again costs more than it gives
             run.evaluated = run.forward
     if RANKS > 1 and not shard:
-        run.forward = DDP(run.forward, device_ids=[device] if 'cuda' in device else None,
-                          gradient_as_bucket_view=True)
+        run.forward = DDP(run.forward, gradient_as_bucket_view=True)
     constant = {  # of a checkpoint
         'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
         'tokenizer': tokenizer and tokenizer.state(),
         # what follows knows conversations from this data, or from the model that it began with
-        'masked': bool(train_bins.masks) or init_from != 'scratch' and rest.get('masked', True), 'data': meta,
+        'masked': bool(train_bins.masks) or rest.get('masked', init_from != 'scratch'), 'data': meta,
         'runtime': dict(device_type=machine.device_type, ranks=RANKS, threads=machine.threads,
                         compile=compile, dtype=plain(machine.dtype))}
 
     # lock and log
-    lock, wandb_run, log_file = None, None, os.path.join(out_dir, 'log.csv')
+    log_file = f'{out_dir}/log.csv'
+    lock = wandb_run = None
     signals = [] if eval_only else stop_on_signals()
     if RANK == 0 and not eval_only:
         lock = lock_folder(out_dir)
@@ -1193,25 +1219,31 @@ if __name__ == '__main__':
     # the loop: train up to the next evaluation, evaluate, save
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
                            seed, device)
-    batch, row, reason = next(batches, None), None, 0
+    batch = next(batches, None)
+    row = None
+    reason = 0
     while True:
         goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
-        timed_it, timed_at = run.iter_num, time.time()
+        timed_it = run.iter_num
+        timed_at = time.time()
         while run.iter_num < goal and not (reason or eval_only):
             row = step(run, batch, measured=run.iter_num + 1 == goal)
-            batch, it = next(batches, None), run.iter_num  # read while the device computes
+            batch = next(batches, None)  # read while the device computes
+            it = run.iter_num
             reason = why_stop(signals, time_limit) if it < max_iters else 0
             if reason or it == goal or it % log_interval == 0 or it - first_it in EARLY:
                 count_skips(run)
                 now = time.time()
-                seconds, timed_it, timed_at = (now - timed_at) / (it - timed_it), it, now
-                row = measure(run, row, seconds, n_sequences) | {'wall_s': now - began}
+                seconds = (now - timed_at) / (it - timed_it)
+                timed_it = it
+                timed_at = now
+                run.wall_s = now - began
+                row = measure(run, row, seconds, n_sequences)
                 if not reason:  # Ctrl-C ends the tee of `| tee log` too: save before a word is said
                     print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
-                if RANK == 0 and it % log_interval == 0 and it < goal and not reason:
-                    log_row(log_file, wandb_run, row)
+                    if it % log_interval == 0 and it < goal:
+                        log_row(log_file, wandb_run, row)
 
-        run.wall_s = time.time() - began
         if reason:  # whoever stops it may not wait for an evaluation
             save(run, 'ckpt.pt', constant)
             print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
@@ -1219,14 +1251,16 @@ if __name__ == '__main__':
         losses = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
         if eval_only:
             break
-        val_loss, run.wall_s = losses['val_loss'], time.time() - began
+        val_loss = losses['val_loss']
+        run.wall_s = time.time() - began
         if not math.isfinite(val_loss):
             diverge(run, f"val loss is {val_loss}")
-        improved, run.best_val_loss = val_loss < run.best_val_loss, min(val_loss, run.best_val_loss)
-        if RANK == 0 and row:  # before the checkpoint: a run killed in between writes it anew
+        improved = val_loss < run.best_val_loss
+        run.best_val_loss = min(val_loss, run.best_val_loss)
+        if row:  # before the checkpoint: a run killed in between writes it anew
             log_row(log_file, wandb_run, row | losses | {'wall_s': run.wall_s})
         if improved and not always_save_checkpoint:
-            save(run, 'best.pt', constant, optimizers=False)
+            save(run, 'best.pt', constant)
         save(run, 'ckpt.pt', constant)
         if keep and RANK == 0:
             keep_last(out_dir, run.iter_num, keep)
