@@ -3,7 +3,6 @@ import base64
 import collections
 import concurrent.futures
 import contextlib
-import datetime
 import functools
 import heapq
 import itertools
@@ -123,9 +122,10 @@ class Tokenizer:
     chat_template = None
     chat_variables = {}  # of the template, like bos_token: {name: text}
 
-    def __init__(self, name, tokens, special, n_vocab):
-        self.name, self.special, self.n_vocab, self.eot = name, special, n_vocab, special.get(EOT)
-        self.tokens = {**tokens, **{i: text.encode() for text, i in special.items()}}  # {id: bytes}
+    def __init__(self, name, tokens, special):
+        self.name, self.special, self.eot = name, special, special.get(EOT)
+        self.tokens = tokens | {i: text.encode() for text, i in special.items()}  # {id: bytes}
+        self.n_vocab = max(self.tokens) + 1
         self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True)))
 
     def encode(self, text, allow_special=True):
@@ -199,7 +199,7 @@ class ByteTokenizer(Tokenizer):
     anywhere = True
 
     def __init__(self):
-        super().__init__('byte', {i: bytes([i]) for i in range(256)}, {EOT: 256}, 257)
+        super().__init__('byte', {i: bytes([i]) for i in range(256)}, {EOT: 256})
 
     def encode_array(self, text):
         return np.frombuffer(text.encode(), np.uint8)
@@ -208,23 +208,21 @@ class ByteTokenizer(Tokenizer):
         return {'kind': 'byte'}
 
     def to_json(self):
-        return bpe_json({char: b for b, char in byte_chars().items()}, [], None, self.special)
+        return bpe_json(byte_chars(), [], None, self.special)
 
 
 class CharTokenizer(Tokenizer):
-    """chars[id] is a character, or '' where there is none."""
+    """chars[id] is a character."""
     anywhere = True
 
     def __init__(self, chars, eot=None):
         self.chars, self.ids = list(chars), np.full(sys.maxunicode + 1, -1, np.int32)  # code point -> id
-        for i, char in enumerate(self.chars):
-            if len(char) == 1:
-                self.ids[ord(char)] = i
-        tokens = {i: char.encode('utf-8', 'replace') for i, char in enumerate(self.chars)}
-        super().__init__('char', tokens, {} if eot is None else {EOT: eot}, len(tokens) + (eot is not None))
+        self.ids[[*map(ord, self.chars)]] = range(len(self.chars))
+        tokens = {i: char.encode() for i, char in enumerate(self.chars)}
+        super().__init__('char', tokens, {} if eot is None else {EOT: eot})
 
     def encode_array(self, text):
-        ids = self.ids[np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4')]
+        ids = self.ids[np.frombuffer(text.encode('utf-32-le'), '<u4')]
         if lacking := sorted({text[i] for i in np.flatnonzero(ids < 0)}):
             raise ValueError(f'prompt has {", ".join(map(repr, lacking[:9]))} (not in this char vocabulary '
                              f'of {self.n_vocab}): leave it out, or prepare text that has it')
@@ -234,7 +232,7 @@ class CharTokenizer(Tokenizer):
         return {'kind': 'char', 'chars': self.chars, 'eot': self.eot}
 
     def to_json(self):
-        vocab = {char: i for i, char in enumerate(self.chars) if char}
+        vocab = {char: i for i, char in enumerate(self.chars)}
         return bpe_json(vocab, [], None, self.special, byte_level=False)
 
 
@@ -245,9 +243,7 @@ class TiktokenTokenizer(Tokenizer):
         self.pattern, self.ranks, self.chat_template = pattern, ranks, chat_template
         table = {base64.b64decode(token): int(rank) for token, rank in map(str.split, ranks.splitlines())}
         self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=table, special_tokens=special)
-        tokens = {i: token for token, i in table.items()}
-        super().__init__(name, tokens, special, self.bpe.max_token_value + 1)
-        self.chat_variables = {'eos_token': EOT} if EOT in special else {}
+        super().__init__(name, {i: token for token, i in table.items()}, special)
 
     def encode_array(self, text):
         return np.array(self.bpe.encode_ordinary(text), np.uint32)
@@ -259,7 +255,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def to_json(self):
         """A merge, which is not stored, is the two parts that lower ranks leave of a token."""
-        ranks, chars = self.bpe._mergeable_ranks, byte_chars()
+        ranks, chars = self.bpe._mergeable_ranks, {b: char for char, b in byte_chars().items()}
 
         def text(token):
             return ''.join(chars[b] for b in token)
@@ -305,10 +301,10 @@ def bpe_json(vocab, merges, pattern, special, byte_level=True):
 
 
 def byte_chars():
-    """{byte: its character in byte-level vocabularies}, GPT-2's table."""
+    """{character in byte-level vocabularies: its byte}, GPT-2's table."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
-    return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 SPECIAL_TOKENS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
@@ -320,18 +316,14 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, source, config=None):
         self.source, self.config = source, config or {}
         self.library = library_tokenizer(source)
-        vocab = self.library.get_vocab(with_added_tokens=False)
-        added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
-        tokens = {**{i: token.content.encode() for i, token in added.items()},
-                  **token_bytes(vocab, json.loads(source))}  # Gemma's \u2581\u2581 is in both, and two spaces
+        vocab, added = self.library.get_vocab(), self.library.get_added_tokens_decoder()  # {id: AddedToken}
         special = {token.content: i for i, token in added.items() if token.special}
-        super().__init__('json', tokens, special, max(tokens) + 1)
+        super().__init__('json', token_bytes(vocab, json.loads(source)), special)
         self.chat_variables = {name: token['content'] if isinstance(token, dict) else token
                                for name in SPECIAL_TOKENS if (token := self.config.get(name))}
         self.chat_template = self.config.get('chat_template')
-        added = {token.content: i for i, token in added.items()}
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
-        self.eot = next((added[end] for end in ends if end in added), None)
+        self.eot = next((vocab[end] for end in ends if end in vocab), None)
         some = self.library.encode('a')  # its post-processor, if any, puts a bos in front
         self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
 
@@ -371,21 +363,20 @@ def token_bytes(vocab, spec):
     byte; others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
-    back = {char: b for b, char in byte_chars().items()}
-    tokens = {}
+    back, tokens = byte_chars(), {}
     for text, i in vocab.items():
         if byte_level and all(char in back for char in text):
             tokens[i] = bytes(back[char] for char in text)
         elif fallback and re.fullmatch('<0x[0-9A-F]{2}>', text):
             tokens[i] = bytes([int(text[3:5], 16)])
         else:
-            tokens[i] = (text if byte_level else text.replace('\u2581', ' ')).encode('utf-8', 'replace')
+            tokens[i] = (text if byte_level else text.replace('\u2581', ' ')).encode()
     return tokens
 
 
 # chat templates ---------------------------------------------------------------------------------------------
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def compile_template(template):
     """A jinja2 Template in the environment that transformers gives to chat templates."""
     import jinja2.sandbox
@@ -393,12 +384,11 @@ def compile_template(template):
     template = re.sub(r'({%[-+]?\s*(end)?)generation\b', r'\1with', template)
 
     def raise_exception(message):
-        raise jinja2.exceptions.TemplateError(message)
+        raise jinja2.TemplateError(message)
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
-    env.filters['tojson'] = lambda value, **form: json.dumps(value, **{'ensure_ascii': False, **form})
-    env.globals |= {'raise_exception': raise_exception,
-                    'strftime_now': lambda form: datetime.datetime.now().strftime(form)}
+    env.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
+    env.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
     return env.from_string(template)
 
 
@@ -602,7 +592,8 @@ def json_tokenizer(path):
 
 def tokenizer_from_state(state):
     """The tokenizer whose state() this is, without files or network."""
-    return KINDS[state['kind']](**{key: value for key, value in state.items() if key != 'kind'})
+    state = dict(state)
+    return KINDS[state.pop('kind')](**state)
 
 
 # progress ---------------------------------------------------------------------------------------------------
