@@ -624,8 +624,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
     refused = special_tokens == 'refuse' or block_size and special_tokens == 'text'
     items = items_to_encode(texts, tok, tok.special_pattern if refused else '', counts)
     work = functools.partial(encode, tok, special_tokens == 'tokens')
-    groups = in_processes(1 if tok.anywhere else procs, work, in_groups(items),
-                          2 if block_size else 16)  # conversations are slow to render
+    groups = in_processes(1 if tok.anywhere else procs, work, in_groups(items))
     encoded = itertools.chain.from_iterable(groups)
     if block_size:  # an end of text that ends no message, if there is one
         eot = next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), eot)

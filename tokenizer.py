@@ -72,25 +72,21 @@ def in_groups(items):
         yield group
 
 
-def in_processes(procs, work, jobs, least=16):
-    """work(job) of every job, in order, in `procs` processes (None: one for each core); in this one, if there
-    are fewer jobs than `least`."""
+def in_processes(procs, work, jobs):
+    """work(job) of every job, in order, in `procs` processes (None: one for each core); a single job in this
+    one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     procs, jobs = min(procs or cores, 61), iter(jobs)  # Windows allows no more
-    first = list(itertools.islice(jobs, least))
-    jobs = itertools.chain(first, jobs)
-    if procs == 1 or len(first) < least:
-        yield from map(work, jobs)
+    first = list(itertools.islice(jobs, 2 * procs))
+    if procs == 1 or len(first) < 2:
+        yield from map(work, itertools.chain(first, jobs))
         return
     pool = concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(work,))
-    waiting = collections.deque()
     try:
-        for job in jobs:
-            waiting.append(pool.submit(work_in_worker, job))
-            if len(waiting) >= 2 * procs:
-                yield waiting.popleft().result()
+        waiting = collections.deque(pool.submit(work_in_worker, job) for job in first)
         while waiting:
             yield waiting.popleft().result()
+            waiting.extend(pool.submit(work_in_worker, job) for job in itertools.islice(jobs, 1))
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -125,7 +121,7 @@ class Tokenizer:
     def __init__(self, name, tokens, special):
         self.name, self.special, self.eot = name, special, special.get(EOT)
         self.tokens = tokens | {i: text.encode() for text, i in special.items()}  # {id: bytes}
-        self.n_vocab = max(self.tokens) + 1
+        self.n_vocab = max(self.tokens, default=-1) + 1
         self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True)))
 
     def encode(self, text, allow_special=True):
@@ -445,7 +441,7 @@ def count_words(splitter, texts, procs=None):
     groups = in_groups((piece, len(piece)) for blocks in texts for piece, _ in pieces(blocks, splitter))
     sample = (group for n, group in enumerate(groups) if n < SAMPLE or n % 10 == 0)
     counts, progress = collections.Counter(), ProgressLine('counting words')
-    for n, (counted, n_bytes) in enumerate(in_processes(procs, splitter.count, sample, least=4)):
+    for n, (counted, n_bytes) in enumerate(in_processes(procs, splitter.count, sample)):
         for word, number in counted.items():
             counts[word] += number * (1 if n < SAMPLE else 10)
         progress.add(n_bytes)
@@ -474,10 +470,9 @@ def train_bpe(counts, n_merges):
         order = np.argsort(pairs, kind='stable')  # the places of one pair remain sorted
         pairs, places = pairs[order], places[order]
         starts = np.flatnonzero(np.diff(pairs, prepend=-1))
-        bounds = np.append(starts, len(pairs))
-        numbers = np.diff(np.append(0, np.cumsum(weight[places]))[bounds])
-        return [(-number, pair, places[start:end]) for number, pair, (start, end) in zip(
-            numbers.tolist(), pairs[starts].tolist(), itertools.pairwise(bounds.tolist())) if number > 1]
+        numbers = np.add.reduceat(weight[places], starts)
+        return [(-number, pair, its_places) for number, pair, its_places in zip(
+            numbers.tolist(), pairs[starts].tolist(), np.split(places, starts[1:])) if number > 1]
 
     heap = pairs_at(np.flatnonzero((ids[:-1] >= 0) & (ids[1:] >= 0)).astype(np.int32))
     heapq.heapify(heap)
@@ -508,18 +503,15 @@ def train_bpe(counts, n_merges):
 
 def bytes_of_words(counts):
     """The bytes of all words, -1 before each and at the end; and of each byte how often its word occurs."""
-    words, room = [], WORDS_BYTES
-    by_count = sorted(counts, key=lambda word: (-counts[word], word))
-    for word in by_count:
-        words.append(word.encode()[:room])
-        room -= len(words[-1]) + 1
-        if room <= 0:
-            print0(f'bpe: learning from the {len(words):,} commonest of {len(counts):,} different words')
+    ids, weight = [-1], [0]
+    for n, word in enumerate(sorted(counts, key=lambda word: (-counts[word], word)), 1):
+        ids += [*word.encode(), -1]
+        weight += [counts[word]] * (len(ids) - len(weight))
+        if len(ids) > WORDS_BYTES:
+            print0(f'bpe: learning from the {n:,} commonest of {len(counts):,} different words')
+            ids[WORDS_BYTES + 1:] = [-1]
             break
-    lengths = np.array([len(word) + 1 for word in words], np.int64)
-    ids = np.frombuffer(b'\0' + b'\0'.join([*words, b'']), np.uint8).astype(np.int32)
-    ids[np.append(0, np.cumsum(lengths))] = -1
-    return ids, np.append(0, np.repeat([counts[word] for word in by_count[:len(words)]], lengths))
+    return np.array(ids, np.int32), np.array(weight)
 
 
 # tokenizers by name, and as they are stored -----------------------------------------------------------------
@@ -553,9 +545,6 @@ def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None)
         return maker(size=size, texts=texts, training=training, by_document=by_document, procs=procs)
     if os.path.isfile(name) or os.path.isfile(os.path.join(name, 'tokenizer.json')):
         return json_tokenizer(name)
-    if re.search(r'[/\\]', name):
-        raise FileNotFoundError(f'tokenizer={name!r}: no folder, prepared or with a tokenizer.json; '
-                                f'`python hub.py {name}` fetches it from the hub')
     return tiktoken_tokenizer(name)
 
 
@@ -566,7 +555,7 @@ def tiktoken_tokenizer(name):
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise ValueError(f'tokenizer={name!r} is none of {", ".join([*MAKERS, *known])}, and no folder, '
-                         'prepared or with a tokenizer.json')
+                         'prepared or with a tokenizer.json: `python hub.py OWNER/NAME` fetches one')
     try:
         bpe = tiktoken.get_encoding(name)
     except requests.RequestException as e:
@@ -580,12 +569,12 @@ def json_tokenizer(path):
     path, config = pathlib.Path(path), {}
     if path.is_dir():
         path = path / 'tokenizer.json'
-    if (beside := path.with_name('tokenizer_config.json')).exists():
-        with reading(beside):
-            settings = json.loads(beside.read_bytes())
-        config = {key: settings[key] for key in (*SPECIAL_TOKENS, 'chat_template') if settings.get(key)}
-    if (beside := path.with_name('chat_template.jinja')).exists():
-        config['chat_template'] = beside.read_bytes().decode()
+    settings, template = path.with_name('tokenizer_config.json'), path.with_name('chat_template.jinja')
+    if settings.exists():
+        config = json.loads(settings.read_bytes())
+        config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
+    if template.exists():
+        config['chat_template'] = template.read_bytes().decode()
     with reading(path):
         return JsonTokenizer(path.read_bytes().decode(), config)  # as bytes: line ends stay as they are
 
