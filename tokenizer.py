@@ -517,8 +517,8 @@ def bytes_of_words(counts):
 # tokenizers by name, and as they are stored -----------------------------------------------------------------
 
 KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'json': JsonTokenizer}
-# kind: {the part of its state that has a file of its own in a prepared folder: that file's name}
-TABLES = {'tiktoken': {'ranks': 'tokenizer.tiktoken'}, 'json': {'source': 'tokenizer.json'}}
+# kind: (the part of its state that has a file of its own in a prepared folder, that file's name)
+TABLES = {'tiktoken': ('ranks', 'tokenizer.tiktoken'), 'json': ('source', 'tokenizer.json')}
 
 
 def byte_tokenizer(**_):
