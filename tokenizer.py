@@ -250,13 +250,13 @@ class TiktokenTokenizer(Tokenizer):
                 'ranks': self.ranks, **chat}
 
     def to_json(self):
-        """A merge, which is not stored, is the two parts that lower ranks leave of a token."""
+        """Any two tokens that make a third are a merge, of its rank: tiktoken asks for no more."""
         ranks, chars = self.bpe._mergeable_ranks, {b: char for char, b in byte_chars().items()}
 
         def text(token):
             return ''.join(chars[b] for b in token)
-        pairs = [two_parts(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
-        merges = [[*map(text, pair)] for pair in pairs if pair]
+        merges = [[text(token[:i]), text(token[i:])] for token in sorted(ranks, key=ranks.get)
+                  for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
         # tokenizers' regular expressions know possessive ++, *+ and ?+, but read {1,3}+ as any number of them
         pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', self.pattern)
         return bpe_json({text(token): i for token, i in ranks.items()}, merges, pattern, self.special)
@@ -266,17 +266,6 @@ def rank_table(ranks):
     """{token: rank} -> `base64 rank` lines, by rank."""
     return ''.join(f'{base64.b64encode(token).decode()} {ranks[token]}\n'
                    for token in sorted(ranks, key=ranks.get))
-
-
-def two_parts(token, ranks):
-    """A token's bytes after all merges of lower rank; None unless two parts are left."""
-    parts, limit = [bytes([b]) for b in token], ranks[token]
-    while len(parts) > 2:
-        rank, i = min((ranks.get(parts[i] + parts[i + 1], limit), i) for i in range(len(parts) - 1))
-        if rank >= limit:
-            return None
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return tuple(parts)
 
 
 def bpe_json(vocab, merges, pattern, special, byte_level=True):
