@@ -700,7 +700,7 @@ class PlainUnpickler(pickle.Unpickler):
 def read_meta(folder):
     """meta.json, nanoGPT's meta.pkl or an assumed dict: vocab_size, dtype, eot, bytes_per_token (or None),
     tokenizer (its state, None: GPT-2's), block_size (of slots, or None)..."""
-    usual = {'dtype': 'uint16', **dict.fromkeys(('eot', 'bytes_per_token', 'tokenizer', 'block_size'))}
+    usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = Path(folder, 'meta.json')
     if path.exists():
         return usual | json.loads(path.read_bytes())

@@ -400,10 +400,9 @@ def bpe_tokenizer(size, training, procs, **_):
                          f'special tokens) to {1 << 20:,} tokens: choose a size like bpe:4096')
     n_merges = int(size) - least
     counts, n_read = count_words(WordSplitter(), training, procs)
-    learnt = train_bpe(counts, n_merges)
-    print0(f'bpe: learnt {len(learnt):,} of {n_merges:,} merges from {n_read / 1e6:,.2f} MB, with '
+    tokens = train_bpe(counts, n_merges)
+    print0(f'bpe: learnt {len(tokens) - 256:,} of {n_merges:,} merges from {n_read / 1e6:,.2f} MB, with '
            f'{len(counts):,} different words')
-    tokens = [bytes([b]) for b in range(256)] + learnt
     special = {text: len(tokens) + i for i, text in enumerate(BPE_SPECIAL)}
     return TiktokenTokenizer(f'bpe:{len(tokens) + len(special)}', WORD_PATTERN, special,
                              rank_table({token: i for i, token in enumerate(tokens)}), CHATML)
@@ -439,7 +438,7 @@ def count_words(splitter, texts, procs=None):
 
 
 def train_bpe(counts, n_merges):
-    """{word: how often} -> the tokens that byte pair encoding (arXiv:1508.07909) adds to the 256 bytes.
+    """{word: how often} -> the 256 bytes and the tokens that byte pair encoding (arXiv:1508.07909) adds.
 
     Up to n_merges times the commonest pair of neighbours within words becomes a token, from left to right; of
     equally common pairs that of the lowest ids. Ends early if no pair that fits into a token occurs twice.
@@ -476,10 +475,13 @@ def train_bpe(counts, n_merges):
             continue
         if len(token) > LONGEST:
             continue
-        if first == second:  # as in aaa, places overlap: take every second place from the left
-            n = np.arange(len(places))
-            begin_of_run = np.maximum.accumulate(np.where(np.diff(places, prepend=-1) == width, 0, n))
-            places = places[(n - begin_of_run) % 2 == 0]
+        if first == second:  # as in aaa, places overlap: take those that do not, from the left
+            kept, end = [], 0
+            for place in places.tolist():
+                if place >= end:
+                    kept.append(place)
+                    end = place + len(token)
+            places = np.array(kept)
         tokens.append(token)
         sizes[new] = len(token)
         before, after = begins[places - 1], places + len(token)
@@ -487,20 +489,23 @@ def train_bpe(counts, n_merges):
         # A left neighbour that was merged too has -1 there: their pair is found at its own place.
         for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
             heapq.heappush(heap, entry)
-    return tokens[256:]
+    return tokens
 
 
 def bytes_of_words(counts):
     """The bytes of all words, -1 before each and at the end; and of each byte how often its word occurs."""
-    ids, weight = [-1], [0]
-    for n, word in enumerate(sorted(counts, key=lambda word: (-counts[word], word)), 1):
-        ids += [*word.encode(), -1]
-        weight += [counts[word]] * (len(ids) - len(weight))
-        if len(ids) > WORDS_BYTES:
-            print0(f'bpe: learning from the {n:,} commonest of {len(counts):,} different words')
-            ids[WORDS_BYTES + 1:] = [-1]
+    text, ends, weight = bytearray(1), [0], [0]
+    for word in sorted(counts, key=lambda word: (-counts[word], word)):
+        text += word.encode() + b'\0'
+        del text[WORDS_BYTES + 2:]
+        ends.append(len(text) - 1)
+        weight.append(counts[word])
+        if len(text) > WORDS_BYTES:
+            print0(f'bpe: learning from the {len(ends) - 1:,} commonest of {len(counts):,} different words')
             break
-    return np.array(ids, np.int32), np.array(weight)
+    ids = np.array(text, np.int32)
+    ids[ends] = -1
+    return ids, np.repeat(weight, np.diff(ends, prepend=-1))
 
 
 # tokenizers by name, and as they are stored -----------------------------------------------------------------
