@@ -91,7 +91,7 @@ def open_text(path, errors='strict'):
 
 def ending(path):
     """'.jsonl' of a.jsonl and of a.jsonl.gz."""
-    return os.path.splitext(path.lower().removesuffix('.gz'))[1]
+    return Path(path.lower().removesuffix('.gz')).suffix
 
 
 def read_text(path, errors):
@@ -723,7 +723,9 @@ def is_prepared(folder):
 
 def checkpoint_in(folder):
     """The path of the checkpoint in a folder, or of this .pt file; None if there is none."""
-    path = Path(folder) if str(folder).endswith('.pt') else Path(folder, 'ckpt.pt')
+    path = Path(folder)
+    if path.suffix != '.pt':
+        path /= 'ckpt.pt'
     return path if path.exists() else None
 
 

@@ -537,7 +537,7 @@ def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None)
     maker = MAKERS.get(f'{kind}:N' if colon else name)
     if maker:
         return maker(size=size, texts=texts, training=training, by_document=by_document, procs=procs)
-    if os.path.isfile(name) or os.path.isfile(os.path.join(name, 'tokenizer.json')):
+    if os.path.exists(name):
         return json_tokenizer(name)
     return tiktoken_tokenizer(name)
 
@@ -562,7 +562,7 @@ def json_tokenizer(path):
     """A JsonTokenizer of a tokenizer.json, or a folder with one, and of the files that stand beside it."""
     path, config = pathlib.Path(path), {}
     if path.is_dir():
-        path = path / 'tokenizer.json'
+        path /= 'tokenizer.json'
     settings, template = path.with_name('tokenizer_config.json'), path.with_name('chat_template.jinja')
     if settings.exists():
         config = json.loads(settings.read_bytes())
