@@ -14,11 +14,9 @@ A .bin file is nothing but tokens, little-endian, uint16 if the vocabulary fits,
 """
 import ast
 import atexit
-import codecs
 import collections
 import contextlib
 import csv
-import dataclasses
 import functools
 import glob
 import gzip
@@ -37,7 +35,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+import typing
 from pathlib import Path
 
 from configurator import configure, package, print0, reading, refuse_unused
@@ -80,42 +78,41 @@ print_once = functools.cache(print0)
 # A document is an iterable of blocks of text, or a Conversation.
 
 @contextlib.contextmanager
-def open_text(path, errors='strict', newline='\n'):
+def open_text(path, errors='strict'):
     """The file's text, unpacked. Raises ValueError if it is damaged or not UTF-8."""
     opened = gzip.open if path.lower().endswith('.gz') else open
-    with reading(path), opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline=newline) as f:
+    with reading(path), opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='') as f:
         try:
             yield f
         except UnicodeDecodeError as e:
-            around = e.object[max(0, e.start - 20):e.end + 20]
-            raise ValueError(f'{path} is not UTF-8 text: {e.object[e.start]:#04x} in {around!r}: convert it, '
+            raise ValueError(f'{path} is not UTF-8 text at {e.object[e.start:e.start + 20]!r}: convert it, '
                              'leave it out, or have U+FFFD there by --errors=replace') from None
 
 
 def ending(path):
     """'.jsonl' of a.jsonl and of a.jsonl.gz."""
-    return os.path.splitext(path.lower().removesuffix('.gz'))[1]
+    return Path(path.lower().removesuffix('.gz')).suffix
 
 
 def read_text(path, errors):
-    """The file's text in blocks, which f.read() would decode slowly."""
-    with open_text(path) as f:
-        blocks = iter(functools.partial(f.buffer.read, 1 << 20), b'')
-        yield from codecs.iterdecode(blocks, 'utf-8-sig', errors)
+    """The file's text in blocks."""
+    with open_text(path, errors) as f:
+        yield from iter(functools.partial(f.read, 1 << 20), '')
 
 
 def text_documents(path, errors):
     """A text file is one document; with <|endoftext|> in its first 16 MB, one for each part."""
     blocks = read_text(path, errors)
     head = list(itertools.islice(blocks, 16))
-    if EOT in ''.join(head):
-        text = ''
-        for block in itertools.chain(head, blocks):
-            *ended, text = (text + block).split(EOT)
-            yield from ([part.strip()] for part in ended)
-        yield [text.strip()]
-    else:
-        yield itertools.chain(head, blocks)
+    blocks = itertools.chain(head, blocks)
+    if EOT not in ''.join(head):
+        yield blocks
+        return
+    text = ''
+    for block in blocks:
+        *ended, text = (text + block).split(EOT)
+        yield from ([part.strip()] for part in ended)
+    yield [text.strip()]
 
 
 def json_records(path, errors='strict'):
@@ -137,7 +134,7 @@ def json_records(path, errors='strict'):
 def csv_records(path, errors):
     """The records of comma-separated values below a line with the fields' names."""
     csv.field_size_limit(1 << 30)
-    with open_text(path, errors, newline='') as f:
+    with open_text(path, errors) as f:
         rows = csv.DictReader(f)
         yield from ((f'{path}, line {rows.line_num}', row) for row in rows)
 
@@ -175,8 +172,6 @@ def file_documents(paths, field='text', errors='strict'):
             yield from text_documents(path, errors)
             continue
         for place, record in records(path, errors):
-            if not isinstance(record, dict):
-                raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
             if isinstance(record.get(field), str):
                 yield [record[field]]
             elif messages := find_messages(record, field):
@@ -191,19 +186,19 @@ def file_documents(paths, field='text', errors='strict'):
 # messages: [{'role': 'user', 'content': text}, ...]; tools: JSON schemas
 Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
 MESSAGES = ('messages', 'conversations')  # fields with a list of messages
-PAIRS = (('prompt', 'response'), ('prompt', 'completion'), ('prompt', 'answer'), ('instruction', 'output'),
-         ('instruction', 'response'), ('question', 'answer'), ('question', 'response'))
+QUESTIONS = ('prompt', 'instruction', 'question')  # fields with a text, beside one of ANSWERS
+ANSWERS = ('output', 'answer', 'response', 'completion')
 SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages, {'from': ..., 'value': ...}
 ROLES = ('system', 'user', 'assistant', 'tool')
 
 
 def find_messages(record, field):
-    """A record's messages, by `field`, else MESSAGES, else PAIRS; or None."""
+    """A record's messages, by `field`, else MESSAGES, else QUESTIONS and ANSWERS; or None."""
     for name in (field, *MESSAGES):
         if isinstance(record.get(name), list):
             return [{'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
                     if 'from' in message else message for message in record[name]]
-    for ask, answer in PAIRS:
+    for ask, answer in itertools.product(QUESTIONS, ANSWERS):
         if record.keys() >= {ask, answer}:
             question, more = record[ask], record.get('input')
             if question and more:
@@ -316,8 +311,7 @@ def pydoc_chats():
 
 # sources ----------------------------------------------------------------------------------------------------
 
-@dataclasses.dataclass
-class Source:
+class Source(typing.NamedTuple):
     """Where text comes from.
 
     documents() -> the documents, anew for each pass: def documents(): yield ['a text']; yield ['another']
@@ -326,7 +320,7 @@ class Source:
     """
     name: str  # of the dataset
     label: str  # the source in meta.json
-    documents: Callable | None = None
+    documents: typing.Callable | None = None
     chats: bool = False
     shards: list | None = None
     tokenizer: str | None = None
@@ -426,15 +420,10 @@ def find_source(source, field='text', errors='strict'):
     records = any(map(format_of, paths))
     chats = records and isinstance(next(documents(), None), Conversation)
     unused = ('shards',) if records else ('shards', 'field')
-    return Source(plain_name(name), source, documents, chats, unused=unused)
+    return Source(name, source, documents, chats, unused=unused)
 
 
 # names and folders ------------------------------------------------------------------------------------------
-
-def plain_name(text):
-    """A name for a folder."""
-    return re.sub(r'[^\w.-]+', '_', text).strip('._') or 'text'
-
 
 def dataset_name(folder):
     """For train.py's --dataset: the folder's path without data/."""
@@ -450,10 +439,10 @@ def data_folder(name):
 def output_folder(out, source, tokenizer):
     """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or for conversations data/<source>."""
     kind = dataset_name(tokenizer).removesuffix('tokenizer.json').replace('bpe:', 'bpe')
-    usual = f'{source.name}_{plain_name(kind)}'
-    if source.chats or usual in ('shakespeare_gpt2', 'openwebtext_gpt2'):  # nanoGPT's names
+    usual = f'{source.name} {kind}'
+    if source.chats or usual in ('shakespeare gpt2', 'openwebtext gpt2'):  # nanoGPT's names
         usual = source.name
-    name = out or usual
+    name = out or re.sub(r'[^\w.-]+', '_', usual).strip('._') or 'text'
     return name if os.path.dirname(name) else os.path.join('data', name)
 
 
@@ -464,7 +453,7 @@ def prepare_command(folder):
     name = dataset_name(folder)
     known = [source for source in SOURCES if f'{name}_'.startswith(f'{source}_')]
     if not known:
-        return shlex.join(['python', 'prepare.py', 'my.txt', f'--out={name}'])
+        return f'python prepare.py my.txt --out={shlex.quote(name)}'
     source = max(known, key=len)
     kind = 'gpt2' if name == 'shakespeare' else name[len(source) + 1:].replace('bpe', 'bpe:')
     return f'python prepare.py {source}' + f' --tokenizer={kind}' * bool(kind)
@@ -537,10 +526,9 @@ def items_to_encode(texts, tok, refused, counts):
         for n, (text, last) in enumerate(parts):
             if refused and (mark := re.search(refused, text)):
                 place = document.place if is_chat else f'document {number:,}'
-                around = text[max(0, mark.start() - 20):mark.end() + 20]
-                raise ValueError(f'{place}: {mark[0]!r} in {around!r} is a special token of the tokenizer: '
-                                 'remove it, or learn it as one by --special_tokens=tokens, or, of documents '
-                                 'but not of conversations, as plain text by --special_tokens=text')
+                raise ValueError(f'{place}: {mark[0]!r} is a special token of the tokenizer: remove it, or '
+                                 'learn it as one by --special_tokens=tokens, or, of documents but not of '
+                                 'conversations, as plain text by --special_tokens=text')
             yield (split, document if is_chat else text, n == 0, last and number > 0), len(text)
 
 
@@ -567,18 +555,15 @@ def encode_conversation(tok, conversation):
     """
     place, messages, tools = conversation
     text = tok.render(messages, False, tools)
-    ids = np.array(tok.encode_chat(text), dtype_of(tok.n_vocab))
+    ids = tok.encode_chat(text)
     mask, end = np.zeros(len(ids), np.uint8), 0
     stops = np.flatnonzero(np.isin(ids, tok.stop_tokens))
     for n, message in enumerate(messages):
         if message['role'] == 'assistant':
             prompt = tok.render(messages[:n], True, tools)
-            agrees = text.startswith(prompt)
-            if not agrees:  # it may set up thinking otherwise than here
-                prompt = os.path.commonprefix([prompt, text])
-                agrees = prompt.startswith(tok.render(messages[:n], False, tools))
-            prompt_ids = np.array(tok.encode_chat(prompt)[:len(ids)])
-            begin = np.argmin(np.append(prompt_ids == ids[:len(prompt_ids)], False))
+            common = os.path.commonprefix([prompt, text])  # it may set up thinking otherwise than here
+            agrees = common == prompt or common.startswith(tok.render(messages[:n], False, tools))
+            begin = len(os.path.commonprefix([tok.encode_chat(common), ids]))
             later = stops[stops >= max(begin, end)]
             if not (agrees and len(later)):
                 raise ValueError(f'{place}, message {n + 1}: the chat template renders what is before this '
@@ -586,7 +571,7 @@ def encode_conversation(tok, conversation):
                                  f'{[tok.decode([i]) for i in tok.stop_tokens]}')
             end = later[0] + 1
             mask[begin:end] = 1
-    return ids, mask
+    return np.array(ids, dtype_of(tok.n_vocab)), mask
 
 
 def pack(encoded, block_size, eot, counts):
@@ -595,20 +580,20 @@ def pack(encoded, block_size, eot, counts):
     Each begins with eot, which also fills slots; longer ones are cut. A split ends with one more token, since
     a sequence's last target is the first token of the next slot.
     """
-    used, room = dict.fromkeys(SPLITS, 0), block_size - 1
+    left, room = dict.fromkeys(SPLITS, block_size), block_size - 1
     for split, ids, mask, n_bytes in encoded:
         counts['cut'] += len(ids) > room
         mask[room::room] = 0  # after a cut the first token has no context
         for begin in range(0, len(ids), room):
             piece, n_eot = ids[begin:begin + room], 1
-            if used[split] + 1 + len(piece) > block_size:
-                n_eot, used[split] = block_size - used[split] + 1, 0
-            used[split] += 1 + len(piece)
+            if 1 + len(piece) > left[split]:
+                n_eot, left[split] = left[split] + 1, block_size
+            left[split] -= 1 + len(piece)
             counts['filled'] += 1 + len(piece)
             learnt = np.concatenate([np.zeros(n_eot, np.uint8), mask[begin:begin + room]])
             yield split, np.concatenate([np.repeat(eot, n_eot), piece]), learnt, 0 if begin else n_bytes
-    for split, n in used.items():
-        yield split, np.repeat(eot, block_size - n + 1), np.zeros(block_size - n + 1, np.uint8), 0
+    for split, n in left.items():
+        yield split, np.repeat(eot, n + 1), np.zeros(n + 1, np.uint8), 0
 
 
 def dtype_of(n_vocab):
@@ -624,8 +609,7 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
     refused = special_tokens == 'refuse' or block_size and special_tokens == 'text'
     items = items_to_encode(texts, tok, tok.special_pattern if refused else '', counts)
     work = functools.partial(encode, tok, special_tokens == 'tokens')
-    groups = in_processes(1 if tok.anywhere else procs, work, in_groups(items),
-                          2 if block_size else 16)  # conversations are slow to render
+    groups = in_processes(1 if tok.anywhere else procs, work, in_groups(items))
     encoded = itertools.chain.from_iterable(groups)
     if block_size:  # an end of text that ends no message, if there is one
         eot = next((tok.special[text] for text in (EOT, '<|end_of_text|>') if text in tok.special), eot)
@@ -685,7 +669,8 @@ def new_files(folder):
 def write_meta(folder, tok, label, eot, counts):
     """Writes meta.json and the tokenizer's table; returns the meta."""
     state = tok.state()
-    for key, name in TABLES.get(state['kind'], {}).items():
+    if state['kind'] in TABLES:
+        key, name = TABLES[state['kind']]
         Path(folder, name).write_bytes(state.pop(key).encode())
     meta = {'source': label, 'vocab_size': tok.n_vocab, 'dtype': dtype_of(tok.n_vocab).name, 'eot': eot,
             **counts, 'tokenizer': state}
@@ -715,7 +700,7 @@ class PlainUnpickler(pickle.Unpickler):
 def read_meta(folder):
     """meta.json, nanoGPT's meta.pkl or an assumed dict: vocab_size, dtype, eot, bytes_per_token (or None),
     tokenizer (its state, None: GPT-2's), block_size (of slots, or None)..."""
-    usual = {'dtype': 'uint16', **dict.fromkeys(('eot', 'bytes_per_token', 'tokenizer', 'block_size'))}
+    usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = Path(folder, 'meta.json')
     if path.exists():
         return usual | json.loads(path.read_bytes())
@@ -724,7 +709,7 @@ def read_meta(folder):
         with open(path, 'rb') as f:
             meta = PlainUnpickler(f).load()
         if 'itos' in meta:
-            chars = [meta['itos'].get(i, '') for i in range(meta['vocab_size'])]
+            chars = [meta['itos'][i] for i in range(meta['vocab_size'])]
             usual['tokenizer'] = {'kind': 'char', 'chars': chars, 'eot': None}
         return usual | {'vocab_size': meta['vocab_size']}
     print_once(f'{folder} has no meta.json or meta.pkl: assuming the GPT-2 encoding')
@@ -738,7 +723,9 @@ def is_prepared(folder):
 
 def checkpoint_in(folder):
     """The path of the checkpoint in a folder, or of this .pt file; None if there is none."""
-    path = Path(folder) if str(folder).endswith('.pt') else Path(folder, 'ckpt.pt')
+    path = Path(folder)
+    if path.suffix != '.pt':
+        path /= 'ckpt.pt'
     return path if path.exists() else None
 
 
@@ -751,7 +738,8 @@ def load_tokenizer(folder):
     state = read_meta(folder)['tokenizer']
     if state is None:
         return make_tokenizer('gpt2')
-    for key, name in TABLES.get(state['kind'], {}).items():
+    if state['kind'] in TABLES:
+        key, name = TABLES[state['kind']]
         state[key] = Path(folder, name).read_bytes().decode()
     return tokenizer_from_state(state)
 
@@ -796,11 +784,9 @@ class Bins:
                                     f'`{prepare_command(folder)}`')
         dtype = np.dtype(read_meta(folder)['dtype']).newbyteorder('<')
         self.shards = [read_shard(path, dtype) for path in paths]
-        self.n_tokens = self.n_targets = sum(shard.n_tokens for shard in self.shards)
+        self.n_tokens = sum(shard.n_tokens for shard in self.shards)
         masks = [path.with_suffix('.mask.bin') for path in paths]
         self.masks = [read_shard(path, np.dtype(np.uint8)) for path in masks if path.exists()]
-        if self.masks:
-            self.n_targets = sum(np.count_nonzero(part) for mask in self.masks for part in parts_of(mask))
 
     def ends(self, block_size):
         """The numbers of sequences up to the end of each shard."""
@@ -858,7 +844,8 @@ def look(folder):
         ids = next(parts_of(bins.shards[0]))
         lengths = np.diff(np.flatnonzero(ids == meta['eot']), prepend=-1, append=len(ids)) - 1
         lengths = lengths[lengths > 0]
-        print(f'{bins.name}: {bins.n_tokens:,} tokens, {bins.n_targets / bins.n_tokens:.1%} learnt; in the '
+        n_learnt = meta.get(f'{bins.name.stem}_learnt', bins.n_tokens)
+        print(f'{bins.name}: {bins.n_tokens:,} tokens, {n_learnt / bins.n_tokens:.1%} learnt; in the '
               f'first {len(ids):,} {len(lengths):,} documents of',
               *np.quantile(lengths, [0, 0.5, 1], method='lower'),
               'tokens (shortest, median, longest)')
@@ -915,13 +902,13 @@ if __name__ == '__main__':
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')
-    command = ['python', 'train.py', f'--dataset={dataset_name(folder)}']
+    command = 'python train.py'
     if source.chats:
         filled = meta['filled'] / (meta['train_tokens'] + meta['val_tokens'])
         print(f'slots of {block_size} tokens, {filled:.0%} full; {meta["train_learnt"]:,} train tokens are '
               f'learnt; {meta["cut"]:,} longer ones are cut')
-        command.insert(2, 'config/chat.py')
+        command += ' config/chat.py'
         if tokenizer != FIRST_RUN:  # that of config/chat.py's base
-            run = tokenizer if checkpoint_in(tokenizer) else 'RUN-WITH-THIS-TOKENIZER'
-            command.append(f'--init_from={run}')
-    print('next:', shlex.join(command))
+            run = shlex.quote(tokenizer) if checkpoint_in(tokenizer) else 'RUN-WITH-THIS-TOKENIZER'
+            command += f' --init_from={run}'
+    print(f'next: {command} --dataset={shlex.quote(dataset_name(folder))}')

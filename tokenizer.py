@@ -3,7 +3,6 @@ import base64
 import collections
 import concurrent.futures
 import contextlib
-import datetime
 import functools
 import heapq
 import itertools
@@ -73,25 +72,21 @@ def in_groups(items):
         yield group
 
 
-def in_processes(procs, work, jobs, least=16):
-    """work(job) of every job, in order, in `procs` processes (None: one for each core); in this one, if there
-    are fewer jobs than `least`."""
+def in_processes(procs, work, jobs):
+    """work(job) of every job, in order, in `procs` processes (None: one for each core); a single job in this
+    one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     procs, jobs = min(procs or cores, 61), iter(jobs)  # Windows allows no more
-    first = list(itertools.islice(jobs, least))
-    jobs = itertools.chain(first, jobs)
-    if procs == 1 or len(first) < least:
-        yield from map(work, jobs)
+    first = list(itertools.islice(jobs, 2 * procs))
+    if procs == 1 or len(first) < 2:
+        yield from map(work, itertools.chain(first, jobs))
         return
     pool = concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(work,))
-    waiting = collections.deque()
     try:
-        for job in jobs:
-            waiting.append(pool.submit(work_in_worker, job))
-            if len(waiting) >= 2 * procs:
-                yield waiting.popleft().result()
+        waiting = collections.deque(pool.submit(work_in_worker, job) for job in first)
         while waiting:
             yield waiting.popleft().result()
+            waiting.extend(pool.submit(work_in_worker, job) for job in itertools.islice(jobs, 1))
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -123,9 +118,10 @@ class Tokenizer:
     chat_template = None
     chat_variables = {}  # of the template, like bos_token: {name: text}
 
-    def __init__(self, name, tokens, special, n_vocab):
-        self.name, self.special, self.n_vocab, self.eot = name, special, n_vocab, special.get(EOT)
-        self.tokens = {**tokens, **{i: text.encode() for text, i in special.items()}}  # {id: bytes}
+    def __init__(self, name, tokens, special):
+        self.name, self.special, self.eot = name, special, special.get(EOT)
+        self.tokens = tokens | {i: text.encode() for text, i in special.items()}  # {id: bytes}
+        self.n_vocab = max(self.tokens, default=-1) + 1
         self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True)))
 
     def encode(self, text, allow_special=True):
@@ -199,7 +195,7 @@ class ByteTokenizer(Tokenizer):
     anywhere = True
 
     def __init__(self):
-        super().__init__('byte', {i: bytes([i]) for i in range(256)}, {EOT: 256}, 257)
+        super().__init__('byte', {i: bytes([i]) for i in range(256)}, {EOT: 256})
 
     def encode_array(self, text):
         return np.frombuffer(text.encode(), np.uint8)
@@ -208,23 +204,21 @@ class ByteTokenizer(Tokenizer):
         return {'kind': 'byte'}
 
     def to_json(self):
-        return bpe_json({char: b for b, char in byte_chars().items()}, [], None, self.special)
+        return bpe_json(byte_chars(), [], None, self.special)
 
 
 class CharTokenizer(Tokenizer):
-    """chars[id] is a character, or '' where there is none."""
+    """chars[id] is a character."""
     anywhere = True
 
     def __init__(self, chars, eot=None):
         self.chars, self.ids = list(chars), np.full(sys.maxunicode + 1, -1, np.int32)  # code point -> id
-        for i, char in enumerate(self.chars):
-            if len(char) == 1:
-                self.ids[ord(char)] = i
-        tokens = {i: char.encode('utf-8', 'replace') for i, char in enumerate(self.chars)}
-        super().__init__('char', tokens, {} if eot is None else {EOT: eot}, len(tokens) + (eot is not None))
+        self.ids[[*map(ord, self.chars)]] = range(len(self.chars))
+        tokens = {i: char.encode() for i, char in enumerate(self.chars)}
+        super().__init__('char', tokens, {} if eot is None else {EOT: eot})
 
     def encode_array(self, text):
-        ids = self.ids[np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4')]
+        ids = self.ids[np.frombuffer(text.encode('utf-32-le'), '<u4')]
         if lacking := sorted({text[i] for i in np.flatnonzero(ids < 0)}):
             raise ValueError(f'prompt has {", ".join(map(repr, lacking[:9]))} (not in this char vocabulary '
                              f'of {self.n_vocab}): leave it out, or prepare text that has it')
@@ -234,7 +228,7 @@ class CharTokenizer(Tokenizer):
         return {'kind': 'char', 'chars': self.chars, 'eot': self.eot}
 
     def to_json(self):
-        vocab = {char: i for i, char in enumerate(self.chars) if char}
+        vocab = {char: i for i, char in enumerate(self.chars)}
         return bpe_json(vocab, [], None, self.special, byte_level=False)
 
 
@@ -245,9 +239,7 @@ class TiktokenTokenizer(Tokenizer):
         self.pattern, self.ranks, self.chat_template = pattern, ranks, chat_template
         table = {base64.b64decode(token): int(rank) for token, rank in map(str.split, ranks.splitlines())}
         self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=table, special_tokens=special)
-        tokens = {i: token for token, i in table.items()}
-        super().__init__(name, tokens, special, self.bpe.max_token_value + 1)
-        self.chat_variables = {'eos_token': EOT} if EOT in special else {}
+        super().__init__(name, {i: token for token, i in table.items()}, special)
 
     def encode_array(self, text):
         return np.array(self.bpe.encode_ordinary(text), np.uint32)
@@ -258,13 +250,13 @@ class TiktokenTokenizer(Tokenizer):
                 'ranks': self.ranks, **chat}
 
     def to_json(self):
-        """A merge, which is not stored, is the two parts that lower ranks leave of a token."""
-        ranks, chars = self.bpe._mergeable_ranks, byte_chars()
+        """Any two tokens that make a third are a merge, of its rank: tiktoken asks for no more."""
+        ranks, chars = self.bpe._mergeable_ranks, {b: char for char, b in byte_chars().items()}
 
         def text(token):
             return ''.join(chars[b] for b in token)
-        pairs = [two_parts(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
-        merges = [[*map(text, pair)] for pair in pairs if pair]
+        merges = [[text(token[:i]), text(token[i:])] for token in sorted(ranks, key=ranks.get)
+                  for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
         # tokenizers' regular expressions know possessive ++, *+ and ?+, but read {1,3}+ as any number of them
         pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', self.pattern)
         return bpe_json({text(token): i for token, i in ranks.items()}, merges, pattern, self.special)
@@ -274,17 +266,6 @@ def rank_table(ranks):
     """{token: rank} -> `base64 rank` lines, by rank."""
     return ''.join(f'{base64.b64encode(token).decode()} {ranks[token]}\n'
                    for token in sorted(ranks, key=ranks.get))
-
-
-def two_parts(token, ranks):
-    """A token's bytes after all merges of lower rank; None unless two parts are left."""
-    parts, limit = [bytes([b]) for b in token], ranks[token]
-    while len(parts) > 2:
-        rank, i = min((ranks.get(parts[i] + parts[i + 1], limit), i) for i in range(len(parts) - 1))
-        if rank >= limit:
-            return None
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return tuple(parts)
 
 
 def bpe_json(vocab, merges, pattern, special, byte_level=True):
@@ -305,10 +286,10 @@ def bpe_json(vocab, merges, pattern, special, byte_level=True):
 
 
 def byte_chars():
-    """{byte: its character in byte-level vocabularies}, GPT-2's table."""
+    """{character in byte-level vocabularies: its byte}, GPT-2's table."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
-    return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 SPECIAL_TOKENS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
@@ -320,18 +301,14 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, source, config=None):
         self.source, self.config = source, config or {}
         self.library = library_tokenizer(source)
-        vocab = self.library.get_vocab(with_added_tokens=False)
-        added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
-        tokens = {**{i: token.content.encode() for i, token in added.items()},
-                  **token_bytes(vocab, json.loads(source))}  # Gemma's \u2581\u2581 is in both, and two spaces
+        vocab, added = self.library.get_vocab(), self.library.get_added_tokens_decoder()  # {id: AddedToken}
         special = {token.content: i for i, token in added.items() if token.special}
-        super().__init__('json', tokens, special, max(tokens) + 1)
+        super().__init__('json', token_bytes(vocab, json.loads(source)), special)
         self.chat_variables = {name: token['content'] if isinstance(token, dict) else token
                                for name in SPECIAL_TOKENS if (token := self.config.get(name))}
         self.chat_template = self.config.get('chat_template')
-        added = {token.content: i for i, token in added.items()}
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
-        self.eot = next((added[end] for end in ends if end in added), None)
+        self.eot = next((vocab[end] for end in ends if end in vocab), None)
         some = self.library.encode('a')  # its post-processor, if any, puts a bos in front
         self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
 
@@ -371,21 +348,20 @@ def token_bytes(vocab, spec):
     byte; others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
-    back = {char: b for b, char in byte_chars().items()}
-    tokens = {}
+    back, tokens = byte_chars(), {}
     for text, i in vocab.items():
         if byte_level and all(char in back for char in text):
             tokens[i] = bytes(back[char] for char in text)
         elif fallback and re.fullmatch('<0x[0-9A-F]{2}>', text):
             tokens[i] = bytes([int(text[3:5], 16)])
         else:
-            tokens[i] = (text if byte_level else text.replace('\u2581', ' ')).encode('utf-8', 'replace')
+            tokens[i] = (text if byte_level else text.replace('\u2581', ' ')).encode()
     return tokens
 
 
 # chat templates ---------------------------------------------------------------------------------------------
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def compile_template(template):
     """A jinja2 Template in the environment that transformers gives to chat templates."""
     import jinja2.sandbox
@@ -393,12 +369,11 @@ def compile_template(template):
     template = re.sub(r'({%[-+]?\s*(end)?)generation\b', r'\1with', template)
 
     def raise_exception(message):
-        raise jinja2.exceptions.TemplateError(message)
+        raise jinja2.TemplateError(message)
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
-    env.filters['tojson'] = lambda value, **form: json.dumps(value, **{'ensure_ascii': False, **form})
-    env.globals |= {'raise_exception': raise_exception,
-                    'strftime_now': lambda form: datetime.datetime.now().strftime(form)}
+    env.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
+    env.globals |= {'raise_exception': raise_exception, 'strftime_now': time.strftime}
     return env.from_string(template)
 
 
@@ -425,10 +400,9 @@ def bpe_tokenizer(size, training, procs, **_):
                          f'special tokens) to {1 << 20:,} tokens: choose a size like bpe:4096')
     n_merges = int(size) - least
     counts, n_read = count_words(WordSplitter(), training, procs)
-    learnt = train_bpe(counts, n_merges)
-    print0(f'bpe: learnt {len(learnt):,} of {n_merges:,} merges from {n_read / 1e6:,.2f} MB, with '
+    tokens = train_bpe(counts, n_merges)
+    print0(f'bpe: learnt {len(tokens) - 256:,} of {n_merges:,} merges from {n_read / 1e6:,.2f} MB, with '
            f'{len(counts):,} different words')
-    tokens = [bytes([b]) for b in range(256)] + learnt
     special = {text: len(tokens) + i for i, text in enumerate(BPE_SPECIAL)}
     return TiktokenTokenizer(f'bpe:{len(tokens) + len(special)}', WORD_PATTERN, special,
                              rank_table({token: i for i, token in enumerate(tokens)}), CHATML)
@@ -455,7 +429,7 @@ def count_words(splitter, texts, procs=None):
     groups = in_groups((piece, len(piece)) for blocks in texts for piece, _ in pieces(blocks, splitter))
     sample = (group for n, group in enumerate(groups) if n < SAMPLE or n % 10 == 0)
     counts, progress = collections.Counter(), ProgressLine('counting words')
-    for n, (counted, n_bytes) in enumerate(in_processes(procs, splitter.count, sample, least=4)):
+    for n, (counted, n_bytes) in enumerate(in_processes(procs, splitter.count, sample)):
         for word, number in counted.items():
             counts[word] += number * (1 if n < SAMPLE else 10)
         progress.add(n_bytes)
@@ -464,7 +438,7 @@ def count_words(splitter, texts, procs=None):
 
 
 def train_bpe(counts, n_merges):
-    """{word: how often} -> the tokens that byte pair encoding (arXiv:1508.07909) adds to the 256 bytes.
+    """{word: how often} -> the 256 bytes and the tokens that byte pair encoding (arXiv:1508.07909) adds.
 
     Up to n_merges times the commonest pair of neighbours within words becomes a token, from left to right; of
     equally common pairs that of the lowest ids. Ends early if no pair that fits into a token occurs twice.
@@ -484,10 +458,9 @@ def train_bpe(counts, n_merges):
         order = np.argsort(pairs, kind='stable')  # the places of one pair remain sorted
         pairs, places = pairs[order], places[order]
         starts = np.flatnonzero(np.diff(pairs, prepend=-1))
-        bounds = np.append(starts, len(pairs))
-        numbers = np.diff(np.append(0, np.cumsum(weight[places]))[bounds])
-        return [(-number, pair, places[start:end]) for number, pair, (start, end) in zip(
-            numbers.tolist(), pairs[starts].tolist(), itertools.pairwise(bounds.tolist())) if number > 1]
+        numbers = np.add.reduceat(weight[places], starts)
+        return [(-number, pair, its_places) for number, pair, its_places in zip(
+            numbers.tolist(), pairs[starts].tolist(), np.split(places, starts[1:])) if number > 1]
 
     heap = pairs_at(np.flatnonzero((ids[:-1] >= 0) & (ids[1:] >= 0)).astype(np.int32))
     heapq.heapify(heap)
@@ -502,10 +475,13 @@ def train_bpe(counts, n_merges):
             continue
         if len(token) > LONGEST:
             continue
-        if first == second:  # as in aaa, places overlap: take every second place from the left
-            n = np.arange(len(places))
-            begin_of_run = np.maximum.accumulate(np.where(np.diff(places, prepend=-1) == width, 0, n))
-            places = places[(n - begin_of_run) % 2 == 0]
+        if first == second:  # as in aaa, places overlap: take those that do not, from the left
+            kept, end = [], 0
+            for place in places.tolist():
+                if place >= end:
+                    kept.append(place)
+                    end = place + len(token)
+            places = np.array(kept)
         tokens.append(token)
         sizes[new] = len(token)
         before, after = begins[places - 1], places + len(token)
@@ -513,30 +489,30 @@ def train_bpe(counts, n_merges):
         # A left neighbour that was merged too has -1 there: their pair is found at its own place.
         for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
             heapq.heappush(heap, entry)
-    return tokens[256:]
+    return tokens
 
 
 def bytes_of_words(counts):
     """The bytes of all words, -1 before each and at the end; and of each byte how often its word occurs."""
-    words, room = [], WORDS_BYTES
-    by_count = sorted(counts, key=lambda word: (-counts[word], word))
-    for word in by_count:
-        words.append(word.encode()[:room])
-        room -= len(words[-1]) + 1
-        if room <= 0:
-            print0(f'bpe: learning from the {len(words):,} commonest of {len(counts):,} different words')
+    text, ends, weight = bytearray(1), [0], [0]
+    for word in sorted(counts, key=lambda word: (-counts[word], word)):
+        text += word.encode() + b'\0'
+        del text[WORDS_BYTES + 2:]
+        ends.append(len(text) - 1)
+        weight.append(counts[word])
+        if len(text) > WORDS_BYTES:
+            print0(f'bpe: learning from the {len(ends) - 1:,} commonest of {len(counts):,} different words')
             break
-    lengths = np.array([len(word) + 1 for word in words], np.int64)
-    ids = np.frombuffer(b'\0' + b'\0'.join([*words, b'']), np.uint8).astype(np.int32)
-    ids[np.append(0, np.cumsum(lengths))] = -1
-    return ids, np.append(0, np.repeat([counts[word] for word in by_count[:len(words)]], lengths))
+    ids = np.array(text, np.int32)
+    ids[ends] = -1
+    return ids, np.repeat(weight, np.diff(ends, prepend=-1))
 
 
 # tokenizers by name, and as they are stored -----------------------------------------------------------------
 
 KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'json': JsonTokenizer}
-# kind: {the part of its state that has a file of its own in a prepared folder: that file's name}
-TABLES = {'tiktoken': {'ranks': 'tokenizer.tiktoken'}, 'json': {'source': 'tokenizer.json'}}
+# kind: (the part of its state that has a file of its own in a prepared folder, that file's name)
+TABLES = {'tiktoken': ('ranks', 'tokenizer.tiktoken'), 'json': ('source', 'tokenizer.json')}
 
 
 def byte_tokenizer(**_):
@@ -561,11 +537,8 @@ def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None)
     maker = MAKERS.get(f'{kind}:N' if colon else name)
     if maker:
         return maker(size=size, texts=texts, training=training, by_document=by_document, procs=procs)
-    if os.path.isfile(name) or os.path.isfile(os.path.join(name, 'tokenizer.json')):
+    if os.path.exists(name):
         return json_tokenizer(name)
-    if re.search(r'[/\\]', name):
-        raise FileNotFoundError(f'tokenizer={name!r}: no folder, prepared or with a tokenizer.json; '
-                                f'`python hub.py {name}` fetches it from the hub')
     return tiktoken_tokenizer(name)
 
 
@@ -576,7 +549,7 @@ def tiktoken_tokenizer(name):
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise ValueError(f'tokenizer={name!r} is none of {", ".join([*MAKERS, *known])}, and no folder, '
-                         'prepared or with a tokenizer.json')
+                         'prepared or with a tokenizer.json: `python hub.py OWNER/NAME` fetches one')
     try:
         bpe = tiktoken.get_encoding(name)
     except requests.RequestException as e:
@@ -589,20 +562,21 @@ def json_tokenizer(path):
     """A JsonTokenizer of a tokenizer.json, or a folder with one, and of the files that stand beside it."""
     path, config = pathlib.Path(path), {}
     if path.is_dir():
-        path = path / 'tokenizer.json'
-    if (beside := path.with_name('tokenizer_config.json')).exists():
-        with reading(beside):
-            settings = json.loads(beside.read_bytes())
-        config = {key: settings[key] for key in (*SPECIAL_TOKENS, 'chat_template') if settings.get(key)}
-    if (beside := path.with_name('chat_template.jinja')).exists():
-        config['chat_template'] = beside.read_bytes().decode()
+        path /= 'tokenizer.json'
+    settings, template = path.with_name('tokenizer_config.json'), path.with_name('chat_template.jinja')
+    if settings.exists():
+        config = json.loads(settings.read_bytes())
+        config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
+    if template.exists():
+        config['chat_template'] = template.read_bytes().decode()
     with reading(path):
         return JsonTokenizer(path.read_bytes().decode(), config)  # as bytes: line ends stay as they are
 
 
 def tokenizer_from_state(state):
     """The tokenizer whose state() this is, without files or network."""
-    return KINDS[state['kind']](**{key: value for key, value in state.items() if key != 'kind'})
+    state = dict(state)
+    return KINDS[state.pop('kind')](**state)
 
 
 # progress ---------------------------------------------------------------------------------------------------

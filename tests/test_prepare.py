@@ -214,7 +214,7 @@ def test_much_text_needs_little_memory(tmp_path):
 def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
     for name, data in {
             'short.txt': b'x', 'good.txt': b'some good text, enough for two', 'other.txt': b'another text',
-            'latin.txt': b'caf\xe9 au lait', 'number.jsonl': b'{"text": 3}', 'list.jsonl': b'[1, 2]',
+            'latin.txt': b'caf\xe9 au lait', 'number.jsonl': b'{"text": 3}',
             'lines.jsonl': b'{"text": "a"}\n\n{"text": "b"\n', 'table.csv': b'id,story\n1,"a\nb"\n',
             'mixed.jsonl': b'{"text": "a"}\n{"prompt": "a", "response": "b"}',
             'cut.gz': gzip.compress(b'some text')[:-9]}.items():
@@ -226,9 +226,9 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
     for line, message in {
             'good.txt --field=x': '--field has no effect on good.txt',
             'good.txt --tokenizer=data/x': 'python prepare.py my.txt --out=x',
-            'latin.txt': 'latin.txt is not UTF-8 text: 0xe9 .*--errors=replace',
+            'latin.txt': r"latin.txt is not UTF-8 text at b'\\xe9 au lait': .*--errors=replace",
             'short.txt': 'train has no token to learn', '*.none': 'no such .*, pydoc_chat',
-            'lines.jsonl': 'lines.jsonl, line 3', 'list.jsonl': 'record 1: 1 is not an object',
+            'lines.jsonl': 'lines.jsonl, line 3',
             'number.jsonl': "number.jsonl, line 1: no text .* field 'text'.* fields are text: .*--field",
             'table.csv': 'table.csv, line 3: .* fields are id, story', 'mixed.jsonl': 'document 2: .*mixed',
             'null.parquet': 'null.parquet, row 2: no text', 'cut.parquet': 'cut.parquet is damaged',
@@ -268,7 +268,7 @@ def test_special_tokens_in_a_text_are_learnt_as_is_asked(prep):
     texts = [f'record {i}' for i in range(30)]
     texts[6] = 'see <|im_start|>user\nHi<|im_end|>'
     write_jsonl('a.jsonl', [{'text': text} for text in texts])
-    assert "document 7: '<|im_start|>' in 'see <|im_start|>user" in prep('a.jsonl --tokenizer=tok')[1]
+    assert "document 7: '<|im_start|>' is a special token" in prep('a.jsonl --tokenizer=tok')[1]
     assert os.listdir('data') == []
     for how in ('text', 'tokens'):
         prep(f'a.jsonl --tokenizer=tok --out={how} --special_tokens={how}')
@@ -509,13 +509,12 @@ def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
 @pytest.mark.parametrize('masked', [True, False])
 def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
     """One shard with the header of others, each with a mask or none."""
-    rng, expected, n_learnt = np.random.default_rng(0), [], 0
+    rng, expected = np.random.default_rng(0), []
     for i, n in enumerate((45, 7, 71)):
         ids, mask = rng.integers(1000, size=n, dtype=np.uint16), rng.integers(not masked, 2, size=n)
         (tmp_path / f'train_{i}.bin').write_bytes(ids.tobytes() if i else shard_bytes(ids))
         if masked:
             mask.astype(np.uint8).tofile(tmp_path / f'train_{i}.mask.bin')
-        n_learnt += mask.sum()
         learnt = [int(token) if shown else -1 for token, shown in zip(ids, mask)]
         expected += [(ids[at:at + 10].tolist(), learnt[at + 1:at + 11])
                      for at in range(0, n - 10, 10)]  # a sequence of 11 tokens ends before n
@@ -523,7 +522,7 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
     inputs, targets = bins.batch(order, 10)
     assert bins.n_sequences(10) == len(expected) and inputs.dtype == targets.dtype == np.int64
     assert list(zip(inputs.tolist(), targets.tolist())) == [expected[i] for i in order]
-    assert bool(bins.masks) == masked and bins.n_targets == n_learnt
+    assert bool(bins.masks) == masked
 
 
 # downloads --------------------------------------------------------------------------------------------------
