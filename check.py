@@ -273,8 +273,8 @@ def weighted(aux):
 
 
 def check_gradients(config):
-    """Along a random direction of each parameter, in float64. Steps are small, as one must not cross a kink, as
-    of a clamp."""
+    """Along a direction of each parameter, in float64. Steps are small, as one must not cross a kink, as of a
+    clamp."""
     model, idx = randomized(config, dropout=0.0).double().train(), random_tokens(config, 2, SHORT)
 
     def objective(name, w):
