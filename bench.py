@@ -90,6 +90,7 @@ from prepare import (
     data_folder,
     ending,
     find_source,
+    is_prepared,
     json_records,
     load_tokenizer,
     read_elements,
@@ -101,9 +102,8 @@ from weights import quantize_weights
 # timing -----------------------------------------------------------------------------------------------------
 
 def synchronize():
-    """Waits for the accelerator, if there is one."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    """Waits for the accelerator; a CPU has nothing to wait for."""
+    torch.get_device_module().synchronize()
 
 
 def seconds_each(items):
@@ -170,17 +170,18 @@ def print_json(where, **numbers):
 
 # models -----------------------------------------------------------------------------------------------------
 
-def named_model(config, model_args, dtype=torch.float32, **others):
-    """The model that the settings name. A new one has `others`, fields of GPTConfig, unless model_args, or
-    the vocabulary of config['dataset'] if that is prepared, override them."""
+def named_model(config, model_args, device, dtype=torch.float32):
+    """The model that the settings name, on the CPU; a new one on the device, with the vocabulary of
+    config['dataset'] if that is prepared and model_args has no other."""
     if config['init_from'] != 'scratch':
         return train.load_to_train(config['init_from'], 'out', model_args, dtype=dtype)[0]
     folder = data_folder(config['dataset'])
-    if config['dataset'] and os.path.isdir(folder):
-        others['vocab_size'] = read_meta(folder)['vocab_size']
+    if is_prepared(folder):
+        model_args = {'vocab_size': read_meta(folder)['vocab_size'], **model_args}
     torch.set_default_dtype(dtype)
     try:
-        return GPT(GPTConfig(**{**others, **model_args}))
+        with torch.device(device):
+            return GPT(GPTConfig(**model_args))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -201,8 +202,7 @@ def cache_per_token(model, dtype):
 def model_and_machine(config, model_args, to_train=True, bound_by_memory=False):
     """named_model and its machine: float32 to train, else made in the compute dtype."""
     machine = runtime(config['device'], config['dtype'], config['seed'], bound_by_memory=bound_by_memory)
-    with torch.device(machine.device if config['init_from'] == 'scratch' else 'cpu'):
-        model = named_model(config, model_args, torch.float32 if to_train else machine.dtype)
+    model = named_model(config, model_args, machine.device, torch.float32 if to_train else machine.dtype)
     model.to(machine.device)
     for w in model.parameters():  # branches start with zeros, which training leaves
         if w.ndim > 1 and not w.any():
@@ -239,13 +239,11 @@ def precision_of_others(device):
 
 # how big ----------------------------------------------------------------------------------------------------
 
-def measure_params(config, model_args, words):
+def measure_params(config, model_args):
     """The model's parts and their shares, without allocating them."""
     # auto: the dtype that weights and caches are published in
     dtype = torch.bfloat16 if config['dtype'] == 'auto' else getattr(torch, config['dtype'])
-    with torch.device('meta' if config['init_from'] == 'scratch' else 'cpu'):
-        # GPT-2's vocabulary: GPTConfig's default has rows that pad it
-        model = named_model(config, model_args, vocab_size=50257)
+    model = named_model(config, model_args, 'meta')
     rows = {part: ([], counts) for part, counts in account(model).items()}
     n_params, n_active, flops = print_counts('', [
         'parameters', '', 'active', '', 'training FLOPs a token', ''], rows, 'total')
@@ -253,12 +251,12 @@ def measure_params(config, model_args, words):
     for number, block in enumerate(model.h):  # alike: parameters have the same names and shapes
         kind = tuple((name, w.shape) for name, w in block.named_parameters())
         kinds.setdefault(kind, []).append(number)
-    for kind, numbers in kinds.items():
+    for numbers in kinds.values():
         first = numbers[0]
         print_parameters(model, f"layer {first}, one of {len(numbers)} alike",
-                         [f'h.{first}.{name}' for name, _ in kind], model.h[first].attn.flops(length))
+                         model.h[first].named_parameters(f'h.{first}'), model.h[first].attn.flops(length))
     print_parameters(model, 'outside of layers', [
-        name for name, _ in model.named_parameters() if not name.startswith('h.')])
+        (name, w) for name, w in model.named_parameters() if not name.startswith('h.')])
     fits = forecast_memory(config, model) if config['batch_size'] or config['memory'] else {}
     each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
@@ -278,13 +276,12 @@ def print_counts(title, heads, rows, last):
     return sums
 
 
-def print_parameters(model, title, names, mixing=None):
-    """Prints the shapes, tags, counts and training FLOPs a token of the parameters `names`. mixing: FLOPs of
-    the mixer's products without weights."""
+def print_parameters(model, title, params, mixing=None):
+    """Prints the shapes, tags, counts and training FLOPs a token of params, (name, parameter) each. mixing:
+    FLOPs of the mixer's products without weights."""
     rows = {}
-    for full_name in names:
-        w, (init, group, fused) = model.get_parameter(full_name), model.tags[full_name]
-        shape = [*map(str, w.shape)]
+    for full_name, w in params:
+        (init, group, fused), shape = w.tag, [*map(str, w.shape)]
         if fused and len(fused) > 1:  # 4096 + 1024 + 1024 rows of queries, keys and values
             shape[-2] = f"({' + '.join(map(str, fused))})"
         how = [getattr(init, 'func', init).__name__]  # of a partial function its options too
@@ -332,17 +329,22 @@ def their_step(other, batch, machine):
     if hasattr(other, 'configure_optimizers'):  # nanoGPT's
         on_cpu = machine.device == 'cpu'
         optimizer = other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
-        forward = functools.partial(other if on_cpu else torch.compile(other), x, y)
+        forward = other if on_cpu else torch.compile(other)
         autocast = contextlib.nullcontext if on_cpu else autocast
+
+        def loss():
+            return forward(x, y)[1]
     else:
         optimizer = torch.optim.AdamW(params, fused=True)
-        forward = functools.partial(other, input_ids=x, labels=x)
+
+        def loss():
+            return other(input_ids=x, labels=x).loss
 
     def gradients():
         with precision_of_others(machine.device):
             with autocast():
-                output = forward()
-            (output[1] if isinstance(output, tuple) else output.loss).backward()
+                found = loss()
+            found.backward()
 
     def update():
         torch.nn.utils.clip_grad_norm_(params, train.config['grad_clip'])
@@ -351,7 +353,7 @@ def their_step(other, batch, machine):
     return gradients, update
 
 
-def measure_train(config, model_args, words):
+def measure_train(config, model_args):
     """The speed of training steps, in turns with others, and its share of a large matmul's."""
     model, machine = model_and_machine(config, model_args)
     device, batch_size = machine.device, config['batch_size'] or 12
@@ -400,11 +402,11 @@ def time_other(model, prompts, new):
     return np.diff(stamps)
 
 
-def measure_decode(config, model_args, words):
+def measure_decode(config, model_args):
     """The speed of decoding steps, in turns with others, and its share of the memory's bandwidth."""
     compile, n_draft, new = config['compile'] is True, config['speculate'], config['max_new_tokens']
     model, machine = model_and_machine(config, model_args, to_train=False,
-                                       bound_by_memory=compile or config['quantize'] == 'int8')
+                                       bound_by_memory=compile or config['quantize'])
     check_settings({**config, **vars(model.config)})
     model.eval()
     batch_size, drafter = 1 if n_draft else config['batch_size'] or 1, n_draft and sample.Lookup(n_draft)
@@ -412,7 +414,7 @@ def measure_decode(config, model_args, words):
 
     def ours(prompts, drafter=None):
         events = sample.generate(model, prompts, new, temperature=0.0 if n_draft else 0.8, top_k=200,
-                                 seed=config['seed'], compile=compile, drafter=drafter)
+                                 compile=compile, drafter=drafter)
         seconds = seconds_each(token for one, token in events if one.number == 0 and token is not None)[1:]
         return seconds.mean(keepdims=True) if n_draft else seconds  # accepted tokens come together
     sides = {'flatgpt': lambda: ours(prompts, drafter)}
@@ -447,7 +449,7 @@ def measure_decode(config, model_args, words):
 
 # how good ---------------------------------------------------------------------------------------------------
 
-def measure_eval(config, model_args, words):
+def measure_eval(config, model_args, path=None):
     """How well a model predicts a text, JSON lines of texts or questions, CORE's tasks, or a val.bin."""
     dataset, lengths = config['dataset'], config['lengths']
     # packed conversations do not see each other, as in train.py
@@ -465,16 +467,16 @@ def measure_eval(config, model_args, words):
     losses = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])
     score = functools.partial(answer_scores, tokenizer, model.config.block_size, losses)
     dataset = dataset or rest.get('config', {}).get('dataset')
-    if not words and not dataset:
+    if not path and not dataset:
         raise ValueError(f"{rest['path']} does not say what it was trained on: give --dataset, or a text")
-    if words and tokenizer is None:
+    if path and tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
-    name, = words or [data_folder(dataset)]
+    name = path or data_folder(dataset)
     if os.path.exists(f'{name}/core.yaml'):
         numbers = evaluate_core(name, tokenizer, score)
     elif ending(name) == '.jsonl' and {'endings', 'choices'} & {*next(json_records(name), ('', {}))[1]}:
         numbers = evaluate_choices(name, tokenizer, score)
-    elif words:
+    elif path:
         numbers = evaluate_text(name, *text_tokens(name, tokenizer), base, lengths, losses)
     else:  # a folder may say the length to which conversations are packed
         numbers = evaluate_text(name, *prepared_tokens(name, tokenizer, rest['path']),
@@ -544,8 +546,8 @@ def row_losses(model, rows, machine, batch_size):
         with machine.autocast():
             logits = model(inputs).flatten(0, 1).float()
         loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none')
-        losses[batch, :longest] = loss.view_as(targets).cpu().double()
-        is_first[batch, :longest] = (logits.argmax(-1).view_as(targets) == targets).cpu().double()
+        losses[batch, :longest] = loss.view_as(targets).to(losses)
+        is_first[batch, :longest] = (logits.argmax(-1).view_as(targets) == targets).to(losses)
     return losses.numpy(), (y != -1).numpy(), is_first.numpy()
 
 
@@ -559,12 +561,11 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
         rows = [document[:, end - length:end] for document in documents
                 for end in range(longest, document.shape[1] + (1 if lengths else base), base)]
         if not rows:
-            raise ValueError(f"{name} is too short: {longest if lengths else 1:,} tokens are needed")
+            raise ValueError(f"{name} has no text of {longest:,} tokens")
         by_row, is_target, _ = losses(rows)
         sums, counts = by_row.sum(0), is_target.sum(0)
-        counted = slice(-base if lengths else None, None)
-        n_targets = int(counts[counted].sum())
-        loss = float(sums[counted].sum()) / n_targets
+        n_targets = int(counts[-base:].sum())
+        loss = float(sums[-base:].sum()) / n_targets
         starts = [0, *(2**i for i in range((len(sums) - 1).bit_length()))]
         by_position = np.add.reduceat(sums, starts) / np.add.reduceat(counts, starts).clip(1)
         by_length[str(length)] = {'loss': loss, 'perplexity': math.exp(min(loss, 99)), **{
@@ -676,14 +677,13 @@ def evaluate_core(folder, tokenizer, score):
 
 
 @torch.no_grad()
-def draw_attention(config, model_args, words):
+def draw_attention(config, model_args, text):
     """Writes a picture of a layer's attention: a panel for each head, a row for each token that attends."""
     model, tokenizer, _ = train.load_to_train(config['init_from'], 'out', model_args)
-    (text,), layer, weights = words, config['layer'], []
-    ids = tokenizer.encode(text)
+    layer, ids, weights = config['layer'], tokenizer.encode(text), []
     model.eval()(torch.tensor([ids]), weights=weights)
-    with_weights = [n for n, block in enumerate(model.h) if block.attn.mask_kind]
-    heads = dict(zip(with_weights, weights))[layer][0].numpy()  # (n_head, T, T)
+    attends = [n for n, block in enumerate(model.h) if block.attn.mask_kind]
+    heads = weights[attends.index(layer)][0].numpy()  # (n_head, T, T)
     rows, side = math.ceil(len(heads) / 4), 1.5 + len(ids) / 6  # side: in inches
     figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(
         (4 * side, 1.2 * rows * side), layout='constrained')
@@ -722,4 +722,4 @@ if __name__ == '__main__':
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
     refuse_unused(given, config.keys() - known.split(), f"in {what}, whose settings are GPTConfig's, {known}")
     check_settings(config, train.CHOICES)
-    print_json(json, what=what, **measure(config, effective(settings, unused), more))
+    print_json(json, what=what, **measure(config, effective(settings, unused), *more))

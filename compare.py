@@ -22,7 +22,6 @@ import csv
 import dataclasses
 import functools
 import hashlib
-import io
 import math
 import os
 import re
@@ -81,23 +80,20 @@ def is_config(arg):
     return arg.endswith('.py') and not arg.startswith('-')
 
 
-def git(*args):
-    """The output of a git command, which says itself why it fails."""
-    return subprocess.check_output(['git', *args], cwd=ROOT, encoding='utf-8')
+def git(*args, **variables):
+    """The output of a git command, which says itself why it fails, with further variables of environment."""
+    return subprocess.check_output(['git', *args], cwd=ROOT, encoding='utf-8', env=os.environ | variables)
 
 
 @functools.cache
 def copy_code(revision, folder):
     """Copies the Python files of a revision, or of the working tree (WORK), to a new folder. Returns a hash
     of the files that runs depend on; committing the working tree does not change it."""
-    if revision == 'WORK':
-        names = git('ls-files', '-z', '--cached', '--others', '--exclude-standard', '*.py').split('\0')[:-1]
-        for name in (name for name in names if (ROOT / name).exists()):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    else:
-        git('archive', f'--output={folder}.zip', revision, '*.py')
-        shutil.unpack_archive(f'{folder}.zip', folder)
+    if revision == 'WORK':  # by an index of its own
+        git('add', '*.py', GIT_INDEX_FILE=f'{folder}.index')
+        revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()
+    git('archive', f'--output={folder}.zip', revision, '*.py')
+    shutil.unpack_archive(f'{folder}.zip', folder)
     others = {'config', 'docs', 'tests', 'test_model.py', 'bench.py', 'check.py', 'compare.py'}
     return hashlib.sha256(b''.join(
         path.read_bytes() for path in sorted(folder.rglob('*.py'))
@@ -106,9 +102,8 @@ def copy_code(revision, folder):
 
 def parse_variant(text):
     """'HEAD~1: --norm=layernorm' -> ('HEAD~1', ['--norm=layernorm']); without a revision it is WORK."""
-    found = re.fullmatch(r'(?s)\s*([^\s:-][^\s:]*):(?=\s|-|$)(.*)', text)
-    revision, rest = found.groups() if found else ('WORK', text)
-    return revision, shlex.split(rest)
+    revision, rest = re.fullmatch(r'(?s)\s*(?:([^\s:-][^\s:]*):(?=\s|-|$))?(.*)', text).groups()
+    return revision or 'WORK', shlex.split(rest)
 
 
 def data_meta(args):
@@ -143,12 +138,11 @@ def make_variants(texts, base, place):
 
 def new_model(args):
     """The model that a command line of train.py makes, without memory; None: it loads one."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(None):
         settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
         config, model_args = settings.config, effective(settings, unused)
     check_settings(config, train.CHOICES)
-    with torch.device('meta'):
-        return named_model(config, model_args) if config['init_from'] == 'scratch' else None
+    return named_model(config, model_args, 'meta') if config['init_from'] == 'scratch' else None
 
 
 def match_size(variant, target, active):
@@ -243,7 +237,7 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 def paired_difference(losses, first):
     """Mean of the differences of losses, seed by seed, half of its 95% confidence interval, None for a single
     seed, and the verdict."""
-    differences = [a - b for a, b in zip(losses, first, strict=True)]
+    differences = [a - b for a, b in zip(losses, first)]
     mean, df = statistics.fmean(differences), len(differences) - 1
     if not df:
         return mean, None, 'one seed'
@@ -336,7 +330,7 @@ def draw(path, curves, xlabel, ylabel, rows=()):
         axes.invert_yaxis()
         axes.grid(alpha=0.3)
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-    figure.savefig(path, dpi=80, pil_kwargs={'optimize': True})
+    figure.savefig(path, dpi=80)
     print(f"picture: {path}")
 
 

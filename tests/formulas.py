@@ -326,7 +326,7 @@ def normuon(move, squares):
 
 
 OPTIMIZERS = 'adamw', 'muon', 'normuon'  # that optimizer_step knows
-DECAYS = {'matrix': True, 'embedding': True, 'head': True, 'vector': False, 'scalar': False}
+DECAYS = flat.GROUPS | {'matrix': True, 'embedding': True, 'head': True, 'vector': False, 'scalar': False}
 
 
 def optimizer_step(model, name, kind, scales):
@@ -334,7 +334,7 @@ def optimizer_step(model, name, kind, scales):
     0.05: by torch's AdamW or, of a matrix, by Muon or NorMuon on each projection and expert."""
     module, group = model.get_submodule(name.rpartition('.')[0]), model.tags[name].group
     copy, rate = model.get_parameter(name).detach().clone(), 0.1 * scales[group]
-    decay = 0.05 * {**flat.GROUPS, **DECAYS}[group]
+    decay = 0.05 * DECAYS[group]
     if kind == 'adamw' or group != 'matrix':
         return copy, torch.optim.AdamW([copy], rate, (0.5, 0.99), weight_decay=decay / rate).step
 
