@@ -254,7 +254,7 @@ def test_int8_is_the_model_of_its_dequantized_weights(variant):
 def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, width, dtype, tolerance):
     x = 100 * torch.randn(rows, 5, width).to(dtype)[:, :2]  # not contiguous; too large a sum for float16
     q, scale = weights.quantize_rows(torch.randn(48, width), dtype)
-    y = weights.int8_linear(x, q, None, scale)
+    y = weights.int8_linear(x, q, scale)
     assert y.dtype is dtype
     near(y.double(), x.double() @ (q.double() * scale.double()[:, None]).T, tolerance)
 
