@@ -11,9 +11,8 @@ import builtins
 import contextlib
 import ctypes
 import difflib
-import dis
 import functools
-import importlib.util
+import importlib
 import math
 import os
 import platform
@@ -24,12 +23,13 @@ import sys
 import sysconfig
 import textwrap
 import time
+import traceback
 import types
 import typing
 from pathlib import Path
 
 SCRIPTS = ('train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check')  # a config file serves them all
-PLAIN = {kind.__name__: kind for kind in (bool, int, float, str, tuple, list, dict)} | {'None': type(None)}
+PLAIN = (bool, int, float, str, tuple, list, dict, type(None))  # types of settings
 # texts of the system, of numpy and of torch.save
 CANNOT_WRITE = (r'No space left|Read-only file|quota exceeded|File too large|requested and \d+ written|'
                 r'unexpected pos \d+|PytorchStreamWriter failed')
@@ -90,7 +90,7 @@ def package(name, need='published models need', install='safetensors tokenizers 
 
 class Setting(typing.NamedTuple):
     """Of a script or of GPTConfig, as its source has it."""
-    kinds: list | None  # the types of its annotation
+    kinds: list | None  # the types of its annotation, by name
     default: ast.expr
     source: str         # the lines that assign it, and the comments right above them
 
@@ -106,11 +106,11 @@ def declared(path, class_name=None):
             break
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
         name = getattr(target, 'id', '')
-        if name.startswith('_') or not name.islower():
+        if not name.islower():
             continue
         kinds = None
         if isinstance(node, ast.AnnAssign):  # 'bool | list[int]' -> [bool, list]
-            kinds = [PLAIN[kind.partition('[')[0]] for kind in ast.unparse(node.annotation).split(' | ')]
+            kinds = [kind.partition('[')[0] for kind in ast.unparse(node.annotation).split(' | ')]
         first = node.lineno - 1
         while lines[first - 1].lstrip().startswith('#'):
             first -= 1
@@ -119,20 +119,21 @@ def declared(path, class_name=None):
 
 
 def fit(value, kinds):
-    """The value as one of the types `kinds`: itself, or an equal float, int or bool. Else ValueError."""
-    if type(value) in kinds:
+    """The value as one of the types named in kinds: itself, or an equal float, int or bool. Else ValueError.
+    """
+    if type(value).__name__.removesuffix('Type') in kinds:  # of None, NoneType
         return value
     for kind in (float, int, bool):
-        if kind in kinds and type(value) in (int, float) and kind(value) == value:
+        if kind.__name__ in kinds and type(value) in (int, float) and kind(value) == value:
             return kind(value)
     raise ValueError(f'{value!r} does not fit')
 
 
 def parse(text, kinds):
-    """A flag's text, or True, as one of the types `kinds`: a literal (3e-4, [1, 2]) before plain text."""
+    """A flag's text, or True, as one of the types in kinds: a literal (3e-4, [1, 2]) before plain text."""
     literal = {'true': 'True', 'false': 'False'}.get(text, text)
     with contextlib.suppress(ValueError, SyntaxError, OverflowError):
-        return fit(ast.literal_eval(literal), [kind for kind in kinds if kind is not str])
+        return fit(ast.literal_eval(literal), [kind for kind in kinds if kind != 'str'])
     return fit(text, kinds)
 
 
@@ -146,9 +147,7 @@ def checked(arg, name, value, kinds):
     try:
         return (parse if arg.startswith('-') else fit)(value, kinds[name])
     except ValueError:
-        wanted = {bool: 'True or False', type(None): 'None'}
-        wanted = ' or '.join(wanted.get(kind, kind.__name__) for kind in kinds[name])
-        raise ValueError(f"{arg}: {name} must be {wanted}, got {value!r}") from None
+        raise ValueError(f"{arg}: {name} must be {' or '.join(kinds[name])}, got {value!r}") from None
 
 
 @functools.cache  # parsing all scripts takes 0.2 s
@@ -169,7 +168,7 @@ def run_file(name, folder, values):
     # as builtins: the globals afterwards are what the file assigned
     assigned = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
     return {key: value for key, value in assigned.items() if key in values or (
-        key.islower() and not key.startswith('_') and key not in others and type(value) in PLAIN.values())}
+        key.islower() and not key.startswith('_') and key not in others and type(value) in PLAIN)}
 
 
 def show(label, values):
@@ -216,7 +215,7 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
     fields = declared(path.with_name('model.py'), model_config) if model_config else {}
     known, values = own | fields, {name: settings[name] for name in own}
     values |= {name: ast.literal_eval(field.default) for name, field in fields.items()}
-    kinds = {name: setting.kinds or [type(values[name])] for name, setting in known.items()}
+    kinds = {name: setting.kinds or [type(values[name]).__name__] for name, setting in known.items()}
     others = declared(path.with_name(also)).keys() - kinds.keys() if also else set()
 
     argv = sys.argv[1:] if launched else argv or []
@@ -248,8 +247,6 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
                 assigned = {name: value for name, value in assigned.items() if name in own}
         for name, value in assigned.items():
             assigned[name] = value = checked(arg, name, value, kinds)
-            if value == '' and label == 'flags' and settings.get(name):  # its default
-                raise ValueError(f"{arg} is empty: give a value, or leave it out")
             values[name] = value
             given.pop(name, None)
             given[name] = label
@@ -317,13 +314,9 @@ def reading(path):
 
 def on_purpose(error):
     """Whether our own code raised this error for the user: the innermost frame is ours, at `raise`."""
-    trace = error.__traceback__
-    while trace.tb_next:
-        trace = trace.tb_next
-    code = trace.tb_frame.f_code
-    return (isinstance(error, (ValueError, OSError, ImportError))
-            and Path(code.co_filename).resolve().is_relative_to(Path(__file__).resolve().parent)
-            and code.co_code[trace.tb_lasti] == dis.opmap['RAISE_VARARGS'])
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (isinstance(error, (ValueError, OSError, ImportError)) and frame.line.startswith('raise ')
+            and Path(frame.filename).resolve().is_relative_to(Path(__file__).resolve().parent))
 
 
 def refused_file(error):
@@ -461,9 +454,7 @@ def can_compile(device):
     compilers = os.environ.get(variable, known).split()
     header = Path(sysconfig.get_path('include', 'posix_prefix'), 'Python.h')
     lacks = {
-        'a system other than Windows': sys.platform == 'win32',
         'a GPU of capability 7.0': kind == 'cuda' and torch.cuda.get_device_capability(index) < (7, 0),
-        'Triton: pip install triton': kind == 'cuda' and importlib.util.find_spec('triton') is None,
         f"a compiler: install {' or '.join(compilers)}, or name one in {variable}":
             not any(map(shutil.which, compilers)),
         'Python.h: install the package python3-dev': not header.exists(),

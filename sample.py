@@ -82,7 +82,7 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     int64 on u's device, -1 where logits hold NaN. First CTRL's penalty (arXiv:1909.05858) on tokens seen,
     (..., V) bool; then temperature; exactly top_k; top_p (arXiv:1904.09751); min_p (arXiv:2407.01082)."""
     logits = logits.to(u.device)
-    if seen is not None:
+    if repetition_penalty != 1:
         penalised = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
         logits = torch.where(seen, penalised, logits)
     if temperature == 0:
@@ -107,21 +107,11 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     return token.where(~cdf[..., -1].isnan(), -1)
 
 
-def tokens_seen(samples, vocab_size, device, repetition_penalty=1.0, **_):
-    """(B, 1, V) bool, the tokens of each sample; None without a penalty."""
-    if repetition_penalty == 1:
-        return None
-    seen = torch.zeros(len(samples), 1, vocab_size, dtype=torch.bool, device=device)
-    for row, sample in zip(seen, samples):
-        row[:, sample.tokens] = True
-    return seen
-
-
 # a step -----------------------------------------------------------------------------------------------------
 
 def step(model, tokens, cache, u, seen, sampling, version=0):
-    """Feeds tokens (B, T) to the cache -> the token drawn after each, (B, T). u (B, T), seen (B, 1, V) or
-    None, sampling: arguments of sample_token."""
+    """Feeds tokens (B, T) to the cache -> the token drawn after each, (B, T). u (B, T), seen (B, 1, V),
+    sampling: arguments of sample_token."""
     assert version >= 0  # torch.compile looks only at arguments that are used
     return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
@@ -145,19 +135,22 @@ def compile_step(model, device):
         'guard_filter_fn': lambda guards: ["L['model']" not in guard.name for guard in guards],
         'triton.cudagraphs': whole and device.type == 'cuda'}), version=version)
 
-    def run(model, tokens, *args):
+    def run(model, tokens, cache, *args):
         if tokens.shape in shapes:
-            return compiled(model, tokens, *args)
+            return compiled(model, tokens, cache, *args)
         shapes.add(tokens.shape)
         one = tokens.numel() == 1
         # on CUDA the compiler then writes products with one row as sums, with eight bits' cast
         options = {'coordinate_descent_tuning': one}
         if frozen:
             options |= {**FREEZING, 'fx_graph_cache': one and bool(tag)}
+        else:  # CUDA graphs replay on fixed addresses; no guard: another cache costs a recording alone
+            for tensor in cache.tensors():
+                torch._dynamo.mark_static_address(tensor, guard=False)
         # oneDNN's kernels are faster, though not for one token, and cannot be kept
         with (inductor.patch(options), torch.compiler.config.patch(cache_key_tag=tag),
               torch.backends.mkldnn.flags(enabled=not (frozen and one))):
-            return compiled(model, tokens, *args)
+            return compiled(model, tokens, cache, *args)
     return run
 
 
@@ -190,16 +183,6 @@ PREFILL = 8192            # tokens, padding among them, that are fed at once
 MAX_UNREAD = {'cuda': 4}  # steps whose tokens are not read yet, so that the device need not wait
 
 
-def new_cache(model, batch_size, max_len, static=False, rolling=True):
-    """An empty cache. static: for a compiled step; rolling=False: so that it can rewind."""
-    cache = model.make_cache(batch_size, max_len, static=static, rolling=rolling)
-    if static and cache.length.device.type not in FROZEN:
-        # CUDA graphs replay on fixed addresses; no guard: other tensors cost a recording, no compilation
-        for tensor in cache.tensors():
-            torch._dynamo.mark_static_address(tensor, guard=False)
-    return cache
-
-
 def prefill(model, prompts, cache):
     """Feeds lists of ids to the rows of a cache -> logits after the last of each, (B, 1, V)."""
     device, width = cache.length.device, max(1, PREFILL // len(prompts))
@@ -207,8 +190,7 @@ def prefill(model, prompts, cache):
     lengths, last = torch.tensor(list(map(len, prompts)), device=device), 0.0
     for i, piece in enumerate(padded.split(width, dim=1)):
         own = (lengths - i * width).clamp(0, piece.shape[1])  # tokens of each row in this piece
-        ragged = bool((own < piece.shape[1]).any())
-        logits = model(piece, cache=cache, keep=1, lengths=own if ragged else None)
+        logits = model(piece, cache=cache, keep=1, lengths=None if own.min() == piece.shape[1] else own)
         last = torch.where(own[:, None, None] > 0, logits, last)
     return last
 
@@ -263,7 +245,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     # MPS has returned ids out of range, CUDA has no deterministic cumsum
     drawn_on = 'cpu' if device.type == 'mps' or torch.are_deterministic_algorithms_enabled() else device
     size = max(map(len, prompts)) + max_new_tokens + n_draft  # of the context
-    size = min(model.config.block_size, round_up(size) if compile else size) if own else cache.max_len
+    size = min(model.config.block_size, round_up(size)) if own else cache.max_len
     max_unread = MAX_UNREAD.get(device.type, 0) if own and not drafter else 0
     waiting = [Sample(i, list(prompts[i]), max_new_tokens, max(0, len(prompts[i]) - size))
                for i in range(first, len(prompts))]
@@ -287,13 +269,15 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         if own and cache and compile:
             cache.reset()
         elif own:
-            cache = new_cache(model, len(samples), size, static=compile, rolling=not drafter)
+            cache = model.make_cache(len(samples), size, static=compile, rolling=not drafter)
         for sample in batch:
             sample.n_draws = min(sample.n_left, size + 1 - len(sample.tokens[sample.start:]))
         n_draws = max(sample.n_draws for sample in samples) + n_draft
         noise = [uniforms(seed, sample.number, len(sample.tokens), n_draws) for sample in samples]
         noise = torch.stack(noise, dim=1).to(drawn_on)  # (draws, B)
-        seen = tokens_seen(samples, model.config.vocab_size, drawn_on, **sampling)
+        seen = torch.zeros(len(samples), 1, model.config.vocab_size, dtype=torch.bool, device=drawn_on)
+        for row, sample in zip(seen, samples):
+            row[:, sample.tokens] = True
         new = [sample.tokens[sample.start + n:] for sample, n in zip(samples, cache.length.tolist())]
         token = sample_token(prefill(model, new, cache), noise[:1].T, seen=seen, **sampling)  # (B, 1)
         n = 0  # tokens that each row has drawn
@@ -307,15 +291,14 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             if not going:
                 break
             token = token.clamp(min=0)  # a copy too: a CUDA graph writes over its last result
-            if seen is not None:
-                seen.scatter_(2, token[:, None], True)
+            seen.scatter_(2, token[:, None], True)
             if compile:  # rows that are left stay, and write over their last slot
                 samples = [sample if i in going else EMPTY for i, sample in enumerate(samples)]
                 cache.length.clamp_(max=size - 1)
             elif len(going) < len(samples):
                 cache.select(going)
                 samples, token, noise = [samples[i] for i in going], token[going], noise[:, going]
-                seen = None if seen is None else seen[going]
+                seen = seen[going]
             draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
             fed = token[:, -1:]
             if draft:
@@ -343,15 +326,11 @@ class Lookup:
 
     def propose(self, context, size):
         """context, token ids -> n_draft ids; none if it does not repeat itself or has no room for them."""
-        if len(context) + self.n_draft > size:
+        ends = [i for i in range(1, len(context)) if context[i - 1] == context[-1]]
+        if not ends or len(context) + self.n_draft > size:
             return []
-        ids = np.array(context)
-        for n in range(min(3, len(ids) - 1), 0, -1):
-            runs = np.lib.stride_tricks.sliding_window_view(ids[:-1], n)
-            places = np.flatnonzero((runs == ids[-n:]).all(axis=1))
-            if len(places):
-                return np.resize(ids[places[-1] + n:], self.n_draft).tolist()
-        return []
+        end = max(ends, key=lambda i: (context[i - 3:i] == context[-3:], context[i - 2:i] == context[-2:], i))
+        return np.resize(context[end:], self.n_draft).tolist()
 
 
 # text -------------------------------------------------------------------------------------------------------
@@ -391,13 +370,14 @@ def completions(model, tokenizer, prompts, max_new_tokens, stop=(), first=0, **o
     streams = [TextStream(tokenizer, stop) for _ in prompts]
     for sample, token in generate(model, prompts, max_new_tokens, first=first,
                                   stop_tokens=tokenizer.stop_tokens, **options):
-        streams[sample.number].feed(token)
-        if streams[sample.number].stopped:
+        stream = streams[sample.number]
+        stream.feed(token)
+        if stream.stopped:
             sample.n_left = 0
-        while first < len(prompts) and (sample.number == first or streams[first].ended):
+        if sample.number == first and not stream.ended:
+            yield first, stream
+        while first < len(prompts) and streams[first].ended:
             yield first, streams[first]
-            if not streams[first].ended:
-                break
             first += 1
 
 
@@ -438,7 +418,6 @@ class Chat:
     def reset(self):
         """Forgets all but the system message."""
         self.messages = [{'role': 'system', 'content': self.system}] if self.system else []
-        self.full = False  # whether turns had to be forgotten
 
     def answer(self, question):
         """Prints the answer to a question, interruptible anywhere. Raises ValueError if it is too long."""
@@ -454,15 +433,14 @@ class Chat:
             stream.show(answer['content'])
         self.cached = ids + stream.tokens
         if len(stream.tokens) == n_new:
-            print(f"(cut at --max_new_tokens={n_new})" if n_new == self.max_new_tokens else
-                  f"(cut: the context of {block_size} tokens is full)")
+            print(f"(cut after {n_new} tokens: --max_new_tokens={self.max_new_tokens}, context {block_size})")
 
     def keep_prefix(self, ids, n_new):
         """Keeps in the cache the ids that it has, except the last; a new cache if n_new more do not fit."""
         if self.cache is None or len(ids) + n_new > self.cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
             static, self.cached = self.options.get('compile', False), []
-            self.cache = new_cache(self.model, 1, max_len, static, rolling=False)
+            self.cache = self.model.make_cache(1, max_len, static, rolling=False)
         length = int(self.cache.length)
         same = min(length, len(ids) - 1, len(os.path.commonprefix([self.cached, ids])))
         try:
@@ -476,15 +454,13 @@ class Chat:
         """(The messages with a question, *chat_ids). Forgets the oldest turns until there is room for an
         answer: max_new_tokens, at most half the context."""
         size, messages = self.model.config.block_size, [*self.messages, {'role': 'user', 'content': question}]
-        room, first = min(self.max_new_tokens, size // 2), int(messages[0]['role'] == 'system')
+        room, first = min(self.max_new_tokens, size // 2), bool(self.system)
         while True:
             ids, begin = chat_ids(self.model, self.tokenizer, messages, self.thinking)
             if len(ids) + room <= size or len(messages) == first + 1:
                 break
-            if not self.full:
-                print(f"(the context of {size} tokens is full: the oldest turns are forgotten)")
-            self.full = True
-            del messages[first:first + 2]  # a question and its answer
+            print(f"(the context of {size} tokens is full: the oldest question and its answer are forgotten)")
+            del messages[first:first + 2]
         if len(ids) >= size:
             raise ValueError(f"the question and its template take {len(ids)} tokens, the context has {size}: "
                              "ask a shorter one, or set a larger --block_size")
@@ -549,7 +525,7 @@ def read_prompts(start):
             text = f.read()
     prompts = [prompt for prompt in (text.splitlines() if kind == 'LINES' else [text]) if prompt]
     if not prompts:
-        raise ValueError(f"start={start!r} gives an empty prompt: give at least one character")
+        raise ValueError(f"start={start!r} is empty: give at least one character")
     return prompts
 
 

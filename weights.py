@@ -85,8 +85,8 @@ def quantize_rows(w, dtype):
     return steps.round_().clamp_(-127, 127).to(torch.int8), scale
 
 
-def int8_linear(x, w, bias, scale):
-    """x (..., n_in), w (n_out, n_in) int8, bias, scale (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
+def int8_linear(x, w, scale, bias=None):
+    """x (..., n_in), w (n_out, n_in) int8, scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
     rows, scale, is_cpu = x.numel() // x.shape[-1], scale.to(x.dtype), x.device.type == 'cpu'
     few = is_cpu and rows <= INT8_ROWS
     if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is slow otherwise
@@ -110,28 +110,23 @@ class Int8Linear(nn.Module):
     def __init__(self, base, dtype):
         super().__init__()
         weight, scale = quantize_rows(base.weight, dtype)
-        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), getattr(base, 'bias', None)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
-        self.widths = getattr(base, 'widths', None)
+        for name in ('bias', 'widths', 'num_embeddings', 'loop'):  # as far as the layer has them
+            setattr(self, name, getattr(base, name, None))
 
     def forward(self, x):
-        y = int8_linear(x, self.weight, self.bias, self.scale)
+        y = int8_linear(x, self.weight, self.scale, self.bias)
         return y if self.widths is None else y.split(self.widths, dim=-1)
 
 
 class Int8Embedding(Int8Linear):
     """An Embedding, likewise."""
 
-    def __init__(self, base, dtype):
-        super().__init__(base, dtype)
-        self.num_embeddings = base.num_embeddings
+    as_head = Int8Linear.forward
 
     def forward(self, idx):
         return F.embedding(idx, self.weight).to(self.scale.dtype) * self.scale[idx][..., None]
-
-    def as_head(self, x):
-        """As Embedding.as_head."""
-        return super().forward(x)
 
 
 class Int8Experts(Int8Linear):
@@ -139,17 +134,11 @@ class Int8Experts(Int8Linear):
 
     forward = GroupedLinear.forward  # with another product
 
-    def __init__(self, base, dtype):
-        super().__init__(base, dtype)
-        self.loop = base.loop
-
     def has_kernel(self, dtype, device):
         return False
 
     def product(self, x, offsets):
-        def product(rows, w, scale):
-            return int8_linear(rows, w, None, scale)
-        return self.loop(product, x, offsets, self.weight, self.scale)
+        return self.loop(int8_linear, x, offsets, self.weight, self.scale)
 
 
 IN_8_BITS = {Linear: Int8Linear, FusedLinear: Int8Linear, Embedding: Int8Embedding,
