@@ -868,6 +868,12 @@ class Cache:
         self.length, self.starts = self.length[rows], self.starts[rows]
         self._recount()
 
+    def put(self, rows, other):
+        """Replaces rows by those of another cache with as many slots."""
+        for mine, theirs in zip(self.tensors(), other.tensors()):
+            mine[rows] = theirs
+        self._recount()
+
     def _recount(self):
         if not self.static:
             self.longest = int(self.length.max())

@@ -184,15 +184,14 @@ MAX_UNREAD = {'cuda': 4}  # steps whose tokens are not read yet, so that the dev
 
 
 def prefill(model, prompts, cache):
-    """Feeds lists of ids to the rows of a cache -> logits after the last of each, (B, 1, V)."""
+    """Feeds lists of ids, which may be empty, to the rows of a cache."""
     device, width = cache.length.device, max(1, PREFILL // len(prompts))
-    padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
-    lengths, last = torch.tensor(list(map(len, prompts)), device=device), 0.0
-    for i, piece in enumerate(padded.split(width, dim=1)):
-        own = (lengths - i * width).clamp(0, piece.shape[1])  # tokens of each row in this piece
-        logits = model(piece, cache=cache, keep=1, lengths=None if own.min() == piece.shape[1] else own)
-        last = torch.where(own[:, None, None] > 0, logits, last)
-    return last
+    rows = [torch.tensor(prompt, dtype=torch.long, device=device) for prompt in prompts]
+    padded, lengths = pad_sequence(rows, batch_first=True), torch.tensor(list(map(len, rows)), device=device)
+    for begin in range(0, padded.shape[1], width):
+        piece = padded[:, begin:begin + width]
+        own = (lengths - begin).clamp(0, piece.shape[1])  # tokens of each row in this piece
+        model(piece, cache=cache, keep=1, lengths=None if own.min() == piece.shape[1] else own)
 
 
 @dataclasses.dataclass
@@ -202,7 +201,9 @@ class Sample:
     tokens: list      # of the prompt, then those drawn
     n_left: int       # tokens still to be drawn; 0 ends it
     start: int = 0    # its context is tokens[start:]
-    n_draws: int = 0  # before it ends or its context is full
+    n_drawn: int = 0  # tokens drawn since its context was fed
+    n_draws: int = 0  # tokens to draw before it ends or its context is full
+    noise: torch.Tensor | None = None  # of each of these draws
 
     def append(self, token, stop_tokens):
         """Takes a token; yields as generate does."""
@@ -221,9 +222,6 @@ class Sample:
             yield self, None
 
 
-EMPTY = Sample(0, [0], n_left=0)  # fills a row of a compiled batch
-
-
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=False,  # noqa: C901
              cache=None, batch_size=None, first=0, drafter=None, **sampling):
@@ -232,10 +230,11 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     prompts: lists of token ids; a sample's number is its place among them; samples before `first` are left
     out. A sample ends before any of stop_tokens, after max_new_tokens, or when the caller sets n_left to 0. A
     long prompt is cropped to its end, a full context to its last half. cache: one row with the first tokens
-    of the one prompt and room for all. batch_size: samples at once. drafter: for speculative decoding
-    (arXiv:2211.17192), one sample at a time: a draft is accepted as far as it equals the tokens drawn.
-    sampling: options of sample_token. The model should be in eval mode. Raises ValueError for an empty
-    prompt, NaN, and a drafter where a layer keeps a state."""
+    of the one prompt and room for all. batch_size: rows of the cache; one that has ended takes the next
+    prompt (continuous batching, Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192), one
+    sample at a time: a draft is accepted as far as it equals the tokens drawn. sampling: options of
+    sample_token. The model should be in eval mode. Raises ValueError for an empty prompt, NaN, and a drafter
+    where a layer keeps a state."""
     if not all(prompts):
         raise ValueError('a prompt needs at least one token')
     if drafter and any(mixer.states for mixer in model.mixers):
@@ -246,12 +245,17 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     drawn_on = 'cpu' if device.type == 'mps' or torch.are_deterministic_algorithms_enabled() else device
     size = max(map(len, prompts)) + max_new_tokens + n_draft  # of the context
     size = min(model.config.block_size, round_up(size)) if own else cache.max_len
+    new_cache = functools.partial(model.make_cache, max_len=size, static=compile, rolling=not drafter)
     max_unread = MAX_UNREAD.get(device.type, 0) if own and not drafter else 0
     waiting = [Sample(i, list(prompts[i]), max_new_tokens, max(0, len(prompts[i]) - size))
                for i in range(first, len(prompts))]
-    count = 1 if drafter else len(waiting[:batch_size])
+    count = 1 if drafter or not waiting else len(waiting[:batch_size])
     # by length, for little padding, but about in order
     waiting.sort(key=lambda sample: ((sample.number - first) // (16 * count), len(sample.tokens)))
+    empty = Sample(0, [0], n_left=0, noise=torch.zeros(1, device=drawn_on))  # of a row without a sample
+    samples, cache = [empty] * count, cache or new_cache(count)
+    token = torch.zeros(count, 1, dtype=torch.long, device=drawn_on)  # the next to be fed to each row
+    seen = torch.zeros(count, 1, model.config.vocab_size, dtype=torch.bool, device=drawn_on)
     unread = collections.deque()  # of each step: samples, tokens, the event of their copy
 
     def read(max_unread):
@@ -263,58 +267,65 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 for token in drawn:
                     yield from sample.append(token, stop_tokens)
 
-    while waiting:
-        batch, waiting = waiting[:count], waiting[count:]
-        samples = batch + [EMPTY] * (count - len(batch) if compile else 0)
-        if own and cache and compile:
-            cache.reset()
-        elif own:
-            cache = model.make_cache(len(samples), size, static=compile, rolling=not drafter)
-        for sample in batch:
-            sample.n_draws = min(sample.n_left, size + 1 - len(sample.tokens[sample.start:]))
-        n_draws = max(sample.n_draws for sample in samples) + n_draft
-        noise = [uniforms(seed, sample.number, len(sample.tokens), n_draws) for sample in samples]
-        noise = torch.stack(noise, dim=1).to(drawn_on)  # (draws, B)
-        seen = torch.zeros(len(samples), 1, model.config.vocab_size, dtype=torch.bool, device=drawn_on)
-        for row, sample in zip(seen, samples):
-            row[:, sample.tokens] = True
-        new = [sample.tokens[sample.start + n:] for sample, n in zip(samples, cache.length.tolist())]
-        token = sample_token(prefill(model, new, cache), noise[:1].T, seen=seen, **sampling)  # (B, 1)
-        n = 0  # tokens that each row has drawn
-        while True:
-            copied = token.to('cpu', non_blocking=True)
-            event = torch.cuda.current_stream(device).record_event() if token.is_cuda else None
-            unread.append((samples, copied, event))
-            yield from read(max_unread)
-            n += token.shape[1]
-            going = [i for i, sample in enumerate(samples) if sample.n_left and n < sample.n_draws]
-            if not going:
-                break
-            token = token.clamp(min=0)  # a copy too: a CUDA graph writes over its last result
-            seen.scatter_(2, token[:, None], True)
-            if compile:  # rows that are left stay, and write over their last slot
-                samples = [sample if i in going else EMPTY for i, sample in enumerate(samples)]
-                cache.length.clamp_(max=size - 1)
-            elif len(going) < len(samples):
-                cache.select(going)
-                samples, token, noise = [samples[i] for i in going], token[going], noise[:, going]
-                seen = seen[going]
-            draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
-            fed = token[:, -1:]
-            if draft:
-                fed = torch.cat((fed, fed.new_tensor([draft])), dim=1)
-            # seen holds the draft's tokens, which are of the text
-            token = run_step(model, fed.to(device), cache, noise[n:n + fed.shape[1]].T, seen, sampling)
-            if draft:
-                n_accepted = len(os.path.commonprefix([token[0].tolist(), draft]))
-                token = token[:, :n_accepted + 1]
-                cache.rewind(n_draft - n_accepted)
-                drafter.n_drafted += n_draft
-                drafter.n_accepted += n_accepted
-        yield from read(0)
-        for sample in batch:  # if it has not ended, its context is full
-            sample.start = len(sample.tokens) - max(1, size // 2)
-        waiting = [sample for sample in batch if sample.n_left] + waiting
+    def begin(new, rows):
+        """Feeds samples, but for their last tokens, to rows of the cache: to all, or by way of another."""
+        part = cache if len(new) == len(samples) else new_cache(len(new))
+        if own:
+            part.reset()
+        for row, sample in zip(rows, new):
+            length = len(sample.tokens)
+            sample.n_drawn, sample.n_draws = 0, min(sample.n_left, size + 1 - (length - sample.start))
+            noise = uniforms(seed, sample.number, length, sample.n_draws + n_draft)
+            sample.noise, token[row] = noise.to(drawn_on), sample.tokens[-1]
+            seen[row] = False
+            seen[row, :, sample.tokens] = True
+        cached = part.length.tolist()
+        prefill(model, [sample.tokens[sample.start + n:-1] for sample, n in zip(new, cached)], part)
+        if part is not cache:
+            cache.put(rows, part)
+
+    while True:
+        yield from read(max_unread)
+        over = [row for row, sample in enumerate(samples)
+                if not sample.n_left or sample.n_drawn >= sample.n_draws]
+        if over and (waiting or any(samples[row] is not empty for row in over)):
+            yield from read(0)
+            for sample in (samples[row] for row in over):
+                if sample.n_left:  # its context is full
+                    sample.start = len(sample.tokens) - max(1, size // 2)
+                    waiting.insert(0, sample)
+            new, waiting = waiting[:len(over)], waiting[len(over):]
+            for row, sample in itertools.zip_longest(over, new, fillvalue=empty):
+                samples[row] = sample
+            if new:
+                begin(new, over[:len(new)])
+        going = [row for row, sample in enumerate(samples) if sample is not empty]
+        if not going:
+            return
+        if compile:  # other rows stay, and write over their last slot
+            cache.length.clamp_(max=size - 1)
+        elif len(going) < len(samples):
+            cache.select(going)
+            samples, token, seen = [samples[row] for row in going], token[going], seen[going]
+        token = token.clamp(min=0)  # a copy too: a CUDA graph writes over its last result
+        seen.scatter_(2, token[:, None], True)
+        draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
+        fed = torch.cat((token, token.new_tensor([draft])), dim=1) if draft else token
+        noise = torch.stack([sample.noise[sample.n_drawn:][:fed.shape[1]] for sample in samples])
+        # seen holds the draft's tokens, which are of the text
+        drawn = run_step(model, fed.to(device), cache, noise, seen, sampling)
+        if draft:
+            n_accepted = len(os.path.commonprefix([drawn[0].tolist(), draft]))
+            drawn = drawn[:, :n_accepted + 1]
+            cache.rewind(n_draft - n_accepted)
+            drafter.n_drafted += n_draft
+            drafter.n_accepted += n_accepted
+        copied = drawn.to('cpu', non_blocking=True)
+        event = torch.cuda.current_stream(device).record_event() if drawn.is_cuda else None
+        unread.append(([*samples], copied, event))
+        token = drawn[:, -1:]
+        for sample in samples:
+            sample.n_drawn += drawn.shape[1] * (sample is not empty)
 
 
 class Lookup:
