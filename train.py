@@ -92,7 +92,7 @@ time_limit: float | None = None      # minutes after which the run stops as at C
 # optimizer
 optimizer = 'adamw'                  # adamw, muon or normuon (blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
-lr_scales: dict = {}                 # of groups (GROUPS in model.py), relative to it: {'embedding': 12.0}
+lr_scales = {}                       # of groups (GROUPS in model.py), relative to it: {'embedding': 12.0}
 weight_decay = 1e-1                  # times learning_rate, on matrices, embeddings; not on norms and biases
 beta1 = 0.9                          # AdamW
 beta2 = 0.95                         # AdamW
@@ -162,14 +162,15 @@ SCHEDULES = {  # (share of the decay done, cooldown) -> share of the way from mi
 
 def lr_at(it, config):
     """Learning rate of iteration `it`: warm-up, then the schedule down to min_lr."""
-    peak, floor, warmup = config['learning_rate'], config['min_lr'], config['warmup_iters']
+    peak = config['learning_rate']
+    warmup = config['warmup_iters']
     if it < warmup:
         return peak * (it + 1) / (warmup + 1)
     if not config['decay_lr']:
         return peak
     end = config['max_iters'] if config['lr_decay_iters'] is None else config['lr_decay_iters']
     done = min(1.0, (it - warmup) / max(1, end - warmup))
-    floor = peak / 10 if floor is None else floor
+    floor = peak / 10 if config['min_lr'] is None else config['min_lr']
     return floor + SCHEDULES[config['lr_schedule']](done, config['cooldown']) * (peak - floor)
 
 
@@ -222,7 +223,7 @@ def share_batch(gradient_accumulation_steps, batch_size, ranks):
 
 def to_device(batch, device):
     """(inputs, targets), (B, T) int64 arrays, as tensors on the device."""
-    batch = [torch.from_numpy(array) for array in batch]
+    batch = map(torch.from_numpy, batch)
     if 'cuda' in device:  # contiguous first, or the copy is not from pinned memory
         return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
     return [tensor.to(device) for tensor in batch]
@@ -312,10 +313,11 @@ class Muon(torch.optim.Optimizer):
             params = [w for w in group['params'] if w.grad is not None]
             lr = group['lr'] * kept
             for w in params:
-                if not self.state[w]:
-                    self.state[w]['momentum_buffer'] = torch.zeros_like(w)
+                state = self.state[w]
+                if not state:
+                    state['momentum_buffer'] = torch.zeros_like(w)
                     if self.evens:
-                        self.state[w]['row_squares'] = torch.zeros(*w.shape[:-1], 1, device=w.device)
+                        state['row_squares'] = torch.zeros(*w.shape[:-1], 1, device=w.device)
             grads = [w.grad for w in params]
             buffers = [self.state[w]['momentum_buffer'] for w in params]
             if torch.is_tensor(kept):  # momentum that is its own gradient stays
@@ -451,8 +453,9 @@ def load_optimizers(optimizers, states):
                 w = params[i]
                 if value.shape[1:] == w.shape[1:] and value.ndim:
                     values[name] = shard_like(w, value[:len(w)])  # learned positions may be fewer now
-        # with this run's groups: `fused` decides which device the states go to
-        opt.load_state_dict({'state': state['state'], 'param_groups': opt.state_dict()['param_groups']})
+        # this run's: `fused` decides which device the states go to
+        state['param_groups'] = opt.state_dict()['param_groups']
+        opt.load_state_dict(state)
 
 
 # memory -----------------------------------------------------------------------------------------------------
@@ -460,9 +463,8 @@ def load_optimizers(optimizers, states):
 def shard_model(model, machine):
     """Spreads the model over the ranks' devices by FSDP2 (arXiv:2304.11277), which gathers a block's weights
     in the compute dtype while it computes. Small ones, which the model reads in float32, stay whole."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    mesh = init_device_mesh(machine.device_type, (RANKS,))
+    mesh = dist.init_device_mesh(machine.device_type, (RANKS,))
     policy = MixedPrecisionPolicy(machine.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = {w for name, w in model.named_parameters()
              if not GROUPS[model.tags[name].group] or 'router.' in name}
@@ -543,7 +545,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         found = operation(*args, **kwargs or {})
         for x in tree_leaves(found):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.known:
+            if torch.is_tensor(x) and (storage := x.untyped_storage()) not in self.known:
                 self.known.add(storage)
                 self.changes.append(storage.nbytes())
                 weakref.finalize(storage, self.changes.append, -storage.nbytes())
@@ -618,7 +620,7 @@ def plan_memory(model, machine, config, accumulation, micro_batch, compile):
         share = accumulation * micro_batch
         largest = largest_batch(limit, model, machine, config)
         fits = [f"--batch_size={n} --gradient_accumulation_steps={share // n * RANKS} fits, "
-                for n in range(1, micro_batch) if n <= largest and share % n == 0]
+                for n in range(1, largest + 1) if share % n == 0]
         print0(f"warning: that is more than there is{', but compiled steps need less' * compile}; "
                f"{''.join(fits[-1:])}--checkpoint_activations=True needs less")
 
@@ -648,7 +650,8 @@ class Run:
 
     def __init__(self, model, config, machine):
         self.model = self.forward = self.evaluated = model  # or compiled; on several ranks forward is DDP's
-        self.config, self.machine = config, machine
+        self.config = config
+        self.machine = machine
         self.params = [w for w in model.parameters() if w.requires_grad]
         self.optimizers = make_optimizers(model, config)
         self.scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
@@ -681,7 +684,7 @@ class Run:
                f"{self.best_val_loss:.4f}")
 
 
-def step(run, batch, measured=False):
+def step(run, batch, measured):
     """An iteration. Returns its row of the log as far as it is known without waiting for the device;
     measured: with the size of the update, which waits."""
     lr = lr_at(run.iter_num, run.config)
@@ -814,7 +817,7 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
 
 def packed(meta):
     """The model_args that keep packed conversations apart; {} for other data."""
-    return {} if meta['block_size'] is None else {'document_token': meta['eot']}
+    return {'document_token': meta['eot']} if meta['block_size'] else {}
 
 
 LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
@@ -900,30 +903,31 @@ def lock_folder(out_dir):
     return f
 
 
-def set_aside(out_dir, resumed, keep_best):
+def set_aside(out_dir, resumed, always_save_checkpoint):
     """Renames an earlier run's files, ckpt.pt to ckpt.old-3.pt; resuming, a best.pt no longer kept."""
-    folder = Path(out_dir)
-    if resumed and keep_best:
-        if not (folder / 'best.pt').exists():  # nanoGPT's ckpt.pt is its best
-            shutil.copyfile(folder / 'ckpt.pt', folder / 'best.pt')
+    if resumed and not always_save_checkpoint:
+        if not os.path.exists(f'{out_dir}/best.pt'):  # nanoGPT's ckpt.pt is its best
+            shutil.copyfile(f'{out_dir}/ckpt.pt', f'{out_dir}/best.pt')
         return
     names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
+    folder = Path(out_dir)
     number = 1
     while any(folder.glob(f'*.old-{number}.*')):
         number += 1
     for path in sorted(folder.iterdir()):
         if re.fullmatch(names, path.name):
-            new = path.rename(path.with_name(f'{path.stem}.old-{number}{path.suffix}'))
+            new = path.rename(folder / f'{path.stem}.old-{number}{path.suffix}')
             print0(f"{path} of the run before is now {new}")
 
 
 def note(out_dir, **facts):
     """Adds facts to run.json, which tells other programs what a run is and how it ended."""
     path = Path(out_dir, 'run.json')
+    temp = path.with_suffix('.tmp')
     if RANK == 0:
         known = json.loads(path.read_text('utf-8')) if path.exists() else {}
-        path.with_suffix('.tmp').write_text(json.dumps(known | facts), 'utf-8')
-        path.with_suffix('.tmp').replace(path)
+        temp.write_text(json.dumps(known | facts), 'utf-8')
+        temp.replace(path)
 
 
 LOG_FIELDS = {  # columns of log.csv and their formats
@@ -949,14 +953,13 @@ def start_log(path, after):
 
 def log_row(path, wandb_run, row):
     """Adds rank 0's row, a dict by LOG_FIELDS of numbers or tensors, to a log and to wandb's run, if any."""
-    row = {name: value for name, value in row.items() if value is not None}
+    texts = {name: format(value, LOG_FIELDS[name]) for name, value in row.items() if value is not None}
     if RANK == 0:
         with open(path, 'a', encoding='utf-8', newline='') as f:
-            csv.DictWriter(f, LOG_FIELDS).writerow({name: format(value, LOG_FIELDS[name])
-                                                    for name, value in row.items()})
+            csv.DictWriter(f, LOG_FIELDS).writerow(texts)
     if wandb_run:
         names = {'loss': 'train/loss', 'val_loss': 'val/loss'}  # nanoGPT's names
-        wandb_run.log({names.get(name, name): float(value) for name, value in row.items()}, step=row['iter'])
+        wandb_run.log({names.get(name, name): float(text) for name, text in texts.items()}, step=row['iter'])
 
 
 def start_wandb(run):
@@ -982,9 +985,6 @@ def measure(run, row, seconds, n_sequences):
         'loss': all_reduce(row['loss']).item() / RANKS, 'ms_per_iter': seconds * 1e3,
         'tok_per_s': tokens / seconds, 'skipped': run.skipped, 'wall_s': run.wall_s,
         'mfu': flops_per_token(run.model) * tokens / seconds / (peak * RANKS) if peak else None}
-
-
-EARLY = (1, 4)  # iterations since the start that get a line at once: it works, and how fast
 
 
 def describe(row, seconds_left):
@@ -1015,8 +1015,10 @@ def resolve_runtime(device, dtype, seed, compile, was):
     threads = None
     if was and (was['device_type'], was['ranks']) == (choose_device(device)[0], RANKS):
         threads = was['threads']
-        dtype = was['dtype'] if dtype == 'auto' else dtype
-        compile = was['compile'] if compile == 'auto' else compile
+        if dtype == 'auto':
+            dtype = was['dtype']
+        if compile == 'auto':
+            compile = was['compile']
     return runtime(device, dtype, seed, threads), compile
 
 
@@ -1211,7 +1213,7 @@ if __name__ == '__main__':
     signals = [] if eval_only else stop_on_signals()
     if RANK == 0 and not eval_only:
         lock = lock_folder(out_dir)
-        set_aside(out_dir, resumed, keep_best=not always_save_checkpoint)
+        set_aside(out_dir, resumed, always_save_checkpoint)
         start_log(log_file, first_it)
         note(out_dir, status='running', error=None, config=config, params=num_params(model), data=folder)
         wandb_run = start_wandb(run) if wandb_log else None
@@ -1231,7 +1233,8 @@ if __name__ == '__main__':
             batch = next(batches, None)  # read while the device computes
             it = run.iter_num
             reason = why_stop(signals, time_limit) if it < max_iters else 0
-            if reason or it == goal or it % log_interval == 0 or it - first_it in EARLY:
+            # the first and the fourth say at once that it works, and how fast
+            if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
                 count_skips(run)
                 now = time.time()
                 seconds = (now - timed_at) / (it - timed_it)
@@ -1248,17 +1251,17 @@ if __name__ == '__main__':
             save(run, 'ckpt.pt', constant)
             print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
                    f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
-        losses = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
+        columns = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
         if eval_only:
             break
-        val_loss = losses['val_loss']
-        run.wall_s = time.time() - began
+        val_loss = columns['val_loss']
+        columns['wall_s'] = run.wall_s = time.time() - began
         if not math.isfinite(val_loss):
             diverge(run, f"val loss is {val_loss}")
         improved = val_loss < run.best_val_loss
         run.best_val_loss = min(val_loss, run.best_val_loss)
         if row:  # before the checkpoint: a run killed in between writes it anew
-            log_row(log_file, wandb_run, row | losses | {'wall_s': run.wall_s})
+            log_row(log_file, wandb_run, row | columns)
         if improved and not always_save_checkpoint:
             save(run, 'best.pt', constant)
         save(run, 'ckpt.pt', constant)
