@@ -561,9 +561,14 @@ def encode_conversation(tok, conversation):
     for n, message in enumerate(messages):
         if message['role'] == 'assistant':
             prompt = tok.render(messages[:n], True, tools)
-            common = os.path.commonprefix([prompt, text])  # it may set up thinking otherwise than here
-            agrees = common == prompt or common.startswith(tok.render(messages[:n], False, tools))
-            begin = len(os.path.commonprefix([tok.encode_chat(common), ids]))
+            agrees = text.startswith(prompt)
+            if not agrees:  # it may set up thinking otherwise than here
+                prompt = os.path.commonprefix([prompt, text])
+                agrees = prompt.startswith(tok.render(messages[:n], False, tools))
+            prompt_ids = tok.encode_chat(prompt)
+            begin = len(prompt_ids)
+            while prompt_ids[:begin] != ids[:begin]:
+                begin -= 1
             later = stops[stops >= max(begin, end)]
             if not (agrees and len(later)):
                 raise ValueError(f'{place}, message {n + 1}: the chat template renders what is before this '

@@ -281,7 +281,7 @@ def bpe_json(vocab, merges, pattern, special, byte_level=True):
         'decoder': level if byte_level else {'type': 'Fuse'},
         'model': {'type': 'BPE', 'dropout': None, 'unk_token': None, 'continuing_subword_prefix': None,
                   'end_of_word_suffix': None, 'fuse_unk': False, 'byte_fallback': False,
-                  'ignore_merges': byte_level and bool(merges), 'vocab': vocab, 'merges': merges},
+                  'ignore_merges': byte_level, 'vocab': vocab, 'merges': merges},
     }, ensure_ascii=False)
 
 
