@@ -132,10 +132,10 @@ def take_turns(sides, rounds):
 
 def print_table(title, heads, rows):
     """rows: name -> texts, one below each of heads."""
-    first = max(len(name) for name in (title, *rows))
-    widths = [max(map(len, column)) for column in zip(heads, *rows.values())]
+    rows = {title: heads, **rows}
+    first, widths = max(map(len, rows)), [max(map(len, column)) for column in zip(*rows.values())]
     print()
-    for name, cells in ((title, heads), *rows.items()):
+    for name, cells in rows.items():
         print(f"{name:<{first}}" + ''.join(f"  {cell:>{width}}" for cell, width in zip(cells, widths)))
 
 
@@ -244,9 +244,8 @@ def measure_params(config, model_args):
     # auto: the dtype that weights and caches are published in
     dtype = torch.bfloat16 if config['dtype'] == 'auto' else getattr(torch, config['dtype'])
     model = named_model(config, model_args, 'meta')
-    rows = {part: ([], counts) for part, counts in account(model).items()}
-    n_params, n_active, flops = print_counts('', [
-        'parameters', '', 'active', '', 'training FLOPs a token', ''], rows, 'total')
+    n_params, n_active, flops = print_counts(
+        '', ['parameters', 'active', 'training FLOPs a token'], account(model), {})
     kinds, length = {}, model.config.block_size
     for number, block in enumerate(model.h):  # alike: parameters have the same names and shapes
         kind = tuple((name, w.shape) for name, w in block.named_parameters())
@@ -265,33 +264,33 @@ def measure_params(config, model_args):
             'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype), **fits}
 
 
-def print_counts(title, heads, rows, last):
-    """Prints rows, name -> (texts, counts), counts with their share of the sum, and the sums, which it
-    returns, as the `last` row."""
-    sums = [sum(column) for column in zip(*(counts for _, counts in rows.values()))]
-    rows = {**rows, last: ([''] * (len(heads) - 2 * len(sums)), sums)}
-    print_table(title, heads, {name: texts + [
-        text for n, whole in zip(counts, sums) for text in (f"{n:,}", f"{n / (whole or 1):.1%}")]
-        for name, (texts, counts) in rows.items()})
+def print_counts(title, heads, counts, texts):
+    """Prints a row for each name of counts: its texts, if any, and its numbers, each with its share of the
+    sum. Prints and returns the sums."""
+    sums = [sum(column) for column in zip(*counts.values())]
+    blank = [''] * (len(heads) - len(sums))
+    print_table(title, heads, {
+        name: texts.get(name, blank) + [f"{n:,} {n / (whole or 1):6.1%}" for n, whole in zip(numbers, sums)]
+        for name, numbers in {**counts, 'sum': sums}.items()})
     return sums
 
 
 def print_parameters(model, title, params, mixing=None):
     """Prints the shapes, tags, counts and training FLOPs a token of params, (name, parameter) each. mixing:
     FLOPs of the mixer's products without weights."""
-    rows = {}
+    counts, texts = {}, {}
     for full_name, w in params:
         (init, group, fused), shape = w.tag, [*map(str, w.shape)]
         if fused and len(fused) > 1:  # 4096 + 1024 + 1024 rows of queries, keys and values
             shape[-2] = f"({' + '.join(map(str, fused))})"
         how = [getattr(init, 'func', init).__name__]  # of a partial function its options too
         how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
-        n, _, flops = cost(model, full_name, w)
-        rows[re.sub(r'^h\.\d+\.', '', full_name)] = [' x '.join(shape), ' '.join(how), group], (n, flops)
+        (n, _, flops), name = cost(model, full_name, w), re.sub(r'^h\.\d+\.', '', full_name)
+        counts[name], texts[name] = (n, flops), [' x '.join(shape), ' '.join(how), group]
     if mixing is not None:
-        rows['mixing'] = [''] * 3, (0, mixing)
-    print_counts(title, ['shape', 'initial value', 'group', 'parameters', '', 'training FLOPs a token', ''],
-                 rows, 'sum')
+        counts['mixing'] = 0, mixing
+    print_counts(title, ['shape', 'initial value', 'group', 'parameters', 'training FLOPs a token'],
+                 counts, texts)
 
 
 def forecast_memory(config, model):
@@ -367,8 +366,8 @@ def measure_train(config, model_args):
         steps[name] = their_step(other.train(), batch, machine)
     accumulation = config['gradient_accumulation_steps']
     # of the micro-batches that add to the gradients of the first, one is timed
-    n_timed, counts = min(accumulation, 2), [1, accumulation - 1, 1]
-    times = take_turns({name: timed([gradients] * n_timed + [update], config['steps'], counts[:n_timed] + [1])
+    counts = [1, accumulation - 1][:accumulation]
+    times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
     tokens = accumulation * batch[0].numel()
     numbers = report(model, machine, times, dict.fromkeys(times, tokens))
@@ -474,7 +473,7 @@ def measure_eval(config, model_args, path=None):
     name = path or data_folder(dataset)
     if os.path.exists(f'{name}/core.yaml'):
         numbers = evaluate_core(name, tokenizer, score)
-    elif ending(name) == '.jsonl' and {'endings', 'choices'} & {*next(json_records(name), ('', {}))[1]}:
+    elif ending(name) == '.jsonl' and {'endings', 'choices'} & {*next(json_records(name))[1]}:
         numbers = evaluate_choices(name, tokenizer, score)
     elif path:
         numbers = evaluate_text(name, *text_tokens(name, tokenizer), base, lengths, losses)
@@ -514,19 +513,19 @@ def text_tokens(path, tokenizer):
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
     if ending(path) not in FORMATS:
         documents = [np.concatenate(documents)]
-    if tokenizer.eot is None:  # nothing stands before the first tokens
-        n_bytes -= sum(int(tokenizer.sizes[ids[0]]) for ids in documents)
+    # of the first tokens, which are no targets; an end of text has none
+    n_bytes -= sum(int(tokenizer.sizes[ids[0]]) for ids in documents)
     return [np.stack([ids[:-1], ids[1:]]) for ids in documents], n_bytes
 
 
 def announced(items):
     """Yields the items; after five seconds says once how long the others will take."""
-    begun, said = time.perf_counter(), False
+    begun = time.perf_counter()
     for n, item in enumerate(items):
         spent = time.perf_counter() - begun
-        if spent > 5 and not said:
+        if spent > 5:
             print(f"about {duration(spent * (len(items) - n) / n)} to go", flush=True)
-            said = True
+            begun = math.inf
         yield item
 
 
@@ -695,7 +694,7 @@ def draw_attention(config, model_args, text):
         axes.set_yticks(**ticks)
     figure.savefig(config['png'])
     print(config['png'])
-    return {'png': config['png']}
+    return {}
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -64,21 +64,20 @@ SMALL = dict(  # sizes of whatever the config has, hardly two alike, and several
     n_embd=40, n_head=6, d_ff=44, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
     q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
     linear_value_head_dim=9, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=24,
-    n_group=4, topk_group=2)
+    n_group=4, topk_group=2, bigram_size=50, document_token=3)
 
 
 def tiny_config(config):
     """A config of the same kind, small: it has each kind of layer, and options have an effect."""
-    changes = {name: min(4, getattr(config, name)) for mixer in config.mixers for name in mixer.fields
-               if type(getattr(config, name)) is int and name != 'rope_base'}  # a fork's own among them
-    changes |= {name: n for name, n in SMALL.items() if getattr(config, name)}
+    # a fork's own among them
+    changes = {name: SMALL.get(name, min(4, n)) for name, n in vars(config).items() if type(n) is int and n}
     patterns = {name: value for name, value in vars(config).items() if name.endswith('_pattern') and value}
     layers = dict.fromkeys(tuple(flat.letter(pattern, layer) for pattern in patterns.values())
                            for layer in range(config.n_layer))  # each kind once
     for name, letters in zip(patterns, zip(*layers)):
         changes[name] = ''.join(letters if len({*letters}) > 1 else letters[:1])
     changes.update(n_layer=1 + len(layers) + changes.get('n_dense_layer', 0), block_size=LONG, vocab_size=61,
-                   norm_eps=0.01, dropout=0.25, document_token=None if config.document_token is None else 3)
+                   norm_eps=0.01, dropout=0.25)
     if config.n_kv_head:
         has_heads = any('head_dim' in mixer.fields for mixer in config.mixers)
         changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),  # four pairs turn
@@ -373,9 +372,8 @@ def check_updates(config):
     """Iterations of two micro-batches, clipped, not clipped, and resumed, against the gradient of the mean
     over all targets and torch's own optimizers; after each one of NaN. Of other optimizers the groups."""
     data, squares, moves = sequences(config), torch.rand(2, 6, 1), torch.randn(2, 6, 9)
-    expected, squares_after = normuon(moves, squares)
+    expected, _ = normuon(moves, squares)
     require_equal(train.even_rows(moves, [*squares]), expected, "NorMuon's move")
-    require_equal(squares, squares_after, "NorMuon's mean squares of rows")
     for kind in train.OPTIMIZERS:
         model = randomized(config, dropout=0.0).train()
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}

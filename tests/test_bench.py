@@ -52,7 +52,7 @@ def test_params_counts_a_real_model(capsys):
     assert numbers['active_params'] == num_params(model, active=True)
     assert numbers['flops_per_token'] == flops_per_token(model)
     counts = [int(n) for n in re.findall(r'one of (\d+) alike', out)] + [1]  # those outside of layers
-    sums = re.findall(r'^sum +(\S+) +\S+ +(\S+)', out.replace(',', ''), re.M)
+    _, *sums = re.findall(r'^sum +(\S+) +\S+ +(\S+)', out.replace(',', ''), re.M)  # the first is of all parts
     params, flops = (sum(n * int(value) for n, value in zip(counts, column)) for column in zip(*sums))
     assert numbers['params'] == params
     assert numbers['flops_per_token'] - flops == 6 * 61 * 32  # the head, which is the embedding
