@@ -228,8 +228,9 @@ def every(pattern, theirs, usual, other, default):
 
 
 def read_falcon(c, args):
-    new, heads = c['new_decoder_architecture'], c['num_kv_heads'] or c['n_head_kv']
-    args['n_kv_head'] = heads if new else 1 if c['multi_query'] else None
+    new = c['new_decoder_architecture']
+    if not new:
+        args['n_kv_head'] = 1 if c['multi_query'] else None
     args['norm_placement'] = 'parallel' if new or c['parallel_attn'] else 'pre'
     if new and c['num_ln_in_parallel_attn'] != 1:
         args['norm_placement'] = 'parallel_2'
@@ -239,7 +240,7 @@ def read_falcon(c, args):
 
 def write_falcon(config, c):
     new = config.norm_placement == 'parallel_2' or config.n_kv_head not in (1, config.n_head)
-    c.update(new_decoder_architecture=new, num_kv_heads=config.n_kv_head, multi_query=config.n_kv_head == 1,
+    c.update(new_decoder_architecture=new, multi_query=config.n_kv_head == 1,
              parallel_attn=config.norm_placement != 'pre', alibi=config.pos == 'alibi',
              num_ln_in_parallel_attn=1 + (config.norm_placement == 'parallel_2') if new else None)
 
@@ -253,11 +254,6 @@ def write_latent(config, c):
     if config.qkv_bias and not config.q_lora_rank:
         raise ValueError('DeepSeek has no bias on queries that are not compressed')
     c['num_key_value_heads'] = config.n_head
-
-
-def read_deepseek_v2(c, args):
-    if c['topk_method'] == 'greedy':
-        args.update(n_group=None, topk_group=None)
 
 
 def write_deepseek_v2(config, c):
@@ -286,9 +282,7 @@ def read_llama4(c, args):
         args['qk_norm'] = False
     if c['attn_temperature_tuning']:
         args['query_scale'] = dict(beta=c['attn_scale'], length=c['floor_scale'], start=1, layers='N')
-    pattern = args['pos_pattern'].replace('P', 'C').replace('N', 'L')
-    if c.get('layer_types'):
-        pattern = ''.join('C' if one == 'chunked_attention' else 'L' for one in c['layer_types'])
+    pattern = args['pos_pattern'].replace('P', 'C').replace('N', 'L')  # as their layer_types say too
     args.update(window=c['attention_chunk_size'], window_pattern=pattern)
 
 
@@ -312,8 +306,7 @@ def read_kimi_linear(c, args):
 
 
 def check_mamba(c, args):
-    low, high = c['time_step_limit'] or (0, math.inf)
-    if low > 0 or high not in (math.inf, {'__float__': 'Infinity'}):
+    if c['time_step_limit'] not in (None, [0, math.inf], [0, {'__float__': 'Infinity'}]):
         refuse(c, time_step_limit=c['time_step_limit'])
 
 
@@ -360,8 +353,6 @@ def nemotron_layer(config, layer, name):
 
 def read_gemma(c, args):
     args['embed_scale'] = args['n_embd'] ** 0.5
-    if c.get('hidden_act') == 'gelu':  # as first published
-        args['mlp'] = 'geglu_tanh'
 
 
 def read_gemma4(c, args):
@@ -451,11 +442,6 @@ def read_hunyuan(c, args):
         args['rope_scaling'] = None
 
 
-def read_gpt_neo(c, args):
-    kinds = ''.join('S' if kind == 'local' else 'L' for kind in c['attention_layers'])
-    args.update(window=c['window_size'], window_pattern=kinds)
-
-
 def read_minimind(c, args):
     """From version 3 on a Qwen3; before, with n_routed_experts, a Llama."""
     args['qk_norm'] = c['n_routed_experts'] is None
@@ -474,8 +460,8 @@ LENGTH_SCALE = Rule({}, read_ministral3, write_ministral3)
 LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 1 / given,
                            lambda config: 1 / config.logit_scale)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
-LOCAL_ROPE = Rule(dict(sliding_window_pattern=None), read_rope_where_short)
-ROPE_WHERE_SHORT = Rule(dict(sliding_window_pattern=None), read_rope_where_short, write_rope_where_short)
+LOCAL_ROPE = Rule({}, read_rope_where_short)
+ROPE_WHERE_SHORT = Rule({}, read_rope_where_short, write_rope_where_short)
 
 
 # the table --------------------------------------------------------------------------------------------------
@@ -494,13 +480,14 @@ BASE = Family(
         'ln_1': 'input_layernorm', 'ln_2': 'post_attention_layernorm',
         'attn.c_attn': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj',
         'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
-        'attn.c_proj': 'self_attn.o_proj',
+        'attn.c_proj': 'self_attn.o_proj', 'attn.sink': 'self_attn.sinks',
         'mlp.c_fc': 'mlp.gate_proj mlp.up_proj', 'mlp.c_proj': 'mlp.down_proj',
-        'mlp.router': 'mlp.gate',
+        'mlp.router': 'mlp.gate', 'mlp.expert_bias': 'mlp.gate.e_score_correction_bias',
         'mlp.experts.c_fc': 'mlp.experts.E.gate_proj mlp.experts.E.up_proj',
         'mlp.experts.c_proj': 'mlp.experts.E.down_proj',
         'mlp.shared.c_fc': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj',
-        'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'})
+        'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'},
+    layouts={'attn.conv': CONVOLUTION})
 WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
 LLAMA = like(BASE, fields=dict(mlp_bias='mlp_bias'))
 MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=dict(qkv_bias=None, proj_bias=None))
@@ -513,9 +500,9 @@ OLMO2 = like(
     ours=dict(qk_norm='whole', norm_placement='output'),
     names={'ln_1': 'post_attention_layernorm', 'ln_2': 'post_feedforward_layernorm'})
 EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
-               n_expert_active='num_experts_per_tok experts_per_token')
+               n_expert_active='num_experts_per_tok experts_per_token', d_expert='intermediate_size')
 MIXTRAL = like(
-    MISTRAL, 'MixtralForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size'),
+    MISTRAL, 'MixtralForCausalLM', fields=EXPERTS,
     ours=dict(rope_base=1e6),
     names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
@@ -540,7 +527,6 @@ PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
     QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', fields=LINEAR_FIELDS,
-    harmless='full_attention_interval',
     ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
     theirs=dict(hidden_act='silu'),  # the convolution's activation as well
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
@@ -548,15 +534,14 @@ QWEN3_NEXT = like(
            'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
            'D.attn.c_proj': 'linear_attn.out_proj'},
     rows={'attn.c_attn': rows_gated_attention, 'D.attn.c_attn': rows_qwen3_next},
-    layouts={'attn.conv': CONVOLUTION, **PLUS_ONE_NORMS},
-    ignored=('mtp.*',), rules=(*SPARSE_LAYERS, SHARED_EXPERT))
+    layouts=PLUS_ONE_NORMS, rules=(*SPARSE_LAYERS, SHARED_EXPERT))
 QWEN3_5 = like(
     QWEN3_NEXT, 'Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
-    theirs=dict(attn_output_gate=True), defaults=dict(mlp_only_layers=None),
+    defaults=dict(mlp_only_layers=None),
     fields=dict(n_expert=None, n_expert_active=None, d_expert=None, norm_topk_prob=None),
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
-    rows={'D.attn.c_attn': rows_qwen3_5}, ignored=('mtp.*', 'model.visual.*'), rules=())
+    rows={'D.attn.c_attn': rows_qwen3_5}, rules=())
 DEEPSEEK_EXPERTS = like(
     BASE, ignored=('model.layers.N.*',),  # the extra prediction layer
     fields=dict(n_shared_expert='n_shared_experts',
@@ -564,8 +549,7 @@ DEEPSEEK_EXPERTS = like(
                 d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
                 **same('norm_topk_prob routed_scaling_factor n_group topk_group')),
     ours=dict(router='sigmoid', balance_bias=True),
-    theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'),
-    names={'mlp.expert_bias': 'mlp.gate.e_score_correction_bias'})
+    theirs=dict(moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid'))
 LATENT = dict(
     ours=dict(qk_norm=None, kv_lora_rank=512, latent_norm_eps=1e-6),  # whatever rms_norm_eps is
     fields=dict(same('kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim'),
@@ -579,7 +563,7 @@ LATENT = dict(
 WRITE_LATENT = Rule({}, write=write_latent)
 DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', rules=(WRITE_LATENT,))
 YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', ours=dict(tie_word_embeddings=True),
-             harmless='embedding_initializer_range', rules=(WRITE_LATENT,))
+             rules=(WRITE_LATENT,))
 GLM4_MOE_LITE = like(
     DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', defaults=dict(first_k_dense_replace=1),
     rules=(WRITE_LATENT, MLP_TYPES))
@@ -594,7 +578,7 @@ GLM4_MOE = like(
     ours=dict(partial_rotary_factor=0.5, norm_eps=1e-5))
 FLEX_OLMO = like(
     OLMO2, 'FlexOlmoForCausalLM',
-    fields=dict(EXPERTS, d_expert='intermediate_size', norm_topk_prob='norm_topk_prob'),
+    fields=dict(EXPERTS, norm_topk_prob='norm_topk_prob'),
     ours=dict(norm_topk_prob=False, rope_base=5e5))
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
@@ -610,16 +594,16 @@ BLOOM = Family(
            'mlp.c_proj': 'mlp.dense_4h_to_h'},
     rows={'attn.c_attn': rows_by_kv_head})
 FALCON = like(
-    BLOOM, 'FalconForCausalLM', theirs=dict(ff_factor=4),
+    BLOOM, 'FalconForCausalLM',
     fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
-                n_head='num_attention_heads n_head', n_embd='hidden_size', d_ff='ffn_hidden_size',
-                mlp='activation'),
+                n_head='num_attention_heads n_head', n_kv_head='num_kv_heads n_head_kv', n_embd='hidden_size',
+                d_ff='ffn_hidden_size', mlp='activation'),
     ours=dict(bias=False, norm_bias=True, pos='rope', mlp='gelu', embed_norm=False),
     names={'ln_1': lambda config: 'ln_attn' if config.norm_placement == 'parallel_2' else 'input_layernorm',
            'ln_2': lambda config: ('ln_mlp' if config.norm_placement == 'parallel_2'
                                    else 'post_attention_layernorm')},
     rules=(Rule(dict(alibi=False, multi_query=True, parallel_attn=True, new_decoder_architecture=False,
-                     num_ln_in_parallel_attn=None, num_kv_heads=None, n_head_kv=None),
+                     num_ln_in_parallel_attn=None),
                 read_falcon, write_falcon),))
 NEOX = like(
     BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
@@ -632,15 +616,15 @@ NEOX = like(
     rules=(converted('norm_placement', 'use_parallel_residual',
                      lambda given, args: 'parallel_2' if given else 'pre',
                      lambda config: config.norm_placement == 'parallel_2', True),))
-GPT2 = like(
+GPT = like(  # with the weights of linear layers as all others have them
     BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
     theirs=dict(scale_attn_weights=True),
     fields=dict(block_size='n_positions n_ctx', n_embd='n_embd', d_ff='n_inner', mlp='activation_function'),
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
-           'mlp.c_proj': 'mlp.c_proj'},
-    layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
-                           'mlp.c_proj.weight'), TRANSPOSED))
+           'mlp.c_proj': 'mlp.c_proj'})
+GPT2 = like(GPT, layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
+                                        'mlp.c_proj.weight'), TRANSPOSED))
 MPT = like(
     BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
     fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model',
@@ -648,7 +632,6 @@ MPT = like(
     ours=dict(bias=False, mlp='gelu', embed_norm=False),
     theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
                 norm_type='low_precision_layernorm', attn_type='multihead_attention'),
-    harmless='attn_config attn_impl learned_pos_emb return_dict',
     names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
            'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
            'mlp.c_proj': 'ffn.down_proj'},
@@ -656,8 +639,9 @@ MPT = like(
 GEMMA = Rule({}, read_gemma)
 GEMMA2 = like(
     BASE, 'Gemma2ForCausalLM', layers='SL',
-    fields=dict(mlp='hidden_activation hidden_act',
+    fields=dict(mlp=None,  # whatever hidden_act is
                 attn_softcap='attn_logit_softcapping', logit_softcap='final_logit_softcapping'),
+    theirs=dict(hidden_activation='gelu_pytorch_tanh'),
     defaults=dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
     names={'ln_3': 'pre_feedforward_layernorm', 'ln_4': 'post_feedforward_layernorm'},
@@ -674,7 +658,6 @@ GEMMA4 = like(
     defaults=dict(final_logit_softcapping=None, hidden_size_per_layer_input=256, rope_parameters=dict(
         full_attention=dict(rope_type='proportional', partial_rotary_factor=0.25, rope_theta=1e6),
         sliding_attention=dict(rope_theta=1e4))),
-    harmless='use_double_wide_mlp vocab_size_per_layer_input',
     names={'scalar': 'layer_scalar', 'mlp.router': 'router.proj', 'mlp.ln_router.weight': 'router.scale',
            'mlp.expert_scale': 'router.per_expert_scale', 'mlp.ln_in': 'pre_feedforward_layernorm_2',
            'mlp.ln_out': 'post_feedforward_layernorm_2', 'mlp.ln_shared_in': 'pre_feedforward_layernorm',
@@ -685,7 +668,7 @@ GEMMA4 = like(
     rules=(GEMMA, Rule(dict(per_layer_config=None, global_head_dim=512, num_global_key_value_heads=None,
                             enable_moe_block=False), read_gemma4, write_gemma4)))
 GPTJ = like(
-    GPT2, 'GPTJForCausalLM', layouts=dict.fromkeys(GPT2.layouts),
+    GPT, 'GPTJForCausalLM',
     ours=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True,
               tie_word_embeddings=False),
     names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
@@ -715,7 +698,7 @@ GRANITE = like(
                 residual_scale='residual_multiplier'),
     ours=dict(attn_scale=1.0))
 GRANITE_MOE = like(
-    GRANITE, 'GraniteMoeForCausalLM', fields=dict(EXPERTS, d_expert='intermediate_size', mlp_bias=None),
+    GRANITE, 'GraniteMoeForCausalLM', fields=dict(EXPERTS, mlp_bias=None),
     names={'mlp.router': 'block_sparse_moe.router.layer',
            'mlp.experts.c_fc.weight': 'block_sparse_moe.input_linear.weight',
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
@@ -724,7 +707,6 @@ GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
 WINDOWS_AND_SINKS = dict(layers='LSSS', ours=dict(attn_sink=True),
                          defaults=dict(sliding_window=128))
 LAYER_ROPE = Rule(dict(layer_rope_theta=None), read_layer_rope, write_layer_rope)
-SINK = {'attn.sink': 'self_attn.sinks'}
 HUNYUAN = like(
     BASE, 'HunYuanDenseV1ForCausalLM',
     ours=dict(qk_norm='rotated', norm_eps=1e-5), theirs=dict(norm_type='rms', use_qk_norm=True),
@@ -752,7 +734,6 @@ LFM2 = like(
            'C.attn.c_attn': 'conv.in_proj', 'C.attn.c_proj': 'conv.out_proj',
            'mlp.c_fc': 'feed_forward.w1 feed_forward.w3',
            'mlp.c_proj': 'feed_forward.w2'},
-    layouts={'attn.conv': CONVOLUTION},
     rules=(Rule(dict(block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256),
                 read_lfm2, write_lfm2), listed('mixer_pattern', 'full_attn_idxs', 'A', 'C')))
 TIME_STEPS = Rule(dict(time_step_limit=None), check_mamba)
@@ -763,7 +744,7 @@ MAMBA = dict(
            'B.attn.c_proj': 'mamba.out_proj'},
     rows={'B.attn.c_attn': rows_mamba, 'attn.conv': rows_mamba_convolution,
           'attn.conv_bias': rows_mamba_convolution},
-    layouts={'attn.conv': CONVOLUTION}, theirs=dict(mamba_proj_bias=False), harmless='mamba_d_head',
+    theirs=dict(mamba_proj_bias=False),
     fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
                 linear_key_head_dim='mamba_d_state', linear_conv_kernel_dim='mamba_d_conv',
                 linear_conv_bias='mamba_conv_bias'),
@@ -785,10 +766,10 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3_moe': QWEN3_MOE,
     'deepseek_v3': DEEPSEEK_V3,
     'deepseek_v2': like(
-        DEEPSEEK_V3, 'DeepseekV2ForCausalLM', ignored=(), fields=dict(norm_topk_prob=None),
+        DEEPSEEK_V3, 'DeepseekV2ForCausalLM', fields=dict(norm_topk_prob=None),
         ours=dict(router='softmax', balance_bias=None, norm_topk_prob=False),
         theirs=dict(topk_method=None, scoring_func='softmax', norm_topk_prob=False),
-        rules=(WRITE_LATENT, Rule(dict(topk_method=None), read_deepseek_v2, write_deepseek_v2))),
+        rules=(WRITE_LATENT, Rule(dict(topk_method=None), write=write_deepseek_v2))),
     'bloom': BLOOM,
     'falcon': FALCON,
     'gpt_neox': NEOX,
@@ -801,8 +782,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gemma3_text': like(
         GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
             qk_norm=True, rope_base=1e6, local={'rope_base': 1e4}),
-        theirs=dict(use_bidirectional_attention=False, sliding_window_pattern=6),
-        harmless='rope_local_base_freq',
+        theirs=dict(use_bidirectional_attention=False),
         defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
                       num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
                       max_position_embeddings=131072)),  # what the published ones leave out
@@ -830,7 +810,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'granitemoehybrid': like(
         like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='BL',
         fields=dict(mlp=None, d_ff=None), theirs=dict(hidden_act='silu'),
-        harmless='mamba_d_head attn_layer_indices',
+        harmless='attn_layer_indices',
         names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
                'mlp.c_proj': 'shared_mlp.output_linear'},
         rules=(*MAMBA['rules'], LOGITS_SCALING,
@@ -878,8 +858,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'attn.o_norm': 'self_attn.o_norm.weight', 'attn.conv':
                'self_attn.q_conv1d.weight self_attn.k_conv1d.weight self_attn.v_conv1d.weight'},
         rows={'attn.c_attn': None, 'attn.c_q': None, 'attn.conv': rows_convolution},
-        layouts={'attn.conv': CONVOLUTION,
-                 'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
+        layouts={'attn.A_log': Layout(lambda w: w.flatten(), lambda w: w.view(1, 1, -1, 1))},
         rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(linear_attn_config=None), read_kimi_linear))),
     'phi': like(
         BASE, 'PhiForCausalLM',
@@ -895,9 +874,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'gpt_oss': like(
         BASE, 'GptOssForCausalLM', layers='SL',
         theirs=dict(swiglu_alpha=1.702, hidden_act='silu'),
-        fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit', d_expert='intermediate_size'),
+        fields=dict(EXPERTS, mlp=None, mlp_limit='swiglu_limit'),
         ours=dict(mlp='swiglu_oai', attn_sink=True, mlp_bias=True, rope_base=150000.0),
-        names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router', **SINK,
+        names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router',
                'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
         rows={'mlp.experts.c_fc': rows_gate_up}, layouts=TRANSPOSED_EXPERTS),
@@ -915,7 +894,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen3_5_text': QWEN3_5,
     'gemma': like(
         GEMMA2, 'GemmaForCausalLM', layers='L', ours=dict(norm_placement='pre'),
-        fields=dict(mlp='hidden_act hidden_activation', attn_softcap=None, logit_softcap=None),
+        fields=dict(attn_softcap=None, logit_softcap=None),
         rules=(GEMMA,)),
     'vaultgemma': like(GEMMA2, 'VaultGemmaForCausalLM', ours=dict(norm_placement='pre'),
                        names={'ln_2': 'pre_feedforward_layernorm'}),
@@ -973,18 +952,18 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             lambda config: round(config.logit_scale * config.n_embd), 256))),
     'mellum': like(
         QWEN3_MOE, 'MellumForCausalLM', layers='SL', defaults=dict(use_sliding_window=None),
-        ours=dict(norm_topk_prob=True, local={}), ignored=('mtp.*',), rules=(MLP_TYPES,)),
+        ours=dict(norm_topk_prob=True, local={}), rules=(MLP_TYPES,)),
     'flint': like(
         QWEN3_MOE, 'FlintForCausalLM', layers='SL',
         ours=dict(norm_topk_prob=True, attn_sink=True, router='sigmoid'),
         defaults=dict(use_sliding_window=None, mlp_only_layers=[0, 1]),
         names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
         rules=(*SPARSE_LAYERS, SHARED_EXPERT, ROPE_WHERE_SHORT)),
-    'granite_swa': like(GRANITE, 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS, names=SINK,
+    'granite_swa': like(GRANITE, 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
                         rules=(LOGITS_SCALING, LAYER_ROPE)),
     'granitemoe_swa': like(
         GRANITE_MOE, 'GraniteMoeSWAForCausalLM', **WINDOWS_AND_SINKS, names={
-            **GRANITE_SHARED, **SINK, 'mlp.router': 'block_sparse_moe.router',
+            **GRANITE_SHARED, 'mlp.router': 'block_sparse_moe.router',
             'mlp.experts.c_fc.weight': 'block_sparse_moe.experts.gate_up_proj',
             'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
         rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size'))),
@@ -1027,16 +1006,15 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
                     rows={'attn.c_attn': rows_codegen}, ignored=('*.attn.causal_mask',)),
     'gpt_neo': like(
-        GPT2, 'GPTNeoForCausalLM', layouts=dict.fromkeys(GPT2.layouts), harmless='attention_types',
+        GPT, 'GPTNeoForCausalLM', exports=False,
         fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',
-                    n_embd='hidden_size', d_ff='intermediate_size'), exports=False,
+                    n_embd='hidden_size', d_ff='intermediate_size', window='window_size'),
         ours=dict(qkv_bias=False, attn_scale=1.0),
         names={'attn.c_attn': 'attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj',
                'attn.c_proj': 'attn.attention.out_proj'},
-        rules=(Rule(dict(attention_layers=['global', 'local'] * 12, window_size=256), read_gpt_neo),)),
+        rules=(worded('window_pattern', 'attention_layers', {'global': 'L', 'local': 'S'}),)),
     'gpt_bigcode': like(
-        GPT2, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True),
-        layouts=dict.fromkeys(GPT2.layouts)),
+        GPT, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True)),
     'glm4_moe': GLM4_MOE,
     'solar_open': like(
         GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
@@ -1049,7 +1027,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
         fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
                     n_shared_expert='num_shared_experts'),
-        ours=dict(qk_norm=True, norm_eps=1e-5), ignored=('mtp.*',), defaults=dict(first_k_dense_replace=1),
+        ours=dict(qk_norm=True, norm_eps=1e-5), defaults=dict(first_k_dense_replace=1),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
         rules=(MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
@@ -1087,9 +1065,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
                     n_shared_expert='moe_num_shared_experts', n_dense_layer='moe_layer_start_index'),
         ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True, n_dense_layer=1),
-        theirs=dict(moe_layer_interval=1), harmless='moe_capacity moe_gate moe_norm_min moe_use_aux_free',
+        theirs=dict(moe_layer_interval=1),
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
-        rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW}, ignored=('*mtp*',),
+        rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW},
         rules=(Rule(dict(moe_layer_end_index=-1), read_ernie),)),
     'glm4_moe_lite': GLM4_MOE_LITE,
     'deepseek_v32': DEEPSEEK_V32,
@@ -1108,7 +1086,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(shared_gate=True), rules=(SHARED_EXPERT,)),
     'llama4_text': like(
         BASE, 'Llama4ForCausalLM', exports=False,
-        fields=dict(EXPERTS, d_ff='intermediate_size_mlp', d_expert='intermediate_size'),
+        fields=dict(EXPERTS, d_ff='intermediate_size_mlp'),
         ours=dict(qk_norm='unit', norm_eps=1e-5, rope_base=5e5, n_shared_expert=1, router='sigmoid',
                   norm_topk_prob=False, expert_input_scale=True),
         names={'mlp.c_fc': 'feed_forward.gate_proj feed_forward.up_proj',
@@ -1208,19 +1186,21 @@ PLAIN_ACTIVATIONS = {
     'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
     'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', 'xielu': 'xielu'}
 HARMLESS = '''
-    _* architectures attention_softmax_in_fp32 attn_implementation auto_map *aux_loss* bias_dropout_fusion
-    *cache* *checkpointing *chunk_size classifier_* *dropout* dtype ep_size flash_attn head_dim hidden_act
-    hidden_size id2label inference_rope_* init_config init_device init_std initial_context_length
-    initializer_range intermediate_size is_decoder is_llama_config label2id language layer_types *loss_alpha
-    mamba_ssm_cache_dtype mamba_ssm_dtype masked_softmax_fusion max_sequence_length max_window_layers
-    model_type moe_shared_expert_overlap mtp_* n_ctx name num_key_value_heads num_local_experts
-    num_logits_to_keep num_nextn_predict_layers offset_alibi *original_max_position_embeddings
-    output_attentions output_hidden_states output_router_logits partial_rotary_factor *_pdrop pretraining_tp
-    qk_head_dim reorder_and_* rescale_prenorm_residual residual_in_fp32 rope_interleave rope_parameters
-    rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise seq_aux skip_bias_add*
-    *sliding_window slow_but_exact summary_* task_* time_step_floor time_step_max time_step_min *_token
-    *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version use_mamba_kernels
-    verbose z_loss_coefficient
+    _* architectures attention_softmax_in_fp32 attention_types attn_config attn_impl* attn_output_gate
+    auto_map *aux_loss* bias_dropout_fusion *cache* *checkpointing *chunk_size classifier_* *dropout* dtype
+    ep_size ff_factor flash_attn full_attention_interval head_dim hidden_act hidden_size id2label
+    inference_rope_* init_config init_device init_std initial_context_length *initializer_range
+    intermediate_size is_decoder is_llama_config label2id language layer_types learned_pos_emb *loss_alpha
+    mamba_d_head mamba_ssm_cache_dtype mamba_ssm_dtype masked_softmax_fusion max_sequence_length
+    max_window_layers model_type moe_capacity moe_gate moe_norm_min moe_shared_expert_overlap
+    moe_use_aux_free mtp_* n_ctx name num_key_value_heads num_local_experts num_logits_to_keep
+    num_nextn_predict_layers offset_alibi *original_max_position_embeddings output_attentions
+    output_hidden_states output_router_logits partial_rotary_factor *_pdrop pretraining_tp qk_head_dim
+    reorder_and_* rescale_prenorm_residual residual_in_fp32 return_dict rope_interleave rope_local_base_freq
+    rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct router_jitter_noise seq_aux
+    skip_bias_add* *sliding_window* slow_but_exact summary_* task_* time_step_floor time_step_max
+    time_step_min *_token *_token_id tokenizer_name torch_dtype transformers.js_config transformers_version
+    use_double_wide_mlp use_mamba_kernels verbose vocab_size_per_layer_input z_loss_coefficient
     full_attn_mod inference_runner interpolate_factor layer_switch max_batch_size model_max_length
     order_of_interleaved_layers pad_key_length prefix rotary rotary_scaling_factor
     scale_attention_softmax_in_fp32 tokenizer_class use_embedding_sharing use_gated_activation

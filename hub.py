@@ -162,8 +162,8 @@ def bare(name):
     return name.replace('.block_sparse_moe.', '.mlp.')
 
 
-IGNORED = ('*vision*', '*audio*', '*projector*', '*.attn.bias', '*.attn.masked_bias', '*.attention.bias',
-           '*.attention.masked_bias', '*inv_freq', 'rope_freqs.weight')
+IGNORED = ('*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.attn.bias', '*.attention.bias',
+           '*.masked_bias', '*inv_freq', 'rope_freqs.weight')
 
 
 def check(parts, stored, model, family, folder):
