@@ -1,5 +1,5 @@
-# MiniMind 2's mixture of experts, 145,029,760 parameters: 4 experts, of which a token takes 2, and one that all take.
-# The data and the commands are those of config/minimind.py.
+# MiniMind 2's mixture of experts, 145,029,760 parameters: 4 experts, of which a token takes 2, and one that
+# all tokens take. The data and the commands are those of config/minimind.py.
 dataset = 'minimind_bpe6400'
 out_dir = 'out-minimind_moe'
 
