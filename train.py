@@ -1004,8 +1004,11 @@ CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES}
 
 def start_ranks(backend, device):
     """Joins the ranks; tensors on the CPU always go through gloo."""
+    kind, index = choose_device(device)
+    if kind == 'cuda':  # else NCCL may take the first GPU for all, and hang
+        torch.cuda.set_device(index)
     if backend in ('auto', 'nccl'):
-        backend = 'cpu:gloo,cuda:nccl' if choose_device(device)[0] == 'cuda' else 'gloo'
+        backend = 'cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo'
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=1))  # saving may take minutes
 
 
