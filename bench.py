@@ -4,6 +4,7 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
     python bench.py params config/mixtral_8x7b.py            # parameters, their initial values, FLOPs, cache
+    python bench.py params config/qwen3_8b.py --lengths=[1024,4096,32768,131072]  # and what grows with n, and n^2
     python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
@@ -55,7 +56,7 @@ batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 25
                                   # params: given, the memory of training with it is forecast
 memory: float | None = None       # params: GB that training is to fit into; None: what this device has
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
-lengths: list | None = None       # eval: contexts, multiples of the trained one
+lengths: list | None = None       # eval: contexts, multiples of the trained one; params: in tokens
 prompt_len = 32                   # decode: tokens of the prompt
 max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
@@ -245,7 +246,7 @@ def measure_params(config, model_args):
     dtype = torch.bfloat16 if config['dtype'] == 'auto' else getattr(torch, config['dtype'])
     model = named_model(config, model_args, 'meta')
     n_params, n_active, flops = print_counts(
-        '', ['parameters', 'active', 'training FLOPs a token'], account(model), {})
+        '', ['parameters', 'active', 'training FLOPs a token'], account(model), {}, {})
     kinds, length = {}, model.config.block_size
     for number, block in enumerate(model.h):  # alike: parameters have the same names and shapes
         kind = tuple((name, w.shape) for name, w in block.named_parameters())
@@ -253,9 +254,11 @@ def measure_params(config, model_args):
     for numbers in kinds.values():
         first = numbers[0]
         print_parameters(model, f"layer {first}, one of {len(numbers)} alike",
-                         model.h[first].named_parameters(f'h.{first}'), model.h[first].attn.flops(length))
+                         model.h[first].named_parameters(f'h.{first}'), model.h[first].attn)
     print_parameters(model, 'outside of layers', [
         (name, w) for name, w in model.named_parameters() if not name.startswith('h.')])
+    if config['lengths']:
+        print_lengths(model, config['lengths'], flops, dtype)
     fits = forecast_memory(config, model) if config['batch_size'] or config['memory'] else {}
     each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
@@ -264,33 +267,61 @@ def measure_params(config, model_args):
             'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype), **fits}
 
 
-def print_counts(title, heads, counts, texts):
+def print_counts(title, heads, counts, texts, groups):
     """Prints a row for each name of counts: its texts, if any, and its numbers, each with its share of the
-    sum. Prints and returns the sums."""
-    sums = [sum(column) for column in zip(*counts.values())]
+    sum; then the sums, which it returns, and those of groups, {name: pattern of rows' names}."""
+    def total(pattern):
+        return [sum(column) for column in zip(*(
+            numbers for name, numbers in counts.items() if re.search(pattern, name)))]
+    sums = total('')
+    rows = counts | {'sum': sums} | {f'of it {name}': total(pattern) for name, pattern in groups.items()}
     blank = [''] * (len(heads) - len(sums))
     print_table(title, heads, {
         name: texts.get(name, blank) + [f"{n:,} {n / (whole or 1):6.1%}" for n, whole in zip(numbers, sums)]
-        for name, numbers in {**counts, 'sum': sums}.items()})
+        for name, numbers in rows.items() if numbers})
     return sums
 
 
-def print_parameters(model, title, params, mixing=None):
-    """Prints the shapes, tags, counts and training FLOPs a token of params, (name, parameter) each. mixing:
-    FLOPs of the mixer's products without weights."""
-    counts, texts = {}, {}
+def print_parameters(model, title, params, mixer=None):
+    """Prints shapes, tags, counts and FLOPs a token, forward and in training, of params, (name, parameter)
+    each, a row for each projection; of a layer's mixer those of products without weights too."""
+    counts, texts, length = {}, {}, model.config.block_size
     for full_name, w in params:
-        (init, group, fused), shape = w.tag, [*map(str, w.shape)]
-        if fused and len(fused) > 1:  # 4096 + 1024 + 1024 rows of queries, keys and values
-            shape[-2] = f"({' + '.join(map(str, fused))})"
+        (init, group, fused), shape, names = w.tag, [*w.shape], ['']
         how = [getattr(init, 'func', init).__name__]  # of a partial function its options too
         how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
         (n, _, flops), name = cost(model, full_name, w), re.sub(r'^h\.\d+\.', '', full_name)
-        counts[name], texts[name] = (n, flops), [' x '.join(shape), ' '.join(how), group]
-    if mixing is not None:
-        counts['mixing'] = 0, mixing
-    print_counts(title, ['shape', 'initial value', 'group', 'parameters', 'training FLOPs a token'],
-                 counts, texts)
+        if fused and len(fused) > 1:
+            names = model.get_submodule(full_name.rpartition('.')[0]).names.split()
+        for part, rows in zip(names, fused or [1]):
+            share = rows / sum(fused or [1])
+            shape[-2:-1] = [rows] if part else shape[-2:-1]
+            counts[f'{name} {part}'] = [round(x * share) for x in (n, flops // 3, flops)]
+            texts[f'{name} {part}'] = [' x '.join(map(str, shape)), ' '.join(how), group]
+    if hasattr(mixer, 'head_widths'):
+        seen = mixer.n_head * min(length, mixer.span or length)  # scores of a token
+        for name, width in zip(('attn scores', 'attn weighted sum'), mixer.head_widths):
+            counts[name] = [0, 2 * seen * width, 6 * seen * width]
+        counts['attn softmax'] = [0, 5 * seen, 0]  # largest, difference, exponential, sum, division
+    elif mixer:
+        counts['attn state'] = [0, mixer.flops(length) // 3, mixer.flops(length)]
+    groups = {'attention': 'attn', 'MLP': 'mlp', 'norms': 'ln_|norm'} if mixer else {}
+    print_counts(title, ['shape', 'initial value', 'group', 'parameters', 'forward FLOPs a token',
+                         'training FLOPs a token'], counts, texts, groups)
+
+
+def print_lengths(model, lengths, flops, dtype):
+    """Prints what a prompt of each length takes: products with weights grow with it, those without, but for
+    windows and states, with its square. flops: of training a token; the last column is timed here."""
+    mixing, rows = sum(mixer.flops(model.config.block_size) for mixer in model.mixers), {}
+    for n in lengths:
+        q, k, v = torch.randn(3, 1, 1, n, model.config.head_dim, dtype=dtype)
+        attend = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        seconds, = seconds_each(call() for call in [attend])
+        rows[f'{n:,}'] = [f"{count:,.2f}" for count in (
+            (flops - mixing) / 3e12 * n, sum(mixer.flops(n) for mixer in model.mixers) / 3e12 * n,
+            cache_bytes(model, n, dtype) / 1e9, seconds)]
+    print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB', "one head's attention, s"], rows)
 
 
 def forecast_memory(config, model):
@@ -706,7 +737,7 @@ COMMANDS = {
                              'optimizer compile seed'),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
                                'rounds compile seed'),
-    'params': (measure_params, f'{MACHINE} batch_size memory optimizer'),
+    'params': (measure_params, f'{MACHINE} batch_size memory lengths optimizer'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
     'attention': (draw_attention, 'init_from layer png json'),
 }

@@ -4,7 +4,7 @@ Which choice is better, and by how much: trains variants of one run with the sam
     python compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
     python compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
     python compare.py ladder --png=docs/ladder.png     # a list of config/variants.py
-    python compare.py plot out-a out-b --by=time       # the curves of any runs
+    python compare.py plot out-a out-b --by=time --y=loss,val_loss,lr  # the curves of any runs
     python compare.py plot lengths.jsonl               # of bench.py eval --lengths --json=lengths.jsonl
 
 Runs are train.py's, whose settings compare.py takes too. A variant is an addition to the command line, a git
@@ -43,6 +43,7 @@ seeds = 3                         # runs of each, by seed, seed + 1...
 seed = 1337
 match: str | None = None          # d_ff is set for equal params, or active ones; none; None: the list's
 by = 'iter'                       # axis of the curves: iter, tokens, time
+y = 'val_loss'                    # plot: columns of log.csv: loss,lr
 png = ''                          # the picture; '': in out-compare/
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
 config, _, words = configure(globals(), 'GPTConfig', words=math.inf, also='train.py')[:3]
@@ -311,42 +312,48 @@ def curve(logs, by, column='val_loss'):
     return x.mean(1), y.mean(1), y.std(1, ddof=min(1, len(logs) - 1))  # 0 of a single run
 
 
-def draw(path, curves, xlabel, ylabel, rows=()):
-    """Writes a PNG. curves: name -> x, y and the spread of y; rows: of a comparison, whose losses stand
-    beside, the first with its spread, the others with the intervals of their differences to it."""
+def draw(path, panels, xlabel, rows=()):
+    """Writes a PNG. panels: label of y -> curves, name -> x, y and the spread of y; rows: of a comparison,
+    whose losses stand beside, the first with its spread, the others with the intervals of their differences
+    to it."""
     pictures = package('matplotlib.figure', 'pictures need', 'matplotlib')
-    figure = pictures.Figure(figsize=(10 if rows else 6, 3.4), layout='constrained')
-    axes, *beside = figure.subplots(1, 1 + bool(rows), squeeze=False)[0]
-    for name, (x, y, spread) in curves.items():
-        line, = axes.plot(x, y, marker='.', label=name)
-        axes.fill_between(x, y - spread, y + spread, color=line.get_color(), alpha=0.2, linewidth=0)
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.grid(alpha=0.3)
-    axes.legend(loc='upper left', bbox_to_anchor=(1, 1), fontsize='small')
-    for axes in beside:
+    count = len(panels) + bool(rows)
+    figure = pictures.Figure(figsize=(2 + 4 * count, 3.4), layout='constrained')
+    every = figure.subplots(1, count, squeeze=False)[0]
+    for axes, (ylabel, curves) in zip(every, panels.items()):
+        for name, (x, y, spread) in curves.items():
+            line, = axes.plot(x, y, marker='.', label=name)
+            axes.fill_between(x, y - spread, y + spread, color=line.get_color(), alpha=0.2, linewidth=0)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.legend(loc='upper left', bbox_to_anchor=(1, 1), fontsize='small')
+    if rows:
         for i, row in enumerate(rows):
-            axes.errorbar(row['loss'], i, xerr=row.get('half_interval', row['sd']), fmt='o', capsize=3)
-        axes.set(xlabel=f'{ylabel}, spread of the first, 95% intervals', yticks=[])
-        axes.invert_yaxis()
+            every[-1].errorbar(row['loss'], i, xerr=row.get('half_interval', row['sd']), fmt='o', capsize=3)
+        every[-1].set(xlabel=f'{ylabel}, spread of the first, 95% intervals', yticks=[])
+        every[-1].invert_yaxis()
+    for axes in every:
         axes.grid(alpha=0.3)
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
     figure.savefig(path, dpi=80)
     print(f"picture: {path}")
 
 
-def plot(names, by, path):
-    """Draws the validation loss of runs, given by folder; or perplexity, from .jsonl files of bench.py."""
-    curves, labels = {}, (AXES[by][1], LOSS_COLUMNS['val_loss'])
+def plot(names, by, columns, path):
+    """Draws columns of the logs of runs, given by folder; or perplexity, from .jsonl files of bench.py."""
+    panels = {}
     for name in names:
         if name.endswith('.jsonl'):
-            labels = 'context', 'perplexity'
+            by = 'context'
             for line in map(loads, Path(name).read_text('utf-8').splitlines()):
                 y = np.array([each['perplexity'] for each in line['lengths'].values()])
-                curves[line['path']] = [int(length) for length in line['lengths']], y, 0 * y
+                points = [int(length) for length in line['lengths']], y, 0 * y
+                panels.setdefault('perplexity', {})[line['path']] = points
         else:
-            curves[name] = curve([read_log(name)], by)
-            print(f"{name}: val loss {curves[name][1][-1]:.4f}")
-    draw(path, curves, *labels)
+            for column in columns:
+                points = curve([read_log(name)], by, column)
+                panels.setdefault(LOSS_COLUMNS.get(column, column), {})[name] = points
+                print(f"{name}: {column} {points[1][-1]:.4g}")
+    draw(path, panels, AXES.get(by, (by, by))[1])
     return {'plot': path}
 
 
@@ -382,7 +389,7 @@ def compare(config, args, name='compare'):
               for row in rows}
     path = config['png'] or f'{RUNS}/{name}.png'
     try:
-        draw(path, curves, AXES[by][1], LOSS_COLUMNS[rows[0]['column']], rows)
+        draw(path, {LOSS_COLUMNS[rows[0]['column']]: curves}, AXES[by][1], rows)
     except ImportError as error:
         print(error)
     return {'match': match, 'plot': path, 'rows': rows, 'runs': folders}
@@ -392,7 +399,7 @@ if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     check_settings(config, {'by': AXES})
     if words[:1] == ['plot']:
-        numbers = plot(words[1:], by, png or f'{RUNS}/plot.png')
+        numbers = plot(words[1:], by, y.split(','), png or f'{RUNS}/plot.png')
     else:
         own = tuple(f'--{name}=' for name in config)
         args = [arg for arg in sys.argv[1:] if arg not in words and not arg.startswith(own)]

@@ -125,7 +125,8 @@ class GatedDeltaNet(Mixer):
         keys, values = self.n_key * self.key_dim, self.n_value * self.value_dim
         kernel, self.qkv = config.linear_conv_kernel_dim, (keys, keys, values)
         others, n_decay, n_normed = self.other_widths(keys, values)
-        self.c_attn = FusedLinear(config.n_embd, (*self.qkv, *others))
+        names = 'q k v gate beta decay' if self.corrects else 'q k v gate step'
+        self.c_attn = FusedLinear(config.n_embd, (*self.qkv, *others), names=names)
         self.conv = parameter(sum(self.qkv), kernel, init=conv_init, group='vector')
         self.conv_bias = None
         self.dt_bias = parameter(n_decay, init=dt_init, group='vector')
@@ -214,7 +215,7 @@ class ShortConvolution(Mixer):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         C, kernel = config.n_embd, config.linear_conv_kernel_dim
-        self.c_attn = FusedLinear(C, (C, C, C))
+        self.c_attn = FusedLinear(C, (C, C, C), names='before after x')
         self.conv = parameter(C, kernel, init=conv_init, group='vector')
         self.c_proj, self.states = Linear(C, C, init=branch_init(config)), [((kernel - 1, C), None)]
 

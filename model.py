@@ -65,7 +65,9 @@ class GPTConfig:
     # attention
     window: int | None = None        # tokens that an S layer sees, its own among them (Mistral)
     window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL';
-                                     # C: chunks of `window` tokens, which do not see other chunks (Llama 4)
+                                     # C: chunks of `window` tokens, which do not see other chunks (Llama 4);
+                                     # G: as S, and global tokens for all (Longformer, arXiv:2004.05150)
+    window_global: int = 1           # global tokens: a document's first (as arXiv:2309.17453 has sinks)
     qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3), False, whole
                                      # (all heads at once, OLMo 2), rotated (after the rotation, Hunyuan),
                                      # unit (rotated, without weights, in layers with rotations alone,
@@ -254,11 +256,11 @@ class Linear(nn.Linear):
 
 class FusedLinear(Linear):
     """Several projections as one matrix, whose rows they are: x (..., n_in) -> a tensor (..., width) for each
-    of widths."""
+    of widths. names: of these, for bench.py's tables."""
 
-    def __init__(self, n_in, widths, bias=False):
+    def __init__(self, n_in, widths, bias=False, names='gate up'):
         super().__init__(n_in, sum(widths), bias, rows=widths)
-        self.widths = widths
+        self.widths, self.names = widths, names
 
     def forward(self, x):
         return super().forward(x).split(self.widths, dim=-1)
@@ -373,8 +375,8 @@ class Mixer(nn.Module):
     ForwardContext, a mixer takes
     - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that turn, items of a scaling), or
       None; the config's own is config.rope_kind(layer), and (500.0, config.rope_dim, ()) one without scaling;
-    - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it, whether the window is
-      a chunk), or None;
+    - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it, a letter of window_pattern),
+      or None;
     - idx (B, T), the token ids, and position_ids;
     - cache, None in training. A mixer says in __init__ what it keeps there: `slots`, (heads, width) of each
       tensor that has a slot for each token: cache.append(self, context, k, v) takes the new ones, (B, heads,
@@ -417,7 +419,7 @@ class Mixer(nn.Module):
 
 
 class BaseAttention(Mixer):
-    """Common to both kinds of attention. head_widths: a head's key width plus its value width, for flops."""
+    """Common to both kinds of attention. head_widths: of a head's key and of its value, for flops."""
 
     documents = can_slide = True
     fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'local', 'qkv_bias', 'proj_bias', 'attn_scale',
@@ -430,9 +432,10 @@ class BaseAttention(Mixer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
+        self.span, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
+        self.reach = letter(config.window_pattern, layer) if self.span else 'L'
+        self.window = None if self.reach == 'G' else self.span  # all slots are kept
         self.has_alibi = config.pos == 'alibi' and self.pos
-        self.is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
         self.rope_kind, self.scale = config.rope_kind(layer) if self.pos else None, config.scale_of(layer)
         growth = config.query_scale or {}
         self.query_scale = growth if letter(config.pos_pattern, layer) in growth.get('layers', 'PN') else None
@@ -441,7 +444,7 @@ class BaseAttention(Mixer):
 
     @property
     def mask_kind(self):
-        return self.window, self.has_alibi, self.is_chunked
+        return self.window, self.has_alibi, self.reach
 
     def attend(self, q, k, v, context):
         config, p = self.config, self.config.dropout if self.training else 0.0
@@ -452,7 +455,7 @@ class BaseAttention(Mixer):
 
     def flops(self, length):
         # the masked half is counted too: PaLM, arXiv:2204.02311, appendix B
-        return 6 * self.n_head * self.head_widths * min(length, self.window or length)
+        return 6 * self.n_head * sum(self.head_widths) * min(length, self.span or length)
 
 
 class Attention(BaseAttention):
@@ -476,7 +479,8 @@ class Attention(BaseAttention):
         K, D, self.k_eq_v = own['n_kv_head'], own['head_dim'], own['k_eq_v']
         gate = (H if config.attn_gate == 'head' else H * D,) if config.attn_gate else ()
         keys = (K * D,) if self.k_eq_v else (K * D, K * D)
-        self.c_attn = FusedLinear(C, (H * D, *keys, *gate), bias=config.qkv_bias)
+        names = 'q k gate' if self.k_eq_v else 'q k v gate'
+        self.c_attn = FusedLinear(C, (H * D, *keys, *gate), config.qkv_bias, names)
         self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
         self.qk_norm, is_unit = config.qk_norm, config.qk_norm == 'unit'
         has_norm = self.rope_kind if is_unit else self.qk_norm
@@ -484,7 +488,7 @@ class Attention(BaseAttention):
             Norm(heads * D if self.qk_norm == 'whole' else D, config, is_unit) if has_norm else nn.Identity()
             for heads in (H, K))
         self.v_norm = Norm(D, config, is_unit=True) if config.v_norm else nn.Identity()
-        self.head_dim, self.head_widths, self.slots = D, 2 * D, [(K, D), (K, D)]
+        self.head_dim, self.head_widths, self.slots = D, (D, D), [(K, D), (K, D)]
 
     def project(self, x, context):
         """x (B, T, C) -> q (B, H, T, D), k, v (B, K, T, D), and the output's gate in a list, or none."""
@@ -651,14 +655,15 @@ class GPT(nn.Module):
             if w.isnan().any():
                 raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
 
-    def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
+    def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None, hidden=False):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), ignored where
         negative, the mean cross entropy and aux, none of it in the loss: of experts 'balance' and 'z' (0-d,
         means over the layers) and 'load' (layers, experts), choices made; with mtp, in training, the extra
         layer's loss 'mtp' (0-d). A cache takes the tokens; lengths (B,): how many of the T are each row's
         own; padding follows. keep: logits of each row's last tokens only; with targets these are
-        aux['logits']. weights: a list that takes each attention layer's, (B, H, T, S). Raises ValueError if
-        the tokens do not fit into block_size or the cache."""
+        aux['logits']. weights: a list that takes each attention layer's, (B, H, T, S). hidden: returns the
+        head's inputs instead, (B, T, C), the last of transformers' hidden_states. Raises ValueError if the
+        tokens do not fit into block_size or the cache."""
         T, config = idx.shape[1], self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
@@ -673,6 +678,8 @@ class GPT(nn.Module):
         x = leave(x)
         if cache is not None:
             cache.advance(T, lengths)
+        if hidden:
+            return self.ln_f(x)
         if targets is None:
             return self.head(last_tokens(x, keep, lengths))
         loss, last = self.loss(x, targets, keep, lengths)
@@ -979,22 +986,24 @@ def find_starts(context, document_token):
     return start
 
 
-def make_mask(model, context, window, biased, chunked):
-    """The Mask of the layers with this window, None for all. biased: ALiBi's bias is in it; chunked:
-    documents are cut into chunks of a window."""
+def make_mask(model, context, window, biased, reach):
+    """The Mask of the layers with this window in the cache, None for all. biased: ALiBi's bias is in it;
+    reach: a letter of window_pattern."""
     positions, cache, starts = context.positions, context.cache, context.document_starts
     T, longest = positions.shape[1], 0 if cache is None else cache.longest
     is_causal = longest == 0  # nothing cached: the keys are the new tokens
-    sees_all = window is None or longest + T <= window
+    span = model.config.window if reach == 'G' else window
+    sees_all = span is None or longest + T <= span
     is_plain = is_causal and sees_all and not context.eager  # SDPA has this mask
     if T == 1 and cache and cache.same_length and context.lengths is None:  # it sees all that is there
-        is_plain = sees_all or cache.rolling and not chunked
+        is_plain = sees_all or cache.rolling and reach == 'S'
     if is_plain and starts is None and not biased:
         return Mask(None, is_causal, None)
     k_pos = positions if cache is None else cache.key_positions(window, positions)
     # how much older than a token the first that it sees may be
-    age = context.position_ids % window if chunked else (window or model.config.block_size) - 1
-    first = (positions - age).clamp(min=0 if starts is None else starts)
+    age = context.position_ids % window if reach == 'C' else (span or model.config.block_size) - 1
+    begin = torch.zeros_like(positions) if starts is None else starts
+    first = (positions - age).clamp(min=begin)
     if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
         first = first.clamp(max=cache.max_len - 1)
     bias, slopes = torch.zeros((), dtype=context.dtype, device=positions.device), None
@@ -1002,8 +1011,12 @@ def make_mask(model, context, window, biased, chunked):
         slopes = alibi_slopes(model.config.n_head, positions.device) * model.config.alibi_scale
         distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
         bias = (-slopes[:, None, None] * distance).to(context.dtype)
-    flex = flex_mask(first, slopes) if use_flex(model, context) else None
-    return Mask(bias.where(visible(positions, k_pos, first), -math.inf), is_causal, window, flex)
+    seen = visible(positions, k_pos, first)
+    if reach == 'G':
+        ends = begin[:, None, :, None] + model.config.window_global
+        seen = seen | visible(positions, k_pos, begin) & (k_pos[:, None, None] < ends)
+    flex = flex_mask(first, slopes) if reach != 'G' and use_flex(model, context) else None
+    return Mask(bias.where(seen, -math.inf), is_causal, window, flex)
 
 
 def last_tokens(x, keep, lengths):
@@ -1157,13 +1170,13 @@ class LatentAttention(BaseAttention):
         H, C, rank, q_rank = config.n_head, config.n_embd, config.kv_lora_rank, config.q_lora_rank
         nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.widths, q_width, eps = (rank, nope, rope, value), H * (nope + rope), config.latent_norm_eps
-        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), bias=config.qkv_bias)
+        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), config.qkv_bias, 'q latent k_rope')
         self.q_norm = Norm(q_rank, config, eps=eps) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config, eps=eps)
         self.c_kv = Linear(rank, H * (nope + value))  # for each head k, then v
         self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
-        self.slots, self.head_widths = [(1, rank + rope)], nope + rope + value
+        self.slots, self.head_widths = [(1, rank + rope)], (nope + rope, value)
 
     def forward(self, x, context):
         (q, latent, k_rope), table = self.c_attn(x), context.ropes[self.rope_kind]
@@ -1176,7 +1189,7 @@ class LatentAttention(BaseAttention):
         w_k, w_v = self.c_kv.weight.view(self.n_head, -1, rank).split((nope, value), dim=1)
         T, S, up = q.shape[2], latent.shape[2], rank * (nope + value)
         absorb = (context.cache is not None  # by multiplications a head
-                  and T * (up + S * (2 * rank + rope)) < S * (up + T * self.head_widths))
+                  and T * (up + S * (2 * rank + rope)) < S * (up + T * sum(self.head_widths)))
         if absorb:
             q, k, v = q @ w_k, latent, latent[..., :rank]
         else:
@@ -1195,6 +1208,8 @@ MIXERS['M'] = LatentAttention
 class GroupedLinear(nn.Module):
     """A FusedLinear for each expert: x (n, n_in), rows sorted by expert, offsets (E,) int32, where each
     expert's rows end -> a tensor (n, width) for each of widths."""
+
+    names = 'gate up'
 
     def __init__(self, n_expert, n_in, widths, bias=False, init=hidden_init):
         super().__init__()
@@ -1628,7 +1643,7 @@ def wrong_values(config):
     known = dict(pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
                  attn_gate=(True, False, 'head'), qk_norm=(True, False, 'whole', 'rotated', 'unit'),
                  mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS, pos_pattern='PN',
-                 window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS)
+                 window_pattern='SLCG', expert_pattern='EDN', mixer_pattern=MIXERS)
     for name, value in vars(config).items():
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
         values = value if name.endswith('_pattern') else [value]
@@ -1651,6 +1666,7 @@ NEEDS = (
     ('window_pattern, and an S or C layer of attention', 'window local',
      lambda c: any(map(c.window_of, range(c.n_layer)))),
     ('window', 'window_pattern', lambda c: c.window),
+    ('a G in window_pattern', 'window_global', lambda c: 'G' in (c.window_pattern or '')),
     ('n_group', 'topk_group', lambda c: c.n_group),
     ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
     ('attention with positions', 'pos', lambda c: c.pos != 'alibi' or 'P' in attention_positions(c)),

@@ -47,7 +47,7 @@ CHOICES = {  # the axes of the pairwise grid, which another choice combines anew
                  dict(pos_pattern='NP'), dict(pos='alibi'), dict(pos='learned'), dict(pos='sinusoidal'),
                  dict(pos='none'), dict(pos='alibi', pos_pattern='PN', alibi_scale=0.5)],
     'window': [{}, dict(window=5, window_pattern='S'), dict(window=5, window_pattern='SL'),
-               dict(window=5, window_pattern='CL'),
+               dict(window=5, window_pattern='CL'), dict(window=4, window_pattern='GS', window_global=2),
                dict(window=5, window_pattern='LS', local={'rope_base': 20.0, 'rope_scaling': YARN}),
                dict(window=5, window_pattern='SL', local={'head_dim': 12, 'n_kv_head': 4, 'k_eq_v': False})],
     'norm': [{}, dict(norm='layernorm', bias=True), dict(norm_placement='post'),
