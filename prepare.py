@@ -67,6 +67,7 @@ from tokenizer import (
     in_processes,
     make_tokenizer,
     pieces,
+    tiktoken_tokenizer,
     tokenizer_from_state,
 )
 
@@ -685,7 +686,7 @@ def write_meta(folder, tok, label, eot, counts):
 
 def fetch_shards(folder, source):
     """Downloads a source's shards, GPT-2's tokens -> the folder's meta."""
-    tok = make_tokenizer('gpt2')  # before the long wait
+    tok = tiktoken_tokenizer('gpt2')  # before the long wait
     val, *train = (read_shard(fetch(url, folder), np.dtype('<u2')) for url in source.shards)
     n_bytes = sum(int(tok.sizes[ids].sum()) for ids in parts_of(val))
     counts = {'train_tokens': sum(shard.n_tokens for shard in train), 'val_tokens': val.n_tokens,
@@ -742,7 +743,7 @@ def load_tokenizer(folder):
             return tokenizer_from_state(torch.load(path, 'cpu', weights_only=True, mmap=True)['tokenizer'])
     state = read_meta(folder)['tokenizer']
     if state is None:
-        return make_tokenizer('gpt2')
+        return tiktoken_tokenizer('gpt2')
     if state['kind'] in TABLES:
         key, name = TABLES[state['kind']]
         state[key] = Path(folder, name).read_bytes().decode()

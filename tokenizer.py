@@ -73,8 +73,8 @@ def in_groups(items):
 
 
 def in_processes(procs, work, jobs):
-    """work(job) of every job, in order, in `procs` processes (None: one for each core); a single job in this
-    one."""
+    """work(job) of every job, in order, in `procs` processes (None: one for each core); a lone job runs in
+    this one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     procs, jobs = min(procs or cores, 61), iter(jobs)  # Windows allows no more
     first = list(itertools.islice(jobs, 2 * procs))
