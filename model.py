@@ -72,7 +72,7 @@ class GPTConfig:
                                      # Llama 4); None: True, in MLA False
     k_eq_v: bool = False             # values are the keys, without their norm and rotation (Gemma 4)
     v_norm: bool = False             # a norm without weights on values (Gemma 4)
-    local: dict | None = None        # fields of S and C layers that differ there (Gemma 3 and 4): see LOCAL
+    local: dict | None = None        # fields of S and C layers that differ there (Gemma 3 and 4)
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see query_scale
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
@@ -1139,6 +1139,11 @@ class LatentAttention(BaseAttention):
               'v_head_dim', 'latent_norm_eps')
 
     @classmethod
+    def defaults(cls, config):
+        return dict(n_kv_head=None, head_dim=None, qk_norm=False, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                    v_head_dim=128, latent_norm_eps=config.norm_eps)
+
+    @classmethod
     def check(cls, config):
         yield from super().check(config)
         if config.kv_lora_rank is None:
@@ -1587,27 +1592,21 @@ def unused(args):
     try:
         GPTConfig(**args)
     except ValueError as error:
-        return getattr(error, 'unused', set())
+        return error.unused
     return set()
 
 
 def fill_defaults(config):
     """Replaces each None by its default; returns all these defaults."""
-    is_latent, is_gated = config.kv_lora_rank is not None, ACTIVATIONS[config.mlp][1]
-    defaults = dict(mixer_pattern='M' if is_latent else 'A', qk_norm=not is_latent, qkv_bias=config.bias,
-                    proj_bias=config.bias, mlp_bias=config.bias,
+    width, rest = divmod(config.n_embd, config.n_head)
+    config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
+    defaults = dict(n_kv_head=config.n_head, head_dim=None if rest else width, qk_norm=True,
+                    qkv_bias=config.bias, proj_bias=config.bias, mlp_bias=config.bias,
                     norm_bias=config.bias and config.norm == 'layernorm',
                     embed_scale=config.n_embd ** 0.5 if config.pos == 'sinusoidal' else 1.0,
-                    d_ff=round_up(8 * config.n_embd / 3) if is_gated else 4 * config.n_embd)
-    if is_latent:
-        defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-                         latent_norm_eps=config.norm_eps)
-    else:
-        width, rest = divmod(config.n_embd, config.n_head)
-        defaults |= dict(n_kv_head=config.n_head, head_dim=None if rest else width)
+                    d_ff=round_up(8 * config.n_embd / 3) if ACTIVATIONS[config.mlp][1] else 4 * config.n_embd)
     if config.n_expert is not None:
         defaults |= dict(n_expert_active=min(2, config.n_expert), d_expert=config.d_ff or defaults['d_ff'])
-    config.mixer_pattern = config.mixer_pattern or defaults['mixer_pattern']
     for mixer in config.mixers:
         defaults |= mixer.defaults(config)
     for name, value in defaults.items():
@@ -1622,22 +1621,17 @@ def wrong_values(config):
     known = dict(pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
                  attn_gate=(True, False, 'head'), qk_norm=(True, False, 'whole', 'rotated', 'unit'),
                  mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS, pos_pattern='PN',
-                 window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS)
+                 window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS,
+                 local=('rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head',
+                        'k_eq_v'))
     for name, value in vars(config).items():
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
-        values = value if name.endswith('_pattern') else [value]
+        values = value if name.endswith('_pattern') or name == 'local' else [value]
         if name in known and value is not None and not set(values) <= set(known[name]):
             hint = '; import the file that enters it in MIXERS' if name == 'mixer_pattern' else ''
             yield name, f"none of {', '.join(map(str, known[name]))}{hint}"
         elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
             yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
-        elif name == 'dropout' and value >= 1:
-            yield name, 'must be below 1'
-        elif name == 'local' and value and not value.keys() <= LOCAL:
-            yield name, f"its fields are of {', '.join(sorted(LOCAL))}"
-
-
-LOCAL = {'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'}  # fields
 
 
 NEEDS = (
@@ -1647,9 +1641,6 @@ NEEDS = (
     ('window', 'window_pattern', lambda c: c.window),
     ('n_group', 'topk_group', lambda c: c.n_group),
     ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
-    ('attention with positions', 'pos', lambda c: c.pos != 'alibi' or 'P' in attention_positions(c)),
-    ('beta and length, and layers of attention that it is for', 'query_scale',
-     lambda c: c.query_scale and attention_positions(c) & {*c.query_scale.get('layers', 'PN')}),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
     ('positions that layers use: rope, alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
     ('branches that do not end in a norm, which undoes it', 'residual_scale',
@@ -1667,17 +1658,10 @@ NEEDS = (
 )
 
 
-def attention_positions(config):
-    """The letters of pos_pattern that its layers of attention have."""
-    return {letter(config.pos_pattern, i) for i in range(config.n_layer)
-            if 'pos_pattern' in MIXERS[config.mixer_of(i)].fields}
-
-
 def without_effect(config, defaults):
     """Fields given in vain: pairs (name, reason). defaults: from fill_defaults."""
-    for field in dataclasses.fields(config):
-        name = field.name
-        if getattr(config, name) in (field.default, defaults.get(name)):
+    for name, value in vars(config).items():
+        if value in (getattr(GPTConfig, name), defaults.get(name)):
             continue
         kinds = {kind for kind, mixer in MIXERS.items() if name in mixer.fields}
         if kinds and not kinds & set(config.mixer_pattern):
