@@ -154,7 +154,7 @@ class GPTConfig:
 
     def window_of(self, layer):
         """The window of a layer; None: it sees all."""
-        slides = self.window and self.window_pattern and letter(self.window_pattern, layer) != 'L'
+        slides = self.window_pattern and letter(self.window_pattern, layer) != 'L'
         return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
 
     def fields_of(self, layer):
@@ -305,7 +305,7 @@ def rope_table(kind, position_ids, length):
     position p turns pair i by p * base^(-2i / dimensions), RoFormer, arXiv:2104.09864, equation 15. kind:
     (base, dimensions, items of a scaling); length: of the context, for scalings."""
     base, width, scaling = kind
-    pair = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32)
+    pair = torch.arange(0, width, 2, device=position_ids.device)
     freq, factor = 1.0 / base ** (pair / width), 1.0
     if scaling:
         options = dict(scaling)
@@ -409,7 +409,7 @@ class Mixer(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.place = layer, 0  # among its block's mixers: see make_schedule
+        self.layer = layer  # make_schedule sets place, among its block's mixers
 
     def entry(self, context):
         """The number of its entry in a cache; a block that computes twice has two."""
@@ -430,12 +430,12 @@ class BaseAttention(Mixer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.window, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
-        self.has_alibi = config.pos == 'alibi' and self.pos
+        self.window, pos = config.window_of(layer), letter(config.pos_pattern, layer)
+        self.has_alibi = config.pos == 'alibi' and pos == 'P'
         self.is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
-        self.rope_kind, self.scale = config.rope_kind(layer) if self.pos else None, config.scale_of(layer)
+        self.rope_kind, self.scale = config.rope_kind(layer) if pos == 'P' else None, config.scale_of(layer)
         growth = config.query_scale or {}
-        self.query_scale = growth if letter(config.pos_pattern, layer) in growth.get('layers', 'PN') else None
+        self.query_scale = growth if pos in growth.get('layers', 'PN') else None
         self.config, self.n_head = config, config.n_head
         self.sink = parameter(self.n_head, init=nn.init.zeros_, group='vector') if config.attn_sink else None
 
@@ -491,7 +491,9 @@ class Attention(BaseAttention):
         def by_head(y):
             return y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
         (q, k, *others), rope = self.c_attn(x), context.ropes[self.rope_kind]
-        v, gate = (k, others) if self.k_eq_v else (others[0], others[1:])
+        if self.k_eq_v:
+            others = [k, *others]
+        v, *gate = others
         if self.qk_norm == 'whole':
             q, k = self.q_norm(q), self.k_norm(k)
         elif self.qk_norm is True:
@@ -521,27 +523,33 @@ MIXERS = {  # letter in mixer_pattern: class; others enter themselves below, and
 
 # MLP and block ----------------------------------------------------------------------------------------------
 
+def gated(act):
+    """An entry of ACTIVATIONS: act(gate) * up, arXiv:2002.05202."""
+    return lambda gate, up: act(gate) * up, True
+
+
+gelu_tanh = functools.partial(F.gelu, approximate='tanh')
 ACTIVATIONS = {
-    # name: (function, or class of a module with parameters; gated: it takes gate and up, arXiv:2002.05202)
-    'swiglu': (lambda gate, up: F.silu(gate) * up, True),
-    'geglu': (lambda gate, up: F.gelu(gate) * up, True),
-    'geglu_tanh': (lambda gate, up: F.gelu(gate, approximate='tanh') * up, True),  # Gemma's
-    'reglu': (lambda gate, up: F.relu(gate) * up, True),
-    'glu': (lambda gate, up: torch.sigmoid(gate) * up, True),
-    'gelu': (F.gelu, False),                                        # the exact one, by erf
-    'gelu_tanh': (functools.partial(F.gelu, approximate='tanh'), False),  # OpenAI GPT-2's
+    # name: (function, or class of a module with parameters; whether it takes gate and up)
+    'swiglu': gated(F.silu),
+    'geglu': gated(F.gelu),
+    'geglu_tanh': gated(gelu_tanh),  # Gemma's
+    'reglu': gated(F.relu),
+    'glu': gated(torch.sigmoid),
+    'gelu': (F.gelu, False),  # the exact one, by erf
+    'gelu_tanh': (gelu_tanh, False),  # OpenAI GPT-2's
     'relu': (F.relu, False),
-    'relu2': (lambda x: F.relu(x).square(), False),                 # Primer, arXiv:2109.08668
+    'relu2': (lambda x: F.relu(x).square(), False),  # Primer, arXiv:2109.08668
     'silu': (F.silu, False),
 }
 
 
 def activation(config):
     """-> (the activation of config.mlp, how many projections it takes). An entry that is a class is made."""
-    act, gated = ACTIVATIONS[config.mlp]
+    act, is_gated = ACTIVATIONS[config.mlp]
     if act is swiglu_oai:  # of part IV
         act = functools.partial(act, limit=config.mlp_limit)
-    return act() if isinstance(act, type) else act, 2 if gated else 1
+    return act() if isinstance(act, type) else act, 2 if is_gated else 1
 
 
 class MLP(nn.Module):
@@ -665,10 +673,9 @@ class GPT(nn.Module):
         context = make_context(self, idx, cache, lengths, weights, [] if targets is not None else None)
         (enter, leave), x0 = streams(config), self.embed(context)
         x = enter(x0)                                                                             # (B, T, C)
-        for i, base in self.schedule:
+        for i, context.base in self.schedule:
             if config.residual_lambdas:
                 x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
-            context.base = base
             x = self.h[i](x, context).type_as(x)
         x = leave(x)
         if cache is not None:
@@ -1022,12 +1029,11 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
     if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it has no narrower heads
         from torch.nn.attention.flex_attention import flex_attention
-        block_mask, score_mod = mask.flex
-        return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=group > 1)
+        return flex_attention(q, k, v, *mask.flex, scale, enable_gqa=group > 1)
     is_causal = bias is None and mask.is_causal and T > 1
-    if (group * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
+    if (group * T <= FEW_QUERIES and torch.compiler.is_compiling()
             and (bias is not None or q.device.type == 'cpu' and not is_causal)):
-        return eager_attention(q.float(), k.float(), v.float(), mask, scale, few=True).type_as(v)
+        return eager_attention(q.float(), k.float(), v.float(), mask, scale, p, few=True).type_as(v)
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, v.shape[-1] == D <= 256, is_causal)
     if group > 1 and sharing == 'rows':
         q = q.reshape(B, K, group * T, D)
@@ -1074,21 +1080,21 @@ def use_flex(model, context):
 
 def flex_mask(first, slopes):
     """The mask of queries that see the keys from first (1 or B, T) on, with ALiBi's slopes (H,) or None, as
-    flex_attention takes it: (block mask, function that changes scores or None)."""
+    flex_attention takes it: (function that changes scores or None, block mask)."""
     from torch.nn.attention.flex_attention import create_block_mask
     (rows, T), device = first.shape, first.device
 
     def is_seen(b, h, q, k):
-        return (k <= q) & (k >= first[b if rows > 1 else 0, q])
+        return (k <= q) & (k >= first[b % rows, q])
 
     def add_alibi(score, b, h, q, k):
         return score - slopes[h] * (q - k)
 
-    return (create_block_mask(is_seen, rows, None, T, T, device=device),
-            None if slopes is None else add_alibi)
+    return (None if slopes is None else add_alibi,
+            create_block_mask(is_seen, rows, None, T, T, device=device))
 
 
-def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, few=False):
+def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=None, few=False):
     """attend, written out, in blocks of queries, which leave out keys that a causal mask hides from all of
     them. For what no kernel does; for training on CPUs, and windows there, where it takes half of SDPA's time
     at a window of a fourth of the tokens; and for few queries in a compiled step, by sums that become two
@@ -1104,7 +1110,7 @@ def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights
         # a group's heads are rows of one product: (B, K, H / K t, D) @ (B, K, D, seen)
         rows = q[:, :, start:end].reshape(B, K, -1, D)
         score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
-        score = score.view(B, H, end - start, last - first)
+        score = score.view(B, H, -1, last - first)
         if softcap:
             score = softcap * torch.tanh(score / softcap)
         if mask.bias is not None:
@@ -1259,17 +1265,17 @@ class MoE(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.config, self.layer, shared = config, layer, (config.n_shared_expert or 0) * config.d_expert
+        self.config, self.layer = config, layer
         self.router = Linear(config.n_embd, config.n_expert, config.mlp_bias)
         self.experts = Experts(config)
-        self.shared = MLP(config, shared) if shared else None
+        n_shared = config.n_shared_expert
+        self.shared = MLP(config, n_shared * config.d_expert) if n_shared else None
         self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
         self.ln_router, self.ln_in, self.ln_out, self.ln_shared_in, self.ln_shared_out = (
             Norm(config.n_embd, config) if config.expert_norms else nn.Identity() for _ in range(5))
         self.expert_scale = (parameter(config.n_expert, init=nn.init.ones_, group='vector')
                              if config.expert_norms else None)
-        if config.balance_bias:
-            self.register_buffer('expert_bias', torch.zeros(config.n_expert))
+        self.register_buffer('expert_bias', torch.zeros(config.n_expert) if config.balance_bias else None)
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
@@ -1329,7 +1335,7 @@ class MoE(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """What .to() calls: a cast to 16 bits must not round expert biases."""
-        exact = getattr(self, 'expert_bias', None)
+        exact = self.expert_bias
         super()._apply(fn, recurse)
         if exact is not None and not exact.is_meta:
             self.expert_bias = exact.to(self.expert_bias.device)
@@ -1353,7 +1359,7 @@ def move_balance(model, load, rate=0.001):
 
 # IV. other positions, scalings, activations, norm placements; bigrams, the prediction layer =================
 
-def yarn_mscale(factor, weight=1.0):
+def yarn_mscale(factor, weight):
     """How much YaRN sharpens attention in a context that is factor times longer."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -1365,8 +1371,8 @@ def linear(freq, base, length, *, factor):
 
 def ntk(freq, base, length, *, factor):
     """The base times factor^(d / (d - 2)): the slowest pair slowed by factor, the fastest kept (bloc97)."""
-    d = 2 * len(freq)
-    return freq * factor ** (-torch.arange(0, d, 2, device=freq.device) / max(1, d - 2)), 1.0
+    pairs = len(freq)
+    return freq * factor ** (-torch.arange(pairs, device=freq.device) / max(1, pairs - 1)), 1.0
 
 
 def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
@@ -1385,10 +1391,10 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
-    ramp = (torch.arange(pairs, device=freq.device, dtype=freq.dtype) - low) / (high - low or 0.001)
+    ramp = (torch.arange(pairs, device=freq.device) - low) / (high - low or 0.001)
     if attention_factor is None:
-        each = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
-        attention_factor = yarn_mscale(factor, each[0]) / yarn_mscale(factor, each[1])
+        over, under = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
+        attention_factor = yarn_mscale(factor, over) / yarn_mscale(factor, under)
     return torch.lerp(freq, freq / factor, ramp.clamp(0, 1)), attention_factor
 
 
@@ -1463,7 +1469,7 @@ def alibi_slopes(n_head, device=None):
 
 # activations, norm placements -------------------------------------------------------------------------------
 
-def swiglu_oai(gate, up, limit=7.0):
+def swiglu_oai(gate, up, limit):
     """gpt-oss's, arXiv:2508.10925."""
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-limit, limit) + 1)
@@ -1547,9 +1553,7 @@ class BigramEmbedding(Mixer):
 
     def forward(self, context):
         """-> (B, T, C). 0 stands before the first token of a document."""
-        before = after_last(self, context.idx, context)[:, :-1]
-        if context.document_starts is not None:
-            before = before.where(context.position_ids > 0, 0)
+        before = after_last(self, context.idx, context)[:, :-1].where(context.position_ids > 0, 0)
         return self.table((36313 * context.idx + 27191 * before) % self.table.num_embeddings)
 
 
@@ -1691,10 +1695,10 @@ def collect_tags(model):
     """Name -> Tag of every parameter. Raises ValueError for one without a tag, or a false 'matrix'."""
     tags = {}
     for name, w in model.named_parameters():
-        tags[name] = getattr(w, 'tag', None)
-        if tags[name] is None:
+        found = tags[name] = getattr(w, 'tag', None)
+        if found is None:
             raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
-        if tags[name].group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
+        if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
             raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
                              "another of GROUPS")
     return tags
@@ -1702,16 +1706,16 @@ def collect_tags(model):
 
 # accounting -------------------------------------------------------------------------------------------------
 
-def account(model, block_size=None):
+def account(model):
     """part -> (parameters, parameters that a token uses, training FLOPs a token); a part is the module of the
     parameters, in a layer without its number. 'mixing': the mixers' products without weights, at a length of
     block_size."""
-    length, parts = block_size or model.config.block_size, collections.defaultdict(list)
+    length, parts = model.config.block_size, collections.defaultdict(list)
     turns = collections.Counter(f'h.{i}.' for i, _ in model.schedule)
     for name, w in model.named_parameters():
-        layer, path = re.match(r'(h\.\d+\.)?(.*)', name).groups()
+        # of h.3.attn.c_attn.weight h.3. and attn
+        layer, part = re.match(r'(h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name).groups()
         elements, active, flops = cost(model, name, w)
-        part = '.'.join(path.split('.')[:-2]) or path.split('.')[0]
         parts[part].append((elements, active, flops * turns.get(layer, 1)))
     head = (model.lm_head or model.wte).weight
     if model.lm_head is None:
@@ -1737,9 +1741,9 @@ def num_params(model, active=False):
     return sum(row[active] for row in account(model).values())
 
 
-def flops_per_token(model, block_size=None):
+def flops_per_token(model):
     """Training FLOPs a token at a length of block_size."""
-    return sum(row[2] for row in account(model, block_size).values())
+    return sum(row[2] for row in account(model).values())
 
 
 def row_splits(model):
