@@ -74,7 +74,7 @@ class GPTConfig:
                                      # Llama 4); None: True, in MLA False
     k_eq_v: bool = False             # values are the keys, without their norm and rotation (Gemma 4)
     v_norm: bool = False             # a norm without weights on values (Gemma 4)
-    local: dict | None = None        # fields of S and C layers that differ there (Gemma 3 and 4): see LOCAL
+    local: dict | None = None        # fields of S and C layers that differ there (Gemma 3 and 4)
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see query_scale
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
@@ -156,7 +156,7 @@ class GPTConfig:
 
     def window_of(self, layer):
         """The window of a layer; None: it sees all."""
-        slides = self.window and self.window_pattern and letter(self.window_pattern, layer) != 'L'
+        slides = self.window_pattern and letter(self.window_pattern, layer) != 'L'
         return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
 
     def fields_of(self, layer):
@@ -307,7 +307,7 @@ def rope_table(kind, position_ids, length):
     position p turns pair i by p * base^(-2i / dimensions), RoFormer, arXiv:2104.09864, equation 15. kind:
     (base, dimensions, items of a scaling); length: of the context, for scalings."""
     base, width, scaling = kind
-    pair = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32)
+    pair = torch.arange(0, width, 2, device=position_ids.device)
     freq, factor = 1.0 / base ** (pair / width), 1.0
     if scaling:
         options = dict(scaling)
@@ -411,7 +411,7 @@ class Mixer(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.place = layer, 0  # among its block's mixers: see make_schedule
+        self.layer = layer  # make_schedule sets place, among its block's mixers
 
     def entry(self, context):
         """The number of its entry in a cache; a block that computes twice has two."""
@@ -432,13 +432,20 @@ class BaseAttention(Mixer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
+<<<<<<< HEAD
         self.span, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
         self.reach = letter(config.window_pattern, layer) if self.span else 'L'
         self.window = None if self.reach == 'G' else self.span  # all slots are kept
         self.has_alibi = config.pos == 'alibi' and self.pos
         self.rope_kind, self.scale = config.rope_kind(layer) if self.pos else None, config.scale_of(layer)
+=======
+        self.window, pos = config.window_of(layer), letter(config.pos_pattern, layer)
+        self.has_alibi = config.pos == 'alibi' and pos == 'P'
+        self.is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
+        self.rope_kind, self.scale = config.rope_kind(layer) if pos == 'P' else None, config.scale_of(layer)
+>>>>>>> slim_e
         growth = config.query_scale or {}
-        self.query_scale = growth if letter(config.pos_pattern, layer) in growth.get('layers', 'PN') else None
+        self.query_scale = growth if pos in growth.get('layers', 'PN') else None
         self.config, self.n_head = config, config.n_head
         self.sink = parameter(self.n_head, init=nn.init.zeros_, group='vector') if config.attn_sink else None
 
@@ -495,7 +502,9 @@ class Attention(BaseAttention):
         def by_head(y):
             return y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
         (q, k, *others), rope = self.c_attn(x), context.ropes[self.rope_kind]
-        v, gate = (k, others) if self.k_eq_v else (others[0], others[1:])
+        if self.k_eq_v:
+            others = [k, *others]
+        v, *gate = others
         if self.qk_norm == 'whole':
             q, k = self.q_norm(q), self.k_norm(k)
         elif self.qk_norm is True:
@@ -525,27 +534,33 @@ MIXERS = {  # letter in mixer_pattern: class; others enter themselves below, and
 
 # MLP and block ----------------------------------------------------------------------------------------------
 
+def gated(act):
+    """An entry of ACTIVATIONS: act(gate) * up, arXiv:2002.05202."""
+    return lambda gate, up: act(gate) * up, True
+
+
+gelu_tanh = functools.partial(F.gelu, approximate='tanh')
 ACTIVATIONS = {
-    # name: (function, or class of a module with parameters; gated: it takes gate and up, arXiv:2002.05202)
-    'swiglu': (lambda gate, up: F.silu(gate) * up, True),
-    'geglu': (lambda gate, up: F.gelu(gate) * up, True),
-    'geglu_tanh': (lambda gate, up: F.gelu(gate, approximate='tanh') * up, True),  # Gemma's
-    'reglu': (lambda gate, up: F.relu(gate) * up, True),
-    'glu': (lambda gate, up: torch.sigmoid(gate) * up, True),
-    'gelu': (F.gelu, False),                                        # the exact one, by erf
-    'gelu_tanh': (functools.partial(F.gelu, approximate='tanh'), False),  # OpenAI GPT-2's
+    # name: (function, or class of a module with parameters; whether it takes gate and up)
+    'swiglu': gated(F.silu),
+    'geglu': gated(F.gelu),
+    'geglu_tanh': gated(gelu_tanh),  # Gemma's
+    'reglu': gated(F.relu),
+    'glu': gated(torch.sigmoid),
+    'gelu': (F.gelu, False),  # the exact one, by erf
+    'gelu_tanh': (gelu_tanh, False),  # OpenAI GPT-2's
     'relu': (F.relu, False),
-    'relu2': (lambda x: F.relu(x).square(), False),                 # Primer, arXiv:2109.08668
+    'relu2': (lambda x: F.relu(x).square(), False),  # Primer, arXiv:2109.08668
     'silu': (F.silu, False),
 }
 
 
 def activation(config):
     """-> (the activation of config.mlp, how many projections it takes). An entry that is a class is made."""
-    act, gated = ACTIVATIONS[config.mlp]
+    act, is_gated = ACTIVATIONS[config.mlp]
     if act is swiglu_oai:  # of part IV
         act = functools.partial(act, limit=config.mlp_limit)
-    return act() if isinstance(act, type) else act, 2 if gated else 1
+    return act() if isinstance(act, type) else act, 2 if is_gated else 1
 
 
 class MLP(nn.Module):
@@ -670,10 +685,9 @@ class GPT(nn.Module):
         context = make_context(self, idx, cache, lengths, weights, [] if targets is not None else None)
         (enter, leave), x0 = streams(config), self.embed(context)
         x = enter(x0)                                                                             # (B, T, C)
-        for i, base in self.schedule:
+        for i, context.base in self.schedule:
             if config.residual_lambdas:
                 x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
-            context.base = base
             x = self.h[i](x, context).type_as(x)
         x = leave(x)
         if cache is not None:
@@ -1041,12 +1055,11 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
         return eager_attention(q, k, v, mask, scale, p, softcap, sink, context.weights)
     if mask.flex is not None and min(D, v.shape[-1]) >= 16:  # it has no narrower heads
         from torch.nn.attention.flex_attention import flex_attention
-        block_mask, score_mod = mask.flex
-        return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=group > 1)
+        return flex_attention(q, k, v, *mask.flex, scale, enable_gqa=group > 1)
     is_causal = bias is None and mask.is_causal and T > 1
-    if (group * T <= FEW_QUERIES and not p and torch.compiler.is_compiling()
+    if (group * T <= FEW_QUERIES and torch.compiler.is_compiling()
             and (bias is not None or q.device.type == 'cpu' and not is_causal)):
-        return eager_attention(q.float(), k.float(), v.float(), mask, scale, few=True).type_as(v)
+        return eager_attention(q.float(), k.float(), v.float(), mask, scale, p, few=True).type_as(v)
     sharing, use_cudnn = sdpa_plan(q.device.type, q.dtype, v.shape[-1] == D <= 256, is_causal)
     if group > 1 and sharing == 'rows':
         q = q.reshape(B, K, group * T, D)
@@ -1093,21 +1106,21 @@ def use_flex(model, context):
 
 def flex_mask(first, slopes):
     """The mask of queries that see the keys from first (1 or B, T) on, with ALiBi's slopes (H,) or None, as
-    flex_attention takes it: (block mask, function that changes scores or None)."""
+    flex_attention takes it: (function that changes scores or None, block mask)."""
     from torch.nn.attention.flex_attention import create_block_mask
     (rows, T), device = first.shape, first.device
 
     def is_seen(b, h, q, k):
-        return (k <= q) & (k >= first[b if rows > 1 else 0, q])
+        return (k <= q) & (k >= first[b % rows, q])
 
     def add_alibi(score, b, h, q, k):
         return score - slopes[h] * (q - k)
 
-    return (create_block_mask(is_seen, rows, None, T, T, device=device),
-            None if slopes is None else add_alibi)
+    return (None if slopes is None else add_alibi,
+            create_block_mask(is_seen, rows, None, T, T, device=device))
 
 
-def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights=None, few=False):
+def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=None, few=False):
     """attend, written out, in blocks of queries, which leave out keys that a causal mask hides from all of
     them. For what no kernel does; for training on CPUs, and windows there, where it takes half of SDPA's time
     at a window of a fourth of the tokens; and for few queries in a compiled step, by sums that become two
@@ -1123,7 +1136,7 @@ def eager_attention(q, k, v, mask, scale, p=0.0, softcap=0.0, sink=None, weights
         # a group's heads are rows of one product: (B, K, H / K t, D) @ (B, K, D, seen)
         rows = q[:, :, start:end].reshape(B, K, -1, D)
         score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
-        score = score.view(B, H, end - start, last - first)
+        score = score.view(B, H, -1, last - first)
         if softcap:
             score = softcap * torch.tanh(score / softcap)
         if mask.bias is not None:
@@ -1156,6 +1169,11 @@ class LatentAttention(BaseAttention):
 
     fields = (*BaseAttention.fields, 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim',
               'v_head_dim', 'latent_norm_eps')
+
+    @classmethod
+    def defaults(cls, config):
+        return dict(n_kv_head=None, head_dim=None, qk_norm=False, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                    v_head_dim=128, latent_norm_eps=config.norm_eps)
 
     @classmethod
     def check(cls, config):
@@ -1275,17 +1293,17 @@ class MoE(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.config, self.layer, shared = config, layer, (config.n_shared_expert or 0) * config.d_expert
+        self.config, self.layer = config, layer
         self.router = Linear(config.n_embd, config.n_expert, config.mlp_bias)
         self.experts = Experts(config)
-        self.shared = MLP(config, shared) if shared else None
+        n_shared = config.n_shared_expert
+        self.shared = MLP(config, n_shared * config.d_expert) if n_shared else None
         self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
         self.ln_router, self.ln_in, self.ln_out, self.ln_shared_in, self.ln_shared_out = (
             Norm(config.n_embd, config) if config.expert_norms else nn.Identity() for _ in range(5))
         self.expert_scale = (parameter(config.n_expert, init=nn.init.ones_, group='vector')
                              if config.expert_norms else None)
-        if config.balance_bias:
-            self.register_buffer('expert_bias', torch.zeros(config.n_expert))
+        self.register_buffer('expert_bias', torch.zeros(config.n_expert) if config.balance_bias else None)
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
@@ -1345,7 +1363,7 @@ class MoE(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """What .to() calls: a cast to 16 bits must not round expert biases."""
-        exact = getattr(self, 'expert_bias', None)
+        exact = self.expert_bias
         super()._apply(fn, recurse)
         if exact is not None and not exact.is_meta:
             self.expert_bias = exact.to(self.expert_bias.device)
@@ -1369,7 +1387,7 @@ def move_balance(model, load, rate=0.001):
 
 # IV. other positions, scalings, activations, norm placements; bigrams, the prediction layer =================
 
-def yarn_mscale(factor, weight=1.0):
+def yarn_mscale(factor, weight):
     """How much YaRN sharpens attention in a context that is factor times longer."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -1381,8 +1399,8 @@ def linear(freq, base, length, *, factor):
 
 def ntk(freq, base, length, *, factor):
     """The base times factor^(d / (d - 2)): the slowest pair slowed by factor, the fastest kept (bloc97)."""
-    d = 2 * len(freq)
-    return freq * factor ** (-torch.arange(0, d, 2, device=freq.device) / max(1, d - 2)), 1.0
+    pairs = len(freq)
+    return freq * factor ** (-torch.arange(pairs, device=freq.device) / max(1, pairs - 1)), 1.0
 
 
 def dynamic(freq, base, length, *, factor, original_max_position_embeddings):
@@ -1401,10 +1419,10 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
-    ramp = (torch.arange(pairs, device=freq.device, dtype=freq.dtype) - low) / (high - low or 0.001)
+    ramp = (torch.arange(pairs, device=freq.device) - low) / (high - low or 0.001)
     if attention_factor is None:
-        each = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
-        attention_factor = yarn_mscale(factor, each[0]) / yarn_mscale(factor, each[1])
+        over, under = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
+        attention_factor = yarn_mscale(factor, over) / yarn_mscale(factor, under)
     return torch.lerp(freq, freq / factor, ramp.clamp(0, 1)), attention_factor
 
 
@@ -1479,7 +1497,7 @@ def alibi_slopes(n_head, device=None):
 
 # activations, norm placements -------------------------------------------------------------------------------
 
-def swiglu_oai(gate, up, limit=7.0):
+def swiglu_oai(gate, up, limit):
     """gpt-oss's, arXiv:2508.10925."""
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-limit, limit) + 1)
@@ -1563,9 +1581,7 @@ class BigramEmbedding(Mixer):
 
     def forward(self, context):
         """-> (B, T, C). 0 stands before the first token of a document."""
-        before = after_last(self, context.idx, context)[:, :-1]
-        if context.document_starts is not None:
-            before = before.where(context.position_ids > 0, 0)
+        before = after_last(self, context.idx, context)[:, :-1].where(context.position_ids > 0, 0)
         return self.table((36313 * context.idx + 27191 * before) % self.table.num_embeddings)
 
 
@@ -1608,27 +1624,21 @@ def unused(args):
     try:
         GPTConfig(**args)
     except ValueError as error:
-        return getattr(error, 'unused', set())
+        return error.unused
     return set()
 
 
 def fill_defaults(config):
     """Replaces each None by its default; returns all these defaults."""
-    is_latent, is_gated = config.kv_lora_rank is not None, ACTIVATIONS[config.mlp][1]
-    defaults = dict(mixer_pattern='M' if is_latent else 'A', qk_norm=not is_latent, qkv_bias=config.bias,
-                    proj_bias=config.bias, mlp_bias=config.bias,
+    width, rest = divmod(config.n_embd, config.n_head)
+    config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
+    defaults = dict(n_kv_head=config.n_head, head_dim=None if rest else width, qk_norm=True,
+                    qkv_bias=config.bias, proj_bias=config.bias, mlp_bias=config.bias,
                     norm_bias=config.bias and config.norm == 'layernorm',
                     embed_scale=config.n_embd ** 0.5 if config.pos == 'sinusoidal' else 1.0,
-                    d_ff=round_up(8 * config.n_embd / 3) if is_gated else 4 * config.n_embd)
-    if is_latent:
-        defaults |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-                         latent_norm_eps=config.norm_eps)
-    else:
-        width, rest = divmod(config.n_embd, config.n_head)
-        defaults |= dict(n_kv_head=config.n_head, head_dim=None if rest else width)
+                    d_ff=round_up(8 * config.n_embd / 3) if ACTIVATIONS[config.mlp][1] else 4 * config.n_embd)
     if config.n_expert is not None:
         defaults |= dict(n_expert_active=min(2, config.n_expert), d_expert=config.d_ff or defaults['d_ff'])
-    config.mixer_pattern = config.mixer_pattern or defaults['mixer_pattern']
     for mixer in config.mixers:
         defaults |= mixer.defaults(config)
     for name, value in defaults.items():
@@ -1643,22 +1653,21 @@ def wrong_values(config):
     known = dict(pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
                  attn_gate=(True, False, 'head'), qk_norm=(True, False, 'whole', 'rotated', 'unit'),
                  mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS, pos_pattern='PN',
+<<<<<<< HEAD
                  window_pattern='SLCG', expert_pattern='EDN', mixer_pattern=MIXERS)
+=======
+                 window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS,
+                 local=('rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head',
+                        'k_eq_v'))
+>>>>>>> slim_e
     for name, value in vars(config).items():
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
-        values = value if name.endswith('_pattern') else [value]
+        values = value if name.endswith('_pattern') or name == 'local' else [value]
         if name in known and value is not None and not set(values) <= set(known[name]):
             hint = '; import the file that enters it in MIXERS' if name == 'mixer_pattern' else ''
             yield name, f"none of {', '.join(map(str, known[name]))}{hint}"
         elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
             yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
-        elif name == 'dropout' and value >= 1:
-            yield name, 'must be below 1'
-        elif name == 'local' and value and not value.keys() <= LOCAL:
-            yield name, f"its fields are of {', '.join(sorted(LOCAL))}"
-
-
-LOCAL = {'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'}  # fields
 
 
 NEEDS = (
@@ -1669,9 +1678,6 @@ NEEDS = (
     ('a G in window_pattern', 'window_global', lambda c: 'G' in (c.window_pattern or '')),
     ('n_group', 'topk_group', lambda c: c.n_group),
     ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
-    ('attention with positions', 'pos', lambda c: c.pos != 'alibi' or 'P' in attention_positions(c)),
-    ('beta and length, and layers of attention that it is for', 'query_scale',
-     lambda c: c.query_scale and attention_positions(c) & {*c.query_scale.get('layers', 'PN')}),
     ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
     ('positions that layers use: rope, alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
     ('branches that do not end in a norm, which undoes it', 'residual_scale',
@@ -1689,17 +1695,10 @@ NEEDS = (
 )
 
 
-def attention_positions(config):
-    """The letters of pos_pattern that its layers of attention have."""
-    return {letter(config.pos_pattern, i) for i in range(config.n_layer)
-            if 'pos_pattern' in MIXERS[config.mixer_of(i)].fields}
-
-
 def without_effect(config, defaults):
     """Fields given in vain: pairs (name, reason). defaults: from fill_defaults."""
-    for field in dataclasses.fields(config):
-        name = field.name
-        if getattr(config, name) in (field.default, defaults.get(name)):
+    for name, value in vars(config).items():
+        if value in (getattr(GPTConfig, name), defaults.get(name)):
             continue
         kinds = {kind for kind, mixer in MIXERS.items() if name in mixer.fields}
         if kinds and not kinds & set(config.mixer_pattern):
@@ -1729,10 +1728,10 @@ def collect_tags(model):
     """Name -> Tag of every parameter. Raises ValueError for one without a tag, or a false 'matrix'."""
     tags = {}
     for name, w in model.named_parameters():
-        tags[name] = getattr(w, 'tag', None)
-        if tags[name] is None:
+        found = tags[name] = getattr(w, 'tag', None)
+        if found is None:
             raise ValueError(f"{name} has no tag: make it with parameter(...), or call tag(...) on it")
-        if tags[name].group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
+        if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
             raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
                              "another of GROUPS")
     return tags
@@ -1740,16 +1739,16 @@ def collect_tags(model):
 
 # accounting -------------------------------------------------------------------------------------------------
 
-def account(model, block_size=None):
+def account(model):
     """part -> (parameters, parameters that a token uses, training FLOPs a token); a part is the module of the
     parameters, in a layer without its number. 'mixing': the mixers' products without weights, at a length of
     block_size."""
-    length, parts = block_size or model.config.block_size, collections.defaultdict(list)
+    length, parts = model.config.block_size, collections.defaultdict(list)
     turns = collections.Counter(f'h.{i}.' for i, _ in model.schedule)
     for name, w in model.named_parameters():
-        layer, path = re.match(r'(h\.\d+\.)?(.*)', name).groups()
+        # of h.3.attn.c_attn.weight h.3. and attn
+        layer, part = re.match(r'(h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name).groups()
         elements, active, flops = cost(model, name, w)
-        part = '.'.join(path.split('.')[:-2]) or path.split('.')[0]
         parts[part].append((elements, active, flops * turns.get(layer, 1)))
     head = (model.lm_head or model.wte).weight
     if model.lm_head is None:
@@ -1775,9 +1774,9 @@ def num_params(model, active=False):
     return sum(row[active] for row in account(model).values())
 
 
-def flops_per_token(model, block_size=None):
+def flops_per_token(model):
     """Training FLOPs a token at a length of block_size."""
-    return sum(row[2] for row in account(model, block_size).values())
+    return sum(row[2] for row in account(model).values())
 
 
 def row_splits(model):
