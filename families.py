@@ -503,7 +503,6 @@ EXPERTS = dict(n_expert='num_local_experts num_experts n_routed_experts',
                n_expert_active='num_experts_per_tok experts_per_token', d_expert='intermediate_size')
 MIXTRAL = like(
     MISTRAL, 'MixtralForCausalLM', fields=EXPERTS,
-    ours=dict(rope_base=1e6),
     names={'mlp.router': 'block_sparse_moe.gate', 'mlp.experts.c_proj': 'block_sparse_moe.experts.E.w2',
            'mlp.experts.c_fc': 'block_sparse_moe.experts.E.w1 block_sparse_moe.experts.E.w3'})
 QWEN_EXPERTS = dict(
@@ -514,7 +513,7 @@ FUSED_EXPERTS = {'mlp.experts.c_fc.weight': 'mlp.experts.gate_up_proj',  # all e
 TRANSPOSED_EXPERTS = dict.fromkeys(FUSED_EXPERTS, TRANSPOSED)
 QWEN3_MOE = like(
     QWEN3, 'Qwen3MoeForCausalLM', layers='S', defaults=dict(max_window_layers=None),
-    ours=dict(norm_topk_prob=False), fields=QWEN_EXPERTS, rules=SPARSE_LAYERS)
+    fields=QWEN_EXPERTS, rules=SPARSE_LAYERS)
 SHARED_NAMES = {
     'mlp.shared.c_fc': 'mlp.shared_expert.gate_proj mlp.shared_expert.up_proj',
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
@@ -527,7 +526,7 @@ PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
     QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', fields=LINEAR_FIELDS,
-    ours=dict(attn_gate=True, shared_gate=True, norm_topk_prob=True, partial_rotary_factor=0.25),
+    ours=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
     theirs=dict(hidden_act='silu'),  # the convolution's activation as well
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
@@ -535,13 +534,11 @@ QWEN3_NEXT = like(
            'D.attn.c_proj': 'linear_attn.out_proj'},
     rows={'attn.c_attn': rows_gated_attention, 'D.attn.c_attn': rows_qwen3_next},
     layouts=PLUS_ONE_NORMS, rules=(*SPARSE_LAYERS, SHARED_EXPERT))
-QWEN3_5 = like(
-    QWEN3_NEXT, 'Qwen3_5ForCausalLM', ours=dict(shared_gate=None, norm_topk_prob=None),
-    defaults=dict(mlp_only_layers=None),
-    fields=dict(n_expert=None, n_expert_active=None, d_expert=None, norm_topk_prob=None),
+QWEN3_5_MOE = like(
+    QWEN3_NEXT, 'Qwen3_5MoeForCausalLM', fields=dict(norm_topk_prob=None), rules=(SHARED_EXPERT,),
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
-    rows={'D.attn.c_attn': rows_qwen3_5}, rules=())
+    rows={'D.attn.c_attn': rows_qwen3_5})
 DEEPSEEK_EXPERTS = like(
     BASE, ignored=('model.layers.N.*',),  # the extra prediction layer
     fields=dict(n_shared_expert='n_shared_experts',
@@ -565,21 +562,20 @@ DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', ru
 YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', ours=dict(tie_word_embeddings=True),
              rules=(WRITE_LATENT,))
 GLM4_MOE_LITE = like(
-    DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', defaults=dict(first_k_dense_replace=1),
+    DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM',
     rules=(WRITE_LATENT, MLP_TYPES))
 DEEPSEEK_V32 = like(
-    GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', defaults=dict(first_k_dense_replace=3), exports=False,
+    GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', exports=False,
     ignored=('model.layers.N.*', '*.indexer.*'), harmless='index*',
     rules=(*GLM4_MOE_LITE.rules, Rule(dict(index_topk=2048), read_indexer)))
 TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
                     n_group=None, topk_group=None)
 GLM4_MOE = like(
     DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
-    ours=dict(partial_rotary_factor=0.5, norm_eps=1e-5))
+    ours=dict(partial_rotary_factor=0.5))
 FLEX_OLMO = like(
     OLMO2, 'FlexOlmoForCausalLM',
-    fields=dict(EXPERTS, norm_topk_prob='norm_topk_prob'),
-    ours=dict(norm_topk_prob=False, rope_base=5e5))
+    fields=dict(EXPERTS, norm_topk_prob='norm_topk_prob'))
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
     fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer='n_layer num_hidden_layers',
@@ -704,12 +700,11 @@ GRANITE_MOE = like(
            'mlp.experts.c_proj.weight': 'block_sparse_moe.output_linear.weight'})
 GRANITE_SHARED = {'mlp.shared.c_fc': 'shared_mlp.input_linear',
                   'mlp.shared.c_proj': 'shared_mlp.output_linear'}
-WINDOWS_AND_SINKS = dict(layers='LSSS', ours=dict(attn_sink=True),
-                         defaults=dict(sliding_window=128))
+WINDOWS_AND_SINKS = dict(layers='LSSS', ours=dict(attn_sink=True))
 LAYER_ROPE = Rule(dict(layer_rope_theta=None), read_layer_rope, write_layer_rope)
 HUNYUAN = like(
     BASE, 'HunYuanDenseV1ForCausalLM',
-    ours=dict(qk_norm='rotated', norm_eps=1e-5), theirs=dict(norm_type='rms', use_qk_norm=True),
+    ours=dict(qk_norm='rotated'), theirs=dict(norm_type='rms', use_qk_norm=True),
     names={'attn.q_norm': 'self_attn.query_layernorm', 'attn.k_norm': 'self_attn.key_layernorm'},
     harmless='*_id anyres_* attention_head_dim cla_share_factor class_num dense_list moe_intermediate_size '
              'norm_topk_prob num_media_embeds num_shared_expert org_vocab_size pool_type use_mixed_mlp_moe '
@@ -719,7 +714,7 @@ COHERE = like(
     BASE, 'CohereForCausalLM', fields=dict(norm_eps='layer_norm_eps', logit_scale='logit_scale'),
     rows=INTERLEAVED,
     ours=dict(norm='layernorm', norm_eps=1e-5, norm_placement='parallel', tie_word_embeddings=True,
-              rope_base=5e5, logit_scale=0.0625))
+              logit_scale=0.0625))
 ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
@@ -777,7 +772,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'mpt': MPT,
     'olmo2': OLMO2,
     'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL',
-                  ours=dict(rope_base=5e5, local={}), defaults=dict(sliding_window=4096)),
+                  ours=dict(local={})),
     'gemma2': GEMMA2,
     'gemma3_text': like(
         GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
@@ -827,8 +822,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                     linear_conv_bias='use_conv_bias'),
         ours=dict(pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
                   mixer_pattern=None),
-        theirs=dict(use_bias=False, mamba_hidden_act='silu'), harmless='n_shared_experts topk_method expand',
-        defaults=dict(num_hidden_layers=0, mlp_hidden_act='relu2', attention_bias=False),
+        theirs=dict(use_bias=False, mamba_hidden_act='silu'),
+        harmless='attention_bias n_shared_experts topk_method expand',
+        defaults=dict(num_hidden_layers=0),
         names={**renamed(BAMBA, 'mamba|self_attn|mlp|feed_forward', 'mixer'),
                'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
                'mlp.c_fc': 'mixer.up_proj', 'mlp.expert_bias': 'mixer.gate.e_score_correction_bias',
@@ -869,7 +865,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.c_proj': 'mlp.fc2'}),
     'smollm3': like(
         LLAMA, 'SmolLM3ForCausalLM', layers='SL',
-        defaults=dict(use_sliding_window=False), ours=dict(tie_word_embeddings=True, rope_base=2e6),
+        ours=dict(tie_word_embeddings=True),
         rules=NO_ROPE),
     'gpt_oss': like(
         BASE, 'GptOssForCausalLM', layers='SL',
@@ -888,10 +884,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'qwen2_moe': like(
         QWEN2, 'Qwen2MoeForCausalLM', layers='L',
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
-        ours=dict(norm_topk_prob=False, shared_gate=True), names=SHARED_NAMES,
+        ours=dict(shared_gate=True), names=SHARED_NAMES,
         rules=(*SPARSE_LAYERS, SHARED_EXPERT)),
     'qwen3_next': QWEN3_NEXT,
-    'qwen3_5_text': QWEN3_5,
+    'qwen3_5_text': like(QWEN3_5_MOE, 'Qwen3_5ForCausalLM', ours=dict(shared_gate=None),
+                         fields=dict.fromkeys(QWEN_EXPERTS), rules=()),
     'gemma': like(
         GEMMA2, 'GemmaForCausalLM', layers='L', ours=dict(norm_placement='pre'),
         fields=dict(attn_softcap=None, logit_softcap=None),
@@ -915,25 +912,23 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
     'cohere': COHERE,
     'cohere2': like(
-        COHERE, 'Cohere2ForCausalLM', layers='SSSL', ours=dict(rope_base=1e4),
+        COHERE, 'Cohere2ForCausalLM', layers='SSSL',
         theirs=dict(position_embedding_type='rope_gptj'), defaults=dict(sliding_window=4096),
         rules=(ROPE_WHERE_SHORT,)),
     'exaone4': like(
         MISTRAL, 'Exaone4ForCausalLM', layers='SSSL',
-        defaults=dict(sliding_window=4096),
         ours=dict(qk_norm=True, norm_placement='output'), rules=(ROPE_WHERE_SHORT,),
         names=OLMO2.names),
     'ernie4_5': like(
         MISTRAL, 'Ernie4_5ForCausalLM', layers='L', fields=dict(bias='use_bias'), rows=INTERLEAVED,
-        ours=dict(tie_word_embeddings=True, rope_base=5e5)),
-    'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None), ours=dict(rope_base=1e5),
+        ours=dict(tie_word_embeddings=True)),
+    'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None),
                    rows=INTERLEAVED, exports=False),  # its heads must be as wide as the stream
     'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'),
                      ours=dict(qkv_bias=True)),
     'internlm3': LLAMA,
     'iquestcoder': LLAMA,
-    'ministral': like(MISTRAL, 'MinistralForCausalLM', layers='SL',
-                      defaults=dict(sliding_window=4096)),
+    'ministral': like(MISTRAL, 'MinistralForCausalLM', layers='SL'),
     'ministral3': like(MISTRAL, 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,)),
     'mistral4': like(
         DEEPSEEK_V3, 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not know it
@@ -944,7 +939,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'youtu': YOUTU,
     'minicpm3': like(
         YOUTU, 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
-        ours=dict(embed_scale=12.0), theirs=dict(rope_interleave=None), rows=dict.fromkeys(LATENT['rows']),
+        theirs=dict(rope_interleave=None), rows=dict.fromkeys(LATENT['rows']),
         rules=(WRITE_LATENT, converted(
             'residual_scale', 'scale_depth', lambda given, args: given / args['n_layer'] ** 0.5,
             lambda config: config.residual_scale * config.n_layer ** 0.5, 1.4), converted(
@@ -952,11 +947,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             lambda config: round(config.logit_scale * config.n_embd), 256))),
     'mellum': like(
         QWEN3_MOE, 'MellumForCausalLM', layers='SL', defaults=dict(use_sliding_window=None),
-        ours=dict(norm_topk_prob=True, local={}), rules=(MLP_TYPES,)),
+        ours=dict(local={}), rules=(MLP_TYPES,)),
     'flint': like(
         QWEN3_MOE, 'FlintForCausalLM', layers='SL',
-        ours=dict(norm_topk_prob=True, attn_sink=True, router='sigmoid'),
-        defaults=dict(use_sliding_window=None, mlp_only_layers=[0, 1]),
+        ours=dict(attn_sink=True, router='sigmoid'),
+        defaults=dict(use_sliding_window=None),
         names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
         rules=(*SPARSE_LAYERS, SHARED_EXPERT, ROPE_WHERE_SHORT)),
     'granite_swa': like(GRANITE, 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
@@ -968,8 +963,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
         rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size'))),
     'cwm': like(
-        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=dict(mlp_bias='mlp_bias'),
-        ours=dict(rope_base=1e6), defaults=dict(sliding_window=8192)),
+        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=dict(mlp_bias='mlp_bias')),
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
         ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
@@ -988,7 +982,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                   ours=dict(LAYERNORM, qkv_bias=True, proj_bias=True, mlp_bias=True)),
     'apertus': like(
         ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True), exports=False,
-        ours=dict(mlp='xielu', qk_norm=True, rope_base=12e6),
+        ours=dict(mlp='xielu', qk_norm=True),
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
                'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
         ignored=('*.act_fn.beta', '*.act_fn.eps')),  # constants, which an export would need
@@ -1018,16 +1012,16 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'glm4_moe': GLM4_MOE,
     'solar_open': like(
         GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
-        ours=dict(partial_rotary_factor=None, rope_base=1e6)),
+        ours=dict(partial_rotary_factor=None)),
     'dots1': like(
         DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
-        ours=dict(qk_norm=True, norm_topk_prob=False), theirs=dict(scoring_func=None),
+        ours=dict(qk_norm=True), theirs=dict(scoring_func=None),
         defaults=dict(max_window_layers=62), harmless='scoring_func'),
     'exaone_moe': like(
         DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
         fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
                     n_shared_expert='num_shared_experts'),
-        ours=dict(qk_norm=True, norm_eps=1e-5), defaults=dict(first_k_dense_replace=1),
+        ours=dict(qk_norm=True),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
         rules=(MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
@@ -1037,7 +1031,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         theirs=dict(score_func='sigmoid', route_norm=True),
         harmless='n_group topk_group num_expert_groups num_limited_groups load_balance_coeff use_grouped_mm '
                  'global_attn_every_n_layers',  # which is read
-        ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich', norm_eps=1e-5, n_dense_layer=1),
+        ours=dict(qk_norm=True, attn_gate=True, norm_placement='sandwich'),
         names={**WITH_GATE, 'ln_3': 'pre_mlp_layernorm', 'ln_4': 'post_mlp_layernorm',
                'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias'},
         rules=(LOCAL_ROPE, converted(
@@ -1046,25 +1040,24 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'hy_v3': like(
         DEEPSEEK_EXPERTS, 'HYV3ForCausalLM',
         fields=dict(TOKEN_CHOICE, routed_scaling_factor='router_scaling_factor'),
-        defaults=dict(first_k_dense_replace=1),
         harmless='n_group topk_group enable_moe_fp32_combine',
-        ours=dict(qk_norm=True, norm_eps=1e-5, rope_base=11158840.0),
+        ours=dict(qk_norm=True),
         names={'mlp.router': 'mlp.router.gate', 'mlp.expert_bias': 'mlp.expert_bias', **SHARED_MLP},
         rules=(MLP_TYPES,)),
     'minimax_m2': like(
         MIXTRAL, 'MiniMaxM2ForCausalLM', layers='L',
-        ours=dict(qk_norm='whole', router='sigmoid', balance_bias=True, rope_base=5e6,
+        ours=dict(qk_norm='whole', router='sigmoid', balance_bias=True,
                   partial_rotary_factor=1.0),
         theirs=dict(use_qk_norm=True, qk_norm_type='per_layer', scoring_func='sigmoid',
                     use_routing_bias=True),
-        defaults=dict(head_dim=128), harmless='attn_type_list use_mtp num_mtp_modules',
+        harmless='attn_type_list use_mtp num_mtp_modules',
         names={'mlp.expert_bias': 'block_sparse_moe.e_score_correction_bias'},
         rules=(Rule(dict(rotary_dim=None), read_rotary_dim),)),
     'ernie4_5_moe': like(
         MISTRAL, 'Ernie4_5_MoeForCausalLM', layers='L',
         fields=dict(n_expert='moe_num_experts', n_expert_active='moe_k', d_expert='moe_intermediate_size',
                     n_shared_expert='moe_num_shared_experts', n_dense_layer='moe_layer_start_index'),
-        ours=dict(tie_word_embeddings=True, norm_eps=1e-5, rope_base=5e5, balance_bias=True, n_dense_layer=1),
+        ours=dict(tie_word_embeddings=True, balance_bias=True),
         theirs=dict(moe_layer_interval=1),
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
         rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW},
@@ -1081,9 +1074,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),
         names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
         rules=(*HUNYUAN.rules, Rule({}, read_topk))),
-    'qwen3_5_moe_text': like(
-        QWEN3_5, 'Qwen3_5MoeForCausalLM', fields=dict(QWEN_EXPERTS, norm_topk_prob=None),
-        ours=dict(shared_gate=True), rules=(SHARED_EXPERT,)),
+    'qwen3_5_moe_text': QWEN3_5_MOE,
     'llama4_text': like(
         BASE, 'Llama4ForCausalLM', exports=False,
         fields=dict(EXPERTS, d_ff='intermediate_size_mlp'),
@@ -1105,7 +1096,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'flex_olmo': FLEX_OLMO,
     'olmoe': like(
         FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names, fields=same('clip_qkv'),
-        ours=dict(norm_placement='pre', rope_base=10000.0, norm_eps=1e-5)),
+        ours=dict(norm_placement='pre')),
 }
 SILU = dict(mlp='swiglu', window=None, window_pattern=None)
 QWEN, GEGLU = dict(SILU, proj_bias=False), dict(mlp='geglu_tanh', proj_bias=False, attn_scale=None)

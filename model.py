@@ -432,18 +432,11 @@ class BaseAttention(Mixer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-<<<<<<< HEAD
-        self.span, self.pos = config.window_of(layer), letter(config.pos_pattern, layer) == 'P'
+        self.span, pos = config.window_of(layer), letter(config.pos_pattern, layer)
         self.reach = letter(config.window_pattern, layer) if self.span else 'L'
         self.window = None if self.reach == 'G' else self.span  # all slots are kept
-        self.has_alibi = config.pos == 'alibi' and self.pos
-        self.rope_kind, self.scale = config.rope_kind(layer) if self.pos else None, config.scale_of(layer)
-=======
-        self.window, pos = config.window_of(layer), letter(config.pos_pattern, layer)
         self.has_alibi = config.pos == 'alibi' and pos == 'P'
-        self.is_chunked = self.window is not None and letter(config.window_pattern, layer) == 'C'
         self.rope_kind, self.scale = config.rope_kind(layer) if pos == 'P' else None, config.scale_of(layer)
->>>>>>> slim_e
         growth = config.query_scale or {}
         self.query_scale = growth if pos in growth.get('layers', 'PN') else None
         self.config, self.n_head = config, config.n_head
@@ -1653,13 +1646,9 @@ def wrong_values(config):
     known = dict(pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
                  attn_gate=(True, False, 'head'), qk_norm=(True, False, 'whole', 'rotated', 'unit'),
                  mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS, pos_pattern='PN',
-<<<<<<< HEAD
-                 window_pattern='SLCG', expert_pattern='EDN', mixer_pattern=MIXERS)
-=======
-                 window_pattern='SLC', expert_pattern='EDN', mixer_pattern=MIXERS,
+                 window_pattern='SLCG', expert_pattern='EDN', mixer_pattern=MIXERS,
                  local=('rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head',
                         'k_eq_v'))
->>>>>>> slim_e
     for name, value in vars(config).items():
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
         values = value if name.endswith('_pattern') or name == 'local' else [value]

@@ -60,7 +60,7 @@ def attend(config, module, q, k, v):
     k, v = (y.repeat_interleave(config.n_head // y.shape[1], 1) for y in (k, v))
     age, width = position - position.T, config.window or LONG
     within = {'L': True, 'S': age < width, 'C': position // width == position.T // width,
-              'G': (age < width) | (position.T < config.window_global)}[window]
+              'G': (age < width) | (config.window_global > position.T)}[window]
     score = capped(q @ k.mT * (config.attn_scale or q.shape[-1] ** -0.5), config.attn_softcap)
     if config.pos == 'alibi' and pos == 'P':  # as the code of arXiv:2108.12409 has it, for 6 heads
         score = score - config.alibi_scale * 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3])[:, None, None] * age
