@@ -3,8 +3,9 @@ Measures: how fast, how big, how much memory, how good.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
+    python bench.py train config/small.py --parts=True       # the time of a step by part of the model
     python bench.py params config/mixtral_8x7b.py            # parameters, their initial values, FLOPs, cache
-    python bench.py params config/qwen3_8b.py --lengths=[1024,4096,32768,131072]  # and what grows with n, and n^2
+    python bench.py params config/qwen3_8b.py --lengths=[1024,4096,32768,131072]  # what grows with n, n^2
     python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
@@ -20,6 +21,7 @@ Measures: how fast, how big, how much memory, how good.
 transformers, with the same weights, uncompiled. Speeds are medians after a warm-up, shares are of the speed
 of a large matmul, or sum, in the same run. --json=True prints all numbers too.
 """
+import collections
 import contextlib
 import csv
 import functools
@@ -62,7 +64,8 @@ max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
 speculate: int | None = None      # decode: draft tokens at a time, of greedy text, as in sample.py
 layer = 0                         # attention: the layer's number
-png = 'attention.png'             # attention: the file to write
+png = 'picture.png'               # attention, train --parts: the file to write
+parts = False                     # train: the time of an uncompiled step by part of the model
 steps = 10                        # train: steps a turn; decode generates max_new_tokens a turn
 gradient_accumulation_steps = 1   # train: micro-batches a step; two of them are timed
 rounds = 5                        # turns
@@ -388,6 +391,8 @@ def measure_train(config, model_args):
     model, machine = model_and_machine(config, model_args)
     device, batch_size = machine.device, config['batch_size'] or 12
     batch = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size), device=device)
+    if config['parts']:
+        return print_parts(model, *our_step(model, model, batch, machine, config), config)
     compile = resolve_compile(config['compile'], device, math.inf)
     if compile:
         print('compiling: about half a minute')
@@ -410,6 +415,50 @@ def measure_train(config, model_args):
     return {**numbers, 'batch_size': batch_size, 'compile': compile,
             'gradient_accumulation_steps': accumulation, 'mfu': flops / peak if peak else None,
             'matmul_share': flops / matmul}
+
+
+PARTS = {  # of a step: pattern of modules' names; of an operator the innermost counts
+    "attention's products": r'attn\.c_', 'norms': 'ln_|norm', 'MLP': 'mlp$', 'rotation, masks': 'attn$',
+    'embedding': '^w[pt]e$|^bigram$'}
+
+
+def print_parts(model, gradients, update, config):
+    """Prints and draws the time of an uncompiled step by part; a backward operator counts where its forward
+    one does, whose number it has."""
+    for name, module in model.named_modules():
+        for part, pattern in PARTS.items():
+            if re.search(pattern, name):
+                scope = torch.profiler.record_function(part)
+                module.register_forward_pre_hook(lambda *_, scope=scope: scope.__enter__() and None)
+                module.register_forward_hook(lambda *_, scope=scope: scope.__exit__(None, None, None))
+                break
+    gradients()  # warms up
+    with torch.profiler.profile() as profile:
+        for _ in range(config['steps']):
+            gradients()
+            with torch.profiler.record_function('optimizer'):
+                update()
+    times = 'self_device_time_total' if model.wte.weight.is_cuda else 'self_cpu_time_total'  # us
+    ms, of_number, products = collections.Counter(), {}, itertools.cycle(['scores', 'weighted sum'])
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        above = event
+        while above.cpu_parent and above.name not in (*PARTS, 'optimizer'):
+            above = above.cpu_parent
+        part = above.name if above.name in (*PARTS, 'optimizer') else 'head, loss, others'
+        if part == 'rotation, masks' and event.name in ('aten::bmm', 'aten::_softmax'):
+            part = 'softmax' if 'softmax' in event.name else next(products)
+        if above.name.startswith('autograd'):
+            part = of_number.get(above.sequence_nr, part)
+        else:
+            of_number[event.sequence_nr] = part
+        ms[part] += getattr(event, times) / 1e3 / config['steps']
+    print_table('a step', ['ms', ''], {
+        part: [f"{n:,.1f}", f"{n / ms.total():.1%}"] for part, n in ms.most_common()})
+    figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(layout='constrained')
+    figure.subplots(subplot_kw={'xlabel': 'ms of a step'}).barh([*ms], ms.values())
+    figure.savefig(config['png'])
+    print(config['png'])
+    return {'parts_ms': dict(ms)}
 
 
 @torch.no_grad()
@@ -733,7 +782,7 @@ def draw_attention(config, model_args, text):
 MACHINE = 'init_from dataset device dtype json'
 COMMANDS = {
     # the settings that each reads besides GPTConfig's
-    'train': (measure_train, f'{MACHINE} vs batch_size gradient_accumulation_steps steps rounds '
+    'train': (measure_train, f'{MACHINE} vs batch_size gradient_accumulation_steps steps rounds parts png '
                              'optimizer compile seed'),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
                                'rounds compile seed'),

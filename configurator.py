@@ -47,7 +47,7 @@ RANGES = {  # (lowest, highest): settings of any script
                'procs prompt_len',
     (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters '
                'lr_decay_iters lora_rank weight_decay grad_clip mtp_loss balance_loss z_loss balance_rate '
-               'keep sample_tokens checkpoint_activations seed temperature top_k speculate',
+               'keep sample_tokens checkpoint_activations seed temperature top_k speculate history',
     (1e-6, 1e18): 'lora_alpha repetition_penalty memory',
     (0, 1): 'min_p', (1e-6, 1): 'top_p cooldown', (0, 0.999999): 'beta1 beta2 momentum',
     (1e-6, 0.5): 'val_fraction',
@@ -62,7 +62,7 @@ UNUSED = {  # a setting and its value: the flags without effect there
     'optimizer=adamw': 'momentum', 'decay_lr=False': 'lr_schedule', 'lr_schedule=cosine': 'cooldown',
     'lr_schedule=linear': 'cooldown', 'mtp=False': 'mtp_loss', 'n_expert=None': 'balance_loss z_loss',
     'balance_bias=False': 'balance_rate', 'lora_rank=0': 'lora_alpha lora_targets',
-    'chat=False': 'system thinking', 'temperature=0.0': 'top_k top_p min_p',
+    'chat=False': 'system history thinking', 'temperature=0.0': 'top_k top_p min_p',
 }
 
 

@@ -443,12 +443,10 @@ def read_hunyuan(c, args):
 
 
 def read_minimind(c, args):
-    """From version 3 on a Qwen3; before, with n_routed_experts, a Llama."""
+    """From version 3 on a Qwen3; before, with n_routed_experts, a Llama, perhaps with a shared expert."""
     args['qk_norm'] = c['n_routed_experts'] is None
     if not c['use_moe']:
         args['n_expert'] = 0
-    elif not args['qk_norm']:
-        refuse(c, use_moe=True, n_routed_experts=c['n_routed_experts'])
 
 
 NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N', 4),
@@ -877,10 +875,13 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
         rows={'mlp.experts.c_fc': rows_gate_up}, layouts=TRANSPOSED_EXPERTS),
     'minimind': like(
-        LLAMA, 'MiniMindForCausalLM', fields=QWEN_EXPERTS, ours=dict(tie_word_embeddings=True),
-        exports=False,  # transformers does not know it
-        rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=None, scoring_func=None),
-                    read_minimind),)),
+        LLAMA, 'MiniMindForCausalLM', exports=False,  # transformers does not know it
+        fields=dict(QWEN_EXPERTS, n_expert='n_routed_experts num_experts', n_shared_expert='n_shared_experts',
+                    d_expert='moe_intermediate_size intermediate_size'),
+        ours=dict(tie_word_embeddings=True),
+        names={'mlp.shared.c_fc': 'mlp.shared_experts.0.gate_proj mlp.shared_experts.0.up_proj',
+               'mlp.shared.c_proj': 'mlp.shared_experts.0.down_proj'},
+        rules=(Rule(dict(use_moe=False, n_routed_experts=None, scoring_func=None), read_minimind),)),
     'qwen2_moe': like(
         QWEN2, 'Qwen2MoeForCausalLM', layers='L',
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
@@ -1168,8 +1169,8 @@ REFUSED = {name: part for part, names in {  # model_type: the part of its models
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
-OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, clip_qkv=None, q_lora_rank=None,
-           attn_scale=None)  # theirs, where ours are None or 0
+# theirs, where ours are None or 0
+OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, clip_qkv=None, q_lora_rank=None)
 THEIRS_ALONE = {'head_bias', 'residual_scale', 'shared_gate'}  # which may have an effect there, and none here
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
@@ -1379,7 +1380,8 @@ def write_config(config, kind):
     if 'swiglu' in activations:  # None is read as that: the error names an MLP that is missing, and it alone
         activations.setdefault(config.mlp, None)
     for ours, theirs in family.fields.items():
-        value = getattr(config, ours) or OFF.get(ours, getattr(config, ours))
+        value = config.scale_of(0) if ours == 'attn_scale' else getattr(config, ours)
+        value = value or OFF.get(ours, value)
         if value is not None or ours in OFF:  # else no layer has it
             c[theirs.split()[0]] = activations[value] if ours == 'mlp' else value
     write_layers(config, c, family)

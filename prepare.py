@@ -543,6 +543,7 @@ def encode(tok, as_tokens, group):
             n_bytes = int(tok.sizes[ids[mask == 1]].sum())
         else:
             ids, mask = (tok.encode_chat if as_tokens else tok.encode_array)(item), None
+            ends = ends and tok.eot not in ids[-1:]  # the text may have it, as MiniMind 2's has
             parts = tok.bos if begins else (), ids, (tok.eot,) if ends else ()
             ids = np.concatenate([np.asarray(part, dtype_of(tok.n_vocab)) for part in parts])
             n_bytes = len((re.sub(tok.special_pattern, '', item) if as_tokens else item).encode())

@@ -43,6 +43,7 @@ stop: str | tuple | list = ()  # end a sample at this text, or at any text of a 
 # conversation
 chat = False                # answer questions typed in, or those of start; a base model continues them
 system = ''                 # the message that a conversation begins with
+history: int | None = None  # earlier questions, with their answers, that are kept; None: all that fit
 thinking = 'auto'           # on, off: ask the template for thoughts or not; auto: as it does by itself
 # sampling
 temperature = 0.8           # below 1 less random, above 1 more; 0: the likeliest token
@@ -420,9 +421,10 @@ def chat_ids(model, tokenizer, messages, thinking):
 class Chat:
     """A conversation, `messages`, and a cache of it. options: as in completions."""
 
-    def __init__(self, model, tokenizer, system='', thinking='auto', max_new_tokens=500, **options):
-        self.model, self.tokenizer, self.system, self.thinking = model, tokenizer, system, thinking
-        self.max_new_tokens, self.options = max_new_tokens, options
+    def __init__(self, model, tokenizer, system='', history=None, thinking='auto', max_new_tokens=500,
+                 **options):
+        self.model, self.tokenizer, self.system, self.history = model, tokenizer, system, history
+        self.thinking, self.max_new_tokens, self.options = thinking, max_new_tokens, options
         self.cache, self.cached = None, []  # ids that it was fed; none during an answer
         self.reset()
 
@@ -466,6 +468,8 @@ class Chat:
         answer: max_new_tokens, at most half the context."""
         size, messages = self.model.config.block_size, [*self.messages, {'role': 'user', 'content': question}]
         room, first = min(self.max_new_tokens, size // 2), bool(self.system)
+        if self.history is not None:
+            del messages[first:-1 - 2 * self.history]
         while True:
             ids, begin = chat_ids(self.model, self.tokenizer, messages, self.thinking)
             if len(ids) + room <= size or len(messages) == first + 1:
@@ -562,7 +566,7 @@ if __name__ == '__main__':
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                    repetition_penalty=repetition_penalty, compile=compile, drafter=drafter,
                    stop=[stop] if isinstance(stop, str) else list(map(str, stop)))
-    conversation = Chat(model, tokenizer, system, thinking, max_new_tokens, **options)
+    conversation = Chat(model, tokenizer, system, history, thinking, max_new_tokens, **options)
     if not prompts:
         converse(conversation)
         sys.exit()

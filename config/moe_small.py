@@ -1,4 +1,5 @@
-# Mixture of experts: 4 routed, 2 a token, 1 shared; the active width is about that of a dense MLP.
+# Mixture of experts: 4 routed, 2 a token, 1 shared; the active width is about that of a dense MLP. The router is
+# DeepSeek-V3's, whose bias evens the load, so that the model is a GLM 4.5 and can be exported.
 #   python prepare.py --tokenizer=byte && python train.py config/moe_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-moe_small'
@@ -11,6 +12,8 @@ n_kv_head = 2
 n_expert = 4
 n_expert_active = 2
 n_shared_expert = 1
+router = 'sigmoid'
+balance_bias = True
 d_expert = 232          # active: 3 x 232 = 696, a dense SwiGLU here has 704
 
 batch_size = 16
