@@ -31,6 +31,7 @@ import os
 import random
 import re
 import runpy
+import sys
 import tempfile
 import time
 from json import dumps
@@ -163,8 +164,8 @@ def report(model, machine, times, tokens):
 
 
 def print_json(where, **numbers):
-    """Prints the numbers as a line if where is True, or adds it to that file."""
-    line = dumps({**numbers, 'torch': torch.__version__})
+    """Prints the numbers and their command as a line if where is True, or adds it to that file."""
+    line = dumps({'command': sys.argv, **numbers, 'torch': torch.__version__})
     if where is True:
         print(line)
     elif where:
@@ -225,7 +226,7 @@ def load_other(vs, model):
             return {vs: package('transformers', '--vs needs', 'transformers').AutoModelForCausalLM
                     .from_pretrained(folder, dtype=weight.dtype).to(weight.device)}
     if vs:
-        theirs = runpy.run_path(os.path.join(vs, 'model.py'))
+        theirs = runpy.run_path(f'{vs}/model.py')
         shape = {name: getattr(model.config, name)
                  for name in ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'dropout')}
         return {'nanoGPT': theirs['GPT'](theirs['GPTConfig'](bias=False, **shape)).to(weight.device)}
@@ -393,10 +394,10 @@ def measure_train(config, model_args):
     batch = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size), device=device)
     if config['parts']:
         return print_parts(model, *our_step(model, model, batch, machine, config), config)
-    compile = resolve_compile(config['compile'], device, math.inf)
+    compile, forward = resolve_compile(config['compile'], device, math.inf), model
     if compile:
         print('compiling: about half a minute')
-    forward = compile_model(model, device) if compile else model
+        forward = compile_model(model, device)
     steps = {'flatgpt': our_step(model, forward, batch, machine, config)}
     for name, other in load_other(config['vs'], model).items():
         steps[name] = their_step(other.train(), batch, machine)
@@ -412,8 +413,7 @@ def measure_train(config, model_args):
     square = torch.randn(n, n, device=device).to(machine.dtype)
     matmul = 2 * n**3 / timed([lambda: square @ square], 5)().min()
     print(f"matmul share: {flops / matmul:.1%}, {flops / 1e9:,.0f} of {matmul / 1e9:,.0f} GFLOP/s")
-    return {**numbers, 'batch_size': batch_size, 'compile': compile,
-            'gradient_accumulation_steps': accumulation, 'mfu': flops / peak if peak else None,
+    return {**numbers, 'compile': compile, 'mfu': flops / peak if peak else None,
             'matmul_share': flops / matmul}
 
 
@@ -516,14 +516,15 @@ def measure_decode(config, model_args):
         share = numbers['accepted_share'] = drafter.n_accepted / max(1, drafter.n_drafted)
         print(f"accepted share: {share:.1%}")
     else:  # bytes that a step reads: all weights, and half of the cache
-        cache = model.make_cache(batch_size, min(model.config.block_size, config['prompt_len'] + new // 2))
-        read = sum(w.nbytes for w in (*model.parameters(), *model.buffers())) + cache.nbytes
+        length = min(model.config.block_size, config['prompt_len'] + new // 2)
+        read = (sum(w.nbytes for w in (*model.parameters(), *model.buffers()))
+                + batch_size * cache_bytes(model, length, machine.dtype))
         # sums of 256 MB; on CUDA, where that is too little to time, of 4 GB
         big = torch.ones(2**30 if 'cuda' in machine.device else 2**26, device=machine.device)
         bandwidth = big.nbytes / timed([big.sum], 40)().min()
         share = numbers['bandwidth_share'] = read * 1e3 / numbers['ms'] / bandwidth
         print(f"bandwidth share: {share:.1%}")
-    return {**numbers, 'batch_size': batch_size, 'compile': compile, 'quantize': config['quantize']}
+    return numbers
 
 
 # how good ---------------------------------------------------------------------------------------------------
@@ -552,9 +553,9 @@ def measure_eval(config, model_args, path=None):
         raise ValueError(rest['no_tokenizer'])
     name = path or data_folder(dataset)
     if os.path.exists(f'{name}/core.yaml'):
-        numbers = evaluate_core(name, tokenizer, score)
+        numbers = evaluate_core(name, score)
     elif ending(name) == '.jsonl' and {'endings', 'choices'} & {*next(json_records(name))[1]}:
-        numbers = evaluate_choices(name, tokenizer, score)
+        numbers = evaluate_choices(name, score)
     elif path:
         numbers = evaluate_text(name, *text_tokens(name, tokenizer), base, lengths, losses)
     else:  # a folder may say the length to which conversations are packed
@@ -583,7 +584,7 @@ def prepared_tokens(folder, tokenizer, path):
 def text_tokens(path, tokenizer):
     """The same of text: one stream, of records one each. End of text stands before each document, so that its
     first token is a target too."""
-    start = [tokenizer.eot] * (tokenizer.eot is not None) + [*tokenizer.bos]
+    start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents, n_bytes, source = [], 0, find_source(path)
     if source.chats:
         raise ValueError(f"{path} holds conversations: give --dataset, prepared with the model's tokenizer")
@@ -613,7 +614,7 @@ def announced(items):
 def row_losses(model, rows, machine, batch_size):
     """Rows (inputs, targets) of up to T tokens -> three arrays (rows, T), padded with 0: the targets' losses
     in nats, float64; which targets count, not -1; which are the likeliest token."""
-    x, y = (pad_sequence([torch.as_tensor(ids) for ids in side], batch_first=True, padding_value=padding)
+    x, y = (pad_sequence([*map(torch.as_tensor, side)], True, padding)
             for side, padding in zip(zip(*rows), (0, -1)))
     lengths = torch.tensor([len(inputs) for inputs, _ in rows])
     losses, is_first = torch.zeros(2, *x.shape, dtype=torch.float64)
@@ -679,18 +680,20 @@ def answers(item, delimiter=' ', before=''):
     return [(f"{before}{context}{delimiter}", answer) for context, answer in options]
 
 
-def answer_scores(tokenizer, block_size, losses, options, start, counted=''):
+def answer_scores(tokenizer, block_size, losses, options, task=None):
     """(context, answer) options -> three arrays (options,): the answers' summed losses, the number of counted
-    tokens, the number of these that are the likeliest. start: ids before each text; a text that is too long
-    loses its beginning. counted: 'multiple_choice': the tokens from the first that differs between the
-    options, 'schema': the tokens that all options end with, '': all tokens after the context."""
+    tokens, the number of these that are the likeliest. A text that is too long loses its beginning. task: of
+    CORE: 'multiple_choice': the tokens from the first that differs between the options count, 'schema': the
+    tokens that all options end with, else all tokens after the context."""
+    start = tokenizer.bos or (tokenizer.stop_tokens[:1] if task else ())  # as nanochat and lm_eval have it
+
     def encode(text):
         return [*start, *tokenizer.encode_array(text).tolist()]
     texts, rows = [encode(context + answer) for context, answer in options], []
     compared = {'multiple_choice': texts, 'schema': [ids[::-1] for ids in texts]}
-    alike = os.path.commonprefix(compared.get(counted) or [encode(options[0][0].rstrip())])
+    alike = os.path.commonprefix(compared.get(task) or [encode(options[0][0].rstrip())])
     for ids in texts:
-        n = max(1, len(ids) - len(alike) if counted == 'schema' else len(alike))
+        n = max(1, len(ids) - len(alike) if task == 'schema' else len(alike))
         rows.append((ids[:-1][-block_size:], ([-1] * (n - 1) + ids[n:])[-block_size:]))
     return [by_row.sum(1) for by_row in losses(rows)]
 
@@ -703,7 +706,7 @@ def hellaswag_item(record):
     return {'query': clean(query), 'choices': [*map(clean, record['endings'])], 'gold': int(record['label'])}
 
 
-def evaluate_choices(path, tokenizer, score):
+def evaluate_choices(path, score):
     """Prints and returns how often the right choice has the largest log-probability (acc), by character
     (acc_norm), by token (acc_token); returns each choice's loss. For JSON lines with query, choices and gold,
     or HellaSwag's (arXiv:1905.07830). score: answer_scores of a model.
@@ -713,7 +716,7 @@ def evaluate_choices(path, tokenizer, score):
     items, right, losses = [record for _, record in json_records(path)], [], []
     for item in announced(items):
         item = item if 'choices' in item else hellaswag_item(item)
-        sums, counts, _ = score(answers(item), tokenizer.bos)
+        sums, counts, _ = score(answers(item))
         sizes = 1, [*map(len, item['choices'])], counts
         right.append([(sums / size).argmin() == item['gold'] for size in sizes])
         losses.append(sums.tolist())
@@ -724,14 +727,14 @@ def evaluate_choices(path, tokenizer, score):
     return {'questions': len(items), **shares, 'each': losses}
 
 
-def evaluate_core(folder, tokenizer, score):
+def evaluate_core(folder, score):
     """Prints and returns CORE (arXiv:2406.11794) of a folder like nanochat's eval_bundle, by its
     core_eval.py: the mean of the tasks' accuracies, scaled so that guessing has 0. The right option must have
     the smallest mean loss; a single one must be the likeliest tokens throughout."""
     core, meta = (Path(folder, name).read_text('utf-8') for name in ('core.yaml', 'eval_meta_data.csv'))
     chance = {row['Eval Task']: float(row['Random baseline']) / 100
               for row in csv.DictReader(meta.splitlines())}
-    tasks, start = {}, tokenizer.bos or tokenizer.stop_tokens[:1]
+    tasks = {}
     print(f"\n{'task':<32}   items  accuracy  centered")
     for task in package('yaml', 'core.yaml needs', 'pyyaml').safe_load(core)['icl_tasks']:
         label, delimiter = task['label'], task.get('continuation_delimiter', ' ')
@@ -743,7 +746,7 @@ def evaluate_core(folder, tokenizer, score):
             shots = random.Random(1234 + index).sample(others, task['num_fewshot'][0])
             before = ''.join(''.join(answers(shot, delimiter)[shot.get('gold', 0)]) + '\n\n'
                              for shot in shots)
-            sums, counts, hits = score(answers(item, delimiter, before), start, task['icl_task_type'])
+            sums, counts, hits = score(answers(item, delimiter, before), task['icl_task_type'])
             best = (sums / counts.clip(1)).argmin()
             right.append(best == item['gold'] if len(sums) > 1 else hits[0] == counts[0])
         accuracy = float(np.mean(right))
@@ -801,4 +804,4 @@ if __name__ == '__main__':
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
     refuse_unused(given, config.keys() - known.split(), f"in {what}, whose settings are GPTConfig's, {known}")
     check_settings(config, train.CHOICES)
-    print_json(json, what=what, **measure(config, effective(settings, unused), *more))
+    print_json(json, **measure(config, effective(settings, unused), *more))

@@ -18,7 +18,6 @@ folder when a checkpoint that runs start from, or data without a meta.json, has 
 At equal wall clock: --time_limit=5 --decay_lr=False, and more --max_iters than fit into these minutes.
 """
 import contextlib
-import csv
 import dataclasses
 import functools
 import hashlib
@@ -149,28 +148,27 @@ def new_model(args):
 def match_size(variant, target, active):
     """Sets d_ff, or experts' d_expert, so that the variant has `target` parameters, to 1%."""
     name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
-    was = getattr(variant.model.config, name)
-
-    @functools.cache
-    def size(width):
-        return num_params(new_model([*variant.args, f'--{name}={width}']), active)
-    exact = was + (target - size(was)) * 64 / (size(was + 64) - size(was))
+    was, n_params = getattr(variant.model.config, name), num_params(variant.model, active)
+    wider = new_model([*variant.args, f'--{name}={was + 64}'])
+    slope = (num_params(wider, active) - n_params) / 64  # parameters grow evenly with the width
+    exact = was + (target - n_params) / slope
     for width in (was, *(n * max(1, round(exact / n)) for n in (64, 8, 2))):
-        if abs(size(width) / target - 1) <= 0.01:
+        if abs(width - exact) * slope <= 0.01 * target:
             break
     else:
         raise ValueError(f"variant {variant.name!r}: no {name} gives it the {target:,} parameters of the "
                          "first, to within 1%: change its width or depth")
     if width != was:
-        print(f"{variant.name}: {name}={width} (was {was}), {size(width):,} parameters")
+        n_params += (width - was) * slope
+        print(f"{variant.name}: {name}={width} (was {was}), {n_params:,.0f} parameters")
         variant.args.append(f'--{name}={width}')
 
 
 # runs -------------------------------------------------------------------------------------------------------
 
 def read_log(folder):
-    """The rows of a run's log.csv."""
-    return [*csv.DictReader(Path(folder, 'log.csv').read_text('utf-8').splitlines())]
+    """A run's log.csv as an array whose columns have names, NaN where nothing stands."""
+    return np.atleast_1d(np.genfromtxt(Path(folder, 'log.csv'), delimiter=',', names=True))
 
 
 def read_facts(folder):
@@ -186,7 +184,7 @@ def read_run(folder):
     if facts.get('status') not in ('done', 'time_limit'):
         return facts if facts.get('error') else None
     rows = read_log(folder)
-    return {**facts, 'rows': rows, 'seconds': float(rows[-1]['wall_s'])}
+    return {**facts, 'rows': rows, 'seconds': rows['wall_s'][-1]}
 
 
 def run_variant(variant, seed):
@@ -238,12 +236,12 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 def paired_difference(losses, first):
     """Mean of the differences of losses, seed by seed, half of its 95% confidence interval, None for a single
     seed, and the verdict."""
-    differences = [a - b for a, b in zip(losses, first)]
-    mean, df = statistics.fmean(differences), len(differences) - 1
+    differences = np.subtract(losses, first)
+    mean, df = differences.mean(), len(differences) - 1
     if not df:
         return mean, None, 'one seed'
     t = T_95[df - 1] if df <= len(T_95) else 1.96 + 2.372 / df + 2.9 / df**2  # Cornish and Fisher's series
-    half = t * statistics.stdev(differences) / len(differences) ** 0.5
+    half = t * differences.std(ddof=1) / len(differences) ** 0.5
     return mean, half, 'no difference seen' if abs(mean) <= half else 'better' if mean < 0 else 'worse'
 
 
@@ -258,8 +256,8 @@ def comparison(variants, runs):
         if errors:
             print(f"{variant.name}: {len(errors)} of {len(own)} runs failed: {errors[0]}")
             continue
-        losses = [float(run['rows'][-1][column]) for run in own]
-        ms = [float(row['ms_per_iter']) for run in own for row in run['rows']]
+        losses = [run['rows'][column][-1] for run in own]
+        ms = np.concatenate([run['rows']['ms_per_iter'] for run in own])
         row = {'variant': variant.name, 'column': column, 'losses': losses, 'loss': statistics.fmean(losses),
                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
                'ms': np.percentile(ms, [10, 50, 90]).tolist(),
@@ -305,11 +303,12 @@ AXES = {  # name: (column of log.csv, label)
 def curve(logs, by, column='val_loss'):
     """Logs of runs that differ by seed -> where all were evaluated on the axis `by`, their mean loss and its
     spread, (evaluations,) each."""
-    points = [{int(row['iter']): (float(row[AXES[by][0]]), float(row[column])) for row in rows if row[column]}
-              for rows in logs]
-    shared = sorted(set.intersection(*map(set, points)))  # a stopped run was evaluated there too
-    x, y = np.array([[run[it] for run in points] for it in shared]).transpose(2, 0, 1)  # (evaluations, runs)
-    return x.mean(1), y.mean(1), y.std(1, ddof=min(1, len(logs) - 1))  # 0 of a single run
+    logs = [rows[np.isfinite(rows[column])] for rows in logs]
+    # a stopped run was evaluated there too
+    shared = functools.reduce(np.intersect1d, [rows['iter'] for rows in logs])
+    x, y = (np.stack([rows[name][np.isin(rows['iter'], shared)] for rows in logs])  # (runs, evaluations)
+            for name in (AXES[by][0], column))
+    return x.mean(0), y.mean(0), y.std(0, ddof=min(1, len(logs) - 1))  # 0 of a single run
 
 
 def draw(path, panels, xlabel, rows=()):
@@ -322,10 +321,10 @@ def draw(path, panels, xlabel, rows=()):
     every = figure.subplots(1, count, squeeze=False)[0]
     for axes, (ylabel, curves) in zip(every, panels.items()):
         for name, (x, y, spread) in curves.items():
-            line, = axes.plot(x, y, marker='.', label=name)
-            axes.fill_between(x, y - spread, y + spread, color=line.get_color(), alpha=0.2, linewidth=0)
+            axes.plot(x, y, marker='.', label=name)
+            axes.fill_between(x, y - spread, y + spread, alpha=0.2)
         axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.legend(loc='upper left', bbox_to_anchor=(1, 1), fontsize='small')
+    figure.legend(curves, loc='outside right upper', fontsize='small')
     if rows:
         for i, row in enumerate(rows):
             every[-1].errorbar(row['loss'], i, xerr=row.get('half_interval', row['sd']), fmt='o', capsize=3)
@@ -354,7 +353,7 @@ def plot(names, by, columns, path):
                 panels.setdefault(LOSS_COLUMNS.get(column, column), {})[name] = points
                 print(f"{name}: {column} {points[1][-1]:.4g}")
     draw(path, panels, AXES.get(by, (by, by))[1])
-    return {'plot': path}
+    return {}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -362,7 +361,7 @@ def plot(names, by, columns, path):
 def compare(config, args, name='compare'):
     """Trains variants and prints the comparison. args: train.py's; name: of a list in config/variants.py,
     unless config and args say otherwise."""
-    chosen = runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS'].get(name, {})
+    chosen = runpy.run_path(str(ROOT / 'config/variants.py'))['LISTS'].get(name, {})
     texts, match = config['variants'] or chosen.get('variants'), config['match'] or chosen.get('match')
     if not texts:
         raise ValueError("say what to compare: --variants=\"['', '--norm=layernorm']\", or a list of "
@@ -387,12 +386,12 @@ def compare(config, args, name='compare'):
     print_comparison(rows, len(seeds))
     curves = {row['variant']: curve([run['rows'] for run in runs[row['variant']]], by, row['column'])
               for row in rows}
-    path = config['png'] or f'{RUNS}/{name}.png'
     try:
-        draw(path, {LOSS_COLUMNS[rows[0]['column']]: curves}, AXES[by][1], rows)
+        panels = {LOSS_COLUMNS[rows[0]['column']]: curves}
+        draw(config['png'] or f'{RUNS}/{name}.png', panels, AXES[by][1], rows)
     except ImportError as error:
         print(error)
-    return {'match': match, 'plot': path, 'rows': rows, 'runs': folders}
+    return {'rows': rows, 'runs': folders}
 
 
 if __name__ == '__main__':

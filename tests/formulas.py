@@ -289,6 +289,20 @@ def head(config, model, x):
     return capped(config.logit_scale * logits, config.logit_softcap)[..., :config.vocab_size]
 
 
+def decoder(config, model, idx):
+    """The logits of the next token and, with mtp, of the one after."""
+    context, (enter, leave) = flat.make_context(model, idx), flat.streams(config)
+    first = embedding(config, model, context)
+    x = enter(first)
+    for layer, context.base in model.schedule:
+        if config.residual_lambdas:
+            x = model.resid_lambdas[layer] * x + model.x0_lambdas[layer] * first
+        x = model.h[layer](x, context)
+    x = leave(x)
+    later = head(config, model, model.mtp(x, first, context)) if config.mtp else None
+    return head(config, model, x), later
+
+
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=-1).flatten(), ignore_index=-1)
 

@@ -52,7 +52,8 @@ def test_params_counts_a_real_model(capsys):
     assert numbers['active_params'] == num_params(model, active=True)
     assert numbers['flops_per_token'] == flops_per_token(model)
     counts = [int(n) for n in re.findall(r'one of (\d+) alike', out)] + [1]  # those outside of layers
-    _, *sums = re.findall(r'^sum +(\S+) +\S+ +(\S+)', out.replace(',', ''), re.M)  # the first is of all parts
+    # the first is that of all parts
+    _, *sums = re.findall(r'^sum +(\S+) +\S+ +(\S+)', out.replace(',', ''), re.M)
     params, flops = (sum(n * int(value) for n, value in zip(counts, column)) for column in zip(*sums))
     assert numbers['params'] == params
     assert numbers['flops_per_token'] - flops == 6 * 61 * 32  # the head, which is the embedding
@@ -281,7 +282,8 @@ def test_eval_of_hellaswag_words_it_as_lm_evaluation_harness(folder, capsys):
          'choices': ['Do it.. Mop.', 'b', 'c ']}])
     hellaswag, same = (bench(capsys, 'eval', name, '--init_from=out', *EVAL)[1]
                        for name in ('h.jsonl', 'c.jsonl'))
-    assert {**hellaswag, 'data': ''} == {**same, 'data': ''} and hellaswag['questions'] == 1
+    apart = dict(data='', command='')
+    assert {**hellaswag, **apart} == {**same, **apart} and hellaswag['questions'] == 1
 
 
 def write_bundle(rng):

@@ -145,7 +145,7 @@ def test_command(folder, capsys):
         run('check.py', str(ROOT / 'config' / 'qwen3_8b.py'), '--json=True')
     numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert end.value.code == 0
-    assert numbers['passed'] == len(check.CHECKS) and numbers['failed'] == [] and numbers['family'] == 'qwen3'
+    assert numbers['failed'] == [] and numbers['family'] == 'qwen3'
     train('--out_dir=out', '--max_iters=1')
     saved = torch.load('out/ckpt.pt', weights_only=True)
     saved['model']['h.1.mlp.c_fc.weight'][0, 0] = math.nan
