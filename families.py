@@ -9,7 +9,7 @@ import typing
 
 import torch
 
-from model import GPTConfig, letter, round_up, unused
+from model import LOCAL, GPTConfig, complete_scaling, letter, round_up, unused
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -325,25 +325,25 @@ def write_granite_hybrid(config, c):
              num_local_experts=config.n_expert or 0, shared_intermediate_size=shared or config.d_ff)
 
 
-NEMOTRON_LAYERS = {'B': 'linear_attention', 'A': 'full_attention', 'D': 'mlp', 'E': 'moe'}  # ours: theirs
+NEMOTRON_LAYERS = {'M': 'B', '*': 'A', '-': 'D', 'E': 'E', 'linear_attention': 'B', 'full_attention': 'A',
+                   'mlp': 'D', 'moe': 'E'}  # theirs, older letters and words: ours
 
 
 def read_nemotron_h(c, args):
     """A mixer and the MLP that follows it are one block of ours."""
-    kinds = (c['hybrid_override_pattern'] or '').translate(str.maketrans('M*-', 'BAD'))
-    if words := c['layers_block_type']:
-        ours = {word: kind for kind, word in NEMOTRON_LAYERS.items()}
-        kinds = ''.join(ours.get(word, '?') for word in words)
+    theirs = c['layers_block_type'] or c['hybrid_override_pattern'] or ''
+    kinds = ''.join(NEMOTRON_LAYERS.get(one, '?') for one in theirs)
+    if not re.fullmatch('([AB][DE]?)+', kinds):
+        refuse(c, layers_block_type=theirs)
     blocks = re.findall('([AB])([DE]?)', kinds)
-    if kinds != ''.join(mixer + mlp for mixer, mlp in blocks):
-        refuse(c, layers_block_type=words or kinds)
     args.update(n_layer=len(blocks), mixer_pattern=''.join(mixer for mixer, _ in blocks),
                 expert_pattern=''.join(mlp or 'N' for _, mlp in blocks))
 
 
 def write_nemotron_h(config, c):
+    words = {ours: theirs for theirs, ours in NEMOTRON_LAYERS.items()}
     kinds = zip(letters(config, 'mixer_pattern'), letters(config, 'expert_pattern'))
-    c['layers_block_type'] = [NEMOTRON_LAYERS[kind] for block in kinds for kind in block if kind != 'N']
+    c['layers_block_type'] = [words[kind] for block in kinds for kind in block if kind != 'N']
 
 
 def nemotron_layer(config, layer, name):
@@ -372,7 +372,7 @@ def read_gemma4(c, args):
 
 
 def write_gemma4(config, c):
-    local = config.fields_of(0) if config.window_of(0) else vars(config)
+    local = config.fields_of(0)
     c.update(global_head_dim=config.head_dim, num_global_key_value_heads=config.n_kv_head,
              head_dim=local['head_dim'], num_key_value_heads=local['n_kv_head'],
              enable_moe_block=bool(config.n_expert))
@@ -1206,11 +1206,11 @@ def config_from_hf(c):
     """config.json, old or new -> GPTConfig. Raises ValueError that names all that is unsupported."""
     c = text_config(c)
     c = {**c.get('attn_config', {}), **c}  # MPT's
-    if c.get('model_type') not in FAMILIES:
-        kind, known = c.get('model_type'), ', '.join(sorted(FAMILIES))
+    kind, known = c.get('model_type'), ', '.join(sorted(FAMILIES))
+    if kind not in FAMILIES:
         reason = f"it has {REFUSED[kind]}" if kind in REFUSED else f"these are supported: {known}"
         raise ValueError(f"model_type={kind!r} is unsupported; {reason}")
-    family = FAMILIES[c['model_type']]
+    family = FAMILIES[kind]
     known = [*family.theirs, *' '.join((HARMLESS, family.harmless, *family.fields.values())).split()]
     for defaults in (family.defaults, *(rule.theirs for rule in family.rules)):
         c, known = {**defaults, **c}, [*known, *defaults]
@@ -1232,7 +1232,7 @@ def config_from_hf(c):
         read_rope(c, args)
     for rule in family.rules:
         rule.read(c, args)
-    if (args.get('n_group') or 1) == 1:
+    if args.get('n_group', 1) == 1:
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:  # names each layer
         args.pop('n_dense_layer', None)
@@ -1266,37 +1266,33 @@ def read_rope(c, args):
     """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
     takes rope_scaling alone (modeling_rope_utils, 5.23)."""
     given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('local', None)
-    if own is None and any(isinstance(value, dict) for value in given.values()):
+    if own is None and 'full_attention' in given:
         refuse(c, rope_parameters=given)
     args.update(rope_fields(given.get('full_attention', given), c, args))
     if own is not None:
         base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
-        local = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
-        args['local'] = {name: value for name, value in local.items()
-                         if name == 'rope_scaling' or value != args[name]}
+        args['local'] = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
 
 
 def rope_fields(given, c, args):
     """One rotation, without mrope: for text all its positions are equal."""
-    rope = {'rope_type' if name == 'type' else name: value for name, value in given.items()
+    older = {'rope_theta': c.get('rope_theta') or c.get('rotary_emb_base'),
+             'partial_rotary_factor': c.get('partial_rotary_factor') or c.get('rotary_pct')}
+    rope = {name: value for name, value in {**older, **given}.items()
             if value is not None and not name.startswith('mrope_')}
-    base = rope.pop('rope_theta', None) or c.get('rope_theta') or c.get('rotary_emb_base')
-    found = {'rope_base': float(base or args.get('rope_base', 10000.0)), 'rope_scaling': None}
-    kind, share = rope.pop('rope_type', 'default'), None
-    if kind != 'proportional':
-        share = (rope.pop('partial_rotary_factor', None) or c.get('partial_rotary_factor')
-                 or c.get('rotary_pct'))
+    kind = rope.pop('rope_type', rope.pop('type', 'default'))
+    found = {'rope_base': float(rope.pop('rope_theta', args.get('rope_base', 10000.0))), 'rope_scaling': None}
+    share = None if kind == 'proportional' else rope.pop('partial_rotary_factor', None)
     if 'partial_rotary_factor' in args:
         found['partial_rotary_factor'] = share or args['partial_rotary_factor']
     elif share not in (None, 1):
         refuse(c, partial_rotary_factor=share)
     if kind != 'default':
-        found['rope_scaling'] = scaling = {'rope_type': kind, **rope}
         length, trained = c['max_position_embeddings'], 'original_max_position_embeddings'
-        if kind not in ('linear', 'ntk', 'proportional'):
-            scaling.setdefault(trained, c.get(trained) or length)
+        scaling = complete_scaling({'rope_type': kind, **rope}, c.get(trained) or length)
         if kind == 'longrope':
             scaling.setdefault('factor', length / scaling[trained])
+        found['rope_scaling'] = scaling
     return found
 
 
@@ -1306,14 +1302,15 @@ THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 
 def write_rope(config, c):
     ours, both = FAMILIES[c['model_type']].ours, {}
     for kind, local in ('full_attention', {}), ('sliding_attention', config.local or {}):
-        base, share, scaling = (local.get(name, getattr(config, name)) for name in (
-            'rope_base', 'partial_rotary_factor', 'rope_scaling'))
-        both[kind] = {'rope_theta': base, 'rope_type': 'default', **(scaling or {})}
-        if both[kind]['rope_type'] not in THEIR_SCALINGS or both[kind]['rope_type'] == 'dynamic' and (
-                scaling['original_max_position_embeddings'] != config.block_size):
+        fields = {**vars(config), **local}
+        both[kind] = rope = {'rope_theta': fields['rope_base'], 'rope_type': 'default',
+                             **(fields['rope_scaling'] or {})}
+        if rope['rope_type'] not in THEIR_SCALINGS:
             raise ValueError('transformers has no such scaling')
+        if rope['rope_type'] == 'dynamic':  # there of max_position_embeddings
+            del rope['original_max_position_embeddings']
         if 'partial_rotary_factor' in ours:
-            both[kind]['partial_rotary_factor'] = share
+            rope['partial_rotary_factor'] = fields['partial_rotary_factor']
     c['rope_parameters'] = both if 'local' in ours else both['full_attention']
 
 
@@ -1353,20 +1350,17 @@ def write_layers(config, c, family):
                             for i in range(config.n_layer)]
 
 
-HEADS = 'head_dim', 'n_kv_head', 'k_eq_v'  # fields that layers may have of their own, beside rotations
-
-
 def canonical(config):
     """A config's computation, however it is written."""
-    layers, has_heads = range(config.n_layer), config.head_dim or config.kv_lora_rank
+    layers = range(config.n_layer)
     written = {name: letters(config, name) for name in ('expert_pattern', 'pos_pattern', 'mixer_pattern')}
     return {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
             'n_dense_layer': None, 'window': None, **written,
             'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
                                for i in layers],
-            'local': [has_heads and [config.rope_kind(i), *map(config.fields_of(i).get, HEADS)]
-                      for i in layers],
-            'attn_scale': [has_heads and round(config.scale_of(i), 9) for i in layers],
+            'local': [[config.fields_of(i)[name] for name in sorted(LOCAL)] for i in layers],
+            'attn_scale': [(config.head_dim or config.kv_lora_rank) and round(config.scale_of(i), 9)
+                           for i in layers],
             'logit_scale': round(config.logit_scale, 9),
             'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
 

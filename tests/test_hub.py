@@ -559,7 +559,8 @@ def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
 @torch.no_grad()
 def test_exports_open_in_transformers_or_are_refused_by_name(tmp_path):
     gemma = dict(norm_placement='sandwich', qk_norm=False, mlp='geglu_tanh', embed_scale=32**0.5)
-    for options in gemma, dict(gemma, window=5, window_pattern='SL'), dict(gemma, attn_softcap=3.0):
+    scaled = dict(gemma, rope_scaling={'factor': 2.0, 'rope_type': 'linear'})
+    for options in scaled, dict(gemma, window=5, window_pattern='SL'), dict(gemma, attn_softcap=3.0):
         model = tiny(**options)
         hub.save_pretrained(model, None, tmp_path / 'out')
         near(hf_opened(tmp_path / 'out')(idx := tokens(model, 2, 20)).logits, model(idx))
