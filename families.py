@@ -1358,7 +1358,7 @@ def canonical(config):
             'n_dense_layer': None, 'window': None, **written,
             'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
                                for i in layers],
-            'local': [[config.fields_of(i)[name] for name in sorted(LOCAL)] for i in layers],
+            'local': [[config.fields_of(i)[name] for name in LOCAL] for i in layers],
             'attn_scale': [(config.head_dim or config.kv_lora_rank) and round(config.scale_of(i), 9)
                            for i in layers],
             'logit_scale': round(config.logit_scale, 9),

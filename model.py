@@ -74,7 +74,7 @@ class GPTConfig:
                                      # Llama 4); None: True, in MLA False
     k_eq_v: bool = False             # values are the keys, without their norm and rotation (Gemma 4)
     v_norm: bool = False             # a norm without weights on values (Gemma 4)
-    local: dict | None = None        # fields of S and C layers that differ there (Gemma 3 and 4)
+    local: dict | None = None        # fields of S, C and G layers that differ there: see LOCAL (Gemma 3, 4)
     attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see query_scale
     attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
@@ -1646,9 +1646,7 @@ def wrong_values(config):
     known = dict(pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
                  attn_gate=(True, False, 'head'), qk_norm=(True, False, 'whole', 'rotated', 'unit'),
                  mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS, pos_pattern='PN',
-                 window_pattern='SLCG', expert_pattern='EDN', mixer_pattern=MIXERS,
-                 local=('rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head',
-                        'k_eq_v'))
+                 window_pattern='SLCG', expert_pattern='EDN', mixer_pattern=MIXERS, local=LOCAL)
     for name, value in vars(config).items():
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
         values = value if name.endswith('_pattern') or name == 'local' else [value]
@@ -1659,6 +1657,8 @@ def wrong_values(config):
             yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
 
 
+# fields that may be in `local`
+LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'
 NEEDS = (
     # (what is needed, fields without effect otherwise, whether a config has it); see also Mixer.fields
     ('window_pattern, and an S or C layer of attention', 'window local',

@@ -1,5 +1,5 @@
-# Mixture of experts: 4 routed, 2 a token, 1 shared; the active width is about that of a dense MLP. The router is
-# DeepSeek-V3's, whose bias evens the load, so that the model is a GLM 4.5 and can be exported.
+# Mixture of experts: 4 routed, 2 a token, 1 shared; the active width is about that of a dense MLP. The router
+# is DeepSeek-V3's, whose bias evens the load: the model is a GLM 4.5 in small, and can be exported.
 #   python prepare.py --tokenizer=byte && python train.py config/moe_small.py
 dataset = 'pystdlib_byte'
 out_dir = 'out-moe_small'
