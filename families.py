@@ -881,7 +881,8 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(tie_word_embeddings=True),
         names={'mlp.shared.c_fc': 'mlp.shared_experts.0.gate_proj mlp.shared_experts.0.up_proj',
                'mlp.shared.c_proj': 'mlp.shared_experts.0.down_proj'},
-        rules=(Rule(dict(use_moe=False, n_routed_experts=None, scoring_func=None), read_minimind),)),
+        rules=(Rule(dict(use_moe=False, n_routed_experts=None, n_shared_experts=0, scoring_func=None),
+                    read_minimind),)),
     'qwen2_moe': like(
         QWEN2, 'Qwen2MoeForCausalLM', layers='L',
         fields=dict(QWEN_EXPERTS, qkv_bias='qkv_bias'),
