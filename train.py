@@ -125,7 +125,8 @@ checkpoint_activations: bool | int = False  # True or every n-th block: less mem
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
 settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
-config, given = settings.config, settings.given
+config = settings.config
+given = settings.given
 
 import numpy as np
 import torch
@@ -302,7 +303,7 @@ class Muon(torch.optim.Optimizer):
     found_inf = 0.0                    # or 0-d on the device; 1: the step changes nothing
 
     def __init__(self, params, lr, row_splits, momentum, evens):
-        super().__init__(params, dict(lr=lr, momentum=momentum))
+        super().__init__(params, {'lr': lr, 'momentum': momentum})
         self.row_splits = row_splits
         self.evens = evens
 
@@ -358,11 +359,11 @@ class Muon(torch.optim.Optimizer):
             w.add_(shard_like(w, change))
 
 
-def even_rows(updates, squares, kept=1.0, beta=0.95):
+def even_rows(updates, squares, kept=1.0):
     """NorMuon (arXiv:2510.05491): divides the rows of n updates (n, rows, columns) by the roots of running
     means of their squares, n tensors (rows, 1), which it moves unless kept is 0. Each matrix keeps its norm,
     as in modded-nanogpt; the paper sets it."""
-    means = torch.stack(squares).lerp(updates.square().mean(-1, keepdim=True), (1 - beta) * kept)
+    means = torch.stack(squares).lerp(updates.square().mean(-1, keepdim=True), (1 - 0.95) * kept)
     torch._foreach_copy_(squares, [*means])
     even = updates / (means + 1e-10).sqrt()
     norm, had = (x.norm(dim=(1, 2), keepdim=True) for x in (even, updates))
@@ -372,25 +373,25 @@ def even_rows(updates, squares, kept=1.0, beta=0.95):
 def orthogonalise_shared(matrices):
     """n matrices of one shape -> (n, rows, columns) bfloat16. Each rank computes a share."""
     share = -(-len(matrices) // RANKS)
-    padded = matrices + (torch.zeros_like(matrices[0]),) * (share * RANKS - len(matrices))
-    mine = orthogonalise(torch.stack(padded[share * RANK:][:share]))
+    mine = matrices[share * RANK:][:share]
+    mine += matrices[:share - len(mine)]  # whose results are left out, so that all ranks give as many
+    found = orthogonalise(torch.stack(mine))
     if RANKS == 1:
-        return mine
-    gathered = mine.new_empty(share * RANKS, *mine.shape[1:])
-    dist.all_gather_into_tensor(gathered, mine.contiguous())
+        return found
+    gathered = found.new_empty(share * RANKS, *found.shape[1:])
+    dist.all_gather_into_tensor(gathered, found.contiguous())
     return gathered[:len(matrices)]
 
 
 def orthogonalise(x):
     """(n, rows, columns) -> bfloat16, singular values near 1, by five steps of Jordan's Newton-Schulz."""
-    a, b, c = 3.4445, -4.775, 2.0315
     x = x.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
     return x.mT if tall else x
 
 
@@ -402,7 +403,7 @@ def param_groups(model, config, chosen):
         group = model.tags[name].group
         if w.requires_grad and group in chosen:
             groups.setdefault((GROUPS[group], config['lr_scales'].get(group, 1.0)), []).append(w)
-    return [dict(params=params, weight_decay=config['weight_decay'] * decays / scale, lr_scale=scale)
+    return [{'params': params, 'weight_decay': config['weight_decay'] * decays / scale, 'lr_scale': scale}
             for (decays, scale), params in groups.items()]
 
 
@@ -667,7 +668,7 @@ class Run:
             x = x.full_tensor()
             return x.cpu() if RANK == 0 else None
         state = {'model': lora_state(self.model) or self.model.state_dict()}
-        state.update((name, vars(self)[name]) for name in NUMBERS)
+        state.update((name, getattr(self, name)) for name in NUMBERS)
         if optimizers:
             state.update(optimizer=[opt.state_dict() for opt in self.optimizers],
                          scaler=self.scaler.state_dict())
@@ -1207,8 +1208,8 @@ if __name__ == '__main__':
         'tokenizer': tokenizer and tokenizer.state(),
         # what follows knows conversations from this data, or from the model that it began with
         'masked': bool(train_bins.masks) or rest.get('masked', init_from != 'scratch'), 'data': meta,
-        'runtime': dict(device_type=machine.device_type, ranks=RANKS, threads=machine.threads,
-                        compile=compile, dtype=plain(machine.dtype))}
+        'runtime': {'device_type': machine.device_type, 'ranks': RANKS, 'threads': machine.threads,
+                    'compile': compile, 'dtype': plain(machine.dtype)}}
 
     # lock and log
     log_file = f'{out_dir}/log.csv'
@@ -1219,7 +1220,8 @@ if __name__ == '__main__':
         set_aside(out_dir, resumed, always_save_checkpoint)
         start_log(log_file, first_it)
         note(out_dir, status='running', error=None, config=config, params=num_params(model), data=folder)
-        wandb_run = start_wandb(run) if wandb_log else None
+        if wandb_log:
+            wandb_run = start_wandb(run)
 
     # the loop: train up to the next evaluation, evaluate, save
     batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
@@ -1235,7 +1237,8 @@ if __name__ == '__main__':
             row = step(run, batch, measured=run.iter_num + 1 == goal)
             batch = next(batches, None)  # read while the device computes
             it = run.iter_num
-            reason = why_stop(signals, time_limit) if it < max_iters else 0
+            if it < max_iters:
+                reason = why_stop(signals, time_limit)
             # the first and the fourth say at once that it works, and how fast
             if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
                 count_skips(run)
@@ -1262,7 +1265,8 @@ if __name__ == '__main__':
         if not math.isfinite(val_loss):
             diverge(run, f"val loss is {val_loss}")
         improved = val_loss < run.best_val_loss
-        run.best_val_loss = min(val_loss, run.best_val_loss)
+        if improved:
+            run.best_val_loss = val_loss
         if row:  # before the checkpoint: a run killed in between writes it anew
             log_row(log_file, wandb_run, row | columns)
         if improved and not always_save_checkpoint:
