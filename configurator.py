@@ -18,9 +18,7 @@ import os
 import platform
 import re
 import runpy
-import shutil
 import sys
-import sysconfig
 import textwrap
 import time
 import traceback
@@ -92,16 +90,15 @@ class Setting(typing.NamedTuple):
     """Of a script or of GPTConfig, as its source has it."""
     kinds: list | None  # the types of its annotation, by name
     default: ast.expr
-    source: str         # the lines that assign it, and the comments right above them
+    source: str         # the lines that assign it, and the comments above them
 
 
-def declared(path, class_name=None):
-    """{name: Setting} of a script, above configure(...), or of a class, which are not run."""
+def declared(path):
+    """{name: Setting} of a script, above configure(...), or of model.py's GPTConfig, which are not run."""
     source = path.read_text('utf-8')
-    lines, settings, body = source.splitlines(), {}, ast.parse(source).body
-    if class_name:
-        body = next(node.body for node in body if getattr(node, 'name', '') == class_name)
-    for node in body:
+    lines, settings, body, before = source.splitlines(), {}, ast.parse(source).body, 0
+    for node in next((node.body for node in body if getattr(node, 'name', '') == 'GPTConfig'), body):
+        text, before = '\n'.join(lines[before:node.end_lineno]), node.end_lineno
         if 'configure(' in lines[node.lineno - 1]:
             break
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
@@ -111,10 +108,7 @@ def declared(path, class_name=None):
         kinds = None
         if isinstance(node, ast.AnnAssign):  # 'bool | list[int]' -> [bool, list]
             kinds = [kind.partition('[')[0] for kind in ast.unparse(node.annotation).split(' | ')]
-        first = node.lineno - 1
-        while lines[first - 1].lstrip().startswith('#'):
-            first -= 1
-        settings[name] = Setting(kinds, node.value, '\n'.join(lines[first:node.end_lineno]))
+        settings[name] = Setting(kinds, node.value, text.strip('\n'))
     return settings
 
 
@@ -154,14 +148,14 @@ def checked(arg, name, value, kinds):
 def settings_of_scripts(folder):
     """The names of all settings and of GPTConfig's fields."""
     return {key for path in folder.glob('*.py') if path.stem in (*SCRIPTS, 'model')
-            for key in declared(path, 'GPTConfig' if path.stem == 'model' else None)}
+            for key in declared(path)}
 
 
 def run_file(name, folder, values):
     """What a config file, plain Python that sees `values`, assigns, without other scripts' settings. It is
     looked for here, then beside the script."""
-    path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
-    if path is None:
+    path = Path(name) if Path(name).exists() else folder / name
+    if not path.exists():
         raise ValueError(f"there is no config file {name}: neither here nor in {folder}")
     others = settings_of_scripts(folder.resolve())
     sys.path.append(str(path.resolve().parent))  # it may import a mixer in a file beside it
@@ -204,19 +198,19 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
               default_file=None, also=None, texts=False):
     """Override a script's settings by config files and flags, and print which.
 
-    settings: the script's globals(). model_config: the dataclass in model.py whose fields are settings too.
+    settings: the script's globals(). model_config: 'GPTConfig', if its fields in model.py are settings too.
     words: how many plain words there may be. argv: the command line of an imported script. default_file: for
-    a command line without a config file, unless it resumes; without the fields of model_config if --init_from
+    a command line without a config file, unless it resumes; without the fields of GPTConfig if --init_from
     names a model. also: a script whose flags are let through. texts: whether words may be texts, see is_text.
     Raises ValueError for an unknown setting or file, or a wrong type.
     """
     path, launched = Path(settings['__file__']), settings['__name__'] == '__main__'
     own = declared(path)
-    fields = declared(path.with_name('model.py'), model_config) if model_config else {}
+    fields = declared(path.with_name('model.py')) if model_config else {}
     known, values = own | fields, {name: settings[name] for name in own}
     values |= {name: ast.literal_eval(field.default) for name, field in fields.items()}
     kinds = {name: setting.kinds or [type(values[name]).__name__] for name, setting in known.items()}
-    others = declared(path.with_name(also)).keys() - kinds.keys() if also else set()
+    others = declared(path.with_name(also)) if also else ()
 
     argv = sys.argv[1:] if launched else argv or []
     if launched:
@@ -232,22 +226,21 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides, given, file_args = [arg for arg in argv if arg not in plain], {}, {}
-    start = ['scratch', *(arg.partition('=')[2] for arg in argv if arg.startswith('--init_from='))][-1]
+    start = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
     by_default = (launched and default_file and start != 'resume'
                   and all(arg.startswith('-') for arg in overrides))
     for arg in [default_file, *overrides] if by_default else overrides:
         if arg.startswith('-'):
             name, equals, text = arg.removeprefix('--').partition('=')
             assigned, label = {name: text if equals else True}, 'flags'
-            if name in others:
+            if name in others and name not in kinds:
                 continue
         else:
             assigned, label = run_file(arg, path.parent, values), arg
             if by_default and start != 'scratch':
                 assigned = {name: value for name, value in assigned.items() if name in own}
         for name, value in assigned.items():
-            assigned[name] = value = checked(arg, name, value, kinds)
-            values[name] = value
+            assigned[name] = values[name] = checked(arg, name, value, kinds)
             given.pop(name, None)
             given[name] = label
         if label != 'flags':
@@ -338,11 +331,9 @@ def one_line_errors(kind, error, trace, settings=()):
         message = '; '.join(['out of memory', *advice[:1]])
     elif re.search(LOST_RANK, message) and 'RANK' in os.environ:
         message = 'this rank ends because another one has, which says why'
-    elif on_purpose(error):
-        pass
     elif re.search(CANNOT_WRITE, message):
         message = f"cannot write ({message}): free some space, or write elsewhere"
-    elif not refused_file(error):
+    elif not (on_purpose(error) or refused_file(error)):
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
 
@@ -446,23 +437,15 @@ def matmul_precision(kind, dtype):
 
 
 def can_compile(device):
-    """Whether torch.compile works here; if not, prints what is missing. Triton needs a C compiler; both that
-    and the C++ for a CPU include Python.h."""
+    """Whether torch.compile works here, by a trial; if not, prints why. The real one then takes less time."""
     import torch
-    kind, index = choose_device(device)
-    variable, known = ('CC', 'gcc clang') if kind == 'cuda' else ('CXX', 'g++ clang++')
-    compilers = os.environ.get(variable, known).split()
-    header = Path(sysconfig.get_path('include', 'posix_prefix'), 'Python.h')
-    lacks = {
-        'a GPU of capability 7.0': kind == 'cuda' and torch.cuda.get_device_capability(index) < (7, 0),
-        f"a compiler: install {' or '.join(compilers)}, or name one in {variable}":
-            not any(map(shutil.which, compilers)),
-        'Python.h: install the package python3-dev': not header.exists(),
-    }
-    missing = [name for name, is_lacking in lacks.items() if is_lacking]
-    if missing:
-        print0(f"running eagerly, which is slower: torch.compile needs {missing[0]}")
-    return not missing
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
+    except Exception as error:  # of torch, Triton, a compiler or the system
+        print0("running eagerly, which is slower: torch.compile needs a C and a C++ compiler and Python.h "
+               f"(Debian: build-essential, python3-dev), and says: {str(error).splitlines()[0]}")
+        return False
+    return True
 
 
 def resolve_compile(compile, device, seconds):
@@ -484,7 +467,7 @@ def keep_freed_memory(below=1 << 30):
     """Makes glibc keep freed blocks of less than `below` bytes: a training step on a CPU that maps its memory
     anew takes 1.25 times as long. The kept blocks leave gaps, a quarter to twice as much memory again."""
     options = {-3: below, -1: 2**31 - 1, -2: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has mallopt
+    with contextlib.suppress(AttributeError, TypeError):  # glibc alone has mallopt
         for option, value in options.items():
             ctypes.CDLL(None).mallopt(option, value)
 

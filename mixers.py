@@ -14,10 +14,11 @@ from model import MIXERS, FusedLinear, Linear, Mixer, after_last, branch_init, p
 
 # Gated DeltaNet ---------------------------------------------------------------------------------------------
 
-def short_convolution(x, weight, context):
-    """Causal and depthwise: y_t = sum of weight[:, -1 - j] x_{t - j}, j tokens back within the document.
-    x (B, kernel - 1 + T, channels), see after_last; weight (channels, kernel) -> (B, T, channels)."""
-    kernel, y = weight.shape[1], 0.0
+def short_convolution(mixer, x, context):
+    """Causal and depthwise: y_t = sum of conv[:, -1 - j] x_{t - j}, j tokens back within the document, where
+    conv (channels, kernel) is the mixer's, whose first state is the tokens before x. x (B, T, channels)."""
+    x = after_last(mixer, x, context)
+    weight, kernel, y = mixer.conv.type_as(x), mixer.conv.shape[1], 0.0
     for j in range(kernel):
         tap = x[:, kernel - 1 - j:x.shape[1] - j] * weight[:, -1 - j]
         y = y + (tap if context.document_starts is None else tap * (context.position_ids >= j)[..., None])
@@ -163,7 +164,7 @@ class GatedDeltaNet(Mixer):
     def convolved(self, qkv, context):
         """-> q, k, v, (B, value heads, T, width) float32"""
         x = torch.cat(qkv, dim=-1)
-        x = short_convolution(after_last(self, x, context), self.conv.type_as(x), context)
+        x = short_convolution(self, x, context)
         x = F.silu(x if self.conv_bias is None else x + self.conv_bias.type_as(x))
         return [y.unflatten(-1, (n, -1)).transpose(1, 2).float().repeat_interleave(self.n_value // n, dim=1)
                 for y, n in zip(x.split(self.qkv, dim=-1), (self.n_key, self.n_key, self.n_value))]
@@ -224,8 +225,7 @@ class ShortConvolution(Mixer):
 
     def forward(self, x, context):
         before, after, x = self.c_attn(x)
-        x = after_last(self, before * x, context)
-        return self.c_proj(after * short_convolution(x, self.conv.type_as(x), context))
+        return self.c_proj(after * short_convolution(self, before * x, context))
 
 
 class Mamba2(GatedDeltaNet):

@@ -25,6 +25,7 @@ import re
 import sys
 import time
 import weakref
+from pathlib import Path
 
 from configurator import check_effect, configure, reading, runtime
 
@@ -74,7 +75,7 @@ def uniforms(seed, sample, position, count):
     """Noise of a sample from `position` on: (count,) float32 in [0, 1), of 24 bits."""
     bits = np.random.PCG64((seed, sample)).advance(position)
     u = np.floor(np.random.Generator(bits).random(count) * 2**24) / 2**24
-    return torch.from_numpy(u.astype(np.float32))
+    return torch.from_numpy(u).float()
 
 
 def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
@@ -89,9 +90,9 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
     if temperature == 0:
         highest, token = logits.max(dim=-1)
         return token.where(~highest.isnan(), -1)
-    logits = logits.float() / temperature
+    logits, n_vocab = logits.float() / temperature, logits.shape[-1]
     if top_k or top_p < 1:
-        highest, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
+        highest, ids = logits.topk(min(top_k or n_vocab, n_vocab), dim=-1)
         probs = highest.softmax(dim=-1)
         if top_p < 1:  # a token stays if those before it have not reached top_p
             probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
@@ -125,7 +126,7 @@ def compile_step(model, device):
     torch._dynamo.config.recompile_limit = 64  # beyond it, 8 by default, torch silently runs eagerly
     whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
     frozen, shapes = whole and device.type in FROZEN, set()  # shapes of tokens so far
-    state = repr(model.config), model.training, [(w.data_ptr(), w._version if frozen else 0) for w in weights]
+    state = repr(model.config), model.training, [(w.data_ptr(), w._version) for w in weights]
     if model not in VERSIONS or VERSIONS[model][0] != state:
         kept = frozen and sum(w.nbytes for w in weights) <= KEPT_BYTES
         VERSIONS[model] = state, next(COUNT), fingerprint(weights) if kept else ''
@@ -158,16 +159,16 @@ def compile_step(model, device):
 def is_one_graph(model, device):
     """Whether a step compiles as a whole. With experts only where one matmul computes them all, on Hopper
     and Blackwell; elsewhere the host waits for the number of tokens of each."""
-    experts = [module for module in model.modules() if hasattr(module, 'has_kernel')]
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return all(native and module.has_kernel(model.compute_dtype(), device.type) for module in experts)
+    return all(native and module.has_kernel(model.compute_dtype(), device.type)
+               for module in model.modules() if hasattr(module, 'has_kernel'))
 
 
 def fingerprint(weights):
     """Tells these weights from others, which the key of torch's cache does not (seen in 2.13)."""
     digest = hashlib.sha256()
     for w in weights:
-        digest.update(w.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(w.detach().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -251,7 +252,7 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     waiting = [Sample(i, list(prompts[i]), max_new_tokens, max(0, len(prompts[i]) - size))
                for i in range(first, len(prompts))]
     count = 1 if drafter or not waiting else len(waiting[:batch_size])
-    # by length, for little padding, but about in order
+    # by length, for little padding (half the time, where they differ), but about in order
     waiting.sort(key=lambda sample: ((sample.number - first) // (16 * count), len(sample.tokens)))
     empty = Sample(0, [0], n_left=0, noise=torch.zeros(1, device=drawn_on))  # of a row without a sample
     samples, cache = [empty] * count, cache or new_cache(count)
@@ -333,8 +334,10 @@ class Lookup:
     """Drafts the tokens that followed the text's last 3, else 2, else 1 at their latest earlier place, from
     the beginning again if too few (prompt lookup, arXiv:2304.04487). n_accepted of n_drafted were right."""
 
+    n_drafted = n_accepted = 0
+
     def __init__(self, n_draft):
-        self.n_draft, self.n_drafted, self.n_accepted = n_draft, 0, 0
+        self.n_draft = n_draft
 
     def propose(self, context, size):
         """context, token ids -> n_draft ids; none if it does not repeat itself or has no room for them."""
@@ -351,10 +354,13 @@ class TextStream:
     """A sample's tokens, and its text as far as it is certain: whole characters, nothing that may begin a
     stop text, before which it ends."""
 
+    text = held = ''
+    stopped = ended = False
+    n_shown = 0
+
     def __init__(self, tokenizer, stop=()):
-        self.tokenizer, self.stop, self.tokens, self.text, self.held = tokenizer, stop, [], '', ''
+        self.tokenizer, self.stop, self.tokens = tokenizer, stop, []
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
-        self.stopped, self.ended, self.n_shown = False, False, 0
 
     def feed(self, token):
         """Takes a token, None at the end."""
@@ -411,7 +417,7 @@ def chat_ids(model, tokenizer, messages, thinking):
     if not tokenizer.chat_template:
         text = ''.join(one['content'] + '\n' * (one['role'] != 'user') for one in messages)
         return tokenizer.encode(text), ''
-    ids = list(tokenizer.chat(messages, thinking={'on': True, 'off': False}.get(thinking)))
+    ids = tokenizer.chat(messages, thinking={'on': True, 'off': False}.get(thinking))
     first = model.config.document_token
     if first is not None and ids[:1] != [first]:
         ids.insert(0, first)
@@ -452,8 +458,8 @@ class Chat:
         """Keeps in the cache the ids that it has, except the last; a new cache if n_new more do not fit."""
         if self.cache is None or len(ids) + n_new > self.cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
-            static, self.cached = self.options.get('compile', False), []
-            self.cache = self.model.make_cache(1, max_len, static, rolling=False)
+            self.cache = self.model.make_cache(1, max_len, self.options.get('compile'), rolling=False)
+            self.cached = []
         length = int(self.cache.length)
         same = min(length, len(ids) - 1, len(os.path.commonprefix([self.cached, ids])))
         try:
@@ -536,8 +542,8 @@ def read_prompts(start):
     kind, _, path = start.partition(':')
     text = sys.stdin.read() if start == '-' else start
     if kind in ('FILE', 'LINES'):
-        with reading(path), open(path, encoding='utf-8', newline='') as f:
-            text = f.read()
+        with reading(path):
+            text = Path(path).read_bytes().decode()
     prompts = [prompt for prompt in (text.splitlines() if kind == 'LINES' else [text]) if prompt]
     if not prompts:
         raise ValueError(f"start={start!r} is empty: give at least one character")

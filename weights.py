@@ -87,8 +87,8 @@ def quantize_rows(w, dtype):
 
 def int8_linear(x, w, scale, bias=None):
     """x (..., n_in), w (n_out, n_in) int8, scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
-    rows, scale, is_cpu = x.numel() // x.shape[-1], scale.to(x.dtype), x.device.type == 'cpu'
-    few = is_cpu and rows <= INT8_ROWS
+    rows, scale = x.numel() // x.shape[-1], scale.to(x.dtype)
+    few = x.device.type == 'cpu' and rows <= INT8_ROWS
     if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is slow otherwise
         y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale).view(*x.shape[:-1], -1)
     elif few and torch.compiler.is_compiling():  # one loop; a cast of its own would be kept, in 32 bits

@@ -294,7 +294,7 @@ def chat_model(**options):
 
 def new_chat(model, template='chatml', tokenizer=None, **options):
     return flat_sample.Chat(model, tokenizer or byte_chat_tokenizer(template), **{
-        **dict(system='Be short.', max_new_tokens=8, temperature=0), **options})
+        **dict(system='Be short.', thinking='auto', max_new_tokens=8, temperature=0), **options})
 
 
 def from_nothing(chat, question, n=8):
