@@ -168,14 +168,11 @@ IGNORED = ('*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.attn.bi
 
 def check(parts, stored, model, family, folder):
     """Raises ValueError that names all missing, unexpected or misshapen tensors."""
-    ignored = [*IGNORED, *(bare(one).replace('N', str(model.config.n_layer)) for one in family.ignored)]
-    if model.lm_head is None:
-        ignored.append(f"{family.names.get('lm_head')}.*")
+    ignored = [*IGNORED, f"{family.names['lm_head']}.weight",  # where it is tied
+               *(bare(one).replace('N', str(model.config.n_layer)) for one in family.ignored)]
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     found = {name: one.shape for name, one in stored.items()
              if name in wanted or not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)}
-    found |= {part.name: wanted[part.name] for part in parts.get('wpe.weight', ())  # may be cropped
-              if found.get(part.name, ()) >= wanted[part.name]}
     wrong = [f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}"
              for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
     if wrong:
@@ -220,9 +217,9 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
     with torch.device('meta'):
-        model = GPT(changed_config(config, changes))
+        model, as_stored = GPT(changed_config(config, changes)), GPT(config)
     parts = plan(model, family, renamed)
-    check(parts, stored, model, family, folder)
+    check(parts, stored, as_stored, family, folder)
     for name, w in model.named_parameters():
         is_exact = FAMILIES[c['model_type']].layouts.get(re.sub(r'^h\.\d+\.', '', name)) is PLUS_ONE
         w.data = w.data.to(torch.float32 if is_exact else dtype)
@@ -237,10 +234,11 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
 
 @torch.no_grad()
 def their_tensors(model, parts, dtype):
-    """name -> tensor in the family's layout. Buffers, the biases of experts, keep their dtype."""
+    """name -> tensor in the family's layout. dtype: None: each its own, as buffers, the biases of experts,
+    always have."""
     state, buffers = model.state_dict(), dict(model.named_buffers())
     return {part.name: part.layout.write(state[ours][part.index]).to(
-                state[ours].dtype if ours in buffers else dtype).contiguous()
+                None if ours in buffers else dtype).contiguous()
             for ours in parts for part in parts[ours]}
 
 
@@ -389,8 +387,7 @@ def save_gguf(model, tokenizer, path, dtype=None):
     for key, value in about.items():
         if value is not None:  # llama.cpp's counts have no sign
             writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
-    tensors |= {part.name: state[ours][part.index] for state in [model.state_dict()]
-                for ours, parts in plan(model, *gguf_family(kind, config.n_layer)).items() for part in parts}
+    tensors |= their_tensors(model, plan(model, *gguf_family(kind, config.n_layer)), None)
     usual = GGUF_DTYPES[plain(dtype or model.wte.weight.dtype)]
     for name, w in tensors.items():
         exact = w.ndim == 1 or 'gate_inp' in name or usual == 'Q8_0' and w.shape[-1] % 32
@@ -590,7 +587,11 @@ def read_checkpoint(path) -> Checkpoint:
 
 
 def changed_config(trained, changes):
-    """A trained model's config with other fields; the length that it was trained at does not change."""
+    """A trained model's config with other fields; the length that it was trained at does not change. Raises
+    ValueError for more positions than were learned."""
+    if trained.pos == 'learned' and changes.get('block_size', 0) > trained.block_size:
+        raise ValueError(f"block_size={changes['block_size']} is more than the {trained.block_size} "
+                         "positions that the model has learned")
     length = (trained.rope_scaling or {}).get('original_max_position_embeddings', trained.block_size)
     if 'rope_scaling' in changes:
         changes = {**changes, 'rope_scaling': complete_scaling(changes['rope_scaling'], length)}
@@ -598,14 +599,10 @@ def changed_config(trained, changes):
 
 
 def from_state(state, model_args, **changes):
-    """The model of a state dict and the fields of its config. changes: CHANGEABLE ones. Raises ValueError for
-    more positions than were learned, RuntimeError for weights that are missing or of another shape."""
-    trained = GPTConfig(**model_args)
-    config = changed_config(trained, changes)
+    """The model of a state dict and the fields of its config. changes: CHANGEABLE ones. Raises ValueError as
+    changed_config, RuntimeError for weights that are missing or of another shape."""
+    config = changed_config(GPTConfig(**model_args), changes)
     if 'wpe.weight' in state:
-        if config.block_size > trained.block_size:
-            raise ValueError(f"block_size={config.block_size} is more than the {trained.block_size} "
-                             "positions that the model has learned")
         state = {**state, 'wpe.weight': state['wpe.weight'][:config.block_size]}
     with torch.device('meta'):
         model = GPT(config)
