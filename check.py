@@ -205,7 +205,7 @@ def check_options(config):
     found = outcome(config)
     for field in dataclasses.fields(config):
         if field.name not in ('block_size', 'vocab_size', 'n_embd', 'n_layer', 'd_ff', 'bias'):
-            with contextlib.suppress(ValueError, RuntimeError):  # others need it
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # others need it
                 value = getattr(config, field.name)
                 other = dataclasses.replace(config, **{
                     field.name: not value if isinstance(value, bool) else field.default})

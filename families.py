@@ -802,7 +802,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'bamba': BAMBA,
     'granitemoehybrid': like(
         like(GRANITE_MOE, **MAMBA), 'GraniteMoeHybridForCausalLM', layers='BL',
-        fields=dict(mlp=None, d_ff=None), theirs=dict(hidden_act='silu'),
+        fields=dict(mlp=None, d_ff=None), theirs=dict(normalization_function='rmsnorm', hidden_act='silu'),
         harmless='attn_layer_indices',
         names={**GRANITE_SHARED, 'mlp.c_fc': 'shared_mlp.input_linear',
                'mlp.c_proj': 'shared_mlp.output_linear'},
@@ -1170,6 +1170,7 @@ REFUSED = {name: part for part, names in {  # model_type: the part of its models
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
+FIRST_TYPES = {'mamba': 'linear_attention', 'attention': 'full_attention'}  # as Granite 4 was published
 # theirs, where ours are None or 0
 OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, clip_qkv=None, q_lora_rank=None)
 THEIRS_ALONE = {'head_bias', 'residual_scale', 'shared_gate'}  # which may have an effect there, and none here
@@ -1325,9 +1326,10 @@ def read_layers(c, args, family):
         refuse(c, sliding_window=size)
     if len({*layers}) > 1 and c.get('layer_types'):
         letters = {LAYER_TYPES[one]: one for one in layers}
-        if unknown := set(c['layer_types']) - letters.keys():
+        kinds = [FIRST_TYPES.get(one, one) for one in c['layer_types']]
+        if unknown := set(kinds) - letters.keys():
             refuse(c, layer_types=unknown)
-        layers = ''.join(letters[one] for one in c['layer_types'])
+        layers = ''.join(letters[one] for one in kinds)
     elif 'max_window_layers' in family.defaults:  # counts first layers without a window
         layers = 'L' * (c['max_window_layers'] or 0) + 'S' * args['n_layer']
     elif isinstance(period, int):

@@ -31,9 +31,11 @@ def test_params_of_published_shapes(capsys):
     assert numbers['params'] == 8_190_735_360 == 36 * 192_946_432 + 2 * 151936 * 4096 + 4096
     mixing = 12 * 32 * 128 * 40960
     flops = 6 * (192_946_432 - 2 * 4096 - 2 * 128) + mixing  # but norms
-    for line in (r'layer 0, one of 36 alike .*', rf'sum +192,946,432 +100.0% +{flops:,} .*',
-                 rf'mixing +0 +0.0% +{mixing:,} .*', r'attn.c_attn.weight +\(4096 \+ 1024 \+ 1024\) x 4096 '
-                 r'+hidden_init +matrix +25,165,824 +13.0%  +150,994,944 +4.8%'):
+    for line in (r'layer 0, one of 36 alike .*', rf'sum +192,946,432 +100.0% .* +{flops:,} .*',
+                 r'attn.c_attn.weight k +1024 x 4096 +hidden_init +matrix +4,194,304 +2.2% +8,388,608 +0.8% '
+                 r'+25,165,824 +0.8%', rf'attn weighted sum +0 +0.0% +{mixing // 6:,} .* +{mixing // 2:,} .*',
+                 rf'attn softmax +0 +0.0% +{5 * 32 * 40960:,} .*',
+                 rf'of it MLP +{3 * 4096 * 12288:,} .* +{18 * 4096 * 12288:,} .*'):
         assert re.search(f'^{line}$', out, re.M)
     shape = dict(n_embd=1024, n_layer=24, n_head=16, kv_lora_rank=512, qk_rope_head_dim=64, block_size=64,
                  qk_nope_head_dim=128, v_head_dim=128, d_ff=2816, vocab_size=32000, tie_word_embeddings=False)
@@ -53,7 +55,7 @@ def test_params_counts_a_real_model(capsys):
     assert numbers['flops_per_token'] == flops_per_token(model)
     counts = [int(n) for n in re.findall(r'one of (\d+) alike', out)] + [1]  # those outside of layers
     # the first is that of all parts
-    _, *sums = re.findall(r'^sum +(\S+) +\S+ +(\S+)', out.replace(',', ''), re.M)
+    _, *sums = re.findall(r'^sum +(\S+) +\S+ +\S+ +\S+ +(\S+)', out.replace(',', ''), re.M)
     params, flops = (sum(n * int(value) for n, value in zip(counts, column)) for column in zip(*sums))
     assert numbers['params'] == params
     assert numbers['flops_per_token'] - flops == 6 * 61 * 32  # the head, which is the embedding
@@ -437,4 +439,4 @@ def test_attention_is_drawn_with_its_tokens(folder, capsys, monkeypatch):
         bench(capsys, 'attention', text, '--init_from=out', f'--layer={layer}')
         near(torch.tensor(np.stack(drawn)), theirs[layer][0], 1e-5)
         drawn.clear()
-    assert Path('attention.png').read_bytes().startswith(b'\x89PNG')
+    assert Path('picture.png').read_bytes().startswith(b'\x89PNG')

@@ -91,7 +91,7 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
 
 
 @pytest.mark.parametrize('options', [
-    dict(n_dense_layer=1, **MLA, **MOE),
+    dict(n_dense_layer=1, n_group=2, topk_group=1, **MLA, **MOE),
     dict(HYBRID, n_layer=27, mixer_pattern='DDDADDDADDDADDDADDDADDDADDA', attn_gate=True, document_token=3),
     dict(norm='layernorm', bias=True, norm_placement='post', mlp='xielu', pos='learned', embed_norm=True),
     dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 64, 'start': 1}, window=5,

@@ -413,6 +413,11 @@ def in_a_larger_model(c, state):
     state |= {'model.visual.x.weight': torch.ones(2), 'mtp.fc.weight': torch.ones(2)}
 
 
+def granite4_as_published(c, state):
+    words = {'linear_attention': 'mamba', 'full_attention': 'attention'}
+    c.update(normalization_function='rmsnorm', layer_types=[words[one] for one in c['layer_types']])
+
+
 def gemma4_as_published(c, state):
     del c['per_layer_config']
     text = {**c, 'global_head_dim': 16, 'num_global_key_value_heads': 1}
@@ -462,6 +467,7 @@ def minimind(**change):
     ('llama', hf_rope('yarn', factor=4.0), as_once_published),
     ('gemma3_text', dict(num_hidden_layers=6), gemma3_as_once_published),
     ('gemma4_text', VARIANTS['gemma4_text'][0], gemma4_as_published),
+    ('granitemoehybrid', VARIANTS['granitemoehybrid'][0], granite4_as_published),
     ('kimi_linear', VARIANTS['kimi_linear'][0], kimi_as_published),
     ('gpt2', {}, without_prefix),
     ('deepseek_v3', dict(LATENT, n_group=2), with_extra_layer),
