@@ -5,7 +5,7 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
     python bench.py train config/small.py --parts=True       # the time of a step by part of the model
     python bench.py params config/mixtral_8x7b.py            # parameters, their initial values, FLOPs, cache
-    python bench.py params config/qwen3_8b.py --lengths=[1024,4096,32768,131072]  # what grows with n, n^2
+    python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # what grows with n, n^2
     python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
@@ -19,7 +19,7 @@ Measures: how fast, how big, how much memory, how good.
 
 --vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process, or
 transformers, with the same weights, uncompiled. Speeds are medians after a warm-up, shares are of the speed
-of a large matmul, or sum, in the same run. --json=True prints all numbers too.
+of a large matmul, or sum, in the same run. --json=True prints the numbers too.
 """
 import collections
 import contextlib
@@ -59,7 +59,8 @@ batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 25
                                   # params: given, the memory of training with it is forecast
 memory: float | None = None       # params: GB that training is to fit into; None: what this device has
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
-lengths: list | None = None       # eval: contexts, multiples of the trained one; params: in tokens
+lengths: list | None = None       # eval: contexts, multiples of the trained one
+contexts: list | None = None      # params: prompts of so many tokens
 prompt_len = 32                   # decode: tokens of the prompt
 max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
@@ -252,8 +253,8 @@ def measure_params(config, model_args):
     n_params, n_active, flops = print_counts(
         '', ['parameters', 'active', 'training FLOPs a token'], account(model), {}, {})
     kinds, length = {}, model.config.block_size
-    for number, block in enumerate(model.h):  # alike: parameters have the same names and shapes
-        kind = tuple((name, w.shape) for name, w in block.named_parameters())
+    for number, block in enumerate(model.h):  # alike: the same names, shapes and products
+        kind = *((name, w.shape) for name, w in block.named_parameters()), block.attn.flops(length)
         kinds.setdefault(kind, []).append(number)
     for numbers in kinds.values():
         first = numbers[0]
@@ -261,8 +262,8 @@ def measure_params(config, model_args):
                          model.h[first].named_parameters(f'h.{first}'), model.h[first].attn)
     print_parameters(model, 'outside of layers', [
         (name, w) for name, w in model.named_parameters() if not name.startswith('h.')])
-    if config['lengths']:
-        print_lengths(model, config['lengths'], flops, dtype)
+    if config['contexts']:
+        print_contexts(model, config['contexts'], flops, dtype)
     fits = forecast_memory(config, model) if config['batch_size'] or config['memory'] else {}
     each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
@@ -288,19 +289,19 @@ def print_counts(title, heads, counts, texts, groups):
 
 def print_parameters(model, title, params, mixer=None):
     """Prints shapes, tags, counts and FLOPs a token, forward and in training, of params, (name, parameter)
-    each, a row for each projection; of a layer's mixer those of products without weights too."""
+    each, a row for each projection and each product without weights."""
     counts, texts, length = {}, {}, model.config.block_size
     for full_name, w in params:
-        (init, group, fused), shape, names = w.tag, [*w.shape], ['']
+        (init, group, fused), shape, names = model.tags[full_name], [*w.shape], ['']
         how = [getattr(init, 'func', init).__name__]  # of a partial function its options too
         how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
-        (n, _, flops), name = cost(model, full_name, w), re.sub(r'^h\.\d+\.', '', full_name)
+        (n, active, flops), name = cost(model, full_name, w), re.sub(r'^h\.\d+\.', '', full_name)
         if fused and len(fused) > 1:
             names = model.get_submodule(full_name.rpartition('.')[0]).names.split()
         for part, rows in zip(names, fused or [1]):
             share = rows / sum(fused or [1])
             shape[-2:-1] = [rows] if part else shape[-2:-1]
-            counts[f'{name} {part}'] = [round(x * share) for x in (n, flops // 3, flops)]
+            counts[f'{name} {part}'] = [round(x * share) for x in (n, 2 * active * bool(flops), flops)]
             texts[f'{name} {part}'] = [' x '.join(map(str, shape)), ' '.join(how), group]
     if hasattr(mixer, 'head_widths'):
         seen = mixer.n_head * min(length, mixer.span or length)  # scores of a token
@@ -308,24 +309,26 @@ def print_parameters(model, title, params, mixer=None):
             counts[name] = [0, 2 * seen * width, 6 * seen * width]
         counts['attn softmax'] = [0, 5 * seen, 0]  # largest, difference, exponential, sum, division
     elif mixer:
-        counts['attn state'] = [0, mixer.flops(length) // 3, mixer.flops(length)]
+        counts['attn mixing'] = [0, mixer.flops(length) // 3, mixer.flops(length)]
+    elif model.lm_head is None:
+        counts['head, wte.weight again'] = [0, 2 * model.wte.weight.numel(), account(model)['head'][2]]
     groups = {'attention': 'attn', 'MLP': 'mlp', 'norms': 'ln_|norm'} if mixer else {}
     print_counts(title, ['shape', 'initial value', 'group', 'parameters', 'forward FLOPs a token',
                          'training FLOPs a token'], counts, texts, groups)
 
 
-def print_lengths(model, lengths, flops, dtype):
-    """Prints what a prompt of each length takes: products with weights grow with it, those without, but for
-    windows and states, with its square. flops: of training a token; the last column is timed here."""
-    mixing, rows = sum(mixer.flops(model.config.block_size) for mixer in model.mixers), {}
+def print_contexts(model, lengths, flops, dtype):
+    """Prints what a prompt of each length takes, the last column timed here: products with weights grow with
+    it, attention with its square. flops: of training a token."""
+    mixing, rows = account(model)['mixing'][2], {}
     for n in lengths:
-        q, k, v = torch.randn(3, 1, 1, n, model.config.head_dim, dtype=dtype)
-        attend = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-        seconds, = seconds_each(call() for call in [attend])
-        rows[f'{n:,}'] = [f"{count:,.2f}" for count in (
+        q, k, v = torch.randn(3, 1, 1, n, 128, dtype=dtype)
+        start = time.perf_counter()
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        rows[f'{n:,}'] = [f"{count:,.4g}" for count in (
             (flops - mixing) / 3e12 * n, sum(mixer.flops(n) for mixer in model.mixers) / 3e12 * n,
-            cache_bytes(model, n, dtype) / 1e9, seconds)]
-    print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB', "one head's attention, s"], rows)
+            cache_bytes(model, n, dtype) / 1e9, time.perf_counter() - start)]
+    print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB', 's of a head of 128'], rows)
 
 
 def forecast_memory(config, model):
@@ -418,7 +421,7 @@ def measure_train(config, model_args):
 
 
 PARTS = {  # of a step: pattern of modules' names; of an operator the innermost counts
-    "attention's products": r'attn\.c_', 'norms': 'ln_|norm', 'MLP': 'mlp$', 'rotation, masks': 'attn$',
+    "attention's products": r'attn\.c_', 'norms': 'ln_|norm', 'MLP': 'mlp$', 'mixer, others': 'attn$',
     'embedding': '^w[pt]e$|^bigram$'}
 
 
@@ -440,13 +443,17 @@ def print_parts(model, gradients, update, config):
                 update()
     times = 'self_device_time_total' if model.wte.weight.is_cuda else 'self_cpu_time_total'  # us
     ms, of_number, products = collections.Counter(), {}, itertools.cycle(['scores', 'weighted sum'])
+    all_attend = all(hasattr(mixer, 'head_widths') for mixer in model.mixers)
     for event in sorted(profile.events(), key=lambda event: event.time_range.start):
         above = event
         while above.cpu_parent and above.name not in (*PARTS, 'optimizer'):
             above = above.cpu_parent
         part = above.name if above.name in (*PARTS, 'optimizer') else 'head, loss, others'
-        if part == 'rotation, masks' and event.name in ('aten::bmm', 'aten::_softmax'):
-            part = 'softmax' if 'softmax' in event.name else next(products)
+        if part == 'mixer, others' and all_attend:
+            if event.name in ('aten::bmm', 'aten::_softmax'):
+                part = 'softmax' if 'softmax' in event.name else next(products)
+            elif 'scaled_dot_product' in event.name:
+                part = 'scores to weighted sum'
         if above.name.startswith('autograd'):
             part = of_number.get(above.sequence_nr, part)
         else:
@@ -785,11 +792,11 @@ def draw_attention(config, model_args, text):
 MACHINE = 'init_from dataset device dtype json'
 COMMANDS = {
     # the settings that each reads besides GPTConfig's
-    'train': (measure_train, f'{MACHINE} vs batch_size gradient_accumulation_steps steps rounds parts png '
-                             'optimizer compile seed'),
+    'train': (measure_train, f'{MACHINE} batch_size steps parts optimizer seed ' + (
+        'png' if parts else 'vs gradient_accumulation_steps rounds compile')),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
                                'rounds compile seed'),
-    'params': (measure_params, f'{MACHINE} batch_size memory lengths optimizer'),
+    'params': (measure_params, f'{MACHINE} batch_size memory contexts optimizer'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
     'attention': (draw_attention, 'init_from layer png json'),
 }

@@ -150,7 +150,8 @@ def match_size(variant, target, active):
     name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
     was, n_params = getattr(variant.model.config, name), num_params(variant.model, active)
     wider = new_model([*variant.args, f'--{name}={was + 64}'])
-    slope = (num_params(wider, active) - n_params) / 64  # parameters grow evenly with the width
+    # parameters grow evenly with the width; of no MLP not at all, which no width mends
+    slope = (num_params(wider, active) - n_params) / 64 or math.inf
     exact = was + (target - n_params) / slope
     for width in (was, *(n * max(1, round(exact / n)) for n in (64, 8, 2))):
         if abs(width - exact) * slope <= 0.01 * target:
@@ -168,7 +169,8 @@ def match_size(variant, target, active):
 
 def read_log(folder):
     """A run's log.csv as an array whose columns have names, NaN where nothing stands."""
-    return np.atleast_1d(np.genfromtxt(Path(folder, 'log.csv'), delimiter=',', names=True))
+    with open(Path(folder, 'log.csv'), encoding='utf-8') as f:
+        return np.atleast_1d(np.genfromtxt(f, delimiter=',', names=True))
 
 
 def read_facts(folder):
@@ -338,21 +340,26 @@ def draw(path, panels, xlabel, rows=()):
 
 
 def plot(names, by, columns, path):
-    """Draws columns of the logs of runs, given by folder; or perplexity, from .jsonl files of bench.py."""
-    panels = {}
+    """Draws columns of runs' logs, or perplexity from .jsonl files of bench.py. Raises ValueError for a column
+    that a log lacks."""
+    panels, xlabel = {}, AXES[by][1]
     for name in names:
         if name.endswith('.jsonl'):
-            by = 'context'
+            xlabel = 'context'
             for line in map(loads, Path(name).read_text('utf-8').splitlines()):
                 y = np.array([each['perplexity'] for each in line['lengths'].values()])
                 points = [int(length) for length in line['lengths']], y, 0 * y
                 panels.setdefault('perplexity', {})[line['path']] = points
         else:
+            rows = read_log(name)
             for column in columns:
-                points = curve([read_log(name)], by, column)
+                if column not in rows.dtype.names or not np.isfinite(rows[column]).any():
+                    raise ValueError(f"--y={column}: no such numbers in {name}/log.csv, whose columns are "
+                                     f"{', '.join(rows.dtype.names)}")
+                points = curve([rows], by, column)
                 panels.setdefault(LOSS_COLUMNS.get(column, column), {})[name] = points
                 print(f"{name}: {column} {points[1][-1]:.4g}")
-    draw(path, panels, AXES.get(by, (by, by))[1])
+    draw(path, panels, xlabel)
     return {}
 
 
@@ -398,6 +405,8 @@ if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     check_settings(config, {'by': AXES})
     if words[:1] == ['plot']:
+        if not words[1:]:
+            raise ValueError('say which runs to draw: python compare.py plot out-a out-b')
         numbers = plot(words[1:], by, y.split(','), png or f'{RUNS}/plot.png')
     else:
         own = tuple(f'--{name}=' for name in config)

@@ -240,7 +240,9 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
             if by_default and start != 'scratch':
                 assigned = {name: value for name, value in assigned.items() if name in own}
         for name, value in assigned.items():
-            assigned[name] = values[name] = checked(arg, name, value, kinds)
+            assigned[name] = values[name] = value = checked(arg, name, value, kinds)
+            if value == '' and label == 'flags' and settings.get(name):  # its default
+                raise ValueError(f"{arg} is empty: give a value, or leave it out")
             given.pop(name, None)
             given[name] = label
         if label != 'flags':
@@ -443,7 +445,7 @@ def can_compile(device):
         torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
     except Exception as error:  # of torch, Triton, a compiler or the system
         print0("running eagerly, which is slower: torch.compile needs a C and a C++ compiler and Python.h "
-               f"(Debian: build-essential, python3-dev), and says: {str(error).splitlines()[0]}")
+               f"(Debian: build-essential, python3-dev), and says: {error!r:.200}")
         return False
     return True
 

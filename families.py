@@ -356,7 +356,10 @@ def read_gemma(c, args):
 
 
 def read_gemma4(c, args):
-    """Heads of their own in layers that see all tokens; an MLP beside experts is a shared expert."""
+    """Heads of their own in layers that see all tokens, as the last does whatever layer_types says; an MLP
+    beside experts is a shared expert."""
+    if pattern := args.get('window_pattern'):
+        args['window_pattern'] = (pattern * args['n_layer'])[:args['n_layer'] - 1] + 'L'
     given = dict(head_dim=c['global_head_dim'], num_key_value_heads=c['num_global_key_value_heads'])
     own, *others = [*(c['per_layer_config'] or {'': given}).values()]
     if any(other != own for other in others):
@@ -649,9 +652,6 @@ GEMMA4 = like(
     ours=dict(qk_norm=True, k_eq_v=False, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
               expert_norms=True),
     theirs=dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0, use_bidirectional_attention='vision'),
-    defaults=dict(final_logit_softcapping=None, hidden_size_per_layer_input=256, rope_parameters=dict(
-        full_attention=dict(rope_type='proportional', partial_rotary_factor=0.25, rope_theta=1e6),
-        sliding_attention=dict(rope_theta=1e4))),
     names={'scalar': 'layer_scalar', 'mlp.router': 'router.proj', 'mlp.ln_router.weight': 'router.scale',
            'mlp.expert_scale': 'router.per_expert_scale', 'mlp.ln_in': 'pre_feedforward_layernorm_2',
            'mlp.ln_out': 'post_feedforward_layernorm_2', 'mlp.ln_shared_in': 'pre_feedforward_layernorm',
@@ -780,8 +780,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                       num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
                       max_position_embeddings=131072)),  # what the published ones leave out
     'gemma4_text': GEMMA4,
-    'gemma4_unified_text': like(GEMMA4, 'Gemma4UnifiedForCausalLM',
-                                defaults=dict(hidden_size_per_layer_input=None)),
+    'gemma4_unified_text': like(GEMMA4, 'Gemma4UnifiedForCausalLM'),
     'lfm2': LFM2,
     'lfm2_moe': like(
         LFM2, 'Lfm2MoeForCausalLM', rules=(), fields=dict(

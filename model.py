@@ -427,8 +427,9 @@ class BaseAttention(Mixer):
 
     @classmethod
     def check(cls, config):
-        if config.pos == 'rope' and (config.rope_dim % 2 or config.rope_dim == 0):
-            yield 'pos', f"rope rotates pairs: of a head's dimensions an even number, not {config.rope_dim}"
+        for width in {config.rope_kind(i)[1] for i in range(config.n_layer) if config.pos == 'rope'}:
+            if width % 2 or not width:
+                yield 'pos', f"rope rotates pairs: of a head's dimensions an even number, not {width}"
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -470,8 +471,8 @@ class Attention(BaseAttention):
             yield 'n_embd n_head', 'n_head must divide n_embd, or set head_dim'
         else:
             yield from super().check(config)
-        if config.n_head % (config.n_kv_head or 1):
-            yield 'n_kv_head n_head', 'n_kv_head must divide n_head'
+        if any(config.n_head % (config.fields_of(i)['n_kv_head'] or 1) for i in range(config.n_layer)):
+            yield 'n_kv_head n_head' + ' local' * bool(config.local), 'n_kv_head must divide n_head'
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -614,10 +615,9 @@ class Block(nn.Module):
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
-        norms = [getattr(self, name) for name in self.norms]
         x = self.placement(x, lambda y: self.branch(self.attn(y, context)),
                            lambda y: self.branch(self.mlp(y, context) if self.sparse else self.mlp(y)),
-                           *norms)
+                           *(getattr(self, name) for name in self.norms))
         return x if self.scalar is None else x * self.scalar
 
     def branch(self, y):
@@ -703,7 +703,9 @@ class GPT(nn.Module):
     def embed(self, context):
         """-> (B, T, C), what the first block gets."""
         config = self.config
-        x = self.wte(context.idx) * config.embed_scale
+        x = self.wte(context.idx)
+        if config.embed_scale != 1:
+            x = x * config.embed_scale
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:
@@ -1180,11 +1182,11 @@ class LatentAttention(BaseAttention):
         super().__init__(config, layer)
         H, C, rank, q_rank = config.n_head, config.n_embd, config.kv_lora_rank, config.q_lora_rank
         nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        self.widths, q_width, eps = (rank, nope, rope, value), H * (nope + rope), config.latent_norm_eps
+        self.widths, q_width = (rank, nope, rope, value), H * (nope + rope)
         self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), config.qkv_bias, 'q latent k_rope')
-        self.q_norm = Norm(q_rank, config, eps=eps) if q_rank else nn.Identity()
+        self.q_norm = Norm(q_rank, config, eps=config.latent_norm_eps) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
-        self.kv_norm = Norm(rank, config, eps=eps)
+        self.kv_norm = Norm(rank, config, eps=config.latent_norm_eps)
         self.c_kv = Linear(rank, H * (nope + value))  # for each head k, then v
         self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
         self.slots, self.head_widths = [(1, rank + rope)], (nope + rope, value)
@@ -1440,8 +1442,9 @@ def longrope(freq, base, length, *, short_factor, long_factor, original_max_posi
 
 def proportional(freq, base, length, *, partial_rotary_factor, factor=1.0):
     """As linear, and only this share of the pairs turns, the fastest ones: LFM3, Gemma 4."""
-    turning = int(partial_rotary_factor * len(freq))
-    return torch.cat((freq[:turning] / factor, torch.zeros_like(freq[turning:]))), 1.0
+    freq = freq / factor
+    freq[int(partial_rotary_factor * len(freq)):] = 0
+    return freq, 1.0
 
 
 ROPE_SCALINGS = {
@@ -1586,12 +1589,13 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         self.ln_x, self.ln_next = Norm(config.n_embd, config), Norm(config.n_embd, config)
         self.c_in = Linear(2 * config.n_embd, config.n_embd)
-        self.block, self.streams = Block(config, config.n_layer - 1), streams(config)
+        self.block = Block(config, config.n_layer - 1)
+        self.enter, self.leave = streams(config)
 
     def forward(self, x, x0, context):
         """x, and x0, which the first block got, (B, T, C) -> (B, T, C); meaningless for the last token."""
-        (enter, leave), both = self.streams, torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)
-        return leave(self.block(enter(self.c_in(both)), context))
+        both = torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)
+        return self.leave(self.block(self.enter(self.c_in(both)), context))
 
 
 # V. validation, accounting ==================================================================================
@@ -1638,6 +1642,9 @@ def fill_defaults(config):
         if getattr(config, name) is None:
             setattr(config, name, value)
     config.rope_scaling = complete_scaling(config.rope_scaling, config.block_size)
+    if config.local:
+        config.local = {name: complete_scaling(value, config.block_size) if name == 'rope_scaling' else value
+                        for name, value in config.local.items()}
     return defaults
 
 
@@ -1661,7 +1668,7 @@ def wrong_values(config):
 LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'
 NEEDS = (
     # (what is needed, fields without effect otherwise, whether a config has it); see also Mixer.fields
-    ('window_pattern, and an S or C layer of attention', 'window local',
+    ('window_pattern, and an S, C or G layer of attention', 'window local',
      lambda c: any(map(c.window_of, range(c.n_layer)))),
     ('window', 'window_pattern', lambda c: c.window),
     ('a G in window_pattern', 'window_global', lambda c: 'G' in (c.window_pattern or '')),
@@ -1707,8 +1714,10 @@ def impossible(config):
         yield 'mixer_pattern n_layer', 'needs a layer for each letter'
     if 'N' in config.expert_pattern and config.norm_placement != 'pre':
         yield 'norm_placement expert_pattern', 'a layer without MLP (N) has its norm in front'
-    if config.rope_scaling and config.rope_scaling.get('rope_type') not in ROPE_SCALINGS:
-        yield 'rope_scaling', f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
+    for name, own in ('rope_scaling', vars(config)), ('local', config.local or {}):
+        scaling = own.get('rope_scaling')
+        if scaling and scaling.get('rope_type') not in ROPE_SCALINGS:
+            yield name, f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
     for mixer in config.mixers:
         yield from mixer.check(config)
 
@@ -1733,12 +1742,10 @@ def account(model):
     parameters, in a layer without its number. 'mixing': the mixers' products without weights, at a length of
     block_size."""
     length, parts = model.config.block_size, collections.defaultdict(list)
-    turns = collections.Counter(f'h.{i}.' for i, _ in model.schedule)
     for name, w in model.named_parameters():
-        # of h.3.attn.c_attn.weight h.3. and attn
-        layer, part = re.match(r'(h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name).groups()
-        elements, active, flops = cost(model, name, w)
-        parts[part].append((elements, active, flops * turns.get(layer, 1)))
+        # attn of h.3.attn.c_attn.weight
+        part = re.match(r'(?:h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name)[1]
+        parts[part].append(cost(model, name, w))
     head = (model.lm_head or model.wte).weight
     if model.lm_head is None:
         parts['head'] = [(0, 0, (6 if head.requires_grad else 4) * head.numel())]
@@ -1750,12 +1757,13 @@ def account(model):
 
 def cost(model, name, w):
     """(elements of the parameter w of this name, elements that a token uses, training FLOPs a token): 6 for
-    a matmul weight, forward and backward, 4 if frozen, 0 for a looked-up table."""
+    a matmul weight, forward and backward, 4 if frozen, 0 for a looked-up table, times its block's turns."""
     config, active, group = model.config, w.numel(), model.tags[name].group
     if 'experts.' in name:
         active = round(active * config.n_expert_active / config.n_expert)
     is_product = GROUPS[group] and group not in LOOKED_UP
-    return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product
+    turns = max(1, sum(name.startswith(f'h.{i}.') for i, _ in model.schedule))
+    return w.numel(), active, (6 if w.requires_grad else 4) * active * is_product * turns
 
 
 def num_params(model, active=False):

@@ -173,6 +173,8 @@ def file_documents(paths, field='text', errors='strict'):
             yield from text_documents(path, errors)
             continue
         for place, record in records(path, errors):
+            if not isinstance(record, dict):
+                raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
             if isinstance(record.get(field), str):
                 yield [record[field]]
             elif messages := find_messages(record, field):
@@ -224,9 +226,10 @@ def from_json(value):
 def make_conversation(place, messages, tools):
     """A Conversation. Raises ValueError for a message without role or content."""
     for n, message in enumerate(messages, 1):
-        if message.get('tool_calls'):
-            message['tool_calls'] = from_json(message['tool_calls'])
-        elif message.get('role') not in ROLES or not isinstance(message.get('content'), str):
+        said = message if isinstance(message, dict) else {}
+        if said.get('tool_calls'):
+            said['tool_calls'] = from_json(said['tool_calls'])
+        elif said.get('role') not in ROLES or not isinstance(said.get('content'), str):
             raise ValueError(f'{place}, message {n}: {message!r:.80} needs a role, one of '
                              f'{", ".join(ROLES)}, and text as its content')
     return Conversation(place, messages, from_json(tools or messages[0].get('tools')) or None)

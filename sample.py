@@ -313,7 +313,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
         seen.scatter_(2, token[:, None], True)
         draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
         fed = torch.cat((token, token.new_tensor([draft])), dim=1) if draft else token
-        noise = torch.stack([sample.noise[sample.n_drawn:][:fed.shape[1]] for sample in samples])
+        noise = torch.stack([sample.noise[sample.n_drawn:sample.n_drawn + fed.shape[1]]
+                             for sample in samples])
         # seen holds the draft's tokens, which are of the text
         drawn = run_step(model, fed.to(device), cache, noise, seen, sampling)
         if draft:

@@ -580,8 +580,11 @@ def test_gpt2_has_its_number_of_parameters():
     (dict(rope_scaling={'rope_type': 'warp'}, n_expert=4, shared_gate=True, topk_group=2),
      ["'warp'}: rope_type is one of linear", 'needs n_shared_expert', 'topk_group=2: needs n_group']),
     (dict(local={'rope_base': 50.0}, expert_norms=True),
-     ['local=', 'an S or C layer', 'expert_norms=True: needs']),
+     ['local=', 'an S, C or G layer', 'expert_norms=True: needs']),
     (dict(local={'rop_base': 50.0}), ["local={'rop_base': 50.0}: none of rope_base, rope_scaling"]),
+    (dict(local={'n_kv_head': 5, 'head_dim': 7, 'rope_scaling': {'rope_type': 'warp'}}, window=4,
+          window_pattern='S'),
+     ["'warp'}}: n_kv_head must divide", 'an even number, not 7', "'warp'}}: rope_type is one of"]),
     (dict(mixer_pattern='AM', kv_lora_rank=8, head_dim=64), ["mixer_pattern='AM': rotations"])])
 def test_an_invalid_config_names_every_problem(options, parts):
     with pytest.raises(ValueError) as error:

@@ -19,7 +19,7 @@ import hub
 import model as flat
 import train as flat_train
 from model import GPT, flops_per_token, num_params
-from test_model import near, tiny
+from test_model import MLA, near, tiny
 from tokenizer import ByteTokenizer, CharTokenizer, make_tokenizer
 
 
@@ -58,9 +58,26 @@ def test_params_counts_a_real_model(capsys):
     _, *sums = re.findall(r'^sum +(\S+) +\S+ +\S+ +\S+ +(\S+)', out.replace(',', ''), re.M)
     params, flops = (sum(n * int(value) for n, value in zip(counts, column)) for column in zip(*sums))
     assert numbers['params'] == params
-    assert numbers['flops_per_token'] - flops == 6 * 61 * 32  # the head, which is the embedding
+    assert numbers['flops_per_token'] == flops
+    assert re.search('^head, wte.weight again .* 3,904 .* 11,712 ', out, re.M)
     # of three layers the convolution's inputs and the state, of one the window's keys and values
     assert numbers['cache_bytes'] == 4 * (3 * (3 * 96 + 4 * 8 * 8) + 8 * 2 * 32)
+
+
+@pytest.mark.parametrize('options, width, cached', [
+    ({}, 16, 64), (MLA, 24, 20), (dict(mixer_pattern='D'), 0, 0)])
+def test_params_of_a_loaded_model_at_other_lengths(folder, capsys, options, width, cached):
+    """By hand, of attention: 2 for each weight and token, 2 for each score and product with a value."""
+    model = save_model('out', ByteTokenizer(), **options)
+    config = model.config
+    out, _ = bench(capsys, 'params', '--init_from=out', '--contexts=[4,30]', '--dtype=float32')
+    weights = sum(w.numel() for w in model.parameters() if w.ndim > 1)  # the embedding's as head
+    for n in 4, 30:
+        found = re.search(rf'^{n}  +(\S+)  +(\S+)  +(\S+)  +\S+$', out, re.M).groups()
+        if width:
+            scores, cache = 2 * config.n_head * width * n**2, 4e3 * cached * n  # TFLOP and GB
+            expected = 2 * weights * n, config.n_layer * scores, config.n_layer * cache
+            assert [float(x) * 1e12 for x in found] == pytest.approx(expected, rel=1e-3)
 
 
 def test_params_forecasts_what_training_takes(capsys, monkeypatch):
@@ -119,10 +136,27 @@ def test_a_model_that_decodes_is_made_in_its_dtype(monkeypatch):
 @pytest.mark.parametrize('args, message', [
     (['params', '--steps=3'], '--steps has no effect in params'), (['train', '--steps=0'], 'steps=0 must'),
     (['decode', '--n_layer=1', '--block_size=16'], 'prompt_len=32 must be .* at most block_size'),
-    (['decode', 'out'], 'decode has no use for out'), ([], 'say first what to do')])
+    (['decode', 'out'], 'decode has no use for out'), (['train', '--png=a.png'], '--png has no effect'),
+    (['train', '--parts=True', '--vs=x'], '--vs has no effect'), ([], 'say first what to do')])
 def test_settings_without_effect_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
         run('bench.py', *args)
+
+
+@pytest.mark.parametrize('options, rows', [
+    ({}, ['scores', 'softmax', 'weighted sum']), (dict(window=4, window_pattern='S'), ['scores']),
+    (dict(mixer_pattern='D', n_expert=4), [])])
+def test_the_parts_of_a_step_are_all_of_it(capsys, folder, options, rows):
+    pytest.importorskip('matplotlib')
+    flags = [f'--{name}={value}' for name, value in options.items()]
+    flags += ['--parts=True', '--png=a.png', '--steps=1', '--block_size=16']
+    out, numbers = bench(capsys, 'train', *flags, *(flag for flag in SMALL if 'rounds' not in flag))
+    parts = numbers['parts_ms']
+    assert {'norms', 'MLP', 'optimizer', 'embedding', *rows} <= parts.keys() and min(parts.values()) > 0
+    assert bool(rows) == ('scores' in parts or 'scores to weighted sum' in parts)
+    shares = [float(share) for share in re.findall(r'(\S+)%$', out, re.M)]
+    assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
+    assert Path('a.png').read_bytes().startswith(b'\x89PNG')
 
 
 # how good ---------------------------------------------------------------------------------------------------

@@ -146,6 +146,7 @@ def test_variants_are_read(text, revision, args):
 @pytest.mark.parametrize('args, message', [
     (["--variants=['', '--n_head=3']"], 'n_head must divide'),
     (["--variants=['', '--n_embd=512']", '--match=params'], "--n_embd=512': no d_ff gives it the 33,728"),
+    (["--variants=['', '--expert_pattern=N']", '--match=params'], 'no d_ff gives it the 33,728'),
     (["--variants=['']", '--dataset=nowhere'], 'data/nowhere is not prepared'), ([], 'say what to compare')])
 def test_mistakes_show_before_any_run(folder, args, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -229,7 +230,11 @@ def test_curves_of_runs(tmp_path, monkeypatch):
     assert (at == [640, 1280]).all() and (mean == [3.25, 2.125]).all()
     assert spread == pytest.approx([0.5 / 2 ** 0.5, 0.25 / 2 ** 0.5])
     pytest.importorskip('matplotlib')
-    run('compare.py', 'plot', 'a', 'b', '--by=time', '--png=docs/a.png')
+    run('compare.py', 'plot', 'a', 'b', '--by=time', '--y=val_loss,ms_per_iter', '--png=docs/a.png')
+    for args, message in {('--y=los', 'a'): '--y=los: .* a/log.csv, whose columns are iter',
+                          ('--y=loss', 'a'): 'no such numbers', (): 'say which runs'}.items():
+        with pytest.raises(ValueError, match=message):
+            run('compare.py', 'plot', *args)
     lengths = {'path': 'x', 'lengths': {'8': {'perplexity': 3.0}, '16': {'perplexity': 4.0}}}
     Path('lengths.jsonl').write_text(json.dumps(lengths), encoding='utf-8')
     run('compare.py', 'plot', 'lengths.jsonl', '--png=b.png')

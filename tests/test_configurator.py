@@ -98,7 +98,7 @@ def test_a_flag_has_the_type_of_its_setting(arg, value, script):
 @pytest.mark.parametrize('arg, message', [
     ('--learing_rate=1', "unknown setting 'learing_rate'; did you mean 'learning_rate'"),
     ('--max-iters=1', "did you mean 'max_iters'"), ('--not_a_setting=1', 'unknown'),
-    ('--config=config/a.py', 'give config files without --config='),
+    ('--config=config/a.py', 'give config files without --config='), ('--out_dir=', 'is empty'),
     ('--out_dir', 'str, got True'), ('--decay_lr=2', 'bool'), ('--min_lr=none', 'float or None'),
     ('nope.py', 'there is no config file nope.py: neither here nor in '),
     ('config/type.py', 'config/type.py: max_iters must be int, got 2.5')])

@@ -193,7 +193,8 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
         dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=9.0),
         dict(GEMMA4, enable_moe_block=True, top_k_experts=2, num_experts=4, moe_intermediate_size=24),
         dict(GEMMA4, layer_types=['full_attention'] * 6)],
-    'gemma4_unified_text': [dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=4)],
+    'gemma4_unified_text': [dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=4,
+                                 layer_types=['sliding_attention'] * 6)],  # the last sees all anyway
     'olmo3': [dict(num_hidden_layers=4, rope_parameters={
         'full_attention': hf_rope('yarn', factor=4.0)['rope_parameters']})],
     'lfm2': [CONV_FULL],
@@ -320,6 +321,8 @@ def test_hf_checkpoints_in_and_out(kind, options, tmp_path):
     ours, idx = hub.from_pretrained(tmp_path / 'in', **context), torch.randint(61, (2, 24))
     logits = theirs(idx).logits
     near(ours(idx), logits)
+    if kind == 'llama':
+        near(ours(idx, hidden=True), theirs(idx, output_hidden_states=True).hidden_states[-1])
     start = idx[:1, :6]
     greedy = theirs.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=20, do_sample=False,
                              pad_token_id=0)[0, 6:].tolist()
@@ -449,6 +452,27 @@ def with_fused_experts(c, state):
         state[f'{layer}.down_proj'] = torch.stack(down)
 
 
+def minimind_2(c, state):
+    """Experts and one that all tokens use, each MLP by itself."""
+    for name in [name for name in state if 'block_sparse_moe' in name or 'shared_mlp' in name]:
+        layer, w = name.partition('block_sparse_moe' if 'block' in name else 'shared_mlp')[0], state.pop(name)
+        many = w.ndim == 3
+        for i, one in enumerate(w if many else [w]):
+            place = f'{layer}mlp.{"experts" if many else "shared_experts"}.{i}'
+            if 'router' in name:
+                state[f'{layer}mlp.gate.weight'] = w
+            elif 'input_linear' in name:
+                gate, up = one.clone().chunk(2)
+                state |= {f'{place}.gate_proj.weight': gate.clone(), f'{place}.up_proj.weight': up.clone()}
+            else:
+                state[f'{place}.down_proj.weight'] = one.clone()
+    for name in {name for name in c if 'multiplier' in name or name in (
+            'logits_scaling', 'num_local_experts', 'shared_intermediate_size')}:
+        del c[name]
+    minimind(use_moe=True, n_routed_experts=4, n_shared_experts=1, scoring_func='softmax',
+             moe_intermediate_size=None)(c, state)
+
+
 def minimind(**change):
     """Its config.json as its own class and scripts/convert_model.py write it; the weights are those of Qwen3
     or Llama by the same names."""
@@ -459,7 +483,8 @@ def minimind(**change):
             del c[name]
         c.update(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, model_type='minimind',
                  rope_theta=theta, rope_scaling=None, flash_attn=True,
-                 norm_topk_prob=True, dropout=0.0, **change)
+                 norm_topk_prob=True, dropout=0.0)
+        c.update(change)
     return edit
 
 
@@ -478,6 +503,9 @@ def minimind(**change):
     ('qwen3_moe', dict(TIED, head_dim=8, norm_topk_prob=True), minimind(use_moe=True)),
     ('llama', dict(TIED, head_dim=8), minimind(  # before version 3
         use_moe=False, n_routed_experts=4, n_shared_experts=1, scoring_func='softmax', seq_aux=True)),
+    ('granitemoeshared', dict(TIED, shared_intermediate_size=48, attention_multiplier=8**-0.5,
+                              embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0),
+     minimind_2),
 ], ids=lambda v: getattr(v, '__name__', v if isinstance(v, str) else ''))
 @torch.no_grad()
 def test_hf_files_in_other_forms(kind, options, edit, tmp_path):
@@ -526,7 +554,8 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path):
     (dict(sliding_window=8), 'sliding_window=8'),
     (dict(model_type='phi', tie_word_embeddings=True), 'head_bias=True: needs'),
     (dict(model_type='granite_swa', layer_rope_theta=[1.0, 2.0]), r'layer_rope_theta=\[1.0, 2.0\]'),
-    (dict(model_type='gemma4_text'), 'gemma4_text with hidden_size_per_layer_input=256'),
+    (dict(model_type='gemma4_text', hidden_size_per_layer_input=256),
+     'gemma4_text with hidden_size_per_layer_input=256'),
     (dict(model_type='hyperclovax', residual_multiplier=0.5), 'residual_scale=0.5: needs'),
     (dict(model_type='qwen2', layer_types=['chunked_attention']), "layer_types={'chunked_attention'}")])
 def test_hf_refuses_by_name_what_it_does_not_support(change, message):

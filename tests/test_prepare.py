@@ -406,7 +406,8 @@ def test_parquet_is_prepared_as_the_same_json_lines(monkeypatch, prep):
 
 
 @pytest.mark.parametrize('record, message', [
-    ({'messages': 'Hi'}, ', line 1: .* fields are messages'),
+    ({'messages': 'Hi'}, ', line 1: .* fields are messages'), ('Hi', ", line 1: 'Hi' is not an object"),
+    ({'messages': ['Hi']}, ", line 1, message 1: 'Hi' needs a role"),
     ({'prompt': [{'role': 'user'}], 'response': 'x'}, ', line 1, message 1: '),
     ({'messages': [{'role': 'user', 'content': 'x'}, {'role': 'bot', 'content': 'x'}]}, '.* message 2: '),
     ({'conversations': [{'from': 'bing', 'value': 'x'}]}, ".* message 1: .*'bing'")])

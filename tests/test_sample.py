@@ -347,6 +347,14 @@ def test_a_base_model_continues_what_is_typed(capsys):
         text += typed + tok.decode(expected) + '\n'
 
 
+def test_history_is_as_long_as_asked_for():
+    for n in 0, 2:
+        chat = new_chat(chat_model(), history=n)
+        for i in range(4):
+            chat.answer(f'question {i}')
+        assert [m['content'] for m in chat.messages[1::2]] == [f'question {i}' for i in range(3 - n, 4)]
+
+
 def test_history_is_kept_within_the_context():
     chat = new_chat(chat_model(block_size=150))
     for i in range(5):
