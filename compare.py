@@ -340,8 +340,8 @@ def draw(path, panels, xlabel, rows=()):
 
 
 def plot(names, by, columns, path):
-    """Draws columns of runs' logs, or perplexity from .jsonl files of bench.py. Raises ValueError for a column
-    that a log lacks."""
+    """Draws columns of runs' logs, or perplexity from .jsonl files of bench.py. Raises ValueError for a
+    column that a log lacks."""
     panels, xlabel = {}, AXES[by][1]
     for name in names:
         if name.endswith('.jsonl'):
