@@ -60,7 +60,7 @@ batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 25
 memory: float | None = None       # params: GB that training is to fit into; None: what this device has
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts, multiples of the trained one
-contexts: list | None = None      # params: prompts of so many tokens
+contexts: list | None = None      # params: lengths of prompts, in tokens
 prompt_len = 32                   # decode: tokens of the prompt
 max_new_tokens = 200              # decode: tokens generated
 quantize = ''                     # decode, eval: int8, as in sample.py
@@ -688,10 +688,10 @@ def answers(item, delimiter=' ', before=''):
 
 
 def answer_scores(tokenizer, block_size, losses, options, task=None):
-    """(context, answer) options -> three arrays (options,): the answers' summed losses, the number of counted
-    tokens, the number of these that are the likeliest. A text that is too long loses its beginning. task: of
-    CORE: 'multiple_choice': the tokens from the first that differs between the options count, 'schema': the
-    tokens that all options end with, else all tokens after the context."""
+    """(context, answer) options -> three arrays (options,): the answers' summed losses, how many tokens
+    count, and how many of them are the likeliest. A text that is too long loses its beginning. task: of CORE:
+    'multiple_choice': the tokens from the first that differs between the options count, 'schema': the tokens
+    that all options end with, else all tokens after the context."""
     start = tokenizer.bos or (tokenizer.stop_tokens[:1] if task else ())  # as nanochat and lm_eval have it
 
     def encode(text):

@@ -256,7 +256,7 @@ class Linear(nn.Linear):
 
 class FusedLinear(Linear):
     """Several projections as one matrix, whose rows they are: x (..., n_in) -> a tensor (..., width) for each
-    of widths. names: of these, for bench.py's tables."""
+    of widths. names: the projections' names, for bench.py's tables."""
 
     def __init__(self, n_in, widths, bias=False, names='gate up'):
         super().__init__(n_in, sum(widths), bias, rows=widths)
@@ -351,8 +351,8 @@ class ForwardContext:
 
     def hand_on(self, layer, value):
         """Makes `value`, a tensor or a tuple of tensors, handed[layer] for the layers after it. With a cache,
-        keys and values that others attend to are those that cache.append returned, of all tokens; the layers
-        that read them have the same window, and slots = None. A value of the new tokens alone is for layers
+        keys and values that others attend to are cache.append's results, of all tokens; the layers that read
+        them have the same window, and slots = None. A value of the new tokens alone is for layers
         that keep the earlier ones in slots or states of their own."""
         if layer in self.handed:
             raise ValueError(f"layer {layer} has handed on its value already: later layers may have read it")
@@ -585,7 +585,7 @@ NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms, or a class, s
 def streams(config):
     """(enter, leave): functions around the blocks, from the embedding (B, T, C) to what they hand each other,
     and back: the identity, unless norm_placement's entry is a class, a module that each block makes by
-    (config, layer), with static methods of these names, as for hyper-connections (arXiv:2409.19606)."""
+    (config, layer), with static methods enter and leave, as for hyper-connections (arXiv:2409.19606)."""
     placement = NORM_PLACEMENTS[config.norm_placement][0]
     return getattr(placement, 'enter', lambda x: x), getattr(placement, 'leave', lambda x: x)
 
@@ -1767,7 +1767,7 @@ def cost(model, name, w):
 
 
 def num_params(model, active=False):
-    """Parameters; active: those that a token uses."""
+    """The number of parameters; active: of the parameters that a token uses."""
     return sum(row[active] for row in account(model).values())
 
 

@@ -112,9 +112,11 @@ AWKWARD = [
     '\t\tx\t', 'line\r\nline\r\rline\n \n\t\n  end\n', "It's WE'LL they'Ve I'D don't\u2019s",
     '1 12 123 1234 12345678 3.14', 'x1y22z333 v2.0 ½ ² ⅷ １２３ ٣٤',
     'héllo e\u0301a\u0308 \u1e9b\u0323 ﬁ ǅ',
-    '中文文本，没有空格。日本語カタカナ 한국어', 'नमस्ते مرحبا שלום Привет',
+    '中文文本，没有空格。日本語カタカナ 한국어',
+    'नमस्ते مرحبا שלום Привет',
     '🙂🙃 👩\u200d👩\u200d👧 🇩🇪 ✌🏽',
-    'a\u00a0b\u3000c\u2028d\u200be\ufefff', 'nul\0 bell\a esc\x1b del\x7f\x80', '▁under▁▁score _x__y ▁',
+    'a\u00a0b\u3000c\u2028d\u200be\ufefff', 'nul\0 bell\a esc\x1b del\x7f\x80',
+    '▁under▁▁score _x__y ▁',
     'if x:\n        return {"a": [1, 2]}  # done\n\n\n', '((())) !!! ?!... --- //// \\n <> >>',
     'ÀÉ CamelCase SHOUT iPhone ΣΑΣ', 'the <think>hm</think> of <tool_call>', 'a <0x0A> and <unk> and Ġ',
     'prepared unprepared prepared', 'x' * 70 + ' ' * 50 + 'y']
