@@ -17,6 +17,7 @@ folder when a checkpoint that runs start from, or data without a meta.json, has 
 
 At equal wall clock: --time_limit=5 --decay_lr=False, and more --max_iters than fit into these minutes.
 """
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -35,11 +36,14 @@ import tempfile
 from json import dumps, loads
 from pathlib import Path
 
-from configurator import check_settings, configure, duration, effective, package, run_file
+from configurator import check_settings, configure, declared, duration, effective, package, parse, run_file
 
 variants: list | dict | None = None  # what is added to the command line, or {name: that}
-seeds = 3                         # runs of each, by seed, seed + 1...
+seeds: int | None = None          # runs of each, by seed, seed + 1...; None: 3, at most 20 until decided
 seed = 1337
+until = ''                        # decided: seeds are added to a variant whose verdict is still open
+margin = 0.02                     # until=decided: a difference within it, in the loss, is none
+speedup = False                   # how much longer the first would train for a variant's loss
 match: str | None = None          # d_ff is set for equal params, or active ones; none; None: the list's
 by = 'iter'                       # axis of the curves: iter, tokens, time
 y = 'val_loss'                    # plot: columns of log.csv: loss,lr
@@ -67,6 +71,7 @@ class Variant:
     code: Path         # a folder
     digest: str        # of the code, see copy_code, and the data
     args: list         # train.py's; seed and out_dir follow
+    settings: dict     # that they give
     model: GPT | None  # without memory; None: the working tree's code does not know it
 
     def folder(self, seed):
@@ -106,16 +111,19 @@ def parse_variant(text):
     return revision or 'WORK', shlex.split(rest)
 
 
-def data_meta(args):
-    """The meta.json of the data that a command line of train.py names, as text. Raises FileNotFoundError
-    unless it is prepared."""
-    values = {**train.config, **dataclasses.asdict(GPTConfig())}  # which config files see
+def line_settings(args):
+    """The settings of a command line of train.py, of whatever revision."""
+    settings = {**train.config, **dataclasses.asdict(GPTConfig())}  # which config files see
     for arg in args:
-        if is_config(arg):
-            values |= run_file(arg, ROOT, values)
-        elif arg.startswith('--dataset='):
-            values['dataset'] = arg.partition('=')[2]
-    folder = data_folder(values['dataset'])
+        name, _, text = arg.removeprefix('--').partition('=')
+        settings |= run_file(arg, ROOT, settings) if is_config(arg) else {
+            name: parse(text or True, ['bool', 'int', 'float', 'list', 'dict', 'NoneType', 'str'])}
+    return settings
+
+
+def data_meta(dataset):
+    """The meta.json of a dataset, as text. Raises FileNotFoundError unless it is prepared."""
+    folder = data_folder(dataset)
     Bins(folder, 'train')
     return dumps(read_meta(folder))
 
@@ -132,8 +140,52 @@ def make_variants(texts, base, place):
             args.insert(0, 'config/default.py')  # as train.py has it, but of this revision
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
         model = new_model(args) if revision == 'WORK' else None
-        variants.append(Variant(name, code, digest + data_meta(args), args, model))
+        settings = line_settings(args)
+        digest += data_meta(settings['dataset'])
+        variants.append(Variant(name, code, digest, args, settings, model))
     return variants
+
+
+JUDGES = {  # what decides how a run is judged, and on which data: of a file all, or these
+    'check.py': None, 'configurator.py': ['runtime'], 'prepare.py': ['Bins', 'read_meta'],
+    'train.py': ['sequence_order', 'sequence_indices', 'read_batches', 'evaluate', 'evaluate_splits']}
+
+
+def judged_by(variant):
+    """name -> what the variant is judged by, of its code and its settings."""
+    found = {}
+    for file, names in JUDGES.items():
+        path = variant.code / file
+        for node in ast.parse(path.read_text('utf-8') if path.exists() else '').body:
+            name = getattr(node, 'name', 'the rest')
+            if names is None or name in names:
+                key = f'{name} of {file}'
+                found[key] = found.get(key, '') + ast.unparse(node)
+    settings = variant.settings
+    tokens = math.prod(settings[name] for name in ('eval_iters', 'batch_size', 'block_size'))
+    return found | {'tokens of an evaluation': tokens} | {
+        name: settings[name] for name in ('init_from', 'seed')}
+
+
+def refuse_other_judges(variants):
+    """Raises ValueError where a variant is not judged as the first one is."""
+    first = judged_by(variants[0])
+    for variant in variants[1:]:
+        own = judged_by(variant)
+        other = [name for name in sorted(first.keys() | own.keys()) if first.get(name) != own.get(name)]
+        if other:
+            raise ValueError(f"variant {variant.name!r} would be judged otherwise than the first, by its own "
+                             f"{', '.join(other)}: change that for all variants or none")
+
+
+def check_code(variant):
+    """Why check.py finds the variant's code unsound with its options of the model, or ''."""
+    options = declared(variant.code / 'model.py')
+    args = [arg for arg in variant.args if is_config(arg) or arg[2:].partition('=')[0] in options]
+    checked = subprocess.run([sys.executable, str(variant.code / 'check.py'), *args], text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    failed = re.findall('(?m)^FAIL .*', checked.stdout) or checked.stdout.splitlines()[-1:]
+    return failed[0] if checked.returncode else ''
 
 
 def new_model(args):
@@ -211,20 +263,38 @@ def run_variant(variant, seed):
     return read_run(folder) or {'error': f"{last} (exit status {process.returncode})"}
 
 
-def run_all(variants, seeds):
-    """variant's name -> read_run's dicts, of each seed; runs that are not over are run, by turns."""
-    runs = {variant.folder(seed): (variant, seed) for seed in seeds for variant in variants}
-    done = {folder: run for folder in runs if (run := read_run(folder))}
-    todo = [folder for folder in runs if folder not in done]
-    print(f"{len(runs)} runs, {len(done)} of them finished before, with that day's ms/step; Ctrl-C saves the "
-          "state of a run, and the same command goes on", flush=True)
-    for n_left, folder in zip(range(len(todo))[::-1], todo):
-        variant, seed = runs[folder]
-        run = done[folder] = run_variant(variant, seed)
-        told = f"failed: {run['error']}" if run['error'] else (
-            f"{duration(run['seconds'])}, about {duration(run['seconds'] * n_left)} for {n_left} to come")
-        print(f"{variant.name}, seed {seed}: {told}", flush=True)
-    return {variant.name: [done[variant.folder(seed)] for seed in seeds] for variant in variants}
+def run_all(variants, seeds, until='', margin=0.0):
+    """variant's name -> read_run's dicts, by seed; runs that are not over are run, by turns. until='decided':
+    of the first and the variants whose verdict is open. A variant that check.py fails, or one of whose runs
+    fails, has no more of them."""
+    todo = [run for seed in seeds for variant in variants if not read_run(run := variant.folder(seed))]
+    n_runs, n_left = len(variants) * len(seeds), len(todo)
+    print(f"{n_runs} runs{' at most' * bool(until)}, {n_runs - n_left} of them finished before, with that "
+          "day's ms/step; Ctrl-C saves the state of a run, and the same command goes on", flush=True)
+    runs = {variant.name: [] for variant in variants}
+    still = [*variants]
+    unsound = {}
+    for seed in seeds:
+        for variant in still:
+            run = read_run(variant.folder(seed))
+            if not run:
+                if variant.name not in unsound:
+                    unsound[variant.name] = check_code(variant)
+                fault = unsound[variant.name]
+                run = {'error': f"check.py: {fault}"} if fault else run_variant(variant, seed)
+                n_left -= 1
+                told = f"failed: {run['error']}" if run['error'] else (
+                    f"{duration(run['seconds'])}, about {duration(run['seconds'] * n_left)} for {n_left} to "
+                    "come")
+                print(f"{variant.name}, seed {seed}: {told}", flush=True)
+            runs[variant.name].append(run)
+        still = [variant for variant in still if not runs[variant.name][-1]['error']]
+        if until and still:
+            rows = {row['variant']: row for row in comparison(variants, runs, until, margin)}
+            still = [still[0], *(variant for variant in still[1:] if rows[variant.name]['verdict'] in OPEN)]
+            if len(still) == 1:
+                break
+    return runs
 
 
 LOSS_COLUMNS = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns of log.csv
@@ -235,33 +305,70 @@ LOSS_COLUMNS = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns o
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def paired_difference(losses, first):
+OPEN = 'one seed', 'no difference seen'  # verdicts
+
+
+def lasting(n, alpha):
+    """Half of a confidence interval, in standard deviations of n normal differences, that misses the mean at
+    any n, however often one looks, with probability alpha at most: arXiv:2310.03722, where the t statistic's
+    mixture over effects has a standard deviation of 5 here."""
+    shrink = 0.04 / (n + 0.04)
+    bound = (alpha * shrink ** 0.5) ** (-2 / n)
+    ratio = (bound - 1) / (1 - bound * shrink) if bound * shrink < 1 else math.inf  # t^2 / (n - 1)
+    return ((n - 1) * ratio / n) ** 0.5
+
+
+def paired_difference(losses, first, alpha=None, margin=0.0):
     """Mean of the differences of losses, seed by seed, half of its 95% confidence interval, None for a single
-    seed, and the verdict."""
-    differences = np.subtract(losses, first)
-    mean, df = differences.mean(), len(differences) - 1
+    seed, and the verdict. alpha: the interval lasts, see above, and within the margin is as good."""
+    differences = np.subtract(losses, first[:len(losses)])
+    n = len(differences)
+    mean = differences.mean()
+    df = n - 1
     if not df:
         return mean, None, 'one seed'
     t = T_95[df - 1] if df <= len(T_95) else 1.96 + 2.372 / df + 2.9 / df**2  # Cornish and Fisher's series
-    half = t * differences.std(ddof=1) / len(differences) ** 0.5
-    return mean, half, 'no difference seen' if abs(mean) <= half else 'better' if mean < 0 else 'worse'
+    half = differences.std(ddof=1) * (lasting(n, alpha) if alpha else t / n ** 0.5)
+    if abs(mean) > half:
+        return mean, half, 'better' if mean < 0 else 'worse'
+    return mean, half, 'as good' if alpha and abs(mean) + half <= margin else 'no difference seen'
 
 
-def comparison(variants, runs):
+LENGTHS = {'half as long': 0.5, 'twice as long': 2.0}  # variants of the first, for speedups
+
+
+def other_lengths(text, settings):
+    """name -> additions, of the first variant's text, for LENGTHS."""
+    length = next(name for name in ('tokens_per_param', 'epochs', 'max_iters') if settings[name] is not None)
+    return {name: f'{text} --{length}={settings[length] * factor}' for name, factor in LENGTHS.items()}
+
+
+def add_speedups(rows):
+    """To the rows of a comparison: how many times as long the first would train for that loss, and for the
+    ends of the interval. Between LENGTHS, and beyond, its loss is linear in the logarithm of the length."""
+    losses = {row['variant']: row['loss'] for row in rows}
+    half, twice = (losses[name] for name in LENGTHS)
+    first = rows[0]['loss']
+    for row in rows[1:]:
+        gains = -row['difference'] + np.array([0, -1, 1]) * (row['half_interval'] or math.nan)
+        row['speedup'] = (2 ** (gains / np.where(gains < 0, half - first, first - twice))).tolist()
+
+
+def comparison(variants, runs, until='', margin=0.0):
     """The table's rows, dicts, from run_all's runs, of variants without a run that failed. Losses on
-    different data are compared as bits per byte."""
+    different data are compared as bits per byte. until: intervals hold for all variants and looks at once."""
     data, rows = {run['data'] for own in runs.values() for run in own if 'data' in run}, []
     column = 'val_loss' if len(data) < 2 else 'val_bpb'
+    alpha = 0.05 / max(1, len(variants) - 1) if until else None
     for variant in variants:
         own = runs[variant.name]
-        errors = [run['error'] for run in own if run['error']]
-        if errors:
-            print(f"{variant.name}: {len(errors)} of {len(own)} runs failed: {errors[0]}")
+        if any(run['error'] for run in own):
             continue
         losses = [run['rows'][column][-1] for run in own]
-        ms = np.concatenate([run['rows']['ms_per_iter'] for run in own])
+        ms = np.concatenate([run['rows']['ms_per_iter'][1:] for run in own])  # the first is a warm-up
         row = {'variant': variant.name, 'column': column, 'losses': losses, 'loss': statistics.fmean(losses),
                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
+               'began': [run['rows']['loss'][0] for run in own],
                'ms': np.percentile(ms, [10, 50, 90]).tolist(),
                'cache_bytes_per_token': variant.model and cache_per_token(variant.model, torch.bfloat16)}
         for name in ('peak_mb', 'params', 'seconds'):
@@ -269,30 +376,38 @@ def comparison(variants, runs):
             row[name] = None if None in values else statistics.median(values)
         if rows:
             row['difference'], row['half_interval'], row['verdict'] = paired_difference(
-                losses, rows[0]['losses'])
+                losses, rows[0]['losses'], alpha, margin)
+            if min(row['began']) < 0.8 * min(rows[0]['began']):
+                row['verdict'] = 'trained before?'
         rows.append(row)
-    if not rows:
-        raise ValueError('no variant has a run of each seed to compare: see why above')
     return rows
 
 
-def print_comparison(rows, n_seeds):
+def print_comparison(rows, until):
     """Prints a row for each variant: loss, difference, speed, sizes."""
     table = {}
     for row in rows:
         mean, half, (low, ms, high) = row.get('difference'), row.get('half_interval'), row['ms']
         sizes = [row[name] for name in ('peak_mb', 'params', 'cache_bytes_per_token')]
+        verdict = row.get('verdict', '')
         table[row['variant']] = [
-            f"{row['loss']:.4f}" + (f" ± {row['sd']:.4f}" if n_seeds > 1 else ''),
+            f"{row['loss']:.4f}" + (f" ± {row['sd']:.4f}" if row['sd'] else ''),
             ('' if mean is None else f"{mean:+.4f}") +
             ('' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"),
-            row.get('verdict', ''), f"{ms:.1f} ({low:.1f} to {high:.1f})",
+            f"{verdict} after {len(row['losses'])} seeds" if until and verdict else verdict,
+            *(['{:.2f} [{:.2f}, {:.2f}]'.format(*row['speedup']) if verdict else '']
+              if 'speedup' in rows[-1] else []),
+            f"{ms:.1f} ({low:.1f} to {high:.1f})",
             *('n/a' if size is None else f"{size:,.0f}" for size in sizes)]
-    print_table('variant', [LOSS_COLUMNS[rows[0]['column']], 'to the first, 95% confidence', 'verdict',
-                            'ms/step', 'peak MB', 'parameters', 'cache B/token'], table)
+    print_table('variant', [
+        LOSS_COLUMNS[rows[0]['column']], 'to the first, 95% confidence', 'verdict',
+        *['the first as long'] * ('speedup' in rows[-1]), 'ms/step', 'peak MB', 'parameters',
+        'cache B/token'], table)
     print("ms/step is a median, in brackets the 10th and 90th percentile")
-    print(f"± is the spread over {n_seeds} seeds, the difference is paired by seed, each interval by itself"
-          if n_seeds > 1 else 'one seed tells nothing of the spread between seeds: --seeds=3')
+    print('one seed tells nothing of the spread between seeds: --seeds=3' if not rows[0]['sd'] else
+          '± is the spread over seeds, the difference is paired by seed, ' + (
+              'the intervals hold together, at whatever number of seeds' if until else
+              'each interval by itself'))
 
 
 # pictures ---------------------------------------------------------------------------------------------------
@@ -365,21 +480,32 @@ def plot(names, by, columns, path):
 
 # ------------------------------------------------------------------------------------------------------------
 
-def compare(config, args, name='compare'):
-    """Trains variants and prints the comparison. args: train.py's; name: of a list in config/variants.py,
-    unless config and args say otherwise."""
-    chosen = runpy.run_path(str(ROOT / 'config/variants.py'))['LISTS'].get(name, {})
-    texts, match = config['variants'] or chosen.get('variants'), config['match'] or chosen.get('match')
+def chosen(config, args, name):
+    """What is to be compared: name -> additions, train.py's args, how sizes are matched or None."""
+    known = runpy.run_path(str(ROOT / 'config/variants.py'))['LISTS'].get(name, {})
+    texts, match = config['variants'] or known.get('variants'), config['match'] or known.get('match')
     if not texts:
         raise ValueError("say what to compare: --variants=\"['', '--norm=layernorm']\", or a list of "
                          "config/variants.py: python compare.py norms")
     if isinstance(texts, list):
         texts = {text.strip() or 'base': text for text in texts}
-    if chosen and not any(map(is_config, args)):
-        args = [*shlex.split(chosen['base']), *args]
-    seeds, by = range(config['seed'], config['seed'] + config['seeds']), config['by']
+    if known and not any(map(is_config, args)):
+        args = [*shlex.split(known['base']), *args]
+    if config['speedup']:
+        (first, text), *_ = texts.items()
+        texts = {first: text, **other_lengths(text, line_settings([*args, *parse_variant(text)[1]])), **texts}
+    return texts, args, match
+
+
+def compare(config, args, name='compare'):
+    """Trains variants and prints the comparison. args: train.py's; name: of a list in config/variants.py,
+    unless config and args say otherwise."""
+    texts, args, match = chosen(config, args, name)
+    until, by = config['until'], config['by']
+    seeds = range(config['seed'], config['seed'] + (config['seeds'] or (20 if until else 3)))
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         variants = make_variants(texts, args, Path(place))
+        refuse_other_judges(variants)
         print(f"{len(variants)} variants of train.py {shlex.join(args)}", flush=True)
         if match in ('params', 'active'):
             if None in [variant.model for variant in variants]:
@@ -387,10 +513,18 @@ def compare(config, args, name='compare'):
             target = num_params(variants[0].model, match == 'active')
             for variant in variants[1:]:
                 match_size(variant, target, match == 'active')
-        runs = run_all(variants, seeds)
-        folders = {variant.name: [variant.folder(seed) for seed in seeds] for variant in variants}
-    rows = comparison(variants, runs)
-    print_comparison(rows, len(seeds))
+        runs = run_all(variants, seeds, until, config['margin'])
+        folders = {variant.name: [variant.folder(seed) for seed, _ in zip(seeds, runs[variant.name])]
+                   for variant in variants}
+    for failed, own in runs.items():
+        if own and own[-1]['error']:
+            print(f"{failed}: not compared: {own[-1]['error']}")
+    rows = comparison(variants, runs, until, config['margin'])
+    if not rows:
+        raise ValueError('no variant has a run of each seed to compare: see why above')
+    if config['speedup']:
+        add_speedups(rows)
+    print_comparison(rows, until)
     curves = {row['variant']: curve([run['rows'] for run in runs[row['variant']]], by, row['column'])
               for row in rows}
     try:
@@ -403,7 +537,7 @@ def compare(config, args, name='compare'):
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    check_settings(config, {'by': AXES})
+    check_settings(config, {'by': AXES, 'until': ('', 'decided')})
     if words[:1] == ['plot']:
         if not words[1:]:
             raise ValueError('say which runs to draw: python compare.py plot out-a out-b')

@@ -1250,7 +1250,7 @@ if __name__ == '__main__':
                 row = measure(run, row, seconds, n_sequences)
                 if not reason:  # Ctrl-C ends the tee of `| tee log` too: save before a word is said
                     print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
-                    if it % log_interval == 0 and it < goal:
+                    if (it == 1 or it % log_interval == 0) and it < goal:  # the first says where it began
                         log_row(log_file, wandb_run, row)
 
         if reason:  # whoever stops it may not wait for an evaluation

@@ -90,9 +90,9 @@ LISTS = {
         'SwiGLU': '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu', 'GQA, as Llama': LLAMA,
         'QK-norm, as Qwen3': f'{LLAMA} --qk_norm=True'}),
     'classic': dict(match='params', base='config/gpt2.py --dataset=shakespeare_char --n_layer=6 --n_head=6 '
-                    '--n_embd=384 --block_size=128 --batch_size=4 --gradient_accumulation_steps=1 '
-                    '--max_iters=5000 --learning_rate=1e-3 --warmup_iters=100 --beta2=0.99 '
-                    '--eval_interval=500 --eval_iters=100 --log_interval=50', variants={
+                    '--n_embd=384 --block_size=128 --batch_size=32 --gradient_accumulation_steps=1 '
+                    '--max_iters=600 --learning_rate=1e-3 --warmup_iters=50 --beta2=0.99 '
+                    '--eval_interval=100 --eval_iters=20 --log_interval=25', variants={
         'GPT-2 style': '', 'Llama style': LLAMA}),
     'recipes': dict(base=QUICK, match='params', variants={
         'quality: RoPE RMSNorm SwiGLU GQA': '', 'balanced: RoPE RMSNorm GELU GQA': '--mlp=gelu',

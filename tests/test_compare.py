@@ -22,13 +22,14 @@ from common import ROOT, TOY, log_rows, run, write_toy
 
 import compare as flat_compare
 import train as flat_train
-from compare import Variant, curve, make_variants, match_size, new_model, paired_difference
+from compare import Variant, curve, lasting, make_variants, match_size, new_model, paired_difference
 from model import num_params
 
 
 @pytest.fixture
 def no_git(monkeypatch):
-    """Variants run the code that stands here."""
+    """Variants run the code that stands here, unchecked."""
+    monkeypatch.setattr(flat_compare, 'check_code', lambda variant: '')
     monkeypatch.setattr(flat_compare, 'copy_code', functools.cache(
         lambda revision, folder: folder.symlink_to(ROOT) or revision))
 
@@ -82,7 +83,7 @@ def test_what_is_kept_of_a_run(folder, monkeypatch):
     timed = [*TOY, '--time_limit=1e-9']
     for args, status, command in (timed, 'time_limit', [*timed, '--seed=1']), (
             TOY, 'done', ['--init_from=resume']):
-        variant = Variant('x', ROOT, '', args, None)
+        variant = Variant('x', ROOT, '', args, {}, None)
         out_dir = variant.folder(1)
         run('train.py', *variant.args, f'--out_dir={out_dir}')
         found = flat_compare.read_run(out_dir)
@@ -161,7 +162,7 @@ def test_mistakes_show_before_any_run(folder, args, message):
 def test_match_gives_equal_parameters(folder, match, options):
     first = [*TOY, '--n_embd=48']
     other = [*first, *(f'--{name}={value}' for name, value in options.items())]
-    variant = Variant('x', ROOT, '', [*other], new_model(other))
+    variant = Variant('x', ROOT, '', [*other], {}, new_model(other))
     match_size(variant, num_params(new_model(first), match == 'active'), match == 'active')
     counts = []
     for model in (new_model(first), new_model(variant.args)):
@@ -177,7 +178,7 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
         write_toy(tmp_path / 'data' / name, vocab_size=257)
     for chosen in runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS'].values():
         commands = [shlex.split(f"{chosen['base']} {text}") for text in chosen['variants'].values()]
-        first, *others = [Variant('x', ROOT, '', args, new_model(args)) for args in commands]
+        first, *others = [Variant('x', ROOT, '', args, {}, new_model(args)) for args in commands]
         for variant in others if 'match' in chosen else ():
             active = chosen['match'] == 'active'
             match_size(variant, num_params(first.model, active), active)
@@ -196,6 +197,66 @@ def test_paired_confidence():
         assert (mean, inside) == (pytest.approx(3), pytest.approx(0.95, abs=3e-4)), n
     assert [paired_difference(losses, [2.0] * len(losses))[2] for losses in (
         [1.79, 1.8], [2.2, 2.21], [1.9, 1.92], [2])] == ['better', 'worse', 'no difference seen', 'one seed']
+
+
+def mixture_ratio(x):
+    """Likelihood of normal x (n,) over that of a mean of zero: both integrated over the deviation by its
+    inverse, the effect, mean over deviation, over a normal prior of deviation 5. By plain sums."""
+    effects, scales = np.linspace(-40, 40, 4001), np.exp(np.linspace(-5, 5, 2001))[:, None]
+
+    def density(effect):
+        squares = (x * x).sum() - 2 * effect * scales * x.sum() + x.size * (effect * scales) ** 2
+        return np.exp(-squares / scales**2 / 2) / scales**x.size
+    prior = np.exp(-effects**2 / 50) / (50 * math.pi) ** 0.5
+    return (density(effects) * prior).sum() * (effects[1] - effects[0]) / density(np.zeros(1)).sum()
+
+
+def test_lasting_intervals():
+    """Their ends are where the mixture's ratio is 1 / alpha. Looked at after each of 40 drawn seeds they miss
+    the mean no more often than promised, where the others do."""
+    for n in (4, 9, 30):
+        x = np.linspace(-1, 1, n) ** 3
+        assert mixture_ratio(x / x.std(ddof=1) + lasting(n, 0.05)) == pytest.approx(20, rel=1e-3), n
+    draws, zero = np.random.default_rng(0).normal(size=(1000, 40)), np.zeros(40)
+    missed, missed_by_t = (sum(any(
+        paired_difference(own[:n], zero, alpha)[2] in ('better', 'worse') for n in range(2, 41))
+        for own in draws) for alpha in (0.05, None))
+    assert missed <= 50 < 200 < missed_by_t
+
+
+def edited(place, **edits):
+    """A Variant of the code that stands here, changed: file's stem -> (what, by what)."""
+    code = place / 'code'
+    shutil.copytree(ROOT, code, ignore=shutil.ignore_patterns('.git', 'data', 'out*', '.venv', 'docs'))
+    for stem, (old, new) in edits.items():
+        text = (code / f'{stem}.py').read_text('utf-8')
+        assert old in text
+        (code / f'{stem}.py').write_text(text.replace(old, new), encoding='utf-8')
+    return Variant('cheat', code, '', TOY, flat_compare.line_settings(TOY), None)
+
+
+@pytest.mark.parametrize('edits, args, named', [
+    (dict(train=('count = min(n, batches * batch_size)', 'count = 1')), [], 'evaluate of train.py'),
+    (dict(train=('permutation(n)', 'permutation(n)[::-1]')), [], 'sequence_order of train.py'),
+    (dict(check=('if init_from ==', 'return {}\n    if init_from ==')), [], 'check of check.py'),
+    ({}, ['--eval_iters=1'], 'tokens of an evaluation'), ({}, ['--seed=7'], 'seed'),
+    ({}, ['--init_from=out'], 'init_from')])
+def test_other_judges_are_refused(folder, tmp_path, edits, args, named):
+    first = Variant('a', ROOT, '', TOY, flat_compare.line_settings(TOY), None)
+    flat_compare.refuse_other_judges([first, edited(tmp_path / 'same')])
+    cheat = edited(tmp_path / 'cheat', **edits)
+    cheat.settings.update(flat_compare.line_settings([*TOY, *args]))
+    with pytest.raises(ValueError, match=f"variant 'cheat' would be judged .*own {named}: change"):
+        flat_compare.refuse_other_judges([first, cheat])
+
+
+def test_unsound_code_is_not_run(folder, tmp_path, monkeypatch):
+    """A mask that lets each query see the next token."""
+    ran = []
+    monkeypatch.setattr(flat_compare, 'run_variant', lambda variant, seed: ran.append(variant.name))
+    leak = edited(tmp_path, model=('k_pos[:, None] <= q_pos[', 'k_pos[:, None] <= 1 + q_pos['))
+    runs = flat_compare.run_all([leak], [1, 2])
+    assert not ran and len(runs['cheat']) == 1 and 'FAIL' in runs['cheat'][0]['error']
 
 
 def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
@@ -217,8 +278,8 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
     assert [b['difference'], b['half_interval']] == pytest.approx([0.2, half], abs=5e-5)
     assert (b['verdict'], d['verdict']) == ('worse', 'no difference seen')
     out = capsys.readouterr().out
-    assert 'c: 3 of 3 runs failed: the run diverged: x' in out
-    assert re.search(r'^d .* 10.0 \(1.0 to 20.0\) +n/a +1,234 +n/a$', out, re.M)
+    assert 'c: not compared: the run diverged: x' in out
+    assert re.search(r'^d .* 15.0 \(10.0 to 20.0\) +n/a +1,234 +n/a$', out, re.M)
 
 
 # pictures ---------------------------------------------------------------------------------------------------
