@@ -56,7 +56,7 @@ import torch
 
 import train
 from bench import cache_per_token, named_model, print_json, print_table
-from model import GPT, GPTConfig, num_params, unused
+from model import GPT, LOOKED_UP, GPTConfig, num_params, unused
 from prepare import Bins, data_folder, read_meta
 
 ROOT = Path(__file__).resolve().parent
@@ -350,7 +350,8 @@ def add_speedups(rows):
     half, twice = (losses[name] for name in LENGTHS)
     first = rows[0]['loss']
     for row in rows[1:]:
-        gains = -row['difference'] + np.array([0, -1, 1]) * (row['half_interval'] or math.nan)
+        half_interval = math.nan if row['half_interval'] is None else row['half_interval']
+        gains = np.array([0, -half_interval, half_interval]) - row['difference']
         row['speedup'] = (2 ** (gains / np.where(gains < 0, half - first, first - twice))).tolist()
 
 
@@ -369,6 +370,10 @@ def comparison(variants, runs, until='', margin=0.0):
         row = {'variant': variant.name, 'column': column, 'losses': losses, 'loss': statistics.fmean(losses),
                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
                'began': [run['rows']['loss'][0] for run in own],
+               'tokens': own[0]['rows']['tokens'][-1],
+               'inner_params': variant.model and sum(
+                   w.numel() for name, w in variant.model.named_parameters()
+                   if variant.model.tags[name].group not in LOOKED_UP),
                'ms': np.percentile(ms, [10, 50, 90]).tolist(),
                'cache_bytes_per_token': variant.model and cache_per_token(variant.model, torch.bfloat16)}
         for name in ('peak_mb', 'params', 'seconds'):
@@ -391,7 +396,7 @@ def print_comparison(rows, until):
         sizes = [row[name] for name in ('peak_mb', 'params', 'cache_bytes_per_token')]
         verdict = row.get('verdict', '')
         table[row['variant']] = [
-            f"{row['loss']:.4f}" + (f" ± {row['sd']:.4f}" if row['sd'] else ''),
+            f"{row['loss']:.4f}" + ('' if row['sd'] is None else f" ± {row['sd']:.4f}"),
             ('' if mean is None else f"{mean:+.4f}") +
             ('' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"),
             f"{verdict} after {len(row['losses'])} seeds" if until and verdict else verdict,
@@ -404,10 +409,66 @@ def print_comparison(rows, until):
         *['the first as long'] * ('speedup' in rows[-1]), 'ms/step', 'peak MB', 'parameters',
         'cache B/token'], table)
     print("ms/step is a median, in brackets the 10th and 90th percentile")
-    print('one seed tells nothing of the spread between seeds: --seeds=3' if not rows[0]['sd'] else
+    print('one seed tells nothing of the spread between seeds: --seeds=3' if rows[0]['sd'] is None else
           '± is the spread over seeds, the difference is paired by seed, ' + (
               'the intervals hold together, at whatever number of seeds' if until else
               'each interval by itself'))
+
+
+# scaling ----------------------------------------------------------------------------------------------------
+
+def law_loss(law, n, d):
+    """(E, A, a, B, b) -> E + A / n^a + B / d^b, of n parameters after d tokens (arXiv:2203.15556, eq. 10)."""
+    E, A, a, B, b = law
+    return E + A / n ** a + B / d ** b
+
+
+def fit_law(n, d, losses):
+    """The law nearest to losses (runs,) by least squares: of a grid of exponents those with the best E, A, B
+    of which none is negative."""
+    grid = np.linspace(0.02, 1.2, 60)
+    a, b = (exponents.reshape(-1, 1) for exponents in np.meshgrid(grid, grid))
+    n_mean, d_mean = n.mean(), d.mean()
+    terms = np.stack([np.ones((len(a), len(n))), (n / n_mean) ** -a, (d / d_mean) ** -b], -1)
+    found = np.linalg.pinv(terms) @ losses  # (grid, 3)
+    errors = np.square((terms @ found[..., None])[..., 0] - losses).sum(-1)
+    best = np.where((found >= 0).all(-1), errors, np.inf).argmin()
+    a, b = a[best, 0], b[best, 0]
+    E, A, B = found[best]
+    return np.array([E, A * n_mean ** a, a, B * d_mean ** b, b])
+
+
+def print_law(rows, predicted):
+    """Fits the law to a comparison's rows but for those named in `predicted`, prints it and what it says of
+    all. Adds to rows 'law': its loss, and the ends of the interval that 95% of runs are expected in. Returns
+    curves to draw."""
+    n, d, losses = np.array([[row['inner_params'], row['tokens'], loss] for row in rows
+                             for loss in row['losses']]).T
+    fitted = np.array([row['variant'] not in predicted for row in rows for _ in row['losses']])
+    n, d, losses = n[fitted], d[fitted], losses[fitted]
+    law = fit_law(n, d, losses)
+    expected = law_loss(law, n, d)
+    noise = (losses - expected) * (len(n) / (len(n) - len(law))) ** 0.5
+    rng = np.random.default_rng(0)
+    drawn = np.stack([fit_law(n, d, expected + rng.choice(noise, len(n)))  # bootstrap of residuals
+                      for _ in range(200)], axis=1)
+    ends = np.percentile(drawn, [2.5, 97.5], axis=1)
+    print('L = E + A / N^a + B / D^b, 95% of a bootstrap: ' + ', '.join(
+        f'{name} {value:.4g} [{low:.4g}, {high:.4g}]' for name, value, low, high in zip('EAaBb', law, *ends)))
+    for row in rows:
+        at = row['inner_params'], row['tokens']
+        others = law_loss(drawn, *at) + rng.choice(noise, 200)
+        row['law'] = [law_loss(law, *at).item(), *np.percentile(others, [2.5, 97.5])]
+    print_table('variant', ['N', 'D', 'seen', 'law, 95%', ''], {
+        row['variant']: [f"{row['inner_params']:,}", f"{row['tokens']:,.0f}", f"{row['loss']:.4f}",
+                         '{:.4f} [{:.4f}, {:.4f}]'.format(*row['law']),
+                         'predicted' if row['variant'] in predicted else ''] for row in rows})
+    curves = {}
+    for tokens in dict.fromkeys(row['tokens'] for row in rows):
+        own = sorted((row for row in rows if row['tokens'] == tokens), key=lambda row: row['inner_params'])
+        x, seen, law, low = np.array([[row['inner_params'], row['loss'], *row['law'][:2]] for row in own]).T
+        curves |= {f'{tokens:,.0f} tokens': (x, seen, 0), f'the law, {tokens:,.0f}': (x, law, law - low)}
+    return curves
 
 
 # pictures ---------------------------------------------------------------------------------------------------
@@ -428,7 +489,7 @@ def curve(logs, by, column='val_loss'):
     return x.mean(0), y.mean(0), y.std(0, ddof=min(1, len(logs) - 1))  # 0 of a single run
 
 
-def draw(path, panels, xlabel, rows=()):
+def draw(path, panels, xlabel, rows=(), xscale='linear'):
     """Writes a PNG. panels: label of y -> curves, name -> x, y and the spread of y; rows: of a comparison,
     whose losses stand beside, the first with its spread, the others with the intervals of their differences
     to it."""
@@ -440,7 +501,7 @@ def draw(path, panels, xlabel, rows=()):
         for name, (x, y, spread) in curves.items():
             axes.plot(x, y, marker='.', label=name)
             axes.fill_between(x, y - spread, y + spread, alpha=0.2)
-        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale)
     figure.legend(curves, loc='outside right upper', fontsize='small')
     if rows:
         for i, row in enumerate(rows):
@@ -481,7 +542,8 @@ def plot(names, by, columns, path):
 # ------------------------------------------------------------------------------------------------------------
 
 def chosen(config, args, name):
-    """What is to be compared: name -> additions, train.py's args, how sizes are matched or None."""
+    """What is to be compared: name -> additions, train.py's args, how sizes are matched, which variants a law
+    predicts, or None."""
     known = runpy.run_path(str(ROOT / 'config/variants.py'))['LISTS'].get(name, {})
     texts, match = config['variants'] or known.get('variants'), config['match'] or known.get('match')
     if not texts:
@@ -494,13 +556,13 @@ def chosen(config, args, name):
     if config['speedup']:
         (first, text), *_ = texts.items()
         texts = {first: text, **other_lengths(text, line_settings([*args, *parse_variant(text)[1]])), **texts}
-    return texts, args, match
+    return texts, args, match, known.get('predicted')
 
 
 def compare(config, args, name='compare'):
     """Trains variants and prints the comparison. args: train.py's; name: of a list in config/variants.py,
     unless config and args say otherwise."""
-    texts, args, match = chosen(config, args, name)
+    texts, args, match, predicted = chosen(config, args, name)
     until, by = config['until'], config['by']
     seeds = range(config['seed'], config['seed'] + (config['seeds'] or (20 if until else 3)))
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
@@ -525,11 +587,15 @@ def compare(config, args, name='compare'):
     if config['speedup']:
         add_speedups(rows)
     print_comparison(rows, until)
-    curves = {row['variant']: curve([run['rows'] for run in runs[row['variant']]], by, row['column'])
-              for row in rows}
+    label, path = LOSS_COLUMNS[rows[0]['column']], config['png'] or f'{RUNS}/{name}.png'
     try:
-        panels = {LOSS_COLUMNS[rows[0]['column']]: curves}
-        draw(config['png'] or f'{RUNS}/{name}.png', panels, AXES[by][1], rows)
+        if predicted:
+            law = print_law(rows, predicted)
+            draw(path, {label: law}, 'parameters but for the embedding', xscale='log')
+        else:
+            curves = {row['variant']: curve([run['rows'] for run in runs[row['variant']]], by, row['column'])
+                      for row in rows}
+            draw(path, {label: curves}, AXES[by][1], rows)
     except ImportError as error:
         print(error)
     return {'rows': rows, 'runs': folders}

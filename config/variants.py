@@ -94,6 +94,16 @@ LISTS = {
                     '--max_iters=600 --learning_rate=1e-3 --warmup_iters=50 --beta2=0.99 '
                     '--eval_interval=100 --eval_iters=20 --log_interval=25', variants={
         'GPT-2 style': '', 'Llama style': LLAMA}),
+    'scaling': dict(  # parameters besides the embedding, and tokens; the law of the others predicts two
+        base=f'{RECIPE} --eval_interval=400 --log_interval=100', predicted=['6.4M, 1.6M', '12.7M, 1.6M'],
+        variants={f'{name}, {steps * 4096 / 1e6:.1f}M': f'{size} --max_iters={steps}'
+                  for name, size, lengths in (
+            ('0.2M', '--n_layer=4 --n_embd=64', (100, 200, 400)),
+            ('0.6M', '--n_layer=5 --n_embd=96', (100, 200, 400)),
+            ('1.5M', '--n_layer=6 --n_embd=144', (100, 200, 400)),
+            ('3.7M', '--n_layer=7 --n_embd=208', (100, 200, 400)),
+            ('6.4M', '--n_layer=8 --n_embd=256', (400,)),
+            ('12.7M', '--n_layer=10 --n_embd=320', (400,))) for steps in lengths}),
     'recipes': dict(base=QUICK, match='params', variants={
         'quality: RoPE RMSNorm SwiGLU GQA': '', 'balanced: RoPE RMSNorm GELU GQA': '--mlp=gelu',
         'speed: ALiBi LayerNorm GELU MQA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=1',

@@ -22,7 +22,7 @@ from common import ROOT, TOY, log_rows, run, write_toy
 
 import compare as flat_compare
 import train as flat_train
-from compare import Variant, curve, lasting, make_variants, match_size, new_model, paired_difference
+from compare import Variant, curve, fit_law, lasting, make_variants, match_size, new_model, paired_difference
 from model import num_params
 
 
@@ -61,14 +61,15 @@ def test_runs_are_ordinary_stopped_and_continued(folder, no_git, monkeypatch):
     assert flat_compare.compare(config, args) == numbers
 
 
-def write_run(folder, losses, seconds=0.5):
-    """Writes what train.py leaves of a run that is over, by its functions. losses: iteration -> val loss."""
+def write_run(folder, losses, seconds=0.5, began=8.0):
+    """Writes what train.py leaves of a run that is over, by its functions. losses: iteration -> val loss.
+    began: the first iteration's loss."""
     os.makedirs(folder, exist_ok=True)
     log = os.path.join(folder, 'log.csv')
     flat_train.start_log(log, 0)
     for it, loss in losses.items():
         flat_train.log_row(log, None, {'iter': it, 'tokens': it * 64, 'ms_per_iter': it, 'val_loss': loss,
-                                       'wall_s': it * seconds})
+                                       'wall_s': it * seconds, 'loss': began if it == 1 else 2.0})
     flat_train.note(folder, status='done', error=None, params=1234, data='data/toy', peak_mb=None)
 
 
@@ -178,6 +179,7 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
         write_toy(tmp_path / 'data' / name, vocab_size=257)
     for chosen in runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS'].values():
         commands = [shlex.split(f"{chosen['base']} {text}") for text in chosen['variants'].values()]
+        assert {*chosen.get('predicted', ())} < {*chosen['variants']}
         first, *others = [Variant('x', ROOT, '', args, {}, new_model(args)) for args in commands]
         for variant in others if 'match' in chosen else ():
             active = chosen['match'] == 'active'
@@ -282,6 +284,68 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
     assert re.search(r'^d .* 15.0 \(10.0 to 20.0\) +n/a +1,234 +n/a$', out, re.M)
 
 
+def test_a_law_is_found_again(capsys):
+    """Exactly, and from noisy runs, of which two that were not fitted fall into the interval."""
+    law = 1.5, 40.0, 0.34, 300.0, 0.4
+    n, d = np.array([(n, d) for n in (2e5, 6e5, 1.5e6, 4e6) for d in (4e5, 8e5, 1.6e6)] + [(1.2e7, 1.6e6)]).T
+    losses = law[0] + law[1] / n ** law[2] + law[3] / d ** law[4]
+    assert fit_law(n, d, losses) == pytest.approx(law, rel=1e-6)
+    noisy = losses + np.random.default_rng(0).normal(scale=0.01, size=(2, len(n)))
+    rows = [{'variant': str(i), 'inner_params': int(n[i]), 'tokens': d[i], 'losses': noisy[:, i],
+             'loss': noisy[:, i].mean()} for i in range(len(n))]
+    curves = flat_compare.print_law(rows, ['12'])
+    expected, low, high = rows[-1]['law']
+    assert low < min(losses[-1], *noisy[:, -1]) < max(noisy[:, -1]) < high and high - low < 0.1
+    assert expected == pytest.approx(losses[-1], abs=0.03)
+    x, y, half = curves['the law, 1,600,000']
+    assert (x[-1], y[-1], half[-1]) == (1.2e7, expected, expected - low)
+    assert re.search(r'^12 +12,000,000 +1,600,000 .* predicted$', capsys.readouterr().out, re.M)
+
+
+def test_speedups(folder, no_git, monkeypatch):
+    """Of a first that loses 3, 2, 1.5 at half, once, twice the length, 2.5 takes it 2 ** -0.5 as long."""
+    def run_variant(variant, seed):
+        length = variant.settings['max_iters'] / 40
+        loss = {0.5: 3.0, 1.0: 2.0, 2.0: 1.5}[length] + {'b': 0.5, 'c': -0.25}.get(variant.name, 0)
+        write_run(variant.folder(seed), {1: None, 20: loss + (seed == 1 and variant.name == 'b') / 4})
+        return flat_compare.read_run(variant.folder(seed))
+    monkeypatch.setattr(flat_compare, 'run_variant', run_variant)
+    variants = {'a': '', 'b': '--norm=layernorm', 'c': '--beta1=0.8'}
+    config = {**flat_compare.config, 'variants': variants, 'seed': 1, 'speedup': True, 'seeds': 2}
+    rows = {row['variant']: row for row in flat_compare.compare(config, [*TOY, '--max_iters=40'])['rows']}
+    assert rows['half as long']['speedup'][0] == pytest.approx(0.5)
+    assert rows['twice as long']['speedup'] == pytest.approx([2, 2, 2])
+    assert rows['c']['speedup'] == pytest.approx([2 ** 0.5] * 3)
+    mean, half = 0.625, 12.706 * 0.125
+    assert rows['b']['speedup'] == pytest.approx([2 ** -mean, 2 ** -(mean + half), 2 ** ((half - mean) * 2)])
+
+
+def test_seeds_are_added_until_all_is_decided(folder, no_git, monkeypatch):
+    """To each variant whose verdict is open. A run that began where no untrained model does is named."""
+    noise = np.random.default_rng(1).normal(scale=0.01, size=(3, 13))
+    shift = {'a': 0, 'much worse': 1, 'better': -0.05, 'equal': 0, 'kept': 0}
+
+    def run_variant(variant, seed):
+        i = [*shift].index(variant.name)
+        loss = 2 + shift[variant.name] + (noise[i, seed] if i < 3 else (-1) ** seed)
+        write_run(variant.folder(seed), {1: None, 20: loss}, began=5 if variant.name == 'kept' else 8)
+        return flat_compare.read_run(variant.folder(seed))
+    monkeypatch.setattr(flat_compare, 'run_variant', run_variant)
+    variants = {name: f'--beta1=0.{i + 5}' for i, name in enumerate(shift)}
+    config = {**flat_compare.config, 'variants': variants, 'seed': 0, 'until': 'decided', 'seeds': 12}
+    rows = {row['variant']: row for row in flat_compare.compare(config, TOY)['rows']}
+    assert {name: row.get('verdict') for name, row in rows.items()} == {
+        'a': None, 'much worse': 'worse', 'better': 'better', 'equal': 'no difference seen',
+        'kept': 'trained before?'}
+    counts = [len(row['losses']) for row in rows.values()]
+    assert 3 <= counts[1] <= counts[2] < counts[3] == counts[0] == 12 and counts[4] == 1
+    for name in 'much worse', 'better':
+        row, alpha = rows[name], 0.05 / 4
+        for n in range(2, len(row['losses']) + 1):
+            mean, half, verdict = paired_difference(row['losses'][:n], rows['a']['losses'], alpha, 0.02)
+            assert (verdict == row['verdict']) == (n == len(row['losses']))
+
+
 # pictures ---------------------------------------------------------------------------------------------------
 def test_curves_of_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -293,7 +357,7 @@ def test_curves_of_runs(tmp_path, monkeypatch):
     pytest.importorskip('matplotlib')
     run('compare.py', 'plot', 'a', 'b', '--by=time', '--y=val_loss,ms_per_iter', '--png=docs/a.png')
     for args, message in {('--y=los', 'a'): '--y=los: .* a/log.csv, whose columns are iter',
-                          ('--y=loss', 'a'): 'no such numbers', (): 'say which runs'}.items():
+                          ('--y=mfu', 'a'): 'no such numbers', (): 'say which runs'}.items():
         with pytest.raises(ValueError, match=message):
             run('compare.py', 'plot', *args)
     lengths = {'path': 'x', 'lengths': {'8': {'perplexity': 3.0}, '16': {'perplexity': 4.0}}}
