@@ -104,6 +104,18 @@ LISTS = {
             ('3.7M', '--n_layer=7 --n_embd=208', (100, 200, 400)),
             ('6.4M', '--n_layer=8 --n_embd=256', (400,)),
             ('12.7M', '--n_layer=10 --n_embd=320', (400,))) for steps in lengths}),
+    'few_data': dict(base=f'{QUICK} --dataset=few_char --epochs=8', variants={
+        '8 epochs': '', '2 epochs': '--epochs=2', '4 epochs': '--epochs=4', '16 epochs': '--epochs=16',
+        'decay 0.3': '--weight_decay=0.3', 'decay 1': '--weight_decay=1', 'dropout 0.1': '--dropout=0.1',
+        'dropout 0.3': '--dropout=0.3', 'dropout 0.3, decay 1': '--dropout=0.3 --weight_decay=1',
+        'dropout 0.3, 16 epochs': '--dropout=0.3 --epochs=16', '64 wide': '--n_embd=64'}),
+    'transfer': dict(base=f'{RECIPE} --max_iters=100 --eval_interval=100 --lr_scales={{}}', variants={
+        f'{optimizer}{name}, {width} wide, {rate:g}':
+            f'--optimizer={optimizer} --n_embd={width} --learning_rate={rate} {scales}'
+        for optimizer, rates in {'adamw': (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+                                 'muon': (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)}.items()
+        for name, scales in {'': '', ', scales': '''--lr_scales="{'embedding': 12.0}"'''}.items()
+        for width in (64, 128, 256, 512) for rate in rates}),
     'recipes': dict(base=QUICK, match='params', variants={
         'quality: RoPE RMSNorm SwiGLU GQA': '', 'balanced: RoPE RMSNorm GELU GQA': '--mlp=gelu',
         'speed: ALiBi LayerNorm GELU MQA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=1',
