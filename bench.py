@@ -138,7 +138,7 @@ def take_turns(sides, rounds):
 
 def print_table(title, heads, rows):
     """rows: name -> texts, one below each of heads."""
-    rows = {title: heads, **rows}
+    rows = {title: heads} | rows
     first, widths = max(map(len, rows)), [max(map(len, column)) for column in zip(*rows.values())]
     print()
     for name, cells in rows.items():
@@ -183,7 +183,7 @@ def named_model(config, model_args, device, dtype=torch.float32):
         return train.load_to_train(config['init_from'], 'out', model_args, dtype=dtype)[0]
     folder = data_folder(config['dataset'])
     if is_prepared(folder):
-        model_args = {'vocab_size': read_meta(folder)['vocab_size'], **model_args}
+        model_args = {'vocab_size': read_meta(folder)['vocab_size']} | model_args
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
@@ -409,15 +409,14 @@ def measure_train(config, model_args):
     counts = [1, accumulation - 1][:accumulation]
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
-    tokens = accumulation * batch[0].numel()
-    numbers = report(model, machine, times, dict.fromkeys(times, tokens))
+    numbers = report(model, machine, times, dict.fromkeys(times, accumulation * batch[0].numel()))
     flops, peak = flops_per_token(model) * numbers['tok_per_s'], peak_flops(device, machine.dtype)
     n = 8192 if 'cuda' in device else 2048
     square = torch.randn(n, n, device=device).to(machine.dtype)
     matmul = 2 * n**3 / timed([lambda: square @ square], 5)().min()
     print(f"matmul share: {flops / matmul:.1%}, {flops / 1e9:,.0f} of {matmul / 1e9:,.0f} GFLOP/s")
-    return {**numbers, 'compile': compile, 'mfu': flops / peak if peak else None,
-            'matmul_share': flops / matmul}
+    return numbers | {'compile': compile, 'mfu': flops / peak if peak else None,
+                      'matmul_share': flops / matmul}
 
 
 PARTS = {  # of a step: pattern of modules' names; of an operator the innermost counts
@@ -493,7 +492,7 @@ def measure_decode(config, model_args):
     compile, n_draft, new = config['compile'] is True, config['speculate'], config['max_new_tokens']
     model, machine = model_and_machine(config, model_args, to_train=False,
                                        bound_by_memory=compile or config['quantize'])
-    check_settings({**config, **vars(model.config)})
+    check_settings(config | vars(model.config))
     model.eval()
     batch_size, drafter = 1 if n_draft else config['batch_size'] or 1, n_draft and sample.Lookup(n_draft)
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
@@ -514,7 +513,7 @@ def measure_decode(config, model_args):
         quantize_weights(model, machine.dtype)
     if compile:
         print('compiling: a minute or two')
-    times = take_turns({**sides, 'prompt': timed([lambda: [*sample.generate(model, prompts, 1)]], 1)},
+    times = take_turns(sides | {'prompt': timed([lambda: [*sample.generate(model, prompts, 1)]], 1)},
                        config['rounds'])
     numbers = {'prefill_ms': float(np.median(times.pop('prompt'))) * 1e3}
     print(f"{config['prompt_len']} tokens of prompt: {numbers['prefill_ms']:.2f} ms")
@@ -545,7 +544,7 @@ def measure_eval(config, model_args, path=None):
     model, tokenizer, rest = load(asked=model_args)
     base = model.config.block_size
     if lengths:
-        model, *_ = load(asked={**model_args, 'block_size': base * max(lengths)})
+        model, *_ = load(asked=model_args | {'block_size': base * max(lengths)})
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
     if config['quantize']:  # autocast leaves float16's residual stream in float32
@@ -663,7 +662,7 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
         for line in max(by_length.values(), key=len)})
     numbers = {'targets': n_targets, 'bytes': n_bytes}
     if lengths:
-        return {**numbers, 'lengths': by_length}
+        return numbers | {'lengths': by_length}
     numbers |= by_length[str(base)]
     if n_bytes:
         bits = numbers['bits_per_byte'] = loss * n_targets / math.log(2) / n_bytes

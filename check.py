@@ -367,9 +367,10 @@ def check_updates(config):
     for kind in train.OPTIMIZERS:
         model = randomized(config, dropout=0.0).train()
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}
-        settings = {**train.config, 'learning_rate': 0.7, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99,
-                    'momentum': 0.7, 'optimizer': kind, 'lr_scales': scales, 'balance_rate': 0.3,
-                    'balance_loss': 0.1, 'z_loss': 0.01, 'mtp_loss': 0.3}
+        settings = train.config | {
+            'learning_rate': 0.7, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99, 'momentum': 0.7,
+            'optimizer': kind, 'lr_scales': scales, 'balance_rate': 0.3, 'balance_loss': 0.1, 'z_loss': 0.01,
+            'mtp_loss': 0.3}
         machine = copy.copy(CPU)
         machine.dtype = torch.float16 if kind == 'normuon' else None  # with a scaler
         run = train.Run(model, settings, machine)
@@ -384,7 +385,7 @@ def check_updates(config):
                     model = GPT(model.config).train()
                     model.load_state_dict(state['model'])
                     run = train.Run(model, settings, machine)
-                    run.resume({**state, 'path': ''})
+                    run.resume(state | {'path': ''})
             batch, = read(data, it, it + 1)
             x, y, _ = map(torch.stack, zip(*batch))
             aux, expected = [model(*pair)[1] for pair in zip(x, y)], cross_entropy(model(x.flatten(0, 1)), y)
@@ -419,14 +420,14 @@ def check_updates(config):
 
 def check_rates(config):
     """Of each schedule, warm-up among it."""
-    settings = {**train.config, 'learning_rate': 1.0, 'warmup_iters': 10, 'max_iters': 110, 'cooldown': 0.4}
+    settings = train.config | {'learning_rate': 1.0, 'warmup_iters': 10, 'max_iters': 110, 'cooldown': 0.4}
     for name, own in train.SCHEDULES.items():
         share = SCHEDULES.get(name, own)
         for it in range(0, 140, 5):
             part = share(min(max(0, it - 10) / 100, 1), 0.4)
             require(0 <= part <= 1, f"{name}: its share of the peak at {it}, {part}, is not from 0 to 1")
             expected = 0.1 + 0.9 * part if it >= 10 else (it + 1) / 11
-            require_equal(train.lr_at(it, {**settings, 'lr_schedule': name}), expected,
+            require_equal(train.lr_at(it, settings | {'lr_schedule': name}), expected,
                           f"{name} from 10 to 110: the rate at {it}")
     return unknown(train.SCHEDULES.keys() - SCHEDULES.keys())
 

@@ -160,7 +160,7 @@ def run_file(name, folder, values):
     others = settings_of_scripts(folder.resolve())
     sys.path.append(str(path.resolve().parent))  # it may import a mixer in a file beside it
     # as builtins: the globals afterwards are what the file assigned
-    assigned = runpy.run_path(str(path), {'__builtins__': {**vars(builtins), **values}})
+    assigned = runpy.run_path(str(path), {'__builtins__': vars(builtins) | values})
     return {key: value for key, value in assigned.items() if key in values or (
         key.islower() and not key.startswith('_') and key not in others and type(value) in PLAIN)}
 
@@ -288,8 +288,8 @@ def refuse_unused(given, names, where):
 def effective(settings, unused):
     """model_args of Configured without those of config files that flags leave without effect. unused:
     model.unused."""
-    args, given = settings.model_args, settings.given
-    lost = [name for name in unused(args) - unused(settings.file_args) if given[name] != 'flags']
+    args = settings.model_args
+    lost = [name for name in unused(args) - unused(settings.file_args) if settings.given[name] != 'flags']
     if lost:
         print0(f"left out, without effect beside the flags: {', '.join(lost)}")
     return {name: args[name] for name in args if name not in lost}
@@ -461,16 +461,16 @@ def compile_model(model, device):
     """The model compiled, to be called as model(idx, targets) is; the model itself is not changed."""
     import torch
     # a CPU draws eager's random numbers, which is fast there
-    options = None if 'cuda' in device else {'fallback_random': True}
-    return torch.compile(model, dynamic=False, options=options)
+    return torch.compile(model, dynamic=False,
+                         options=None if 'cuda' in device else {'fallback_random': True})
 
 
 def keep_freed_memory(below=1 << 30):
     """Makes glibc keep freed blocks of less than `below` bytes: a training step on a CPU that maps its memory
     anew takes 1.25 times as long. The kept blocks leave gaps, a quarter to twice as much memory again."""
-    options = {-3: below, -1: 2**31 - 1, -2: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
     with contextlib.suppress(AttributeError, TypeError):  # glibc alone has mallopt
-        for option, value in options.items():
+        # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+        for option, value in (-3, below), (-1, 2**31 - 1), (-2, 64 << 20):
             ctypes.CDLL(None).mallopt(option, value)
 
 

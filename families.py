@@ -58,7 +58,7 @@ def like(base, arch=None, **changes):
     """The family `base` with changes. Dicts are merged; None removes an entry."""
     for key, value in changes.items():
         if isinstance(value, dict):
-            merged = {**getattr(base, key), **value}
+            merged = getattr(base, key) | value
             changes[key] = {name: one for name, one in merged.items() if one is not None}
     return base._replace(arch=arch or base.arch, **changes)
 
@@ -470,11 +470,10 @@ ROPE_WHERE_SHORT = Rule({}, read_rope_where_short, write_rope_where_short)
 BASE = Family(
     arch='LlamaForCausalLM', layer='model.layers.N.',
     fields=dict(
-        vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
-        n_head='num_attention_heads', n_kv_head='num_key_value_heads', n_embd='hidden_size',
-        head_dim='head_dim', d_ff='intermediate_size', norm_eps='rms_norm_eps', mlp='hidden_act',
-        qkv_bias='attention_bias', proj_bias='attention_bias',
-        tie_word_embeddings='tie_word_embeddings'),
+        same('vocab_size head_dim tie_word_embeddings'), block_size='max_position_embeddings',
+        n_layer='num_hidden_layers', n_head='num_attention_heads', n_kv_head='num_key_value_heads',
+        n_embd='hidden_size', d_ff='intermediate_size', norm_eps='rms_norm_eps', mlp='hidden_act',
+        qkv_bias='attention_bias', proj_bias='attention_bias'),
     ours=dict(qk_norm=False, tie_word_embeddings=False),
     names={
         'wte': 'model.embed_tokens', 'ln_f': 'model.norm', 'lm_head': 'lm_head',
@@ -490,7 +489,7 @@ BASE = Family(
         'mlp.shared.c_proj': 'mlp.shared_experts.down_proj'},
     layouts={'attn.conv': CONVOLUTION})
 WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
-LLAMA = like(BASE, fields=dict(mlp_bias='mlp_bias'))
+LLAMA = like(BASE, fields=same('mlp_bias'))
 MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=dict(qkv_bias=None, proj_bias=None))
 QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layers='SL',
              defaults=dict(use_sliding_window=False, max_window_layers=28))
@@ -520,13 +519,13 @@ SHARED_NAMES = {
     'mlp.shared.c_proj': 'mlp.shared_expert.down_proj', 'mlp.shared_gate': 'mlp.shared_expert_gate'}
 SHARED_MLP = {'mlp.shared.c_fc': 'mlp.shared_mlp.gate_proj mlp.shared_mlp.up_proj',
               'mlp.shared.c_proj': 'mlp.shared_mlp.down_proj'}
-LINEAR_FIELDS = dict(
-    linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads',
-    **same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'))
+
 PLUS_ONE_NORMS = {f'{norm}.weight': PLUS_ONE for norm in (
     'ln_1', 'ln_2', 'ln_3', 'ln_4', 'ln_f', 'attn.q_norm', 'attn.k_norm')}
 QWEN3_NEXT = like(
-    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', fields=LINEAR_FIELDS,
+    QWEN3_MOE, 'Qwen3NextForCausalLM', layers='DDDL', fields=dict(
+        same('linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim'),
+        linear_n_key_head='linear_num_key_heads', linear_n_value_head='linear_num_value_heads'),
     ours=dict(attn_gate=True, shared_gate=True, partial_rotary_factor=0.25),
     theirs=dict(hidden_act='silu'),  # the convolution's activation as well
     names={**SHARED_NAMES, 'attn.A_log': 'linear_attn.A_log', 'attn.dt_bias': 'linear_attn.dt_bias',
@@ -579,9 +578,9 @@ FLEX_OLMO = like(
     fields=dict(EXPERTS, norm_topk_prob='norm_topk_prob'))
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
-    fields=dict(vocab_size='vocab_size', block_size='seq_length', n_layer='n_layer num_hidden_layers',
-                n_head='n_head num_attention_heads', n_embd='hidden_size n_embed',
-                norm_eps='layer_norm_epsilon', tie_word_embeddings='tie_word_embeddings'),
+    fields=dict(same('vocab_size tie_word_embeddings'), block_size='seq_length',
+                n_layer='n_layer num_hidden_layers', n_head='n_head num_attention_heads',
+                n_embd='hidden_size n_embed', norm_eps='layer_norm_epsilon'),
     ours=dict(block_size=2048, norm='layernorm', norm_eps=1e-5, bias=True, qk_norm=False, pos='alibi',
               mlp='gelu_tanh', embed_norm=True),
     names={'wte': 'transformer.word_embeddings', 'ln_embd': 'transformer.word_embeddings_layernorm',
@@ -602,17 +601,7 @@ FALCON = like(
     rules=(Rule(dict(alibi=False, multi_query=True, parallel_attn=True, new_decoder_architecture=False,
                      num_ln_in_parallel_attn=None),
                 read_falcon, write_falcon),))
-NEOX = like(
-    BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
-    fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
-            'norm_eps': 'layer_norm_eps'},
-    ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
-              partial_rotary_factor=0.25),
-    names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
-           'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
-    rules=(converted('norm_placement', 'use_parallel_residual',
-                     lambda given, args: 'parallel_2' if given else 'pre',
-                     lambda config: config.norm_placement == 'parallel_2', True),))
+
 GPT = like(  # with the weights of linear layers as all others have them
     BLOOM, 'GPT2LMHeadModel', rows={'attn.c_attn': None}, ours=dict(pos='learned', embed_norm=False),
     theirs=dict(scale_attn_weights=True),
@@ -620,19 +609,8 @@ GPT = like(  # with the weights of linear layers as all others have them
     names={'wte': 'transformer.wte', 'wpe': 'transformer.wpe', 'ln_1': 'ln_1', 'ln_2': 'ln_2',
            'attn.c_attn': 'attn.c_attn', 'attn.c_proj': 'attn.c_proj', 'mlp.c_fc': 'mlp.c_fc',
            'mlp.c_proj': 'mlp.c_proj'})
-GPT2 = like(GPT, layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
-                                        'mlp.c_proj.weight'), TRANSPOSED))
-MPT = like(
-    BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
-    fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model',
-                attn_scale='softmax_scale'),
-    ours=dict(bias=False, mlp='gelu', embed_norm=False),
-    theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
-                norm_type='low_precision_layernorm', attn_type='multihead_attention'),
-    names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
-           'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
-           'mlp.c_proj': 'ffn.down_proj'},
-    rules=(Rule({}, write=write_mpt),))
+
+
 GEMMA = Rule({}, read_gemma)
 GEMMA2 = like(
     BASE, 'Gemma2ForCausalLM', layers='SL',
@@ -670,18 +648,7 @@ GPTJ = like(
     rows={'attn.c_attn': rows_interleaved},
     rules=(Rule(dict(rotary_dim=64), read_rotary_dim, write_rotary_dim),))
 LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
-OPT = like(
-    MISTRAL, 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
-    theirs=dict(do_layer_norm_before=True),
-    fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
-                bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
-                norm_bias='layer_norm_elementwise_affine'),
-    ours=dict(LAYERNORM, pos='learned', bias=True, mlp='relu', tie_word_embeddings=True),
-    names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
-           'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
-           'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
-           'mlp.c_proj': 'fc2'},
-    layouts={'wpe.weight': AFTER_TWO})
+
 INTERLEAVED = {'attn.c_attn': rows_interleaved}
 GLM = like(
     BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
@@ -765,9 +732,30 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(WRITE_LATENT, Rule(dict(topk_method=None), write=write_deepseek_v2))),
     'bloom': BLOOM,
     'falcon': FALCON,
-    'gpt_neox': NEOX,
-    'gpt2': GPT2,
-    'mpt': MPT,
+    'gpt_neox': like(
+        BLOOM, 'GPTNeoXForCausalLM', layer='gpt_neox.layers.N.',
+        fields={**BASE.fields, 'n_kv_head': None, 'head_dim': None,
+                'norm_eps': 'layer_norm_eps'},
+        ours=dict(pos='rope', mlp='gelu', embed_norm=False, tie_word_embeddings=False,
+                  partial_rotary_factor=0.25),
+        names={'wte': 'gpt_neox.embed_in', 'ln_f': 'gpt_neox.final_layer_norm', 'lm_head': 'embed_out',
+               'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
+        rules=(converted('norm_placement', 'use_parallel_residual',
+                         lambda given, args: 'parallel_2' if given else 'pre',
+                         lambda config: config.norm_placement == 'parallel_2', True),)),
+    'gpt2': like(GPT, layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
+                                            'mlp.c_proj.weight'), TRANSPOSED)),
+    'mpt': like(
+        BLOOM, 'MptForCausalLM', layer='transformer.blocks.N.', rows={'attn.c_attn': None},
+        fields=dict(block_size='max_seq_len', n_layer='n_layers', n_head='n_heads', n_embd='d_model',
+                    attn_scale='softmax_scale'),
+        ours=dict(bias=False, mlp='gelu', embed_norm=False),
+        theirs=dict(no_bias=True, embedding_fraction=1.0, expansion_ratio=4, alibi=True, alibi_bias_max=8,
+                    norm_type='low_precision_layernorm', attn_type='multihead_attention'),
+        names={'wte': 'transformer.wte', 'ln_f': 'transformer.norm_f', 'ln_1': 'norm_1', 'ln_2': 'norm_2',
+               'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj', 'mlp.c_fc': 'ffn.up_proj',
+               'mlp.c_proj': 'ffn.down_proj'},
+        rules=(Rule({}, write=write_mpt),)),
     'olmo2': OLMO2,
     'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL',
                   ours=dict(local={})),
@@ -964,7 +952,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
         rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size'))),
     'cwm': like(
-        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=dict(mlp_bias='mlp_bias')),
+        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias')),
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
         ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
@@ -996,7 +984,18 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         names={'mlp.c_fc': 'mlp.fc1', 'mlp.c_proj': 'mlp.fc2'}, rows={'attn.c_attn': rows_swapped},
         defaults=dict(final_logit_softcapping=15.0)),
     'hunyuan_v1_dense': HUNYUAN,
-    'opt': OPT,
+    'opt': like(
+        MISTRAL, 'OPTForCausalLM', layer='model.decoder.layers.N.', layers='L',
+        theirs=dict(do_layer_norm_before=True),
+        fields=dict(n_kv_head=None, head_dim=None, norm_eps=None, d_ff='ffn_dim', mlp='activation_function',
+                    bias='enable_bias', norm_weight='layer_norm_elementwise_affine',
+                    norm_bias='layer_norm_elementwise_affine'),
+        ours=dict(LAYERNORM, pos='learned', bias=True, mlp='relu', tie_word_embeddings=True),
+        names={'wte': 'model.decoder.embed_tokens', 'wpe': 'model.decoder.embed_positions',
+               'ln_f': 'model.decoder.final_layer_norm', 'ln_1': 'self_attn_layer_norm',
+               'ln_2': 'final_layer_norm', 'attn.c_proj': 'self_attn.out_proj', 'mlp.c_fc': 'fc1',
+               'mlp.c_proj': 'fc2'},
+        layouts={'wpe.weight': AFTER_TWO}),
     'gptj': GPTJ,
     'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
                     rows={'attn.c_attn': rows_codegen}, ignored=('*.attn.causal_mask',)),
@@ -1206,15 +1205,16 @@ HARMLESS = '''
 def config_from_hf(c):
     """config.json, old or new -> GPTConfig. Raises ValueError that names all that is unsupported."""
     c = text_config(c)
-    c = {**c.get('attn_config', {}), **c}  # MPT's
-    kind, known = c.get('model_type'), ', '.join(sorted(FAMILIES))
+    c = c.get('attn_config', {}) | c  # MPT's
+    kind = c.get('model_type')
     if kind not in FAMILIES:
-        reason = f"it has {REFUSED[kind]}" if kind in REFUSED else f"these are supported: {known}"
+        reason = (f"it has {REFUSED[kind]}" if kind in REFUSED else
+                  f"these are supported: {', '.join(sorted(FAMILIES))}")
         raise ValueError(f"model_type={kind!r} is unsupported; {reason}")
     family = FAMILIES[kind]
     known = [*family.theirs, *' '.join((HARMLESS, family.harmless, *family.fields.values())).split()]
     for defaults in (family.defaults, *(rule.theirs for rule in family.rules)):
-        c, known = {**defaults, **c}, [*known, *defaults]
+        c, known = defaults | c, [*known, *defaults]
     args, activations = dict(family.ours), activations_of(family)
     for ours, theirs in family.fields.items():
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
@@ -1240,13 +1240,8 @@ def config_from_hf(c):
     if 'E' in args.get('expert_pattern', 'E'):
         refuse(c, **{theirs: None for ours, theirs in family.fields.items()
                      if ours in ('n_expert', 'n_shared_expert') and ours not in args})
-    return config_of(args)
-
-
-def config_of(args):
-    """The GPTConfig of what a published model says, which may have no effect."""
     args = {name: value for name, value in args.items() if value is False or value != 0}  # 0: none
-    while ignored := unused(args) - THEIRS_ALONE:
+    while ignored := unused(args) - THEIRS_ALONE:  # what a published model says may have no effect
         args = {name: value for name, value in args.items() if name not in ignored}
     return GPTConfig(**args)
 
@@ -1279,7 +1274,7 @@ def rope_fields(given, c, args):
     """One rotation, without mrope: for text all its positions are equal."""
     older = {'rope_theta': c.get('rope_theta') or c.get('rotary_emb_base'),
              'partial_rotary_factor': c.get('partial_rotary_factor') or c.get('rotary_pct')}
-    rope = {name: value for name, value in {**older, **given}.items()
+    rope = {name: value for name, value in (older | given).items()
             if value is not None and not name.startswith('mrope_')}
     kind = rope.pop('rope_type', rope.pop('type', 'default'))
     found = {'rope_base': float(rope.pop('rope_theta', args.get('rope_base', 10000.0))), 'rope_scaling': None}
@@ -1290,7 +1285,7 @@ def rope_fields(given, c, args):
         refuse(c, partial_rotary_factor=share)
     if kind != 'default':
         length, trained = c['max_position_embeddings'], 'original_max_position_embeddings'
-        scaling = complete_scaling({'rope_type': kind, **rope}, c.get(trained) or length)
+        scaling = complete_scaling({'rope_type': kind} | rope, c.get(trained) or length)
         if kind == 'longrope':
             scaling.setdefault('factor', length / scaling[trained])
         found['rope_scaling'] = scaling
@@ -1303,7 +1298,7 @@ THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 
 def write_rope(config, c):
     ours, both = FAMILIES[c['model_type']].ours, {}
     for kind, local in ('full_attention', {}), ('sliding_attention', config.local or {}):
-        fields = {**vars(config), **local}
+        fields = vars(config) | local
         both[kind] = rope = {'rope_theta': fields['rope_base'], 'rope_type': 'default',
                              **(fields['rope_scaling'] or {})}
         if rope['rope_type'] not in THEIR_SCALINGS:

@@ -126,7 +126,7 @@ def plan(model, family, renamed=str):
 
 def read_json(folder, name):
     """The content of a JSON file. Raises ValueError if it is damaged."""
-    path = os.path.join(folder, name)
+    path = f'{folder}/{name}'
     with reading(path), open(path, encoding='utf-8') as f:
         return json.load(f)
 
@@ -136,7 +136,7 @@ WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 
 def weight_names(folder):
     """The names of a folder's safetensors."""
-    if os.path.exists(os.path.join(folder, INDEX)):
+    if os.path.exists(f'{folder}/{INDEX}'):
         return sorted(set(read_json(folder, INDEX)['weight_map'].values()))
     return [WEIGHTS]
 
@@ -144,7 +144,7 @@ def weight_names(folder):
 def read_headers(folder):
     """name -> Stored, of a folder's safetensors. Raises FileNotFoundError."""
     stored = {}
-    for path in [os.path.join(folder, name) for name in weight_names(folder)]:
+    for path in [f'{folder}/{name}' for name in weight_names(folder)]:
         if not os.path.exists(path):
             raise FileNotFoundError(f"{path} is missing; weights are read from safetensors alone")
         opened = functools.partial(package('safetensors').safe_open, path, 'pt')
@@ -213,7 +213,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
         refuse(c, block_size=changes['block_size'])
     if config.rope_scaling and config.rope_scaling['rope_type'] == 'longrope':
         # transformers' list for short texts; a larger block_size takes the other
-        changes = {'block_size': config.rope_scaling['original_max_position_embeddings'], **changes}
+        changes = {'block_size': config.rope_scaling['original_max_position_embeddings']} | changes
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
     with torch.device('meta'):
@@ -244,14 +244,14 @@ def their_tensors(model, parts, dtype):
 
 def tokenizer_files(tokenizer, model):
     """File name -> text, for AutoTokenizer."""
-    eot = None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot])
-    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eot,
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast',
+              'eos_token': None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot]),
               'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
               **getattr(tokenizer, 'config', {}), 'chat_template': tokenizer.chat_template}
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
-EXPORTED = (WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', 'config.json')
+
 
 
 def save_pretrained(model, tokenizer, folder, dtype=None):
@@ -262,10 +262,10 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
     dtype = dtype or model.wte.weight.dtype
     if model.wte.weight.dtype not in DTYPES.values():
         raise ValueError(f"weights in {plain(model.wte.weight.dtype)} are not exported: use another dtype")
-    c = {**config_to_hf(model.config), 'dtype': plain(dtype)}
+    c = config_to_hf(model.config) | {'dtype': plain(dtype)}
     there = {path.name for path in folder.glob('*')}
     if WEIGHTS in there and 'exported_by' in (safetensors.safe_open(folder / WEIGHTS, 'pt').metadata() or {}):
-        there -= {*EXPORTED}
+        there -= {WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', 'config.json'}
     if there:
         raise ValueError(f"{folder} holds {', '.join(sorted(there)):.60}, of no earlier export: give another")
     texts = {}
@@ -344,8 +344,8 @@ def gguf_rope(config, arch):
     scaling = config.rope_scaling or {}
     if arch == 'llama' and scaling.get('rope_type') in ('llama3', 'longrope'):
         freq = config.rope_base ** -(torch.arange(0, config.rope_dim, 2) / config.rope_dim)
-        options = {name: value for name, value in scaling.items() if name != 'rope_type'}
-        turned, weight = ROPE_SCALINGS[scaling['rope_type']](freq, None, config.block_size, **options)
+        options = dict(scaling)
+        turned, weight = ROPE_SCALINGS[options.pop('rope_type')](freq, None, config.block_size, **options)
         if weight == 1:
             return {}, {'rope_freqs.weight': freq / turned}
     if scaling.get('rope_type') not in (None, 'linear', 'yarn') or scaling.keys() - GGUF_SCALING.values():
@@ -432,7 +432,7 @@ def read_gguf(path):
     if arch not in kinds:
         raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
     kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
-    c, fields = {'model_type': kind}, {**GGUF_OTHERS, **FAMILIES[kind].fields}
+    c, fields = {'model_type': kind}, GGUF_OTHERS | FAMILIES[kind].fields
     for key, value in keys.items():
         if key.startswith(f'{arch}.'):
             name = key.removeprefix(f'{arch}.')
@@ -554,7 +554,7 @@ class Checkpoint(typing.TypedDict, total=False):
 CHANGEABLE = ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence', 'document_token')
 
 
-def checkpoint_path(name, best=True):
+def checkpoint_path(name, best):
     """A file itself; of a run's folder best.pt, if wanted and there, else ckpt.pt."""
     if not os.path.isdir(name):
         return name
@@ -582,8 +582,8 @@ def read_checkpoint(path) -> Checkpoint:
     args = {RENAMED.get(name, name): value for name, value in args.items()}
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # the same as wte's
-        args = {**dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False), **args}
-    return {**checkpoint, 'model': state, 'model_args': args}
+        args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False) | args
+    return checkpoint | {'model': state, 'model_args': args}
 
 
 def changed_config(trained, changes):
@@ -594,7 +594,7 @@ def changed_config(trained, changes):
                          "positions that the model has learned")
     length = (trained.rope_scaling or {}).get('original_max_position_embeddings', trained.block_size)
     if 'rope_scaling' in changes:
-        changes = {**changes, 'rope_scaling': complete_scaling(changes['rope_scaling'], length)}
+        changes = changes | {'rope_scaling': complete_scaling(changes['rope_scaling'], length)}
     return dataclasses.replace(trained, **changes)
 
 
@@ -603,7 +603,7 @@ def from_state(state, model_args, **changes):
     changed_config, RuntimeError for weights that are missing or of another shape."""
     config = changed_config(GPTConfig(**model_args), changes)
     if 'wpe.weight' in state:
-        state = {**state, 'wpe.weight': state['wpe.weight'][:config.block_size]}
+        state = state | {'wpe.weight': state['wpe.weight'][:config.block_size]}
     with torch.device('meta'):
         model = GPT(config)
     model = model.to_empty(device='cpu')
@@ -615,7 +615,7 @@ def from_state(state, model_args, **changes):
 def is_published(name):
     """Whether this is a folder with config.json, a GGUF file, or looks like a hub id or nanoGPT's gpt2."""
     if os.path.exists(name):
-        return str(name).endswith('.gguf') or os.path.exists(os.path.join(name, 'config.json'))
+        return str(name).endswith('.gguf') or os.path.exists(f'{name}/config.json')
     return re.fullmatch(r'(?!.*\.pt$)[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
 
 
@@ -635,8 +635,8 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
         rest = read_checkpoint(path)
         state, args = rest.pop('model'), rest['model_args']
         if rest.get('lora'):
-            model = adapted_model(rest, state, {**{
-                name: args[name] for name in CHANGEABLE if name in args}, **changes})
+            trained = {name: args[name] for name in CHANGEABLE if name in args}
+            model = adapted_model(rest, state, trained | changes)
             if merge:
                 merge_lora(model)
         else:
@@ -657,8 +657,7 @@ def adapted_model(rest: Checkpoint, state, changes):
     lora = rest['lora']
     model, *_ = load(lora['base'], dtype=torch.float32, **changes)
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
-    kept = {name: w for name, w in model.state_dict().items() if '.lora_' not in name}
-    model.load_state_dict({**kept, **state})
+    model.load_state_dict(model.state_dict() | state)
     return model
 
 
@@ -669,7 +668,7 @@ def find_tokenizer(rest: Checkpoint, path):
         if not rest.get('masked', True):
             tokenizer.chat_template = None
         return tokenizer
-    folder = os.path.join('data', str(rest.get('config', {}).get('dataset')))
+    folder = f"data/{rest.get('config', {}).get('dataset')}"
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"{path} names no tokenizer, and the data that it was trained on, {folder}, "
                                 "is not here: prepare it")

@@ -187,7 +187,8 @@ class GatedDeltaNet(Mixer):
 
 def conv_init(w):
     """Uniform, as torch's convolutions start."""
-    nn.init.uniform_(w, -w.shape[1] ** -0.5, w.shape[1] ** -0.5)
+    bound = w.shape[1] ** -0.5
+    nn.init.uniform_(w, -bound, bound)
 
 
 def decay_init(w):

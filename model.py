@@ -161,7 +161,7 @@ class GPTConfig:
 
     def fields_of(self, layer):
         """The fields as a layer has them, a dict."""
-        return {**vars(self), **(self.window_of(layer) and self.local or {})}
+        return vars(self) | (self.window_of(layer) and self.local or {})
 
     def mlp_of(self, layer):
         """E: experts, D: a dense MLP, N: none."""
@@ -843,7 +843,7 @@ class Cache:
                 old[row[:, None], :, slot] = add.transpose(1, 2).to(old.dtype)
         return seen or [old[:, :, :min(self.longest + T, n_slots)] for old in slots]
 
-    def positions(self, T, lengths=None):
+    def positions(self, T, lengths):
         """Positions of the next T tokens, (1 or B, T). Raises ValueError if they do not fit."""
         if lengths is not None or not self.static:
             longest = self.longest + T if lengths is None else int((self.length + lengths).max())
@@ -853,7 +853,7 @@ class Cache:
         start = self.longest if self.same_length else self.length[:, None]
         return start + torch.arange(T, device=self.length.device)[None]
 
-    def advance(self, T, lengths=None):
+    def advance(self, T, lengths):
         """Counts the tokens that have been appended."""
         self.length += T if lengths is None else lengths
         if lengths is not None:
@@ -899,9 +899,7 @@ class Cache:
         """All tensors that a step changes, for CUDA graphs."""
         return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
 
-    @property
-    def nbytes(self):
-        return sum(t.nbytes for t in self.tensors()[2:])
+
 
 
 def after_last(mixer, x, context, state=0):
@@ -1356,10 +1354,10 @@ class MoE(nn.Module):
         balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, *args):
         """What .to() calls: a cast to 16 bits must not round expert biases."""
         exact = self.expert_bias
-        super()._apply(fn, recurse)
+        super()._apply(*args)
         if exact is not None and not exact.is_meta:
             self.expert_bias = exact.to(self.expert_bias.device)
         return self
@@ -1465,16 +1463,15 @@ def complete_scaling(scaling, length):
     told = 'original_max_position_embeddings'
     kind = ROPE_SCALINGS.get(scaling.get('rope_type')) if scaling else None
     if kind and told in inspect.signature(kind).parameters:
-        return {told: length, **scaling}
+        return {told: length} | scaling
     return scaling
 
 
 def sinusoid(position_ids, width):
     """position_ids (1 or B, T) -> (1 or B, T, width): sines at even, cosines at odd dimensions
     (arXiv:1706.03762, 3.5)."""
-    pair = torch.arange(0, width, 2, device=position_ids.device)
-    angle = position_ids[..., None] / 10000.0 ** (pair / width)
-    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
+    cos, sin = rope_table((10000.0, width, ()), position_ids, None)
+    return torch.stack((sin, cos), dim=-1).flatten(-2)[:, 0]
 
 
 def query_scale(position_ids, beta, length, start=0, layers='PN'):

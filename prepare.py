@@ -79,7 +79,7 @@ print_once = functools.cache(print0)
 # A document is an iterable of blocks of text, or a Conversation.
 
 @contextlib.contextmanager
-def open_text(path, errors='strict'):
+def open_text(path, errors):
     """The file's text, unpacked. Raises ValueError if it is damaged or not UTF-8."""
     opened = gzip.open if path.lower().endswith('.gz') else open
     with reading(path), opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='') as f:
@@ -333,7 +333,7 @@ class Source(typing.NamedTuple):
 
 def fetch(url, folder):
     """Downloads a file to the folder, unless it is there -> its path. Raises OSError if it cannot."""
-    path = os.path.join(folder, Path(url).name)
+    path = f'{folder}/{Path(url).name}'
     if os.path.exists(path):
         return path
     import requests
@@ -367,7 +367,7 @@ def download(name, url, most=1, **options):
     """The Source of files, downloaded to data/<name>. url: {}: the numbers of `most` files."""
     def documents():
         urls = map(url.format, range(min(shards, most)))
-        return file_documents([fetch(url, os.path.join('data', name)) for url in urls])
+        return file_documents([fetch(url, f'data/{name}') for url in urls])
     return Source(name, name, documents, **options)
 
 
@@ -596,10 +596,11 @@ def pack(encoded, block_size, eot, counts):
         mask[room::room] = 0  # after a cut the first token has no context
         for begin in range(0, len(ids), room):
             piece, n_eot = ids[begin:begin + room], 1
-            if 1 + len(piece) > left[split]:
+            size = 1 + len(piece)
+            if size > left[split]:
                 n_eot, left[split] = left[split] + 1, block_size
-            left[split] -= 1 + len(piece)
-            counts['filled'] += 1 + len(piece)
+            left[split] -= size
+            counts['filled'] += size
             learnt = np.concatenate([np.zeros(n_eot, np.uint8), mask[begin:begin + room]])
             yield split, np.concatenate([np.repeat(eot, n_eot), piece]), learnt, 0 if begin else n_bytes
     for split, n in left.items():
@@ -634,7 +635,7 @@ def write_bins(folder, encoded, label, counts):
     run sees that its data has changed."""
     progress, digests = ProgressLine(label), collections.defaultdict(hashlib.sha256)
     with contextlib.ExitStack() as stack:
-        opened = functools.cache(lambda name: stack.enter_context(open(Path(folder, name), 'wb')))
+        opened = functools.cache(lambda name: stack.enter_context(open(f'{folder}/{name}', 'wb')))
         for split, ids, mask, n_bytes in encoded:
             for name, part in (f'{split}.bin', ids), (f'{split}.mask.bin', mask):
                 if part is not None:

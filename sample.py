@@ -145,7 +145,7 @@ def compile_step(model, device):
         # on CUDA the compiler then writes products with one row as sums, with eight bits' cast
         options = {'coordinate_descent_tuning': one}
         if frozen:
-            options |= {**FREEZING, 'fx_graph_cache': one and bool(tag)}
+            options |= FREEZING | {'fx_graph_cache': one and bool(tag)}
         else:  # CUDA graphs replay on fixed addresses; no guard: another cache costs a recording alone
             for tensor in cache.tensors():
                 torch._dynamo.mark_static_address(tensor, guard=False)
@@ -365,7 +365,8 @@ class TextStream:
 
     def feed(self, token):
         """Takes a token, None at the end."""
-        self.ended, new = token is None, [] if token is None else [token]
+        self.ended = token is None
+        new = [] if self.ended else [token]
         self.tokens += new
         if self.stopped:
             return
@@ -375,7 +376,8 @@ class TextStream:
         if not (self.stopped or self.ended):  # hold back the beginning of a stop text
             cuts = [i for i in range(len(self.held)) for s in self.stop if s.startswith(self.held[i:])]
         cut = min(cuts, default=len(self.held))
-        self.text, self.held = self.text + self.held[:cut], self.held[cut:]
+        self.text += self.held[:cut]
+        self.held = self.held[cut:]
 
     def show(self, text):
         """Prints the new part of a text that grows with this one."""
@@ -608,7 +610,8 @@ if __name__ == '__main__':
     seconds, compiling = time.perf_counter() - began, ''
     if compile:
         spent = torch._dynamo.utils.calculate_time_spent()['total_wall_time']
-        seconds, compiling = seconds - spent, f", after {spent:.0f} s of compiling"
+        seconds -= spent
+        compiling = f", after {spent:.0f} s of compiling"
     accepted = f", {drafter.n_accepted:,} of {drafter.n_drafted:,} draft tokens accepted" if drafter else ''
     print(f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s{compiling}{accepted}",
           file=sys.stderr)

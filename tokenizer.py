@@ -596,5 +596,4 @@ class ProgressLine:
 
     def show(self, of=''):
         seconds, size = time.time() - self.begin, self.done / 1e6
-        print(f'{self.label}: {size:,.1f}{of} MB in {seconds:.1f} s, {size / max(seconds, 1e-3):.1f} MB/s',
-              flush=True)
+        print0(f'{self.label}: {size:,.1f}{of} MB in {seconds:.1f} s, {size / max(seconds, 1e-3):.1f} MB/s')

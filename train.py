@@ -359,11 +359,11 @@ class Muon(torch.optim.Optimizer):
             w.add_(shard_like(w, change))
 
 
-def even_rows(updates, squares, kept=1.0, beta=0.95):
+def even_rows(updates, squares, kept=1.0):
     """NorMuon (arXiv:2510.05491): divides the rows of n updates (n, rows, columns) by the roots of running
     means of their squares, n tensors (rows, 1), which it moves unless kept is 0. Each matrix keeps its norm,
     as in modded-nanogpt; the paper sets it."""
-    means = torch.stack(squares).lerp(updates.square().mean(-1, keepdim=True), (1 - beta) * kept)
+    means = torch.stack(squares).lerp(updates.square().mean(-1, keepdim=True), 0.05 * kept)
     torch._foreach_copy_(squares, [*means])
     even = updates / (means + 1e-10).sqrt()
     norm, had = (x.norm(dim=(1, 2), keepdim=True) for x in (even, updates))
