@@ -139,7 +139,8 @@ def take_turns(sides, rounds):
 def print_table(title, heads, rows):
     """rows: name -> texts, one below each of heads."""
     rows = {title: heads} | rows
-    first, widths = max(map(len, rows)), [max(map(len, column)) for column in zip(*rows.values())]
+    first = max(map(len, rows))
+    widths = [max(map(len, column)) for column in zip(*rows.values())]
     print()
     for name, cells in rows.items():
         print(f"{name:<{first}}" + ''.join(f"  {cell:>{width}}" for cell, width in zip(cells, widths)))
@@ -148,7 +149,9 @@ def print_table(title, heads, rows):
 def report(model, machine, times, tokens):
     """Prints and returns the speeds of steps. times: of take_turns, 'flatgpt' among them; tokens: name ->
     tokens a step."""
-    rows, times_faster, memory = {}, {}, peak_mb(machine.device)
+    rows = {}
+    times_faster = {}
+    memory = peak_mb(machine.device)
     ours = np.median(times['flatgpt'], axis=1) / tokens['flatgpt']  # a token, of each turn
     for name, t in times.items():
         low, ms, high = np.percentile(t, [10, 50, 90]) * 1e3
@@ -252,7 +255,8 @@ def measure_params(config, model_args):
     model = named_model(config, model_args, 'meta')
     n_params, n_active, flops = print_counts(
         '', ['parameters', 'active', 'training FLOPs a token'], account(model), {}, {})
-    kinds, length = {}, model.config.block_size
+    kinds = {}
+    length = model.config.block_size
     for number, block in enumerate(model.h):  # alike: the same names, shapes and products
         kind = *((name, w.shape) for name, w in block.named_parameters()), block.attn.flops(length)
         kinds.setdefault(kind, []).append(number)
@@ -265,7 +269,8 @@ def measure_params(config, model_args):
     if config['contexts']:
         print_contexts(model, config['contexts'], flops, dtype)
     fits = forecast_memory(config, model) if config['batch_size'] or config['memory'] else {}
-    each, cache = cache_per_token(model, dtype), cache_bytes(model, length, dtype)
+    each = cache_per_token(model, dtype)
+    cache = cache_bytes(model, length, dtype)
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     return {'params': n_params, 'active_params': n_active, 'flops_per_token': flops,
@@ -290,12 +295,17 @@ def print_counts(title, heads, counts, texts, groups):
 def print_parameters(model, title, params, mixer=None):
     """Prints shapes, tags, counts and FLOPs a token, forward and in training, of params, (name, parameter)
     each, a row for each projection and each product without weights."""
-    counts, texts, length = {}, {}, model.config.block_size
+    counts = {}
+    texts = {}
+    length = model.config.block_size
     for full_name, w in params:
-        (init, group, fused), shape, names = model.tags[full_name], [*w.shape], ['']
+        init, group, fused = model.tags[full_name]
+        shape = [*w.shape]
+        names = ['']
         how = [getattr(init, 'func', init).__name__]  # of a partial function its options too
         how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
-        (n, active, flops), name = cost(model, full_name, w), re.sub(r'^h\.\d+\.', '', full_name)
+        n, active, flops = cost(model, full_name, w)
+        name = re.sub(r'^h\.\d+\.', '', full_name)
         if fused and len(fused) > 1:
             names = model.get_submodule(full_name.rpartition('.')[0]).names.split()
         for part, rows in zip(names, fused or [1]):
@@ -320,7 +330,8 @@ def print_parameters(model, title, params, mixer=None):
 def print_contexts(model, lengths, flops, dtype):
     """Prints what a prompt of each length takes, the last column timed here: products with weights grow with
     it, attention with its square. flops: of training a token."""
-    mixing, rows = account(model)['mixing'][2], {}
+    mixing = account(model)['mixing'][2]
+    rows = {}
     for n in lengths:
         q, k, v = torch.randn(3, 1, 1, n, 128, dtype=dtype)
         start = time.perf_counter()
@@ -334,7 +345,8 @@ def print_contexts(model, lengths, flops, dtype):
 def forecast_memory(config, model):
     """train.py's memory at batch_size, and the largest batch_size that fits."""
     machine = runtime(config['device'], config['dtype'], config['seed'])
-    settings, batch_size = train.config | config, config['batch_size'] or 12
+    settings = train.config | config
+    batch_size = config['batch_size'] or 12
     limit = config['memory'] * 1e9 if config['memory'] else memory_at_hand(machine.device)
     parts, _ = train.forecast(model, machine, settings, batch_size)
     largest = train.largest_batch(limit, model, machine, settings)
@@ -347,7 +359,8 @@ def forecast_memory(config, model):
 
 def our_step(model, forward, batch, machine, config):
     """Two functions that do as train.py does: a micro-batch's gradients, an update."""
-    run, load = train.Run(model, train.config | config, machine), None
+    run = train.Run(model, train.config | config, machine)
+    load = None
     run.forward = forward
 
     def gradients():
@@ -362,7 +375,8 @@ def our_step(model, forward, batch, machine, config):
 def their_step(other, batch, machine):
     """The same for transformers, or as nanoGPT's train.py does: on CPUs without autocast, uncompiled."""
     x, y = batch
-    autocast, params = machine.autocast, list(other.parameters())
+    autocast = machine.autocast
+    params = list(other.parameters())
     if hasattr(other, 'configure_optimizers'):  # nanoGPT's
         on_cpu = machine.device == 'cpu'
         optimizer = other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
@@ -393,11 +407,13 @@ def their_step(other, batch, machine):
 def measure_train(config, model_args):
     """The speed of training steps, in turns with others, and its share of a large matmul's."""
     model, machine = model_and_machine(config, model_args)
-    device, batch_size = machine.device, config['batch_size'] or 12
+    device = machine.device
+    batch_size = config['batch_size'] or 12
     batch = torch.randint(model.config.vocab_size, (2, batch_size, model.config.block_size), device=device)
     if config['parts']:
         return print_parts(model, *our_step(model, model, batch, machine, config), config)
-    compile, forward = resolve_compile(config['compile'], device, math.inf), model
+    compile = resolve_compile(config['compile'], device, math.inf)
+    forward = model
     if compile:
         print('compiling: about half a minute')
         forward = compile_model(model, device)
@@ -410,7 +426,8 @@ def measure_train(config, model_args):
     times = take_turns({name: timed([gradients] * len(counts) + [update], config['steps'], [*counts, 1])
                         for name, (gradients, update) in steps.items()}, config['rounds'])
     numbers = report(model, machine, times, dict.fromkeys(times, accumulation * batch[0].numel()))
-    flops, peak = flops_per_token(model) * numbers['tok_per_s'], peak_flops(device, machine.dtype)
+    flops = flops_per_token(model) * numbers['tok_per_s']
+    peak = peak_flops(device, machine.dtype)
     n = 8192 if 'cuda' in device else 2048
     square = torch.randn(n, n, device=device).to(machine.dtype)
     matmul = 2 * n**3 / timed([lambda: square @ square], 5)().min()
@@ -441,7 +458,9 @@ def print_parts(model, gradients, update, config):
             with torch.profiler.record_function('optimizer'):
                 update()
     times = 'self_device_time_total' if model.wte.weight.is_cuda else 'self_cpu_time_total'  # us
-    ms, of_number, products = collections.Counter(), {}, itertools.cycle(['scores', 'weighted sum'])
+    ms = collections.Counter()
+    of_number = {}
+    products = itertools.cycle(['scores', 'weighted sum'])
     all_attend = all(hasattr(mixer, 'head_widths') for mixer in model.mixers)
     for event in sorted(profile.events(), key=lambda event: event.time_range.start):
         above = event
@@ -470,7 +489,8 @@ def print_parts(model, gradients, update, config):
 @torch.no_grad()
 def time_other(model, prompts, new):
     """Seconds of each step of another model's own generate, except the first."""
-    idx, stamps = torch.tensor(prompts, device=next(model.parameters()).device), []
+    idx = torch.tensor(prompts, device=next(model.parameters()).device)
+    stamps = []
 
     def clock(*_):
         synchronize()
@@ -489,12 +509,15 @@ def time_other(model, prompts, new):
 
 def measure_decode(config, model_args):
     """The speed of decoding steps, in turns with others, and its share of the memory's bandwidth."""
-    compile, n_draft, new = config['compile'] is True, config['speculate'], config['max_new_tokens']
+    compile = config['compile'] is True
+    n_draft = config['speculate']
+    new = config['max_new_tokens']
     model, machine = model_and_machine(config, model_args, to_train=False,
                                        bound_by_memory=compile or config['quantize'])
     check_settings(config | vars(model.config))
     model.eval()
-    batch_size, drafter = 1 if n_draft else config['batch_size'] or 1, n_draft and sample.Lookup(n_draft)
+    batch_size = 1 if n_draft else config['batch_size'] or 1
+    drafter = n_draft and sample.Lookup(n_draft)
     prompts = torch.randint(model.config.vocab_size, (batch_size, config['prompt_len'])).tolist()
 
     def ours(prompts, drafter=None):
@@ -537,7 +560,8 @@ def measure_decode(config, model_args):
 
 def measure_eval(config, model_args, path=None):
     """How well a model predicts a text, JSON lines of texts or questions, CORE's tasks, or a val.bin."""
-    dataset, lengths = config['dataset'], config['lengths']
+    dataset = config['dataset']
+    lengths = config['lengths']
     # packed conversations do not see each other, as in train.py
     meta = read_meta(data_folder(dataset)) if dataset else None
     load = functools.partial(train.load_to_train, config['init_from'], 'out', meta=meta)
@@ -591,9 +615,9 @@ def text_tokens(path, tokenizer):
     """The same of text: one stream, of records one each. End of text stands before each document, so that its
     first token is a target too."""
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
-    documents, n_bytes, source = [], 0, find_source(path)
-    if source.chats:
-        raise ValueError(f"{path} holds conversations: give --dataset, prepared with the model's tokenizer")
+    documents = []
+    n_bytes = 0
+    source = find_source(path)
     for document in source.documents():
         texts = [text for text, _ in pieces(document, tokenizer)]
         n_bytes += sum(len(text.encode()) for text in texts)
@@ -642,14 +666,16 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     bits per byte of documents (inputs, targets), of JSON lines also the losses of each. losses: row_losses of
     a model. Without lengths each target counts once, in rows of base tokens. Lengths are multiples of base:
     the last base tokens of each row count, the same ones at every length."""
-    by_length, longest = {}, base * max(lengths or [1])
+    by_length = {}
+    longest = base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
         rows = [document[:, end - length:end] for document in documents
                 for end in range(longest, document.shape[1] + (1 if lengths else base), base)]
         if not rows:
             raise ValueError(f"{name} has no text of {longest:,} tokens")
         by_row, is_target, _ = losses(rows)
-        sums, counts = by_row.sum(0), is_target.sum(0)
+        sums = by_row.sum(0)
+        counts = is_target.sum(0)
         n_targets = int(counts[-base:].sum())
         loss = float(sums[-base:].sum()) / n_targets
         starts = [0, *(2**i for i in range((len(sums) - 1).bit_length()))]
@@ -695,7 +721,8 @@ def answer_scores(tokenizer, block_size, losses, options, task=None):
 
     def encode(text):
         return [*start, *tokenizer.encode_array(text).tolist()]
-    texts, rows = [encode(context + answer) for context, answer in options], []
+    texts = [encode(context + answer) for context, answer in options]
+    rows = []
     compared = {'multiple_choice': texts, 'schema': [ids[::-1] for ids in texts]}
     alike = os.path.commonprefix(compared.get(task) or [encode(options[0][0].rstrip())])
     for ids in texts:
@@ -719,7 +746,9 @@ def evaluate_choices(path, score):
 
     acc and acc_norm are those of lm-evaluation-harness, by which GPT-2 124M has 0.2892 and 0.3114 on
     hellaswag_val.jsonl; build-nanogpt, which does not change the text, has acc 0.2859, acc_token 0.2955."""
-    items, right, losses = [record for _, record in json_records(path)], [], []
+    items = [record for _, record in json_records(path)]
+    right = []
+    losses = []
     for item in announced(items):
         item = item if 'choices' in item else hellaswag_item(item)
         sums, counts, _ = score(answers(item))
@@ -743,7 +772,8 @@ def evaluate_core(folder, score):
     tasks = {}
     print(f"\n{'task':<32}   items  accuracy  centered")
     for task in package('yaml', 'core.yaml needs', 'pyyaml').safe_load(core)['icl_tasks']:
-        label, delimiter = task['label'], task.get('continuation_delimiter', ' ')
+        label = task['label']
+        delimiter = task.get('continuation_delimiter', ' ')
         items = [item for _, item in json_records(f"{folder}/eval_data/{task['dataset_uri']}")]
         random.Random(1337).shuffle(items)
         right = []
@@ -768,11 +798,14 @@ def evaluate_core(folder, score):
 def draw_attention(config, model_args, text):
     """Writes a picture of a layer's attention: a panel for each head, a row for each token that attends."""
     model, tokenizer, _ = train.load_to_train(config['init_from'], 'out', model_args)
-    layer, ids, weights = config['layer'], tokenizer.encode(text), []
+    layer = config['layer']
+    ids = tokenizer.encode(text)
+    weights = []
     model.eval()(torch.tensor([ids]), weights=weights)
     attends = [n for n, block in enumerate(model.h) if block.attn.mask_kind]
     heads = weights[attends.index(layer)][0].numpy()  # (n_head, T, T)
-    rows, side = math.ceil(len(heads) / 4), 1.5 + len(ids) / 6  # side: in inches
+    rows = math.ceil(len(heads) / 4)
+    side = 1.5 + len(ids) / 6  # side: in inches
     figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(
         (4 * side, 1.2 * rows * side), layout='constrained')
     ticks = dict(ticks=range(len(ids)), labels=[repr(tokenizer.decode([i])) for i in ids], parse_math=False)

@@ -125,7 +125,8 @@ def require(holds, message):
 
 def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
     """Tensors (rows, positions, ...) or numbers, equal to within tolerance times the largest, or least."""
-    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    found = torch.as_tensor(found)
+    expected = torch.as_tensor(expected)
     require(found.isfinite().all(), f"{name}: NaN or infinite")
     wrong = (found - expected).abs() > tolerance * expected.abs().max().clamp(min=least)
     if wrong.any():
@@ -138,9 +139,13 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 @torch.no_grad()
 def check_formulas(config):
     """Each module of a tiny_config, inner ones first, then the whole."""
-    model, calls, others, routing = randomized(config, document_token=None, dropout=0.0), [], set(), []
+    model = randomized(config, document_token=None, dropout=0.0)
+    calls = []
+    others = set()
+    routing = []
     idx, targets = random_tokens(config, 2, 2, LONG)
-    targets[0, 5:9], targets[1, 3] = -1, -100
+    targets[0, 5:9] = -1
+    targets[1, 3] = -100
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *call, name=name: calls.append((name, *call)))
     with torch.enable_grad():
@@ -199,7 +204,8 @@ def check_options(config):
     """Each field, if it has its default or is turned round, changes shapes or the loss."""
     def outcome(config):
         torch.manual_seed(0)
-        model, idx = randomized(config).train(), torch.randint(8, (2, SHORT))
+        model = randomized(config).train()
+        idx = torch.randint(8, (2, SHORT))
         loss, aux = model(idx, idx)
         return [w.shape for w in model.state_dict().values()], (loss + weighted(aux)).item()
     found = outcome(config)
@@ -218,9 +224,11 @@ def check_documents(config):
     """Packed documents, and each alone in a model that knows none."""
     if not all(mixer.documents for mixer in config.mixers):
         return 'its mixers do not keep them apart, and say so'
-    model, plain = randomized(config, document_token=3), randomized(config, document_token=None)
+    model = randomized(config, document_token=3)
+    plain = randomized(config, document_token=None)
     plain.load_state_dict(model.state_dict())
-    idx, starts = random_tokens(config, 1, LONG), (0, 64, 69, 70, 100)  # 64: of a block of DeltaNet
+    idx = random_tokens(config, 1, LONG)
+    starts = 0, 64, 69, 70, 100  # 64: of a block of DeltaNet
     idx[0, starts] = 3
     for grad in True, False:
         with torch.set_grad_enabled(grad):
@@ -231,7 +239,8 @@ def check_documents(config):
 @torch.no_grad()
 def check_cache(config):
     """Chunks, ragged rows, copied rows, static and full caches, rewinding, against one pass."""
-    model, idx = randomized(config), torch.randint(8, (3, SHORT))  # a document_token too, if there is one
+    model = randomized(config)
+    idx = torch.randint(8, (3, SHORT))  # a document_token too, if there is one
     full = model(idx)
 
     def feed(cache, name, counts, at=(0, 0, 0), rows=(0, 1, 2)):
@@ -239,7 +248,8 @@ def check_cache(config):
         for n in counts:
             each = n if isinstance(n, list) else [n] * len(rows)
             new = pad_sequence([idx[row, a:a + m] for row, a, m in zip(rows, at, each)], True, 3)
-            at, keep = [a + m for a, m in zip(at, each)], min(each)
+            at = [a + m for a, m in zip(at, each)]
+            keep = min(each)
             found = model(new, cache=cache, keep=keep, lengths=torch.tensor(n) if n is each else None)
             require_equal(found, torch.stack([full[row, a - keep:a] for row, a in zip(rows, at)]),
                           f"{name}, {n} tokens up to {at}")
@@ -267,7 +277,8 @@ def weighted(aux):
 def check_gradients(config):
     """Along a direction of each parameter, in float64. Steps are small, as one must not cross a kink, as of a
     clamp."""
-    model, idx = randomized(config, dropout=0.0).double().train(), random_tokens(config, 2, SHORT)
+    model = randomized(config, dropout=0.0).double().train()
+    idx = random_tokens(config, 2, SHORT)
 
     def objective(name, w):
         loss, aux = functional_call(model, {name: w}, (idx, idx.roll(-1, 1)))
@@ -313,7 +324,8 @@ def sequences(config):
     tokens = random_tokens(config, 10, SHORT + 1)
     tokens[:, 0] = torch.arange(10)
     learnt = torch.rand(10, SHORT) < torch.linspace(0.1, 1, 10)[:, None]
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].where(learnt, -1)
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:].where(learnt, -1)
     return types.SimpleNamespace(
         inputs=inputs, targets=targets, masks=True, n_sequences=lambda block_size: 10,
         batch=lambda indices, block_size: (inputs[indices].numpy(), targets[indices].numpy()))
@@ -329,7 +341,9 @@ CPU = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=None, autocas
 
 def check_data(config):
     """Order, resuming, ranks; evaluation over all sequences."""
-    data, model, shares = sequences(config), randomized(config, dropout=0.5).train(), []
+    data = sequences(config)
+    model = randomized(config, dropout=0.5).train()
+    shares = []
 
     def order(*args):
         return [n for batch in read(data, *args) for inputs, *_ in batch for n in inputs[:, 0].tolist()]
@@ -361,7 +375,9 @@ def require_groups(optimizers, kind, scales):
 def check_updates(config):
     """Iterations of two micro-batches, clipped, not clipped, and resumed, against the gradient of the mean
     over all targets and torch's own optimizers; after each one of NaN. Of other optimizers the groups."""
-    data, squares, moves = sequences(config), torch.rand(2, 6, 1), torch.randn(2, 6, 9)
+    data = sequences(config)
+    squares = torch.rand(2, 6, 1)
+    moves = torch.randn(2, 6, 9)
     expected, _ = normuon(moves, squares)
     require_equal(train.even_rows(moves, [*squares]), expected, "NorMuon's move")
     for kind in train.OPTIMIZERS:
@@ -388,12 +404,14 @@ def check_updates(config):
                     run.resume(state | {'path': ''})
             batch, = read(data, it, it + 1)
             x, y, _ = map(torch.stack, zip(*batch))
-            aux, expected = [model(*pair)[1] for pair in zip(x, y)], cross_entropy(model(x.flatten(0, 1)), y)
+            aux = [model(*pair)[1] for pair in zip(x, y)]
+            expected = cross_entropy(model(x.flatten(0, 1)), y)
             grads = torch.autograd.grad(expected + sum(map(weighted, aux)) / 2, run.params)
             size = torch.nn.utils.get_total_norm(grads).item()
             loss, load = train.gradients(run, batch)
             require_equal(loss, expected, 'the loss reported')
-            start, scale = copy.deepcopy(model.state_dict()), run.scaler.get_scale()
+            start = copy.deepcopy(model.state_dict())
+            scale = run.scaler.get_scale()
             for (name, w), grad, (their, step) in zip(model.named_parameters(), grads, theirs):
                 require_equal(w.grad / scale, grad, f"iteration {it}: the gradient of {name}", 1e-2,
                               1e-4 * size)
@@ -467,7 +485,8 @@ def run_check(function, look_at, *args):
 
 def check(init_from='scratch', **model_args):
     """Prints a line for each check of a small model of the kind that is asked for; returns the numbers."""
-    checks, failed = dict(CHECKS), []
+    checks = dict(CHECKS)
+    failed = []
     if init_from == 'scratch':
         whole = GPTConfig(**model_args)
     else:

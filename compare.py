@@ -36,7 +36,17 @@ import tempfile
 from json import dumps, loads
 from pathlib import Path
 
-from configurator import check_settings, configure, declared, duration, effective, package, parse, run_file
+from configurator import (
+    check_settings,
+    configure,
+    declared,
+    duration,
+    effective,
+    package,
+    parse,
+    print0,
+    run_file,
+)
 
 variants: list | dict | None = None  # what is added to the command line, or {name: that}
 seeds: int | None = None          # runs of each, by seed, seed + 1...; None: 3, at most 20 until decided
@@ -111,9 +121,12 @@ def parse_variant(text):
     return revision or 'WORK', shlex.split(rest)
 
 
-def line_settings(args):
-    """The settings of a command line of train.py, of whatever revision."""
-    settings = {**train.config, **dataclasses.asdict(GPTConfig())}  # which config files see
+def line_settings(args, code):
+    """The settings of a command line of train.py, of whatever revision, whose code is in a folder."""
+    settings = train.config | dataclasses.asdict(GPTConfig())  # which config files see
+    for name, setting in declared(code / 'train.py').items():
+        with contextlib.suppress(ValueError):  # no literal
+            settings[name] = ast.literal_eval(setting.default)
     for arg in args:
         name, _, text = arg.removeprefix('--').partition('=')
         settings |= run_file(arg, ROOT, settings) if is_config(arg) else {
@@ -134,37 +147,44 @@ def make_variants(texts, base, place):
     variants = []
     for name, text in texts.items():
         revision, args = parse_variant(text)
-        code, args = place / revision.replace('/', '_'), [*base, *args]
+        code = place / revision.replace('/', '_')
+        args = [*base, *args]
         digest = copy_code(revision, code)
         if not any(is_config(arg) or arg.startswith('--init_from=') for arg in args):
             args.insert(0, 'config/default.py')  # as train.py has it, but of this revision
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
         model = new_model(args) if revision == 'WORK' else None
-        settings = line_settings(args)
+        settings = line_settings(args, code)
         digest += data_meta(settings['dataset'])
         variants.append(Variant(name, code, digest, args, settings, model))
     return variants
 
 
-JUDGES = {  # what decides how a run is judged, and on which data: of a file all, or these
-    'check.py': None, 'configurator.py': ['runtime'], 'prepare.py': ['Bins', 'read_meta'],
-    'train.py': ['sequence_order', 'sequence_indices', 'read_batches', 'evaluate', 'evaluate_splits']}
+JUDGES = {  # functions that decide how a run is judged, and on which data; None: the whole file
+    'check.py': None, 'configurator.py': ['runtime'],
+    'prepare.py': ['Bins', 'read_elements', 'read_meta', 'read_shard', 'data_folder'],
+    'train.py': ['sequence_order', 'sequence_indices', 'read_batches', 'to_device', 'evaluate',
+                 'evaluate_splits']}
+STORY = r'\b(val_bins|train_bins|batch|batches|columns|folder|meta)\b'  # and statements of train.py's end
 
 
 def judged_by(variant):
     """name -> what the variant is judged by, of its code and its settings."""
     found = {}
     for file, names in JUDGES.items():
-        path = variant.code / file
-        for node in ast.parse(path.read_text('utf-8') if path.exists() else '').body:
-            name = getattr(node, 'name', 'the rest')
-            if names is None or name in names:
-                key = f'{name} of {file}'
-                found[key] = found.get(key, '') + ast.unparse(node)
+        body = ast.parse((variant.code / file).read_text('utf-8')).body
+        if names is None:
+            found[file] = '\n'.join(map(ast.unparse, body))
+        found |= {f'{node.name} of {file}': ast.unparse(node) for node in body
+                  if getattr(node, 'name', None) in (names or ())}
+    story = [ast.unparse(node) for node in ast.walk(body[-1])
+             if isinstance(node, (ast.Assign, ast.AugAssign, ast.Expr))]
+    found['the end of train.py'] = '\n'.join(line for line in story if re.search(STORY, line))
     settings = variant.settings
     tokens = math.prod(settings[name] for name in ('eval_iters', 'batch_size', 'block_size'))
-    return found | {'tokens of an evaluation': tokens} | {
-        name: settings[name] for name in ('init_from', 'seed')}
+    found |= {f"{name}={settings[name]}": '' for name in ('init_from', 'seed')}
+    found[f'an evaluation of {tokens:,} tokens (eval_iters, batch_size, block_size)'] = ''
+    return {name: re.sub(r'(?s)""".*?"""', '', text) for name, text in found.items()}  # without docstrings
 
 
 def refuse_other_judges(variants):
@@ -172,27 +192,36 @@ def refuse_other_judges(variants):
     first = judged_by(variants[0])
     for variant in variants[1:]:
         own = judged_by(variant)
-        other = [name for name in sorted(first.keys() | own.keys()) if first.get(name) != own.get(name)]
+        other = [name for name in [*own, *first.keys() - own] if first.get(name) != own.get(name)]
         if other:
-            raise ValueError(f"variant {variant.name!r} would be judged otherwise than the first, by its own "
-                             f"{', '.join(other)}: change that for all variants or none")
+            raise ValueError(f"variant {variant.name!r} and the first would not be judged alike; they differ "
+                             f"in: {'; '.join(other)}")
 
 
-def check_code(variant):
-    """Why check.py finds the variant's code unsound with its options of the model, or ''."""
-    options = declared(variant.code / 'model.py')
-    args = [arg for arg in variant.args if is_config(arg) or arg[2:].partition('=')[0] in options]
-    checked = subprocess.run([sys.executable, str(variant.code / 'check.py'), *args], text=True,
+@functools.cache
+def check_code(code, options):
+    """Why check.py finds the code in a folder unsound with options of the model, or ''."""
+    checked = subprocess.run([sys.executable, f'{code}/check.py', *options], text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    failed = re.findall('(?m)^FAIL .*', checked.stdout) or checked.stdout.splitlines()[-1:]
-    return failed[0] if checked.returncode else ''
+    lines = checked.stdout.splitlines()
+    if not checked.returncode and any(line.startswith('ok') for line in lines):  # it ran
+        return ''
+    failed = [line for line in lines if line.startswith('FAIL')]
+    return [*failed, *lines[-1:], f'exit status {checked.returncode}'][0]
+
+
+def model_options(variant):
+    """The arguments of a variant that check.py takes."""
+    names = {*declared(variant.code / 'model.py'), 'init_from'}
+    return tuple(arg for arg in variant.args if is_config(arg) or arg[2:].partition('=')[0] in names)
 
 
 def new_model(args):
     """The model that a command line of train.py makes, without memory; None: it loads one."""
     with contextlib.redirect_stdout(None):
         settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
-        config, model_args = settings.config, effective(settings, unused)
+        config = settings.config
+        model_args = effective(settings, unused)
     check_settings(config, train.CHOICES)
     return named_model(config, model_args, 'meta') if config['init_from'] == 'scratch' else None
 
@@ -200,7 +229,8 @@ def new_model(args):
 def match_size(variant, target, active):
     """Sets d_ff, or experts' d_expert, so that the variant has `target` parameters, to 1%."""
     name = 'd_ff' if variant.model.config.n_expert is None else 'd_expert'
-    was, n_params = getattr(variant.model.config, name), num_params(variant.model, active)
+    was = getattr(variant.model.config, name)
+    n_params = num_params(variant.model, active)
     wider = new_model([*variant.args, f'--{name}={was + 64}'])
     # parameters grow evenly with the width; of no MLP not at all, which no width mends
     slope = (num_params(wider, active) - n_params) / 64 or math.inf
@@ -244,7 +274,8 @@ def read_run(folder):
 def run_variant(variant, seed):
     """Runs a variant with a seed, or goes on with its stopped run. Ctrl-C has the run save its state. Returns
     read_run's dict; an error that may not come again is not kept."""
-    folder, args = Path(variant.folder(seed)), [*variant.args, f'--seed={seed}']
+    folder = Path(variant.folder(seed))
+    args = [*variant.args, f'--seed={seed}']
     folder.mkdir(parents=True, exist_ok=True)
     printed = folder / 'printed.txt'
     if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
@@ -268,30 +299,31 @@ def run_all(variants, seeds, until='', margin=0.0):
     of the first and the variants whose verdict is open. A variant that check.py fails, or one of whose runs
     fails, has no more of them."""
     todo = [run for seed in seeds for variant in variants if not read_run(run := variant.folder(seed))]
-    n_runs, n_left = len(variants) * len(seeds), len(todo)
-    print(f"{n_runs} runs{' at most' * bool(until)}, {n_runs - n_left} of them finished before, with that "
-          "day's ms/step; Ctrl-C saves the state of a run, and the same command goes on", flush=True)
+    n_runs = len(variants) * len(seeds)
+    n_left = len(todo)
+    print0(f"{n_runs} runs{' at most' * bool(until)}, {n_runs - n_left} of them finished before, with that "
+           "day's ms/step; Ctrl-C saves the state of a run, and the same command goes on")
     runs = {variant.name: [] for variant in variants}
     still = [*variants]
-    unsound = {}
     for seed in seeds:
         for variant in still:
             run = read_run(variant.folder(seed))
             if not run:
-                if variant.name not in unsound:
-                    unsound[variant.name] = check_code(variant)
-                fault = unsound[variant.name]
+                fault = check_code(variant.code, model_options(variant))
                 run = {'error': f"check.py: {fault}"} if fault else run_variant(variant, seed)
                 n_left -= 1
-                told = f"failed: {run['error']}" if run['error'] else (
-                    f"{duration(run['seconds'])}, about {duration(run['seconds'] * n_left)} for {n_left} to "
-                    "come")
-                print(f"{variant.name}, seed {seed}: {told}", flush=True)
+                if not run['error']:
+                    print0(f"{variant.name}, seed {seed}: {duration(run['seconds'])}, {n_left} to come")
+            if run['error']:
+                failed = f"{variant.name}, seed {seed}, failed: {run['error']}"
+                if variant is variants[0]:
+                    raise ValueError(f"{failed}: nothing can be compared with it")
+                print0(failed)
             runs[variant.name].append(run)
         still = [variant for variant in still if not runs[variant.name][-1]['error']]
-        if until and still:
+        if until:
             rows = {row['variant']: row for row in comparison(variants, runs, until, margin)}
-            still = [still[0], *(variant for variant in still[1:] if rows[variant.name]['verdict'] in OPEN)]
+            still = [variant for variant in still if rows[variant.name].get('verdict', OPEN[0]) in OPEN]
             if len(still) == 1:
                 break
     return runs
@@ -302,7 +334,7 @@ LOSS_COLUMNS = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns o
 # judging ----------------------------------------------------------------------------------------------------
 
 # 95% of Student's t is within +- these, for 1, 2, ... degrees of freedom
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+T_95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 
 
 OPEN = 'one seed', 'no difference seen'  # verdicts
@@ -329,6 +361,8 @@ def paired_difference(losses, first, alpha=None, margin=0.0):
         return mean, None, 'one seed'
     t = T_95[df - 1] if df <= len(T_95) else 1.96 + 2.372 / df + 2.9 / df**2  # Cornish and Fisher's series
     half = differences.std(ddof=1) * (lasting(n, alpha) if alpha else t / n ** 0.5)
+    if not math.isfinite(half):  # too few seeds
+        return mean, None, 'no difference seen'
     if abs(mean) > half:
         return mean, half, 'better' if mean < 0 else 'worse'
     return mean, half, 'as good' if alpha and abs(mean) + half <= margin else 'no difference seen'
@@ -337,28 +371,36 @@ def paired_difference(losses, first, alpha=None, margin=0.0):
 LENGTHS = {'half as long': 0.5, 'twice as long': 2.0}  # variants of the first, for speedups
 
 
-def other_lengths(text, settings):
-    """name -> additions, of the first variant's text, for LENGTHS."""
-    length = next(name for name in ('tokens_per_param', 'epochs', 'max_iters') if settings[name] is not None)
-    return {name: f'{text} --{length}={settings[length] * factor}' for name, factor in LENGTHS.items()}
+def other_lengths(first):
+    """The first variant at LENGTHS. Raises ValueError unless its length is max_iters."""
+    for other in 'epochs', 'tokens_per_param', 'time_limit':
+        if first.settings[other] is not None:
+            raise ValueError(f"--speedup=True takes the length from max_iters: --{other}=None")
+    max_iters = {name: round(first.settings['max_iters'] * factor) for name, factor in LENGTHS.items()}
+    return [dataclasses.replace(first, name=name, args=[*first.args, f'--max_iters={n}'])
+            for name, n in max_iters.items()]
 
 
 def add_speedups(rows):
     """To the rows of a comparison: how many times as long the first would train for that loss, and for the
-    ends of the interval. Between LENGTHS, and beyond, its loss is linear in the logarithm of the length."""
-    losses = {row['variant']: row['loss'] for row in rows}
-    half, twice = (losses[name] for name in LENGTHS)
-    first = rows[0]['loss']
+    ends of the difference's interval. Between LENGTHS, and beyond, its loss is linear in the logarithm of the
+    length, without an error."""
+    found = {row['variant']: row['difference'] for row in rows[1:] if row['half_interval'] is not None}
+    half, twice = (found.get(name, math.nan) for name in LENGTHS)
+    if not half > 0 > twice:
+        print('no speedups: they need two seeds, and a first that is better the longer it trains')
+        return
     for row in rows[1:]:
-        half_interval = math.nan if row['half_interval'] is None else row['half_interval']
-        gains = np.array([0, -half_interval, half_interval]) - row['difference']
-        row['speedup'] = (2 ** (gains / np.where(gains < 0, half - first, first - twice))).tolist()
+        if row['half_interval'] is not None:
+            gains = np.array([0, -1, 1]) * row['half_interval'] - row['difference']
+            row['speedup'] = (2 ** (gains / np.where(gains < 0, half, -twice))).tolist()
 
 
-def comparison(variants, runs, until='', margin=0.0):
+def comparison(variants, runs, until, margin):
     """The table's rows, dicts, from run_all's runs, of variants without a run that failed. Losses on
     different data are compared as bits per byte. until: intervals hold for all variants and looks at once."""
-    data, rows = {run['data'] for own in runs.values() for run in own if 'data' in run}, []
+    data = {run['data'] for own in runs.values() for run in own if 'data' in run}
+    rows = []
     column = 'val_loss' if len(data) < 2 else 'val_bpb'
     alpha = 0.05 / max(1, len(variants) - 1) if until else None
     for variant in variants:
@@ -369,7 +411,8 @@ def comparison(variants, runs, until='', margin=0.0):
         ms = np.concatenate([run['rows']['ms_per_iter'][1:] for run in own])  # the first is a warm-up
         row = {'variant': variant.name, 'column': column, 'losses': losses, 'loss': statistics.fmean(losses),
                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
-               'began': [run['rows']['loss'][0] for run in own],
+               'began': min((run['rows']['loss'][0] for run in own if run['rows']['iter'][0] == 1),
+                            default=math.inf),
                'tokens': own[0]['rows']['tokens'][-1],
                'inner_params': variant.model and sum(
                    w.numel() for name, w in variant.model.named_parameters()
@@ -382,8 +425,9 @@ def comparison(variants, runs, until='', margin=0.0):
         if rows:
             row['difference'], row['half_interval'], row['verdict'] = paired_difference(
                 losses, rows[0]['losses'], alpha, margin)
-            if min(row['began']) < 0.8 * min(rows[0]['began']):
-                row['verdict'] = 'trained before?'
+            untrained = math.log(read_meta(own[0]['data'])['vocab_size'])
+            if row['began'] < 0.8 * min(rows[0]['began'], untrained):
+                row['verdict'] += ', trained before?'
         rows.append(row)
     return rows
 
@@ -391,28 +435,30 @@ def comparison(variants, runs, until='', margin=0.0):
 def print_comparison(rows, until):
     """Prints a row for each variant: loss, difference, speed, sizes."""
     table = {}
+    speedups = any('speedup' in row for row in rows)
     for row in rows:
-        mean, half, (low, ms, high) = row.get('difference'), row.get('half_interval'), row['ms']
-        sizes = [row[name] for name in ('peak_mb', 'params', 'cache_bytes_per_token')]
+        mean = row.get('difference')
+        half = row.get('half_interval')
+        low, ms, high = row['ms']
+        sizes = [row[name] for name in ('tokens', 'peak_mb', 'params', 'cache_bytes_per_token')]
         verdict = row.get('verdict', '')
         table[row['variant']] = [
             f"{row['loss']:.4f}" + ('' if row['sd'] is None else f" ± {row['sd']:.4f}"),
             ('' if mean is None else f"{mean:+.4f}") +
             ('' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"),
             f"{verdict} after {len(row['losses'])} seeds" if until and verdict else verdict,
-            *(['{:.2f} [{:.2f}, {:.2f}]'.format(*row['speedup']) if verdict else '']
-              if 'speedup' in rows[-1] else []),
+            *(['{:.2f} [{:.2f}, {:.2f}]'.format(*row['speedup']) if 'speedup' in row else '']
+              if speedups else []),
             f"{ms:.1f} ({low:.1f} to {high:.1f})",
             *('n/a' if size is None else f"{size:,.0f}" for size in sizes)]
     print_table('variant', [
         LOSS_COLUMNS[rows[0]['column']], 'to the first, 95% confidence', 'verdict',
-        *['the first as long'] * ('speedup' in rows[-1]), 'ms/step', 'peak MB', 'parameters',
-        'cache B/token'], table)
+        *['the first as long'] * speedups, 'ms/step', 'tokens', 'peak MB', 'parameters', 'cache B/token'],
+        table)
     print("ms/step is a median, in brackets the 10th and 90th percentile")
     print('one seed tells nothing of the spread between seeds: --seeds=3' if rows[0]['sd'] is None else
-          '± is the spread over seeds, the difference is paired by seed, ' + (
-              'the intervals hold together, at whatever number of seeds' if until else
-              'each interval by itself'))
+          '± is the spread over seeds, the difference is paired by seed, '
+          f"the intervals hold {'together, at any number of seeds' if until else 'each by itself'}")
 
 
 # scaling ----------------------------------------------------------------------------------------------------
@@ -428,12 +474,14 @@ def fit_law(n, d, losses):
     of which none is negative."""
     grid = np.linspace(0.02, 1.2, 60)
     a, b = (exponents.reshape(-1, 1) for exponents in np.meshgrid(grid, grid))
-    n_mean, d_mean = n.mean(), d.mean()
+    n_mean = n.mean()
+    d_mean = d.mean()
     terms = np.stack([np.ones((len(a), len(n))), (n / n_mean) ** -a, (d / d_mean) ** -b], -1)
     found = np.linalg.pinv(terms) @ losses  # (grid, 3)
     errors = np.square((terms @ found[..., None])[..., 0] - losses).sum(-1)
     best = np.where((found >= 0).all(-1), errors, np.inf).argmin()
-    a, b = a[best, 0], b[best, 0]
+    a = a[best, 0]
+    b = b[best, 0]
     E, A, B = found[best]
     return np.array([E, A * n_mean ** a, a, B * d_mean ** b, b])
 
@@ -445,7 +493,9 @@ def print_law(rows, predicted):
     n, d, losses = np.array([[row['inner_params'], row['tokens'], loss] for row in rows
                              for loss in row['losses']]).T
     fitted = np.array([row['variant'] not in predicted for row in rows for _ in row['losses']])
-    n, d, losses = n[fitted], d[fitted], losses[fitted]
+    n = n[fitted]
+    d = d[fitted]
+    losses = losses[fitted]
     law = fit_law(n, d, losses)
     expected = law_loss(law, n, d)
     noise = (losses - expected) * (len(n) / (len(n) - len(law))) ** 0.5
@@ -489,6 +539,16 @@ def curve(logs, by, column='val_loss'):
     return x.mean(0), y.mean(0), y.std(0, ddof=min(1, len(logs) - 1))  # 0 of a single run
 
 
+def curves_over(setting, variants, rows):
+    """Curves of the loss over a setting; a variant's curve has its name up to the last comma."""
+    curves = {}
+    given = {variant.name: variant.settings[setting] for variant in variants}
+    for row in rows:
+        curves.setdefault(row['variant'].rpartition(', ')[0], []).append(
+            (given[row['variant']], row['loss'], row['sd'] or 0))
+    return {name: np.array(sorted(points)).T for name, points in curves.items()}
+
+
 def draw(path, panels, xlabel, rows=(), xscale='linear'):
     """Writes a PNG. panels: label of y -> curves, name -> x, y and the spread of y; rows: of a comparison,
     whose losses stand beside, the first with its spread, the others with the intervals of their differences
@@ -518,7 +578,8 @@ def draw(path, panels, xlabel, rows=(), xscale='linear'):
 def plot(names, by, columns, path):
     """Draws columns of runs' logs, or perplexity from .jsonl files of bench.py. Raises ValueError for a
     column that a log lacks."""
-    panels, xlabel = {}, AXES[by][1]
+    panels = {}
+    xlabel = AXES[by][1]
     for name in names:
         if name.endswith('.jsonl'):
             xlabel = 'context'
@@ -542,10 +603,10 @@ def plot(names, by, columns, path):
 # ------------------------------------------------------------------------------------------------------------
 
 def chosen(config, args, name):
-    """What is to be compared: name -> additions, train.py's args, how sizes are matched, which variants a law
-    predicts, or None."""
+    """What is to be compared: name -> additions, train.py's args, how sizes are matched, and the list."""
     known = runpy.run_path(str(ROOT / 'config/variants.py'))['LISTS'].get(name, {})
-    texts, match = config['variants'] or known.get('variants'), config['match'] or known.get('match')
+    texts = config['variants'] or known.get('variants')
+    match = config['match'] or known.get('match')
     if not texts:
         raise ValueError("say what to compare: --variants=\"['', '--norm=layernorm']\", or a list of "
                          "config/variants.py: python compare.py norms")
@@ -553,46 +614,44 @@ def chosen(config, args, name):
         texts = {text.strip() or 'base': text for text in texts}
     if known and not any(map(is_config, args)):
         args = [*shlex.split(known['base']), *args]
-    if config['speedup']:
-        (first, text), *_ = texts.items()
-        texts = {first: text, **other_lengths(text, line_settings([*args, *parse_variant(text)[1]])), **texts}
-    return texts, args, match, known.get('predicted')
+    return texts, args, match, {} if config['variants'] else known
 
 
 def compare(config, args, name='compare'):
     """Trains variants and prints the comparison. args: train.py's; name: of a list in config/variants.py,
     unless config and args say otherwise."""
-    texts, args, match, predicted = chosen(config, args, name)
-    until, by = config['until'], config['by']
+    texts, args, match, known = chosen(config, args, name)
+    until = config['until']
     seeds = range(config['seed'], config['seed'] + (config['seeds'] or (20 if until else 3)))
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         variants = make_variants(texts, args, Path(place))
         refuse_other_judges(variants)
-        print(f"{len(variants)} variants of train.py {shlex.join(args)}", flush=True)
+        print0(f"{len(variants)} variants of train.py {shlex.join(args)}")
         if match in ('params', 'active'):
             if None in [variant.model for variant in variants]:
                 raise ValueError(f"match={match} counts by the working tree's code, and from scratch")
             target = num_params(variants[0].model, match == 'active')
             for variant in variants[1:]:
                 match_size(variant, target, match == 'active')
+        if config['speedup']:
+            variants[1:1] = other_lengths(variants[0])
         runs = run_all(variants, seeds, until, config['margin'])
         folders = {variant.name: [variant.folder(seed) for seed, _ in zip(seeds, runs[variant.name])]
                    for variant in variants}
-    for failed, own in runs.items():
-        if own and own[-1]['error']:
-            print(f"{failed}: not compared: {own[-1]['error']}")
     rows = comparison(variants, runs, until, config['margin'])
-    if not rows:
-        raise ValueError('no variant has a run of each seed to compare: see why above')
     if config['speedup']:
         add_speedups(rows)
     print_comparison(rows, until)
-    label, path = LOSS_COLUMNS[rows[0]['column']], config['png'] or f'{RUNS}/{name}.png'
+    label = LOSS_COLUMNS[rows[0]['column']]
+    path = config['png'] or f'{RUNS}/{name}.png'
     try:
-        if predicted:
-            law = print_law(rows, predicted)
+        if 'predicted' in known:
+            law = print_law(rows, known['predicted'])
             draw(path, {label: law}, 'parameters but for the embedding', xscale='log')
+        elif 'over' in known:
+            draw(path, {label: curves_over(known['over'], variants, rows)}, known['over'], xscale='log')
         else:
+            by = config['by']
             curves = {row['variant']: curve([run['rows'] for run in runs[row['variant']]], by, row['column'])
                       for row in rows}
             draw(path, {label: curves}, AXES[by][1], rows)
@@ -609,7 +668,7 @@ if __name__ == '__main__':
             raise ValueError('say which runs to draw: python compare.py plot out-a out-b')
         numbers = plot(words[1:], by, y.split(','), png or f'{RUNS}/plot.png')
     else:
-        own = tuple(f'--{name}=' for name in config)
-        args = [arg for arg in sys.argv[1:] if arg not in words and not arg.startswith(own)]
+        own = [f'--{name}' for name in config]
+        args = [arg for arg in sys.argv[1:] if arg not in words and arg.partition('=')[0] not in own]
         numbers = compare(config, args, *words)
     print_json(json, **numbers)

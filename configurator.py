@@ -8,6 +8,7 @@ are: --help and typos do not wait for slow imports.
 """
 import ast
 import builtins
+import collections
 import contextlib
 import ctypes
 import difflib
@@ -23,11 +24,10 @@ import textwrap
 import time
 import traceback
 import types
-import typing
 from pathlib import Path
 
-SCRIPTS = ('train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check')  # a config file serves them all
-PLAIN = (bool, int, float, str, tuple, list, dict, type(None))  # types of settings
+SCRIPTS = 'train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check'  # a config file serves them all
+PLAIN = bool, int, float, str, tuple, list, dict, type(None)  # types of settings
 # texts of the system, of numpy and of torch.save
 CANNOT_WRITE = (r'No space left|Read-only file|quota exceeded|File too large|requested and \d+ written|'
                 r'unexpected pos \d+|PytorchStreamWriter failed')
@@ -86,19 +86,21 @@ def package(name, need='published models need', install='safetensors tokenizers 
 
 # settings ---------------------------------------------------------------------------------------------------
 
-class Setting(typing.NamedTuple):
-    """Of a script or of GPTConfig, as its source has it."""
-    kinds: list | None  # the types of its annotation, by name
-    default: ast.expr
-    source: str         # the lines that assign it, and the comments above them
+# Of a script or of GPTConfig, as its source has it: the types of its annotation, by name, or None; an
+# ast.expr; the lines that assign it, and the comments above them
+Setting = collections.namedtuple('Setting', 'kinds default source')
 
 
 def declared(path):
     """{name: Setting} of a script, above configure(...), or of model.py's GPTConfig, which are not run."""
     source = path.read_text('utf-8')
-    lines, settings, body, before = source.splitlines(), {}, ast.parse(source).body, 0
+    lines = source.splitlines()
+    settings = {}
+    body = ast.parse(source).body
+    before = 0
     for node in next((node.body for node in body if getattr(node, 'name', '') == 'GPTConfig'), body):
-        text, before = '\n'.join(lines[before:node.end_lineno]), node.end_lineno
+        text = '\n'.join(lines[before:node.end_lineno])
+        before = node.end_lineno
         if 'configure(' in lines[node.lineno - 1]:
             break
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
@@ -117,7 +119,7 @@ def fit(value, kinds):
     """
     if type(value).__name__.removesuffix('Type') in kinds:  # of None, NoneType
         return value
-    for kind in (float, int, bool):
+    for kind in float, int, bool:
         if kind.__name__ in kinds and type(value) in (int, float) and kind(value) == value:
             return kind(value)
     raise ValueError(f'{value!r} does not fit')
@@ -173,13 +175,13 @@ def show(label, values):
 
 # configure --------------------------------------------------------------------------------------------------
 
-class Configured(typing.NamedTuple):
-    """What configure has found."""
-    config: dict      # all settings of the script
-    model_args: dict  # fields of model_config that were given
-    words: list       # plain words of the command line
-    given: dict       # name -> 'flags' or its config file, of all that was set, the last one last
-    file_args: dict   # model_args as the config files alone have them
+# What configure has found:
+#     config      all settings of the script
+#     model_args  fields of model_config that were given
+#     words       plain words of the command line
+#     given       name -> 'flags' or its config file, of all that was set, the last one last
+#     file_args   model_args as the config files alone have them
+Configured = collections.namedtuple('Configured', 'config model_args words given file_args')
 
 
 def is_text(path, settings):
@@ -204,10 +206,12 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
     names a model. also: a script whose flags are let through. texts: whether words may be texts, see is_text.
     Raises ValueError for an unknown setting or file, or a wrong type.
     """
-    path, launched = Path(settings['__file__']), settings['__name__'] == '__main__'
+    path = Path(settings['__file__'])
+    launched = settings['__name__'] == '__main__'
     own = declared(path)
     fields = declared(path.with_name('model.py')) if model_config else {}
-    known, values = own | fields, {name: settings[name] for name in own}
+    known = own | fields
+    values = {name: settings[name] for name in own}
     values |= {name: ast.literal_eval(field.default) for name, field in fields.items()}
     kinds = {name: setting.kinds or [type(values[name]).__name__] for name, setting in known.items()}
     others = declared(path.with_name(also)) if also else ()
@@ -225,18 +229,22 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
         not arg.endswith('.py') or texts and is_text(arg, own))]
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
-    overrides, given, file_args = [arg for arg in argv if arg not in plain], {}, {}
+    overrides = [arg for arg in argv if arg not in plain]
+    given = {}
+    file_args = {}
     start = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
     by_default = (launched and default_file and start != 'resume'
                   and all(arg.startswith('-') for arg in overrides))
     for arg in [default_file, *overrides] if by_default else overrides:
         if arg.startswith('-'):
             name, equals, text = arg.removeprefix('--').partition('=')
-            assigned, label = {name: text if equals else True}, 'flags'
+            assigned = {name: text if equals else True}
+            label = 'flags'
             if name in others and name not in kinds:
                 continue
         else:
-            assigned, label = run_file(arg, path.parent, values), arg
+            assigned = run_file(arg, path.parent, values)
+            label = arg
             if by_default and start != 'scratch':
                 assigned = {name: value for name, value in assigned.items() if name in own}
         for name, value in assigned.items():
@@ -355,10 +363,12 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
     if threads:
         torch.set_num_threads(threads)
     threads = torch.get_num_threads()
-    device, name = kind, f'{threads} threads'
+    device = kind
+    name = f'{threads} threads'
     if kind == 'cuda':
         torch.cuda.set_device(index)
-        device, name = f'cuda:{index}', torch.cuda.get_device_name(index)
+        device = f'cuda:{index}'
+        name = torch.cuda.get_device_name(index)
     elif kind == 'cpu':
         keep_freed_memory()
     if dtype == 'auto':
@@ -383,7 +393,8 @@ def yield_cores():
     decided = {'OMP_NUM_THREADS', 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys()
     if decided or 'torch' in sys.modules or sys.platform != 'linux':
         return
-    busy, cores = busy_cores(), os.cpu_count()
+    busy = busy_cores()
+    cores = os.cpu_count()
     if busy > cores / 3:
         os.environ['OMP_WAIT_POLICY'] = 'passive'
         print0(f"other programs use about {busy:.1f} of {cores} cores: threads wait asleep")

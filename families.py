@@ -439,7 +439,8 @@ def write_layer_rope(config, c):
 
 def read_hunyuan(c, args):
     """A dynamic scaling with alpha is a larger base."""
-    scaling, width = args['rope_scaling'] or {}, args.get('head_dim') or args['n_embd'] // args['n_head']
+    scaling = args['rope_scaling'] or {}
+    width = args.get('head_dim') or args['n_embd'] // args['n_head']
     if scaling.get('alpha') and scaling['rope_type'] == 'dynamic':
         args['rope_base'] *= scaling['alpha'] ** (width / (width - 2))
         args['rope_scaling'] = None
@@ -1099,7 +1100,8 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(norm_placement='pre')),
 }
 SILU = dict(mlp='swiglu', window=None, window_pattern=None)
-QWEN, GEGLU = dict(SILU, proj_bias=False), dict(mlp='geglu_tanh', proj_bias=False, attn_scale=None)
+QWEN = dict(SILU, proj_bias=False)
+GEGLU = dict(mlp='geglu_tanh', proj_bias=False, attn_scale=None)
 GGUF = {  # model_type: llama.cpp's name, and what it fixes of GPTConfig, beside what FAMILIES do
     'qwen3': ('qwen3', QWEN), 'qwen3_moe': ('qwen3moe', dict(QWEN, expert_pattern='E', norm_topk_prob=True)),
     'qwen2': ('qwen2', dict(SILU, head_dim=None)), 'qwen2_moe': ('qwen2moe', dict(
@@ -1213,9 +1215,11 @@ def config_from_hf(c):
         raise ValueError(f"model_type={kind!r} is unsupported; {reason}")
     family = FAMILIES[kind]
     known = [*family.theirs, *' '.join((HARMLESS, family.harmless, *family.fields.values())).split()]
-    for defaults in (family.defaults, *(rule.theirs for rule in family.rules)):
-        c, known = defaults | c, [*known, *defaults]
-    args, activations = dict(family.ours), activations_of(family)
+    for defaults in family.defaults, *(rule.theirs for rule in family.rules):
+        c = defaults | c
+        known = [*known, *defaults]
+    args = dict(family.ours)
+    activations = activations_of(family)
     for ours, theirs in family.fields.items():
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
@@ -1261,7 +1265,8 @@ def activations_of(family):
 def read_rope(c, args):
     """rope_parameters, or the older rope_scaling, rope_theta and others -> our fields. Of both, transformers
     takes rope_scaling alone (modeling_rope_utils, 5.23)."""
-    given, own = c.get('rope_scaling') or c.get('rope_parameters') or {}, args.pop('local', None)
+    given = c.get('rope_scaling') or c.get('rope_parameters') or {}
+    own = args.pop('local', None)
     if own is None and 'full_attention' in given:
         refuse(c, rope_parameters=given)
     args.update(rope_fields(given.get('full_attention', given), c, args))
@@ -1284,7 +1289,8 @@ def rope_fields(given, c, args):
     elif share not in (None, 1):
         refuse(c, partial_rotary_factor=share)
     if kind != 'default':
-        length, trained = c['max_position_embeddings'], 'original_max_position_embeddings'
+        length = c['max_position_embeddings']
+        trained = 'original_max_position_embeddings'
         scaling = complete_scaling({'rope_type': kind} | rope, c.get(trained) or length)
         if kind == 'longrope':
             scaling.setdefault('factor', length / scaling[trained])
@@ -1292,11 +1298,12 @@ def rope_fields(given, c, args):
     return found
 
 
-THEIR_SCALINGS = ('default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 'proportional')
+THEIR_SCALINGS = 'default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 'proportional'
 
 
 def write_rope(config, c):
-    ours, both = FAMILIES[c['model_type']].ours, {}
+    ours = FAMILIES[c['model_type']].ours
+    both = {}
     for kind, local in ('full_attention', {}), ('sliding_attention', config.local or {}):
         fields = vars(config) | local
         both[kind] = rope = {'rope_theta': fields['rope_base'], 'rope_type': 'default',
@@ -1312,7 +1319,8 @@ def write_rope(config, c):
 
 def read_layers(c, args, family):
     """layer_types, sliding_window and others -> window, window_pattern, mixer_pattern."""
-    size, layers = c.get('sliding_window'), family.layers
+    size = c.get('sliding_window')
+    layers = family.layers
     period = (c.get('sliding_window_pattern') or c.get('global_attn_every_n_layers')
               or c.get('full_attention_interval'))
     is_used = size and c.get('use_sliding_window', True)
@@ -1386,7 +1394,8 @@ def write_config(config, kind):
 def config_to_hf(config):
     """GPTConfig -> config.json of the first family that computes the same. Raises ValueError that names what
     the nearest lacks."""
-    ours, nearest = canonical(config), []
+    ours = canonical(config)
+    nearest = []
     for kind in (kind for kind, family in FAMILIES.items() if family.exports):
         try:
             c = write_config(config, kind)

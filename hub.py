@@ -11,6 +11,7 @@ Models in and out: ours, nanoGPT's, and published ones of the Hugging Face hub.
 train.py, sample.py and bench.py read published models with --init_from=<id, folder or .gguf>. HF_TOKEN,
 HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE work as in huggingface_hub. No pickles are read.
 """
+import collections
 import dataclasses
 import fnmatch
 import functools
@@ -24,7 +25,6 @@ import shlex
 import shutil
 import tempfile
 import types
-import typing
 
 from configurator import check_settings, configure, package, plain, reading
 
@@ -45,7 +45,6 @@ from families import (
     GGUF_SCALING,
     PLUS_ONE,
     SAME,
-    Layout,
     canonical,
     config_from_hf,
     config_to_hf,
@@ -71,40 +70,33 @@ DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  #
 
 # tensors ----------------------------------------------------------------------------------------------------
 
-class Stored(typing.NamedTuple):
-    """A tensor in a file; open().get_tensor(name) reads it."""
-    open: typing.Callable
-    name: str
-    shape: tuple
-    kind: str
-
-
-class Part(typing.NamedTuple):
-    """Their tensor: these elements of one of ours, in this layout."""
-    name: str
-    index: tuple
-    layout: Layout
+Stored = collections.namedtuple('Stored', 'open name shape kind')  # in a file: open().get_tensor(name)
+Part = collections.namedtuple('Part', 'name index layout')  # their tensor: these elements of one of ours
 
 
 def plan(model, family, renamed=str):
     """Our tensor, as state_dict() names it -> its Parts; renamed: a function of the names that family gives
     them. Raises ValueError for one without a name."""
-    plans, config = {}, model.config
+    plans = {}
+    config = model.config
     for ours, w in model.state_dict().items():
         if ours.startswith('mtp.'):  # for training alone
             continue
         layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
         before = mixer = ''
         if layer:
-            before, mixer = family.layer, config.mixer_of(int(layer))
+            before = family.layer
+            mixer = config.mixer_of(int(layer))
             before = before(config, int(layer), name) if callable(before) else before.replace('N', layer)
 
         def of(table, key, mixer=mixer):
             return table.get(f'{mixer}.{key}', table.get(key))
         module, _, kind = name.rpartition('.')
-        theirs, after = of(family.names, name), ''
+        theirs = of(family.names, name)
+        after = ''
         if theirs is None:
-            theirs, after = of(family.names, module), f'.{kind}'
+            theirs = of(family.names, module)
+            after = f'.{kind}'
         if theirs is None:
             raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in families.py")
         theirs = [before + one + after for one in (theirs(config) if callable(theirs) else theirs).split()]
@@ -116,7 +108,8 @@ def plan(model, family, renamed=str):
             theirs = theirs[:len(widths)]
             begins = [*itertools.accumulate(widths, initial=0)][:len(theirs)]
             rows = [*map(slice, begins, [*begins[1:], None])]
-        layout, is_experts = family.layouts.get(name, SAME), module.startswith('mlp.experts')
+        layout = family.layouts.get(name, SAME)
+        is_experts = module.startswith('mlp.experts')
         experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
         plans[ours] = [  # our experts are one tensor, (expert, row, column)
             Part(renamed(one.replace('.E.', f'.{e}.')), (e, row) if is_experts else (row,), layout)
@@ -131,7 +124,8 @@ def read_json(folder, name):
         return json.load(f)
 
 
-WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+WEIGHTS = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
 
 
 def weight_names(folder):
@@ -197,7 +191,9 @@ def read_published(path):
     if path.endswith('.gguf'):
         return read_gguf(path)
     c = text_config(read_json(path, 'config.json'))
-    config, family, stored = config_from_hf(c), FAMILIES[c['model_type']], read_headers(path)
+    config = config_from_hf(c)
+    family = FAMILIES[c['model_type']]
+    stored = read_headers(path)
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
         family = like(family, names=FUSED_EXPERTS)
     return c, config, (family, bare), stored
@@ -217,7 +213,8 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
     with torch.device('meta'):
-        model, as_stored = GPT(changed_config(config, changes)), GPT(config)
+        model = GPT(changed_config(config, changes))
+        as_stored = GPT(config)
     parts = plan(model, family, renamed)
     check(parts, stored, as_stored, family, folder)
     for name, w in model.named_parameters():
@@ -236,7 +233,8 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
 def their_tensors(model, parts, dtype):
     """name -> tensor in the family's layout. dtype: None: each its own, as buffers, the biases of experts,
     always have."""
-    state, buffers = model.state_dict(), dict(model.named_buffers())
+    state = model.state_dict()
+    buffers = dict(model.named_buffers())
     return {part.name: part.layout.write(state[ours][part.index]).to(
                 None if ours in buffers else dtype).contiguous()
             for ours in parts for part in parts[ours]}
@@ -258,7 +256,8 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
     """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: may be None; dtype: None: the
     model's. Raises, with nothing changed, ValueError if no family computes the same or the folder holds other
     files, OSError or SafetensorError if it cannot be written."""
-    safetensors, folder = package('safetensors'), pathlib.Path(folder).absolute()
+    safetensors = package('safetensors')
+    folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     if model.wte.weight.dtype not in DTYPES.values():
         raise ValueError(f"weights in {plain(model.wte.weight.dtype)} are not exported: use another dtype")
@@ -314,10 +313,10 @@ GGUF_SPLITS = {  # what tokenizer.json has: llama.cpp's name
 
 def gguf_tokenizer(tokenizer, n_vocab):
     """A tokenizer as llama.cpp's keys. Raises ValueError for all but byte-level BPE that it splits alike."""
-    if tokenizer is None:
-        raise ValueError("a GGUF file holds a tokenizer, and here is none")
-    spec, stops = json.loads(library_tokenizer(tokenizer.to_json()).to_str()), tokenizer.stop_tokens
-    step, merges = spec['pre_tokenizer'] or {'type': 'none'}, spec['model'].get('merges')
+    spec = json.loads(library_tokenizer(tokenizer.to_json()).to_str())
+    stops = tokenizer.stop_tokens
+    step = spec['pre_tokenizer'] or {'type': 'none'}
+    merges = spec['model'].get('merges')
     steps = step.get('pretokenizers', [step])
     words = ' '.join(one.get('pattern', one).get('Regex', one['type']) for one in steps
                      if one.get('use_regex', True))
@@ -356,7 +355,8 @@ def gguf_rope(config, arch):
 def gguf_family(kind, n_layer):
     """(Family, function of its names that gives llama.cpp's): our own layout, but for rows that rotate."""
     import gguf
-    arch, family = GGUF[kind][0], FAMILIES[kind]
+    arch = GGUF[kind][0]
+    family = FAMILIES[kind]
     family = like(family, layouts=dict.fromkeys(family.layouts), names=GGUF_EXPERTS,
                   rows={'attn.c_attn': rows_interleaved if arch in GGUF_PAIRED else None})
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
@@ -367,14 +367,17 @@ def gguf_family(kind, n_layer):
 def save_gguf(model, tokenizer, path, dtype=None):
     """Writes one file for llama.cpp. dtype: of matrices, None: the model's. Raises ValueError, with nothing
     written, for whatever llama.cpp lacks, or if the file exists."""
-    gguf, config = package('gguf', *GGUF_NEED), model.config
-    path, kind = pathlib.Path(path), config_to_hf(config)['model_type']
+    gguf = package('gguf', *GGUF_NEED)
+    config = model.config
+    path = pathlib.Path(path)
+    kind = config_to_hf(config)['model_type']
     if path.exists():
         raise ValueError(f"{path} is there already: remove it, or give another name")
     if kind not in GGUF:
         raise ValueError(f"{kind} models are not written for llama.cpp, but {', '.join(GGUF)} are")
     arch, fixed = GGUF[kind]
-    found, known = canonical(config), canonical(dataclasses.replace(config, **fixed))
+    found = canonical(config)
+    known = canonical(dataclasses.replace(config, **fixed))
     if wrong := [f"{name}={getattr(config, name)!r}" for name in fixed if found[name] != known[name]]:
         raise ValueError(f"llama.cpp's {arch} has no {', '.join(wrong)}")
     keys, tensors = gguf_rope(config, arch)
@@ -383,7 +386,8 @@ def save_gguf(model, tokenizer, path, dtype=None):
     shared = config.n_shared_expert
     keys['expert_shared_feed_forward_length'] = shared and shared * config.d_expert
     about = gguf_tokenizer(tokenizer, config.vocab_size) | {f'{arch}.{key}': keys[key] for key in keys}
-    writer, kinds = gguf.GGUFWriter(None, arch), gguf.GGUFValueType
+    writer = gguf.GGUFWriter(None, arch)
+    kinds = gguf.GGUFValueType
     for key, value in about.items():
         if value is not None:  # llama.cpp's counts have no sign
             writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
@@ -432,7 +436,8 @@ def read_gguf(path):
     if arch not in kinds:
         raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
     kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
-    c, fields = {'model_type': kind}, GGUF_OTHERS | FAMILIES[kind].fields
+    c = {'model_type': kind}
+    fields = GGUF_OTHERS | FAMILIES[kind].fields
     for key, value in keys.items():
         if key.startswith(f'{arch}.'):
             name = key.removeprefix(f'{arch}.')
@@ -457,7 +462,8 @@ def published_tokenizer(path):
     splits = keys.get('tokenizer.ggml.pre', 'SentencePiece')
     if splits not in GGUF_PATTERNS:
         raise ValueError(f"{path} has a {splits} tokenizer; {', '.join(GGUF_PATTERNS)} are read")
-    texts, kinds = keys['tokenizer.ggml.tokens'], keys['tokenizer.ggml.token_type']
+    texts = keys['tokenizer.ggml.tokens']
+    kinds = keys['tokenizer.ggml.token_type']
     vocab = {text: i for i, text in enumerate(texts) if kinds[i] != 5}
     merges = [merge.split(' ') for merge in keys['tokenizer.ggml.merges'] if merge.replace(' ', '') in vocab]
     library = package('tokenizers')
@@ -510,7 +516,8 @@ def describe(name, folder):
               f"{'with a' if tokenizer.chat_template else 'no'} chat template")
     except (OSError, ImportError, ValueError) as error:  # the model can be used without
         return print(f"tokenizer: none ({error})\nfolder: {folder}")
-    name, shorter = shlex.quote(name), ' --block_size=1024' * (config.block_size > 1024)
+    name = shlex.quote(name)
+    shorter = ' --block_size=1024' * (config.block_size > 1024)
     print(f"folder: {folder}\nnext:", f"sample.py --init_from={name} --start='Once upon a time'",
           f"prepare.py my.txt --tokenizer={shlex.quote(folder)} --out=mine",
           f"train.py --init_from={name} --dataset=mine{shorter}", sep='\n    python ')
@@ -528,30 +535,25 @@ def print_families():
 
 # checkpoints of ours ----------------------------------------------------------------------------------------
 
-class Checkpoint(typing.TypedDict, total=False):
-    """What train.py writes to ckpt.pt; best.pt lacks optimizer and scaler. nanoGPT's has config,
-    model_args, model, optimizer, iter_num and best_val_loss. `load` adds the last two."""
-    model: dict              # name -> tensor; with lora of the adapters alone
-    model_args: dict         # the fields of GPTConfig
-    config: dict             # train.py's settings
-    tokenizer: dict | None   # its state()
-    masked: bool             # whether it was trained on conversations
-    data: dict               # meta.json of its dataset
-    lora: dict | None        # rank, alpha, targets, base: the model that the adapters are for
-    runtime: dict            # machine, ranks, threads, compile, dtype: the same give the same bits
-    optimizer: list          # state_dict() of each
-    scaler: dict             # state_dict()
-    iter_num: int            # this and the next four: NUMBERS of train.py
-    best_val_loss: float
-    skipped: int
-    wall_s: float
-    wandb_id: str | None
-    path: str                # the file or folder
-    no_tokenizer: str        # why there is none
+# A checkpoint is a dict, which train.py writes to ckpt.pt; best.pt lacks optimizer and scaler. nanoGPT's has
+# config, model_args, model, optimizer, iter_num and best_val_loss. `load` adds the last two.
+#
+#     model              name -> tensor; with lora of the adapters alone
+#     model_args         the fields of GPTConfig
+#     config             train.py's settings
+#     tokenizer          its state(), or None
+#     masked             whether it was trained on conversations
+#     data               meta.json of its dataset
+#     lora               None, or rank, alpha, targets, base: the model that the adapters are for
+#     runtime            machine, ranks, threads, compile, dtype: the same give the same bits
+#     optimizer, scaler  state_dict() of each optimizer, a list; that of the scaler
+#     iter_num, ...      NUMBERS of train.py
+#     path               the file or folder
+#     no_tokenizer       why there is none
 
 
 # fields of GPTConfig that a checkpoint may be read with otherwise
-CHANGEABLE = ('dropout', 'block_size', 'rope_scaling', 'balance_per_sequence', 'document_token')
+CHANGEABLE = 'dropout', 'block_size', 'rope_scaling', 'balance_per_sequence', 'document_token'
 
 
 def checkpoint_path(name, best):
@@ -565,7 +567,7 @@ def checkpoint_path(name, best):
 RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local'}  # fields of GPTConfig in earlier versions
 
 
-def read_checkpoint(path) -> Checkpoint:
+def read_checkpoint(path):
     """A file of train.py's or nanoGPT's, with names as they are now; runs no code of it. Raises
     FileNotFoundError, or ValueError for another kind of file."""
     if not os.path.exists(path):
@@ -574,7 +576,8 @@ def read_checkpoint(path) -> Checkpoint:
     with reading(path):
         # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
-        state, args = checkpoint['model'], checkpoint['model_args']
+        state = checkpoint['model']
+        args = checkpoint['model_args']
     is_nanogpt = any('transformer.' in name for name in state)
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
     state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
@@ -620,7 +623,7 @@ def is_published(name):
 
 
 def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
-    """(model, tokenizer, rest): rest is its Checkpoint without the weights.
+    """(model, tokenizer, rest): rest is its dict without the weights, see above.
 
     init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
     model. dtype: None: as stored. best: see checkpoint_path. merge: adds a LoRA run's adapters to the
@@ -629,11 +632,13 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     published = init_from != 'resume' and is_published(init_from)
     if published:
         path = fetch(init_from)
-        model, rest = from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes), {}
+        model = from_pretrained(path, dtype=dtype, device=device, int8=int8, **changes)
+        rest = {}
     else:
         path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
         rest = read_checkpoint(path)
-        state, args = rest.pop('model'), rest['model_args']
+        state = rest.pop('model')
+        args = rest['model_args']
         if rest.get('lora'):
             trained = {name: args[name] for name in CHANGEABLE if name in args}
             model = adapted_model(rest, state, trained | changes)
@@ -648,11 +653,12 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     try:
         tokenizer = published_tokenizer(path) if published else find_tokenizer(rest, path)
     except (OSError, ImportError, ValueError) as error:  # it may still be trained, measured, exported
-        tokenizer, rest['no_tokenizer'] = None, str(error)
+        tokenizer = None
+        rest['no_tokenizer'] = str(error)
     return model, tokenizer, rest
 
 
-def adapted_model(rest: Checkpoint, state, changes):
+def adapted_model(rest, state, changes):
     """The base that a checkpoint of adapters names, with these beside its weights."""
     lora = rest['lora']
     model, *_ = load(lora['base'], dtype=torch.float32, **changes)
@@ -661,7 +667,7 @@ def adapted_model(rest: Checkpoint, state, changes):
     return model
 
 
-def find_tokenizer(rest: Checkpoint, path):
+def find_tokenizer(rest, path):
     """A checkpoint's, without a chat template if trained on text alone; of nanoGPT's its dataset's."""
     if rest.get('tokenizer'):
         tokenizer = tokenizer_from_state(rest['tokenizer'])
@@ -677,9 +683,13 @@ def find_tokenizer(rest: Checkpoint, path):
 
 if __name__ == '__main__':
     if len(words) == 3 and words[0] == 'export':
-        save, readers, kinds = save_pretrained, 'transformers and vLLM', map(plain, DTYPES.values())
+        save = save_pretrained
+        readers = 'transformers and vLLM'
+        kinds = map(plain, DTYPES.values())
         if words[2].endswith('.gguf'):
-            save, readers, kinds = save_gguf, 'llama.cpp', GGUF_DTYPES
+            save = save_gguf
+            readers = 'llama.cpp'
+            kinds = GGUF_DTYPES
         check_settings({'dtype': dtype}, {'dtype': [None, *kinds]})
         model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without

@@ -18,7 +18,9 @@ def short_convolution(mixer, x, context):
     """Causal and depthwise: y_t = sum of conv[:, -1 - j] x_{t - j}, j tokens back within the document, where
     conv (channels, kernel) is the mixer's, whose first state is the tokens before x. x (B, T, channels)."""
     x = after_last(mixer, x, context)
-    weight, kernel, y = mixer.conv.type_as(x), mixer.conv.shape[1], 0.0
+    weight = mixer.conv.type_as(x)
+    kernel = mixer.conv.shape[1]
+    y = 0.0
     for j in range(kernel):
         tap = x[:, kernel - 1 - j:x.shape[1] - j] * weight[:, -1 - j]
         y = y + (tap if context.document_starts is None else tap * (context.position_ids >= j)[..., None])
@@ -45,7 +47,8 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
     q, k, v, decay, beta = (chunks(x, 2) for x in (q, k, v, decay, beta))  # (B, heads, chunks, chunk, ...)
     total = running_sum(decay)  # log of how much the state from before the chunk has decayed
     hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    carried, left = total.exp(), (total[..., -1:, :] - total).exp()  # from the chunk's start, to its end
+    carried = total.exp()  # from the chunk's start
+    left = (total[..., -1:, :] - total).exp()  # to its end
     if is_start is not None:
         document = chunks(is_start.long(), 1)[:, None].cumsum(-1)  # 0 began before the chunk
         hidden = hidden | (document[..., :, None] != document[..., None, :])
@@ -65,7 +68,10 @@ def gated_delta_rule(q, k, v, decay, beta, state, is_start=None, corrects=True, 
         # only the part of the system below the diagonal counts
         right = torch.linalg.solve_triangular(scores(k_beta), right, upper=False, unitriangular=True)
         written, read = right.split((v.shape[-1], k.shape[-1]), dim=-1)
-    score, q, k, out = scores(q), q * carried, k * left, []
+    score = scores(q)
+    q = q * carried
+    k = k * left
+    out = []
     for i in range(q.shape[2]):
         new = written[:, :, i] - read[:, :, i] @ state if corrects else written[:, :, i]
         out.append(q[:, :, i] @ state + score[:, :, i] @ new)
@@ -93,7 +99,8 @@ def decayed_scores(q, k, total):
     """For i >= j the sum over channels of q_i k_j exp(total_i - total_j), (..., C, C); q, k and total, which
     falls, (..., C, channels), C a power of two. As k exp(-total) would overflow, of two adjacent blocks the
     later's queries decay from the earlier's end, the earlier's keys to there."""
-    score, half = (q * k).sum(-1)[..., None, None], 1  # blocks of one
+    score = (q * k).sum(-1)[..., None, None]
+    half = 1  # blocks of one
     while half < q.shape[-2]:
         (_, late), (early, _), (before, after) = (  # (..., pairs of blocks, half, channels)
             x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, total))
@@ -115,16 +122,21 @@ class GatedDeltaNet(Mixer):
 
     @classmethod
     def defaults(cls, config):
-        heads, width = config.linear_n_key_head or config.n_head, config.n_embd // config.n_head
+        heads = config.linear_n_key_head or config.n_head
+        width = config.n_embd // config.n_head
         return dict(linear_n_key_head=heads, linear_n_value_head=heads, linear_key_head_dim=width,
                     linear_value_head_dim=config.linear_key_head_dim or width, linear_conv_kernel_dim=4)
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.n_key, self.n_value = config.linear_n_key_head, config.linear_n_value_head
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        keys, values = self.n_key * self.key_dim, self.n_value * self.value_dim
-        kernel, self.qkv = config.linear_conv_kernel_dim, (keys, keys, values)
+        self.n_key = config.linear_n_key_head
+        self.n_value = config.linear_n_value_head
+        self.key_dim = config.linear_key_head_dim
+        self.value_dim = config.linear_value_head_dim
+        keys = self.n_key * self.key_dim
+        values = self.n_value * self.value_dim
+        kernel = config.linear_conv_kernel_dim
+        self.qkv = keys, keys, values
         others, n_decay, n_normed = self.other_widths(keys, values)
         names = 'q k v gate beta decay' if self.corrects else 'q k v gate step'
         self.c_attn = FusedLinear(config.n_embd, (*self.qkv, *others), names=names)
@@ -171,9 +183,11 @@ class GatedDeltaNet(Mixer):
 
     def recur(self, q, k, v, decay, beta, context):
         """decay (B, T, n_value, 1 or keys), beta (B, T, n_value) -> (B, T, n_value, values)"""
-        cache, is_token = context.cache, context.is_token()
+        cache = context.cache
+        is_token = context.is_token()
         if is_token is not None:  # padding writes nothing, and nothing is forgotten over it
-            beta, decay = beta * is_token[..., None], decay * is_token[..., None, None]
+            beta = beta * is_token[..., None]
+            decay = decay * is_token[..., None, None]
         state = (q.new_zeros(len(q), *self.states[1][0]) if cache is None
                  else cache.states[self.entry(context)][1])
         is_start = None if context.document_starts is None else context.position_ids == 0
@@ -216,10 +230,12 @@ class ShortConvolution(Mixer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        C, kernel = config.n_embd, config.linear_conv_kernel_dim
+        C = config.n_embd
+        kernel = config.linear_conv_kernel_dim
         self.c_attn = FusedLinear(C, (C, C, C), names='before after x')
         self.conv = parameter(C, kernel, init=conv_init, group='vector')
-        self.c_proj, self.states = Linear(C, C, init=branch_init(config)), [((kernel - 1, C), None)]
+        self.c_proj = Linear(C, C, init=branch_init(config))
+        self.states = [((kernel - 1, C), None)]
 
     def flops(self, length):
         return 6 * self.conv.numel()
@@ -234,7 +250,7 @@ class Mamba2(GatedDeltaNet):
     groups of heads, x the value; the step size both writes and decays."""
 
     corrects = False
-    fields = (*GatedDeltaNet.fields, 'linear_conv_bias')
+    fields = *GatedDeltaNet.fields, 'linear_conv_bias'
 
     @classmethod
     def defaults(cls, config):

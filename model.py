@@ -260,7 +260,8 @@ class FusedLinear(Linear):
 
     def __init__(self, n_in, widths, bias=False, names='gate up'):
         super().__init__(n_in, sum(widths), bias, rows=widths)
-        self.widths, self.names = widths, names
+        self.widths = widths
+        self.names = names
 
     def forward(self, x):
         return super().forward(x).split(self.widths, dim=-1)
@@ -289,10 +290,12 @@ class Norm(nn.Module):
 
     def __init__(self, width, config, is_unit=False, eps=None):
         super().__init__()
-        has_weight, has_bias = config.norm_weight and not is_unit, config.norm_bias and not is_unit
+        has_weight = config.norm_weight and not is_unit
+        has_bias = config.norm_bias and not is_unit
         self.weight = parameter(width, init=nn.init.ones_, group='vector') if has_weight else None
         self.bias = parameter(width, init=nn.init.zeros_, group='vector') if has_bias else None
-        self.kind, self.eps = config.norm, eps or config.norm_eps
+        self.kind = config.norm
+        self.eps = eps or config.norm_eps
 
     def forward(self, x):
         weight, bias = (None if w is None else w.float() for w in (self.weight, self.bias))
@@ -308,7 +311,8 @@ def rope_table(kind, position_ids, length):
     (base, dimensions, items of a scaling); length: of the context, for scalings."""
     base, width, scaling = kind
     pair = torch.arange(0, width, 2, device=position_ids.device)
-    freq, factor = 1.0 / base ** (pair / width), 1.0
+    freq = 1.0 / base ** (pair / width)
+    factor = 1.0
     if scaling:
         options = dict(scaling)
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
@@ -325,7 +329,8 @@ def rotate(x, rope):
     cos, sin = rope
     pairs = cos.shape[-1]
     a, b, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
-    a, b = a.float(), b.float()
+    a = a.float()
+    b = b.float()
     return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x), rest), dim=-1)
 
 
@@ -433,14 +438,17 @@ class BaseAttention(Mixer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.span, pos = config.window_of(layer), letter(config.pos_pattern, layer)
+        self.span = config.window_of(layer)
+        pos = letter(config.pos_pattern, layer)
         self.reach = letter(config.window_pattern, layer) if self.span else 'L'
         self.window = None if self.reach == 'G' else self.span  # all slots are kept
         self.has_alibi = config.pos == 'alibi' and pos == 'P'
-        self.rope_kind, self.scale = config.rope_kind(layer) if pos == 'P' else None, config.scale_of(layer)
+        self.rope_kind = config.rope_kind(layer) if pos == 'P' else None
+        self.scale = config.scale_of(layer)
         growth = config.query_scale or {}
         self.query_scale = growth if pos in growth.get('layers', 'PN') else None
-        self.config, self.n_head = config, config.n_head
+        self.config = config
+        self.n_head = config.n_head
         self.sink = parameter(self.n_head, init=nn.init.zeros_, group='vector') if config.attn_sink else None
 
     @property
@@ -448,7 +456,8 @@ class BaseAttention(Mixer):
         return self.window, self.has_alibi, self.reach
 
     def attend(self, q, k, v, context):
-        config, p = self.config, self.config.dropout if self.training else 0.0
+        config = self.config
+        p = self.config.dropout if self.training else 0.0
         if self.query_scale:
             q = q * query_scale(context.position_ids, **self.query_scale).type_as(q)
         return attend(q, k, v, context, context.masks[self.mask_kind], self.scale, p, config.attn_softcap,
@@ -476,39 +485,52 @@ class Attention(BaseAttention):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        own, H, C = config.fields_of(layer), config.n_head, config.n_embd
-        K, D, self.k_eq_v = own['n_kv_head'], own['head_dim'], own['k_eq_v']
+        own = config.fields_of(layer)
+        H = config.n_head
+        C = config.n_embd
+        K = own['n_kv_head']
+        D = own['head_dim']
+        self.k_eq_v = own['k_eq_v']
         gate = (H if config.attn_gate == 'head' else H * D,) if config.attn_gate else ()
         keys = (K * D,) if self.k_eq_v else (K * D, K * D)
         names = 'q k gate' if self.k_eq_v else 'q k v gate'
         self.c_attn = FusedLinear(C, (H * D, *keys, *gate), config.qkv_bias, names)
         self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
-        self.qk_norm, is_unit = config.qk_norm, config.qk_norm == 'unit'
+        self.qk_norm = config.qk_norm
+        is_unit = config.qk_norm == 'unit'
         has_norm = self.rope_kind if is_unit else self.qk_norm
         self.q_norm, self.k_norm = (
             Norm(heads * D if self.qk_norm == 'whole' else D, config, is_unit) if has_norm else nn.Identity()
             for heads in (H, K))
         self.v_norm = Norm(D, config, is_unit=True) if config.v_norm else nn.Identity()
-        self.head_dim, self.head_widths, self.slots = D, (D, D), [(K, D), (K, D)]
+        self.head_dim = D
+        self.head_widths = D, D
+        self.slots = [(K, D), (K, D)]
 
     def project(self, x, context):
         """x (B, T, C) -> q (B, H, T, D), k, v (B, K, T, D), and the output's gate in a list, or none."""
         def by_head(y):
             return y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
-        (q, k, *others), rope = self.c_attn(x), context.ropes[self.rope_kind]
+        q, k, *others = self.c_attn(x)
+        rope = context.ropes[self.rope_kind]
         if self.k_eq_v:
             others = [k, *others]
         v, *gate = others
         if self.qk_norm == 'whole':
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         elif self.qk_norm is True:
-            q, k = self.q_norm(by_head(q)).flatten(2), self.k_norm(by_head(k)).flatten(2)
+            q = self.q_norm(by_head(q)).flatten(2)
+            k = self.k_norm(by_head(k)).flatten(2)
         if clip := self.config.clip_qkv:
             q, k, v = (y.clamp(-clip, clip) for y in (q, k, v))
         q, k, v = (by_head(y).transpose(1, 2) for y in (q, k, v))
-        q, k, v = rotate(q, rope), rotate(k, rope), self.v_norm(v)
+        q = rotate(q, rope)
+        k = rotate(k, rope)
+        v = self.v_norm(v)
         if self.qk_norm in ('rotated', 'unit'):
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         return q, k, v, gate
 
     def forward(self, x, context):
@@ -598,7 +620,8 @@ class Block(nn.Module):
         kind = config.mlp_of(layer)
         self.placement, n_norm, _ = NORM_PLACEMENTS[config.norm_placement]
         if kind == 'N':
-            self.placement, n_norm = mixer_alone, 1
+            self.placement = mixer_alone
+            n_norm = 1
         if isinstance(self.placement, type):
             self.placement = self.placement(config, layer)
         self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
@@ -610,7 +633,8 @@ class Block(nn.Module):
         if self.sparse and config.expert_norms:  # which stand within
             self.ln_3 = nn.Identity()
         self.mlp = MoE(config, layer) if self.sparse else MLP(config, config.d_ff) if kind == 'D' else None
-        self.p, self.scale = config.dropout, config.residual_scale
+        self.p = config.dropout
+        self.scale = config.residual_scale
         self.register_buffer('scalar', torch.ones(1) if config.layer_scalar else None)
 
     def forward(self, x, context):
@@ -634,7 +658,9 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        tied, C, vocab_size = config.tie_word_embeddings, config.n_embd, config.vocab_size
+        tied = config.tie_word_embeddings
+        C = config.n_embd
+        vocab_size = config.vocab_size
         # with a tied head a token's logit for itself starts at n_embd * std
         embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
         self.wte = Embedding(vocab_size, C, embedding_init)
@@ -672,11 +698,13 @@ class GPT(nn.Module):
         aux['logits']. weights: a list that takes each attention layer's, (B, H, T, S). hidden: returns the
         head's inputs instead, (B, T, C), the last of transformers' hidden_states. Raises ValueError if the
         tokens do not fit into block_size or the cache."""
-        T, config = idx.shape[1], self.config
+        T = idx.shape[1]
+        config = self.config
         if config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
         context = make_context(self, idx, cache, lengths, weights, [] if targets is not None else None)
-        (enter, leave), x0 = streams(config), self.embed(context)
+        enter, leave = streams(config)
+        x0 = self.embed(context)
         x = enter(x0)                                                                             # (B, T, C)
         for i, context.base in self.schedule:
             if config.residual_lambdas:
@@ -720,8 +748,10 @@ class GPT(nn.Module):
 
     def head(self, x):
         """x (B, T, C) from the last block -> logits (B, T, vocab_size) float32."""
-        x, head = self.ln_f(x), self.lm_head or self.wte
-        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        x = self.ln_f(x)
+        head = self.lm_head or self.wte
+        scale = self.config.logit_scale
+        cap = self.config.logit_softcap
         if self.training and x.is_cuda and len(head.weight) % 64:
             logits = aligned_linear(x, head.weight, getattr(head, 'bias', None))
         else:
@@ -750,8 +780,10 @@ class GPT(nn.Module):
 
 def cross_entropy(logits, targets):
     """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
-    logits, targets = logits.flatten(0, 1), targets.flatten().clamp(min=-1)
-    rows, parts = MOST_LOGITS // logits.shape[-1], [(logits, targets)]
+    logits = logits.flatten(0, 1)
+    targets = targets.flatten().clamp(min=-1)
+    rows = MOST_LOGITS // logits.shape[-1]
+    parts = [(logits, targets)]
     if rows < len(targets):  # else the gradient of split would be a copy
         parts = zip(logits.split(rows), targets.split(rows))
     loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
@@ -788,14 +820,18 @@ class Cache:
     attends to all slots, empty ones masked."""
 
     def __init__(self, model, batch_size, max_len, static, rolling):
-        config, dtype, device = model.config, model.compute_dtype(), model.wte.weight.device
+        config = model.config
+        dtype = model.compute_dtype()
+        device = model.wte.weight.device
         if max_len > config.block_size:
             raise ValueError(f"max_len={max_len} is above block_size={config.block_size}")
         for mixer in model.mixers:
             if not (mixer.slots or mixer.states or mixer.slots is None):
                 raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
                                  "states, so that nothing of it can be cached: see Mixer")
-        self.max_len, self.static, self.rolling = max_len, static, rolling
+        self.max_len = max_len
+        self.static = static
+        self.rolling = rolling
         self.longest, self.same_length = (max_len, False) if static else (0, True)
         zeros = functools.partial(torch.zeros, device=device)
         self.length = zeros(batch_size, dtype=torch.long)
@@ -813,7 +849,8 @@ class Cache:
     def key_positions(self, window, positions):
         """(1 or B, S): the positions of the keys that append returns in a layer with this window; -1 for an
         empty slot. positions (1 or B, T): of the new tokens."""
-        n_slots, T = self.n_slots(window), positions.shape[1]
+        n_slots = self.n_slots(window)
+        T = positions.shape[1]
         # new tokens that are in a slot already, see append
         n_in = T if T == 1 or n_slots == self.max_len else 0
         slot = torch.arange(min(self.longest + n_in, n_slots), device=positions.device)[None]
@@ -825,8 +862,11 @@ class Cache:
 
     def append(self, mixer, context, *new):
         """Takes a mixer's new tensors (B, heads, T, width); returns all to attend to, (B, heads, S, ...)."""
-        slots, T, device = self.slots[mixer.entry(context)], new[0].shape[2], self.length.device
-        n_slots, seen = slots[0].shape[2] - 1, None
+        slots = self.slots[mixer.entry(context)]
+        T = new[0].shape[2]
+        device = self.length.device
+        n_slots = slots[0].shape[2] - 1
+        seen = None
         if T > 1 and n_slots < self.max_len:  # the first of the tokens sees what the last will overwrite
             seen = [torch.cat((old[:, :, :min(self.longest, n_slots)], add), dim=2)
                     for old, add in zip(slots, new)]
@@ -835,7 +875,8 @@ class Cache:
             for old, add in zip(slots, new):
                 old[:, :, start:start + T] = add
         else:
-            column, row = torch.arange(T, device=device), torch.arange(len(self.length), device=device)
+            column = torch.arange(T, device=device)
+            row = torch.arange(len(self.length), device=device)
             end = T if context.lengths is None else context.lengths[:, None]
             kept = (column < end) & (column >= end - n_slots)  # no padding, and of a long text its end
             slot = (context.positions % n_slots).where(kept, n_slots)
@@ -881,7 +922,8 @@ class Cache:
         """Keeps, reorders or copies rows: a list or (B',) of row numbers."""
         self.slots, self.states = ([[tensor[rows] for tensor in layer] for layer in layers]
                                    for layers in (self.slots, self.states))
-        self.length, self.starts = self.length[rows], self.starts[rows]
+        self.length = self.length[rows]
+        self.starts = self.starts[rows]
         self._recount()
 
     def put(self, rows, other):
@@ -905,7 +947,9 @@ class Cache:
 def after_last(mixer, x, context, state=0):
     """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
     mixer.states[state], of shape (n, ...), holds these n tokens, and takes the next."""
-    n, cache, lengths = mixer.states[state][0][0], context.cache, context.lengths
+    n = mixer.states[state][0][0]
+    cache = context.cache
+    lengths = context.lengths
     if cache is None:
         return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
     before = cache.states[mixer.entry(context)][state]
@@ -917,7 +961,8 @@ def after_last(mixer, x, context, state=0):
 def make_schedule(model, turns):
     """turns: numbers of blocks, in the order in which they compute. Returns for each turn (block, number of
     its first mixer in a cache), and the mixers in a cache's order, outside the blocks last; sets places."""
-    schedule, mixers = [], []
+    schedule = []
+    mixers = []
 
     def take(module, base):
         for part in module.modules():
@@ -962,7 +1007,9 @@ def visible(q_pos, k_pos, first):
 
 def make_context(model, idx, cache=None, lengths=None, weights=None, routing=None):
     """The ForwardContext of the new tokens idx (B, T): positions, rotations, masks."""
-    T, config, device = idx.shape[1], model.config, idx.device
+    T = idx.shape[1]
+    config = model.config
+    device = idx.device
     positions = torch.arange(T, device=device)[None] if cache is None else cache.positions(T, lengths)
     # on a CPU SDPA's backward takes 1.5 to 2 times as long, 3 times with dropout
     eager = bool(weights is not None or config.attn_softcap or config.attn_sink
@@ -982,7 +1029,9 @@ def make_context(model, idx, cache=None, lengths=None, weights=None, routing=Non
 
 def find_starts(context, document_token):
     """(B, T): the position where each new token's document starts: its last document_token, or 0."""
-    positions, cache, starts_here = context.positions, context.cache, context.idx == document_token
+    positions = context.positions
+    cache = context.cache
+    starts_here = context.idx == document_token
     if context.lengths is not None:  # padding starts none: a state would forget its document
         starts_here = starts_here & context.is_token()
     start = torch.where(starts_here, positions, 0).cummax(dim=1).values
@@ -996,8 +1045,11 @@ def find_starts(context, document_token):
 def make_mask(model, context, window, biased, reach):
     """The Mask of the layers with this window in the cache, None for all. biased: ALiBi's bias is in it;
     reach: a letter of window_pattern."""
-    positions, cache, starts = context.positions, context.cache, context.document_starts
-    T, longest = positions.shape[1], 0 if cache is None else cache.longest
+    positions = context.positions
+    cache = context.cache
+    starts = context.document_starts
+    T = positions.shape[1]
+    longest = 0 if cache is None else cache.longest
     is_causal = longest == 0  # nothing cached: the keys are the new tokens
     span = model.config.window if reach == 'G' else window
     sees_all = span is None or longest + T <= span
@@ -1013,7 +1065,8 @@ def make_mask(model, context, window, biased, reach):
     first = (positions - age).clamp(min=begin)
     if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
         first = first.clamp(max=cache.max_len - 1)
-    bias, slopes = torch.zeros((), dtype=context.dtype, device=positions.device), None
+    bias = torch.zeros((), dtype=context.dtype, device=positions.device)
+    slopes = None
     if biased:
         slopes = alibi_slopes(model.config.n_head, positions.device) * model.config.alibi_scale
         distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
@@ -1041,7 +1094,9 @@ def last_tokens(x, keep, lengths):
 def attend(q, k, v, context, mask, scale, p, softcap, sink):
     """softmax(scale q k^T + bias) v, with dropout p on the weights, by the first path that can compute it.
     q (B, H, T, D); k (B, K, S, D); v (B, K, S, D'), K dividing H -> (B, H, T, D')."""
-    (B, H, T, D), (K, S), bias = q.shape, k.shape[1:3], mask.bias
+    B, H, T, D = q.shape
+    K, S = k.shape[1:3]
+    bias = mask.bias
     group = H // K
     # with a window a block takes its part of the keys, a kernel all of them
     if context.eager or mask.is_causal and mask.window and q.device.type == 'cpu' and T > BLOCK:
@@ -1059,7 +1114,8 @@ def attend(q, k, v, context, mask, scale, p, softcap, sink):
         if bias is not None:  # (1 or B, 1 or K, H / K T, S)
             bias = bias.expand(-1, max(bias.shape[1], group), -1, -1).reshape(len(bias), -1, group * T, S)
     elif group > 1 and sharing == 'repeat':
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        k = k.repeat_interleave(group, dim=1)
+        v = v.repeat_interleave(group, dim=1)
     with contextlib.nullcontext() if use_cudnn else sdpa_kernel(ALL_BUT_CUDNN):
         y = F.scaled_dot_product_attention(q, k, v, bias, p, is_causal, scale=scale,
                                            enable_gqa=q.shape[1] > k.shape[1])
@@ -1101,7 +1157,8 @@ def flex_mask(first, slopes):
     """The mask of queries that see the keys from first (1 or B, T) on, with ALiBi's slopes (H,) or None, as
     flex_attention takes it: (function that changes scores or None, block mask)."""
     from torch.nn.attention.flex_attention import create_block_mask
-    (rows, T), device = first.shape, first.device
+    rows, T = first.shape
+    device = first.device
 
     def is_seen(b, h, q, k):
         return (k <= q) & (k >= first[b % rows, q])
@@ -1119,13 +1176,17 @@ def eager_attention(q, k, v, mask, scale, p, softcap=0.0, sink=None, weights=Non
     at a window of a fourth of the tokens; and for few queries in a compiled step, by sums that become two
     loops: on a CPU SDPA takes ten times as long, and CUDA's kernels with a bias give a head to one
     multiprocessor."""
-    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    q, out, block = q * scale, [], T if few or weights is not None else BLOCK
+    B, H, T, D = q.shape
+    K, S = k.shape[1:3]
+    q = q * scale
+    out = []
+    block = T if few or weights is not None else BLOCK
     for start in range(0, T, block):
         end = min(start + block, T)
         first = max(0, start + 1 - mask.window) if mask.is_causal and mask.window else 0
         last = end if mask.is_causal else S
-        keys, values = k[:, :, first:last], v[:, :, first:last]
+        keys = k[:, :, first:last]
+        values = v[:, :, first:last]
         # a group's heads are rows of one product: (B, K, H / K t, D) @ (B, K, D, seen)
         rows = q[:, :, start:end].reshape(B, K, -1, D)
         score = (rows[..., None, :] * keys[:, :, None]).sum(dim=-1) if few else rows @ keys.mT
@@ -1178,19 +1239,27 @@ class LatentAttention(BaseAttention):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        H, C, rank, q_rank = config.n_head, config.n_embd, config.kv_lora_rank, config.q_lora_rank
-        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        self.widths, q_width = (rank, nope, rope, value), H * (nope + rope)
+        H = config.n_head
+        C = config.n_embd
+        rank = config.kv_lora_rank
+        q_rank = config.q_lora_rank
+        nope = config.qk_nope_head_dim
+        rope = config.qk_rope_head_dim
+        value = config.v_head_dim
+        self.widths = rank, nope, rope, value
+        q_width = H * (nope + rope)
         self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), config.qkv_bias, 'q latent k_rope')
         self.q_norm = Norm(q_rank, config, eps=config.latent_norm_eps) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config, eps=config.latent_norm_eps)
         self.c_kv = Linear(rank, H * (nope + value))  # for each head k, then v
         self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
-        self.slots, self.head_widths = [(1, rank + rope)], (nope + rope, value)
+        self.slots = [(1, rank + rope)]
+        self.head_widths = nope + rope, value
 
     def forward(self, x, context):
-        (q, latent, k_rope), table = self.c_attn(x), context.ropes[self.rope_kind]
+        q, latent, k_rope = self.c_attn(x)
+        table = context.ropes[self.rope_kind]
         rank, nope, rope, value = self.widths
         q = self.c_q(self.q_norm(q)).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
         q, q_rope = q.split((nope, rope), dim=-1)
@@ -1198,11 +1267,15 @@ class LatentAttention(BaseAttention):
         if context.cache is not None:
             latent, = context.cache.append(self, context, latent)  # (B, 1, S, rank + rope)
         w_k, w_v = self.c_kv.weight.view(self.n_head, -1, rank).split((nope, value), dim=1)
-        T, S, up = q.shape[2], latent.shape[2], rank * (nope + value)
+        T = q.shape[2]
+        S = latent.shape[2]
+        up = rank * (nope + value)
         absorb = (context.cache is not None  # by multiplications a head
                   and T * (up + S * (2 * rank + rope)) < S * (up + T * sum(self.head_widths)))
         if absorb:
-            q, k, v = q @ w_k, latent, latent[..., :rank]
+            q = q @ w_k
+            k = latent
+            v = latent[..., :rank]
         else:
             kv = self.c_kv(latent[:, 0, :, :rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
             k, v = kv.split((nope, value), dim=-1)
@@ -1263,7 +1336,8 @@ class Experts(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.act, n = activation(config)
-        E, width = config.n_expert, config.d_expert
+        E = config.n_expert
+        width = config.d_expert
         self.c_fc = GroupedLinear(E, config.n_embd, (width,) * n, config.mlp_bias)
         self.c_proj = GroupedLinear(E, width, (config.n_embd,), config.mlp_bias, init=branch_init(config))
 
@@ -1286,7 +1360,8 @@ class MoE(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config = config
+        self.layer = layer
         self.router = Linear(config.n_embd, config.n_expert, config.mlp_bias)
         self.experts = Experts(config)
         n_shared = config.n_shared_expert
@@ -1300,14 +1375,17 @@ class MoE(nn.Module):
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
-        flat, E, k = x.flatten(0, 1), self.config.n_expert, self.config.n_expert_active  # (n, C)
+        flat = x.flatten(0, 1)  # (n, C)
+        E = self.config.n_expert
+        k = self.config.n_expert_active
         weight, chosen, logits, score = self.route(self.ln_router(flat))
         order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
         load = (chosen.view(len(x), -1, 1) == torch.arange(E, device=x.device)).sum(1)  # choices, (B, E)
         ends = load.sum(0).cumsum(0, dtype=torch.int32)
         each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # a row a choice
         if self.config.expert_input_scale:
-            each, weight = each * weight.view(-1, 1).type_as(each), torch.ones_like(weight)
+            each = each * weight.view(-1, 1).type_as(each)
+            weight = torch.ones_like(weight)
         # index_select: the backward of indexing is slow, or not deterministic
         y = self.experts(each.index_select(0, order), ends)
         y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
@@ -1321,7 +1399,8 @@ class MoE(nn.Module):
 
     def route(self, x):
         """x (n, C) -> weights (n, k), experts (n, k), logits and log scores (n, E); all float32."""
-        config, (log, group_score) = self.config, ROUTERS[self.config.router]
+        config = self.config
+        log, group_score = ROUTERS[self.config.router]
         with torch.autocast(x.device.type, enabled=False):
             bias = self.router.bias if self.router.bias is None else self.router.bias.float()
             logits = F.linear(x.float(), self.router.weight.float(), bias)
@@ -1410,8 +1489,10 @@ def yarn(freq, base, length, *, factor, original_max_position_embeddings, beta_f
     low, high = (pairs * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(base)
                  for turns in (beta_fast, beta_slow))  # pairs that turn this often
     if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * pairs - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * pairs - 1)
     ramp = (torch.arange(pairs, device=freq.device) - low) / (high - low or 0.001)
     if attention_factor is None:
         over, under = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
@@ -1484,7 +1565,8 @@ def query_scale(position_ids, beta, length, start=0, layers='PN'):
 def alibi_slopes(n_head, device=None):
     """(H,): 2^(-8i/n) for n heads, a power of two; for other counts the slopes of the next smaller power,
     then every second of the doubled list (arXiv:2108.12409)."""
-    n, i = 2 ** int(math.log2(n_head)), torch.arange(1, n_head + 1, device=device)
+    n = 2 ** int(math.log2(n_head))
+    i = torch.arange(1, n_head + 1, device=device)
     return 2.0 ** torch.where(i <= n, -8 * i / n, -4 * (2 * (i - n) - 1) / n)
 
 
@@ -1506,7 +1588,8 @@ class XIELU(nn.Module):
                       group='vector') for above in (0.8, 0.3))
 
     def forward(self, x):
-        above, below = F.softplus(self.alpha_p), 0.5 + F.softplus(self.alpha_n)
+        above = F.softplus(self.alpha_p)
+        below = 0.5 + F.softplus(self.alpha_n)
         curve = torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=-1e-6)) - x))
         return (curve + 0.5 * x).type_as(x)
 
@@ -1563,7 +1646,8 @@ class BigramEmbedding(Mixer):
     """A row of a table for each token and the one before it, by a hash (modded-nanogpt, record of 2026-01-19;
     arXiv:2501.16975). A Mixer, as a cache keeps the token before."""
 
-    documents, states = True, [((1,), torch.long)]
+    documents = True
+    states = [((1,), torch.long)]
 
     def __init__(self, config):
         super().__init__(config, config.n_layer)
@@ -1584,7 +1668,8 @@ class MultiTokenPrediction(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_x, self.ln_next = Norm(config.n_embd, config), Norm(config.n_embd, config)
+        self.ln_x = Norm(config.n_embd, config)
+        self.ln_next = Norm(config.n_embd, config)
         self.c_in = Linear(2 * config.n_embd, config.n_embd)
         self.block = Block(config, config.n_layer - 1)
         self.enter, self.leave = streams(config)
@@ -1601,7 +1686,8 @@ def complete(config):
     """Replaces each None by its default. Raises ValueError for a config that cannot be computed, or has an
     option without effect."""
     config.n_expert = config.n_expert or None  # so that a flag can say it: --n_expert=0
-    problems, lost = list(wrong_values(config)), []
+    problems = list(wrong_values(config))
+    lost = []
     if not problems:  # combinations are checked only where each field by itself is sound
         lost = list(without_effect(config, fill_defaults(config)))
         problems = lost + list(impossible(config))
@@ -1738,7 +1824,8 @@ def account(model):
     """part -> (parameters, parameters that a token uses, training FLOPs a token); a part is the module of the
     parameters, in a layer without its number. 'mixing': the mixers' products without weights, at a length of
     block_size."""
-    length, parts = model.config.block_size, collections.defaultdict(list)
+    length = model.config.block_size
+    parts = collections.defaultdict(list)
     for name, w in model.named_parameters():
         # attn of h.3.attn.c_attn.weight
         part = re.match(r'(?:h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name)[1]
@@ -1755,7 +1842,9 @@ def account(model):
 def cost(model, name, w):
     """(elements of the parameter w of this name, elements that a token uses, training FLOPs a token): 6 for
     a matmul weight, forward and backward, 4 if frozen, 0 for a looked-up table, times its block's turns."""
-    config, active, group = model.config, w.numel(), model.tags[name].group
+    config = model.config
+    active = w.numel()
+    group = model.tags[name].group
     if 'experts.' in name:
         active = round(active * config.n_expert_active / config.n_expert)
     is_product = GROUPS[group] and group not in LOOKED_UP

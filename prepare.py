@@ -71,7 +71,7 @@ from tokenizer import (
     tokenizer_from_state,
 )
 
-RETRY_WAITS = (0.5, 1, 2, 4)  # seconds between the tries of a download
+RETRY_WAITS = 0.5, 1, 2, 4  # seconds between the tries of a download
 print_once = functools.cache(print0)
 
 
@@ -188,22 +188,23 @@ def file_documents(paths, field='text', errors='strict'):
 
 # messages: [{'role': 'user', 'content': text}, ...]; tools: JSON schemas
 Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
-MESSAGES = ('messages', 'conversations')  # fields with a list of messages
-QUESTIONS = ('prompt', 'instruction', 'question')  # fields with a text, beside one of ANSWERS
-ANSWERS = ('output', 'answer', 'response', 'completion')
+MESSAGES = 'messages', 'conversations'  # fields with a list of messages
+QUESTIONS = 'prompt', 'instruction', 'question'  # fields with a text, beside one of ANSWERS
+ANSWERS = 'output', 'answer', 'response', 'completion'
 SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages, {'from': ..., 'value': ...}
-ROLES = ('system', 'user', 'assistant', 'tool')
+ROLES = 'system', 'user', 'assistant', 'tool'
 
 
 def find_messages(record, field):
     """A record's messages, by `field`, else MESSAGES, else QUESTIONS and ANSWERS; or None."""
-    for name in (field, *MESSAGES):
+    for name in field, *MESSAGES:
         if isinstance(record.get(name), list):
             return [{'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
                     if 'from' in message else message for message in record[name]]
     for ask, answer in itertools.product(QUESTIONS, ANSWERS):
         if record.keys() >= {ask, answer}:
-            question, more = record[ask], record.get('input')
+            question = record[ask]
+            more = record.get('input')
             if question and more:
                 question = f'{question}\n\n{more}'
             return make_messages((question or more, record[answer]))
@@ -277,7 +278,7 @@ def library_docs():
         if not NOT_ASKED.intersection(parts):
             module = '.'.join(parts).removesuffix('.__init__').replace('posixpath', 'os.path')
             tree = ast.parse(path.read_bytes())
-            for node in (tree, *tree.body):
+            for node in tree, *tree.body:
                 if wordings := WORDINGS.get(type(node)):
                     name = module if node is tree else f'{module}.{node.name}'
                     arguments = ast.unparse(node.args) if hasattr(node, 'args') else ''
@@ -297,7 +298,8 @@ def summary_of(doc):
 def pydoc_chats():
     """Conversations about one to three functions, classes or modules, each asked about in two wordings, so
     that train has the answers to most questions of val."""
-    asked, order = [], random.Random(0)
+    asked = []
+    order = random.Random(0)
     for n, (name, wordings, doc, arguments) in enumerate(library_docs()):
         summary = summary_of(doc)
         if summary and not re.search(r'\b_|-', name):
@@ -338,7 +340,7 @@ def fetch(url, folder):
         return path
     import requests
     os.makedirs(folder, exist_ok=True)
-    for wait in (*RETRY_WAITS, None):
+    for wait in *RETRY_WAITS, None:
         try:
             response = requests.get(url, stream=True, timeout=60)
             response.raise_for_status()
@@ -410,9 +412,12 @@ def find_source(source, field='text', errors='strict'):
         with tempfile.NamedTemporaryFile(suffix='.json', delete=False) as copy:
             atexit.register(os.remove, copy.name)
             shutil.copyfileobj(sys.stdin.buffer, copy)
-        source, name, paths = 'standard input', 'stdin', [copy.name]
+        source = 'standard input'
+        name = 'stdin'
+        paths = [copy.name]
     elif os.path.isfile(source):
-        name, paths = Path(source.removesuffix('.gz')).stem, [source]
+        name = Path(source.removesuffix('.gz')).stem
+        paths = [source]
     else:  # a folder or glob, named after its last folder without wildcards
         pattern = os.path.join(glob.escape(source), '**', '*') if os.path.isdir(source) else source
         name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
@@ -545,7 +550,8 @@ def encode(tok, as_tokens, group):
             ids, mask = encode_conversation(tok, item)
             n_bytes = int(tok.sizes[ids[mask == 1]].sum())
         else:
-            ids, mask = (tok.encode_chat if as_tokens else tok.encode_array)(item), None
+            ids = (tok.encode_chat if as_tokens else tok.encode_array)(item)
+            mask = None
             ends = ends and tok.eot not in ids[-1:]  # the text may have it, as MiniMind 2's has
             parts = tok.bos if begins else (), ids, (tok.eot,) if ends else ()
             ids = np.concatenate([np.asarray(part, dtype_of(tok.n_vocab)) for part in parts])
@@ -561,7 +567,8 @@ def encode_conversation(tok, conversation):
     place, messages, tools = conversation
     text = tok.render(messages, False, tools)
     ids = tok.encode_chat(text)
-    mask, end = np.zeros(len(ids), np.uint8), 0
+    mask = np.zeros(len(ids), np.uint8)
+    end = 0
     stops = np.flatnonzero(np.isin(ids, tok.stop_tokens))
     for n, message in enumerate(messages):
         if message['role'] == 'assistant':
@@ -590,15 +597,18 @@ def pack(encoded, block_size, eot, counts):
     Each begins with eot, which also fills slots; longer ones are cut. A split ends with one more token, since
     a sequence's last target is the first token of the next slot.
     """
-    left, room = dict.fromkeys(SPLITS, block_size), block_size - 1
+    left = dict.fromkeys(SPLITS, block_size)
+    room = block_size - 1
     for split, ids, mask, n_bytes in encoded:
         counts['cut'] += len(ids) > room
         mask[room::room] = 0  # after a cut the first token has no context
         for begin in range(0, len(ids), room):
-            piece, n_eot = ids[begin:begin + room], 1
+            piece = ids[begin:begin + room]
+            n_eot = 1
             size = 1 + len(piece)
             if size > left[split]:
-                n_eot, left[split] = left[split] + 1, block_size
+                n_eot = left[split] + 1
+                left[split] = block_size
             left[split] -= size
             counts['filled'] += size
             learnt = np.concatenate([np.zeros(n_eot, np.uint8), mask[begin:begin + room]])
@@ -616,7 +626,8 @@ def dtype_of(n_vocab):
 
 def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='refuse'):
     """Prepares a folder -> its meta. block_size: of conversations, else None."""
-    counts, eot = collections.Counter(), tok.eot
+    counts = collections.Counter()
+    eot = tok.eot
     refused = special_tokens == 'refuse' or block_size and special_tokens == 'text'
     items = items_to_encode(texts, tok, tok.special_pattern if refused else '', counts)
     work = functools.partial(encode, tok, special_tokens == 'tokens')
@@ -633,7 +644,8 @@ def write_dataset(folder, texts, tok, label, procs=None, block_size=None, specia
 def write_bins(folder, encoded, label, counts):
     """Writes what `encode` yields to .bin and .mask.bin, adds to counts -> {name: sha256}, by which a resumed
     run sees that its data has changed."""
-    progress, digests = ProgressLine(label), collections.defaultdict(hashlib.sha256)
+    progress = ProgressLine(label)
+    digests = collections.defaultdict(hashlib.sha256)
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda name: stack.enter_context(open(f'{folder}/{name}', 'wb')))
         for split, ids, mask, n_bytes in encoded:
@@ -755,7 +767,8 @@ def load_tokenizer(folder):
     return tokenizer_from_state(state)
 
 
-HEADER_BYTES, HEADER_MAGIC = 1024, 20240520  # of foreign shards: int32 magic, version, tokens, zeros
+HEADER_BYTES = 1024  # of foreign shards: int32 magic, version, tokens, zeros
+HEADER_MAGIC = 20240520
 Shard = collections.namedtuple('Shard', 'path dtype offset n_tokens')
 
 
@@ -786,7 +799,8 @@ class Bins:
     byte for each token.
     """
     def __init__(self, folder, split):
-        self.vocab_size, self.name = None, Path(folder, f'{split}.bin')
+        self.vocab_size = None
+        self.name = Path(folder, f'{split}.bin')
         paths = sorted(path for path in Path(folder).glob(f'*{split}*.bin') if '.mask' not in path.suffixes)
         if self.name in paths:
             paths = [self.name]
@@ -848,7 +862,8 @@ def look(folder):
     """Prints a prepared folder's counts, lengths and beginning."""
     folder = data_folder(folder)
     splits = [Bins(folder, split) for split in reversed(SPLITS)]
-    meta, tok = read_meta(folder), load_tokenizer(folder)
+    meta = read_meta(folder)
+    tok = load_tokenizer(folder)
     print(f'{folder}: {meta.get("source")}, tokenizer {tok.name}, vocabulary '
           f'{meta["vocab_size"]:,}, {meta["dtype"]}, {meta["bytes_per_token"] or np.nan:.2f} bytes a token')
     for bins in splits:

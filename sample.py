@@ -99,7 +99,8 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
         ids, order = ids.sort(dim=-1)
         probs = probs.gather(-1, order)
     else:
-        probs, ids = logits.softmax(dim=-1), None
+        probs = logits.softmax(dim=-1)
+        ids = None
     if min_p:
         probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     cdf = probs.double().cumsum(dim=-1)
@@ -124,8 +125,10 @@ def compile_step(model, device):
     `.data`, which torch does not count."""
     from torch._inductor import config as inductor
     torch._dynamo.config.recompile_limit = 64  # beyond it, 8 by default, torch silently runs eagerly
-    whole, weights = is_one_graph(model, device), [*model.parameters(), *model.buffers()]
-    frozen, shapes = whole and device.type in FROZEN, set()  # shapes of tokens so far
+    whole = is_one_graph(model, device)
+    weights = [*model.parameters(), *model.buffers()]
+    frozen = whole and device.type in FROZEN
+    shapes = set()  # shapes of tokens so far
     state = repr(model.config), model.training, [(w.data_ptr(), w._version) for w in weights]
     if model not in VERSIONS or VERSIONS[model][0] != state:
         kept = frozen and sum(w.nbytes for w in weights) <= KEPT_BYTES
@@ -172,7 +175,8 @@ def fingerprint(weights):
     return digest.hexdigest()
 
 
-VERSIONS, COUNT = weakref.WeakKeyDictionary(), itertools.count()  # model -> state, version, fingerprint
+VERSIONS = weakref.WeakKeyDictionary()  # model -> state, version, fingerprint
+COUNT = itertools.count()
 FROZEN = ('cpu',)  # devices on which a compiled step holds the weights
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',  # torch's names
             'autotune_num_choices_displayed': 0}
@@ -187,9 +191,11 @@ MAX_UNREAD = {'cuda': 4}  # steps whose tokens are not read yet, so that the dev
 
 def prefill(model, prompts, cache):
     """Feeds lists of ids, which may be empty, to the rows of a cache."""
-    device, width = cache.length.device, max(1, PREFILL // len(prompts))
+    device = cache.length.device
+    width = max(1, PREFILL // len(prompts))
     rows = [torch.tensor(prompt, dtype=torch.long, device=device) for prompt in prompts]
-    padded, lengths = pad_sequence(rows, batch_first=True), torch.tensor(list(map(len, rows)), device=device)
+    padded = pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor(list(map(len, rows)), device=device)
     for begin in range(0, padded.shape[1], width):
         piece = padded[:, begin:begin + width]
         own = (lengths - begin).clamp(0, piece.shape[1])  # tokens of each row in this piece
@@ -235,13 +241,11 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     of the one prompt and room for all. batch_size: rows of the cache; one that has ended takes the next
     prompt (continuous batching, Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192), one
     sample at a time: a draft is accepted as far as it equals the tokens drawn. sampling: options of
-    sample_token. The model should be in eval mode. Raises ValueError for an empty prompt, NaN, and a drafter
-    where a layer keeps a state."""
-    if not all(prompts):
-        raise ValueError('a prompt needs at least one token')
-    if drafter and any(mixer.states for mixer in model.mixers):
-        raise ValueError("speculation takes tokens back, but a layer keeps a state: leave out --speculate")
-    device, own, n_draft = model.wte.weight.device, cache is None, drafter.n_draft if drafter else 0
+    sample_token. The model should be in eval mode. Raises ValueError for NaN, and for a drafter where a layer
+    keeps a state."""
+    device = model.wte.weight.device
+    own = cache is None
+    n_draft = drafter.n_draft if drafter else 0
     run_step = compile_step(model, device) if compile else step
     # MPS has returned ids out of range, CUDA has no deterministic cumsum
     drawn_on = 'cpu' if device.type == 'mps' or torch.are_deterministic_algorithms_enabled() else device
@@ -255,7 +259,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     # by length, for little padding (half the time, where they differ), but about in order
     waiting.sort(key=lambda sample: ((sample.number - first) // (16 * count), len(sample.tokens)))
     empty = Sample(0, [0], n_left=0, noise=torch.zeros(1, device=drawn_on))  # of a row without a sample
-    samples, cache = [empty] * count, cache or new_cache(count)
+    samples = [empty] * count
+    cache = cache or new_cache(count)
     token = torch.zeros(count, 1, dtype=torch.long, device=drawn_on)  # the next to be fed to each row
     seen = torch.zeros(count, 1, model.config.vocab_size, dtype=torch.bool, device=drawn_on)
     unread = collections.deque()  # of each step: samples, tokens, the event of their copy
@@ -276,9 +281,11 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             part.reset()
         for row, sample in zip(rows, new):
             length = len(sample.tokens)
-            sample.n_drawn, sample.n_draws = 0, min(sample.n_left, size + 1 - (length - sample.start))
+            sample.n_drawn = 0
+            sample.n_draws = min(sample.n_left, size + 1 - (length - sample.start))
             noise = uniforms(seed, sample.number, length, sample.n_draws + n_draft)
-            sample.noise, token[row] = noise.to(drawn_on), sample.tokens[-1]
+            sample.noise = noise.to(drawn_on)
+            token[row] = sample.tokens[-1]
             seen[row] = False
             seen[row, :, sample.tokens] = True
         cached = part.length.tolist()
@@ -296,7 +303,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 if sample.n_left:  # its context is full
                     sample.start = len(sample.tokens) - max(1, size // 2)
                     waiting.insert(0, sample)
-            new, waiting = waiting[:len(over)], waiting[len(over):]
+            new = waiting[:len(over)]
+            waiting = waiting[len(over):]
             for row, sample in itertools.zip_longest(over, new, fillvalue=empty):
                 samples[row] = sample
             if new:
@@ -308,7 +316,9 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
             cache.length.clamp_(max=size - 1)
         elif len(going) < len(samples):
             cache.select(going)
-            samples, token, seen = [samples[row] for row in going], token[going], seen[going]
+            samples = [samples[row] for row in going]
+            token = token[going]
+            seen = seen[going]
         token = token.clamp(min=0)  # a copy too: a CUDA graph writes over its last result
         seen.scatter_(2, token[:, None], True)
         draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
@@ -360,7 +370,9 @@ class TextStream:
     n_shown = 0
 
     def __init__(self, tokenizer, stop=()):
-        self.tokenizer, self.stop, self.tokens = tokenizer, stop, []
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.tokens = []
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
 
     def feed(self, token):
@@ -432,9 +444,15 @@ class Chat:
 
     def __init__(self, model, tokenizer, system='', history=None, thinking='auto', max_new_tokens=500,
                  **options):
-        self.model, self.tokenizer, self.system, self.history = model, tokenizer, system, history
-        self.thinking, self.max_new_tokens, self.options = thinking, max_new_tokens, options
-        self.cache, self.cached = None, []  # ids that it was fed; none during an answer
+        self.model = model
+        self.tokenizer = tokenizer
+        self.system = system
+        self.history = history
+        self.thinking = thinking
+        self.max_new_tokens = max_new_tokens
+        self.options = options
+        self.cache = None
+        self.cached = []  # ids that it was fed; none during an answer
         self.reset()
 
     def reset(self):
@@ -448,7 +466,8 @@ class Chat:
         n_new = min(self.max_new_tokens, block_size - len(ids))
         self.keep_prefix(ids, n_new)
         answer = {'role': 'assistant', 'content': begin}
-        self.messages, self.cached = [*messages, answer], []
+        self.messages = [*messages, answer]
+        self.cached = []
         for _, stream in completions(self.model, self.tokenizer, [ids], n_new, cache=self.cache,
                                      **self.options):
             answer['content'] = begin + stream.text
@@ -475,8 +494,10 @@ class Chat:
     def prompt(self, question):
         """(The messages with a question, *chat_ids). Forgets the oldest turns until there is room for an
         answer: max_new_tokens, at most half the context."""
-        size, messages = self.model.config.block_size, [*self.messages, {'role': 'user', 'content': question}]
-        room, first = min(self.max_new_tokens, size // 2), bool(self.system)
+        size = self.model.config.block_size
+        messages = [*self.messages, {'role': 'user', 'content': question}]
+        room = min(self.max_new_tokens, size // 2)
+        first = bool(self.system)
         if self.history is not None:
             del messages[first:-1 - 2 * self.history]
         while True:
@@ -591,7 +612,8 @@ if __name__ == '__main__':
     first = lines_in(output, samples) if output else 0
     if first:
         print(f"{output}: {first:,} of {len(samples):,} answers are there")
-    began, total = time.perf_counter(), 0
+    began = time.perf_counter()
+    total = 0
     if not output:
         print('---------------')
     with open(output, 'ab') if output else contextlib.nullcontext() as f:
@@ -607,7 +629,8 @@ if __name__ == '__main__':
                     f.flush()
                 else:
                     print('---------------', flush=True)
-    seconds, compiling = time.perf_counter() - began, ''
+    seconds = time.perf_counter() - began
+    compiling = ''
     if compile:
         spent = torch._dynamo.utils.calculate_time_spent()['total_wall_time']
         seconds -= spent

@@ -99,7 +99,9 @@ def pairs(row):
 
 def pairwise(axes):
     """Few combinations in which every two choices of two axes meet that may, by a greedy search."""
-    generator, rows, nothing = random.Random(0), [], dict.fromkeys(axes, 0)
+    generator = random.Random(0)
+    rows = []
+    nothing = dict.fromkeys(axes, 0)
     choices = [(name, i) for name in axes for i in range(len(axes[name]))]
     left = {both for both in itertools.combinations(choices, 2) if both[0][0] != both[1][0]
             and is_valid(dict(both))}
@@ -153,7 +155,9 @@ def test_modules_equal_the_formulas_of_papers(options):
 
 def as_on_cuda(monkeypatch):
     """Each cache is static, as in compiled steps; attention and sums are called as on CUDA, in float32."""
-    plan, make_cache, kernel = flat.sdpa_plan, GPT.make_cache, F.scaled_dot_product_attention
+    plan = flat.sdpa_plan
+    make_cache = GPT.make_cache
+    kernel = F.scaled_dot_product_attention
 
     def memory_efficient(*args, enable_gqa, **options):  # lays its result out as (B, queries, heads, D)
         assert not enable_gqa  # knows no groups
@@ -220,12 +224,14 @@ class OwnAlibi(flat.Attention):
                                      dict(window=5, window_pattern='C')])
 def test_flex_attention_has_the_same_masks_but_where_a_mixer_adds_a_bias(options, monkeypatch):
     import torch.nn.attention.flex_attention as flex
-    calls, kernel = [], flex.flex_attention
+    calls = []
+    kernel = flex.flex_attention
     monkeypatch.setattr(flex, 'flex_attention', lambda *args, **options: calls.append(1) or kernel(
         *args, **options))
     monkeypatch.setitem(flat.MIXERS, 'X', OwnAlibi)
-    model, own = tiny(pos='alibi', head_dim=16, **options), tiny(
-        pos='none', mixer_pattern='X', head_dim=16, **options)
+    model = tiny(pos='alibi', head_dim=16, **options)
+    own = tiny(
+pos='none', mixer_pattern='X', head_dim=16, **options)
     idx = tokens(model, 2, 24)
     expected = model(idx)  # attention is written out, for its gradient
     near(own(idx), expected)
@@ -245,7 +251,8 @@ def feed(model, idx, chunks, cache):
 @torch.no_grad()
 def test_padding_beyond_the_cache_leaves_states_finite():
     model = tiny(mixer_pattern='ADA', n_layer=3, window=3, window_pattern='S', attn_softcap=3.0, block_size=8)
-    idx, cache = tokens(model, 2, 6), model.make_cache(2, 8, rolling=False)
+    idx = tokens(model, 2, 6)
+    cache = model.make_cache(2, 8, rolling=False)
     for lengths in ([6, 1], [1, 6]):
         model(idx, cache=cache, lengths=torch.tensor(lengths))
     assert all(state.isfinite().all() for layer in cache.states for state in layer)
@@ -257,7 +264,9 @@ def test_padding_beyond_the_cache_leaves_states_finite():
 @torch.no_grad()
 def test_caches_keep_to_their_size_and_refuse_the_rest(options, elements):
     model = tiny(block_size=80, **options)
-    cache, idx, back = model.make_cache(2, 80), tokens(model, 2, 80), torch.tensor([0, 1])
+    cache = model.make_cache(2, 80)
+    idx = tokens(model, 2, 80)
+    back = torch.tensor([0, 1])
     assert sum(t.nbytes for t in cache.tensors()[2:]) == 2 * 4 * elements
     full = model(idx)
     feed(model, idx, [4], cache)
@@ -345,9 +354,12 @@ def test_the_chunked_delta_rule_is_the_recurrence(channels):
 
 
 def test_experts_without_rows_get_no_gradient_on_blackwell(monkeypatch):
-    layer, offsets = flat.GroupedLinear(3, 16, (8,)), torch.tensor([4, 4, 6], dtype=torch.int32)
+    layer = flat.GroupedLinear(3, 16, (8,))
+    offsets = torch.tensor([4, 4, 6], dtype=torch.int32)
     layer.weight.tag.init(layer.weight)
-    kernel, x, g = F.grouped_mm, torch.randn(6, 16), torch.randn(6, 8)
+    kernel = F.grouped_mm
+    x = torch.randn(6, 16)
+    g = torch.randn(6, 8)
 
     def grouped_mm(x, w, offs):
         w = w.clone()
@@ -361,7 +373,8 @@ def test_experts_without_rows_get_no_gradient_on_blackwell(monkeypatch):
 
 
 def test_a_router_deep_in_underflow_still_weighs_to_one():
-    model, routing = tiny(n_expert=4, router='sigmoid', mlp_bias=True), []
+    model = tiny(n_expert=4, router='sigmoid', mlp_bias=True)
+    routing = []
     moe = model.h[0].mlp
     with torch.no_grad():
         moe.router.weight.zero_()
@@ -379,7 +392,8 @@ def test_the_balance_bias_is_never_rounded():
 
 def test_a_scaling_is_told_the_trained_length(tmp_path):
     """A new model's is its block_size; one that is read with a longer context keeps its own."""
-    short, told = {'rope_type': 'yarn', 'factor': 4.0}, {**YARN, 'original_max_position_embeddings': 16}
+    short = {'rope_type': 'yarn', 'factor': 4.0}
+    told = {**YARN, 'original_max_position_embeddings': 16}
     for scaling in (None, short):  # trained plainly, and so
         model = tiny(block_size=16, rope_scaling=scaling)
         torch.save({'model': model.state_dict(), 'model_args': vars(model.config)}, tmp_path / 'ckpt.pt')
@@ -390,7 +404,8 @@ def test_a_scaling_is_told_the_trained_length(tmp_path):
 @torch.no_grad()
 def test_attention_weights_on_request():
     for options in (dict(n_kv_head=2), MLA, dict(window=3, window_pattern='S')):
-        model, weights = tiny(**options), []
+        model = tiny(**options)
+        weights = []
         idx = tokens(model, 2, 12)
         torch.testing.assert_close(model(idx, weights=weights), model(idx), atol=1e-4, rtol=1e-4)
         for w in weights:
@@ -415,7 +430,8 @@ class SharedKeys(flat.Attention):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         if layer:
-            self.slots, self.k_norm = None, torch.nn.Identity()
+            self.slots = None
+            self.k_norm = torch.nn.Identity()
 
     def forward(self, x, context):
         q, k, v, _ = self.project(x, context)
@@ -504,7 +520,8 @@ ONES = dict(init=torch.nn.init.ones_)
 def test_what_a_fork_forgets_fails_loudly(new, message, monkeypatch):
     def init(self, config, layer):
         flat.Attention.__init__(self, config, layer)
-        self.slots, self.new = (), new()
+        self.slots = ()
+        self.new = new()
     monkeypatch.setattr(Forgetful, '__init__', init)
     monkeypatch.setitem(flat.MIXERS, 'F', Forgetful)
     with pytest.raises(ValueError, match=message):
@@ -525,8 +542,10 @@ def test_bfloat16_is_near_float32():
 
 
 def test_a_loss_in_parts_is_the_loss(monkeypatch):
-    logits, targets = torch.randn(2, 8, 61, requires_grad=True), torch.randint(-1, 61, (2, 8))
-    expected, kernel = check.cross_entropy(logits, targets), F.cross_entropy
+    logits = torch.randn(2, 8, 61, requires_grad=True)
+    targets = torch.randint(-1, 61, (2, 8))
+    expected = check.cross_entropy(logits, targets)
+    kernel = F.cross_entropy
 
     def limited(logits, *args, **options):
         assert logits.numel() <= 200  # as CUDA's kernel has a limit
@@ -540,7 +559,8 @@ def test_a_loss_in_parts_is_the_loss(monkeypatch):
 
 
 def test_logits_stay_within_the_graph_of_the_loss():
-    model, made = tiny().train(), []
+    model = tiny().train()
+    made = []
     for block in model.h:  # as a sharded model's, which breaks the graph at each
         block.forward = torch.compiler.disable(block.forward)
 
@@ -601,8 +621,10 @@ def test_an_invalid_config_names_every_problem(options, parts):
     (dict(mixer_pattern='DA'), ['c_attn', '1.attn.c_proj', 'c_proj'])], ids=str)
 def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
     model = tiny(**options)
-    idx, before = tokens(model, 2, 16), {name: w.clone() for name, w in model.state_dict().items()}
-    logits, flops = model(idx).detach(), flops_per_token(model)
+    idx = tokens(model, 2, 16)
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    logits = model(idx).detach()
+    flops = flops_per_token(model)
     with pytest.raises(ValueError, match="'q_proj' is not the name of linear layers.* attn.c_attn"):
         weights.add_lora(model, 3, 6.0, [*targets, 'q_proj'])
     weights.add_lora(model, 3, 6.0, targets)

@@ -19,7 +19,7 @@ import numpy as np
 from configurator import package, print0, reading
 
 EOT = '<|endoftext|>'         # the text of every tokenizer's end-of-text token
-SPLITS = ('train', 'val')
+SPLITS = 'train', 'val'
 CHUNK = 1 << 20               # characters that are encoded at a time
 
 # A letter or digit, then a space, a line end or a CJK stop: no pattern of tiktoken's matches across this
@@ -32,7 +32,8 @@ def may_cut(text, n, tok):
     reach across spaces, and Llama 2 puts a prefix before each text."""
     if any(mark in text[max(0, n - len(mark) + 1):n + len(mark) - 1] for mark in tok.special):
         return False
-    left, right = text[max(0, n - AROUND):n], text[n:n + AROUND]
+    left = text[max(0, n - AROUND):n]
+    right = text[n:n + AROUND]
     return [*tok.encode_array(left), *tok.encode_array(right)] == [*tok.encode_array(left + right)]
 
 
@@ -44,7 +45,8 @@ def last_cut(text, end, tok):
 
 def pieces(blocks, tok):
     """(piece, whether it is the last), of about CHUNK characters, which together have the text's ids."""
-    text, limit = '', CHUNK
+    text = ''
+    limit = CHUNK
     for block in blocks:
         text += block
         while len(text) > limit + AROUND:
@@ -61,13 +63,15 @@ def pieces(blocks, tok):
 
 def in_groups(items):
     """(item, its characters), ... -> lists of items, of about CHUNK characters each."""
-    group, size = [], 0
+    group = []
+    size = 0
     for item, n in items:
         group.append(item)
         size += n
         if size >= CHUNK:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group
 
@@ -76,7 +80,8 @@ def in_processes(procs, work, jobs):
     """work(job) of every job, in order, in `procs` processes (None: one for each core); a lone job runs in
     this one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    procs, jobs = min(procs or cores, 61), iter(jobs)  # Windows allows no more
+    procs = min(procs or cores, 61)  # Windows allows no more
+    jobs = iter(jobs)
     first = list(itertools.islice(jobs, 2 * procs))
     if procs == 1 or len(first) < 2:
         yield from map(work, itertools.chain(first, jobs))
@@ -107,7 +112,7 @@ def work_in_worker(job):
 # tokenizers -------------------------------------------------------------------------------------------------
 
 # The switch for thinking in chat templates: of Qwen3 and most, of MiniMind, of DeepSeek V3.1
-THINKING = ('enable_thinking', 'open_thinking', 'thinking')
+THINKING = 'enable_thinking', 'open_thinking', 'thinking'
 
 
 class Tokenizer:
@@ -119,7 +124,9 @@ class Tokenizer:
     chat_variables = {}  # of the template, like bos_token: {name: text}
 
     def __init__(self, name, tokens, special):
-        self.name, self.special, self.eot = name, special, special.get(EOT)
+        self.name = name
+        self.special = special
+        self.eot = special.get(EOT)
         self.tokens = tokens | {i: text.encode() for text, i in special.items()}  # {id: bytes}
         self.n_vocab = max(self.tokens, default=-1) + 1
         self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True)))
@@ -176,7 +183,8 @@ class Tokenizer:
     @functools.cached_property
     def stop_tokens(self):
         """eot, and the special token that the chat template puts behind an answer."""
-        ends, answer = [] if self.eot is None else [self.eot], 'the answer'
+        ends = [] if self.eot is None else [self.eot]
+        answer = 'the answer'
         if self.chat_template and self.special:
             messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
             with contextlib.suppress(ValueError):  # chat() raises it
@@ -212,7 +220,8 @@ class CharTokenizer(Tokenizer):
     anywhere = True
 
     def __init__(self, chars, eot=None):
-        self.chars, self.ids = list(chars), np.full(sys.maxunicode + 1, -1, np.int32)  # code point -> id
+        self.chars = list(chars)
+        self.ids = np.full(sys.maxunicode + 1, -1, np.int32)  # code point -> id
         self.ids[[*map(ord, self.chars)]] = range(len(self.chars))
         tokens = {i: char.encode() for i, char in enumerate(self.chars)}
         super().__init__('char', tokens, {} if eot is None else {EOT: eot})
@@ -236,7 +245,9 @@ class TiktokenTokenizer(Tokenizer):
     """Byte-level BPE by tiktoken. ranks: `base64 rank` lines."""
     def __init__(self, name, pattern, special, ranks, chat_template=None):
         import tiktoken
-        self.pattern, self.ranks, self.chat_template = pattern, ranks, chat_template
+        self.pattern = pattern
+        self.ranks = ranks
+        self.chat_template = chat_template
         table = {base64.b64decode(token): int(rank) for token, rank in map(str.split, ranks.splitlines())}
         self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=table, special_tokens=special)
         super().__init__(name, {i: token for token, i in table.items()}, special)
@@ -251,7 +262,8 @@ class TiktokenTokenizer(Tokenizer):
 
     def to_json(self):
         """Any two tokens that make a third are a merge, of its rank: tiktoken asks for no more."""
-        ranks, chars = self.bpe._mergeable_ranks, {b: char for char, b in byte_chars().items()}
+        ranks = self.bpe._mergeable_ranks
+        chars = {b: char for char, b in byte_chars().items()}
 
         def text(token):
             return ''.join(chars[b] for b in token)
@@ -292,16 +304,18 @@ def byte_chars():
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-SPECIAL_TOKENS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
+SPECIAL_TOKENS = 'bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token'
 
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json, by the tokenizers library. source: its text; config: SPECIAL_TOKENS and chat_template
     of tokenizer_config.json."""
     def __init__(self, source, config=None):
-        self.source, self.config = source, config or {}
+        self.source = source
+        self.config = config or {}
         self.library = library_tokenizer(source)
-        vocab, added = self.library.get_vocab(), self.library.get_added_tokens_decoder()  # {id: AddedToken}
+        vocab = self.library.get_vocab()
+        added = self.library.get_added_tokens_decoder()  # {id: AddedToken}
         special = {token.content: i for i, token in added.items() if token.special}
         super().__init__('json', token_bytes(vocab, json.loads(source)), special)
         self.chat_variables = {name: token['content'] if isinstance(token, dict) else token
@@ -348,7 +362,8 @@ def token_bytes(vocab, spec):
     byte; others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
-    back, tokens = byte_chars(), {}
+    back = byte_chars()
+    tokens = {}
     for text, i in vocab.items():
         if byte_level and all(char in back for char in text):
             tokens[i] = bytes(back[char] for char in text)
@@ -382,7 +397,7 @@ def compile_template(template):
 # GPT-4's words: cl100k_base's pattern as first published, which tiktoken, regex and tokenizers read alike
 WORD_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
                 r"\s*[\r\n]+|\s+(?!\S)|\s+")
-BPE_SPECIAL = (EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5)))
+BPE_SPECIAL = EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in range(5))
 SAMPLE = 64                 # groups of CHUNK characters read in full; after them every tenth, counted tenfold
 LONGEST = 256               # bytes of a token
 WORDS_BYTES = 1 << 24       # of different words, the commonest, that train_bpe holds in memory
@@ -410,7 +425,8 @@ def bpe_tokenizer(size, training, procs, **_):
 
 class WordSplitter:
     """Cuts text into words by WORD_PATTERN; to `pieces` a tokenizer whose ids are words."""
-    anywhere, special = False, ()
+    anywhere = False
+    special = ()
 
     def __init__(self):
         import regex
@@ -428,7 +444,8 @@ def count_words(splitter, texts, procs=None):
     """(Counter of the words in texts, the bytes counted). texts: iterables of blocks of text."""
     groups = in_groups((piece, len(piece)) for blocks in texts for piece, _ in pieces(blocks, splitter))
     sample = (group for n, group in enumerate(groups) if n < SAMPLE or n % 10 == 0)
-    counts, progress = collections.Counter(), ProgressLine('counting words')
+    counts = collections.Counter()
+    progress = ProgressLine('counting words')
     for n, (counted, n_bytes) in enumerate(in_processes(procs, splitter.count, sample)):
         for word, number in counted.items():
             counts[word] += number * (1 if n < SAMPLE else 10)
@@ -448,7 +465,8 @@ def train_bpe(counts, n_merges):
     """
     ids, weight = bytes_of_words(counts)  # ids: a token's where it begins, else (on its other bytes) -1
     begins = np.arange(len(ids), dtype=np.int32)  # where a token ends, the place where it begins
-    tokens, sizes = [bytes([b]) for b in range(256)], np.ones(1 << 20, np.int32)
+    tokens = [bytes([b]) for b in range(256)]
+    sizes = np.ones(1 << 20, np.int32)
 
     def pairs_at(places):
         """[(-number, pair, its places)] of the pairs that begin at these places and occur twice. A pair of
@@ -456,7 +474,8 @@ def train_bpe(counts, n_merges):
         first = ids[places]
         pairs = first.astype(np.int64) << 20 | ids[places + sizes[first]]
         order = np.argsort(pairs, kind='stable')  # the places of one pair remain sorted
-        pairs, places = pairs[order], places[order]
+        pairs = pairs[order]
+        places = places[order]
         starts = np.flatnonzero(np.diff(pairs, prepend=-1))
         numbers = np.add.reduceat(weight[places], starts)
         return [(-number, pair, its_places) for number, pair, its_places in zip(
@@ -466,8 +485,11 @@ def train_bpe(counts, n_merges):
     heapq.heapify(heap)
     while heap and heap[0][0] <= -2 and len(tokens) < 256 + n_merges:
         old, pair, places = heapq.heappop(heap)
-        first, second = pair >> 20, pair & (1 << 20) - 1
-        width, token, new = len(tokens[first]), tokens[first] + tokens[second], len(tokens)
+        first = pair >> 20
+        second = pair & (1 << 20) - 1
+        width = len(tokens[first])
+        token = tokens[first] + tokens[second]
+        new = len(tokens)
         places = places[(ids[places] == first) & (ids[places + width] == second)]
         number = int(weight[places].sum())
         if number != -old:
@@ -476,7 +498,8 @@ def train_bpe(counts, n_merges):
         if len(token) > LONGEST:
             continue
         if first == second:  # as in aaa, places overlap: take those that do not, from the left
-            kept, end = [], 0
+            kept = []
+            end = 0
             for place in places.tolist():
                 if place >= end:
                     kept.append(place)
@@ -484,8 +507,11 @@ def train_bpe(counts, n_merges):
             places = np.array(kept)
         tokens.append(token)
         sizes[new] = len(token)
-        before, after = begins[places - 1], places + len(token)
-        ids[places], ids[places + width], begins[after - 1] = new, -1, places
+        before = begins[places - 1]
+        after = places + len(token)
+        ids[places] = new
+        ids[places + width] = -1
+        begins[after - 1] = places
         # A left neighbour that was merged too has -1 there: their pair is found at its own place.
         for entry in pairs_at(np.concatenate([before[ids[before] >= 0], places[ids[after] >= 0]])):
             heapq.heappush(heap, entry)
@@ -494,7 +520,9 @@ def train_bpe(counts, n_merges):
 
 def bytes_of_words(counts):
     """The bytes of all words, -1 before each and at the end; and of each byte how often its word occurs."""
-    text, ends, weight = bytearray(1), [0], [0]
+    text = bytearray(1)
+    ends = [0]
+    weight = [0]
     for word in sorted(counts, key=lambda word: (-counts[word], word)):
         text += word.encode() + b'\0'
         del text[WORDS_BYTES + 2:]
@@ -560,10 +588,12 @@ def tiktoken_tokenizer(name):
 
 def json_tokenizer(path):
     """A JsonTokenizer of a tokenizer.json, or a folder with one, and of the files that stand beside it."""
-    path, config = pathlib.Path(path), {}
+    path = pathlib.Path(path)
+    config = {}
     if path.is_dir():
         path /= 'tokenizer.json'
-    settings, template = path.with_name('tokenizer_config.json'), path.with_name('chat_template.jinja')
+    settings = path.with_name('tokenizer_config.json')
+    template = path.with_name('chat_template.jinja')
     if settings.exists():
         config = json.loads(settings.read_bytes())
         config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
@@ -584,7 +614,8 @@ def tokenizer_from_state(state):
 class ProgressLine:
     """How far and how fast, in bytes: a line every 10 seconds, and one at the end."""
     def __init__(self, label, total=None):
-        self.label, self.done = label, 0
+        self.label = label
+        self.done = 0
         self.of = f' of {total / 1e6:,.1f}' if total else ''
         self.begin = self.shown = time.time()
 
@@ -595,5 +626,6 @@ class ProgressLine:
             self.show(self.of)
 
     def show(self, of=''):
-        seconds, size = time.time() - self.begin, self.done / 1e6
+        seconds = time.time() - self.begin
+        size = self.done / 1e6
         print0(f'{self.label}: {size:,.1f}{of} MB in {seconds:.1f} s, {size / max(seconds, 1e-3):.1f} MB/s')

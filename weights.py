@@ -17,7 +17,8 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base, rank, scale):
         super().__init__()
-        self.base, self.scale = base, scale
+        self.base = base
+        self.scale = scale
         self.lora_a = parameter(rank, base.in_features, init=hidden_init, group='adapter')
         self.lora_b = parameter(base.out_features, rank, init=nn.init.zeros_, group='adapter')
 
@@ -41,7 +42,8 @@ def add_lora(model, rank, alpha, targets):
     """Freezes a GPT, and puts a LoRALinear of scale alpha / rank in the place of each linear layer of its
     blocks whose name is one of targets or ends in it, as 'c_attn' or 'mlp.c_proj' do. Raises ValueError for a
     target that names no layer, or one that is not plain, as the experts' are."""
-    modules, chosen = dict(model.h.named_modules()), set()
+    modules = dict(model.h.named_modules())
+    chosen = set()
     plain = {name for name, module in modules.items() if type(module) in (Linear, FusedLinear)}
     for target in targets:
         named = {name for name in modules if f'.{name}'.endswith(f'.{target}')}
@@ -55,7 +57,7 @@ def add_lora(model, rank, alpha, targets):
         lora = LoRALinear(base, rank, alpha / rank)
         for part, w in lora.named_parameters(prefix=f'h.{name}'):
             model.tags[part] = model.tags.get(part.replace('.base.', '.')) or w.tag
-        for w in (lora.lora_a, lora.lora_b):
+        for w in lora.lora_a, lora.lora_b:
             w.tag.init(w)
         model.h.set_submodule(name, lora.to(base.weight.device, base.weight.dtype))
 
@@ -87,7 +89,8 @@ def quantize_rows(w, dtype):
 
 def int8_linear(x, w, scale, bias=None):
     """x (..., n_in), w (n_out, n_in) int8, scale, bias (n_out,) -> x @ (w scale)^T + bias, (..., n_out)."""
-    rows, scale = x.numel() // x.shape[-1], scale.to(x.dtype)
+    rows = x.numel() // x.shape[-1]
+    scale = scale.to(x.dtype)
     few = x.device.type == 'cpu' and rows <= INT8_ROWS
     if few and x.dtype is torch.bfloat16 and x.shape[-1] % 16 == 0:  # torch's kernel is slow otherwise
         y = torch._weight_int8pack_mm(x.reshape(rows, -1).contiguous(), w, scale).view(*x.shape[:-1], -1)
@@ -112,7 +115,7 @@ class Int8Linear(nn.Module):
         weight, scale = quantize_rows(base.weight, dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
-        for name in ('bias', 'widths', 'num_embeddings', 'loop'):  # as far as the layer has them
+        for name in 'bias', 'widths', 'num_embeddings', 'loop':  # as far as the layer has them
             setattr(self, name, getattr(base, name, None))
 
     def forward(self, x):

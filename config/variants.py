@@ -1,8 +1,11 @@
 # Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line
 # come after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
-# cores that do nothing else, but for `classic`, the two of `tricks` and `first_run`, of an hour or more. The
-# data: `python prepare.py --tokenizer=byte`; for `classic` `python prepare.py shakespeare --tokenizer=char`,
-# for `hybrids`, `mtp`, `tricks` and `first_run` `python prepare.py`.
+# cores that do nothing else, but for `classic`, the two of `tricks`, `first_run`, `scaling`, `few_data` and
+# `transfer`, of an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic` `python
+# prepare.py shakespeare --tokenizer=char`, for `few_data` its first 200,000 bytes, in a file few.txt: `python
+# prepare.py few.txt --tokenizer=char`; for `hybrids`, `mtp`, `tricks`, `first_run`, `scaling` and `transfer`
+# `python prepare.py`. match: sizes are made equal; predicted: of these a law tells the loss that the others
+# lead to expect; over: the picture's curves have this setting as their axis.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'
@@ -40,7 +43,7 @@ LISTS = {
     'warmup': dict(base=f'{DEEP} --learning_rate=1e-3', variants={
         'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--norm_placement=post',
         'post, no warm-up': '--norm_placement=post --warmup_iters=0'}),
-    'stability': dict(base=DEEP, variants={
+    'stability': dict(base=DEEP, over='learning_rate', variants={
         f'{name}, {rate:g}': f'{flags} --learning_rate={rate}'
         for name, flags in {
             'pre': '', 'pre, QK-norm': '--qk_norm=True', 'pre, LayerNorm': '--norm=layernorm',
@@ -109,7 +112,7 @@ LISTS = {
         'decay 0.3': '--weight_decay=0.3', 'decay 1': '--weight_decay=1', 'dropout 0.1': '--dropout=0.1',
         'dropout 0.3': '--dropout=0.3', 'dropout 0.3, decay 1': '--dropout=0.3 --weight_decay=1',
         'dropout 0.3, 16 epochs': '--dropout=0.3 --epochs=16', '64 wide': '--n_embd=64'}),
-    'transfer': dict(base=f'{RECIPE} --max_iters=100 --eval_interval=100 --lr_scales={{}}', variants={
+    'transfer': dict(base=f'{RECIPE} --max_iters=100 --lr_scales={{}}', over='learning_rate', variants={
         f'{optimizer}{name}, {width} wide, {rate:g}':
             f'--optimizer={optimizer} --n_embd={width} --learning_rate={rate} {scales}'
         for optimizer, rates in {'adamw': (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),

@@ -22,14 +22,24 @@ from common import ROOT, TOY, log_rows, run, write_toy
 
 import compare as flat_compare
 import train as flat_train
-from compare import Variant, curve, fit_law, lasting, make_variants, match_size, new_model, paired_difference
+from compare import (
+    Variant,
+    curve,
+    fit_law,
+    lasting,
+    law_loss,
+    make_variants,
+    match_size,
+    new_model,
+    paired_difference,
+)
 from model import num_params
 
 
 @pytest.fixture
 def no_git(monkeypatch):
     """Variants run the code that stands here, unchecked."""
-    monkeypatch.setattr(flat_compare, 'check_code', lambda variant: '')
+    monkeypatch.setattr(flat_compare, 'check_code', lambda *_: '')
     monkeypatch.setattr(flat_compare, 'copy_code', functools.cache(
         lambda revision, folder: folder.symlink_to(ROOT) or revision))
 
@@ -178,7 +188,9 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
     for name in ('pystdlib_byte', 'shakespeare_char'):
         write_toy(tmp_path / 'data' / name, vocab_size=257)
     for chosen in runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS'].values():
-        commands = [shlex.split(f"{chosen['base']} {text}") for text in chosen['variants'].values()]
+        texts = {re.sub(r'--learning_rate=\S+', '', text) for text in chosen['variants'].values()}
+        first = next(iter(chosen['variants'].values()))
+        commands = [shlex.split(f"{chosen['base']} {text}") for text in (first, *texts - {first})]
         assert {*chosen.get('predicted', ())} < {*chosen['variants']}
         first, *others = [Variant('x', ROOT, '', args, {}, new_model(args)) for args in commands]
         for variant in others if 'match' in chosen else ():
@@ -234,21 +246,25 @@ def edited(place, **edits):
         text = (code / f'{stem}.py').read_text('utf-8')
         assert old in text
         (code / f'{stem}.py').write_text(text.replace(old, new), encoding='utf-8')
-    return Variant('cheat', code, '', TOY, flat_compare.line_settings(TOY), None)
+    return Variant('cheat', code, '', TOY, flat_compare.line_settings(TOY, code), None)
 
 
 @pytest.mark.parametrize('edits, args, named', [
     (dict(train=('count = min(n, batches * batch_size)', 'count = 1')), [], 'evaluate of train.py'),
     (dict(train=('permutation(n)', 'permutation(n)[::-1]')), [], 'sequence_order of train.py'),
-    (dict(check=('if init_from ==', 'return {}\n    if init_from ==')), [], 'check of check.py'),
-    ({}, ['--eval_iters=1'], 'tokens of an evaluation'), ({}, ['--seed=7'], 'seed'),
-    ({}, ['--init_from=out'], 'init_from')])
+    (dict(check=('if init_from ==', 'return {}\n    if init_from ==')), [], 'check.py'),
+    (dict(train=("Bins(folder, 'val')", "Bins(folder, 'train')")), [], 'the end of train.py'),
+    (dict(train=("val_loss = columns['val_loss']", "columns['val_loss'] = 1.0")), [], 'the end of train.py'),
+    (dict(train=('seed = 1337  ', 'seed = 7  ')), [], 'seed=7'),
+    ({}, ['--eval_iters=1'], r'an evaluation of 64 tokens .*; an evaluation of 320'),
+    ({}, ['--seed=7'], 'seed=7; seed=1337'), ({}, ['--init_from=out'], 'init_from=out')])
 def test_other_judges_are_refused(folder, tmp_path, edits, args, named):
-    first = Variant('a', ROOT, '', TOY, flat_compare.line_settings(TOY), None)
-    flat_compare.refuse_other_judges([first, edited(tmp_path / 'same')])
+    first = Variant('a', ROOT, '', TOY, flat_compare.line_settings(TOY, ROOT), None)
+    same = edited(tmp_path / 'same', train=('"""A permutation', '"""An order'))
+    flat_compare.refuse_other_judges([first, same])
     cheat = edited(tmp_path / 'cheat', **edits)
-    cheat.settings.update(flat_compare.line_settings([*TOY, *args]))
-    with pytest.raises(ValueError, match=f"variant 'cheat' would be judged .*own {named}: change"):
+    cheat.settings.update(flat_compare.line_settings([*TOY, *args], cheat.code))
+    with pytest.raises(ValueError, match=f"variant 'cheat' and the first .* differ in: {named}"):
         flat_compare.refuse_other_judges([first, cheat])
 
 
@@ -257,8 +273,11 @@ def test_unsound_code_is_not_run(folder, tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(flat_compare, 'run_variant', lambda variant, seed: ran.append(variant.name))
     leak = edited(tmp_path, model=('k_pos[:, None] <= q_pos[', 'k_pos[:, None] <= 1 + q_pos['))
-    runs = flat_compare.run_all([leak], [1, 2])
-    assert not ran and len(runs['cheat']) == 1 and 'FAIL' in runs['cheat'][0]['error']
+    first = Variant('a', ROOT, '', [*TOY, '--norm=nowhere'], {}, None)
+    for variants, message in ([leak], 'cheat, seed 1, failed: check.py: FAIL'), ([first], 'norm'):
+        with pytest.raises(ValueError, match=message):
+            flat_compare.run_all(variants, [1, 2])
+    assert not ran
 
 
 def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
@@ -280,8 +299,8 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
     assert [b['difference'], b['half_interval']] == pytest.approx([0.2, half], abs=5e-5)
     assert (b['verdict'], d['verdict']) == ('worse', 'no difference seen')
     out = capsys.readouterr().out
-    assert 'c: not compared: the run diverged: x' in out
-    assert re.search(r'^d .* 15.0 \(10.0 to 20.0\) +n/a +1,234 +n/a$', out, re.M)
+    assert 'c, seed 7, failed: the run diverged: x' in out and 'c, seed 8' not in out
+    assert re.search(r'^d .* 15.0 \(10.0 to 20.0\) +1,280 +n/a +1,234 +n/a$', out, re.M)
 
 
 def test_a_law_is_found_again(capsys):
@@ -290,6 +309,8 @@ def test_a_law_is_found_again(capsys):
     n, d = np.array([(n, d) for n in (2e5, 6e5, 1.5e6, 4e6) for d in (4e5, 8e5, 1.6e6)] + [(1.2e7, 1.6e6)]).T
     losses = law[0] + law[1] / n ** law[2] + law[3] / d ** law[4]
     assert fit_law(n, d, losses) == pytest.approx(law, rel=1e-6)
+    between = law_loss((1.5, 40.0, 0.33, 300.0, 0.41), n, d)  # the grid's exponents
+    assert law_loss(fit_law(n, d, between), n, d) == pytest.approx(between, abs=2e-3)
     noisy = losses + np.random.default_rng(0).normal(scale=0.01, size=(2, len(n)))
     rows = [{'variant': str(i), 'inner_params': int(n[i]), 'tokens': d[i], 'losses': noisy[:, i],
              'loss': noisy[:, i].mean()} for i in range(len(n))]
@@ -305,8 +326,8 @@ def test_a_law_is_found_again(capsys):
 def test_speedups(folder, no_git, monkeypatch):
     """Of a first that loses 3, 2, 1.5 at half, once, twice the length, 2.5 takes it 2 ** -0.5 as long."""
     def run_variant(variant, seed):
-        length = variant.settings['max_iters'] / 40
-        loss = {0.5: 3.0, 1.0: 2.0, 2.0: 1.5}[length] + {'b': 0.5, 'c': -0.25}.get(variant.name, 0)
+        loss = {'--max_iters=20': 3.0, '--max_iters=80': 1.5}.get(variant.args[-1], 2.0)
+        loss += {'b': 0.5, 'c': -0.25}.get(variant.name, 0)
         write_run(variant.folder(seed), {1: None, 20: loss + (seed == 1 and variant.name == 'b') / 4})
         return flat_compare.read_run(variant.folder(seed))
     monkeypatch.setattr(flat_compare, 'run_variant', run_variant)
@@ -328,7 +349,7 @@ def test_seeds_are_added_until_all_is_decided(folder, no_git, monkeypatch):
     def run_variant(variant, seed):
         i = [*shift].index(variant.name)
         loss = 2 + shift[variant.name] + (noise[i, seed] if i < 3 else (-1) ** seed)
-        write_run(variant.folder(seed), {1: None, 20: loss}, began=5 if variant.name == 'kept' else 8)
+        write_run(variant.folder(seed), {1: None, 20: loss}, began=1 if variant.name == 'kept' else 8)
         return flat_compare.read_run(variant.folder(seed))
     monkeypatch.setattr(flat_compare, 'run_variant', run_variant)
     variants = {name: f'--beta1=0.{i + 5}' for i, name in enumerate(shift)}
@@ -336,7 +357,7 @@ def test_seeds_are_added_until_all_is_decided(folder, no_git, monkeypatch):
     rows = {row['variant']: row for row in flat_compare.compare(config, TOY)['rows']}
     assert {name: row.get('verdict') for name, row in rows.items()} == {
         'a': None, 'much worse': 'worse', 'better': 'better', 'equal': 'no difference seen',
-        'kept': 'trained before?'}
+        'kept': 'one seed, trained before?'}
     counts = [len(row['losses']) for row in rows.values()]
     assert 3 <= counts[1] <= counts[2] < counts[3] == counts[0] == 12 and counts[4] == 1
     for name in 'much worse', 'better':
@@ -354,6 +375,13 @@ def test_curves_of_runs(tmp_path, monkeypatch):
     at, mean, spread = curve([flat_compare.read_log(name) for name in 'ab'], 'tokens')
     assert (at == [640, 1280]).all() and (mean == [3.25, 2.125]).all()
     assert spread == pytest.approx([0.5 / 2 ** 0.5, 0.25 / 2 ** 0.5])
+    rates = {'x, 2 wide, 0.4': (0.4, 3.0), 'x, 2 wide, 0.1': (0.1, 2.0), 'x, 4 wide, 0.1': (0.1, 1.0)}
+    over = flat_compare.curves_over(
+        'learning_rate', [Variant(name, ROOT, '', [], {'learning_rate': rate}, None)
+                          for name, (rate, _) in rates.items()],
+        [{'variant': name, 'loss': loss, 'sd': None} for name, (_, loss) in rates.items()])
+    assert [over[name].tolist() for name in ('x, 2 wide', 'x, 4 wide')] == [
+        [[0.1, 0.4], [2, 3], [0, 0]], [[0.1], [1], [0]]]
     pytest.importorskip('matplotlib')
     run('compare.py', 'plot', 'a', 'b', '--by=time', '--y=val_loss,ms_per_iter', '--png=docs/a.png')
     for args, message in {('--y=los', 'a'): '--y=los: .* a/log.csv, whose columns are iter',
