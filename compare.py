@@ -4,12 +4,16 @@ Which choice is better, and by how much: trains variants of one run with the sam
     python compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
     python compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
     python compare.py ladder --png=docs/ladder.png     # a list of config/variants.py
+    python compare.py mlp --until=decided              # seeds are added while a verdict is open
+    python compare.py tricks --speedup=True            # how much longer would the first train for that loss
+    python compare.py scaling                          # a law of sizes, and what it predicts
     python compare.py plot out-a out-b --by=time --y=loss,val_loss,lr  # the curves of any runs
     python compare.py plot lengths.jsonl               # of bench.py eval --lengths --json=lengths.jsonl
 
 Runs are train.py's, whose settings compare.py takes too. A variant is an addition to the command line, a git
 revision and a colon in front of it, or both; WORK, the default, is the working tree with its new Python
-files. All are copied first: the code may be edited meanwhile. Differences are paired by seed.
+files. All are copied first: the code may be edited meanwhile. Differences are paired by seed. Each variant
+must be judged as the first is, and pass check.py: docs/research.md.
 
 out-compare/ has a folder for each run, named by a hash of code, arguments, seed and the data's meta.json. A
 finished run is used again, so a comparison can be stopped, and go on with more seeds or variants; remove the
