@@ -462,7 +462,7 @@ def print_comparison(rows, until):
     print("ms/step is a median, in brackets the 10th and 90th percentile")
     print('one seed tells nothing of the spread between seeds: --seeds=3' if rows[0]['sd'] is None else
           '± is the spread over seeds, the difference is paired by seed, '
-          f"the intervals hold {'together, at any number of seeds' if until else 'each by itself'}")
+          f"{'all intervals together, at any number of seeds' if until else 'each interval by itself'}")
 
 
 # scaling ----------------------------------------------------------------------------------------------------

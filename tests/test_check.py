@@ -48,7 +48,7 @@ MISTAKES = [
     ('a lost bias', dict(bias=True), flat.MLP, '__init__', lambda f: lambda self, *args: (
         f(self, *args), setattr(self.c_proj, 'bias', None))[0], check.check_start, 'h.0.mlp.c_proj'),
     ('a norm that evens rows too fast', {}, flat_train, 'even_rows',
-     lambda f: lambda *args: f(*args, beta=0.9), check.check_updates, 'NorMuon'),
+     lambda f: lambda *args, kept=1.0: f(*args[:2], 2 * kept), check.check_updates, 'NorMuon'),
     ('a gate that is a matrix', {}, flat.Norm, '__init__', lambda f: lambda self, *args: (
         f(self, *args), flat.tag(self.weight, torch.nn.init.ones_, 'embedding'))[0],
      check.check_start, 'ln_1.weight is in the group embedding, not vector'),
