@@ -117,7 +117,7 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64)
-SMALL = dict(  # each model_type has those that its default configuration has
+SMALL = dict(  # a model_type takes the fields that its default configuration has
     SIZES, head_dim=12, sliding_window=6, pad_token_id=0,
     n_embd=32, n_layer=2, n_head=4, n_positions=64, d_model=36, n_layers=2, n_heads=6,  # GPT-2's, MPT's
     num_layers=4, num_heads=4, ffn_dim=40, word_embed_proj_dim=32, rotary_dim=6,
