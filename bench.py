@@ -304,14 +304,15 @@ def print_parameters(model, title, params, mixer=None):
         names = ['']
         how = [getattr(init, 'func', init).__name__]  # of a partial function its options too
         how += [f'{option}={value:.4g}' for option, value in getattr(init, 'keywords', {}).items()]
-        n, active, flops = cost(model, full_name, w)
+        n, _, flops = cost(model, full_name, w)
+        forward = flops // (3 if w.requires_grad else 2)
         name = re.sub(r'^h\.\d+\.', '', full_name)
         if fused and len(fused) > 1:
             names = model.get_submodule(full_name.rpartition('.')[0]).names.split()
         for part, rows in zip(names, fused or [1]):
             share = rows / sum(fused or [1])
             shape[-2:-1] = [rows] if part else shape[-2:-1]
-            counts[f'{name} {part}'] = [round(x * share) for x in (n, 2 * active * bool(flops), flops)]
+            counts[f'{name} {part}'] = [round(x * share) for x in (n, forward, flops)]
             texts[f'{name} {part}'] = [' x '.join(map(str, shape)), ' '.join(how), group]
     if hasattr(mixer, 'head_widths'):
         seen = mixer.n_head * min(length, mixer.span or length)  # scores of a token
@@ -339,7 +340,7 @@ def print_contexts(model, lengths, flops, dtype):
         rows[f'{n:,}'] = [f"{count:,.4g}" for count in (
             (flops - mixing) / 3e12 * n, sum(mixer.flops(n) for mixer in model.mixers) / 3e12 * n,
             cache_bytes(model, n, dtype) / 1e9, time.perf_counter() - start)]
-    print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB', 's of a head of 128'], rows)
+    print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB', 's, a head of attention'], rows)
 
 
 def forecast_memory(config, model):

@@ -56,7 +56,7 @@ variants: list | dict | None = None  # what is added to the command line, or {na
 seeds: int | None = None          # runs of each, by seed, seed + 1...; None: 3, at most 20 until decided
 seed = 1337
 until = ''                        # decided: seeds are added to a variant whose verdict is still open
-margin = 0.02                     # until=decided: a difference within it, in the loss, is none
+margin = 0.02                     # until=decided: an interval around 0 within it, in the loss, is 'as good'
 speedup = False                   # how much longer the first would train for a variant's loss
 match: str | None = None          # d_ff is set for equal params, or active ones; none; None: the list's
 by = 'iter'                       # axis of the curves: iter, tokens, time
@@ -85,13 +85,15 @@ class Variant:
     code: Path         # a folder
     digest: str        # of the code, see copy_code, and the data
     args: list         # train.py's; seed and out_dir follow
-    settings: dict     # that they give
+    settings: dict     # of train.py, as args give them
     model: GPT | None  # without memory; None: the working tree's code does not know it
 
     def folder(self, seed):
-        """Of the run with a seed."""
+        """The folder of the run with this seed."""
         args = [Path(arg).read_text('utf-8') if is_config(arg) else arg for arg in self.args]
-        return os.path.join(RUNS, hashlib.sha256(dumps([self.digest, args, seed]).encode()).hexdigest()[:12])
+        named = dumps([self.digest, args, self.settings, seed])  # settings: of files that a config file reads
+        digest = hashlib.sha256(named.encode()).hexdigest()
+        return f'{RUNS}/{digest[:12]}'
 
 
 def is_config(arg):
@@ -185,7 +187,7 @@ def judged_by(variant):
              if isinstance(node, (ast.Assign, ast.AugAssign, ast.Expr))]
     found['the end of train.py'] = '\n'.join(line for line in story if re.search(STORY, line))
     settings = variant.settings
-    tokens = math.prod(settings[name] for name in ('eval_iters', 'batch_size', 'block_size'))
+    tokens = int(math.prod(settings[name] for name in ('eval_iters', 'batch_size', 'block_size')))
     found |= {f"{name}={settings[name]}": '' for name in ('init_from', 'seed')}
     found[f'an evaluation of {tokens:,} tokens (eval_iters, batch_size, block_size)'] = ''
     return {name: re.sub(r'(?s)""".*?"""', '', text) for name, text in found.items()}  # without docstrings
@@ -236,7 +238,7 @@ def match_size(variant, target, active):
     was = getattr(variant.model.config, name)
     n_params = num_params(variant.model, active)
     wider = new_model([*variant.args, f'--{name}={was + 64}'])
-    # parameters grow evenly with the width; of no MLP not at all, which no width mends
+    # parameters grow evenly with the width; without MLPs no width changes them
     slope = (num_params(wider, active) - n_params) / 64 or math.inf
     exact = was + (target - n_params) / slope
     for width in (was, *(n * max(1, round(exact / n)) for n in (64, 8, 2))):
@@ -302,10 +304,9 @@ def run_all(variants, seeds, until='', margin=0.0):
     """variant's name -> read_run's dicts, by seed; runs that are not over are run, by turns. until='decided':
     of the first and the variants whose verdict is open. A variant that check.py fails, or one of whose runs
     fails, has no more of them."""
-    todo = [run for seed in seeds for variant in variants if not read_run(run := variant.folder(seed))]
     n_runs = len(variants) * len(seeds)
-    n_left = len(todo)
-    print0(f"{n_runs} runs{' at most' * bool(until)}, {n_runs - n_left} of them finished before, with that "
+    n_left = sum(not read_run(variant.folder(seed)) for seed in seeds for variant in variants)
+    print0(f"at most {n_runs} runs, {n_runs - n_left} of them finished before, with that "
            "day's ms/step; Ctrl-C saves the state of a run, and the same command goes on")
     runs = {variant.name: [] for variant in variants}
     still = [*variants]
@@ -317,7 +318,8 @@ def run_all(variants, seeds, until='', margin=0.0):
                 run = {'error': f"check.py: {fault}"} if fault else run_variant(variant, seed)
                 n_left -= 1
                 if not run['error']:
-                    print0(f"{variant.name}, seed {seed}: {duration(run['seconds'])}, {n_left} to come")
+                    took = duration(run['seconds'])
+                    print0(f"{variant.name}, seed {seed}: {took}, at most {n_left} to come")
             if run['error']:
                 failed = f"{variant.name}, seed {seed}, failed: {run['error']}"
                 if variant is variants[0]:
@@ -348,7 +350,7 @@ def lasting(n, alpha):
     """Half of a confidence interval, in standard deviations of n normal differences, that misses the mean at
     any n, however often one looks, with probability alpha at most: arXiv:2310.03722, where the t statistic's
     mixture over effects has a standard deviation of 5 here."""
-    shrink = 0.04 / (n + 0.04)
+    shrink = 5 ** -2 / (n + 5 ** -2)
     bound = (alpha * shrink ** 0.5) ** (-2 / n)
     ratio = (bound - 1) / (1 - bound * shrink) if bound * shrink < 1 else math.inf  # t^2 / (n - 1)
     return ((n - 1) * ratio / n) ** 0.5
@@ -356,7 +358,7 @@ def lasting(n, alpha):
 
 def paired_difference(losses, first, alpha=None, margin=0.0):
     """Mean of the differences of losses, seed by seed, half of its 95% confidence interval, None for a single
-    seed, and the verdict. alpha: the interval lasts, see above, and within the margin is as good."""
+    seed, and the verdict. alpha: the interval holds at any n (lasting), and 'as good' is a verdict too."""
     differences = np.subtract(losses, first[:len(losses)])
     n = len(differences)
     mean = differences.mean()
@@ -387,8 +389,8 @@ def other_lengths(first):
 
 def add_speedups(rows):
     """To the rows of a comparison: how many times as long the first would train for that loss, and for the
-    ends of the difference's interval. Between LENGTHS, and beyond, its loss is linear in the logarithm of the
-    length, without an error."""
+    ends of the difference's interval. Its loss is taken to be linear in the logarithm of the length, also
+    beyond LENGTHS; the error of that line is not counted."""
     found = {row['variant']: row['difference'] for row in rows[1:] if row['half_interval'] is not None}
     half, twice = (found.get(name, math.nan) for name in LENGTHS)
     if not half > 0 > twice:
@@ -431,7 +433,7 @@ def comparison(variants, runs, until, margin):
                 losses, rows[0]['losses'], alpha, margin)
             untrained = math.log(read_meta(own[0]['data'])['vocab_size'])
             if row['began'] < 0.8 * min(rows[0]['began'], untrained):
-                row['verdict'] += ', trained before?'
+                row['remark'] = ', trained before?'
         rows.append(row)
     return rows
 
@@ -445,7 +447,7 @@ def print_comparison(rows, until):
         half = row.get('half_interval')
         low, ms, high = row['ms']
         sizes = [row[name] for name in ('tokens', 'peak_mb', 'params', 'cache_bytes_per_token')]
-        verdict = row.get('verdict', '')
+        verdict = row.get('verdict', '') + row.get('remark', '')
         table[row['variant']] = [
             f"{row['loss']:.4f}" + ('' if row['sd'] is None else f" ± {row['sd']:.4f}"),
             ('' if mean is None else f"{mean:+.4f}") +
@@ -457,11 +459,10 @@ def print_comparison(rows, until):
             *('n/a' if size is None else f"{size:,.0f}" for size in sizes)]
     print_table('variant', [
         LOSS_COLUMNS[rows[0]['column']], 'to the first, 95% confidence', 'verdict',
-        *['the first as long'] * speedups, 'ms/step', 'tokens', 'peak MB', 'parameters', 'cache B/token'],
-        table)
+        *['times as long for the first'] * speedups, 'ms/step', 'tokens', 'peak MB', 'parameters',
+        'cache B/token'], table)
     print("ms/step is a median, in brackets the 10th and 90th percentile")
-    print('one seed tells nothing of the spread between seeds: --seeds=3' if rows[0]['sd'] is None else
-          '± is the spread over seeds, the difference is paired by seed, '
+    print("± is the spread over seeds, the difference is paired by seed, "
           f"{'all intervals together, at any number of seeds' if until else 'each interval by itself'}")
 
 
@@ -474,16 +475,15 @@ def law_loss(law, n, d):
 
 
 def fit_law(n, d, losses):
-    """The law nearest to losses (runs,) by least squares: of a grid of exponents those with the best E, A, B
-    of which none is negative."""
+    """The law nearest to losses (runs,): of a grid of exponents those with the best E, A, B by least squares,
+    of which a negative one becomes zero."""
     grid = np.linspace(0.02, 1.2, 60)
     a, b = (exponents.reshape(-1, 1) for exponents in np.meshgrid(grid, grid))
     n_mean = n.mean()
     d_mean = d.mean()
     terms = np.stack([np.ones((len(a), len(n))), (n / n_mean) ** -a, (d / d_mean) ** -b], -1)
-    found = np.linalg.pinv(terms) @ losses  # (grid, 3)
-    errors = np.square((terms @ found[..., None])[..., 0] - losses).sum(-1)
-    best = np.where((found >= 0).all(-1), errors, np.inf).argmin()
+    found = (np.linalg.pinv(terms) @ losses).clip(0)  # (grid, 3)
+    best = np.square((terms @ found[..., None])[..., 0] - losses).sum(-1).argmin()
     a = a[best, 0]
     b = b[best, 0]
     E, A, B = found[best]
@@ -492,14 +492,10 @@ def fit_law(n, d, losses):
 
 def print_law(rows, predicted):
     """Fits the law to a comparison's rows but for those named in `predicted`, prints it and what it says of
-    all. Adds to rows 'law': its loss, and the ends of the interval that 95% of runs are expected in. Returns
-    curves to draw."""
-    n, d, losses = np.array([[row['inner_params'], row['tokens'], loss] for row in rows
-                             for loss in row['losses']]).T
-    fitted = np.array([row['variant'] not in predicted for row in rows for _ in row['losses']])
-    n = n[fitted]
-    d = d[fitted]
-    losses = losses[fitted]
+    all. Adds to rows 'law': its loss, and the ends of the interval that 95% of such rows are expected in.
+    Returns curves to draw."""
+    n, d, losses = np.array([[row['inner_params'], row['tokens'], row['loss']] for row in rows
+                             if row['variant'] not in predicted]).T
     law = fit_law(n, d, losses)
     expected = law_loss(law, n, d)
     noise = (losses - expected) * (len(n) / (len(n) - len(law))) ** 0.5
@@ -517,11 +513,14 @@ def print_law(rows, predicted):
         row['variant']: [f"{row['inner_params']:,}", f"{row['tokens']:,.0f}", f"{row['loss']:.4f}",
                          '{:.4f} [{:.4f}, {:.4f}]'.format(*row['law']),
                          'predicted' if row['variant'] in predicted else ''] for row in rows})
+    points = {}
+    for row in sorted(rows, key=lambda row: row['inner_params']):
+        name = f"{row['tokens']:,.0f} tokens" + ', predicted' * (row['variant'] in predicted)
+        points.setdefault(name, []).append([row['inner_params'], row['loss'], *row['law'][:2]])
     curves = {}
-    for tokens in dict.fromkeys(row['tokens'] for row in rows):
-        own = sorted((row for row in rows if row['tokens'] == tokens), key=lambda row: row['inner_params'])
-        x, seen, law, low = np.array([[row['inner_params'], row['loss'], *row['law'][:2]] for row in own]).T
-        curves |= {f'{tokens:,.0f} tokens': (x, seen, 0), f'the law, {tokens:,.0f}': (x, law, law - low)}
+    for name, each in points.items():
+        x, seen, law, low = np.array(each).T
+        curves |= {name: (x, seen, 0), f'the law, {name}': (x, law, law - low)}
     return curves
 
 
@@ -566,10 +565,11 @@ def draw(path, panels, xlabel, rows=(), xscale='linear'):
             axes.plot(x, y, marker='.', label=name)
             axes.fill_between(x, y - spread, y + spread, alpha=0.2)
         axes.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale)
-    figure.legend(curves, loc='outside right upper', fontsize='small')
+    figure.legend(*axes.get_legend_handles_labels(), loc='outside right upper', fontsize='small')
     if rows:
         for i, row in enumerate(rows):
-            every[-1].errorbar(row['loss'], i, xerr=row.get('half_interval', row['sd']), fmt='o', capsize=3)
+            x = rows[0]['loss'] + row.get('difference', 0)  # of the same seeds
+            every[-1].errorbar(x, i, xerr=row.get('half_interval', row['sd']), fmt='o', capsize=3)
         every[-1].set(xlabel=f'{ylabel}, spread of the first, 95% intervals', yticks=[])
         every[-1].invert_yaxis()
     for axes in every:

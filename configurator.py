@@ -86,8 +86,10 @@ def package(name, need='published models need', install='safetensors tokenizers 
 
 # settings ---------------------------------------------------------------------------------------------------
 
-# Of a script or of GPTConfig, as its source has it: the types of its annotation, by name, or None; an
-# ast.expr; the lines that assign it, and the comments above them
+# Of a script or of GPTConfig, as its source has it:
+#     kinds    the types of its annotation, by name, or None
+#     default  an ast.expr
+#     source   the lines that assign it, with the comments above them
 Setting = collections.namedtuple('Setting', 'kinds default source')
 
 
@@ -249,7 +251,7 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
                 assigned = {name: value for name, value in assigned.items() if name in own}
         for name, value in assigned.items():
             assigned[name] = values[name] = value = checked(arg, name, value, kinds)
-            if value == '' and label == 'flags' and settings.get(name):  # its default
+            if value == '' and label == 'flags' and settings.get(name):  # whose default is not
                 raise ValueError(f"{arg} is empty: give a value, or leave it out")
             given.pop(name, None)
             given[name] = label

@@ -249,9 +249,6 @@ def tokenizer_files(tokenizer, model):
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
-
-
-
 def save_pretrained(model, tokenizer, folder, dtype=None):
     """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: may be None; dtype: None: the
     model's. Raises, with nothing changed, ValueError if no family computes the same or the folder holds other
@@ -623,7 +620,7 @@ def is_published(name):
 
 
 def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
-    """(model, tokenizer, rest): rest is its dict without the weights, see above.
+    """(model, tokenizer, rest): rest: the checkpoint's dict as above, without 'model'.
 
     init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
     model. dtype: None: as stored. best: see checkpoint_path. merge: adds a LoRA run's adapters to the
@@ -663,7 +660,8 @@ def adapted_model(rest, state, changes):
     lora = rest['lora']
     model, *_ = load(lora['base'], dtype=torch.float32, **changes)
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
-    model.load_state_dict(model.state_dict() | state)
+    base = {name: w for name, w in model.state_dict().items() if '.lora_' not in name}
+    model.load_state_dict(base | state)
     return model
 
 

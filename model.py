@@ -942,8 +942,6 @@ class Cache:
         return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
 
 
-
-
 def after_last(mixer, x, context, state=0):
     """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
     mixer.states[state], of shape (n, ...), holds these n tokens, and takes the next."""
@@ -1433,10 +1431,10 @@ class MoE(nn.Module):
         balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
         return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
 
-    def _apply(self, *args):
+    def _apply(self, *args, **options):
         """What .to() calls: a cast to 16 bits must not round expert biases."""
         exact = self.expert_bias
-        super()._apply(*args)
+        super()._apply(*args, **options)
         if exact is not None and not exact.is_meta:
             self.expert_bias = exact.to(self.expert_bias.device)
         return self

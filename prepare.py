@@ -198,9 +198,10 @@ ROLES = 'system', 'user', 'assistant', 'tool'
 def find_messages(record, field):
     """A record's messages, by `field`, else MESSAGES, else QUESTIONS and ANSWERS; or None."""
     for name in field, *MESSAGES:
-        if isinstance(record.get(name), list):
+        messages = record.get(name)
+        if isinstance(messages, list):
             return [{'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
-                    if 'from' in message else message for message in record[name]]
+                    if 'from' in message else message for message in messages]
     for ask, answer in itertools.product(QUESTIONS, ANSWERS):
         if record.keys() >= {ask, answer}:
             question = record[ask]
@@ -441,7 +442,7 @@ def dataset_name(folder):
 
 def data_folder(name):
     """data/<name>, or the path `name` if only that is a folder."""
-    folder = os.path.join('data', dataset_name(name))
+    folder = f'data/{dataset_name(name)}'
     return name if os.path.isdir(name) and not os.path.isdir(folder) else folder
 
 
@@ -452,7 +453,7 @@ def output_folder(out, source, tokenizer):
     if source.chats or usual in ('shakespeare gpt2', 'openwebtext gpt2'):  # nanoGPT's names
         usual = source.name
     name = out or re.sub(r'[^\w.-]+', '_', usual).strip('._') or 'text'
-    return name if os.path.dirname(name) else os.path.join('data', name)
+    return name if os.path.dirname(name) else f'data/{name}'
 
 
 def prepare_command(folder):

@@ -205,7 +205,7 @@ def prefill(model, prompts, cache):
 @dataclasses.dataclass
 class Sample:
     """A text that is being made, in a row of a cache."""
-    number: int       # keys the noise
+    number: int       # seeds its noise
     tokens: list      # of the prompt, then those drawn
     n_left: int       # tokens still to be drawn; 0 ends it
     start: int = 0    # its context is tokens[start:]
@@ -241,8 +241,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     of the one prompt and room for all. batch_size: rows of the cache; one that has ended takes the next
     prompt (continuous batching, Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192), one
     sample at a time: a draft is accepted as far as it equals the tokens drawn. sampling: options of
-    sample_token. The model should be in eval mode. Raises ValueError for NaN, and for a drafter where a layer
-    keeps a state."""
+    sample_token. The model should be in eval mode. Raises ValueError for NaN, and where a layer with a state
+    has to take a draft back."""
     device = model.wte.weight.device
     own = cache is None
     n_draft = drafter.n_draft if drafter else 0
@@ -362,8 +362,8 @@ class Lookup:
 # text -------------------------------------------------------------------------------------------------------
 
 class TextStream:
-    """A sample's tokens, and its text as far as it is certain: whole characters, nothing that may begin a
-    stop text, before which it ends."""
+    """A sample's tokens, and its text as far as it is certain: without an unfinished character, or the
+    possible beginning of a stop text. It ends before a stop text."""
 
     text = held = ''
     stopped = ended = False

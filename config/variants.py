@@ -1,11 +1,12 @@
-# Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line
-# come after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
-# cores that do nothing else, but for `classic`, the two of `tricks`, `first_run`, `scaling`, `few_data` and
-# `transfer`, of an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic` `python
-# prepare.py shakespeare --tokenizer=char`, for `few_data` its first 200,000 bytes, in a file few.txt: `python
-# prepare.py few.txt --tokenizer=char`; for `hybrids`, `mtp`, `tricks`, `first_run`, `scaling` and `transfer`
-# `python prepare.py`. match: sizes are made equal; predicted: variants whose loss is predicted by a law that
-# is fitted to the others; over: the setting on the picture's horizontal axis.
+# Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line come
+# after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
+# cores that do nothing else, but for `classic`, the two of `tricks`, `first_run`, `scaling`, `few_data`
+# and `transfer`, of an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic`
+# `python prepare.py shakespeare --tokenizer=char`, for `few_data` the first 200,000 bytes of Shakespeare,
+# in a file few.txt: `python prepare.py few.txt --tokenizer=char`; for `hybrids`, `mtp`, `tricks`,
+# `first_run`, `scaling` and `transfer` `python prepare.py`. match: sizes are made equal; predicted:
+# variants whose loss is predicted by a law that is fitted to the others; over: the setting on the
+# picture's horizontal axis.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'

@@ -27,7 +27,7 @@ SHORT = [*TOY[5:], '--max_iters=6']  # of any shape
 
 
 def advised(text):
-    """[[script, argument, ...]] of the commands in what a script says."""
+    """The commands in a script's output, each as [script, argument, ...]."""
     return [shlex.split(command)[1:] for command in re.findall(r'python [a-z]+\.py[^`\n(]*', str(text))]
 
 
