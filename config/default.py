@@ -7,6 +7,8 @@ n_layer = 4
 n_head = 3              # heads of 64
 n_embd = 192
 block_size = 256
+window_pattern = 'SL'   # every other layer sees a token and the one before it: so all seeds learn to copy
+window = 2
 
 batch_size = 16
 gradient_accumulation_steps = 1

@@ -11,7 +11,8 @@ n_layer = 4
 n_head = 3
 n_embd = 192
 block_size = 256
-mixer_pattern = 'CA'      # every other layer mixes each token with the three before it: better and faster
+window_pattern = 'SL'     # every other layer sees a token and the one before it
+window = 2
 residual_lambdas = True   # each layer sees the embedding again
 
 batch_size = 16

@@ -13,8 +13,9 @@ DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optim
 GPT2 = QUICK.replace('config/llama_small.py', 'config/llama_small.py config/gpt2.py --n_head=4 --n_kv_head=4')
 LLAMA = '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
 
-RECIPE = ('config/default.py --n_head=4 --n_embd=128 --max_iters=400 --eval_interval=100 --eval_iters=40 '
-          '''--compile=False --sample_tokens=0 --lr_scales="{'embedding': 12.0}"''')
+RECIPE = ('config/default.py --window=None --window_pattern=None --n_head=4 --n_embd=128 --max_iters=400 '
+          '--eval_interval=100 --eval_iters=40 --compile=False --sample_tokens=0')
+WINDOWS = '--window=2 --window_pattern=SL'
 LARGER = f'{RECIPE} --n_layer=6 --n_embd=256 --max_iters=200 --eval_interval=200'
 
 LISTS = {
@@ -74,17 +75,18 @@ LISTS = {
         'cosine': '--lr_schedule=cosine', 'cosine to a tenth': '--lr_schedule=cosine --min_lr=None',
         'linear': '--lr_schedule=linear', 'constant': '--decay_lr=False'}),
     'tricks': dict(base=RECIPE, variants={
-        'base': '', 'one learning rate': '--lr_scales={}', 'NorMuon': '--optimizer=normuon',
-        'bigrams': '--bigram_size=20480', 'short convolution, 2 of 4': '--mixer_pattern=CA',
+        'base': '', 'windows of 2': WINDOWS, 'one learning rate': '--lr_scales={}',
+        'NorMuon': '--optimizer=normuon', 'bigrams': '--bigram_size=20480',
+        'short convolution, 2 of 4': '--mixer_pattern=CA',
         'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"''',
         'heads of 64': '--n_head=2', 'relu2': '--mlp=relu2 --d_ff=576', 'softcap 15': '--logit_softcap=15'}),
     'tricks_larger': dict(base=LARGER, variants={
-        'base': '', 'one learning rate': '--lr_scales={}', 'NorMuon': '--optimizer=normuon',
-        'bigrams': '--bigram_size=20480', 'short convolution, 3 of 6': '--mixer_pattern=CA'}),
+        'base': '', 'windows of 2': WINDOWS, 'one learning rate': '--lr_scales={}',
+        'NorMuon': '--optimizer=normuon', 'bigrams': '--bigram_size=20480',
+        'short convolution, 3 of 6': '--mixer_pattern=CA'}),
     'first_run': dict(base='config/default.py --sample_tokens=0', variants={
-        'default': '', 'speedrun': 'config/speedrun.py',
-        'and bigrams': 'config/speedrun.py --bigram_size=20480', 'decay 0.1': '--weight_decay=0.1',
-        'embedding x25': '''--lr_scales="{'embedding': 25.0}"'''}),
+        'default': '', 'no windows': '--window=None --window_pattern=None', 'windows of 4': '--window=4',
+        'windows of 8': '--window=8', 'speedrun': 'config/speedrun.py'}),
     'size': dict(base=f'{QUICK} --max_iters=100000 --time_limit=1 --decay_lr=False', variants={
         '4 x 128': '', '2 x 128': '--n_layer=2', '8 x 128': '--n_layer=8', '4 x 64': '--n_embd=64',
         '4 x 192': '--n_embd=192'}),
