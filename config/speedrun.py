@@ -1,9 +1,8 @@
 # The lowest loss for five minutes of two CPU cores. For other minutes, on any machine: --max_iters=...;
 # `python bench.py train config/speedrun.py` says how long a step takes.
 #   python prepare.py && python train.py config/speedrun.py && python sample.py --out_dir=out-speedrun
-# It is the first run, config/default.py, with three more techniques, which in five seeds take 0.13 off its
-# loss, [0.03, 0.23], at no more time a step: see docs/evidence.md. No published family computes this model:
-# it cannot be exported.
+# It is the first run, config/default.py, with two more techniques, which in three seeds take 0.02 off its
+# loss, [0.00, 0.04]: see docs/evidence.md. No published family computes this model: it cannot be exported.
 dataset = 'pystdlib_bpe4096'
 out_dir = 'out-speedrun'
 
