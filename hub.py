@@ -4,7 +4,7 @@ Models in and out: ours, nanoGPT's, and published ones of the Hugging Face hub.
     python hub.py Qwen/Qwen3-0.6B                         # fetches it, says what it is, and the next commands
     python hub.py folder                                  # the same for a folder with config.json
     python hub.py export out/ folder                      # a run of train.py -> a folder for transformers
-    python hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # one file for llama.cpp and what is built on it
+    python hub.py export Qwen/Qwen3-0.6B my.gguf --dtype=q8_0  # one file, for llama.cpp
     python hub.py model.gguf                              # such a file, also quantized, is read too
     python hub.py families                                # those of families.py that are read, and written
 
