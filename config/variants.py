@@ -112,8 +112,9 @@ LISTS = {
             ('12.7M', '--n_layer=10 --n_embd=320', (400,))) for steps in lengths}),
     'few_data': dict(base=f'{QUICK} --dataset=few_char --epochs=8', variants={
         '8 epochs': '', '2 epochs': '--epochs=2', '4 epochs': '--epochs=4', '16 epochs': '--epochs=16',
-        'decay 0.3': '--weight_decay=0.3', 'decay 1': '--weight_decay=1', 'dropout 0.1': '--dropout=0.1',
-        'dropout 0.3': '--dropout=0.3', 'dropout 0.3, decay 1': '--dropout=0.3 --weight_decay=1',
+        'decay 0.3': '--weight_decay=0.3', 'decay 1': '--weight_decay=1', 'decay 2': '--weight_decay=2',
+        'decay 4': '--weight_decay=4', 'dropout 0.1': '--dropout=0.1', 'dropout 0.3': '--dropout=0.3',
+        'dropout 0.3, decay 1': '--dropout=0.3 --weight_decay=1',
         'dropout 0.3, 16 epochs': '--dropout=0.3 --epochs=16', '64 wide': '--n_embd=64'}),
     'transfer': dict(base=f'{RECIPE} --max_iters=100 --lr_scales={{}}', over='learning_rate', variants={
         f'{optimizer}{name}, {width} wide, {rate:g}':
