@@ -251,7 +251,7 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
                 assigned = {name: value for name, value in assigned.items() if name in own}
         for name, value in assigned.items():
             assigned[name] = values[name] = value = checked(arg, name, value, kinds)
-            if value == '' and label == 'flags' and settings.get(name):  # whose default is not
+            if value == '' and label == 'flags' and settings.get(name):  # its default is not empty
                 raise ValueError(f"{arg} is empty: give a value, or leave it out")
             given.pop(name, None)
             given[name] = label

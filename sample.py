@@ -211,7 +211,7 @@ class Sample:
     start: int = 0    # its context is tokens[start:]
     n_drawn: int = 0  # tokens drawn since its context was fed
     n_draws: int = 0  # tokens to draw before it ends or its context is full
-    noise: torch.Tensor | None = None  # for each of these draws
+    noise: torch.Tensor | None = None  # random numbers of these n_draws
 
     def append(self, token, stop_tokens):
         """Takes a token; yields as generate does."""
@@ -362,8 +362,8 @@ class Lookup:
 # text -------------------------------------------------------------------------------------------------------
 
 class TextStream:
-    """A sample's tokens, and its text as far as it is certain: without an unfinished character, or the
-    possible beginning of a stop text. It ends before a stop text."""
+    """A sample's tokens and text. The text is shown as far as no later token can change it: unfinished
+    characters and possible beginnings of a stop text are held back. A stop text ends it."""
 
     text = held = ''
     stopped = ended = False

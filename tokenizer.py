@@ -497,7 +497,7 @@ def train_bpe(counts, n_merges):
             continue
         if len(token) > LONGEST:
             continue
-        if first == second:  # as in aaa, places overlap: take those that do not, from the left
+        if first == second:  # places overlap, as in aaa: from the left, keep places that do not
             kept = []
             end = 0
             for place in places.tolist():

@@ -185,7 +185,8 @@ def test_a_published_file_equals_transformers_reading(tmp_path):
     if not path.exists():
         pytest.skip('FLATGPT_SMOLLM2 names no file')
     texts = ["It's 7 o'clock, isn't it?\n\n Yes!", 'def f(x):\n    return [i**2 for i in range(12345)]\n',
-             'Съешь ещё этих мягких французских булок', '敏捷的棕色狐狸跳过懒狗。',
+             'Съешь ещё этих мягких французских булок',
+             '敏捷的棕色狐狸跳过懒狗。',
              '🙂🙃 👩\u200d👧 🇩🇪 ok']
     subprocess.run([sys.executable, '-c', THEIRS, path.parent, json.dumps(texts), path.name,
                     tmp_path / 'found'], check=True, capture_output=True, timeout=300)

@@ -32,7 +32,7 @@ def advised(text):
 
 
 def test_advice_leads_from_a_text_to_a_model_its_samples_and_an_export(tmp_path, monkeypatch, capsys):
-    """Each command that a script prints is run as it is, but for flags that make it short."""
+    """Runs each command that a script prints, with further flags that make the run short."""
     monkeypatch.chdir(tmp_path)
     Path('my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
 
