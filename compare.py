@@ -9,6 +9,7 @@ Which choice is better, and by how much: trains variants of one run with the sam
     python compare.py scaling                          # a law of sizes, and what it predicts
     python compare.py plot out-a out-b --by=time --y=loss,val_loss,lr  # the curves of any runs
     python compare.py plot lengths.jsonl               # of bench.py eval --lengths --json=lengths.jsonl
+    python compare.py plot sizes.jsonl                 # of --speedup=True --json=sizes.jsonl at each size
 
 Runs are train.py's, whose settings compare.py takes too. A variant is an addition to the command line, a git
 revision and a colon in front of it, or both; WORK, the default, is the working tree with its new Python
@@ -22,6 +23,7 @@ folder when a checkpoint that runs start from, or data without a meta.json, has 
 At equal wall clock: --time_limit=5 --decay_lr=False, and more --max_iters than fit into these minutes.
 """
 import ast
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -198,7 +200,7 @@ def refuse_other_judges(variants):
     first = judged_by(variants[0])
     for variant in variants[1:]:
         own = judged_by(variant)
-        other = [name for name in [*own, *first.keys() - own] if first.get(name) != own.get(name)]
+        other = sorted({name for name, _ in first.items() ^ own.items()})
         if other:
             raise ValueError(f"variant {variant.name!r} and the first would not be judged alike; they differ "
                              f"in: {'; '.join(other)}")
@@ -382,9 +384,9 @@ def other_lengths(first):
     for other in 'epochs', 'tokens_per_param', 'time_limit':
         if first.settings[other] is not None:
             raise ValueError(f"--speedup=True takes the length from max_iters: --{other}=None")
-    max_iters = {name: round(first.settings['max_iters'] * factor) for name, factor in LENGTHS.items()}
-    return [dataclasses.replace(first, name=name, args=[*first.args, f'--max_iters={n}'])
-            for name, n in max_iters.items()]
+    max_iters = first.settings['max_iters']
+    return [dataclasses.replace(first, name=name, args=[*first.args, f'--max_iters={max_iters * factor:.0f}'])
+            for name, factor in LENGTHS.items()]
 
 
 def add_speedups(rows):
@@ -513,15 +515,12 @@ def print_law(rows, predicted):
         row['variant']: [f"{row['inner_params']:,}", f"{row['tokens']:,.0f}", f"{row['loss']:.4f}",
                          '{:.4f} [{:.4f}, {:.4f}]'.format(*row['law']),
                          'predicted' if row['variant'] in predicted else ''] for row in rows})
-    points = {}
-    for row in sorted(rows, key=lambda row: row['inner_params']):
+    points = []
+    for row in rows:
         name = f"{row['tokens']:,.0f} tokens" + ', predicted' * (row['variant'] in predicted)
-        points.setdefault(name, []).append([row['inner_params'], row['loss'], *row['law'][:2]])
-    curves = {}
-    for name, each in points.items():
-        x, seen, law, low = np.array(each).T
-        curves |= {name: (x, seen, 0), f'the law, {name}': (x, law, law - low)}
-    return curves
+        points += [(name, (row['inner_params'], *[row['loss']] * 3)),
+                   (f'the law, {name}', (row['inner_params'], *row['law']))]
+    return curves_of(points)
 
 
 # pictures ---------------------------------------------------------------------------------------------------
@@ -529,41 +528,49 @@ def print_law(rows, predicted):
 AXES = {  # name: (column of log.csv, label)
     'iter': ('iter', 'iterations'), 'tokens': ('tokens', 'tokens'), 'time': ('wall_s', 'seconds'),
 }
+SIZE = 'parameters but for the embedding'  # an axis too
 
 
 def curve(logs, by, column='val_loss'):
-    """Logs of runs that differ by seed -> where all were evaluated on the axis `by`, their mean loss and its
-    spread, (evaluations,) each."""
+    """Logs of runs that differ by seed -> where all were evaluated on the axis `by`, their mean loss, and
+    the ends of its spread, (evaluations,) each."""
     logs = [rows[np.isfinite(rows[column])] for rows in logs]
     # a stopped run was evaluated there too
     shared = functools.reduce(np.intersect1d, [rows['iter'] for rows in logs])
     x, y = (np.stack([rows[name][np.isin(rows['iter'], shared)] for rows in logs])  # (runs, evaluations)
             for name in (AXES[by][0], column))
-    return x.mean(0), y.mean(0), y.std(0, ddof=min(1, len(logs) - 1))  # 0 of a single run
+    mean = y.mean(0)
+    spread = y.std(0, ddof=min(1, len(logs) - 1))  # 0 of a single run
+    return x.mean(0), mean, mean - spread, mean + spread
+
+
+def curves_of(points):
+    """(name, (x, y, low, high)) pairs -> name: its x, y, low and high, by x."""
+    curves = collections.defaultdict(list)
+    for name, point in points:
+        curves[name].append(point)
+    return {name: np.array(sorted(own)).T for name, own in curves.items()}
 
 
 def curves_over(setting, variants, rows):
     """Curves of the loss over a setting; a variant's curve has its name up to the last comma."""
-    curves = {}
     given = {variant.name: variant.settings[setting] for variant in variants}
-    for row in rows:
-        curves.setdefault(row['variant'].rpartition(', ')[0], []).append(
-            (given[row['variant']], row['loss'], row['sd'] or 0))
-    return {name: np.array(sorted(points)).T for name, points in curves.items()}
+    return curves_of((row['variant'].rpartition(', ')[0], (given[row['variant']], *(
+        row['loss'] + sign * (row['sd'] or 0) for sign in (0, -1, 1)))) for row in rows)
 
 
 def draw(path, panels, xlabel, rows=(), xscale='linear'):
-    """Writes a PNG. panels: label of y -> curves, name -> x, y and the spread of y; rows: of a comparison,
-    whose losses stand beside, the first with its spread, the others with the intervals of their differences
-    to it."""
+    """Writes a PNG. panels: label of y -> curves, name -> x, y and the ends of y's interval; rows: of a
+    comparison, whose losses stand beside, the first with its spread, the others with the intervals of their
+    differences to it."""
     pictures = package('matplotlib.figure', 'pictures need', 'matplotlib')
     count = len(panels) + bool(rows)
     figure = pictures.Figure(figsize=(2 + 4 * count, 3.4), layout='constrained')
     every = figure.subplots(1, count, squeeze=False)[0]
     for axes, (ylabel, curves) in zip(every, panels.items()):
-        for name, (x, y, spread) in curves.items():
+        for name, (x, y, low, high) in curves.items():
             axes.plot(x, y, marker='.', label=name)
-            axes.fill_between(x, y - spread, y + spread, alpha=0.2)
+            axes.fill_between(x, low, high, alpha=0.2)
         axes.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale)
     figure.legend(*axes.get_legend_handles_labels(), loc='outside right upper', fontsize='small')
     if rows:
@@ -580,28 +587,32 @@ def draw(path, panels, xlabel, rows=(), xscale='linear'):
 
 
 def plot(names, by, columns, path):
-    """Draws columns of runs' logs, or perplexity from .jsonl files of bench.py. Raises ValueError for a
-    column that a log lacks."""
-    panels = {}
-    xlabel = AXES[by][1]
+    """Draws columns of runs' logs. Raises ValueError for a column that a log lacks."""
+    panels = collections.defaultdict(dict)
     for name in names:
-        if name.endswith('.jsonl'):
-            xlabel = 'context'
-            for line in map(loads, Path(name).read_text('utf-8').splitlines()):
-                y = np.array([each['perplexity'] for each in line['lengths'].values()])
-                points = [int(length) for length in line['lengths']], y, 0 * y
-                panels.setdefault('perplexity', {})[line['path']] = points
-        else:
-            rows = read_log(name)
-            for column in columns:
-                if column not in rows.dtype.names or not np.isfinite(rows[column]).any():
-                    raise ValueError(f"--y={column}: no such numbers in {name}/log.csv, whose columns are "
-                                     f"{', '.join(rows.dtype.names)}")
-                points = curve([rows], by, column)
-                panels.setdefault(LOSS_COLUMNS.get(column, column), {})[name] = points
-                print(f"{name}: {column} {points[1][-1]:.4g}")
-    draw(path, panels, xlabel)
-    return {}
+        rows = read_log(name)
+        for column in columns:
+            if column not in rows.dtype.names or not np.isfinite(rows[column]).any():
+                raise ValueError(f"--y={column}: no such numbers in {name}/log.csv, whose columns are "
+                                 f"{', '.join(rows.dtype.names)}")
+            points = curve([rows], by, column)
+            panels[LOSS_COLUMNS.get(column, column)][name] = points
+            print(f"{name}: {column} {points[1][-1]:.4g}")
+    draw(path, panels, AXES[by][1])
+
+
+def plot_lines(names, path):
+    """Draws lines that --json has written: perplexity over contexts, of bench.py eval --lengths, or speedups
+    over sizes, of compare.py."""
+    lines = [loads(line) for name in names for line in Path(name).read_text('utf-8').splitlines()]
+    if 'lengths' in lines[0]:
+        points = [(line['path'], (int(length), *[each['perplexity']] * 3))
+                  for line in lines for length, each in line['lengths'].items()]
+        draw(path, {'perplexity': curves_of(points)}, 'context', xscale='log')
+    else:
+        points = [(row['variant'], (line['rows'][0]['inner_params'], *row['speedup']))
+                  for line in lines for row in line['rows'] if 'speedup' in row]
+        draw(path, {'times as long for the first': curves_of(points)}, SIZE, xscale='log')
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -651,7 +662,7 @@ def compare(config, args, name='compare'):
     try:
         if 'predicted' in known:
             law = print_law(rows, known['predicted'])
-            draw(path, {label: law}, 'parameters but for the embedding', xscale='log')
+            draw(path, {label: law}, SIZE, xscale='log')
         elif 'over' in known:
             draw(path, {label: curves_over(known['over'], variants, rows)}, known['over'], xscale='log')
         else:
@@ -668,11 +679,12 @@ if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     check_settings(config, {'by': AXES, 'until': ('', 'decided')})
     if words[:1] == ['plot']:
-        if not words[1:]:
-            raise ValueError('say which runs to draw: python compare.py plot out-a out-b')
-        numbers = plot(words[1:], by, y.split(','), png or f'{RUNS}/plot.png')
+        path = png or f'{RUNS}/plot.png'
+        if words[1].endswith('.jsonl'):
+            plot_lines(words[1:], path)
+        else:
+            plot(words[1:], by, y.split(','), path)
     else:
         own = [f'--{name}' for name in config]
         args = [arg for arg in sys.argv[1:] if arg not in words and arg.partition('=')[0] not in own]
-        numbers = compare(config, args, *words)
-    print_json(json, **numbers)
+        print_json(json, **compare(config, args, *words))

@@ -456,12 +456,11 @@ class BaseAttention(Mixer):
         return self.window, self.has_alibi, self.reach
 
     def attend(self, q, k, v, context):
-        config = self.config
         p = self.config.dropout if self.training else 0.0
         if self.query_scale:
             q = q * query_scale(context.position_ids, **self.query_scale).type_as(q)
-        return attend(q, k, v, context, context.masks[self.mask_kind], self.scale, p, config.attn_softcap,
-                      self.sink)
+        return attend(q, k, v, context, context.masks[self.mask_kind], self.scale, p,
+                      self.config.attn_softcap, self.sink)
 
     def flops(self, length):
         # the masked half is counted too: PaLM, arXiv:2204.02311, appendix B
@@ -1398,10 +1397,10 @@ class MoE(nn.Module):
     def route(self, x):
         """x (n, C) -> weights (n, k), experts (n, k), logits and log scores (n, E); all float32."""
         config = self.config
-        log, group_score = ROUTERS[self.config.router]
+        log, group_score = ROUTERS[config.router]
         with torch.autocast(x.device.type, enabled=False):
-            bias = self.router.bias if self.router.bias is None else self.router.bias.float()
-            logits = F.linear(x.float(), self.router.weight.float(), bias)
+            bias = self.router.bias
+            logits = F.linear(x.float(), self.router.weight.float(), bias if bias is None else bias.float())
         if config.expert_norms:
             logits = logits * config.n_embd ** -0.5
         score = log(logits)

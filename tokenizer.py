@@ -155,7 +155,7 @@ class Tokenizer:
         """The text of [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders it.
         tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template decides. A
         template is jinja, or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use'. Raises
-        ValueError if there is none, or it fails."""
+        ValueError if there is none, or it says that it cannot render these messages."""
         template = self.chat_template
         if not template:
             raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or use one '
@@ -165,12 +165,9 @@ class Tokenizer:
             template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
         messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
         switch = {} if thinking is None else dict.fromkeys(THINKING, thinking)
-        try:
-            return compile_template(template).render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
-                **self.chat_variables, **switch)
-        except Exception as e:  # a template can fail in any way that an expression can
-            raise ValueError(f'the chat template fails: {type(e).__name__}: {e}') from e
+        return compile_template(template).render(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+            **self.chat_variables, **switch)
 
     def chat(self, *args, **options):
         """Conversations -> ids; see render."""
@@ -187,7 +184,7 @@ class Tokenizer:
         answer = 'the answer'
         if self.chat_template and self.special:
             messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
-            with contextlib.suppress(ValueError):  # chat() raises it
+            with contextlib.suppress(Exception):  # chat() raises it
                 after = self.render(messages, False).rpartition(answer)[2]
                 ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
         return tuple(dict.fromkeys(ends))
@@ -384,7 +381,7 @@ def compile_template(template):
     template = re.sub(r'({%[-+]?\s*(end)?)generation\b', r'\1with', template)
 
     def raise_exception(message):
-        raise jinja2.TemplateError(message)
+        raise ValueError(f'the chat template says: {message}')
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
     env.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)

@@ -255,9 +255,9 @@ def edited(place, **edits):
     (dict(check=('if init_from ==', 'return {}\n    if init_from ==')), [], 'check.py'),
     (dict(train=("Bins(folder, 'val')", "Bins(folder, 'train')")), [], 'the end of train.py'),
     (dict(train=("val_loss = columns['val_loss']", "columns['val_loss'] = 1.0")), [], 'the end of train.py'),
-    (dict(train=('seed = 1337  ', 'seed = 7  ')), [], 'seed=7'),
-    ({}, ['--eval_iters=1'], r'an evaluation of 64 tokens .*; an evaluation of 320'),
-    ({}, ['--seed=7'], 'seed=7; seed=1337'), ({}, ['--init_from=out'], 'init_from=out')])
+    (dict(train=('seed = 1337  ', 'seed = 7  ')), [], 'seed=1337; seed=7'),
+    ({}, ['--eval_iters=1'], r'an evaluation of 320 tokens .*; an evaluation of 64'),
+    ({}, ['--seed=7'], 'seed=1337; seed=7'), ({}, ['--init_from=out'], 'init_from=out')])
 def test_other_judges_are_refused(folder, tmp_path, edits, args, named):
     first = Variant('a', ROOT, '', TOY, flat_compare.line_settings(TOY, ROOT), None)
     same = edited(tmp_path / 'same', train=('"""A permutation', '"""An order'))
@@ -318,8 +318,9 @@ def test_a_law_is_found_again(capsys):
     expected, low, high = rows[-1]['law']
     assert low < min(losses[-1], *noisy[:, -1]) < max(noisy[:, -1]) < high and high - low < 0.1
     assert expected == pytest.approx(losses[-1], abs=0.03)
-    x, y, half = curves['the law, 1,600,000 tokens, predicted']
-    assert (x, y, half) == (1.2e7, expected, expected - low)
+    assert curves['the law, 1,600,000 tokens, predicted'].T.tolist() == [[1.2e7, expected, low, high]]
+    seen = [row['loss'] for row in rows[:10:3]]
+    assert curves['400,000 tokens'].tolist() == [[2e5, 6e5, 1.5e6, 4e6], seen, seen, seen]
     assert re.search(r'^12 +12,000,000 +1,600,000 .* predicted$', capsys.readouterr().out, re.M)
 
 
@@ -339,6 +340,16 @@ def test_speedups(folder, no_git, monkeypatch):
     assert rows['c']['speedup'] == pytest.approx([2 ** 0.5] * 3)
     mean, half = 0.625, 12.706 * 0.125
     assert rows['b']['speedup'] == pytest.approx([2 ** -mean, 2 ** -(mean + half), 2 ** ((half - mean) * 2)])
+
+    wider = flat_compare.compare(config, [*TOY, '--max_iters=40', '--n_embd=48'])['rows']
+    for own in wider, [*rows.values()]:
+        flat_compare.print_json('sizes.jsonl', rows=own)
+    drawn = {}
+    monkeypatch.setattr(flat_compare, 'draw', lambda path, panels, *_, **options: drawn.update(panels))
+    flat_compare.plot_lines(['sizes.jsonl'], 'x.png')
+    (curves,) = drawn.values()
+    sizes = [own[0]['inner_params'] for own in ([*rows.values()], wider)]
+    assert curves['b'].T.tolist() == [[size, *rows['b']['speedup']] for size in sizes] and sizes[0] < sizes[1]
 
 
 def test_seeds_are_added_until_all_is_decided(folder, no_git, monkeypatch):
@@ -373,20 +384,22 @@ def test_curves_of_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run('a', {1: None, 10: 3.0, 17: 2.5, 20: 2.0}, 0.5)  # was stopped at 17
     write_run('b', {1: None, 10: 3.5, 20: 2.25}, 0.7)
-    at, mean, spread = curve([flat_compare.read_log(name) for name in 'ab'], 'tokens')
+    at, mean, low, high = curve([flat_compare.read_log(name) for name in 'ab'], 'tokens')
     assert (at == [640, 1280]).all() and (mean == [3.25, 2.125]).all()
-    assert spread == pytest.approx([0.5 / 2 ** 0.5, 0.25 / 2 ** 0.5])
+    for spread in high - mean, mean - low:
+        assert spread == pytest.approx([0.5 / 2 ** 0.5, 0.25 / 2 ** 0.5])
     rates = {'x, 2 wide, 0.4': (0.4, 3.0), 'x, 2 wide, 0.1': (0.1, 2.0), 'x, 4 wide, 0.1': (0.1, 1.0)}
     over = flat_compare.curves_over(
         'learning_rate', [Variant(name, ROOT, '', [], {'learning_rate': rate}, None)
                           for name, (rate, _) in rates.items()],
-        [{'variant': name, 'loss': loss, 'sd': None} for name, (_, loss) in rates.items()])
-    assert [over[name].tolist() for name in ('x, 2 wide', 'x, 4 wide')] == [
-        [[0.1, 0.4], [2, 3], [0, 0]], [[0.1], [1], [0]]]
+        [{'variant': name, 'loss': loss, 'sd': None if '4 wide' in name else 0.5}
+         for name, (_, loss) in rates.items()])
+    assert [over[name].T.tolist() for name in ('x, 2 wide', 'x, 4 wide')] == [
+        [[0.1, 2, 1.5, 2.5], [0.4, 3, 2.5, 3.5]], [[0.1, 1, 1, 1]]]
     pytest.importorskip('matplotlib')
     run('compare.py', 'plot', 'a', 'b', '--by=time', '--y=val_loss,ms_per_iter', '--png=docs/a.png')
     for args, message in {('--y=los', 'a'): '--y=los: .* a/log.csv, whose columns are iter',
-                          ('--y=mfu', 'a'): 'no such numbers', (): 'say which runs'}.items():
+                          ('--y=mfu', 'a'): 'no such numbers'}.items():
         with pytest.raises(ValueError, match=message):
             run('compare.py', 'plot', *args)
     lengths = {'path': 'x', 'lengths': {'8': {'perplexity': 3.0}, '16': {'perplexity': 4.0}}}
@@ -399,7 +412,7 @@ def test_a_legend_names_lines(monkeypatch):
     figures = pytest.importorskip('matplotlib.figure')
     drawn = []
     monkeypatch.setattr(figures.Figure, 'savefig', lambda figure, *args, **options: drawn.append(figure))
-    flat_compare.draw('x.png', {'y': {name: (np.arange(2), np.arange(2), 0) for name in 'abc'}}, 'x')
+    flat_compare.draw('x.png', {'y': {name: [np.arange(2)] * 4 for name in 'abc'}}, 'x')
     lines = {line.get_label(): line.get_color() for line in drawn[0].axes[0].lines}
     legend = drawn[0].legends[0]
     assert lines == {text.get_text(): handle.get_color()

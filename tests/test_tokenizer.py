@@ -286,15 +286,21 @@ def rendered(template):
     return tok.render([{'role': 'user', 'content': 'hi'}])
 
 
-@pytest.mark.parametrize('template', [
-    '{{ 1 / 0 }}', "{{ raise_exception('it cannot be') }}", '{{ messages.append(1) }}',
-    '{% for i in range(10**9) %}{% endfor %}', "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ cycler.__init__.__globals__.os.mkdir('pwned') }}",
-    "{{ raise_exception.__globals__['os'].mkdir('pwned') }}", "{% include 'pwned' %}"])
-def test_a_chat_template_that_fails_runs_no_code(template, tmp_path, monkeypatch):
+@pytest.mark.parametrize('template, message', [
+    ("{{ raise_exception('it cannot be') }}", 'the chat template says: it cannot be'),
+    ('{{ messages.append(1) }}', 'unsafe'), ('{% for i in range(10**9) %}{% endfor %}', 'Range too big'),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", 'unsafe'),
+    ("{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", 'unsafe'),
+    ("{{ raise_exception.__globals__['os'].mkdir('pwned') }}", 'unsafe'),
+    ("{% include 'pwned' %}", 'no loader')])
+def test_a_chat_template_that_fails_runs_no_code(template, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match='chat template fails'):
+    with pytest.raises(Exception, match=message):
         rendered(template)
+    tok = ByteTokenizer()
+    tok.chat_template = template
+    tok.special = {'<end>': 256}
+    assert tok.stop_tokens == (256,)  # it can still be used without it
     assert os.listdir() == []
 
 
