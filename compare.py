@@ -168,8 +168,8 @@ def make_variants(texts, base, place):
     return variants
 
 
-JUDGES = {  # functions that decide how a run is judged, and on which data; None: the whole file
-    'check.py': None, 'configurator.py': ['runtime'],
+JUDGES = {  # functions that decide how a run is judged, and on which data; none: the whole file
+    'check.py': [], 'configurator.py': ['runtime'],
     'prepare.py': ['Bins', 'read_elements', 'read_meta', 'read_shard', 'data_folder'],
     'train.py': ['sequence_order', 'sequence_indices', 'read_batches', 'to_device', 'evaluate',
                  'evaluate_splits']}
@@ -180,11 +180,15 @@ def judged_by(variant):
     """name -> what the variant is judged by, of its code and its settings."""
     found = {}
     for file, names in JUDGES.items():
-        body = ast.parse((variant.code / file).read_text('utf-8')).body
-        if names is None:
-            found[file] = '\n'.join(map(ast.unparse, body))
+        module = ast.parse((variant.code / file).read_text('utf-8'))
+        for node in ast.walk(module):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+                node.body.pop(0)
+        body = module.body
+        if not names:
+            found[file] = ast.unparse(module)
         found |= {f'{node.name} of {file}': ast.unparse(node) for node in body
-                  if getattr(node, 'name', None) in (names or ())}
+                  if getattr(node, 'name', None) in names}
     story = [ast.unparse(node) for node in ast.walk(body[-1])
              if isinstance(node, (ast.Assign, ast.AugAssign, ast.Expr))]
     found['the end of train.py'] = '\n'.join(line for line in story if re.search(STORY, line))
@@ -192,7 +196,7 @@ def judged_by(variant):
     tokens = int(math.prod(settings[name] for name in ('eval_iters', 'batch_size', 'block_size')))
     found |= {f"{name}={settings[name]}": '' for name in ('init_from', 'seed')}
     found[f'an evaluation of {tokens:,} tokens (eval_iters, batch_size, block_size)'] = ''
-    return {name: re.sub(r'(?s)""".*?"""', '', text) for name, text in found.items()}  # without docstrings
+    return found
 
 
 def refuse_other_judges(variants):
@@ -596,7 +600,7 @@ def plot(names, by, columns, path):
                 raise ValueError(f"--y={column}: no such numbers in {name}/log.csv, whose columns are "
                                  f"{', '.join(rows.dtype.names)}")
             points = curve([rows], by, column)
-            panels[LOSS_COLUMNS.get(column, column)][name] = points
+            panels[column][name] = points
             print(f"{name}: {column} {points[1][-1]:.4g}")
     draw(path, panels, AXES[by][1])
 
@@ -678,12 +682,13 @@ def compare(config, args, name='compare'):
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     check_settings(config, {'by': AXES, 'until': ('', 'decided')})
-    if words[:1] == ['plot']:
+    name, *paths = words or ['compare']
+    if name == 'plot':
         path = png or f'{RUNS}/plot.png'
-        if words[1].endswith('.jsonl'):
-            plot_lines(words[1:], path)
+        if paths[0].endswith('.jsonl'):
+            plot_lines(paths, path)
         else:
-            plot(words[1:], by, y.split(','), path)
+            plot(paths, by, y.split(','), path)
     else:
         own = [f'--{name}' for name in config]
         args = [arg for arg in sys.argv[1:] if arg not in words and arg.partition('=')[0] not in own]

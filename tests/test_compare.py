@@ -252,6 +252,8 @@ def edited(place, **edits):
 @pytest.mark.parametrize('edits, args, named', [
     (dict(train=('count = min(n, batches * batch_size)', 'count = 1')), [], 'evaluate of train.py'),
     (dict(train=('permutation(n)', 'permutation(n)[::-1]')), [], 'sequence_order of train.py'),
+    (dict(train=("return {'val_loss'",  # between what looks like a docstring's quotation marks
+                 """return {'val\"""': 0, 'val_loss': 1.0, '\"""_loss'""")), [], 'evaluate_splits'),
     (dict(check=('if init_from ==', 'return {}\n    if init_from ==')), [], 'check.py'),
     (dict(train=("Bins(folder, 'val')", "Bins(folder, 'train')")), [], 'the end of train.py'),
     (dict(train=("val_loss = columns['val_loss']", "columns['val_loss'] = 1.0")), [], 'the end of train.py'),
@@ -349,7 +351,7 @@ def test_speedups(folder, no_git, monkeypatch):
     flat_compare.plot_lines(['sizes.jsonl'], 'x.png')
     (curves,) = drawn.values()
     sizes = [own[0]['inner_params'] for own in ([*rows.values()], wider)]
-    assert curves['b'].T.tolist() == [[size, *rows['b']['speedup']] for size in sizes] and sizes[0] < sizes[1]
+    assert curves['b'].T.tolist() == [[size, *rows['b']['speedup']] for size in sizes]
 
 
 def test_seeds_are_added_until_all_is_decided(folder, no_git, monkeypatch):

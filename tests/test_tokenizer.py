@@ -290,7 +290,6 @@ def rendered(template):
     ("{{ raise_exception('it cannot be') }}", 'the chat template says: it cannot be'),
     ('{{ messages.append(1) }}', 'unsafe'), ('{% for i in range(10**9) %}{% endfor %}', 'Range too big'),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", 'unsafe'),
-    ("{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", 'unsafe'),
     ("{{ raise_exception.__globals__['os'].mkdir('pwned') }}", 'unsafe'),
     ("{% include 'pwned' %}", 'no loader')])
 def test_a_chat_template_that_fails_runs_no_code(template, message, tmp_path, monkeypatch):
