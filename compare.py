@@ -5,7 +5,7 @@ Which choice is better, and by how much: trains variants of one run with the sam
     python compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
     python compare.py ladder --png=docs/ladder.png     # a list of config/variants.py
     python compare.py mlp --until=decided              # seeds are added while a verdict is open
-    python compare.py tricks --speedup=True            # how much longer would the first train for that loss
+    python compare.py next_size --speedup=True         # how much longer would the first train for that loss
     python compare.py scaling                          # a law of sizes, and what it predicts
     python compare.py plot out-a out-b --by=time --y=loss,val_loss,lr  # the curves of any runs
     python compare.py plot lengths.jsonl               # of bench.py eval --lengths --json=lengths.jsonl
@@ -514,7 +514,7 @@ def print_law(rows, predicted):
     for row in rows:
         at = row['inner_params'], row['tokens']
         others = law_loss(drawn, *at) + rng.choice(noise, 200)
-        row['law'] = [law_loss(law, *at).item(), *np.percentile(others, [2.5, 97.5])]
+        row['law'] = [law_loss(law, *at), *np.percentile(others, [2.5, 97.5])]
     print_table('variant', ['N', 'D', 'seen', 'law, 95%', ''], {
         row['variant']: [f"{row['inner_params']:,}", f"{row['tokens']:,.0f}", f"{row['loss']:.4f}",
                          '{:.4f} [{:.4f}, {:.4f}]'.format(*row['law']),
@@ -529,9 +529,7 @@ def print_law(rows, predicted):
 
 # pictures ---------------------------------------------------------------------------------------------------
 
-AXES = {  # name: (column of log.csv, label)
-    'iter': ('iter', 'iterations'), 'tokens': ('tokens', 'tokens'), 'time': ('wall_s', 'seconds'),
-}
+AXES = {'iter': 'iter', 'tokens': 'tokens', 'time': 'wall_s'}  # name: column of log.csv
 SIZE = 'parameters but for the embedding'  # an axis too
 
 
@@ -542,7 +540,7 @@ def curve(logs, by, column='val_loss'):
     # a stopped run was evaluated there too
     shared = functools.reduce(np.intersect1d, [rows['iter'] for rows in logs])
     x, y = (np.stack([rows[name][np.isin(rows['iter'], shared)] for rows in logs])  # (runs, evaluations)
-            for name in (AXES[by][0], column))
+            for name in (AXES[by], column))
     mean = y.mean(0)
     spread = y.std(0, ddof=min(1, len(logs) - 1))  # 0 of a single run
     return x.mean(0), mean, mean - spread, mean + spread
@@ -602,7 +600,7 @@ def plot(names, by, columns, path):
             points = curve([rows], by, column)
             panels[column][name] = points
             print(f"{name}: {column} {points[1][-1]:.4g}")
-    draw(path, panels, AXES[by][1])
+    draw(path, panels, AXES[by])
 
 
 def plot_lines(names, path):
@@ -673,7 +671,7 @@ def compare(config, args, name='compare'):
             by = config['by']
             curves = {row['variant']: curve([run['rows'] for run in runs[row['variant']]], by, row['column'])
                       for row in rows}
-            draw(path, {label: curves}, AXES[by][1], rows)
+            draw(path, {label: curves}, AXES[by], rows)
     except ImportError as error:
         print(error)
     return {'rows': rows, 'runs': folders}

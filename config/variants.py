@@ -1,12 +1,12 @@
 # Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line come
 # after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
-# cores that do nothing else, but for `classic`, the two of `tricks`, `first_run`, `scaling`, `few_data`
+# cores that do nothing else, but for `classic`, `tricks`, `next_size`, `first_run`, `scaling`, `few_data`
 # and `transfer`, of an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic`
 # `python prepare.py shakespeare --tokenizer=char`, for `few_data` the first 200,000 bytes of Shakespeare,
 # in a file few.txt: `python prepare.py few.txt --tokenizer=char`; for `hybrids`, `mtp`, `tricks`,
-# `first_run`, `scaling` and `transfer` `python prepare.py`. match: sizes are made equal; predicted:
-# variants whose loss is predicted by a law that is fitted to the others; over: the setting on the
-# picture's horizontal axis.
+# `next_size`, `first_run`, `scaling` and `transfer` `python prepare.py`. match: sizes are made equal;
+# predicted: variants whose loss is predicted by a law that is fitted to the others; over: the setting on
+# the picture's horizontal axis.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'
@@ -16,7 +16,6 @@ LLAMA = '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
 RECIPE = ('config/default.py --window=None --window_pattern=None --n_head=4 --n_embd=128 --max_iters=400 '
           '--eval_interval=100 --eval_iters=40 --compile=False --sample_tokens=0')
 WINDOWS = '--window=2 --window_pattern=SL'
-LARGER = f'{RECIPE} --n_layer=6 --n_embd=256 --max_iters=200 --eval_interval=200'
 
 LISTS = {
     'positions': dict(base=QUICK, variants={
@@ -80,10 +79,11 @@ LISTS = {
         'short convolution, 2 of 4': '--mixer_pattern=CA',
         'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"''',
         'heads of 64': '--n_head=2', 'relu2': '--mlp=relu2 --d_ff=576', 'softcap 15': '--logit_softcap=15'}),
-    'tricks_larger': dict(base=LARGER, variants={
+    'next_size': dict(base=f'{RECIPE} --max_iters=200', variants={  # 4.8M: --n_layer=6 --n_embd=256
         'base': '', 'windows of 2': WINDOWS, 'one learning rate': '--lr_scales={}',
         'NorMuon': '--optimizer=normuon', 'bigrams': '--bigram_size=20480',
-        'short convolution, 3 of 6': '--mixer_pattern=CA'}),
+        'short convolutions': '--mixer_pattern=CA',
+        'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"'''}),
     'first_run': dict(base='config/default.py --sample_tokens=0', variants={
         'default': '', 'no windows': '--window=None --window_pattern=None', 'windows of 4': '--window=4',
         'windows of 8': '--window=8', 'speedrun': 'config/speedrun.py'}),
