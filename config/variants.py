@@ -1,10 +1,10 @@
 # Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line come
 # after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
 # cores that do nothing else, but for `classic`, `tricks`, `next_size`, `first_run`, `scaling`, `few_data`
-# and `transfer`, of an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic`
+# and the two of `transfer`, of an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic`
 # `python prepare.py shakespeare --tokenizer=char`, for `few_data` the first 200,000 bytes of Shakespeare,
 # in a file few.txt: `python prepare.py few.txt --tokenizer=char`; for `hybrids`, `mtp`, `tricks`,
-# `next_size`, `first_run`, `scaling` and `transfer` `python prepare.py`. match: sizes are made equal;
+# `next_size`, `first_run`, `scaling` and both of `transfer` `python prepare.py`. match: sizes are made equal;
 # predicted: variants whose loss is predicted by a law that is fitted to the others; over: the setting on
 # the picture's horizontal axis.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
@@ -16,6 +16,16 @@ LLAMA = '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
 RECIPE = ('config/default.py --window=None --window_pattern=None --n_head=4 --n_embd=128 --max_iters=400 '
           '--eval_interval=100 --eval_iters=40 --compile=False --sample_tokens=0')
 WINDOWS = '--window=2 --window_pattern=SL'
+RATES = f'{RECIPE} --max_iters=100 --lr_scales={{}}'
+EMBEDDING = '''--lr_scales="{{'embedding': {}}}"'''
+
+
+def over_widths(optimizer, rates):
+    """rates: (name, flags) -> {width: learning rates} -> a list's variants."""
+    return {f'{name}, {width} wide, {rate:g}':
+                f'--optimizer={optimizer} --n_embd={width} --learning_rate={rate} {flags}'
+            for (name, flags), widths in rates.items() for width, own in widths.items() for rate in own}
+
 
 LISTS = {
     'positions': dict(base=QUICK, variants={
@@ -116,13 +126,22 @@ LISTS = {
         'decay 4': '--weight_decay=4', 'dropout 0.1': '--dropout=0.1', 'dropout 0.3': '--dropout=0.3',
         'dropout 0.3, decay 1': '--dropout=0.3 --weight_decay=1',
         'dropout 0.3, 16 epochs': '--dropout=0.3 --epochs=16', '64 wide': '--n_embd=64'}),
-    'transfer': dict(base=f'{RECIPE} --max_iters=100 --lr_scales={{}}', over='learning_rate', variants={
-        f'{optimizer}{name}, {width} wide, {rate:g}':
-            f'--optimizer={optimizer} --n_embd={width} --learning_rate={rate} {scales}'
-        for optimizer, rates in {'adamw': (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
-                                 'muon': (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)}.items()
-        for name, scales in {'': '', ', scales': '''--lr_scales="{'embedding': 12.0}"'''}.items()
-        for width in (64, 128, 256, 512) for rate in rates}),
+    'transfer_adamw': dict(base=RATES, over='learning_rate', variants=over_widths('adamw', {
+        ('one rate', ''): {
+            64: (2e-3, 4e-3, 8e-3, 1.6e-2), 128: (1e-3, 2e-3, 4e-3, 8e-3), 256: (1e-3, 2e-3, 4e-3),
+            512: (5e-4, 1e-3, 2e-3)},
+        ('embedding at 12 times', EMBEDDING.format(12.0)): {
+            64: (2e-3, 4e-3, 8e-3, 1.6e-2), 128: (1e-3, 2e-3, 4e-3), 256: (2.5e-4, 5e-4, 1e-3, 2e-3),
+            512: (1.25e-4, 2.5e-4, 5e-4)},
+        ('24 times', EMBEDDING.format(24.0)): {256: (5e-4, 1e-3)},
+        ('48 times', EMBEDDING.format(48.0)): {512: (2.5e-4, 5e-4)}})),
+    'transfer_muon': dict(base=RATES, over='learning_rate', variants=over_widths('muon', {
+        ('one rate', ''): {
+            64: (6e-3, 1.2e-2, 2.4e-2, 4.8e-2), 128: (3e-3, 6e-3, 1.2e-2, 2.4e-2), 256: (3e-3, 6e-3, 1.2e-2),
+            512: (3e-3, 6e-3)},
+        ('embedding at 12 times', EMBEDDING.format(12.0)): {
+            64: (3e-3, 6e-3, 1.2e-2, 2.4e-2), 128: (3e-3, 6e-3, 1.2e-2, 2.4e-2),
+            256: (1.5e-3, 3e-3, 6e-3, 1.2e-2), 512: (1.5e-3, 3e-3, 6e-3)}})),
     'recipes': dict(base=QUICK, match='params', variants={
         'quality: RoPE RMSNorm SwiGLU GQA': '', 'balanced: RoPE RMSNorm GELU GQA': '--mlp=gelu',
         'speed: ALiBi LayerNorm GELU MQA': '--pos=alibi --norm=layernorm --mlp=gelu --n_kv_head=1',
