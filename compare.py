@@ -5,7 +5,7 @@ Which choice is better, and by how much: trains variants of one run with the sam
     python compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
     python compare.py ladder --png=docs/ladder.png     # a list of config/variants.py
     python compare.py mlp --until=decided              # seeds are added while a verdict is open
-    python compare.py next_size --speedup=True         # how much longer would the first train for that loss
+    python compare.py tricks_short --speedup=True      # how much longer would the first train for that loss
     python compare.py scaling                          # a law of sizes, and what it predicts
     python compare.py plot out-a out-b --by=time --y=loss,val_loss,lr  # the curves of any runs
     python compare.py plot lengths.jsonl               # of bench.py eval --lengths --json=lengths.jsonl
@@ -168,7 +168,7 @@ def make_variants(texts, base, place):
     return variants
 
 
-JUDGES = {  # functions that decide how a run is judged, and on which data; none: the whole file
+JUDGES = {  # functions that decide how a run is judged, and on which data; no names: the whole file
     'check.py': [], 'configurator.py': ['runtime'],
     'prepare.py': ['Bins', 'read_elements', 'read_meta', 'read_shard', 'data_folder'],
     'train.py': ['sequence_order', 'sequence_indices', 'read_batches', 'to_device', 'evaluate',
@@ -190,7 +190,7 @@ def judged_by(variant):
         found |= {f'{node.name} of {file}': ast.unparse(node) for node in body
                   if getattr(node, 'name', None) in names}
     story = [ast.unparse(node) for node in ast.walk(body[-1])
-             if isinstance(node, (ast.Assign, ast.AugAssign, ast.Expr))]
+             if isinstance(node, ast.stmt) and not hasattr(node, 'body')]
     found['the end of train.py'] = '\n'.join(line for line in story if re.search(STORY, line))
     settings = variant.settings
     tokens = int(math.prod(settings[name] for name in ('eval_iters', 'batch_size', 'block_size')))
@@ -530,7 +530,7 @@ def print_law(rows, predicted):
 # pictures ---------------------------------------------------------------------------------------------------
 
 AXES = {'iter': 'iter', 'tokens': 'tokens', 'time': 'wall_s'}  # name: column of log.csv
-SIZE = 'parameters but for the embedding'  # an axis too
+SIZE = 'parameters besides the embedding'
 
 
 def curve(logs, by, column='val_loss'):
@@ -547,18 +547,18 @@ def curve(logs, by, column='val_loss'):
 
 
 def curves_of(points):
-    """(name, (x, y, low, high)) pairs -> name: its x, y, low and high, by x."""
-    curves = collections.defaultdict(list)
+    """(name, (x, y, low, high)) pairs -> name: its x, y, low, high, sorted by x; of equal x the last."""
+    curves = collections.defaultdict(dict)
     for name, point in points:
-        curves[name].append(point)
-    return {name: np.array(sorted(own)).T for name, own in curves.items()}
+        curves[name][point[0]] = point
+    return {name: np.array(sorted(own.values())).T for name, own in curves.items()}
 
 
 def curves_over(setting, variants, rows):
     """Curves of the loss over a setting; a variant's curve has its name up to the last comma."""
     given = {variant.name: variant.settings[setting] for variant in variants}
-    return curves_of((row['variant'].rpartition(', ')[0], (given[row['variant']], *(
-        row['loss'] + sign * (row['sd'] or 0) for sign in (0, -1, 1)))) for row in rows)
+    return curves_of((row['variant'].rpartition(', ')[0], (
+        given[row['variant']], *row['loss'] + np.array([0, -1, 1]) * (row['sd'] or 0))) for row in rows)
 
 
 def draw(path, panels, xlabel, rows=(), xscale='linear'):
@@ -612,9 +612,10 @@ def plot_lines(names, path):
                   for line in lines for length, each in line['lengths'].items()]
         draw(path, {'perplexity': curves_of(points)}, 'context', xscale='log')
     else:
-        points = [(row['variant'], (line['rows'][0]['inner_params'], *row['speedup']))
-                  for line in lines for row in line['rows'] if 'speedup' in row]
-        draw(path, {'times as long for the first': curves_of(points)}, SIZE, xscale='log')
+        points = [(row['variant'], (row['inner_params'], *row['speedup']))
+                  for line in lines for row in line['rows']
+                  if 'speedup' in row and row['inner_params'] and row['variant'] not in LENGTHS]
+        draw(path, {'times as long the first would train': curves_of(points)}, SIZE, xscale='log')
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -659,7 +660,7 @@ def compare(config, args, name='compare'):
     if config['speedup']:
         add_speedups(rows)
     print_comparison(rows, until)
-    label = LOSS_COLUMNS[rows[0]['column']]
+    label = rows[0]['column']
     path = config['png'] or f'{RUNS}/{name}.png'
     try:
         if 'predicted' in known:
@@ -683,6 +684,7 @@ if __name__ == '__main__':
     name, *paths = words or ['compare']
     if name == 'plot':
         path = png or f'{RUNS}/plot.png'
+        paths = paths or ['out']
         if paths[0].endswith('.jsonl'):
             plot_lines(paths, path)
         else:

@@ -155,7 +155,7 @@ class Tokenizer:
         """The text of [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders it.
         tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template decides. A
         template is jinja, or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use'. Raises
-        ValueError if there is none, or it says that it cannot render these messages."""
+        ValueError if there is none, or if the template refuses these messages."""
         template = self.chat_template
         if not template:
             raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or use one '

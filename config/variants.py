@@ -1,12 +1,12 @@
 # Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line come
-# after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 CPU
-# cores that do nothing else, but for `classic`, `tricks`, `next_size`, `first_run`, `scaling`, `few_data`
-# and the two of `transfer`, of an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic`
+# after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 idle CPU
+# cores; `classic`, `tricks`, `tricks_short`, `first_run`, `scaling`, `few_data`, `transfer_adamw` and
+# `transfer_muon` take an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic`
 # `python prepare.py shakespeare --tokenizer=char`, for `few_data` the first 200,000 bytes of Shakespeare,
 # in a file few.txt: `python prepare.py few.txt --tokenizer=char`; for `hybrids`, `mtp`, `tricks`,
-# `next_size`, `first_run`, `scaling` and both of `transfer` `python prepare.py`. match: sizes are made equal;
-# predicted: variants whose loss is predicted by a law that is fitted to the others; over: the setting on
-# the picture's horizontal axis.
+# `tricks_short`, `first_run`, `scaling` and the two of `transfer` `python prepare.py`. match: sizes are made
+# equal; predicted: variants whose loss is predicted by a law that is fitted to the others; over: the setting
+# on the picture's horizontal axis.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'
@@ -16,12 +16,17 @@ LLAMA = '--bias=False --pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
 RECIPE = ('config/default.py --window=None --window_pattern=None --n_head=4 --n_embd=128 --max_iters=400 '
           '--eval_interval=100 --eval_iters=40 --compile=False --sample_tokens=0')
 WINDOWS = '--window=2 --window_pattern=SL'
+TRICKS = {
+    'base': '', 'windows of 2': WINDOWS, 'one learning rate': '--lr_scales={}',
+    'NorMuon': '--optimizer=normuon', 'bigrams': '--bigram_size=20480',
+    'short convolution, every other layer': '--mixer_pattern=CA',
+    'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"'''}
 RATES = f'{RECIPE} --max_iters=100 --lr_scales={{}}'
 EMBEDDING = '''--lr_scales="{{'embedding': {}}}"'''
 
 
 def over_widths(optimizer, rates):
-    """rates: (name, flags) -> {width: learning rates} -> a list's variants."""
+    """The variants of a list, from rates: (name, flags) -> {width: learning rates around the best}."""
     return {f'{name}, {width} wide, {rate:g}':
                 f'--optimizer={optimizer} --n_embd={width} --learning_rate={rate} {flags}'
             for (name, flags), widths in rates.items() for width, own in widths.items() for rate in own}
@@ -83,17 +88,9 @@ LISTS = {
         'wsd, last 40%': '', 'wsd, last 80%': '--cooldown=0.8', 'wsd, last 20%': '--cooldown=0.2',
         'cosine': '--lr_schedule=cosine', 'cosine to a tenth': '--lr_schedule=cosine --min_lr=None',
         'linear': '--lr_schedule=linear', 'constant': '--decay_lr=False'}),
-    'tricks': dict(base=RECIPE, variants={
-        'base': '', 'windows of 2': WINDOWS, 'one learning rate': '--lr_scales={}',
-        'NorMuon': '--optimizer=normuon', 'bigrams': '--bigram_size=20480',
-        'short convolution, 2 of 4': '--mixer_pattern=CA',
-        'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"''',
+    'tricks': dict(base=RECIPE, variants=TRICKS | {
         'heads of 64': '--n_head=2', 'relu2': '--mlp=relu2 --d_ff=576', 'softcap 15': '--logit_softcap=15'}),
-    'next_size': dict(base=f'{RECIPE} --max_iters=200', variants={  # 4.8M: --n_layer=6 --n_embd=256
-        'base': '', 'windows of 2': WINDOWS, 'one learning rate': '--lr_scales={}',
-        'NorMuon': '--optimizer=normuon', 'bigrams': '--bigram_size=20480',
-        'short convolutions': '--mixer_pattern=CA',
-        'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"'''}),
+    'tricks_short': dict(base=f'{RECIPE} --max_iters=200', variants=TRICKS),  # for larger sizes too
     'first_run': dict(base='config/default.py --sample_tokens=0', variants={
         'default': '', 'no windows': '--window=None --window_pattern=None', 'windows of 4': '--window=4',
         'windows of 8': '--window=8', 'speedrun': 'config/speedrun.py'}),
@@ -133,8 +130,8 @@ LISTS = {
         ('embedding at 12 times', EMBEDDING.format(12.0)): {
             64: (2e-3, 4e-3, 8e-3, 1.6e-2), 128: (1e-3, 2e-3, 4e-3), 256: (2.5e-4, 5e-4, 1e-3, 2e-3),
             512: (1.25e-4, 2.5e-4, 5e-4)},
-        ('24 times', EMBEDDING.format(24.0)): {256: (5e-4, 1e-3)},
-        ('48 times', EMBEDDING.format(48.0)): {512: (2.5e-4, 5e-4)}})),
+        ('embedding at 24 times', EMBEDDING.format(24.0)): {256: (5e-4, 1e-3)},
+        ('embedding at 48 times', EMBEDDING.format(48.0)): {512: (2.5e-4, 5e-4)}})),
     'transfer_muon': dict(base=RATES, over='learning_rate', variants=over_widths('muon', {
         ('one rate', ''): {
             64: (6e-3, 1.2e-2, 2.4e-2, 4.8e-2), 128: (3e-3, 6e-3, 1.2e-2, 2.4e-2), 256: (3e-3, 6e-3, 1.2e-2),

@@ -350,6 +350,7 @@ def test_speedups(folder, no_git, monkeypatch):
     monkeypatch.setattr(flat_compare, 'draw', lambda path, panels, *_, **options: drawn.update(panels))
     flat_compare.plot_lines(['sizes.jsonl'], 'x.png')
     (curves,) = drawn.values()
+    assert list(curves) == ['b', 'c']
     sizes = [own[0]['inner_params'] for own in ([*rows.values()], wider)]
     assert curves['b'].T.tolist() == [[size, *rows['b']['speedup']] for size in sizes]
 

@@ -290,6 +290,7 @@ def rendered(template):
     ("{{ raise_exception('it cannot be') }}", 'the chat template says: it cannot be'),
     ('{{ messages.append(1) }}', 'unsafe'), ('{% for i in range(10**9) %}{% endfor %}', 'Range too big'),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", 'unsafe'),
+    ("{{ cycler.__init__.__globals__.os.mkdir('pwned') }}", 'unsafe'),
     ("{{ raise_exception.__globals__['os'].mkdir('pwned') }}", 'unsafe'),
     ("{% include 'pwned' %}", 'no loader')])
 def test_a_chat_template_that_fails_runs_no_code(template, message, tmp_path, monkeypatch):
@@ -298,8 +299,7 @@ def test_a_chat_template_that_fails_runs_no_code(template, message, tmp_path, mo
         rendered(template)
     tok = ByteTokenizer()
     tok.chat_template = template
-    tok.special = {'<end>': 256}
-    assert tok.stop_tokens == (256,)  # it can still be used without it
+    assert tok.stop_tokens == (tok.eot,)  # the tokenizer works without the template
     assert os.listdir() == []
 
 
@@ -430,6 +430,3 @@ def test_stop_tokens_are_those_that_end_a_message_of_the_template():
         tok = chat_tokenizer(template)
         tok.eot = tok.special[EOT]
         assert tok.stop_tokens == (tok.eot, *[tok.special.get(mark)] * bool(mark))
-    tok = chat_tokenizer()
-    tok.chat_template = "{{ raise_exception('it cannot be') }}"
-    assert tok.stop_tokens == (tok.eot,)
