@@ -135,7 +135,7 @@ LISTS = {
     'transfer_muon': dict(base=RATES, over='learning_rate', variants=over_widths('muon', {
         ('one rate', ''): {
             64: (6e-3, 1.2e-2, 2.4e-2, 4.8e-2), 128: (3e-3, 6e-3, 1.2e-2, 2.4e-2), 256: (3e-3, 6e-3, 1.2e-2),
-            512: (3e-3, 6e-3)},
+            512: (3e-3, 6e-3, 1.2e-2)},
         ('embedding at 12 times', EMBEDDING.format(12.0)): {
             64: (3e-3, 6e-3, 1.2e-2, 2.4e-2), 128: (3e-3, 6e-3, 1.2e-2, 2.4e-2),
             256: (1.5e-3, 3e-3, 6e-3, 1.2e-2), 512: (1.5e-3, 3e-3, 6e-3)}})),
