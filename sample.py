@@ -211,7 +211,7 @@ class Sample:
     start: int = 0    # its context is tokens[start:]
     n_drawn: int = 0  # tokens drawn since its context was fed
     n_draws: int = 0  # tokens to draw before it ends or its context is full
-    noise: torch.Tensor | None = None  # random numbers of these n_draws
+    noise: torch.Tensor | None = None  # random numbers, one for each of the n_draws
 
     def append(self, token, stop_tokens):
         """Takes a token; yields as generate does."""

@@ -556,7 +556,7 @@ MAKERS = {'byte': byte_tokenizer, 'char': char_tokenizer, 'bpe:N': bpe_tokenizer
 
 def make_tokenizer(name, texts=(), by_document=False, training=None, procs=None):
     """A tokenizer for new data: by MAKERS, or one that exists already. Makers get all of this by keyword, and
-    size, the N of bpe:N. texts: iterables of blocks; training: those that are trained on; by_document:
+    size, the N of bpe:N. texts: iterables of blocks; training: the texts to train on; by_document:
     whether an end-of-text token is needed."""
     kind, colon, size = name.partition(':')
     maker = MAKERS.get(f'{kind}:N' if colon else name)
