@@ -241,7 +241,7 @@ def test_lasting_intervals():
 def edited(place, **edits):
     """A Variant of the code that stands here, changed: file's stem -> (what, by what)."""
     code = place / 'code'
-    shutil.copytree(ROOT, code, ignore=shutil.ignore_patterns('.git', 'data', 'out*', '.venv', 'docs'))
+    shutil.copytree(ROOT, code, ignore=shutil.ignore_patterns('.*', '*venv*', 'data', 'docs', 'out*'))
     for stem, (old, new) in edits.items():
         text = (code / f'{stem}.py').read_text('utf-8')
         assert old in text
