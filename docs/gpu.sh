@@ -126,7 +126,7 @@ train)
     for rows in 16 32 64; do
         run 110 python bench.py train config/small.py --json=True --batch_size=$rows --rounds=3 "$@"
     done
-    run 100 python bench.py train config/small.py --json=True --batch_size=32 --rounds=3 --optimizer=muon "$@"
+    run 100 python bench.py train config/small.py --json=True --batch_size=32 --rounds=3 --optimizer=adamw "$@"
     run 60 python bench.py train config/small.py --json=True --batch_size=16 --rounds=3 --compile=False "$@"
     ;;
 profile)
