@@ -41,7 +41,6 @@ from configurator import (
     check_settings,
     compile_model,
     configure,
-    duration,
     effective,
     memory_at_hand,
     package,
@@ -630,17 +629,6 @@ def text_tokens(path, tokenizer):
     return [np.stack([ids[:-1], ids[1:]]) for ids in documents], n_bytes
 
 
-def announced(items):
-    """Yields the items; after five seconds says once how long the others will take."""
-    begun = time.perf_counter()
-    for n, item in enumerate(items):
-        spent = time.perf_counter() - begun
-        if spent > 5:
-            print(f"about {duration(spent * (len(items) - n) / n)} to go", flush=True)
-            begun = math.inf
-        yield item
-
-
 @torch.no_grad()
 def row_losses(model, rows, machine, batch_size):
     """Rows (inputs, targets) of up to T tokens -> three arrays (rows, T), padded with 0: the targets' losses
@@ -651,7 +639,7 @@ def row_losses(model, rows, machine, batch_size):
     losses, is_first = torch.zeros(2, *x.shape, dtype=torch.float64)
     at_once = 2**29 if 'cuda' in machine.device else 2**26
     n = batch_size or max(1, at_once // (model.config.vocab_size * x.shape[1]))
-    for batch in announced(lengths.argsort(descending=True).split(n)):
+    for batch in lengths.argsort(descending=True).split(n):
         longest = lengths[batch[0]]
         inputs, targets = (side[batch, :longest].to(machine.device) for side in (x, y))
         with machine.autocast():
@@ -664,9 +652,9 @@ def row_losses(model, rows, machine, batch_size):
 
 def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     """Prints and returns the loss, perplexity, mean losses from position 1, 2, 3, 5, 9... to the next, and
-    bits per byte of documents (inputs, targets), of JSON lines also the losses of each. losses: row_losses of
-    a model. Without lengths each target counts once, in rows of base tokens. Lengths are multiples of base:
-    the last base tokens of each row count, the same ones at every length."""
+    bits per byte of documents (inputs, targets); of JSON lines returns the losses of each too. losses:
+    row_losses of a model. Without lengths each target counts once, in rows of base tokens. Lengths are
+    multiples of base: the last base tokens of each row count, the same ones at every length."""
     by_length = {}
     longest = base * max(lengths or [1])
     for length in (times * base for times in lengths or [1]):
@@ -697,8 +685,6 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     if ending(name) == '.jsonl':
         texts = np.split(by_row[is_target], np.cumsum([document.shape[1] for document in documents])[:-1])
         numbers['each'] = [text.tolist() for text in texts]
-        for number, text in enumerate(texts, 1):
-            print(f"text {number}: loss {text.mean():.4f} of {len(text):,} tokens")
     return numbers
 
 
@@ -750,7 +736,7 @@ def evaluate_choices(path, score):
     items = [record for _, record in json_records(path)]
     right = []
     losses = []
-    for item in announced(items):
+    for item in items:
         item = item if 'choices' in item else hellaswag_item(item)
         sums, counts, _ = score(answers(item))
         sizes = 1, [*map(len, item['choices'])], counts
@@ -778,7 +764,7 @@ def evaluate_core(folder, score):
         items = [item for _, item in json_records(f"{folder}/eval_data/{task['dataset_uri']}")]
         random.Random(1337).shuffle(items)
         right = []
-        for index, item in enumerate(announced(items)):
+        for index, item in enumerate(items):
             others = items[:index] + items[index + 1:]  # some of them stand before it, answered
             shots = random.Random(1234 + index).sample(others, task['num_fewshot'][0])
             before = ''.join(''.join(answers(shot, delimiter)[shot.get('gold', 0)]) + '\n\n'

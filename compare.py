@@ -92,7 +92,9 @@ class Variant:
 
     def folder(self, seed):
         """The folder of the run with this seed."""
-        args = [Path(arg).read_text('utf-8') if is_config(arg) else arg for arg in self.args]
+        args = [[path.read_text('utf-8') for path in sorted(Path(arg).parent.glob('*.py'))
+                 if path.name == Path(arg).name or path.stem in sys.modules]  # which a config file imports
+                if is_config(arg) else arg for arg in self.args]
         named = dumps([self.digest, args, self.settings, seed])  # settings: of files that a config file reads
         digest = hashlib.sha256(named.encode()).hexdigest()
         return f'{RUNS}/{digest[:12]}'
@@ -158,11 +160,14 @@ def make_variants(texts, base, place):
         code = place / revision.replace('/', '_')
         args = [*base, *args]
         digest = copy_code(revision, code)
-        if not any(is_config(arg) or arg.startswith('--init_from=') for arg in args):
+        bare = not any(map(is_config, args))
+        if bare:
             args.insert(0, 'config/default.py')  # as train.py has it, but of this revision
         args = [str(code / arg) if is_config(arg) and (code / arg).is_file() else arg for arg in args]
-        model = new_model(args) if revision == 'WORK' else None
         settings = line_settings(args, code)
+        if bare and settings['init_from'] != 'scratch':
+            del args[0]  # of which train.py leaves the model's fields out
+        model = new_model(args) if revision == 'WORK' else None
         digest += data_meta(settings['dataset'])
         variants.append(Variant(name, code, digest, args, settings, model))
     return variants
@@ -257,6 +262,7 @@ def match_size(variant, target, active):
         n_params += (width - was) * slope
         print(f"{variant.name}: {name}={width} (was {was}), {n_params:,.0f} parameters")
         variant.args.append(f'--{name}={width}')
+        variant.model = new_model(variant.args)
 
 
 # runs -------------------------------------------------------------------------------------------------------
@@ -589,14 +595,11 @@ def draw(path, panels, xlabel, rows=(), xscale='linear'):
 
 
 def plot(names, by, columns, path):
-    """Draws columns of runs' logs. Raises ValueError for a column that a log lacks."""
+    """Draws columns of runs' logs."""
     panels = collections.defaultdict(dict)
     for name in names:
         rows = read_log(name)
         for column in columns:
-            if column not in rows.dtype.names or not np.isfinite(rows[column]).any():
-                raise ValueError(f"--y={column}: no such numbers in {name}/log.csv, whose columns are "
-                                 f"{', '.join(rows.dtype.names)}")
             points = curve([rows], by, column)
             panels[column][name] = points
             print(f"{name}: {column} {points[1][-1]:.4g}")

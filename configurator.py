@@ -57,17 +57,22 @@ CHOICES = {  # of settings without a table of their values
     'match': (None, 'none', 'params', 'active'),
 }
 UNUSED = {  # a setting and its value: the flags without effect there
-    'optimizer=adamw': 'momentum', 'decay_lr=False': 'lr_schedule', 'lr_schedule=cosine': 'cooldown',
-    'lr_schedule=linear': 'cooldown', 'mtp=False': 'mtp_loss', 'n_expert=None': 'balance_loss z_loss',
+    'optimizer=adamw': 'momentum', 'decay_lr=False': 'lr_schedule cooldown min_lr lr_decay_iters',
+    'lr_schedule=cosine': 'cooldown', 'lr_schedule=linear': 'cooldown', 'mtp=False': 'mtp_loss',
+    'n_expert=None': 'balance_loss z_loss',
     'balance_bias=False': 'balance_rate', 'lora_rank=0': 'lora_alpha lora_targets',
     'chat=False': 'system history thinking', 'temperature=0.0': 'top_k top_p min_p',
 }
 
 
 def print0(*values):
-    """Prints on rank 0 only, at once."""
+    """Prints on rank 0 only, at once. Where nobody reads on, as Ctrl-C ends the tee of `| tee log` too, the
+    work goes on."""
     if os.environ.get('RANK', '0') == '0':
-        print(*values, flush=True)
+        try:
+            print(*values, flush=True)
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, 'w')  # noqa: SIM115
 
 
 def duration(seconds):
@@ -139,8 +144,7 @@ def checked(arg, name, value, kinds):
     """The value of a setting in its type. Raises ValueError for an unknown name or a wrong type."""
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds)
-        hint = ("give config files without --config=" if name == 'config' else
-                f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help")
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
         raise ValueError(f"{arg}: unknown setting {name!r}; {hint}")
     try:
         return (parse if arg.startswith('-') else fit)(value, kinds[name])
@@ -186,18 +190,6 @@ def show(label, values):
 Configured = collections.namedtuple('Configured', 'config model_args words given file_args')
 
 
-def is_text(path, settings):
-    """Whether a .py file is text to a script that learns text: unless its folder is named config. Raises
-    ValueError where it assigns one of the script's settings."""
-    if Path(path).parent.name == 'config':
-        return False
-    unclear = settings.keys() & re.findall(r'(?m)^(\w+) *=(?!=)', Path(path).read_text('utf-8', 'replace'))
-    if unclear:
-        raise ValueError(f"{path} sets {min(unclear)}: is it settings or text? Settings belong in a folder "
-                         f"config; --source={path} learns it")
-    return True
-
-
 def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
               default_file=None, also=None, texts=False):
     """Override a script's settings by config files and flags, and print which.
@@ -205,8 +197,8 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
     settings: the script's globals(). model_config: 'GPTConfig', if its fields in model.py are settings too.
     words: how many plain words there may be. argv: the command line of an imported script. default_file: for
     a command line without a config file, unless it resumes; without the fields of GPTConfig if --init_from
-    names a model. also: a script whose flags are let through. texts: whether words may be texts, see is_text.
-    Raises ValueError for an unknown setting or file, or a wrong type.
+    names a model. also: a script whose flags are let through. texts: whether .py files are words, but
+    in a folder named config. Raises ValueError for an unknown setting or file, or a wrong type.
     """
     path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
@@ -228,7 +220,7 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
         raise SystemExit(0)
 
     plain = [arg for arg in argv if arg == '-' or not arg.startswith('-') and (
-        not arg.endswith('.py') or texts and is_text(arg, own))]
+        not arg.endswith('.py') or texts and Path(arg).parent.name != 'config')]
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
     overrides = [arg for arg in argv if arg not in plain]

@@ -341,6 +341,9 @@ def read_nemotron_h(c, args):
 
 
 def write_nemotron_h(config, c):
+    if config.n_expert and (config.mlp_bias or not config.n_shared_expert):
+        raise ValueError("Nemotron-H's experts have no bias, and a shared one beside them")
+    c['time_step_min'] = 0.0  # which transformers applies to whole texts alone
     words = {ours: theirs for theirs, ours in NEMOTRON_LAYERS.items()}
     kinds = zip(letters(config, 'mixer_pattern'), letters(config, 'expert_pattern'))
     c['layers_block_type'] = [words[kind] for block in kinds for kind in block if kind != 'N']
@@ -800,8 +803,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'nemotron_h': like(
         BAMBA, 'NemotronHForCausalLM', layer=nemotron_layer,
         fields=dict(mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon', qkv_bias=None, proj_bias=None,
-                    n_expert='n_routed_experts', n_expert_active='num_experts_per_tok',
-                    d_expert='moe_intermediate_size', linear_n_key_head='n_groups',
+                    tie_word_embeddings=None, n_expert='n_routed_experts',
+                    n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
+                    linear_n_key_head='n_groups',
                     **same('norm_topk_prob routed_scaling_factor n_group topk_group'),
                     linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
                     linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
@@ -943,7 +947,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(attn_sink=True, router='sigmoid'),
         defaults=dict(use_sliding_window=None),
         names={**SHARED_NAMES, 'attn.sink': 'self_attn.softmax_offset'},
-        rules=(*SPARSE_LAYERS, SHARED_EXPERT, ROPE_WHERE_SHORT)),
+        rules=(*SPARSE_LAYERS, SHARED_EXPERT, LOCAL_ROPE)),
     'granite_swa': like(GRANITE, 'GraniteSWAForCausalLM', **WINDOWS_AND_SINKS,
                         rules=(LOGITS_SCALING, LAYER_ROPE)),
     'granitemoe_swa': like(

@@ -256,8 +256,6 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
     safetensors = package('safetensors')
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
-    if model.wte.weight.dtype not in DTYPES.values():
-        raise ValueError(f"weights in {plain(model.wte.weight.dtype)} are not exported: use another dtype")
     c = config_to_hf(model.config) | {'dtype': plain(dtype)}
     there = {path.name for path in folder.glob('*')}
     if WEIGHTS in there and 'exported_by' in (safetensors.safe_open(folder / WEIGHTS, 'pt').metadata() or {}):

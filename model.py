@@ -127,7 +127,8 @@ class GPTConfig:
                                      # its own, and a scale for each expert (Gemma 4): see MoE
     expert_pattern: str = 'E'        # E: experts, D: dense, N: no MLP, a mixer alone (Nemotron-H)
     router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437)
-    norm_topk_prob: bool = True      # the chosen experts' weights sum to 1
+    norm_topk_prob: bool = True      # the chosen experts' weights sum to 1; from a single one, whose weight
+                                     # then is always 1, the router learns nothing
     routed_scaling_factor: float = 1.0  # factor on the chosen experts' weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
     topk_group: int | None = None    # groups that a token may use

@@ -69,6 +69,7 @@ from tokenizer import (
     pieces,
     tiktoken_tokenizer,
     tokenizer_from_state,
+    without_surrogates,
 )
 
 RETRY_WAITS = 0.5, 1, 2, 4  # seconds between the tries of a download
@@ -137,7 +138,11 @@ def csv_records(path, errors):
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
         rows = csv.DictReader(f)
-        yield from ((f'{path}, line {rows.line_num}', row) for row in rows)
+        for row in rows:
+            place = f'{path}, line {rows.line_num}'
+            if None in row:
+                raise ValueError(f'{place}: more values than fields: quote commas')
+            yield place, row
 
 
 def parquet_records(path, errors):
@@ -239,7 +244,7 @@ def make_conversation(place, messages, tools):
 
 def contents(conversation):
     """The texts of a conversation's messages."""
-    return [message.get('content') or '' for message in conversation.messages]
+    return [without_surrogates(message.get('content') or '') for message in conversation.messages]
 
 
 # conversations about Python's library -----------------------------------------------------------------------
@@ -480,7 +485,7 @@ def documents_of(source):
             raise ValueError(f'{source.label}, document {n}: text and conversations are mixed, the first is '
                              f'{"a conversation" if source.chats else "text"}: prepare them apart')
         if not source.chats:
-            blocks = filter(None, document)
+            blocks = map(without_surrogates, filter(None, document))
             first = next(blocks, None)
             document = first and itertools.chain([first], blocks)
         if document:

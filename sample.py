@@ -554,7 +554,7 @@ def lines_in(path, samples):
         *lines, cut = f.read().split(b'\n')
         for i, line in enumerate([*lines, cut]):
             begin = json_line(*samples[i])[:-1] if i < len(samples) else b''
-            if not (begin.startswith(line) or begin and line.startswith(begin)):
+            if not (begin and line.startswith(begin) or i == len(lines) and begin.startswith(line)):
                 raise ValueError(f"{path} line {i + 1} is no answer to these prompts, in this order: name "
                                  "another --output, or remove the file")
         f.truncate(f.tell() - len(cut))
@@ -567,8 +567,8 @@ def read_prompts(start):
     text = sys.stdin.read() if start == '-' else start
     if kind in ('FILE', 'LINES'):
         with reading(path):
-            text = Path(path).read_bytes().decode()
-    prompts = [prompt for prompt in (text.splitlines() if kind == 'LINES' else [text]) if prompt]
+            text = Path(path).read_bytes().decode('utf-8-sig')
+    prompts = [prompt for prompt in (re.split('\r?\n', text) if kind == 'LINES' else [text]) if prompt]
     if not prompts:
         raise ValueError(f"start={start!r} is empty: give at least one character")
     return prompts
@@ -595,7 +595,7 @@ if __name__ == '__main__':
         print("compiling the step: a minute or two, unless it is kept from an earlier run")
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                    repetition_penalty=repetition_penalty, compile=compile, drafter=drafter,
-                   stop=[stop] if isinstance(stop, str) else list(map(str, stop)))
+                   stop=list(filter(None, [stop] if isinstance(stop, str) else map(str, stop))))
     conversation = Chat(model, tokenizer, system, history, thinking, max_new_tokens, **options)
     if not prompts:
         converse(conversation)

@@ -90,7 +90,10 @@ def in_processes(procs, work, jobs):
     try:
         waiting = collections.deque(pool.submit(work_in_worker, job) for job in first)
         while waiting:
-            yield waiting.popleft().result()
+            done = waiting.popleft()
+            if error := done.exception():
+                raise error  # here, so that it counts as ours: see on_purpose
+            yield done.result()
             waiting.extend(pool.submit(work_in_worker, job) for job in itertools.islice(jobs, 1))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -367,7 +370,8 @@ def token_bytes(vocab, spec):
         elif fallback and re.fullmatch('<0x[0-9A-F]{2}>', text):
             tokens[i] = bytes([int(text[3:5], 16)])
         else:
-            tokens[i] = (text if byte_level else text.replace('\u2581', ' ')).encode()
+            space = spec['model'].get('end_of_word_suffix') or '\u2581'
+            tokens[i] = (text if byte_level else text.replace(space, ' ')).encode()
     return tokens
 
 

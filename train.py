@@ -808,9 +808,10 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
     if meta:
         changes = packed(meta) | changes
     model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, **changes)
+    whole = GPTConfig(**rest['model_args'] | asked)
     for name, value in asked.items():
         was = rest['model_args'][name]
-        if name not in CHANGEABLE and value not in (None, was):
+        if name not in CHANGEABLE and getattr(whole, name) != was:
             raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
                              "out, or train from scratch")
     return model, tokenizer, rest
@@ -830,7 +831,7 @@ FIXED = {'optimizer', 'lr_scales', 'lora_rank', 'lora_alpha', 'lora_targets'}
 
 def run_settings(config, given, rest):
     """config with the one of LENGTH given last alone; resuming from `rest`, a checkpoint, with its values of
-    all that is not `given`. Raises ValueError if one of FIXED differs."""
+    all that is not `given`. Raises ValueError if one of FIXED differs, or the sequences of an update."""
     was = rest.get('config', {})
     ours = given.keys() | COMMAND
     lengths = [name for name in given if name in LENGTH and config[name] is not None]
@@ -846,7 +847,13 @@ def run_settings(config, given, rest):
     taken = {name: changed[name] for name in changed if name not in ours}
     if taken:
         show(rest['path'], taken)
-    return config | taken
+    config = config | taken
+    sequences, before = (settings['batch_size'] * settings['gradient_accumulation_steps']
+                         for settings in (config, config | was))
+    if sequences != before and not config['eval_only']:  # some would be left out, or come twice
+        raise ValueError(f"a resumed run keeps batch_size * gradient_accumulation_steps={before}, here it is "
+                         f"{sequences}")
+    return config
 
 
 def start_lora(model, config, rest):
@@ -869,8 +876,8 @@ def start_lora(model, config, rest):
 # checkpoints and log ----------------------------------------------------------------------------------------
 
 def save(run, name, constant):
-    """Writes ckpt.pt, or best.pt, without optimizers; the old file is kept until all of it is written."""
-    state = run.snapshot(name == 'ckpt.pt')
+    """Writes a checkpoint, best.pt without optimizers; the old file is kept until all of it is written."""
+    state = run.snapshot(name != 'best.pt')
     path = Path(run.config['out_dir'], name)
     temp = path.with_suffix('.tmp')
     if RANK == 0:
@@ -881,12 +888,11 @@ def save(run, name, constant):
             temp.unlink(missing_ok=True)  # of a full disk
 
 
-def keep_last(out_dir, it, keep):
-    """Copies ckpt.pt, and removes all but the last `keep` copies."""
-    shutil.copyfile(f'{out_dir}/ckpt.pt', f'{out_dir}/ckpt-{it}.pt')
-    kept = sorted(int(path.stem[5:]) for path in Path(out_dir).glob('ckpt-*.pt') if path.stem[5:].isdigit())
-    for old in kept[:-keep]:
-        os.remove(f'{out_dir}/ckpt-{old}.pt')
+def keep_last(out_dir, keep):
+    """Removes all but the `keep` newest ckpt-<iteration>.pt."""
+    kept = [path for path in Path(out_dir).glob('ckpt-*.pt') if path.stem[5:].isdigit()]
+    for old in sorted(kept, key=os.path.getmtime)[:-keep]:
+        old.unlink()
 
 
 def lock_folder(out_dir):
@@ -908,7 +914,8 @@ def set_aside(out_dir, resumed, always_save_checkpoint):
     """Renames an earlier run's files, ckpt.pt to ckpt.old-3.pt; resuming, a best.pt no longer kept."""
     if resumed and not always_save_checkpoint:
         if not os.path.exists(f'{out_dir}/best.pt'):  # nanoGPT's ckpt.pt is its best
-            shutil.copyfile(f'{out_dir}/ckpt.pt', f'{out_dir}/best.pt')
+            temp = shutil.copyfile(f'{out_dir}/ckpt.pt', f'{out_dir}/best.tmp')
+            os.replace(temp, f'{out_dir}/best.pt')
         return
     names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
     folder = Path(out_dir)
@@ -1063,9 +1070,6 @@ def check_run(given, config, model_config, machine):
     check_effect(given, settings)
     if 'RANK' not in os.environ:
         refuse_unused(given, ['backend', 'shard'], 'without torchrun')
-    if config['init_from'] == 'scratch' and model_config.n_expert_active == 1 and model_config.norm_topk_prob:
-        raise ValueError("n_expert_active=1: the weight of one expert is always 1, so that its router learns "
-                         "nothing: --norm_topk_prob=False")  # fine in published models
     if config['shard'] and RANKS > 1 and (config['lora_rank'] or machine.dtype == torch.float16):
         raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
 
@@ -1248,10 +1252,9 @@ if __name__ == '__main__':
                 timed_at = now
                 run.wall_s = now - began
                 row = measure(run, row, seconds, n_sequences)
-                if not reason:  # Ctrl-C ends the tee of `| tee log` too: save before a word is said
-                    print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
-                    if (it == 1 or it % log_interval == 0) and it < goal:  # the first says where it began
-                        log_row(log_file, wandb_run, row)
+                print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
+                if (it == 1 or it % log_interval == 0) and it < goal and not reason:  # 1: where it began
+                    log_row(log_file, wandb_run, row)
 
         if reason:  # whoever stops it may not wait for an evaluation
             save(run, 'ckpt.pt', constant)
@@ -1272,8 +1275,10 @@ if __name__ == '__main__':
         if improved and not always_save_checkpoint:
             save(run, 'best.pt', constant)
         save(run, 'ckpt.pt', constant)
-        if keep and RANK == 0:
-            keep_last(out_dir, run.iter_num, keep)
+        if keep:
+            save(run, f'ckpt-{run.iter_num}.pt', constant)
+            if RANK == 0:
+                keep_last(out_dir, keep)
         if sample_tokens and tokenizer and (RANK == 0 or shard):
             print_sample(run, tokenizer, val_bins)
         if reason or run.iter_num >= max_iters:

@@ -97,9 +97,9 @@ def test_a_flag_has_the_type_of_its_setting(arg, value, script):
 
 @pytest.mark.parametrize('arg, message', [
     ('--learing_rate=1', "unknown setting 'learing_rate'; did you mean 'learning_rate'"),
-    ('--max-iters=1', "did you mean 'max_iters'"), ('--not_a_setting=1', 'unknown'),
-    ('--config=config/a.py', 'give config files without --config='), ('--out_dir=', 'is empty'),
-    ('--out_dir', 'str, got True'), ('--decay_lr=2', 'bool'), ('--min_lr=none', 'float or None'),
+    ('--max-iters=1', "did you mean 'max_iters'"),
+    ('--out_dir=', 'is empty'),
+    ('--out_dir', 'str, got True'), ('--min_lr=none', 'float or None'),
     ('nope.py', 'there is no config file nope.py: neither here nor in '),
     ('config/type.py', 'config/type.py: max_iters must be int, got 2.5')])
 def test_typos_and_wrong_types_are_one_error(arg, message, script, tmp_path):
@@ -251,12 +251,13 @@ def test_help_and_typos_do_not_wait_for_torch(script, tmp_path):
     assert done.returncode and re.fullmatch(f'{script}.py: --no_such_setting=1: unknown.*\n', done.stderr)
 
 
-def test_a_closed_pipe_is_quiet():
+@pytest.mark.parametrize('name, said', [('print', b''), ('configurator.print0', b'on')])
+def test_a_closed_pipe_is_quiet(name, said):
     code = ("import sys, configurator; sys.excepthook = configurator.one_line_errors; "
-            "print(*range(10**6), flush=True)")
+            f"[{name}(*range(10**6)) for _ in range(2)]; sys.stderr.write('on')")
     done = subprocess.run(f'"{sys.executable}" -c "{code}" | head -c 1', shell=True, capture_output=True,
                           cwd=ROOT)
-    assert done.stdout == b'0' and done.stderr == b''
+    assert done.stdout == b'0' and done.stderr == said
 
 
 # the machine ------------------------------------------------------------------------------------------------
