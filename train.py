@@ -84,7 +84,7 @@ wandb_run_name = 'gpt2'              # and run
 # batch, over all ranks
 gradient_accumulation_steps = 5 * 8  # micro-batches an iteration, all ranks together
 batch_size = 12                      # sequences of block_size tokens a micro-batch
-# length of the run: the last of these three settings that is given counts
+# length of the run: of these three settings the one that is given last decides
 max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's, arXiv:2203.15556)
@@ -104,7 +104,7 @@ mtp_loss = 0.3                       # weight of mtp's, as DeepSeek-V3 begins
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of z-loss on the router's logits, not the head's; ST-MoE: 1e-3
 balance_rate = 0.001                 # how far balance_bias moves an iteration
-# low-rank adapters (LoRA) of the model that init_from names, which stays as it is
+# low-rank adapters (LoRA) beside the model that init_from names; its own weights stay unchanged
 lora_rank = 0                        # 0: none, all weights are trained
 lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank
 lora_targets = 'c_attn,c_proj,c_fc'  # names of the linear layers that get one; or attn.c_proj alone
@@ -686,8 +686,8 @@ class Run:
 
 
 def step(run, batch, measured):
-    """An iteration. Returns its row of the log as far as it is known without waiting for the device;
-    measured: with the size of the update, which waits."""
+    """An iteration. Returns its row of the log, without the columns that would wait for the device; measured:
+    with the size of the update, for which it does wait."""
     lr = lr_at(run.iter_num, run.config)
     set_rates(run.optimizers, lr)
     seed_dropout(run.config['seed'], run.iter_num, RANK)
@@ -864,7 +864,7 @@ def start_lora(model, config, rest):
     if not path:
         raise ValueError(f"lora_rank={rank} needs a trained model: give --init_from")
     if Path(path).parent.resolve() == Path(config['out_dir']).resolve():
-        raise ValueError(f"out_dir={config['out_dir']} holds {path}, which the adapters need as it is: give "
+        raise ValueError(f"out_dir={config['out_dir']} holds {path}, the base of the adapters: give "
                          "another --out_dir")
     targets = re.findall(r'[^\s,]+', config['lora_targets'])
     add_lora(model, rank, alpha, targets)

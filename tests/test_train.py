@@ -609,7 +609,7 @@ def test_resumed_equals_uninterrupted(folder, options):
 def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
     train('--out_dir=base', '--max_iters=5')
     args = ['--init_from=base', '--lora_rank=2', '--dropout=0.1', '--lr_decay_iters=8']
-    with pytest.raises(ValueError, match='out_dir=base holds .*ckpt.pt, which the adapters need as it is'):
+    with pytest.raises(ValueError, match='out_dir=base holds .*ckpt.pt, the base of the adapters'):
         train('--out_dir=base', *args)
     with pytest.raises(ValueError, match='lora_rank=2 needs a trained model: give --init_from'):
         train('--out_dir=out', '--lora_rank=2')
