@@ -460,13 +460,14 @@ def print_parts(model, gradients, update, config):
     times = 'self_device_time_total' if model.wte.weight.is_cuda else 'self_cpu_time_total'  # us
     ms = collections.Counter()
     of_number = {}
+    known = *PARTS, 'optimizer'
     products = itertools.cycle(['scores', 'weighted sum'])
     all_attend = all(hasattr(mixer, 'head_widths') for mixer in model.mixers)
     for event in sorted(profile.events(), key=lambda event: event.time_range.start):
         above = event
-        while above.cpu_parent and above.name not in (*PARTS, 'optimizer'):
+        while above.cpu_parent and above.name not in known:
             above = above.cpu_parent
-        part = above.name if above.name in (*PARTS, 'optimizer') else 'head, loss, others'
+        part = above.name if above.name in known else 'head, loss, others'
         if part == 'mixer, others' and all_attend:
             if event.name in ('aten::bmm', 'aten::_softmax'):
                 part = 'softmax' if 'softmax' in event.name else next(products)
@@ -483,7 +484,7 @@ def print_parts(model, gradients, update, config):
     figure.subplots(subplot_kw={'xlabel': 'ms of a step'}).barh([*ms], ms.values())
     figure.savefig(config['png'])
     print(config['png'])
-    return {'parts_ms': dict(ms)}
+    return {'parts_ms': ms}
 
 
 @torch.no_grad()

@@ -60,9 +60,9 @@ from formulas import (
 
 SHORT = 24  # tokens
 SMALL = dict(  # sizes of whatever the config has, hardly two alike, and several of each: an order shows
-    n_embd=40, n_head=6, d_ff=44, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
+    n_embd=24, n_head=6, d_ff=44, window=5, kv_lora_rank=16, v_head_dim=12, qk_nope_head_dim=10,
     q_lora_rank=20, qk_rope_head_dim=8, linear_n_key_head=2, linear_n_value_head=4, linear_key_head_dim=6,
-    linear_value_head_dim=9, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=24,
+    linear_value_head_dim=9, n_dense_layer=1, n_expert=8, n_expert_active=3, n_shared_expert=2, d_expert=32,
     n_group=4, topk_group=2, bigram_size=50, document_token=3)
 
 
@@ -383,7 +383,7 @@ def check_updates(config):
     for kind in train.OPTIMIZERS:
         model = randomized(config, dropout=0.0).train()
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}
-        settings = train.config | {
+        settings = train.config | {setting: 0.0 for setting, _ in train.LOSSES.values()} | {
             'learning_rate': 0.7, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99, 'momentum': 0.7,
             'optimizer': kind, 'lr_scales': scales, 'balance_rate': 0.3, 'balance_loss': 0.1, 'z_loss': 0.01,
             'mtp_loss': 0.3}

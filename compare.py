@@ -144,13 +144,6 @@ def line_settings(args, code):
     return settings
 
 
-def data_meta(dataset):
-    """The meta.json of a dataset, as text. Raises FileNotFoundError unless it is prepared."""
-    folder = data_folder(dataset)
-    Bins(folder, 'train')
-    return dumps(read_meta(folder))
-
-
 def make_variants(texts, base, place):
     """texts, name -> additions to base, a command line of train.py -> Variants, their code in folder `place`.
     Raises mistakes that the working tree's code can tell before any run."""
@@ -168,7 +161,9 @@ def make_variants(texts, base, place):
         if bare and settings['init_from'] != 'scratch':
             del args[0]  # of which train.py leaves the model's fields out
         model = new_model(args) if revision == 'WORK' else None
-        digest += data_meta(settings['dataset'])
+        folder = data_folder(settings['dataset'])
+        Bins(folder, 'train')  # raises FileNotFoundError unless it is prepared
+        digest += dumps(read_meta(folder))
         variants.append(Variant(name, code, digest, args, settings, model))
     return variants
 
@@ -297,7 +292,7 @@ def run_variant(variant, seed):
     folder.mkdir(parents=True, exist_ok=True)
     printed = folder / 'printed.txt'
     if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
-        args = ['--init_from=resume']  # the checkpoint holds all settings
+        args.append('--init_from=resume')  # config files too: one may enter a layer
     with open(printed, 'w', encoding='utf-8') as f:
         process = subprocess.Popen(  # in its own session: the terminal's Ctrl-C is ours alone
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
@@ -589,21 +584,15 @@ def draw(path, panels, xlabel, rows=(), xscale='linear'):
         every[-1].invert_yaxis()
     for axes in every:
         axes.grid(alpha=0.3)
-    os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80)
     print(f"picture: {path}")
 
 
 def plot(names, by, columns, path):
     """Draws columns of runs' logs."""
-    panels = collections.defaultdict(dict)
-    for name in names:
-        rows = read_log(name)
-        for column in columns:
-            points = curve([rows], by, column)
-            panels[column][name] = points
-            print(f"{name}: {column} {points[1][-1]:.4g}")
-    draw(path, panels, AXES[by])
+    draw(path, {column: {name: curve([read_log(name)], by, column) for name in names} for column in columns},
+         AXES[by])
 
 
 def plot_lines(names, path):

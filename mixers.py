@@ -139,7 +139,7 @@ class GatedDeltaNet(Mixer):
         self.qkv = keys, keys, values
         others, n_decay, n_normed = self.other_widths(keys, values)
         names = 'q k v gate beta decay' if self.corrects else 'q k v gate step'
-        self.c_attn = FusedLinear(config.n_embd, (*self.qkv, *others), names=names)
+        self.c_attn = FusedLinear(config.n_embd, (*self.qkv, *others), names)
         self.conv = parameter(sum(self.qkv), kernel, init=conv_init, group='vector')
         self.conv_bias = None
         self.dt_bias = parameter(n_decay, init=dt_init, group='vector')
@@ -232,7 +232,7 @@ class ShortConvolution(Mixer):
         super().__init__(config, layer)
         C = config.n_embd
         kernel = config.linear_conv_kernel_dim
-        self.c_attn = FusedLinear(C, (C, C, C), names='before after x')
+        self.c_attn = FusedLinear(C, (C, C, C), 'before after x')
         self.conv = parameter(C, kernel, init=conv_init, group='vector')
         self.c_proj = Linear(C, C, init=branch_init(config))
         self.states = [((kernel - 1, C), None)]
@@ -296,4 +296,5 @@ class KimiDeltaAttention(GatedDeltaNet):
         return self.mix(qkv, self.c_gate(gate), beta, self.c_decay(decay), context, torch.sigmoid)
 
 
-MIXERS |= {'D': GatedDeltaNet, 'C': ShortConvolution, 'B': Mamba2, 'K': KimiDeltaAttention}
+# a fork's letters stay, if its file came first
+MIXERS |= {'D': GatedDeltaNet, 'C': ShortConvolution, 'B': Mamba2, 'K': KimiDeltaAttention} | MIXERS

@@ -257,9 +257,9 @@ class Linear(nn.Linear):
 
 class FusedLinear(Linear):
     """Several projections as one matrix, whose rows they are: x (..., n_in) -> a tensor (..., width) for each
-    of widths. names: the projections' names, for bench.py's tables."""
+    of widths. names: of each projection, for bench.py's tables."""
 
-    def __init__(self, n_in, widths, bias=False, names='gate up'):
+    def __init__(self, n_in, widths, names, bias=False):
         super().__init__(n_in, sum(widths), bias, rows=widths)
         self.widths = widths
         self.names = names
@@ -494,7 +494,7 @@ class Attention(BaseAttention):
         gate = (H if config.attn_gate == 'head' else H * D,) if config.attn_gate else ()
         keys = (K * D,) if self.k_eq_v else (K * D, K * D)
         names = 'q k gate' if self.k_eq_v else 'q k v gate'
-        self.c_attn = FusedLinear(C, (H * D, *keys, *gate), config.qkv_bias, names)
+        self.c_attn = FusedLinear(C, (H * D, *keys, *gate), names, config.qkv_bias)
         self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
         self.qk_norm = config.qk_norm
         is_unit = config.qk_norm == 'unit'
@@ -585,7 +585,7 @@ class MLP(nn.Module):
     def __init__(self, config, width):
         super().__init__()
         self.act, n = activation(config)
-        self.c_fc = FusedLinear(config.n_embd, (width,) * n, config.mlp_bias)
+        self.c_fc = FusedLinear(config.n_embd, (width,) * n, 'gate up', config.mlp_bias)
         self.c_proj = Linear(width, config.n_embd, config.mlp_bias, init=branch_init(config))
 
     def forward(self, x):
@@ -1246,7 +1246,7 @@ class LatentAttention(BaseAttention):
         value = config.v_head_dim
         self.widths = rank, nope, rope, value
         q_width = H * (nope + rope)
-        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), config.qkv_bias, 'q latent k_rope')
+        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), 'q latent k_rope', config.qkv_bias)
         self.q_norm = Norm(q_rank, config, eps=config.latent_norm_eps) if q_rank else nn.Identity()
         self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
         self.kv_norm = Norm(rank, config, eps=config.latent_norm_eps)
@@ -1813,6 +1813,9 @@ def collect_tags(model):
         if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
             raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
                              "another of GROUPS")
+    for name, _ in model.named_buffers():
+        if name not in model.state_dict():  # hub.load makes a model without data
+            raise ValueError(f"a checkpoint would lose the buffer {name}: leave persistent=False out")
     return tags
 
 

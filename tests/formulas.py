@@ -244,7 +244,9 @@ def block(config, module, x, context):
             return x + ln(number, branch(x))
         if placement == 'sandwich':
             return x + ln(2 * number, branch(ln(2 * number - 1, x)))
-        return x + branch(ln(number, x))
+        if placement in ('pre', 'parallel', 'parallel_2'):
+            return x + branch(ln(number, x))
+        raise KeyError(placement)
     if placement.startswith('parallel'):
         return add(x, attn, 1) + mlp(ln(2 if placement == 'parallel_2' else 1, x))
     x = add(x, attn, 1)
