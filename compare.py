@@ -171,7 +171,7 @@ def make_variants(texts, base, place):
 JUDGES = {  # functions that decide how a run is judged, and on which data; no names: the whole file
     'check.py': [], 'configurator.py': ['runtime'],
     'prepare.py': ['Bins', 'read_elements', 'read_meta', 'read_shard', 'data_folder'],
-    'train.py': ['sequence_order', 'sequence_indices', 'read_batches', 'to_device', 'evaluate',
+    'train.py': ['all_reduce', 'sequence_order', 'sequence_indices', 'read_batches', 'to_device', 'evaluate',
                  'evaluate_splits']}
 STORY = r'\b(val_bins|train_bins|batch|batches|columns|folder|meta)\b'  # and statements of train.py's end
 
@@ -189,8 +189,8 @@ def judged_by(variant):
             found[file] = ast.unparse(module)
         found |= {f'{node.name} of {file}': ast.unparse(node) for node in body
                   if getattr(node, 'name', None) in names}
-    story = [ast.unparse(node) for node in ast.walk(body[-1])
-             if isinstance(node, ast.stmt) and not hasattr(node, 'body')]
+    story = [ast.unparse(node).partition('\n')[0]  # of a compound statement its header
+             for node in ast.walk(body[-1]) if isinstance(node, ast.stmt)]
     found['the end of train.py'] = '\n'.join(line for line in story if re.search(STORY, line))
     settings = variant.settings
     tokens = int(math.prod(settings[name] for name in ('eval_iters', 'batch_size', 'block_size')))
