@@ -135,8 +135,7 @@ def line_settings(args, code):
     """The settings of a command line of train.py, of whatever revision, whose code is in a folder."""
     settings = train.config | dataclasses.asdict(GPTConfig())  # which config files see
     for name, setting in declared(code / 'train.py').items():
-        with contextlib.suppress(ValueError):  # no literal
-            settings[name] = ast.literal_eval(setting.default)
+        settings[name] = eval(ast.unparse(setting.default), {})  # 5 * 8 is no literal
     for arg in args:
         name, _, text = arg.removeprefix('--').partition('=')
         settings |= run_file(arg, ROOT, settings) if is_config(arg) else {
