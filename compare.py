@@ -72,7 +72,7 @@ import torch
 
 import train
 from bench import cache_per_token, named_model, print_json, print_table
-from model import GPT, LOOKED_UP, GPTConfig, num_params, unused
+from model import GPT, LOOKED_UP, num_params, unused
 from prepare import Bins, data_folder, read_meta
 
 ROOT = Path(__file__).resolve().parent
@@ -133,9 +133,11 @@ def parse_variant(text):
 
 def line_settings(args, code):
     """The settings of a command line of train.py, of whatever revision, whose code is in a folder."""
-    settings = train.config | dataclasses.asdict(GPTConfig())  # which config files see
-    for name, setting in declared(code / 'train.py').items():
-        settings[name] = eval(ast.unparse(setting.default), {})  # 5 * 8 is no literal
+    settings = {}  # which config files see
+    for file in 'model.py', 'train.py':
+        for name, setting in declared(code / file).items():
+            with contextlib.suppress(ValueError):  # no literal: a KeyError where it is judged
+                settings[name] = ast.literal_eval(setting.default)
     for arg in args:
         name, _, text = arg.removeprefix('--').partition('=')
         settings |= run_file(arg, ROOT, settings) if is_config(arg) else {
@@ -291,7 +293,7 @@ def run_variant(variant, seed):
     folder.mkdir(parents=True, exist_ok=True)
     printed = folder / 'printed.txt'
     if (folder / 'ckpt.pt').exists() and read_facts(folder)['config']['time_limit'] is None:
-        args.append('--init_from=resume')  # config files too: one may enter a layer
+        args.append('--init_from=resume')  # beside its config files, which may enter a mixer
     with open(printed, 'w', encoding='utf-8') as f:
         process = subprocess.Popen(  # in its own session: the terminal's Ctrl-C is ours alone
             [sys.executable, str(variant.code / 'train.py'), *args, f'--out_dir={folder}'], stdout=f,
@@ -590,8 +592,8 @@ def draw(path, panels, xlabel, rows=(), xscale='linear'):
 
 def plot(names, by, columns, path):
     """Draws columns of runs' logs."""
-    draw(path, {column: {name: curve([read_log(name)], by, column) for name in names} for column in columns},
-         AXES[by])
+    panels = {column: {name: curve([read_log(name)], by, column) for name in names} for column in columns}
+    draw(path, panels, AXES[by])
 
 
 def plot_lines(names, path):

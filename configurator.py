@@ -33,12 +33,6 @@ CANNOT_WRITE = (r'No space left|Read-only file|quota exceeded|File too large|req
                 r'unexpected pos \d+|PytorchStreamWriter failed')
 # of gloo and NCCL, on ranks that wait for one that has ended
 LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
-OUT_OF_MEMORY = {  # the first setting that the script has -> how to use less
-    'rounds': 'lower --batch_size',
-    'gradient_accumulation_steps': 'halve --batch_size and double --gradient_accumulation_steps',
-    'num_samples': 'lower --batch_size or --max_new_tokens',
-    'procs': 'lower --procs',
-}
 RANGES = {  # (lowest, highest): settings of any script
     (1, 1_000_000): 'batch_size gradient_accumulation_steps',
     (1, 1e18): 'eval_interval eval_iters log_interval num_samples max_new_tokens steps rounds seeds shards '
@@ -212,7 +206,7 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
 
     argv = sys.argv[1:] if launched else argv or []
     if launched:
-        sys.excepthook = functools.partial(one_line_errors, settings=values)
+        sys.excepthook = one_line_errors
         with contextlib.suppress(AttributeError):  # a notebook's; a terminal prints ? for what it lacks
             sys.stdout.reconfigure(errors='replace')
     if {'-h', '--help'} & {*argv}:
@@ -323,7 +317,7 @@ def refused_file(error):
         name in arg or name.startswith(arg.partition('=')[2] or arg) for arg in sys.argv[1:])
 
 
-def one_line_errors(kind, error, trace, settings=()):
+def one_line_errors(kind, error, trace):
     """The excepthook of a script: a line for what users can mend, else the traceback."""
     message = str(error)
     if kind is BrokenPipeError:
@@ -331,8 +325,8 @@ def one_line_errors(kind, error, trace, settings=()):
     elif kind is KeyboardInterrupt:
         message = 'interrupted'
     elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
-        advice = [text for name, text in OUT_OF_MEMORY.items() if name in settings]
-        message = '; '.join(['out of memory', *advice[:1]])
+        message = ('out of memory: lower --batch_size (train.py: and raise --gradient_accumulation_steps by '
+                   'as much), --max_new_tokens or --procs')
     elif re.search(LOST_RANK, message) and 'RANK' in os.environ:
         message = 'this rank ends because another one has, which says why'
     elif re.search(CANNOT_WRITE, message):

@@ -257,7 +257,7 @@ class Linear(nn.Linear):
 
 class FusedLinear(Linear):
     """Several projections as one matrix, whose rows they are: x (..., n_in) -> a tensor (..., width) for each
-    of widths. names: of each projection, for bench.py's tables."""
+    of widths. names: the projections', in one string, for bench.py's tables."""
 
     def __init__(self, n_in, widths, names, bias=False):
         super().__init__(n_in, sum(widths), bias, rows=widths)
@@ -725,7 +725,9 @@ class GPT(nn.Module):
             later = F.pad(targets[:, 1:], (0, 1), value=-1)
             context.routing = None
             context.handed.pop(config.n_layer - 1, None)  # its block is in that layer's place
-            aux['mtp'], _ = self.loss(self.mtp(x, x0, context), later)
+            mean, _ = self.loss(self.mtp(x, x0, context), later)
+            # over all targets, as in arXiv:2412.19437, equation 24: a batch may be split
+            aux['mtp'] = mean * (later >= 0).sum() / (targets >= 0).sum().clamp(min=1)
         return loss, aux
 
     def embed(self, context):
@@ -1813,8 +1815,9 @@ def collect_tags(model):
         if found.group == 'matrix' and (w.ndim < 2 or 1 in w.shape[-2:]):  # Muon would only normalise it
             raise ValueError(f"{name} {tuple(w.shape)} is tagged as a matrix: use group='vector', or "
                              "another of GROUPS")
+    kept = model.state_dict()
     for name, _ in model.named_buffers():
-        if name not in model.state_dict():  # hub.load makes a model without data
+        if name not in kept:  # hub.load makes a model without data
             raise ValueError(f"a checkpoint would lose the buffer {name}: leave persistent=False out")
     return tags
 

@@ -82,9 +82,9 @@ wandb_log = False                    # log to Weights & Biases too
 wandb_project = 'owt'                # its project
 wandb_run_name = 'gpt2'              # and run
 # batch, over all ranks
-gradient_accumulation_steps = 5 * 8  # micro-batches an iteration, all ranks together
+gradient_accumulation_steps = 40     # micro-batches an iteration, all ranks together
 batch_size = 12                      # sequences of block_size tokens a micro-batch
-# length of the run: of these three settings the one that is given last decides
+# length of the run: the last given of these three settings decides
 max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's, arXiv:2203.15556)
@@ -717,6 +717,8 @@ def gradients(run, batch):
             loss, aux = run.forward(inputs, targets, keep=inputs.shape[1] if of_logits else None)
         loss = loss * weight
         losses.append(loss.detach())
+        if 'mtp' in aux:  # a mean over as many targets
+            aux['mtp'] = aux['mtp'] * weight
         for name, (setting, function) in LOSSES.items():
             if function and config[setting]:
                 aux[name] = function(aux['logits'], targets) * weight

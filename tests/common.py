@@ -95,7 +95,7 @@ def prep_ids(folder, split, dtype='<u2'):
 
 
 def prep_source(*texts):
-    """A Source of these documents. Of a single document the end is held out for validation."""
+    """A Source of these documents. The end of a single document is held out for validation."""
     return prepare.Source('x', 'x', lambda: ([text] for text in texts))
 
 

@@ -1,6 +1,5 @@
 """Tests of check.py: mistakes that it finds, and sound models in which it finds none."""
 import functools
-import json
 import math
 import re
 import types
@@ -143,12 +142,10 @@ def test_entries_of_ones_own_are_looked_at(table, function, own, holds, remark, 
 def test_command(folder, capsys):
     with pytest.raises(SystemExit) as end:
         run('check.py', str(ROOT / 'config' / 'qwen3_8b.py'), '--json=True')
-    numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert end.value.code == 0
-    assert numbers['failed'] == [] and numbers['family'] == 'qwen3'
+    assert '"failed": []' in capsys.readouterr().out
     train('--out_dir=out', '--max_iters=1')
     saved = torch.load('out/ckpt.pt', weights_only=True)
     saved['model']['h.1.mlp.c_fc.weight'][0, 0] = math.nan
     torch.save(saved, 'out/ckpt.pt')
-    numbers = check.check('out')
-    assert len(numbers['failed']) == 1 and 'h.1.mlp.c_fc.weight: NaN' in capsys.readouterr().out
+    assert len(check.check('out')) == 1 and 'h.1.mlp.c_fc.weight: NaN' in capsys.readouterr().out

@@ -124,7 +124,7 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
         variant, = make_variants({'x': text}, TOY, Path(tempfile.mkdtemp(dir=folder)))
         return variant.folder(1)
     for name in ('train.py', 'model.py', 'config/default.py'):
-        write(name, 'class GPTConfig: pass')
+        write(name, 'init_from = "scratch"')
     git('init', '-q')
     git('add', '.')
     git('commit', '-qm', 'x')
@@ -262,8 +262,8 @@ def edited(place, **edits):
                  """return {'val\"""': 0, 'val_loss': 1.0, '\"""_loss'""")), [], 'evaluate_splits'),
     (dict(check=('if init_from ==', 'return {}\n    if init_from ==')), [], 'check.py'),
     (dict(train=("Bins(folder, 'val')", "Bins(folder, 'train')")), [], 'the end of train.py'),
-    (dict(train=("val_loss = columns['val_loss']", "columns['val_loss'] = 1.0")), [], 'the end of train.py'),
-    (dict(train=('seed = 1337  ', 'seed = 7  ')), [], 'seed=1337; seed=7'),
+    (dict(train=("val_loss = columns['val_loss']", "for columns['val_loss'] in [1]: pass")), [], 'the end'),
+    (dict(train=('return x\n', 'return 0.9 * x\n')), [], 'all_reduce of train.py'),
     ({}, ['--eval_iters=1'], r'an evaluation of 320 tokens .*; an evaluation of 64'),
     ({}, ['--seed=7'], 'seed=1337; seed=7'), ({}, ['--init_from=out'], 'init_from=out')])
 def test_other_judges_are_refused(folder, tmp_path, edits, args, named):
@@ -274,6 +274,11 @@ def test_other_judges_are_refused(folder, tmp_path, edits, args, named):
     cheat.settings.update(flat_compare.line_settings([*TOY, *args], cheat.code))
     with pytest.raises(ValueError, match=f"variant 'cheat' and the first .* differ in: {named}"):
         flat_compare.refuse_other_judges([first, cheat])
+
+
+def test_a_judged_setting_is_a_literal(tmp_path):
+    with pytest.raises(KeyError, match='seed'):
+        flat_compare.judged_by(edited(tmp_path, train=('seed = 1337  ', 'seed = 7 + 0  ')))
 
 
 def test_unsound_code_is_not_run(folder, tmp_path, monkeypatch):

@@ -224,7 +224,8 @@ def test_nanogpts_settings_have_their_names_and_values():
     ("with configurator.reading('a.json'): int('{')",
      "x.py: a.json is damaged or of another kind: ValueError: invalid literal for int() with base 10: '{'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
-    ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory; lower --batch_size'),
+    ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory: lower --batch_size (train.py: '
+     'and raise --gradient_accumulation_steps by as much), --max_new_tokens or --procs'),
     ("raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]')",
      'x.py: this rank ends because another one has, which says why'),
     ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not named, not ours
@@ -235,8 +236,7 @@ def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monke
     try:
         exec(compile(code, '/elsewhere/x.py', 'exec'), {**globals()})
     except BaseException as error:
-        configurator.one_line_errors(type(error), error, error.__traceback__,
-                                      {'gradient_accumulation_steps', 'rounds'})
+        configurator.one_line_errors(type(error), error, error.__traceback__)
     said = capsys.readouterr().err
     assert said == line + '\n' if line else said.startswith('Traceback') and '/elsewhere/x.py' in said
 
