@@ -233,7 +233,7 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
         else:
             assigned = run_file(arg, path.parent, values)
             label = arg
-            if by_default and start != 'scratch':
+            if by_default and start not in ('scratch', 'auto'):
                 assigned = {name: value for name, value in assigned.items() if name in own}
         for name, value in assigned.items():
             assigned[name] = values[name] = value = checked(arg, name, value, kinds)

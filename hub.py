@@ -539,9 +539,10 @@ def print_families():
 #     tokenizer          its state(), or None
 #     masked             whether it was trained on conversations
 #     data               meta.json of its dataset
-#     lora               None, or rank, alpha, targets, base: the model that the adapters are for
+#     lora               None, or rank, alpha, targets, base (the model that the adapters are for) and
+#                        base_checksum
 #     runtime            machine, ranks, threads, compile, dtype: the same give the same bits
-#     optimizer, scaler  state_dict() of each optimizer, a list; that of the scaler
+#     optimizer, scaler  parameter name -> the optimizer's state of it; state_dict() of the scaler
 #     iter_num, ...      NUMBERS of train.py
 #     path               the file or folder
 #     no_tokenizer       why there is none
@@ -566,8 +567,10 @@ def read_checkpoint(path):
     """A file of train.py's or nanoGPT's, with names as they are now; runs no code of it. Raises
     FileNotFoundError, or ValueError for another kind of file."""
     if not os.path.exists(path):
+        old = sorted(pathlib.Path(path).parent.glob('ckpt.old-*.pt'), key=os.path.getmtime)
+        hint = f"={old[-1]}, which an earlier run wrote" if old else ''
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
-                                "--out_dir or --init_from")
+                                f"--out_dir or --init_from{hint}")
     with reading(path):
         # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
@@ -578,10 +581,20 @@ def read_checkpoint(path):
     state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
              for name, w in state.items()}
     args = {RENAMED.get(name, name): value for name, value in args.items()}
+    if unknown := args.keys() - GPTConfig.__dataclass_fields__.keys():
+        raise ValueError(f"{path} sets {', '.join(sorted(unknown))}, which this model.py lacks: use the code "
+                         "that trained it")
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # the same as wte's
         args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False) | args
     return checkpoint | {'model': state, 'model_args': args}
+
+
+def checksum(path):
+    """A sum over the bits of a checkpoint's weights; None for a published model."""
+    if is_published(path):
+        return None
+    return sum(w.float().view(torch.int32).sum().item() for w in read_checkpoint(path)['model'].values())
 
 
 def changed_config(trained, changes):
@@ -607,6 +620,7 @@ def from_state(state, model_args, **changes):
     model = model.to_empty(device='cpu')
     model.load_state_dict(state)
     return model
+
 
 # loading ----------------------------------------------------------------------------------------------------
 
@@ -634,13 +648,16 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
         rest = read_checkpoint(path)
         state = rest.pop('model')
         args = rest['model_args']
-        if rest.get('lora'):
-            trained = {name: args[name] for name in CHANGEABLE if name in args}
-            model = adapted_model(rest, state, trained | changes)
-            if merge:
-                merge_lora(model)
-        else:
-            model = from_state(state, args, **changes)
+        try:
+            if rest.get('lora'):
+                trained = {name: args[name] for name in CHANGEABLE if name in args}
+                model = adapted_model(rest, path, state, trained | changes)
+                if merge:
+                    merge_lora(model)
+            else:
+                model = from_state(state, args, **changes)
+        except RuntimeError as error:
+            raise ValueError(f"{path} does not fit its model_args: {error}") from None
         if int8:
             quantize_weights(model, dtype or torch.float32)
         model.to(device, dtype)
@@ -653,10 +670,17 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
     return model, tokenizer, rest
 
 
-def adapted_model(rest, state, changes):
-    """The base that a checkpoint of adapters names, with these beside its weights."""
+def adapted_model(rest, path, state, changes):
+    """The base that a checkpoint of adapters names, with these beside its weights. Raises FileNotFoundError
+    if it was moved, ValueError if it was trained again."""
     lora = rest['lora']
-    model, *_ = load(lora['base'], dtype=torch.float32, **changes)
+    base = lora['base']
+    if os.path.isabs(base) and not os.path.exists(base):
+        raise FileNotFoundError(f"{path} has adapters for {base}, which is missing: put it there again")
+    model, *_ = load(base, dtype=torch.float32, **changes)
+    if lora.get('base_checksum') not in (None, checksum(base)):
+        raise ValueError(f"{path} has adapters for the weights that {base} had before it was trained again: "
+                         "train the adapters again too")
     add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
     base = {name: w for name, w in model.state_dict().items() if '.lora_' not in name}
     model.load_state_dict(base | state)

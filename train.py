@@ -3,7 +3,8 @@ Trains a model: tokens -> weights.
 
     python train.py                                          # config/default.py, on any machine
     python train.py config/shakespeare_char.py --n_layer=6   # a config file, then overrides, left to right
-    python train.py --out_dir=out-small --init_from=resume   # goes on exactly where a run has stopped
+    python train.py --out_dir=out-small --init_from=resume   # continues exactly where a run has stopped
+    python train.py config/small.py --init_from=auto         # resumes if out_dir has a checkpoint
     torchrun --standalone --nproc_per_node=8 train.py config/small.py
 
     # two machines: on each, with its own node_rank (prefix NCCL_IB_DISABLE=1 if they have no Infiniband)
@@ -20,8 +21,8 @@ The story of a run stands at the end of this file; what it calls stands above, i
     optimizers    OPTIMIZERS; compilation; DDP or FSDP
     lock and log  out_dir is this run's alone; files of an earlier run become *.old-1.*
     loop          iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old
-    end           after max_iters, time_limit, Ctrl-C or SIGTERM: the last three finish the iteration, write
-                  ckpt.pt, evaluate and write it again. A second Ctrl-C ends it at once
+    end           after max_iters, time_limit or a signal of STOP, as Ctrl-C: the last two finish the
+                  iteration, write ckpt.pt, evaluate and write it again. A second Ctrl-C ends it at once
 --init_from=resume restores weights, optimizers, scaler and NUMBERS: the run goes on bit for bit.
 """
 import time
@@ -70,7 +71,8 @@ from configurator import (
 # input and output
 out_dir = 'out'                      # of checkpoints, log.csv and run.json
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
-init_from = 'scratch'                # scratch, resume (out_dir's), or to fine-tune: file, folder or hub id
+init_from = 'scratch'                # scratch, resume (out_dir's), auto (resume if out_dir has ckpt.pt, else
+                                     # scratch), or to fine-tune: file, folder or hub id
 eval_interval = 2000                 # iterations between evaluations, each with a checkpoint
 eval_iters = 200                     # evaluation batches of val.bin; of train.bin a quarter as many
 eval_only = False                    # evaluate once and stop
@@ -137,7 +139,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from hub import CHANGEABLE, load
+from hub import CHANGEABLE, checksum, load
 from model import (
     GPT,
     GROUPS,
@@ -248,7 +250,8 @@ def read_batches(bins, block_size, iterations, accumulation, micro_batch, seed, 
 
 @torch.no_grad()
 def evaluate(model, bins, batches, batch_size, machine):
-    """(mean loss, number of targets) over `batches` batches of evenly spread sequences, or all if fewer."""
+    """(mean loss, number of targets) over `batches` batches of evenly spread sequences, or all if fewer. The
+    loss is nan if there are no targets."""
     block_size = model.config.block_size
     n = bins.n_sequences(block_size)
     count = min(n, batches * batch_size)
@@ -265,11 +268,11 @@ def evaluate(model, bins, batches, batch_size, machine):
         totals += loss.item() * n_targets, n_targets
     model.train()
     total, n_targets = all_reduce(torch.from_numpy(totals)).tolist()
-    return total / max(n_targets, 1), int(n_targets)
+    return total / n_targets if n_targets else math.nan, int(n_targets)
 
 
 def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
-    """Prints the losses of both splits. Returns those of val, columns of the log."""
+    """Prints the losses of both splits. Returns those of val, columns of the log; {} without targets."""
     n = run.config['eval_iters']
     batch_size = run.config['batch_size']
     val_loss, count = evaluate(run.evaluated, val_bins, n, batch_size, run.machine)
@@ -278,7 +281,7 @@ def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
     bits = f", {bpb:.4f} bits per byte" if bpb else ''
     print0(f"step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bits}, "
            f"perplexity {math.exp(min(val_loss, 99)):.2f} ({count:,} tokens)")
-    return {'val_loss': val_loss, 'val_bpb': bpb}
+    return {'val_loss': val_loss, 'val_bpb': bpb} if count else {}
 
 
 def print_sample(run, tokenizer, bins):
@@ -379,7 +382,8 @@ def orthogonalise_shared(matrices):
     if RANKS == 1:
         return found
     gathered = found.new_empty(share * RANKS, *found.shape[1:])
-    dist.all_gather_into_tensor(gathered, found.contiguous())
+    # its name from torch 2.13 on, and before
+    getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)(gathered, found.contiguous())
     return gathered[:len(matrices)]
 
 
@@ -445,18 +449,33 @@ def make_optimizers(model, config):
     return optimizers
 
 
-def load_optimizers(optimizers, states):
-    """Loads saved states, or the single one of nanoGPT's files."""
-    for opt, state in zip(optimizers, [states] if isinstance(states, dict) else states, strict=True):
-        params = [w for group in opt.param_groups for w in group['params']]
-        for i, values in state['state'].items():
-            for name, value in values.items():
-                w = params[i]
-                if value.shape[1:] == w.shape[1:] and value.ndim:
-                    values[name] = shard_like(w, value[:len(w)])  # learned positions may be fewer now
-        # this run's: `fused` decides which device the states go to
-        state['param_groups'] = opt.state_dict()['param_groups']
-        opt.load_state_dict(state)
+def load_optimizers(model, optimizers, states):
+    """Loads states by parameter name; nanoGPT's, and ours of before, by position. The groups of parameters
+    stay this run's. Raises ValueError for a name or a shape that does not fit."""
+    names = {w: name for name, w in model.named_parameters()}
+    params = [[w for group in opt.param_groups for w in group['params']] for opt in optimizers]
+    by_position = isinstance(states, list) or 'param_groups' in states
+    if by_position:
+        lists = states if isinstance(states, list) else [states]
+        states = {names[ws[i]]: values for ws, saved in zip(params, lists, strict=True)
+                  for i, values in saved['state'].items()}
+    if unknown := states.keys() - names.values():
+        raise ValueError(f"the checkpoint has optimizer states of {', '.join(sorted(unknown)[:5])}, which "
+                         "this model lacks: resume with the code that trained it, or fine-tune it")
+    for opt, ws in zip(optimizers, params):
+        found = {}
+        for i, w in enumerate(ws):
+            found[i] = dict(states.get(names[w], {}))
+            for key, value in found[i].items():
+                if not torch.is_tensor(value) or not value.ndim:
+                    continue
+                if value.shape[1:] == w.shape[1:]:
+                    found[i][key] = shard_like(w, value[:len(w)])  # learned positions may be fewer now
+                elif by_position:
+                    raise ValueError(f"the checkpoint's {key} {tuple(value.shape)} does not fit {names[w]} "
+                                     f"{tuple(w.shape)}: the order of the parameters has changed")
+        opt.load_state_dict({'state': {i: value for i, value in found.items() if value},
+                             'param_groups': opt.state_dict()['param_groups']})
 
 
 # memory -----------------------------------------------------------------------------------------------------
@@ -639,6 +658,7 @@ LOSSES = {  # beside the loss reported: name -> (setting that is its weight, fun
 NUMBERS = {  # of a run: attributes of Run, in a checkpoint by these names; immutable, as Runs share them
     'iter_num': 0,                   # updates so far
     'best_val_loss': math.inf,
+    'tokens': 0,                     # tokens read so far, by all ranks
     'skipped': 0,                    # updates left out: a loss or gradient was not finite
     'wall_s': 0.0,                   # seconds that its processes have run
     'wandb_id': None,                # of its run on Weights & Biases
@@ -670,13 +690,17 @@ class Run:
         state = {'model': lora_state(self.model) or self.model.state_dict()}
         state.update((name, getattr(self, name)) for name in NUMBERS)
         if optimizers:
-            state.update(optimizer=[opt.state_dict() for opt in self.optimizers],
-                         scaler=self.scaler.state_dict())
+            names = {w: name for name, w in self.model.named_parameters()}
+            state.update(optimizer={names[w]: values for opt in self.optimizers
+                                    for w, values in opt.state.items()}, scaler=self.scaler.state_dict())
         return tree_map(whole, state)
 
     def resume(self, rest):
-        """Takes over a checkpoint's state, but for the weights."""
-        load_optimizers(self.optimizers, rest['optimizer'])
+        """Takes over a checkpoint's state, but for the weights. Raises ValueError without one."""
+        if 'optimizer' not in rest:
+            raise ValueError(f"{rest['path']} has no state of the optimizer, as best.pt: fine-tune it with "
+                             f"--init_from={shlex.quote(rest['path'])} and another --out_dir")
+        load_optimizers(self.model, self.optimizers, rest['optimizer'])
         if rest.get('scaler'):  # of a run in float16
             self.scaler.load_state_dict(rest['scaler'])
         vars(self).update((name, rest[name]) for name in NUMBERS if name in rest)
@@ -695,6 +719,7 @@ def step(run, batch, measured):
     before = [w.detach().clone() for w in run.params] if measured else None
     grad_norm, moved = update(run, load)
     run.iter_num += 1
+    run.tokens += RANKS * sum(inputs.numel() for inputs, *_ in batch)
     run.skips = run.skips + ~moved
     run.in_a_row = (run.in_a_row + 1) * ~moved
     return {'iter': run.iter_num, 'loss': loss, 'lr': lr, 'grad_norm': grad_norm,
@@ -792,15 +817,24 @@ def count_skips(run):
 
 
 def diverge(run, event):
-    """Ends a run that diverged: notes it and raises ValueError."""
-    out_dir = run.config['out_dir']
-    error = (f"{event} at iteration {run.iter_num}: the run diverged; {out_dir}/ keeps the checkpoint "
-             "before; lower --learning_rate, or use --dtype=float32")
-    note(out_dir, status='diverged', error=error)
-    raise ValueError(error)
+    """Raises ValueError for a run that diverged."""
+    raise ValueError(f"{event} at iteration {run.iter_num}: the run diverged; {run.config['out_dir']}/ keeps "
+                     "the checkpoint before; lower --learning_rate, or use --dtype=float32")
 
 
-# going on from a checkpoint ---------------------------------------------------------------------------------
+# continuing from a checkpoint -------------------------------------------------------------------------------
+
+def where_to_begin(init_from, out_dir):
+    """init_from of this process: with 'auto', and if torchrun restarts the run, a checkpoint is resumed."""
+    found = os.path.exists(f'{out_dir}/ckpt.pt')
+    restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
+    # not an earlier run's, which a run that failed at once has left in its place
+    if found and restarted and read_notes(out_dir).get('launch') == os.environ['TORCHELASTIC_RUN_ID']:
+        return 'resume'
+    if init_from == 'auto':
+        return 'resume' if found else 'scratch'
+    return init_from
+
 
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
     """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError for another
@@ -828,7 +862,7 @@ LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last repl
 COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
 MACHINE = {'device', 'dtype', 'compile', 'backend'}    # not taken from nanoGPT's files: another machine's
 # a checkpoint's states depend on them
-FIXED = {'optimizer', 'lr_scales', 'lora_rank', 'lora_alpha', 'lora_targets'}
+FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}
 
 
 def run_settings(config, given, rest):
@@ -872,7 +906,8 @@ def start_lora(model, config, rest):
     add_lora(model, rank, alpha, targets)
     print0(f"adapters: {sum(w.numel() for w in lora_state(model).values()):,} parameters are trained")
     base = os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']
-    return {'rank': rank, 'alpha': alpha, 'targets': targets, 'base': base}
+    return {'rank': rank, 'alpha': alpha, 'targets': targets, 'base': base,
+            'base_checksum': checksum(path)}
 
 
 # checkpoints and log ----------------------------------------------------------------------------------------
@@ -930,14 +965,29 @@ def set_aside(out_dir, resumed, always_save_checkpoint):
             print0(f"{path} of the run before is now {new}")
 
 
+def read_notes(out_dir):
+    """The facts of run.json, {} without one."""
+    path = Path(out_dir, 'run.json')
+    return json.loads(path.read_text('utf-8')) if path.exists() else {}
+
+
 def note(out_dir, **facts):
     """Adds facts to run.json, which tells other programs what a run is and how it ended."""
     path = Path(out_dir, 'run.json')
     temp = path.with_suffix('.tmp')
     if RANK == 0:
-        known = json.loads(path.read_text('utf-8')) if path.exists() else {}
-        temp.write_text(json.dumps(known | facts), 'utf-8')
+        temp.write_text(json.dumps(read_notes(out_dir) | facts), 'utf-8')
         temp.replace(path)
+
+
+@contextlib.contextmanager
+def noting_failure(out_dir):
+    """Notes an exception, which ends the run."""
+    try:
+        yield
+    except BaseException as error:
+        note(out_dir, status='failed', error=str(error) or type(error).__name__)
+        raise
 
 
 LOG_FIELDS = {  # columns of log.csv and their formats
@@ -991,8 +1041,9 @@ def measure(run, row, seconds, n_sequences):
     tokens = sequences * run.model.config.block_size
     peak = peak_flops(run.machine.device, run.machine.dtype)
     return row | {
-        'tokens': run.iter_num * tokens, 'epoch': run.iter_num * sequences / n_sequences,
-        'loss': all_reduce(row['loss']).item() / RANKS, 'ms_per_iter': seconds * 1e3,
+        'tokens': run.tokens, 'epoch': run.tokens / (n_sequences * run.model.config.block_size),
+        # exactly 0 only if no target is to be learned
+        'loss': all_reduce(row['loss']).item() / RANKS or math.nan, 'ms_per_iter': seconds * 1e3,
         'tok_per_s': tokens / seconds, 'skipped': run.skipped, 'wall_s': run.wall_s,
         'mfu': flops_per_token(run.model) * tokens / seconds / (peak * RANKS) if peak else None}
 
@@ -1019,7 +1070,11 @@ def start_ranks(backend, device):
         torch.cuda.set_device(index)
     if backend in ('auto', 'nccl'):
         backend = 'cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo'
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=1))  # saving may take minutes
+    timeout = datetime.timedelta(hours=1)  # saving may take minutes
+    store, rank, ranks = next(dist.rendezvous('env://', timeout=timeout))
+    # torchrun keeps its store when it restarts ranks: they would find the addresses of those that ended
+    store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 def resolve_runtime(device, dtype, seed, compile, was):
@@ -1044,21 +1099,23 @@ def eager_seconds(model, machine, micro_batches, tokens):
     return micro_batches * (model.config.n_layer * 1.5e-3 + flops_per_token(model) * tokens / speed)
 
 
-def run_length(config, model, n_sequences):
-    """max_iters by the length that is asked for, which it prints. n_sequences: of an epoch."""
+def run_length(config, model, n_sequences, numbers):
+    """max_iters by the length that is asked for, which it prints. n_sequences: of an epoch; numbers: NUMBERS,
+    or those of the checkpoint to resume."""
     n_params = num_params(model)
-    sequences = config['gradient_accumulation_steps'] * config['batch_size']
-    tokens = sequences * model.config.block_size
+    tokens = config['gradient_accumulation_steps'] * config['batch_size'] * model.config.block_size
+    epoch = n_sequences * model.config.block_size
     max_iters = config['max_iters']
-    if config['epochs'] is not None:
-        max_iters = math.ceil(config['epochs'] * n_sequences / sequences)
-    if config['tokens_per_param'] is not None:
-        max_iters = math.ceil(config['tokens_per_param'] * n_params / tokens)
+    for length, unit in (config['epochs'], epoch), (config['tokens_per_param'], n_params):
+        if length is not None:
+            left = math.ceil((length * unit - numbers['tokens']) / tokens)
+            max_iters = numbers['iter_num'] + max(0, left)
+    total = numbers['tokens'] + (max_iters - numbers['iter_num']) * tokens
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {model.config.block_size}, vocabulary {model.config.vocab_size}")
     print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
-           f"{max_iters * sequences / n_sequences:.2f} epochs, {max_iters * tokens / n_params:.1f} tokens a "
-           f"parameter; checkpoints in {config['out_dir']}/")
+           f"{total / epoch:.2f} epochs, {total / n_params:.1f} tokens per parameter; checkpoints in "
+           f"{config['out_dir']}/")
     if 0 < max_iters <= config['warmup_iters']:
         print0(f"warning: warmup_iters={config['warmup_iters']} goes on to the end: the learning rate comes "
                f"to {max_iters / (config['warmup_iters'] + 1):.0%} of its peak; lower --warmup_iters")
@@ -1109,25 +1166,31 @@ def dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed):
     return tokenizer
 
 
-def stop_on_signals():
-    """A list that Ctrl-C and SIGTERM fill, to end the run after the iteration; a second ends it at once."""
-    signals = []
-
-    def ask(number, frame):
-        signal.signal(number, signal.default_int_handler)
-        signals.append(number)
-        if RANK == 0:
-            os.write(2, b'\nstopping after this iteration\n')  # this handler may interrupt a print
-    for number in signal.SIGINT, signal.SIGTERM:
-        signal.signal(number, ask)
-    return signals
-
-
+STOP = 'SIGINT', 'SIGTERM', 'SIGHUP', 'SIGUSR1'  # Ctrl-C, and what clusters and closed terminals send
 TIME_IS_OVER = 1
 
 
+def stop_on_signals():
+    """A list to which signals of STOP add exit statuses, so that the run ends after the iteration. A second
+    Ctrl-C ends it at once; a second SIGTERM, as torchrun and Slurm send one each, must not stop the save."""
+    signals = []
+
+    def ask(number, frame):
+        status = 128 + number  # as shells report it
+        if number == signal.SIGINT and status in signals:
+            raise KeyboardInterrupt
+        if RANK == 0 and not signals:
+            os.write(2, b'\nstopping after this iteration\n')  # this handler may interrupt a print
+        signals.append(status)
+    for name in STOP:
+        number = getattr(signal, name, None)  # Windows has two of them
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+            signal.signal(number, ask)
+    return signals
+
+
 def why_stop(signals, time_limit):
-    """Why the run is to end after this iteration: the number of a rank's signal, TIME_IS_OVER, or 0."""
+    """Why the run is to end after this iteration: the exit status by a rank's signal, TIME_IS_OVER, or 0."""
     late = time_limit is not None and time.time() - START >= 60 * time_limit
     return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
 
@@ -1147,8 +1210,9 @@ def finish(run, reason):
 # main -------------------------------------------------------------------------------------------------------
 
 if __name__ == '__main__':
-    # settings; a checkpoint to go on from, or to fine-tune
+    # settings; a checkpoint to continue from, or to fine-tune
     model_args = effective(settings, unused)
+    init_from = config['init_from'] = where_to_begin(init_from, out_dir)
     resumed = init_from == 'resume'
     model = source_tokenizer = None
     rest = {}
@@ -1157,6 +1221,9 @@ if __name__ == '__main__':
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
+    if resumed:  # nanoGPT's files, and early ones of ours, have no such number
+        rest.setdefault('tokens', rest['iter_num'] * gradient_accumulation_steps * batch_size
+                        * rest['model_args']['block_size'])
 
     # ranks, machine
     if 'RANK' in os.environ:  # by torchrun
@@ -1186,7 +1253,7 @@ if __name__ == '__main__':
     block_size = model.config.block_size
     n_sequences = train_bins.n_sequences(block_size)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
-    config['max_iters'] = max_iters = run_length(config, model, n_sequences)
+    config['max_iters'] = max_iters = run_length(config, model, n_sequences, rest if resumed else NUMBERS)
     seconds = eager_seconds(model, machine, max_iters * accumulation, micro_batch * block_size)
     compile = resolve_compile(compile, device, seconds)
     if seconds > 60 and not eval_only:  # a shorter run can hardly fill it
@@ -1225,7 +1292,8 @@ if __name__ == '__main__':
         lock = lock_folder(out_dir)
         set_aside(out_dir, resumed, always_save_checkpoint)
         start_log(log_file, first_it)
-        note(out_dir, status='running', error=None, config=config, params=num_params(model), data=folder)
+        note(out_dir, status='running', error=None, config=config, params=num_params(model), data=folder,
+             launch=os.environ.get('TORCHELASTIC_RUN_ID'))
         if wandb_log:
             wandb_run = start_wandb(run)
 
@@ -1235,56 +1303,57 @@ if __name__ == '__main__':
     batch = next(batches, None)
     row = None
     reason = 0
-    while True:
-        goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
-        timed_it = run.iter_num
-        timed_at = time.time()
-        while run.iter_num < goal and not (reason or eval_only):
-            row = step(run, batch, measured=run.iter_num + 1 == goal)
-            batch = next(batches, None)  # read while the device computes
-            it = run.iter_num
-            if it < max_iters:
-                reason = why_stop(signals, time_limit)
-            # the first and the fourth say at once that it works, and how fast
-            if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
-                count_skips(run)
-                now = time.time()
-                seconds = (now - timed_at) / (it - timed_it)
-                timed_it = it
-                timed_at = now
-                run.wall_s = now - began
-                row = measure(run, row, seconds, n_sequences)
-                print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
-                if (it == 1 or it % log_interval == 0) and it < goal and not reason:  # 1: where it began
-                    log_row(log_file, wandb_run, row)
+    with contextlib.nullcontext() if eval_only else noting_failure(out_dir):
+        while True:
+            goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
+            timed_it = run.iter_num
+            timed_at = time.time()
+            while run.iter_num < goal and not (reason or eval_only):
+                row = step(run, batch, measured=run.iter_num + 1 == goal)
+                batch = next(batches, None)  # read while the device computes
+                it = run.iter_num
+                if it < max_iters:
+                    reason = why_stop(signals, time_limit)
+                # the first and the fourth say at once that it works, and how fast
+                if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
+                    count_skips(run)
+                    now = time.time()
+                    seconds = (now - timed_at) / (it - timed_it)
+                    timed_it = it
+                    timed_at = now
+                    run.wall_s = now - began
+                    row = measure(run, row, seconds, n_sequences)
+                    print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
+                    if (it == 1 or it % log_interval == 0) and it < goal and not reason:  # 1: where it began
+                        log_row(log_file, wandb_run, row)
 
-        if reason:  # whoever stops it may not wait for an evaluation
+            if reason:  # whoever stops it may not wait for an evaluation
+                save(run, 'ckpt.pt', constant)
+                print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
+                       f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
+            columns = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
+            if eval_only:
+                break
+            val_loss = columns.get('val_loss')
+            columns['wall_s'] = run.wall_s = time.time() - began
+            if val_loss is not None and not math.isfinite(val_loss):
+                diverge(run, f"val loss is {val_loss}")
+            improved = val_loss is not None and val_loss < run.best_val_loss
+            if improved:
+                run.best_val_loss = val_loss
+            if row:  # before the checkpoint: a run killed in between writes it anew
+                log_row(log_file, wandb_run, row | columns)
+            if improved and not always_save_checkpoint:
+                save(run, 'best.pt', constant)
             save(run, 'ckpt.pt', constant)
-            print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
-                   f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
-        columns = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
-        if eval_only:
-            break
-        val_loss = columns['val_loss']
-        columns['wall_s'] = run.wall_s = time.time() - began
-        if not math.isfinite(val_loss):
-            diverge(run, f"val loss is {val_loss}")
-        improved = val_loss < run.best_val_loss
-        if improved:
-            run.best_val_loss = val_loss
-        if row:  # before the checkpoint: a run killed in between writes it anew
-            log_row(log_file, wandb_run, row | columns)
-        if improved and not always_save_checkpoint:
-            save(run, 'best.pt', constant)
-        save(run, 'ckpt.pt', constant)
-        if keep:
-            save(run, f'ckpt-{run.iter_num}.pt', constant)
-            if RANK == 0:
-                keep_last(out_dir, keep)
-        if sample_tokens and tokenizer and (RANK == 0 or shard):
-            print_sample(run, tokenizer, val_bins)
-        if reason or run.iter_num >= max_iters:
-            break
+            if keep:
+                save(run, f'ckpt-{run.iter_num}.pt', constant)
+                if RANK == 0:
+                    keep_last(out_dir, keep)
+            if sample_tokens and tokenizer and (RANK == 0 or shard):
+                print_sample(run, tokenizer, val_bins)
+            if reason or run.iter_num >= max_iters:
+                break
 
     # the end
     if not eval_only:
@@ -1293,5 +1362,5 @@ if __name__ == '__main__':
         lock.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if reason > TIME_IS_OVER:  # as shells report a signal
-        sys.exit(128 + reason)
+    if reason > TIME_IS_OVER:
+        sys.exit(reason)

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -86,8 +87,36 @@ def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
     was = torch.optim.AdamW([w], fused=False).state_dict()
     was['state'] = {0: {'step': torch.tensor(4.0, dtype=torch.float64), 'exp_avg': torch.zeros(3)}}
     opt = torch.optim.AdamW([w], lr=0.5, fused=True)
-    flat_train.load_optimizers([opt], was)
+    flat_train.load_optimizers(torch.nn.ParameterDict({'w': w}), [opt], was)
     assert opt.state[w]['step'].dtype == torch.float32 and opt.param_groups[0]['lr'] == 0.5
+
+
+def test_states_of_optimizers_follow_the_names_of_parameters():
+    """Whatever their order and groups; a name or, by position, a shape that does not fit is an error."""
+    run = new_run(tiny(), optimizer='muon')
+    idx = torch.randint(61, (2, 8))
+    flat_train.step(run, [(idx, idx, 1.0)], measured=False)
+    states = run.snapshot()['optimizer']
+    model = tiny()
+    model.tags = dict(reversed(model.tags.items()))
+    for module in model.modules():  # as if the lines of __init__ had another order
+        module._parameters = dict(reversed(module._parameters.items()))
+        module._modules = dict(reversed(module._modules.items()))
+    other = new_run(model, optimizer='muon', lr_scales={'embedding': 3.0})
+    other.resume({'optimizer': states, 'path': 'x', 'best_val_loss': 1.0})
+    found = other.snapshot()['optimizer']
+    assert [*states] != [*found] and states.keys() == dict(model.named_parameters()).keys()
+    assert all(same_weights(found[name], states[name]) for name in states)
+    assert {group['lr_scale'] for opt in other.optimizers for group in opt.param_groups} == {1.0, 3.0}
+    with pytest.raises(ValueError, match='states of h.9.extra, which this model lacks'):
+        flat_train.load_optimizers(model, other.optimizers, {**states, 'h.9.extra': {}})
+    by_position = [opt.state_dict() for opt in run.optimizers]
+    again = new_run(tiny(), optimizer='muon')
+    flat_train.load_optimizers(again.model, again.optimizers, by_position)
+    found = again.snapshot()['optimizer']
+    assert all(same_weights(found[name], states[name]) for name in states)
+    with pytest.raises(ValueError, match=r"momentum_buffer \(.*does not fit h\..*: the order of the para"):
+        flat_train.load_optimizers(model, other.optimizers, by_position)
 
 
 @pytest.mark.parametrize('kind', flat_train.OPTIMIZERS)
@@ -358,13 +387,11 @@ def on_ranks(count, *runs, patch=''):
     code = f'''import functools, os, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch.distributed as dist
-rank, init = int(os.environ['RANK']), dist.init_process_group
+rank = int(os.environ['RANK'])
 {patch}
 for i, args in enumerate({[list(args) for args in runs]!r}):
     sys.argv = ['train.py', *args]
-    if i:  # torchrun's own store still holds the addresses of the first
-        store = dist.FileStore(f"store_{{os.environ['MASTER_PORT']}}_{{i}}", {count})
-        dist.init_process_group = functools.partial(init, store=store, rank=rank, world_size={count})
+    os.environ['TORCHELASTIC_RESTART_COUNT'] = os.environ['TORCHELASTIC_RUN_ID'] = str(i)  # each its own
     try:
         runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')
     except (ValueError, SystemExit) as error:
@@ -464,8 +491,7 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
                 a, b = ([float(row[key] or 0) for row in log_rows(name)] for name in (out, kind))
                 assert a == pytest.approx(b, rel=tolerance), (out, key)
             mine = saved(out)
-            assert [list(state['state']) for state in mine['optimizer']] == [
-                list(state['state']) for state in plain['optimizer']]
+            assert [*mine['optimizer']] == [*plain['optimizer']]
             for name, w in plain['model'].items():
                 assert (mine['model'][name] - w).norm() <= 0.05 * w.norm(), name
             assert {name: type(value) for name, value in mine.items()} == {
@@ -474,7 +500,13 @@ def test_any_number_of_ranks_goes_on_where_another_stopped_sharded_or_not(folder
 
 def test_two_ranks_stop_together_and_skip_together(folder):
     patch = '''
-import signal, prepare, model
+import signal, prepare, model, torch
+save = torch.save
+def interrupted(*args):  # as Slurm and torchrun send signals, each its own
+    for name in 'SIGTERM', 'SIGTERM', 'SIGHUP', 'SIGUSR1':
+        os.kill(os.getpid(), getattr(signal, name))
+    save(*args)
+torch.save = interrupted
 batch, calls = prepare.Bins.batch, []
 def read(*args):
     calls.append(1)
@@ -573,16 +605,50 @@ def test_packed_data_has_its_block_size_and_its_document_token(folder):
         train('--out_dir=third', '--block_size=8')
 
 
-def test_a_batch_without_targets_is_zero(folder):
+def test_without_targets_there_is_no_loss_and_no_best(folder, capsys):
     write_masks()
     mask = np.zeros(3001, np.uint8)
+    mask.tofile('data/toy/val.mask.bin')
     mask[-20:] = 1  # the last two sequences alone
     mask.tofile('data/toy/train.mask.bin')
-    story = train('--out_dir=out', '--epochs=1', '--log_interval=1')
+    story = train('--out_dir=out', '--epochs=1', '--log_interval=1', '--always_save_checkpoint=False')
     rows = log_rows('out')
     assert sum(float(row['loss']) > 0 for row in rows) in (1, 2)
-    assert all((float(row['loss']) > 0) == (float(row['grad_norm']) > 0) for row in rows)
+    assert all(math.isnan(float(row['loss'])) or float(row['grad_norm']) > 0 for row in rows)
     assert all(w.isfinite().all() for w in story['model'].parameters())
+    assert 'val loss nan' in capsys.readouterr().out and not any(row['val_loss'] for row in rows)
+    assert saved('out')['best_val_loss'] == math.inf and not os.path.exists('out/best.pt')
+
+
+def test_gradients_do_not_depend_on_how_targets_are_split(monkeypatch):
+    """Also those of mtp, whose targets are fewer: four sequences at once, and one after the other."""
+    idx = torch.randint(61, (4, 16))
+    targets = idx.roll(-1, 1)
+    for row, learned in enumerate((16, 1, 4, 0)):
+        targets[row, learned:] = -1
+    found = []
+    for parts in (idx, targets), *zip(idx.split(1), targets.split(1)):
+        found.append([(*parts, (parts[1] >= 0).sum() / 21)])
+    whole, *split = found
+    split = [(x, y, 4 * weight) for (x, y, weight), in split]
+    grads = []
+    for batch in whole, split:
+        torch.manual_seed(0)
+        run = new_run(tiny(mtp=True), mtp_loss=1.0)
+        flat_train.gradients(run, batch)
+        grads.append([w.grad for w in run.params])
+    for one, four in zip(*grads, strict=True):
+        torch.testing.assert_close(one, four, atol=1e-6, rtol=1e-4)
+
+
+def test_tokens_are_counted_as_they_are_read(folder):
+    train('--out_dir=out', '--max_iters=10')
+    story = train('--out_dir=out', '--init_from=resume', '--block_size=8', '--epochs=2', '--log_interval=1')
+    read = 10 * 12 * 16
+    assert story['max_iters'] == 10 + math.ceil((2 * 3000 // 8 * 8 - read) / (12 * 8))
+    rows = log_rows('out')
+    assert [int(rows[i]['tokens']) for i in (-1, 0)] == [read + (story['max_iters'] - 10) * 12 * 8, 12 * 16]
+    assert float(rows[-1]['epoch']) == pytest.approx(int(rows[-1]['tokens']) / 3000, rel=1e-3)
 
 
 # checkpoints ------------------------------------------------------------------------------------------------
@@ -602,8 +668,9 @@ def test_resumed_equals_uninterrupted(folder, options):
     rows = [[(r['iter'], r['loss'], r['val_loss'], r['lr'], r['grad_norm']) for r in log_rows(out)]
             for out in ('whole', 'parts')]
     assert rows[0] == rows[1] and len(rows[0]) == 20
-    for x, y in zip(a['optimizer'], b['optimizer'], strict=True):
-        assert all(same_weights(x['state'][i], y['state'][i]) for i in x['state'])
+    assert a['optimizer'].keys() == dict(GPT(GPTConfig(**a['model_args'])).named_parameters()).keys()
+    assert all(same_weights(a['optimizer'][name], b['optimizer'][name]) for name in a['optimizer'])
+    assert a['tokens'] == b['tokens'] == int(log_rows('parts')[-1]['tokens']) == 20 * 12 * 16
 
 
 def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
@@ -624,6 +691,41 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
     more = train('--out_dir=more', '--init_from=whole', '--lora_rank=1', '--max_iters=2')
     x = torch.arange(16)[None]  # adapters of a model that has had others
     torch.testing.assert_close(hub.load('more')[0].eval()(x), more['model'].eval()(x))
+    train('--out_dir=base', '--init_from=resume', '--max_iters=6', '--learning_rate=1e-5')
+    for name in 'whole', 'more':
+        with pytest.raises(ValueError, match='whole/ckpt.pt has adapters for the weights that .*base/'):
+            hub.load(name)
+    os.rename('base', 'moved')
+    with pytest.raises(FileNotFoundError, match='has adapters for .*base/ckpt.pt, which is missing'):
+        hub.load('whole')
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_line_and_a_failure_is_noted(folder, monkeypatch):
+    train('--out_dir=out', '--max_iters=10', '--always_save_checkpoint=False')
+    good = Path('out/ckpt.pt').read_bytes()
+    Path('out/best.pt').replace('out/ckpt.pt')
+    with pytest.raises(ValueError, match='out/ckpt.pt has no state of the optimizer, as best.pt'):
+        run('train.py', '--out_dir=out', '--init_from=resume')
+    for change, message in ((lambda saved: saved['model_args'].update(wings=2), 'sets wings, which this'),
+                            (lambda saved: saved['model'].pop('ln_f.weight'), 'Missing key.*ln_f.weight'),
+                            (lambda saved: saved['model_args'].update(n_embd=16), 'size mismatch for')):
+        Path('out/ckpt.pt').write_bytes(good)
+        checkpoint = saved('out')
+        change(checkpoint)
+        torch.save(checkpoint, 'out/ckpt.pt')
+        with pytest.raises(ValueError, match=f'(?s)out/ckpt.pt .*{message}'):
+            run('train.py', '--out_dir=out', '--init_from=resume')
+    Path('out/ckpt.pt').write_bytes(good)
+
+    def broken(*args, **options):
+        raise ZeroDivisionError('a bug')
+    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', broken)
+    with pytest.raises(ZeroDivisionError):
+        train('--out_dir=out')
+    noted = flat_train.read_notes('out')
+    assert (noted['status'], noted['error']) == ('failed', 'a bug')
+    with pytest.raises(FileNotFoundError, match='--init_from=out/ckpt.old-1.pt, which an earlier run wrote'):
+        run('train.py', '--out_dir=out', '--init_from=resume')
 
 
 def test_the_best_weights_are_read_where_they_are_kept(folder):
@@ -746,6 +848,51 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder, capsys):
     assert capsys.readouterr().out.count('\nmemory: ') == 1  # of long runs alone
     train('--out_dir=cut', '--init_from=resume', '--time_limit=None')
     assert same_weights(saved('whole')['model'], saved('cut')['model'])
+
+
+def test_auto_resumes_a_checkpoint_that_is_there(folder):
+    for n, begins in (6, 0), (9, 6):
+        story = train('--out_dir=out', '--init_from=auto', f'--max_iters={n}', '--lr_decay_iters=9')
+        assert story['first_it'] == begins and not saved('out')['masked']
+    train('--out_dir=whole', '--max_iters=9')
+    assert same_weights(saved('whole')['model'], saved('out')['model'])
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='finds the ranks in /proc')
+def test_a_killed_rank_is_restarted_and_signals_to_all_processes_save(folder):
+    """By torchrun. An earlier run is in the folder; Slurm signals each process of a job's step."""
+    train('--out_dir=out', '--max_iters=1')
+    patch = f'''import os, runpy, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import prepare
+batch, calls = prepare.Bins.batch, []
+def read(*args):
+    calls.append(1)
+    if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10' and len(calls) == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch(*args)
+prepare.Bins.batch = read
+sys.argv[0] = 'train.py'
+runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
+    Path('job.py').write_text(patch, encoding='utf-8')
+    process = subprocess.Popen(
+        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+         '--max_restarts=3', 'job.py', '--out_dir=out', *GPT2, '--gradient_accumulation_steps=2',
+         '--max_iters=1000000', '--eval_interval=5', '--eval_iters=1', '--lr_decay_iters=20'],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if line.startswith('iter 30:'):
+            children = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text('utf-8').split()
+            for pid in *children, process.pid, *children:
+                os.kill(int(pid), signal.SIGTERM)
+    process.wait()
+    printed = ''.join(printed)
+    at = re.search(r'resume: out/ckpt.pt at iteration (\d+)', printed)
+    assert at and 5 <= int(at[1]) <= 20 and re.search('^saved at', printed, re.M), printed
+    assert os.path.exists('out/ckpt.old-1.pt') and not os.path.exists('out/ckpt.old-2.pt')
+    assert flat_train.read_notes('out')['status'] == 'stopped' and saved('out')['iter_num'] >= 30
 
 
 # stopping ---------------------------------------------------------------------------------------------------
