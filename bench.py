@@ -6,7 +6,6 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py train config/small.py --parts=True       # the time of a step by part of the model
     python bench.py params config/mixtral_8x7b.py            # parameters, their initial values, FLOPs, cache
     python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # what grows with n, n^2
-    python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
     python bench.py decode config/gpt2.py --batch_size=8     # beside one row alone; or --speculate=8
@@ -36,7 +35,6 @@ from configurator import (
     compile_model,
     configure,
     effective,
-    memory_at_hand,
     package,
     peak_flops,
     peak_mb,
@@ -48,9 +46,7 @@ from configurator import (
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
-batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB);
-                                  # params: given, the memory of training with it is forecast
-memory: float | None = None       # params: GB that training is to fit into; None: what this device has
+batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB)
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts, multiples of the trained one
 contexts: list | None = None      # params: lengths of prompts, in tokens
@@ -260,13 +256,12 @@ def measure_params(config, model_args):
         (name, w) for name, w in model.named_parameters() if not name.startswith('h.')])
     if config['contexts']:
         print_contexts(model, config['contexts'], flops, dtype)
-    fits = forecast_memory(config, model) if config['batch_size'] or config['memory'] else {}
     each = cache_per_token(model, dtype)
     cache = cache_bytes(model, length, dtype)
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     return {'params': n_params, 'active_params': n_active, 'flops_per_token': flops,
-            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype), **fits}
+            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype)}
 
 
 def print_counts(title, heads, counts, texts, groups):
@@ -333,19 +328,6 @@ def print_contexts(model, lengths, flops, dtype):
             (flops - mixing) / 3e12 * n, sum(mixer.flops(n) for mixer in model.mixers) / 3e12 * n,
             cache_bytes(model, n, dtype) / 1e9, time.perf_counter() - start)]
     print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB', 's, a head of attention'], rows)
-
-
-def forecast_memory(config, model):
-    """train.py's memory at batch_size, and the largest batch_size that fits."""
-    machine = runtime(config['device'], config['dtype'], config['seed'])
-    settings = train.config | config
-    batch_size = config['batch_size'] or 12
-    limit = config['memory'] * 1e9 if config['memory'] else memory_at_hand(machine.device)
-    parts, _ = train.forecast(model, machine, settings, batch_size)
-    largest = train.largest_batch(limit, model, machine, settings)
-    print(f"batch_size {batch_size}: {train.describe_memory(parts)}\n"
-          f"largest batch_size in {limit / 1e9:,.2f} GB: {largest:,}")
-    return {'memory': parts, 'largest_batch_size': largest}
 
 
 # how fast ---------------------------------------------------------------------------------------------------
@@ -710,7 +692,7 @@ COMMANDS = {
         'png' if parts else 'vs gradient_accumulation_steps rounds compile')),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
                                'rounds compile seed'),
-    'params': (measure_params, f'{MACHINE} batch_size memory contexts optimizer'),
+    'params': (measure_params, f'{MACHINE} contexts'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
     'attention': (draw_attention, 'init_from layer png json'),
 }

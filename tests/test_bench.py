@@ -78,20 +78,6 @@ def test_params_of_a_loaded_model_at_other_lengths(folder, capsys, options, widt
             assert [float(x) * 1e12 for x in found] == pytest.approx(expected, rel=1e-3)
 
 
-def test_params_forecasts_what_training_takes(capsys, monkeypatch):
-    """Where the process grows by a MB with each forecast; a sequence takes 15."""
-    grown = itertools.count(100)
-    monkeypatch.setattr(flat_train, 'peak_mb', lambda device: next(grown))
-    args = ['params', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_size=128', '--vocab_size=9999',
-            '--memory=4', '--optimizer=muon', *EVAL]
-    out, numbers = bench(capsys, *args)
-    largest = numbers['largest_batch_size']
-    assert f'largest batch_size in 4.00 GB: {largest}' in out and sum(numbers['memory'].values()) < 4e9
-    for n, fits in ((largest - 1, True), (largest + 1, False)):
-        _, numbers = bench(capsys, *args, f'--batch_size={n}')
-        assert (sum(numbers['memory'].values()) <= 4e9) == fits
-
-
 # how fast ---------------------------------------------------------------------------------------------------
 SMALL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--vocab_size=50', '--rounds=2', *EVAL]
 
