@@ -6,15 +6,12 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py train config/small.py --parts=True       # the time of a step by part of the model
     python bench.py params config/mixtral_8x7b.py            # parameters, their initial values, FLOPs, cache
     python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # what grows with n, n^2
-    python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
     python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
     python bench.py decode config/gpt2.py --batch_size=8     # beside one row alone; or --speculate=8
     python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
     python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at multiples of the context
     python bench.py eval texts.jsonl --init_from=out         # of each {"text": ...}, by itself
-    python bench.py eval hellaswag_val.jsonl --init_from=gpt2 # or {"query": ..., "choices": [...], "gold": 0}
-    python bench.py eval eval_bundle --init_from=out         # CORE, from nanochat's eval_bundle.zip, unpacked
     python bench.py attention 'some text' --init_from=out    # a picture of a layer's attention, head by head
 
 --vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process, or
@@ -23,26 +20,21 @@ of a large matmul, or sum, in the same run. --json=True prints the numbers too.
 """
 import collections
 import contextlib
-import csv
 import functools
 import itertools
 import math
-import os
-import random
 import re
 import runpy
 import sys
 import tempfile
 import time
 from json import dumps
-from pathlib import Path
 
 from configurator import (
     check_settings,
     compile_model,
     configure,
     effective,
-    memory_at_hand,
     package,
     peak_flops,
     peak_mb,
@@ -54,9 +46,7 @@ from configurator import (
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
-batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB);
-                                  # params: given, the memory of training with it is forecast
-memory: float | None = None       # params: GB that training is to fit into; None: what this device has
+batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB)
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts, multiples of the trained one
 contexts: list | None = None      # params: lengths of prompts, in tokens
@@ -96,7 +86,6 @@ from prepare import (
     ending,
     find_source,
     is_prepared,
-    json_records,
     load_tokenizer,
     read_elements,
     read_meta,
@@ -267,13 +256,12 @@ def measure_params(config, model_args):
         (name, w) for name, w in model.named_parameters() if not name.startswith('h.')])
     if config['contexts']:
         print_contexts(model, config['contexts'], flops, dtype)
-    fits = forecast_memory(config, model) if config['batch_size'] or config['memory'] else {}
     each = cache_per_token(model, dtype)
     cache = cache_bytes(model, length, dtype)
     print(f"\nin {plain(dtype)}: {n_params * dtype.itemsize / 1e9:,.2f} GB of weights; the cache "
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     return {'params': n_params, 'active_params': n_active, 'flops_per_token': flops,
-            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype), **fits}
+            'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype)}
 
 
 def print_counts(title, heads, counts, texts, groups):
@@ -340,19 +328,6 @@ def print_contexts(model, lengths, flops, dtype):
             (flops - mixing) / 3e12 * n, sum(mixer.flops(n) for mixer in model.mixers) / 3e12 * n,
             cache_bytes(model, n, dtype) / 1e9, time.perf_counter() - start)]
     print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB', 's, a head of attention'], rows)
-
-
-def forecast_memory(config, model):
-    """train.py's memory at batch_size, and the largest batch_size that fits."""
-    machine = runtime(config['device'], config['dtype'], config['seed'])
-    settings = train.config | config
-    batch_size = config['batch_size'] or 12
-    limit = config['memory'] * 1e9 if config['memory'] else memory_at_hand(machine.device)
-    parts, _ = train.forecast(model, machine, settings, batch_size)
-    largest = train.largest_batch(limit, model, machine, settings)
-    print(f"batch_size {batch_size}: {train.describe_memory(parts)}\n"
-          f"largest batch_size in {limit / 1e9:,.2f} GB: {largest:,}")
-    return {'memory': parts, 'largest_batch_size': largest}
 
 
 # how fast ---------------------------------------------------------------------------------------------------
@@ -560,7 +535,7 @@ def measure_decode(config, model_args):
 # how good ---------------------------------------------------------------------------------------------------
 
 def measure_eval(config, model_args, path=None):
-    """How well a model predicts a text, JSON lines of texts or questions, CORE's tasks, or a val.bin."""
+    """How well a model predicts a text, JSON lines of texts, or a val.bin."""
     dataset = config['dataset']
     lengths = config['lengths']
     # packed conversations do not see each other, as in train.py
@@ -576,18 +551,13 @@ def measure_eval(config, model_args, path=None):
         quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{rest['path']}: {num_params(model):,} parameters, context {base:,}")
     losses = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])
-    score = functools.partial(answer_scores, tokenizer, model.config.block_size, losses)
     dataset = dataset or rest.get('config', {}).get('dataset')
     if not path and not dataset:
         raise ValueError(f"{rest['path']} does not say what it was trained on: give --dataset, or a text")
     if path and tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
     name = path or data_folder(dataset)
-    if os.path.exists(f'{name}/core.yaml'):
-        numbers = evaluate_core(name, score)
-    elif ending(name) == '.jsonl' and {'endings', 'choices'} & {*next(json_records(name))[1]}:
-        numbers = evaluate_choices(name, score)
-    elif path:
+    if path:
         numbers = evaluate_text(name, *text_tokens(name, tokenizer), base, lengths, losses)
     else:  # a folder may say the length to which conversations are packed
         numbers = evaluate_text(name, *prepared_tokens(name, tokenizer, rest['path']),
@@ -632,12 +602,12 @@ def text_tokens(path, tokenizer):
 
 @torch.no_grad()
 def row_losses(model, rows, machine, batch_size):
-    """Rows (inputs, targets) of up to T tokens -> three arrays (rows, T), padded with 0: the targets' losses
-    in nats, float64; which targets count, not -1; which are the likeliest token."""
+    """Rows (inputs, targets) of up to T tokens -> two arrays (rows, T): the targets' losses in nats, float64,
+    padded with 0, and which targets count, not -1."""
     x, y = (pad_sequence([*map(torch.as_tensor, side)], True, padding)
             for side, padding in zip(zip(*rows), (0, -1)))
     lengths = torch.tensor([len(inputs) for inputs, _ in rows])
-    losses, is_first = torch.zeros(2, *x.shape, dtype=torch.float64)
+    losses = torch.zeros(x.shape, dtype=torch.float64)
     at_once = 2**29 if 'cuda' in machine.device else 2**26
     n = batch_size or max(1, at_once // (model.config.vocab_size * x.shape[1]))
     for batch in lengths.argsort(descending=True).split(n):
@@ -647,8 +617,7 @@ def row_losses(model, rows, machine, batch_size):
             logits = model(inputs).flatten(0, 1).float()
         loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none')
         losses[batch, :longest] = loss.view_as(targets).to(losses)
-        is_first[batch, :longest] = (logits.argmax(-1).view_as(targets) == targets).to(losses)
-    return losses.numpy(), (y != -1).numpy(), is_first.numpy()
+    return losses.numpy(), (y != -1).numpy()
 
 
 def evaluate_text(name, documents, n_bytes, base, lengths, losses):
@@ -663,7 +632,7 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
                 for end in range(longest, document.shape[1] + (1 if lengths else base), base)]
         if not rows:
             raise ValueError(f"{name} has no text of {longest:,} tokens")
-        by_row, is_target, _ = losses(rows)
+        by_row, is_target = losses(rows)
         sums = by_row.sum(0)
         counts = is_target.sum(0)
         n_targets = int(counts[-base:].sum())
@@ -687,99 +656,6 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
         texts = np.split(by_row[is_target], np.cumsum([document.shape[1] for document in documents])[:-1])
         numbers['each'] = [text.tolist() for text in texts]
     return numbers
-
-
-def answers(item, delimiter=' ', before=''):
-    """(context, answer) of each option of a CORE item: a question's choices, or one continuation of one or
-    several contexts."""
-    if 'choices' in item:
-        options = [(item['query'], choice) for choice in item['choices']]
-    else:
-        contexts = item.get('context_options') or [item['context'].strip()]
-        options = [(context, item['continuation']) for context in contexts]
-    return [(f"{before}{context}{delimiter}", answer) for context, answer in options]
-
-
-def answer_scores(tokenizer, block_size, losses, options, task=None):
-    """(context, answer) options -> three arrays (options,): the answers' summed losses, how many tokens
-    count, and how many of them are the likeliest. A text that is too long loses its beginning. task: of CORE:
-    'multiple_choice': the tokens from the first that differs between the options count, 'schema': the tokens
-    that all options end with, else all tokens after the context."""
-    start = tokenizer.bos or (tokenizer.stop_tokens[:1] if task else ())  # as nanochat and lm_eval have it
-
-    def encode(text):
-        return [*start, *tokenizer.encode_array(text).tolist()]
-    texts = [encode(context + answer) for context, answer in options]
-    rows = []
-    compared = {'multiple_choice': texts, 'schema': [ids[::-1] for ids in texts]}
-    alike = os.path.commonprefix(compared.get(task) or [encode(options[0][0].rstrip())])
-    for ids in texts:
-        n = max(1, len(ids) - len(alike) if task == 'schema' else len(alike))
-        rows.append((ids[:-1][-block_size:], ([-1] * (n - 1) + ids[n:])[-block_size:]))
-    return [by_row.sum(1) for by_row in losses(rows)]
-
-
-def hellaswag_item(record):
-    """A question of HellaSwag in the form of CORE's, worded as in lm-evaluation-harness."""
-    def clean(text):
-        return re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. ')).replace('  ', ' ')
-    query = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    return {'query': clean(query), 'choices': [*map(clean, record['endings'])], 'gold': int(record['label'])}
-
-
-def evaluate_choices(path, score):
-    """Prints and returns how often the right choice has the largest log-probability (acc), by character
-    (acc_norm), by token (acc_token); returns each choice's loss. For JSON lines with query, choices and gold,
-    or HellaSwag's (arXiv:1905.07830). score: answer_scores of a model.
-
-    acc and acc_norm are those of lm-evaluation-harness, by which GPT-2 124M has 0.2892 and 0.3114 on
-    hellaswag_val.jsonl; build-nanogpt, which does not change the text, has acc 0.2859, acc_token 0.2955."""
-    items = [record for _, record in json_records(path)]
-    right = []
-    losses = []
-    for item in items:
-        item = item if 'choices' in item else hellaswag_item(item)
-        sums, counts, _ = score(answers(item))
-        sizes = 1, [*map(len, item['choices'])], counts
-        right.append([(sums / size).argmin() == item['gold'] for size in sizes])
-        losses.append(sums.tolist())
-    shares = dict(zip(('acc', 'acc_norm', 'acc_token'), np.mean(right, 0).tolist()))
-    for name, share in shares.items():
-        print(f"{name:<9} {share:.4f} \u00b1 {math.sqrt(share * (1 - share) / len(items)):.4f}")
-    print(f"of {len(items):,} questions of {path}")
-    return {'questions': len(items), **shares, 'each': losses}
-
-
-def evaluate_core(folder, score):
-    """Prints and returns CORE (arXiv:2406.11794) of a folder like nanochat's eval_bundle, by its
-    core_eval.py: the mean of the tasks' accuracies, scaled so that guessing has 0. The right option must have
-    the smallest mean loss; a single one must be the likeliest tokens throughout."""
-    core, meta = (Path(folder, name).read_text('utf-8') for name in ('core.yaml', 'eval_meta_data.csv'))
-    chance = {row['Eval Task']: float(row['Random baseline']) / 100
-              for row in csv.DictReader(meta.splitlines())}
-    tasks = {}
-    print(f"\n{'task':<32}   items  accuracy  centered")
-    for task in package('yaml', 'core.yaml needs', 'pyyaml').safe_load(core)['icl_tasks']:
-        label = task['label']
-        delimiter = task.get('continuation_delimiter', ' ')
-        items = [item for _, item in json_records(f"{folder}/eval_data/{task['dataset_uri']}")]
-        random.Random(1337).shuffle(items)
-        right = []
-        for index, item in enumerate(items):
-            others = items[:index] + items[index + 1:]  # some of them stand before it, answered
-            shots = random.Random(1234 + index).sample(others, task['num_fewshot'][0])
-            before = ''.join(''.join(answers(shot, delimiter)[shot.get('gold', 0)]) + '\n\n'
-                             for shot in shots)
-            sums, counts, hits = score(answers(item, delimiter, before), task['icl_task_type'])
-            best = (sums / counts.clip(1)).argmin()
-            right.append(best == item['gold'] if len(sums) > 1 else hits[0] == counts[0])
-        accuracy = float(np.mean(right))
-        centered = (accuracy - chance[label]) / (1 - chance[label])
-        tasks[label] = {'accuracy': accuracy, 'centered': centered}
-        print(f"{label:<32}  {len(items):>6,}  {accuracy:>8.4f}  {centered:>8.4f}")
-    mean = float(np.mean([task['centered'] for task in tasks.values()]))
-    print(f"{'CORE':<32}  {mean:>26.4f}")
-    return {'core': mean, 'tasks': tasks}
 
 
 @torch.no_grad()
@@ -816,7 +692,7 @@ COMMANDS = {
         'png' if parts else 'vs gradient_accumulation_steps rounds compile')),
     'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
                                'rounds compile seed'),
-    'params': (measure_params, f'{MACHINE} batch_size memory contexts optimizer'),
+    'params': (measure_params, f'{MACHINE} contexts'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
     'attention': (draw_attention, 'init_from layer png json'),
 }

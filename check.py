@@ -7,7 +7,7 @@ against formulas of the papers (tests/formulas.py), torch's optimizers, and itse
 
 A check is a function of a small config, which tests may call too. It returns None or a remark, for instance
 that it has no formula for a part of yours, and raises CheckFailed. If a formula fails where you meant to
-change it, change it in tests/formulas.py too: compare.py runs only what passes.
+change it, change it in tests/formulas.py too.
 """
 import contextlib
 import copy

@@ -13,8 +13,8 @@ Which choice is better, and by how much: trains variants of one run with the sam
 
 Runs are train.py's, whose settings compare.py takes too. A variant is an addition to the command line, a git
 revision and a colon in front of it, or both; WORK, the default, is the working tree with its new Python
-files. All are copied first: the code may be edited meanwhile. Differences are paired by seed. Each variant
-must be judged as the first is, and pass check.py: docs/research.md.
+files. All are copied first: the code may be edited meanwhile. Differences are paired by seed. Run check.py
+first, and see that the variants are evaluated alike: docs/research.md.
 
 out-compare/ has a folder for each run, named by a hash of code, arguments, seed and the data's meta.json. A
 finished run is used again, so a comparison can be stopped, and go on with more seeds or variants; remove the
@@ -136,7 +136,7 @@ def line_settings(args, code):
     settings = {}  # which config files see
     for file in 'model.py', 'train.py':
         for name, setting in declared(code / file).items():
-            with contextlib.suppress(ValueError):  # no literal: a KeyError where it is judged
+            with contextlib.suppress(ValueError):  # no literal: left out
                 settings[name] = ast.literal_eval(setting.default)
     for arg in args:
         name, _, text = arg.removeprefix('--').partition('=')
@@ -167,66 +167,6 @@ def make_variants(texts, base, place):
         digest += dumps(read_meta(folder))
         variants.append(Variant(name, code, digest, args, settings, model))
     return variants
-
-
-JUDGES = {  # functions that decide how a run is judged, and on which data; no names: the whole file
-    'check.py': [], 'configurator.py': ['runtime'],
-    'prepare.py': ['Bins', 'read_elements', 'read_meta', 'read_shard', 'data_folder'],
-    'train.py': ['all_reduce', 'sequence_order', 'sequence_indices', 'read_batches', 'to_device', 'evaluate',
-                 'evaluate_splits']}
-STORY = r'\b(val_bins|train_bins|batch|batches|columns|folder|meta)\b'  # and statements of train.py's end
-
-
-def judged_by(variant):
-    """name -> what the variant is judged by, of its code and its settings."""
-    found = {}
-    for file, names in JUDGES.items():
-        module = ast.parse((variant.code / file).read_text('utf-8'))
-        for node in ast.walk(module):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-                node.body.pop(0)
-        body = module.body
-        if not names:
-            found[file] = ast.unparse(module)
-        found |= {f'{node.name} of {file}': ast.unparse(node) for node in body
-                  if getattr(node, 'name', None) in names}
-    story = [ast.unparse(node).partition('\n')[0]  # of a compound statement its header
-             for node in ast.walk(body[-1]) if isinstance(node, ast.stmt)]
-    found['the end of train.py'] = '\n'.join(line for line in story if re.search(STORY, line))
-    settings = variant.settings
-    tokens = int(math.prod(settings[name] for name in ('eval_iters', 'batch_size', 'block_size')))
-    found |= {f"{name}={settings[name]}": '' for name in ('init_from', 'seed')}
-    found[f'an evaluation of {tokens:,} tokens (eval_iters, batch_size, block_size)'] = ''
-    return found
-
-
-def refuse_other_judges(variants):
-    """Raises ValueError where a variant is not judged as the first one is."""
-    first = judged_by(variants[0])
-    for variant in variants[1:]:
-        own = judged_by(variant)
-        other = sorted({name for name, _ in first.items() ^ own.items()})
-        if other:
-            raise ValueError(f"variant {variant.name!r} and the first would not be judged alike; they differ "
-                             f"in: {'; '.join(other)}")
-
-
-@functools.cache
-def check_code(code, options):
-    """Why check.py finds the code in a folder unsound with options of the model, or ''."""
-    checked = subprocess.run([sys.executable, f'{code}/check.py', *options], text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    lines = checked.stdout.splitlines()
-    if not checked.returncode and any(line.startswith('ok') for line in lines):  # it ran
-        return ''
-    failed = [line for line in lines if line.startswith('FAIL')]
-    return [*failed, *lines[-1:], f'exit status {checked.returncode}'][0]
-
-
-def model_options(variant):
-    """The arguments of a variant that check.py takes."""
-    names = {*declared(variant.code / 'model.py'), 'init_from'}
-    return tuple(arg for arg in variant.args if is_config(arg) or arg[2:].partition('=')[0] in names)
 
 
 def new_model(args):
@@ -310,8 +250,7 @@ def run_variant(variant, seed):
 
 def run_all(variants, seeds, until='', margin=0.0):
     """variant's name -> read_run's dicts, by seed; runs that are not over are run, by turns. until='decided':
-    of the first and the variants whose verdict is open. A variant that check.py fails, or one of whose runs
-    fails, has no more of them."""
+    of the first and the variants whose verdict is open. After a failed run a variant has no more of them."""
     n_runs = len(variants) * len(seeds)
     n_left = sum(not read_run(variant.folder(seed)) for seed in seeds for variant in variants)
     print0(f"at most {n_runs} runs, {n_runs - n_left} of them finished before, with that "
@@ -322,8 +261,7 @@ def run_all(variants, seeds, until='', margin=0.0):
         for variant in still:
             run = read_run(variant.folder(seed))
             if not run:
-                fault = check_code(variant.code, model_options(variant))
-                run = {'error': f"check.py: {fault}"} if fault else run_variant(variant, seed)
+                run = run_variant(variant, seed)
                 n_left -= 1
                 if not run['error']:
                     took = duration(run['seconds'])
@@ -636,7 +574,6 @@ def compare(config, args, name='compare'):
     seeds = range(config['seed'], config['seed'] + (config['seeds'] or (20 if until else 3)))
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         variants = make_variants(texts, args, Path(place))
-        refuse_other_judges(variants)
         print0(f"{len(variants)} variants of train.py {shlex.join(args)}")
         if match in ('params', 'active'):
             if None in [variant.model for variant in variants]:

@@ -14,7 +14,6 @@ import ctypes
 import difflib
 import functools
 import importlib
-import math
 import os
 import platform
 import re
@@ -40,7 +39,7 @@ RANGES = {  # (lowest, highest): settings of any script
     (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters '
                'lr_decay_iters lora_rank weight_decay grad_clip mtp_loss balance_loss z_loss balance_rate '
                'keep sample_tokens checkpoint_activations seed temperature top_k speculate history',
-    (1e-6, 1e18): 'lora_alpha repetition_penalty memory',
+    (1e-6, 1e18): 'lora_alpha repetition_penalty',
     (0, 1): 'min_p', (1e-6, 1): 'top_p cooldown', (0, 0.999999): 'beta1 beta2 momentum',
     (1e-6, 0.5): 'val_fraction',
 }
@@ -449,11 +448,12 @@ def can_compile(device):
     return True
 
 
-def resolve_compile(compile, device, seconds):
-    """compile='auto' -> bool. seconds: of an eager run; compiling takes about 40."""
+def resolve_compile(compile, device, flops):
+    """compile='auto' -> bool. flops: of this rank's run. Compiling takes about 40 seconds. A GPU and two CPU
+    cores compute for about two minutes on the FLOPs below without it."""
     if compile != 'auto':
         return compile
-    return device != 'mps' and seconds > 120 and can_compile(device)
+    return device != 'mps' and flops > (4e15 if 'cuda' in device else 1.4e13) and can_compile(device)
 
 
 def compile_model(model, device):
@@ -498,16 +498,6 @@ def peak_mb(device):
         return None
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
-
-
-def memory_at_hand(device):
-    """Bytes free on the CUDA device, or of this machine; infinite where it does not say."""
-    if 'cuda' in device:
-        import torch
-        return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(AttributeError):  # Windows
-        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    return math.inf
 
 
 def plain(dtype):

@@ -17,7 +17,6 @@ The story of a run stands at the end of this file; what it calls stands above, i
     settings      of files and flags; when resuming, the checkpoint's where none is given
     ranks, data   batches are a pure function of (seed, iteration), on any number of ranks that divides them
     model         from scratch or loaded; the length of the run, in iterations
-    memory        its forecast, before anything is long
     optimizers    OPTIMIZERS; compilation; DDP or FSDP
     lock and log  out_dir is this run's alone; files of an earlier run become *.old-1.*
     loop          iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old
@@ -31,7 +30,6 @@ START = time.time()  # before torch, whose import wall_s counts
 
 import collections
 import contextlib
-import copy
 import csv
 import dataclasses
 import datetime
@@ -45,7 +43,6 @@ import shutil
 import signal
 import sys
 import types
-import weakref
 from pathlib import Path
 
 from configurator import (
@@ -57,7 +54,6 @@ from configurator import (
     duration,
     effective,
     keep_freed_memory,
-    memory_at_hand,
     peak_flops,
     peak_mb,
     plain,
@@ -135,7 +131,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -550,99 +545,6 @@ def shard_like(w, value):
     from torch.distributed.tensor import distribute_tensor
     value = value.to(w.device, w.dtype)
     return distribute_tensor(value, w.device_mesh, w.placements, src_data_rank=None)
-
-
-# a forecast of memory ---------------------------------------------------------------------------------------
-
-class LiveBytes(TorchDispatchMode):
-    """Notes in `changes` the bytes of each new tensor, and with a minus sign when it is freed."""
-
-    def __init__(self):
-        super().__init__()
-        self.changes = []
-        self.known = weakref.WeakSet()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        found = operation(*args, **kwargs or {})
-        for x in tree_leaves(found):
-            if torch.is_tensor(x) and (storage := x.untyped_storage()) not in self.known:
-                self.known.add(storage)
-                self.changes.append(storage.nbytes())
-                weakref.finalize(storage, self.changes.append, -storage.nbytes())
-        return found
-
-
-def forecast(model, machine, config, batch_size):
-    """The memory of uncompiled iterations in micro-batches of batch_size, found on tensors without data: the
-    bytes of each part at the peak, a dict, and of all tensors after each change, an array. Gradients of
-    earlier micro-batches are there, experts used evenly. 'process': what this process has taken otherwise."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # its first operation takes a second or two
-    weights = [*model.parameters(), *model.buffers()]
-    size = sum(w.nbytes for w in weights)
-    is_here = not weights[0].is_meta
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:  # a layer may have plain tensors
-        # deepcopy takes what stands here under an object's id, and copies the rest of the model
-        new = {id(w): torch.nn.Parameter(torch.empty_like(w, device=machine.device), w.requires_grad)
-               for w in weights}
-        fake = copy.deepcopy(model, new).train()
-        for module in fake.modules():
-            if hasattr(module, 'loop'):  # over experts
-                module.loop = lambda product, x, _, w: torch.cat([
-                    product(*pair) for pair in zip(x.tensor_split(len(w)), w)])
-        run = Run(fake, config, machine)
-        for w in run.params:
-            w.grad = torch.empty_like(w)
-        before = [torch.empty_like(w) for w in run.params]  # a copy of the weights, as at evaluations
-        for opt in run.optimizers:
-            opt.step()
-        del before
-        lasting = sum(live.changes)
-        x = torch.zeros(batch_size, model.config.block_size, dtype=torch.long, device=machine.device)
-        gradients(run, [(x, x, 1.0)])
-    total = np.cumsum(live.changes)
-    shards = RANKS if config['shard'] else 1
-    # sharded, a block and the next are gathered, and there are two copies of a block's gradients
-    parts = {'weights, gradients, optimizer': lasting / shards,
-             'activations': total.max() - lasting + (shards > 1) * 4 * size / len(model.h)}
-    tensors = total - total.max() + sum(parts.values())
-    parts['process'] = max(0, (peak_mb(machine.device) or 0) * 2**20 - is_here * size)
-    return parts, tensors
-
-
-def largest_batch(limit, model, machine, config):
-    """The largest batch_size, or 0, whose forecast is at most `limit` bytes. After each change the tensors'
-    bytes grow evenly with it; the process grows by what a forecast itself takes."""
-    (_, two), (parts, three) = (forecast(model, machine, config, n) for n in (2, 3))
-    free = limit - parts['process'] - two
-    return 2 + int((free / (three - two).clip(1e-6)).min().clip(-2, 1e9) // 1)
-
-
-def describe_memory(parts):
-    """A line for the parts of a forecast, in bytes."""
-    sizes = ', '.join(f"{name} {size / 1e9:,.2f}" for name, size in parts.items())
-    return f"memory: {sum(parts.values()) / 1e9:,.2f} GB at the peak, uncompiled ({sizes})"
-
-
-def plan_memory(model, machine, config, accumulation, micro_batch, compile):
-    """Prints the forecast, and where it is more than the memory at hand, settings that fit."""
-    limit = memory_at_hand(machine.device)
-    try:
-        parts, _ = forecast(model, machine, config, micro_batch)
-    except RuntimeError as error:  # of an operator that needs data, as a new layer may have; or it is wrong
-        return print0(f"no forecast of memory: {error}")
-    need = sum(parts.values())
-    if config['checkpoint_activations'] or config['shard'] or 2 * need > limit:
-        keep_freed_memory(below=2**20)
-    elif machine.device == 'cpu':  # as measured, see docs/evidence.md
-        parts['gaps'] = (need - parts['process']) / 4
-    print0(f"{describe_memory(parts)}; {machine.device} has {limit / 1e9:,.2f}")
-    if need > limit:
-        share = accumulation * micro_batch
-        largest = largest_batch(limit, model, machine, config)
-        fits = [f"--batch_size={n} --gradient_accumulation_steps={share // n * RANKS} fits, "
-                for n in range(1, largest + 1) if share % n == 0]
-        print0(f"warning: that is more than there is{', but compiled steps need less' * compile}; "
-               f"{''.join(fits[-1:])}--checkpoint_activations=True needs less")
 
 
 # one iteration ----------------------------------------------------------------------------------------------
@@ -1090,15 +992,6 @@ def resolve_runtime(device, dtype, seed, compile, was):
     return runtime(device, dtype, seed, threads), compile
 
 
-def eager_seconds(model, machine, micro_batches, tokens):
-    """Of an uncompiled run of this rank's micro-batches, of `tokens` each. A layer has some 300 operators of
-    5 us; two cores reached 1.2e11 FLOP/s, nanoGPT on an A100 an eighth of its peak."""
-    speed = 1.2e11
-    if machine.device_type == 'cuda':
-        speed = (peak_flops(machine.device, machine.dtype) or 3e14) / 8
-    return micro_batches * (model.config.n_layer * 1.5e-3 + flops_per_token(model) * tokens / speed)
-
-
 def run_length(config, model, n_sequences, numbers):
     """max_iters by the length that is asked for, which it prints. n_sequences: of an epoch; numbers: NUMBERS,
     or those of the checkpoint to resume."""
@@ -1249,15 +1142,15 @@ if __name__ == '__main__':
     if checkpoint_activations:
         checkpoint_blocks(model, checkpoint_activations)
 
-    # length, memory
+    # length
     block_size = model.config.block_size
     n_sequences = train_bins.n_sequences(block_size)
     accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
     config['max_iters'] = max_iters = run_length(config, model, n_sequences, rest if resumed else NUMBERS)
-    seconds = eager_seconds(model, machine, max_iters * accumulation, micro_batch * block_size)
-    compile = resolve_compile(compile, device, seconds)
-    if seconds > 60 and not eval_only:  # a shorter run can hardly fill it
-        plan_memory(model, machine, config, accumulation, micro_batch, compile)
+    tokens = max_iters * accumulation * micro_batch * block_size  # this rank's
+    compile = resolve_compile(compile, device, flops_per_token(model) * tokens)
+    if checkpoint_activations or shard or num_params(model) > 1e8:  # short of memory
+        keep_freed_memory(below=2**20)
     shard = shard and RANKS > 1  # so that one begun on several may go on with one
     if shard:
         shard_model(model, machine)

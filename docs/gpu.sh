@@ -77,7 +77,6 @@ compiled = given.pop("compile", "True") == "True"
 machine = runtime(device)
 model = GPT(GPTConfig(**shape | {name: int(value) for name, value in given.items()})).to(machine.device).train()
 settings = {**train.config, "optimizer": "muon"}
-parts, _ = train.forecast(model, machine, settings, rows)
 run = train.Run(model, settings, machine)
 x = torch.randint(model.config.vocab_size, (rows, model.config.block_size), device=machine.device)
 run.forward = train.compile_model(model, machine.device) if compiled else model
@@ -98,7 +97,7 @@ with warnings.catch_warnings(record=True) as waits:
     if on_gpu:
         torch.cuda.set_sync_debug_mode("warn")
     step()
-numbers = {"forecast uncompiled GB": sum(parts.values()) / 1e9, "peak GB": (train.peak_mb(machine.device) or 0) * 2**20 / 1e9,
+numbers = {"peak GB": (train.peak_mb(machine.device) or 0) * 2**20 / 1e9,
            "waits a step": len(waits) if on_gpu else None}
 print(*(str(wait.message) for wait in waits), sep="\n")
 print(json.dumps(numbers))'

@@ -4,9 +4,7 @@ import itertools
 import json
 import math
 import os
-import random
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -78,20 +76,6 @@ def test_params_of_a_loaded_model_at_other_lengths(folder, capsys, options, widt
             scores, cache = 2 * config.n_head * width * n**2, 4e3 * cached * n  # TFLOP and GB
             expected = 2 * weights * n, config.n_layer * scores, config.n_layer * cache
             assert [float(x) * 1e12 for x in found] == pytest.approx(expected, rel=1e-3)
-
-
-def test_params_forecasts_what_training_takes(capsys, monkeypatch):
-    """Where the process grows by a MB with each forecast; a sequence takes 15."""
-    grown = itertools.count(100)
-    monkeypatch.setattr(flat_train, 'peak_mb', lambda device: next(grown))
-    args = ['params', '--n_layer=1', '--n_head=4', '--n_embd=64', '--block_size=128', '--vocab_size=9999',
-            '--memory=4', '--optimizer=muon', *EVAL]
-    out, numbers = bench(capsys, *args)
-    largest = numbers['largest_batch_size']
-    assert f'largest batch_size in 4.00 GB: {largest}' in out and sum(numbers['memory'].values()) < 4e9
-    for n, fits in ((largest - 1, True), (largest + 1, False)):
-        _, numbers = bench(capsys, *args, f'--batch_size={n}')
-        assert (sum(numbers['memory'].values()) <= 4e9) == fits
 
 
 # how fast ---------------------------------------------------------------------------------------------------
@@ -278,184 +262,44 @@ def test_eval_at_times_the_length(folder, capsys):
         assert found[str(length)]['loss'] == close(np.mean(losses))
 
 
-def letters(rng, n):
-    return ''.join(map(chr, rng.integers(97, 123, size=n)))
-
-
 def write_lines(path, records):
     Path(path).write_text('\n'.join(map(json.dumps, records)), encoding='utf-8')
 
 
-def test_eval_of_choices(folder, capsys, monkeypatch):
-    """Against a loop over choices, of many lengths, so that sum, characters and tokens choose differently."""
-    monkeypatch.setattr(ByteTokenizer, 'bos', (256,))
-    model, rng = save_model('out', ByteTokenizer(), block_size=64), np.random.default_rng(0)
-    items = [{'query': letters(rng, 80 if i == 0 else 9), 'gold': int(rng.integers(n)),
-              'choices': [letters(rng, n) + 'é' * int(rng.integers(5)) for n in rng.integers(2, 30, size=n)]}
-             for i, n in enumerate(rng.integers(2, 5, size=30))]  # the first is too long: its end counts
-    write_lines('c.jsonl', items)
-    sums, right = [], []
-    for item in items:
-        texts = [f"{item['query']} {choice}".encode() for choice in item['choices']]
-        each = [naive_losses(model, [256, *text][-65:], len(text) - len(item['query'])) for text in texts]
-        scores = [(sum(losses), sum(losses) / len(choice), np.mean(losses))
-                  for losses, choice in zip(each, item['choices'])]
-        sums += [sum(losses) for losses in each]
-        right.append([np.argmin(score) == item['gold'] for score in zip(*scores)])
-    _, numbers = bench(capsys, 'eval', 'c.jsonl', '--init_from=out', '--batch_size=3', *EVAL)
-    assert [loss for each in numbers['each'] for loss in each] == close(sums)
-    found = [numbers[name] for name in ('acc', 'acc_norm', 'acc_token')]
-    assert found == pytest.approx(np.mean(right, 0).tolist()) and len(set(found)) > 1
-
-
-def test_eval_of_hellaswag_words_it_as_lm_evaluation_harness(folder, capsys):
-    save_model('out', make_tokenizer('byte'), block_size=256)
-    write_lines('h.jsonl', [
-        {'activity_label': 'Home', 'ctx_a': '[header] How to mop [title] Sweep. [step] Go  on.',
-         'ctx_b': 'the DOUGH', 'label': '2', 'endings': ['Do [substeps] it. [title] Mop.', ' b ', 'c [d]']}])
-    write_lines('c.jsonl', [
-        {'query': 'Home: How to mop. Sweep. Go on. The dough', 'gold': 2,
-         'choices': ['Do it.. Mop.', 'b', 'c ']}])
-    hellaswag, same = (bench(capsys, 'eval', name, '--init_from=out', *EVAL)[1]
-                       for name in ('h.jsonl', 'c.jsonl'))
-    apart = dict(data='', command='')
-    assert {**hellaswag, **apart} == {**same, **apart} and hellaswag['questions'] == 1
-
-
-def write_bundle(rng):
-    """A folder like nanochat's eval_bundle; returns of each task its name, shots, delimiter and items."""
-    data = {'multiple_choice': [], 'schema': [], 'language_modeling': []}
-    for i in range(24):
-        alike = 'alike ' * (i % 2)
-        choices = [alike + letters(rng, n) for n in rng.integers(1, 9, size=2 + i % 3)]
-        data['multiple_choice'].append({'query': letters(rng, 5), 'choices': choices,
-                                        'gold': i % len(choices)})
-        data['schema'].append({'context_options': [letters(rng, 3 + i % 5), letters(rng, 6)],
-                               'continuation': letters(rng, 4), 'gold': i % 2})
-        data['language_modeling'].append({'context': f' {letters(rng, 7)}\n',
-                                          'continuation': ['a', 'b', 'c', 'ab'][i % 4]})
-    tasks = [('zero', 'multiple_choice', 0, ' '), ('few', 'multiple_choice', 3, '\nAnswer: '),
-             ('wino', 'schema', 1, ' '), ('say', 'language_modeling', 0, ''),
-             ('squad', 'language_modeling', 2, '\nA:')]
-    os.makedirs('bundle/eval_data/of')
-    for kind, items in data.items():
-        write_lines(f'bundle/eval_data/of/{kind}.jsonl', items)
-    Path('bundle/core.yaml').write_text(json.dumps({'icl_tasks': [  # JSON is YAML
-        {'label': label, 'icl_task_type': kind, 'dataset_uri': f'of/{kind}.jsonl', 'num_fewshot': [shots],
-         **({} if delimiter == ' ' else {'continuation_delimiter': delimiter})}
-        for label, kind, shots, delimiter in tasks]}), encoding='utf-8')
-    Path('bundle/eval_meta_data.csv').write_text('\n'.join([
-        'Eval Task,Task Type,Random baseline,Description',
-        *(f'{task[0]},x,{10 * i},"a, ""b"""' for i, task in enumerate(tasks))]), encoding='utf-8')
-    return [(label, shots, delimiter, data[kind]) for label, kind, shots, delimiter in tasks]
-
-
-def naive_core(model, shots, delimiter, items):
-    """The share of right items, as nanochat's core_eval.py counts it, of tokens that are bytes."""
-    items, right = list(items), 0
-    random.Random(1337).shuffle(items)
-
-    def versions(item):
-        if 'choices' in item:
-            return [item['query'] + delimiter + choice for choice in item['choices']]
-        contexts = item.get('context_options') or [item['context'].strip()]
-        return [context + delimiter + item['continuation'] for context in contexts]
-
-    def n_alike(texts):
-        return next(i for i, letters in enumerate(itertools.zip_longest(*texts)) if len(set(letters)) > 1)
-    for i, item in enumerate(items):
-        places = random.Random(1234 + i).sample([n for n in range(len(items)) if n != i], shots)
-        before = ''.join(versions(items[n])[items[n].get('gold', 0)] + '\n\n' for n in places)
-        texts, losses = [before + text for text in versions(item)], []
-        for text in texts:
-            ids = [256, *text.encode()][-65:]
-            if 'choices' in item:
-                n = len(text) - n_alike(texts)
-            elif 'gold' in item:
-                n = n_alike([text[::-1] for text in texts])
-            else:
-                n = len(item['continuation'])
-                with torch.no_grad():
-                    said = model(torch.tensor([ids[:-1]]))[0].argmax(-1)
-                right += said[-n:].tolist() == ids[-n:]
-            losses.append(np.mean(naive_losses(model, ids, n)))
-        right += 'gold' in item and np.argmin(losses) == item['gold']
-    return right / len(items)
-
-
-def test_eval_of_core(folder, capsys):
-    """Against a loop over options, some of which lose the beginning of their prompt."""
-    pytest.importorskip('yaml')
-    save_model('out', make_tokenizer('byte'), block_size=64, tie_word_embeddings=False)
-    saved = torch.load('out/ckpt.pt', weights_only=True)
-    saved['model']['lm_head.weight'][:97] = saved['model']['lm_head.weight'][100:] = 0  # it likes a, b and c
-    torch.save(saved, 'out/ckpt.pt')
-    model = hub.load('out/ckpt.pt')[0].eval()
-    tasks = write_bundle(np.random.default_rng(0))
-    out, numbers = bench(capsys, 'eval', 'bundle', '--init_from=out', *EVAL)
-    expected = {label: naive_core(model, *rest) for label, *rest in tasks}
-    assert {label: found['accuracy'] for label, found in numbers['tasks'].items()} == close(expected)
-    assert len({*expected.values()} - {0, 1}) > 3  # or this could hardly fail
-    centered = [(accuracy - i / 10) / (1 - i / 10) for i, accuracy in enumerate(expected.values())]
-    assert numbers['core'] == close(np.mean(centered))
-    assert re.search(rf"^squad +24 +{expected['squad']:.4f} +{centered[-1]:.4f}$", out, re.M)
-
-
 TASK = """
-task: {name}
+task: texts
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {name}.jsonl}}}}
+dataset_kwargs: {data_files: {test: texts.jsonl}}
 test_split: test
-output_type: {kind}
-metric_list: [{{metric: {metrics}}}]
-doc_to_text: '{text}'
-doc_to_target: '{target}'
+output_type: loglikelihood_rolling
+metric_list: [{metric: bits_per_byte}]
+doc_to_text: ''
+doc_to_target: '{{text}}'
 """
 
 
 def test_eval_equals_lm_evaluation_harness(folder, capsys, monkeypatch):
-    """The real one, on an export: the losses of choices and of whole texts, and what it makes of them."""
+    """The real one, on an export: the losses of whole texts."""
     monkeypatch.setenv('HF_DATASETS_CACHE', str(folder / 'cache'))
     for name in ('lm_eval', 'accelerate', 'transformers'):
         pytest.importorskip(name)
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager, hellaswag
+    from lm_eval.tasks import TaskManager
     tok, rng = prep_toy_bpe(), np.random.default_rng(0)
     save_model('out', tok, block_size=128)
     run('hub.py', 'export', 'out', 'exported')
     words = ['the', 'cat', 'and', 'other', 'thing,', 'they', 'rather', 'say', 'it', '24', 'here.', 'é']
-
-    def text(n):
-        return ' '.join(words[i] for i in rng.integers(len(words), size=n))
-    write_lines('choices.jsonl', [{'query': text(6), 'choices': [text(n) for n in rng.integers(1, 6, size=n)],
-                                   'gold': int(rng.integers(n))} for n in (2, 3, 5) * 4])
-    write_lines('hellaswag.jsonl', [
-        {'activity_label': 'Home', 'ctx_a': f'[header] {text(3)} [title] {text(3)}', 'ctx_b': text(2),
-         'endings': [f' {text(n)} [step] x' for n in rng.integers(1, 6, size=4)], 'label': str(i % 4)}
-        for i in range(12)])
-    write_lines('texts.jsonl', [{'text': text(n)} for n in (3, 9, 20)])
-    shutil.copy(Path(*hellaswag.__path__, 'utils.py'), 'utils.py')
-    mc = dict(kind='multiple_choice', metrics='acc}, {metric: acc_norm', text='{{query}}')
-    for name, extra, fields in [
-            ('choices', 'doc_to_choice: choices', dict(mc, target='{{gold}}')),
-            ('hellaswag', 'doc_to_choice: choices\nprocess_docs: !function utils.process_docs',
-             dict(mc, target='{{label}}')),
-            ('texts', '', dict(kind='loglikelihood_rolling', metrics='bits_per_byte', text='',
-                               target='{{text}}'))]:
-        Path(f'{name}.yaml').write_text(TASK.format(name=name, **fields) + extra, encoding='utf-8')
-    names = ['choices', 'hellaswag', 'texts']
+    write_lines('texts.jsonl', [{'text': ' '.join(words[i] for i in rng.integers(len(words), size=n))}
+                                for n in (3, 9, 20)])
+    Path('texts.yaml').write_text(TASK, encoding='utf-8')
     manager = TaskManager(include_path='.', include_defaults=False)
-    found = simple_evaluate('hf', 'pretrained=exported', names, device='cpu', log_samples=True,
+    found = simple_evaluate('hf', 'pretrained=exported', ['texts'], device='cpu', log_samples=True,
                             bootstrap_iters=0, task_manager=manager)
-    for name in names:
-        _, ours = bench(capsys, 'eval', f'{name}.jsonl', '--init_from=out', *EVAL)
-        theirs = sorted(found['samples'][name], key=lambda doc: doc['doc_id'])
-        for losses, doc in zip(ours['each'], theirs, strict=True):
-            each = [-float(np.ravel(one)[0]) for one in doc['resps']]
-            assert each == pytest.approx([sum(losses)] if name == 'texts' else losses, abs=1e-4)
-        for metric in ('acc', 'acc_norm', 'bits_per_byte'):
-            assert ours.get(metric) == found['results'][name].get(f'{metric},none') or ours[metric] == close(
-                found['results'][name][f'{metric},none'])
+    _, ours = bench(capsys, 'eval', 'texts.jsonl', '--init_from=out', *EVAL)
+    theirs = sorted(found['samples']['texts'], key=lambda doc: doc['doc_id'])
+    for losses, doc in zip(ours['each'], theirs, strict=True):
+        assert sum(losses) == pytest.approx(-float(np.ravel(doc['resps'])[0]), abs=1e-4)
+    assert ours['bits_per_byte'] == close(found['results']['texts']['bits_per_byte,none'])
 
 
 # pictures ---------------------------------------------------------------------------------------------------

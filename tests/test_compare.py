@@ -38,8 +38,7 @@ from model import num_params
 
 @pytest.fixture
 def no_git(monkeypatch):
-    """Variants run the code that stands here, unchecked."""
-    monkeypatch.setattr(flat_compare, 'check_code', lambda *_: '')
+    """Variants run the code that stands here."""
     monkeypatch.setattr(flat_compare, 'copy_code', functools.cache(
         lambda revision, folder: folder.symlink_to(ROOT) or revision))
 
@@ -242,55 +241,6 @@ def test_lasting_intervals():
         paired_difference(own[:n], zero, alpha)[2] in ('better', 'worse') for n in range(2, 41))
         for own in draws) for alpha in (0.05, None))
     assert missed <= 50 < 200 < missed_by_t
-
-
-def edited(place, **edits):
-    """A Variant of the code that stands here, changed: file's stem -> (what, by what)."""
-    code = place / 'code'
-    shutil.copytree(ROOT, code, ignore=shutil.ignore_patterns('.*', '*venv*', 'data', 'docs', 'out*'))
-    for stem, (old, new) in edits.items():
-        text = (code / f'{stem}.py').read_text('utf-8')
-        assert old in text
-        (code / f'{stem}.py').write_text(text.replace(old, new), encoding='utf-8')
-    return Variant('cheat', code, '', TOY, flat_compare.line_settings(TOY, code), None)
-
-
-@pytest.mark.parametrize('edits, args, named', [
-    (dict(train=('count = min(n, batches * batch_size)', 'count = 1')), [], 'evaluate of train.py'),
-    (dict(train=('permutation(n)', 'permutation(n)[::-1]')), [], 'sequence_order of train.py'),
-    (dict(train=("return {'val_loss'",  # between what looks like a docstring's quotation marks
-                 """return {'val\"""': 0, 'val_loss': 1.0, '\"""_loss'""")), [], 'evaluate_splits'),
-    (dict(check=('if init_from ==', 'return {}\n    if init_from ==')), [], 'check.py'),
-    (dict(train=("Bins(folder, 'val')", "Bins(folder, 'train')")), [], 'the end of train.py'),
-    (dict(train=("val_loss = columns['val_loss']", "for columns['val_loss'] in [1]: pass")), [], 'the end'),
-    (dict(train=('return x\n', 'return 0.9 * x\n')), [], 'all_reduce of train.py'),
-    ({}, ['--eval_iters=1'], r'an evaluation of 320 tokens .*; an evaluation of 64'),
-    ({}, ['--seed=7'], 'seed=1337; seed=7'), ({}, ['--init_from=out'], 'init_from=out')])
-def test_other_judges_are_refused(folder, tmp_path, edits, args, named):
-    first = Variant('a', ROOT, '', TOY, flat_compare.line_settings(TOY, ROOT), None)
-    same = edited(tmp_path / 'same', train=('"""A permutation', '"""An order'))
-    flat_compare.refuse_other_judges([first, same])
-    cheat = edited(tmp_path / 'cheat', **edits)
-    cheat.settings.update(flat_compare.line_settings([*TOY, *args], cheat.code))
-    with pytest.raises(ValueError, match=f"variant 'cheat' and the first .* differ in: {named}"):
-        flat_compare.refuse_other_judges([first, cheat])
-
-
-def test_a_judged_setting_is_a_literal(tmp_path):
-    with pytest.raises(KeyError, match='seed'):
-        flat_compare.judged_by(edited(tmp_path, train=('seed = 1337  ', 'seed = 7 + 0  ')))
-
-
-def test_unsound_code_is_not_run(folder, tmp_path, monkeypatch):
-    """A mask that lets each query see the next token."""
-    ran = []
-    monkeypatch.setattr(flat_compare, 'run_variant', lambda variant, seed: ran.append(variant.name))
-    leak = edited(tmp_path, model=('k_pos[:, None] <= q_pos[', 'k_pos[:, None] <= 1 + q_pos['))
-    first = Variant('a', ROOT, '', [*TOY, '--norm=nowhere'], {}, None)
-    for variants, message in ([leak], 'cheat, seed 1, failed: check.py: FAIL'), ([first], 'norm'):
-        with pytest.raises(ValueError, match=message):
-            flat_compare.run_all(variants, [1, 2])
-    assert not ran
 
 
 def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):

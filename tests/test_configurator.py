@@ -315,3 +315,12 @@ def test_what_the_compiler_lacks_is_one_line(tmp_path):
     code = "import configurator; assert not configurator.can_compile('cpu')"
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=env, cwd=ROOT)
     assert re.fullmatch('running eagerly, .*C[+][+] compiler.*nonesuch.*\n', done.stdout), done.stderr
+
+
+@pytest.mark.parametrize('compile, device, flops, expected', [
+    ('auto', 'cpu', 5e13, True), ('auto', 'cpu', 1e12, False), ('auto', 'cuda:0', 5e13, False),
+    ('auto', 'cuda:0', 1e17, True), ('auto', 'mps', 1e17, False), (True, 'cpu', 1e9, True)])
+def test_long_runs_are_compiled(compile, device, flops, expected, monkeypatch):
+    """The first run computes 5e13 FLOPs."""
+    monkeypatch.setattr(configurator, 'can_compile', lambda device: True)
+    assert configurator.resolve_compile(compile, device, flops) == expected
