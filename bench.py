@@ -62,7 +62,7 @@ gradient_accumulation_steps = 1   # train: micro-batches a step; two of them are
 rounds = 5                        # turns
 json: bool | str = False          # True: the numbers as a last line too; or a file to add that line to
 # as in train.py
-optimizer = 'adamw'               # adamw, muon, normuon
+optimizer = 'adamw'               # adamw, muon
 device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not

@@ -88,7 +88,7 @@ epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's, arXiv:2203.15556)
 time_limit: float | None = None      # minutes after which the run stops as at Ctrl-C
 # optimizer
-optimizer = 'adamw'                  # adamw, muon or normuon (blocks' matrices; AdamW the rest): OPTIMIZERS
+optimizer = 'adamw'                  # adamw or muon (blocks' matrices; AdamW the rest): OPTIMIZERS
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
 lr_scales = {}                       # of groups (GROUPS in model.py), relative to it: {'embedding': 12.0}
 weight_decay = 1e-1                  # times learning_rate, on matrices, embeddings; not on norms and biases
@@ -295,15 +295,14 @@ def print_sample(run, tokenizer, bins):
 class Muon(torch.optim.Optimizer):
     """Orthogonalised Nesterov momentum (https://kellerjordan.github.io/posts/muon), scaled to the RMS of
     AdamW's updates (arXiv:2502.16982): torch.optim.Muon with 'match_rms_adamw', each projection of a fused
-    matrix by itself. row_splits: parameter -> rows of its projections. evens: by even_rows."""
+    matrix by itself. row_splits: parameter -> rows of its projections."""
 
     _step_supports_amp_scaling = True  # as fused AdamW, which torch marks so
     found_inf = 0.0                    # or 0-d on the device; 1: the step changes nothing
 
-    def __init__(self, params, lr, row_splits, momentum, evens):
+    def __init__(self, params, lr, row_splits, momentum):
         super().__init__(params, {'lr': lr, 'momentum': momentum})
         self.row_splits = row_splits
-        self.evens = evens
 
     @torch.no_grad()
     def step(self):
@@ -315,8 +314,6 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[w]
                 if not state:
                     state['momentum_buffer'] = torch.zeros_like(w)
-                    if self.evens:
-                        state['row_squares'] = torch.zeros(*w.shape[:-1], 1, device=w.device)
             grads = [w.grad for w in params]
             buffers = [self.state[w]['momentum_buffer'] for w in params]
             if torch.is_tensor(kept):  # momentum that is its own gradient stays
@@ -329,9 +326,9 @@ class Muon(torch.optim.Optimizer):
             # sharded matrices are whole while they move: as many at once as ranks share the work
             at_once = RANKS if any(map(is_sharded, params)) else len(pairs)
             for first in range(0, len(pairs), at_once):
-                self.move(pairs[first:first + at_once], lr, kept)
+                self.move(pairs[first:first + at_once], lr)
 
-    def move(self, pairs, lr, kept):
+    def move(self, pairs, lr):
         """Orthogonalises and subtracts updates; pairs: (parameter, update)."""
         matrices = collections.defaultdict(list)  # by shape
         changes = []  # of sharded parameters
@@ -341,31 +338,15 @@ class Muon(torch.optim.Optimizer):
                 update = update.bfloat16().full_tensor()  # as orthogonalise rounds it
                 target = torch.zeros_like(update, dtype=w.dtype)
                 changes.append((w, target))
-            tensors = [target, update]
-            if self.evens:
-                tensors.append(self.state[w]['row_squares'])
-            for parts in zip(*(x.split(self.row_splits[w], dim=-2) for x in tensors)):
+            for parts in zip(*(x.split(self.row_splits[w], dim=-2) for x in (target, update))):
                 # experts' are (experts, rows, columns)
                 matrices[parts[0].shape[-2:]].extend([parts] if update.ndim == 2 else zip(*parts))
         for shape, parts in matrices.items():
-            targets, updates, *squares = zip(*parts)
+            targets, updates = zip(*parts)
             updates = orthogonalise_shared(updates).to(targets[0].dtype)
-            if self.evens:
-                updates = even_rows(updates, *squares, kept)
             torch._foreach_sub_(targets, list(updates * (lr * 0.2 * max(shape) ** 0.5)))
         for w, change in changes:
             w.add_(shard_like(w, change))
-
-
-def even_rows(updates, squares, kept=1.0):
-    """NorMuon (arXiv:2510.05491): divides the rows of n updates (n, rows, columns) by the roots of running
-    means of their squares, n tensors (rows, 1), which it moves unless kept is 0. Each matrix keeps its norm,
-    as in modded-nanogpt; the paper sets it."""
-    means = torch.stack(squares).lerp(updates.square().mean(-1, keepdim=True), 0.05 * kept)
-    torch._foreach_copy_(squares, [*means])
-    even = updates / (means + 1e-10).sqrt()
-    norm, had = (x.norm(dim=(1, 2), keepdim=True) for x in (even, updates))
-    return even * (had / norm.clamp(min=1e-10))
 
 
 def orthogonalise_shared(matrices):
@@ -412,19 +393,18 @@ def adamw(model, config, chosen=GROUPS):
                               betas=(config['beta1'], config['beta2']), fused=True)]
 
 
-def muon(model, config, evens=False):
+def muon(model, config):
     """Muon for the matrices in the blocks, AdamW for the rest."""
     matrices = [group for group in param_groups(model, config, ['matrix']) if group['params']]
     rest = adamw(model, config, GROUPS.keys() - {'matrix'})
     if not matrices:  # with adapters all are frozen
         return rest
-    return [Muon(matrices, config['learning_rate'], row_splits(model), config['momentum'], evens), *rest]
+    return [Muon(matrices, config['learning_rate'], row_splits(model), config['momentum']), *rest]
 
 
 OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr the loop sets, by lr_scale
     'adamw': adamw,
     'muon': muon,
-    'normuon': functools.partial(muon, evens=True),
 }
 
 

@@ -18,7 +18,7 @@ RECIPE = ('config/default.py --window=None --window_pattern=None --n_head=4 --n_
 WINDOWS = '--window=2 --window_pattern=SL'
 TRICKS = {
     'base': '', 'windows of 2': WINDOWS, 'one learning rate': '--lr_scales={}',
-    'NorMuon': '--optimizer=normuon', 'bigrams': '--bigram_size=20480',
+    'bigrams': '--bigram_size=20480',
     'short convolution, every other layer': '--mixer_pattern=CA',
     'scalars': '''--residual_lambdas=True --lr_scales="{'embedding': 12.0, 'scalar': 5.0}"'''}
 RATES = f'{RECIPE} --max_iters=100 --lr_scales={{}}'

@@ -334,21 +334,13 @@ def initial_values(config):
         ('c_ router', 'matrix', 0, None))
 
 
-def normuon(move, squares):
-    """arXiv:2510.05491: a move (..., rows, columns) with even rows and its norm, and their mean squares."""
-    squares = 0.95 * squares + 0.05 * move.square().mean(-1, keepdim=True)
-    even = move / (squares + 1e-10).sqrt()  # no gradient, no move
-    norm, had = (x.square().sum((-2, -1), keepdim=True).sqrt() for x in (even, move))
-    return even * had / norm.clamp(min=1e-10), squares
-
-
-OPTIMIZERS = 'adamw', 'muon', 'normuon'  # that optimizer_step knows
+OPTIMIZERS = 'adamw', 'muon'  # that optimizer_step knows
 DECAYS = flat.GROUPS | {'matrix': True, 'embedding': True, 'head': True, 'vector': False, 'scalar': False}
 
 
 def optimizer_step(model, name, kind, scales):
     """A copy of the parameter of this name and a step for it, of rate 0.1 times its group's scale and decay
-    0.05: by torch's AdamW or, of a matrix, by Muon or NorMuon on each projection and expert."""
+    0.05: by torch's AdamW or, of a matrix, by Muon on each projection and expert."""
     module, group = model.get_submodule(name.rpartition('.')[0]), model.tags[name].group
     copy, rate = model.get_parameter(name).detach().clone(), 0.1 * scales[group]
     decay = 0.05 * DECAYS[group]
@@ -358,16 +350,14 @@ def optimizer_step(model, name, kind, scales):
     def parts(x):
         rows = getattr(module, 'widths', x.shape[-2])
         return [part for matrix in x.view(-1, *x.shape[-2:]) for part in matrix.split(rows)]
-    moves, squares = [torch.zeros_like(part) for part in parts(copy)], {}
+    moves = [torch.zeros_like(part) for part in parts(copy)]
     muon = torch.optim.Muon(moves, 1.0, 0.0, 0.7, adjust_lr_fn='match_rms_adamw')
 
     def step():
         for move, grad in zip(moves, parts(copy.grad)):
             move.grad = grad
         muon.step()
-        for i, (part, move) in enumerate(zip(parts(copy), moves)):
-            if kind == 'normuon':
-                move[:], squares[i] = normuon(move, squares.get(i, 0))
+        for part, move in zip(parts(copy), moves):
             part.mul_(1 - decay).add_(move, alpha=rate)
             move.zero_()
     return copy, step

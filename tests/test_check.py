@@ -46,8 +46,8 @@ MISTAKES = [
      lambda f: lambda *args: (2 * f(*args)[0], *f(*args)[1:]), check.check_formulas, r"aux\['balance'\]"),
     ('a lost bias', dict(bias=True), flat.MLP, '__init__', lambda f: lambda self, *args: (
         f(self, *args), setattr(self.c_proj, 'bias', None))[0], check.check_start, 'h.0.mlp.c_proj'),
-    ('a norm that evens rows too fast', {}, flat_train, 'even_rows',
-     lambda f: lambda *args, kept=1.0: f(*args[:2], 2 * kept), check.check_updates, 'NorMuon'),
+    ("Muon's updates that are too small", {}, flat_train, 'orthogonalise', lambda f: lambda x: 0.9 * f(x),
+     check.check_updates, 'iteration 0, then NaN, by muon: error of the move of h.0.attn'),
     ('a gate that is a matrix', {}, flat.Norm, '__init__', lambda f: lambda self, *args: (
         f(self, *args), flat.tag(self.weight, torch.nn.init.ones_, 'embedding'))[0],
      check.check_start, 'ln_1.weight is in the group embedding, not vector'),

@@ -378,7 +378,7 @@ def masked_loss(model, bins, indices):
 
 
 SHARES = {  # kind of model -> its options
-    'dense': ['--optimizer=normuon', '--n_kv_head=1', '--tie_word_embeddings=False', '--bigram_size=40',
+    'dense': ['--optimizer=muon', '--n_kv_head=1', '--tie_word_embeddings=False', '--bigram_size=40',
               '--residual_lambdas=True'],
     # all experts: rounding must not choose another one
     'experts': ['--optimizer=muon', '--bias=True', '--n_expert=4', '--n_expert_active=4',
@@ -574,7 +574,7 @@ def test_tokens_are_counted_as_they_are_read(folder):
 
 @pytest.mark.parametrize('options', [
     ['--optimizer=adamw'],
-    ['--optimizer=normuon', '--bigram_size=40', "--lr_scales={'embedding': 3.0, 'vector': 2.0}"],
+    ['--optimizer=muon', '--bigram_size=40', "--lr_scales={'embedding': 3.0, 'vector': 2.0}"],
     ['--optimizer=muon', '--n_expert=4', '--n_shared_expert=1', '--balance_bias=True', '--z_loss=0.001',
      '--document_token=3', '--window=6', '--window_pattern=SL', '--residual_lambdas=True']])
 def test_resumed_equals_uninterrupted(folder, options):
