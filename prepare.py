@@ -202,20 +202,23 @@ LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  
 
 def read_record(place, record, field='text'):
     """A record's document: [its text], or a Conversation if it has messages, or a question and an answer.
-    Prints which fields with text are not used. Raises ValueError if it has neither."""
+    Prints which fields of text or lists are not used. Raises ValueError if it has neither."""
     if isinstance(record, list):  # nanochat's
         record = {'messages': record}
     if not isinstance(record, dict):
         raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
     if isinstance(record.get(field), str) and field not in JSON_TEXTS:
         return [record[field]]
-    rest = renamed(json_value(record, from_json), NAMES | {field: 'messages'})
+    rest = json_value({field: record.get(field), **record}, from_json)  # this field before others
+    rest = renamed(rest, NAMES | {field: 'messages'})
     messages = rest.pop('messages', None)
     if messages is None and 'answer' in rest:
         question, more = (rest.pop(name, None) for name in ('question', 'more'))
         question = f'{question}\n\n{more}' if question and more else question or more
-        turns = [*rest.pop('history', []), [question, rest.pop('answer')]]  # LLaMA-Factory's earlier turns
-        messages = {*map(type, turns)} == {list} and make_messages(*turns)
+        messages = make_messages([question, rest.pop('answer')])
+        history = rest.get('history')  # LLaMA-Factory's earlier turns
+        if isinstance(history, list) and {*map(type, history)} <= {list}:
+            messages = make_messages(*rest.pop('history')) + messages
     if not messages or not isinstance(messages, list):
         raise ValueError(f'{place}: no text in field {field!r} and no messages in {record!r:.200}: mend the '
                          'record, or choose another field by --field')
@@ -223,7 +226,7 @@ def read_record(place, record, field='text'):
     if messages[0]['role'] != 'system' and (system := rest.pop('system', None)):
         messages.insert(0, read_message(f'{place}, system', {'role': 'system', 'content': system}))
     tools = rest.pop('tools', None) or messages[0].pop('tools', None)  # MiniMind's
-    if unused := [name for name, value in rest.items() if value and isinstance(value, str)]:
+    if unused := [name for name, value in rest.items() if value and isinstance(value, (str, list))]:
         print_once(f'warning: fields beside conversations that are not used: {", ".join(unused)}')
     return Conversation(place, messages, tools or None)
 
@@ -251,14 +254,14 @@ def renamed(record, names):
     found = {}
     for key, value in record.items():
         name = names.get(key, key)
-        found[key if name in found else name] = value
+        found.setdefault(key if name in found else name, value)
     return found
 
 
 def from_json(value, key):
     """The value of a JSON text if its field is one of JSON_TEXTS; other values stay."""
-    if key in JSON_TEXTS and isinstance(value, str):
-        with contextlib.suppress(ValueError):
+    if key in JSON_TEXTS:
+        with contextlib.suppress(TypeError, ValueError):
             return json.loads(value)
     return value
 
@@ -707,8 +710,8 @@ def write_bins(folder, encoded, label, counts):
     progress.show()
     for split in SPLITS:
         if not counts[f'{split}_learnt']:
-            raise ValueError(f'{split} has no token to learn: prepare more text (of conversations two or '
-                             'more, with messages of the role assistant, or with a larger --block_size)')
+            raise ValueError(f'{split} has no token to learn: it needs more text, or at least two '
+                             'conversations with messages of the role assistant that fit into --block_size')
     # val loss / ln 2 / this = bits per byte
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
     return {name: digest.hexdigest() for name, digest in digests.items()}

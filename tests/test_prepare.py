@@ -240,6 +240,8 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
     assert not prep('other.txt --out=d --overwrite=True')[1]
     assert not prep('latin.txt --errors=replace')[1]
     assert bytes(prep_ids('data/latin_byte', 'train').tolist()).startswith('caf\ufffd'.encode())
+    assert not prep('latin.txt --errors=ignore')[1]
+    assert bytes(prep_ids('data/latin_byte', 'train').tolist()).startswith(b'caf au')
 
 
 def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path, monkeypatch):
@@ -412,7 +414,8 @@ def test_all_shapes_of_records_are_the_same_conversations(prep):
     pairs = [(f'What is {i}?\n\nAs a word', f'It is {i}.') for i in range(50)]
     messages = list(map(prepare.make_messages, pairs))
     for records in [
-            [{'messages': turns} for turns in messages], [{'talk': turns, 'text': 'x'} for turns in messages],
+            [{'messages': turns} for turns in messages],
+            [{'messages': [QUESTION, ANSWER], 'text': 'x', 'talk': turns} for turns in messages],
             [{'question': a, 'answer': b, 'id': 3} for a, b in pairs],
             [{'conversations': [{'from': 'human', 'value': a}, {'from': 'gpt', 'value': b}]}
              for a, b in pairs],
@@ -496,10 +499,10 @@ def test_every_record_becomes_plain_messages(record, messages, tmp_path):
 
 def test_unknown_fields_beside_an_answer_are_named_once(prep):
     write_jsonl('chats.jsonl', [{'question': f'{n}?', 'answer': f'{n}.', 'hint': 'count', 'prompt': 'Count',
-                                 'n': n} for n in range(30)])
+                                 'n': n, 'history': ['not', 'turns'], 'tags': []} for n in range(30)])
     out, _ = prep('chats.jsonl --tokenizer=bpe:300')
     assert re.findall('warning.*', out) == [
-        'warning: fields beside conversations that are not used: hint, prompt']
+        'warning: fields beside conversations that are not used: hint, prompt, history']
 
 
 def test_a_conversation_that_the_template_rejects_is_named_or_left_out(prep):
@@ -541,6 +544,8 @@ def test_tool_data_under_our_own_template(prep):
     assert f'<tools>{json.dumps(TOOLS)}</tools>' in tok.decode(ids)
     assert answers_in(tok, ids, mask)[:2] == [
         f'<tool_call>{json.dumps(CALL["function"])}</tool_call><|im_end|>', 'Ho<|im_end|>']
+    write_jsonl('asked.jsonl', [{'messages': [QUESTION]}] * 9)
+    assert 'conversations with messages of the role assistant' in prep('asked.jsonl --tokenizer=bpe:300')[1]
     assert 'block_size=1 must be at least 2' in prep('chats.jsonl --block_size=1')[1]
 
 
@@ -553,7 +558,6 @@ def test_tool_data_under_our_own_template(prep):
     ({'messages': [{'role': 'assistant', 'content': 'x', 'tool_calls': 'none'}]}, '.* message 1: '),
     ({'prompt': None, 'response': 'x'}, ', line 1, message 1: .*None'),
     ({'prompt': 3, 'response': 4}, ', line 1, message 1: .* 3'),
-    ({'prompt': 'a', 'response': 'b', 'history': ['c', 'd']}, ', line 1: no text'),
     ({'conversations': [{'from': 'bing', 'value': 'x'}]}, ".* message 1: .*'bing'")])
 def test_bad_conversations_are_named_by_file_and_line(record, message, tmp_path):
     write_jsonl(tmp_path / 'chats.jsonl', [record])
