@@ -226,7 +226,8 @@ def read_record(place, record, field='text'):
     if messages[0]['role'] != 'system' and (system := rest.pop('system', None)):
         messages.insert(0, read_message(f'{place}, system', {'role': 'system', 'content': system}))
     tools = rest.pop('tools', None) or messages[0].pop('tools', None)  # MiniMind's
-    if unused := [name for name, value in rest.items() if value and isinstance(value, (str, list))]:
+    if unused := [name for name, value in record.items() if value and isinstance(value, (str, list))
+                  and rest.keys() & {name, NAMES.get(name)}]:
         print_once(f'warning: fields beside conversations that are not used: {", ".join(unused)}')
     return Conversation(place, messages, tools or None)
 

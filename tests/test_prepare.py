@@ -498,9 +498,12 @@ def test_every_record_becomes_plain_messages(record, messages, tmp_path):
 
 
 def test_unknown_fields_beside_an_answer_are_named_once(prep):
+    write_jsonl('chats.jsonl', [{'prompt': 'Hi', 'messages': [QUESTION, ANSWER], 'id': 'x'}] * 30)
+    assert 'warning: fields beside conversations that are not used: prompt, id\n' in prep(
+        'chats.jsonl --tokenizer=bpe:300')[0]
     write_jsonl('chats.jsonl', [{'question': f'{n}?', 'answer': f'{n}.', 'hint': 'count', 'prompt': 'Count',
                                  'n': n, 'history': ['not', 'turns'], 'tags': []} for n in range(30)])
-    out, _ = prep('chats.jsonl --tokenizer=bpe:300')
+    out, _ = prep('chats.jsonl --tokenizer=bpe:300 --overwrite=True')
     assert re.findall('warning.*', out) == [
         'warning: fields beside conversations that are not used: hint, prompt, history']
 
