@@ -587,16 +587,13 @@ def text_tokens(path, tokenizer):
     first token is a target too."""
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents = []
-    n_bytes = 0
     source = find_source(path)
     for document in source.documents():
         texts = [text for text, _ in pieces(document, tokenizer)]
-        n_bytes += sum(len(text.encode()) for text in texts)
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
     if ending(path) not in FORMATS:
         documents = [np.concatenate(documents)]
-    # of the first tokens, which are no targets; an end of text has none
-    n_bytes -= sum(int(tokenizer.sizes[ids[0]]) for ids in documents)
+    n_bytes = sum(int(tokenizer.sizes[ids[1:]].sum()) for ids in documents)
     return [np.stack([ids[:-1], ids[1:]]) for ids in documents], n_bytes
 
 

@@ -41,12 +41,12 @@ RANGES = {  # (lowest, highest): settings of any script
                'keep sample_tokens checkpoint_activations seed temperature top_k speculate history',
     (1e-6, 1e18): 'lora_alpha repetition_penalty',
     (0, 1): 'min_p', (1e-6, 1): 'top_p cooldown', (0, 0.999999): 'beta1 beta2 momentum',
-    (1e-6, 0.5): 'val_fraction',
+    (1e-6, 0.5): 'val_fraction', (2, 1e18): 'block_size',
 }
 AT_MOST = {'min_lr': 'learning_rate', 'lora_rank': 'n_embd', 'prompt_len': 'block_size'}  # another setting
 CHOICES = {  # of settings without a table of their values
     'compile': (True, False, 'auto'), 'quantize': ('', 'int8'), 'thinking': ('auto', 'on', 'off'),
-    'errors': ('strict', 'replace'), 'special_tokens': ('refuse', 'text', 'tokens'),
+    'errors': ('strict', 'replace', 'ignore'), 'special_tokens': ('text', 'tokens', 'refuse'),
     'match': (None, 'none', 'params', 'active'),
 }
 UNUSED = {  # a setting and its value: the flags without effect there

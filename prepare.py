@@ -43,11 +43,13 @@ from configurator import configure, package, print0, reading, refuse_unused
 # A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
 field = 'text'             # JSON, CSV, parquet: the field with a record's text or messages
-errors = 'strict'          # bytes that are not UTF-8: strict refuses them, replace puts U+FFFD
+# Bytes that are not UTF-8: strict stops there, replace puts U+FFFD, ignore leaves them out. ignore also
+# leaves out conversations that the chat template rejects.
+errors = 'strict'
 # byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, another
 # dataset's or a run's; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
 tokenizer: str | None = None
-special_tokens = 'refuse'  # in a document: refuse, or learn them as text or as tokens
+special_tokens = 'text'    # special tokens inside records: learn them as text or as tokens, or refuse
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replaces data of another source in out
 val_fraction = 0.1         # for validation, at most: each 10th document, or the last tenth of one text
@@ -62,9 +64,11 @@ from tokenizer import (
     EOT,
     SPLITS,
     TABLES,
+    THOUGHTS,
     ProgressLine,
     in_groups,
     in_processes,
+    json_value,
     make_tokenizer,
     pieces,
     tiktoken_tokenizer,
@@ -120,7 +124,8 @@ def text_documents(path, errors):
 def json_records(path, errors='strict'):
     """The records of JSON lines, or of one array. Raises ValueError for a line that is not JSON."""
     with open_text(path, errors) as f:
-        is_array = f.read(999).lstrip().startswith('[')
+        # nanochat's lines are arrays of messages
+        is_array = re.match(r'\s*\[(?!\s*{\s*"(role|from)".*]\s*$)', next(filter(str.strip, f), ''))
         f.seek(0)
         for n, record in enumerate(json.load(f) if is_array else map(str.strip, f), 1):
             place = f'{path}, {"record" if is_array else "line"} {n}'
@@ -178,68 +183,94 @@ def file_documents(paths, field='text', errors='strict'):
             yield from text_documents(path, errors)
             continue
         for place, record in records(path, errors):
-            if not isinstance(record, dict):
-                raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
-            if isinstance(record.get(field), str):
-                yield [record[field]]
-            elif messages := find_messages(record, field):
-                yield make_conversation(place, messages, record.get('tools'))
-            else:
-                raise ValueError(f'{place}: no text and no messages in field {field!r}, its fields are '
-                                 f'{", ".join(record):.200}: choose one by --field')
+            yield read_record(place, record, field)
 
 
 # conversations ----------------------------------------------------------------------------------------------
 
-# messages: [{'role': 'user', 'content': text}, ...]; tools: JSON schemas
+# messages: [{'role': 'user', 'content': text, perhaps more}, ...]; tools: JSON schemas
 Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
-MESSAGES = 'messages', 'conversations'  # fields with a list of messages
-QUESTIONS = 'prompt', 'instruction', 'question'  # fields with a text, beside one of ANSWERS
-ANSWERS = 'output', 'answer', 'response', 'completion'
-SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages, {'from': ..., 'value': ...}
+NAMES = {  # fields of records and messages, as datasets call them: as read_record does
+    'conversations': 'messages', 'prompt': 'question', 'instruction': 'question', 'input': 'more',
+    'context': 'more', 'output': 'answer', 'response': 'answer', 'completion': 'answer',
+    'system_prompt': 'system', 'from': 'role', 'value': 'content'}
+SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages
 ROLES = 'system', 'user', 'assistant', 'tool'
+JSON_TEXTS = 'messages', 'conversations', 'history', 'tools', 'tool_calls', 'arguments'  # fields that may be
+LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # 0 or false: only read it
 
 
-def find_messages(record, field):
-    """A record's messages, by `field`, else MESSAGES, else QUESTIONS and ANSWERS; or None."""
-    for name in field, *MESSAGES:
-        messages = record.get(name)
-        if isinstance(messages, list):
-            return [{'role': SPEAKERS.get(message['from'], message['from']), 'content': message.get('value')}
-                    if 'from' in message else message for message in messages]
-    for ask, answer in itertools.product(QUESTIONS, ANSWERS):
-        if record.keys() >= {ask, answer}:
-            question = record[ask]
-            more = record.get('input')
-            if question and more:
-                question = f'{question}\n\n{more}'
-            return make_messages((question or more, record[answer]))
-    return None
+def read_record(place, record, field='text'):
+    """A record's document: [its text], or a Conversation if it has messages, or a question and an answer.
+    Prints which fields of text or lists are not used. Raises ValueError if it has neither."""
+    if isinstance(record, list):  # nanochat's
+        record = {'messages': record}
+    if not isinstance(record, dict):
+        raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
+    if isinstance(record.get(field), str) and field not in JSON_TEXTS:
+        return [record[field]]
+    rest = json_value({field: record.get(field), **record}, from_json)  # this field before others
+    rest = renamed(rest, NAMES | {field: 'messages'})
+    messages = rest.pop('messages', None)
+    if messages is None and 'answer' in rest:
+        question, more = (rest.pop(name, None) for name in ('question', 'more'))
+        question = f'{question}\n\n{more}' if question and more else question or more
+        messages = make_messages([question, rest.pop('answer')])
+        history = rest.get('history')  # LLaMA-Factory's earlier turns
+        if isinstance(history, list) and {*map(type, history)} <= {list}:
+            messages = make_messages(*rest.pop('history')) + messages
+    if not messages or not isinstance(messages, list):
+        raise ValueError(f'{place}: no text in field {field!r} and no messages in {record!r:.200}: mend the '
+                         'record, or choose another field by --field')
+    messages = [read_message(f'{place}, message {n}', message) for n, message in enumerate(messages, 1)]
+    if messages[0]['role'] != 'system' and (system := rest.pop('system', None)):
+        messages.insert(0, read_message(f'{place}, system', {'role': 'system', 'content': system}))
+    tools = rest.pop('tools', None) or messages[0].pop('tools', None)  # MiniMind's
+    if unused := [name for name, value in record.items() if value and isinstance(value, (str, list))
+                  and rest.keys() & {name, NAMES.get(name)}]:
+        print_once(f'warning: fields beside conversations that are not used: {", ".join(unused)}')
+    return Conversation(place, messages, tools or None)
+
+
+def read_message(place, message):
+    """A message as chat templates read it, 'learn' False if it is not to be learned. Raises ValueError if it
+    lacks role or content."""
+    read = renamed(message, NAMES) if isinstance(message, dict) else {}
+    role = read.get('role')
+    read['role'] = SPEAKERS.get(role, role)
+    calls = read.get('tool_calls') or []
+    if calls or read.keys() & {*THOUGHTS}:
+        read.setdefault('content', '')
+    if (read['role'] not in ROLES or not isinstance(read.get('content'), str)
+            or not {*map(type, calls)} <= {dict}):
+        raise ValueError(f'{place}: {message!r:.80} needs a role, one of {", ".join(ROLES)}, and text as its '
+                         'content')
+    if not all(read.get(name, True) for name in LEARNED):
+        read['learn'] = False
+    return read
+
+
+def renamed(record, names):
+    """The record with its fields renamed; of several that get the same name only the first."""
+    found = {}
+    for key, value in record.items():
+        name = names.get(key, key)
+        found.setdefault(key if name in found else name, value)
+    return found
+
+
+def from_json(value, key):
+    """The value of a JSON text if its field is one of JSON_TEXTS; other values stay."""
+    if key in JSON_TEXTS:
+        with contextlib.suppress(TypeError, ValueError):
+            return json.loads(value)
+    return value
 
 
 def make_messages(*turns):
     """(question, answer), ... as messages."""
     return [{'role': role, 'content': content} for turn in turns
             for role, content in zip(('user', 'assistant'), turn)]
-
-
-def from_json(value):
-    """The value of a text of JSON, such as MiniMind's tools and tool_calls; other values stay."""
-    with contextlib.suppress(TypeError, ValueError):
-        return json.loads(value)
-    return value
-
-
-def make_conversation(place, messages, tools):
-    """A Conversation. Raises ValueError for a message without role or content."""
-    for n, message in enumerate(messages, 1):
-        said = message if isinstance(message, dict) else {}
-        if said.get('tool_calls'):
-            said['tool_calls'] = from_json(said['tool_calls'])
-        elif said.get('role') not in ROLES or not isinstance(said.get('content'), str):
-            raise ValueError(f'{place}, message {n}: {message!r:.80} needs a role, one of '
-                             f'{", ".join(ROLES)}, and text as its content')
-    return Conversation(place, messages, from_json(tools or messages[0].get('tools')) or None)
 
 
 def contents(conversation):
@@ -375,8 +406,8 @@ def download(name, url, most=1, **options):
     """The Source of files, downloaded to data/<name>. url: {}: the numbers of `most` files."""
     def documents():
         urls = map(url.format, range(min(shards, most)))
-        return file_documents([fetch(url, f'data/{name}') for url in urls])
-    return Source(name, name, documents, **options)
+        return file_documents([fetch(url, f'data/{name}') for url in urls], errors=errors)
+    return Source(name, name, documents, unused=('field',), **options)
 
 
 def fineweb(name, prefix, most):
@@ -528,40 +559,53 @@ def cut_in_two(blocks, n_train):
 
 # encoding ---------------------------------------------------------------------------------------------------
 
-def items_to_encode(texts, tok, refused, counts):
+def items_to_encode(texts, tok, special_tokens, counts):
     """((split, piece of a text or Conversation, whether it begins a text, whether it ends one of several),
-    its length). Raises ValueError for the pattern `refused` in a text, and for an unfit tokenizer."""
+    its length). Counts special tokens. Raises ValueError for one if special_tokens is 'refuse', and for an
+    unfit tokenizer."""
     for split, document, number in texts:
         counts['documents'] = number
         is_chat = isinstance(document, Conversation)
         if number and tok.eot is None or is_chat and not tok.chat_template:
             raise ValueError(f'the tokenizer {tok.name} has no end-of-text token to keep documents apart, or '
                              'no chat template for conversations: name another by --tokenizer')
-        parts = [('\n'.join(contents(document)), True)] if is_chat else pieces(document, tok)
+        parts = pieces(document, tok)
+        if is_chat:
+            parts = [(json.dumps(document[1:], ensure_ascii=False, default=str), True)]
         for n, (text, last) in enumerate(parts):
-            if refused and (mark := re.search(refused, text)):
-                place = document.place if is_chat else f'document {number:,}'
-                raise ValueError(f'{place}: {mark[0]!r} is a special token of the tokenizer: remove it, or '
-                                 'learn it as one by --special_tokens=tokens, or, of documents but not of '
-                                 'conversations, as plain text by --special_tokens=text')
+            if found := re.findall(tok.special_pattern, text):
+                if special_tokens == 'refuse':
+                    place = document.place if is_chat else f'document {number:,}'
+                    raise ValueError(f'{place}: {found[0]!r} is a special token of the tokenizer: remove it, '
+                                     'or learn it by --special_tokens=text or --special_tokens=tokens')
+                counts['special_texts'] += len(found)
             yield (split, document if is_chat else text, n == 0, last and number > 0), len(text)
 
 
-def encode(tok, as_tokens, group):
+def encode(tok, as_tokens, errors, group):
     """[(split, text or Conversation, begins, ends)] -> [(split, ids, mask or None, bytes that are learnt)].
-    as_tokens: special tokens' texts become their ids, and count no bytes."""
+    as_tokens: special tokens' texts become their ids, and count no bytes. errors: if 'ignore', a conversation
+    that the chat template rejects has no ids."""
     encoded = []
     for split, item, begins, ends in group:
         if isinstance(item, Conversation):
-            ids, mask = encode_conversation(tok, item)
-            n_bytes = int(tok.sizes[ids[mask == 1]].sum())
+            try:
+                ids, mask = encode_conversation(
+                    tok, item if as_tokens else Conversation(*tok.as_text([*item])))
+            except ValueError as e:
+                if errors != 'ignore':
+                    raise ValueError(f'{item.place}, {e}: mend the conversation, or leave out all such by '
+                                     '--errors=ignore') from None
+                ids, mask = np.zeros((2, 0), np.uint8)
         else:
             ids = (tok.encode_chat if as_tokens else tok.encode_array)(item)
             mask = None
-            ends = ends and tok.eot not in ids[-1:]  # the text may have it, as MiniMind 2's has
+            # the text may have them already, as MiniMind 2's has
+            begins = begins and not {*ids[:1]} & {*tok.bos}
+            ends = ends and tok.eot not in ids[-1:]
             parts = tok.bos if begins else (), ids, (tok.eot,) if ends else ()
             ids = np.concatenate([np.asarray(part, dtype_of(tok.n_vocab)) for part in parts])
-            n_bytes = len((re.sub(tok.special_pattern, '', item) if as_tokens else item).encode())
+        n_bytes = int(tok.sizes[ids if mask is None else ids[mask == 1]].sum())
         encoded.append((split, ids, mask, n_bytes))
     return encoded
 
@@ -570,7 +614,7 @@ def encode_conversation(tok, conversation):
     """(ids, mask), uint8, 1 for answers: from where the ids differ from the rendered prompt's to the first
     stop token. Raises ValueError if the template shows no such place.
     """
-    place, messages, tools = conversation
+    _, messages, tools = conversation
     text = tok.render(messages, False, tools)
     ids = tok.encode_chat(text)
     mask = np.zeros(len(ids), np.uint8)
@@ -589,11 +633,11 @@ def encode_conversation(tok, conversation):
                 begin -= 1
             later = stops[stops >= max(begin, end)]
             if not (agrees and len(later)):
-                raise ValueError(f'{place}, message {n + 1}: the chat template renders what is before this '
-                                 'answer in another way when more follows, or ends the answer with none of '
+                raise ValueError(f'message {n + 1}: the chat template renders earlier turns differently once '
+                                 'this answer is added, or ends the answer with none of '
                                  f'{[tok.decode([i]) for i in tok.stop_tokens]}')
             end = later[0] + 1
-            mask[begin:end] = 1
+            mask[begin:end] = message.get('learn', True)
     return np.array(ids, dtype_of(tok.n_vocab)), mask
 
 
@@ -607,6 +651,7 @@ def pack(encoded, block_size, eot, counts):
     room = block_size - 1
     for split, ids, mask, n_bytes in encoded:
         counts['cut'] += len(ids) > room
+        counts['left_out'] += not ids.size
         mask[room::room] = 0  # after a cut the first token has no context
         for begin in range(0, len(ids), room):
             piece = ids[begin:begin + room]
@@ -630,13 +675,13 @@ def dtype_of(n_vocab):
 
 # writing ----------------------------------------------------------------------------------------------------
 
-def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='refuse'):
+def write_dataset(folder, texts, tok, label, procs=None, block_size=None, special_tokens='text',
+                  errors='strict'):
     """Prepares a folder -> its meta. block_size: of conversations, else None."""
     counts = collections.Counter()
     eot = tok.eot
-    refused = special_tokens == 'refuse' or block_size and special_tokens == 'text'
-    items = items_to_encode(texts, tok, tok.special_pattern if refused else '', counts)
-    work = functools.partial(encode, tok, special_tokens == 'tokens')
+    items = items_to_encode(texts, tok, special_tokens, counts)
+    work = functools.partial(encode, tok, special_tokens == 'tokens', errors)
     groups = in_processes(1 if tok.anywhere else procs, work, in_groups(items))
     encoded = itertools.chain.from_iterable(groups)
     if block_size:  # an end of text that ends no message, if there is one
@@ -666,8 +711,8 @@ def write_bins(folder, encoded, label, counts):
     progress.show()
     for split in SPLITS:
         if not counts[f'{split}_learnt']:
-            raise ValueError(f'{split} has no token to learn: prepare more text (of conversations two or '
-                             'more, or with a larger --block_size)')
+            raise ValueError(f'{split} has no token to learn: it needs more text, or at least two '
+                             'conversations with messages of the role assistant that fit into --block_size')
     # val loss / ln 2 / this = bits per byte
     counts['bytes_per_token'] = counts['val_bytes'] / counts['val_learnt']
     return {name: digest.hexdigest() for name, digest in digests.items()}
@@ -929,8 +974,12 @@ if __name__ == '__main__':
                 training=(blocks(document) for split, document, _ in texts() if split == 'train'),
                 by_document=source.chats or len(n_train) > 1, procs=procs)
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
-                             special_tokens)
+                             special_tokens, errors)
         print(f'{source.label}: {meta["documents"] or 1:,} documents')
+        if n := meta.get('special_texts'):
+            print(f'{n:,} special tokens inside documents are learnt as {special_tokens} (--special_tokens)')
+        if n := meta.get('left_out'):
+            print(f'{n:,} conversations that the chat template rejects are left out')
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')

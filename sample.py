@@ -457,7 +457,8 @@ class Chat:
 
     def reset(self):
         """Forgets all but the system message."""
-        self.messages = [{'role': 'system', 'content': self.system}] if self.system else []
+        system = self.tokenizer.as_text(self.system)
+        self.messages = [{'role': 'system', 'content': system}] if system else []
 
     def answer(self, question):
         """Prints the answer to a question, interruptible anywhere. Raises ValueError if it is too long."""
@@ -495,7 +496,7 @@ class Chat:
         """(The messages with a question, *chat_ids). Forgets the oldest turns until there is room for an
         answer: max_new_tokens, at most half the context."""
         size = self.model.config.block_size
-        messages = [*self.messages, {'role': 'user', 'content': question}]
+        messages = [*self.messages, {'role': 'user', 'content': self.tokenizer.as_text(question)}]
         room = min(self.max_new_tokens, size // 2)
         first = bool(self.system)
         if self.history is not None:

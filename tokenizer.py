@@ -116,6 +116,8 @@ def work_in_worker(job):
 
 # The switch for thinking in chat templates: of Qwen3 and most, of MiniMind, of DeepSeek V3.1
 THINKING = 'enable_thinking', 'open_thinking', 'thinking'
+THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'  # the names of a message's thoughts in templates
+MARK = '\U0010ffff'  # Unicode's last noncharacter, which no text has: see as_text
 
 
 class Tokenizer:
@@ -132,14 +134,21 @@ class Tokenizer:
         self.eot = special.get(EOT)
         self.tokens = tokens | {i: text.encode() for text, i in special.items()}  # {id: bytes}
         self.n_vocab = max(self.tokens, default=-1) + 1
-        self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True)))
+        self.special_pattern = '|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'
 
     def encode(self, text, allow_special=True):
         """text -> list of ids. allow_special: special tokens' texts become their ids."""
         text = without_surrogates(text)
-        parts = re.split(f'({self.special_pattern})', text) if allow_special and self.special else [text]
+        parts = re.split(f'({self.special_pattern})', text) if allow_special else [text]
         return [i for n, part in enumerate(parts)  # every second part is a special token
-                for i in ([self.special[part]] if n % 2 else self.encode_array(part).tolist())]
+                for i in ([self.special[part]] if n % 2 else
+                          self.encode_array(part.replace(MARK, '')).tolist())]
+
+    def as_text(self, value):
+        """A JSON value with a MARK inside each special token in its texts: encode then encodes these as
+        ordinary text, unlike the special tokens that a chat template adds."""
+        first = re.compile(f'(?={self.special_pattern})(.)', re.DOTALL)
+        return json_value(value, lambda one, _: first.sub(rf'\1{MARK}', one) if isinstance(one, str) else one)
 
     def decode_bytes(self, ids):
         """Special tokens give their text, the ids that pad a vocabulary nothing."""
@@ -151,7 +160,7 @@ class Tokenizer:
     @functools.cached_property
     def sizes(self):
         """The bytes of text that each id stands for: 0 for special tokens and padding."""
-        special = set(self.special.values())
+        special = {*self.special.values(), self.eot}
         return np.array([0 if i in special else len(self.tokens.get(i, b'')) for i in range(self.n_vocab)])
 
     def render(self, messages, add_generation_prompt=True, tools=None, thinking=None):
@@ -166,7 +175,10 @@ class Tokenizer:
         if isinstance(template, list):
             named = {entry['name']: entry['template'] for entry in template}
             template = named.get('tool_use' if tools and 'tool_use' in named else 'default')
-        messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
+        messages = json_value(messages)
+        for one in messages:  # a template reads one of these names
+            if thoughts := next(filter(None, map(one.get, THOUGHTS)), None):
+                one.update(dict.fromkeys(THOUGHTS, thoughts))
         switch = {} if thinking is None else dict.fromkeys(THINKING, thinking)
         return compile_template(template).render(
             messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
@@ -185,12 +197,22 @@ class Tokenizer:
         """eot, and the special token that the chat template puts behind an answer."""
         ends = [] if self.eot is None else [self.eot]
         answer = 'the answer'
-        if self.chat_template and self.special:
+        if self.chat_template:
             messages = [{'role': 'user', 'content': 'a question'}, {'role': 'assistant', 'content': answer}]
             with contextlib.suppress(Exception):  # chat() raises it
                 after = self.render(messages, False).rpartition(answer)[2]
                 ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
         return tuple(dict.fromkeys(ends))
+
+
+def json_value(value, change=lambda value, key: value, key=None):
+    """A JSON value with each part changed, change(part, the key of its field), and without the nulls with
+    which parquet pads objects."""
+    value = change(value, key)
+    if isinstance(value, dict):
+        return {change(key, None): json_value(one, change, key)
+                for key, one in value.items() if one is not None}
+    return [json_value(one, change, key) for one in value] if isinstance(value, list) else value
 
 
 def without_surrogates(text):
@@ -327,11 +349,25 @@ class JsonTokenizer(Tokenizer):
         self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
 
     def encode(self, text, allow_special=True, whole=True):
-        """As transformers' tokenizer(text). whole: with the ids that the file puts around every text."""
-        self.library.encode_special_tokens = not allow_special  # the library's name for 'as plain text'
+        """As transformers' tokenizer(text). whole: with the ids that the file puts around every text, but a
+        text that begins with bos gets no second one."""
+        library = self.unmarking if allow_special and MARK in text else self.library
+        library.encode_special_tokens = not allow_special  # the library's name for 'as plain text'
         # _fast: half the time, by not counting where in the text each token is
-        encoding, = self.library.encode_batch_fast([without_surrogates(text)], add_special_tokens=whole)
-        return encoding.ids
+        encoding, = library.encode_batch_fast([without_surrogates(text)], add_special_tokens=whole)
+        ids = encoding.ids
+        n = len(self.bos) * whole
+        return ids[n:] if ids[n:2 * n] == self.bos else ids
+
+    @functools.cached_property
+    def unmarking(self):
+        """The library's tokenizer with a first step that removes MARKs, after it has found special tokens."""
+        spec = json.loads(self.source)
+        steps = [{'type': 'Replace', 'pattern': {'String': MARK}, 'content': ''}, spec.get('normalizer')]
+        spec['normalizer'] = {'type': 'Sequence', 'normalizers': [*filter(None, steps)]}
+        for token in spec['added_tokens']:
+            token['normalized'] &= not token['special']
+        return library_tokenizer(json.dumps(spec))
 
     def encode_array(self, text):
         return np.array(self.encode(text, allow_special=False, whole=False), np.uint32)
@@ -402,8 +438,13 @@ BPE_SPECIAL = EOT, '<|im_start|>', '<|im_end|>', *(f'<|reserved_{i}|>' for i in 
 SAMPLE = 64                 # groups of CHUNK characters read in full; after them every tenth, counted tenfold
 LONGEST = 256               # bytes of a token
 WORDS_BYTES = 1 << 24       # of different words, the commonest, that train_bpe holds in memory
-CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
-          "'<|im_end|>\n' }}{% endfor %}"
+CHATML = ("{% if tools %}"
+          "{{ '<|im_start|>system\n<tools>' + tools | tojson + '</tools><|im_end|>\n' }}{% endif %}"
+          "{% for message in messages %}"
+          "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+          "{% for call in message['tool_calls'] or [] %}"
+          "{{ '<tool_call>' + (call['function'] or call) | tojson + '</tool_call>' }}{% endfor %}"
+          "{{ '<|im_end|>\n' }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 

@@ -5,20 +5,22 @@ import json
 import math
 import os
 import re
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from common import EVAL, ROOT, bench, log_rows, prep_toy_bpe, run, train, write_packed
+from common import EVAL, ROOT, bench, log_rows, prep_toy_bpe, run, tok_oracles, train, write_packed
 
 import bench as flat_bench
 import hub
 import model as flat
 import train as flat_train
 from model import GPT, flops_per_token, num_params
+from prepare import read_meta
 from test_model import MLA, near, tiny
-from tokenizer import ByteTokenizer, CharTokenizer, make_tokenizer
+from tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, make_tokenizer
 
 
 # how big ----------------------------------------------------------------------------------------------------
@@ -214,6 +216,21 @@ def test_eval_of_texts_counts_their_bytes(folder, capsys):
     Path('one.txt').write_text(text, encoding='utf-8')
     _, numbers = bench(capsys, 'eval', 'one.txt', '--init_from=out-char', *EVAL)
     assert (numbers['bytes'], numbers['targets']) == (n_bytes - 1, len(text) - 1)
+
+
+def test_bits_per_byte_are_of_the_text_that_the_tokens_stand_for(folder, capsys):
+    """In training and in eval, of a prepared folder and of a text, with a tokenizer that composes accents."""
+    tok, text = JsonTokenizer(tok_oracles()['qwen'].to_str()), 'cafe\u0301 no\u0308, ' * 99
+    save_model('out', tok)
+    Path('text.txt').write_text(text, encoding='utf-8')
+    run('prepare.py', 'text.txt', '--tokenizer=out', '--out=d')
+    n_bytes, meta = len(unicodedata.normalize('NFC', text).encode()), read_meta('data/d')
+    assert meta['train_bytes'] + meta['val_bytes'] == n_bytes < len(text.encode())
+    _, numbers = bench(capsys, 'eval', '--init_from=out', '--dataset=d', *EVAL)
+    first = len(tok.decode_bytes(np.fromfile('data/d/val.bin', '<u2')[:1]))
+    assert numbers['bytes'] == meta['val_bytes'] - first
+    _, numbers = bench(capsys, 'eval', 'text.txt', '--init_from=out', *EVAL)
+    assert numbers['bytes'] == n_bytes  # after end of text
 
 
 def test_eval_is_what_training_has_logged(folder, capsys):

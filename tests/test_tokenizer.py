@@ -33,6 +33,7 @@ from tokenizer import (
     BPE_SPECIAL,
     CHATML,
     EOT,
+    THOUGHTS,
     WORD_PATTERN,
     ByteTokenizer,
     JsonTokenizer,
@@ -40,6 +41,7 @@ from tokenizer import (
     WordSplitter,
     count_words,
     json_tokenizer,
+    library_tokenizer,
     make_tokenizer,
     pieces,
     tokenizer_from_state,
@@ -144,7 +146,8 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
         meta = prepare.write_dataset(tmp_path / how, prepare.split_texts(source, 0.1, whole), tok, 'x', 1,
                                      special_tokens=how)
         wanted = [theirs(text, split_special_tokens=how == 'text')['input_ids'] for text in texts if text]
-        for one in wanted:  # a text may end with it
+        for one in wanted:  # a text may begin and end with them
+            del one[:len(tok.bos) * (one[1:2] == list(tok.bos))]
             one += [theirs.eos_token_id][one[-1:] == [theirs.eos_token_id]:]
         for split in ('train', 'val'):
             ids = [ids for n, ids in enumerate(wanted) if (n % 10 == 1) == (split == 'val')]
@@ -156,13 +159,51 @@ def test_bins_have_what_a_published_tokenizer_makes_of_a_text(name, tmp_path, mo
     n_back = 0
     for text in texts:
         ids = library.encode(text, add_special_tokens=False).ids
-        assert tok.encode(text) == theirs(text)['input_ids'] and tok.encode_chat(text) == ids
+        both = theirs(text)['input_ids']
+        assert tok.encode(text) == both[both[:1] * 2 == both[:2] == [*tok.bos] * 2:]
+        assert tok.encode_chat(text) == ids
         if library.decode(ids, skip_special_tokens=False) == text:
             n_back += 1
             back = b''.join(tok.decode_bytes([i]) for i in ids).decode()
             assert back == tok.decode(ids) and back in (text, f' {text}')
     assert n_back > 3
     assert tok.encode('a\ud800b') == tok.encode('a\ufffdb')
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'gpt2 normalized', 'gpt2 prefix', 'qwen', 'deepseek', 'falcon',
+                                  'llama2', 'mistral', 'added', 'minimind'])
+def test_special_tokens_in_a_message_are_text_and_those_of_its_template_are_not(name):
+    """As by a tokenizer whose special tokens have other names, which the template has but no message."""
+    spec = json.loads(oracle(name.partition(' norm')[0]).to_str())
+    specials = [token for token in spec['added_tokens'] if token['special']]
+    for token in specials:
+        token['normalized'] = 'normalized' in name
+    tok = JsonTokenizer(json.dumps(spec))
+    marks = [token['content'] for token in specials][:3]
+    for n, token in enumerate(specials):
+        there = spec['model']['vocab'].pop(token['content'], None)
+        token['content'] = f'\ue000{n}\ue001'
+        if there is not None:
+            spec['model']['vocab'][token['content']] = there
+    theirs = library_tokenizer(json.dumps(dict(spec, post_processor=None)))
+    names = [token['content'] for token in specials][:3]
+    template = '{0}user\n{{}}{1} \n{{}} {2}  {0}{{}}'
+    for text, mark in itertools.product(AWKWARD[:9], marks):
+        texts = [f'{mark}{text}', f'{text}  {mark} {marks[0]}', mark]
+        ids = tok.encode_chat(template.format(*(marks * 3)[:3]).format(*tok.as_text(texts)))
+        assert ids == theirs.encode(template.format(*(names * 3)[:3]).format(*texts)).ids
+        assert ids != tok.encode_chat(template.format(*(marks * 3)[:3]).format(*texts))
+
+
+def test_special_tokens_in_a_message_are_text_to_tables_too():
+    for tok in prep_toy_bpe(), ByteTokenizer(), bpe_of('some text', 264):
+        marks = [*tok.special]
+        text = f'a{EOT}b {marks[-1]}' + marks[-1][1:]
+        plain = tok.encode_array(text).tolist()
+        assert tok.encode(f'{EOT}{tok.as_text(text)}{EOT}c') == [tok.eot, *plain, tok.eot, *tok.encode('c')]
+    tok = TiktokenTokenizer('x', prep_toy_bpe().pattern, {'<a>': 265, 'a>b': 266}, prep_toy_bpe().ranks)
+    assert max(tok.encode(tok.as_text('<a>b'))) < 256  # also where they overlap
+    assert make_tokenizer('char', 'abc').as_text(['abc', {'a': None, 'b': 3}]) == ['abc', {'b': 3}]
 
 
 def test_tokenizer_json_of_other_kinds():
@@ -278,6 +319,20 @@ def test_chats_are_rendered_as_by_transformers(name, tmp_path):
             **options) for tokenize in (False, True))
         assert ours.chat(messages, True, tools, thinking) == ids
         assert ours.render(messages, True, tools, thinking) == text
+
+
+@pytest.mark.parametrize('given', THOUGHTS)
+@pytest.mark.parametrize('read', ['reasoning_content', 'thinking', 'reasoning'])
+def test_thoughts_have_the_name_that_the_template_reads(given, read, tmp_path):
+    tok = chat_tokenizer()
+    tok.chat_template = '{% for m in messages %}{{ m.' + read + ' }}|{{ m.content }}{% endfor %}'
+    messages = [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', given: 'hm', 'content': 'Ho'}]
+    text = tok.render(messages, False)
+    assert text == '|Hihm|Ho'
+    if read != 'reasoning':  # which transformers does not fill in
+        (tmp_path / 'tokenizer.json').write_text(tok.source, encoding='utf-8')
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
+        assert text == theirs.apply_chat_template(messages, chat_template=tok.chat_template, tokenize=False)
 
 
 def rendered(template):
