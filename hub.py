@@ -245,7 +245,7 @@ def tokenizer_files(tokenizer, model):
     config = {'tokenizer_class': 'PreTrainedTokenizerFast',
               'eos_token': None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot]),
               'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
-              **getattr(tokenizer, 'config', {}), 'chat_template': tokenizer.chat_template}
+              **tokenizer.chat_variables, 'chat_template': tokenizer.chat_template}
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
@@ -259,14 +259,15 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
     c = config_to_hf(model.config) | {'dtype': plain(dtype)}
     there = {path.name for path in folder.glob('*')}
     if WEIGHTS in there and 'exported_by' in (safetensors.safe_open(folder / WEIGHTS, 'pt').metadata() or {}):
-        there -= {WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', 'config.json'}
+        there -= {WEIGHTS, *SMALL_FILES}
     if there:
         raise ValueError(f"{folder} holds {', '.join(sorted(there)):.60}, of no earlier export: give another")
     texts = {}
     if tokenizer is not None:
         stops = list(tokenizer.stop_tokens)  # in a chat, an answer's end too
-        c['eos_token_id'] = stops[0] if len(stops) == 1 else stops or None
-        texts = tokenizer_files(tokenizer, model)
+        ends = {'eos_token_id': stops[0] if len(stops) == 1 else stops or None}
+        c |= ends
+        texts = tokenizer_files(tokenizer, model) | {'generation_config.json': json.dumps(ends)}
     texts['config.json'] = json.dumps(c, indent=2)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -288,6 +289,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
 
 GGUF_NEED = 'files for llama.cpp need', 'gguf'
 GGUF_DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'q8_0': 'Q8_0'}
+GGUF_ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]  # it stops at each of them
 GGUF_PATTERNS = {  # llama.cpp's name of it: what splits a text into words
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
     **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # the last is written
@@ -328,8 +330,8 @@ def gguf_tokenizer(tokenizer, n_vocab):
         'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': GGUF_SPLITS[words],
         'tokenizer.ggml.tokens': [*texts], 'tokenizer.ggml.token_type': [*kinds],
         'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # none is not allowed
-        'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], 'tokenizer.ggml.eos_token_id': stops[0],
-        'tokenizer.ggml.eot_token_id': stops[-1], 'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
+        'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], **dict(zip(GGUF_ENDS, stops)),
+        'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
         'tokenizer.chat_template': tokenizer.chat_template}
 
 
@@ -469,14 +471,16 @@ def published_tokenizer(path):
     if keys.get('tokenizer.ggml.add_bos_token', splits == 'llama-bpe'):
         tokenizer.post_processor = library.processors.TemplateProcessing(
             single=f'{bos} $A', special_tokens=[(bos, vocab[bos])])
+    ends = [keys[key] for key in GGUF_ENDS if key in keys]
     return JsonTokenizer(tokenizer.to_str(), {
-        'bos_token': bos, 'eos_token': texts[keys['tokenizer.ggml.eos_token_id']],
+        'bos_token': bos, 'eos_token': texts[ends[0]], 'eos_token_id': ends,
         'chat_template': keys.get('tokenizer.chat_template')})
 
 
 # the hub ----------------------------------------------------------------------------------------------------
 
-SMALL_FILES = ['config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', INDEX]
+SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json',
+               'chat_template.jinja', INDEX]
 
 
 def fetch(name):

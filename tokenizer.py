@@ -125,6 +125,7 @@ class Tokenizer:
     bos = ()  # the ids that documents and prompts begin with
     chat_template = None
     chat_variables = {}  # of the template, like bos_token: {name: text}
+    eos_tokens = ()  # ids of further tokens that end a text, as published files list them
 
     def __init__(self, name, tokens, special):
         self.name = name
@@ -182,7 +183,7 @@ class Tokenizer:
 
     @functools.cached_property
     def stop_tokens(self):
-        """eot, and the special token that the chat template puts behind an answer."""
+        """eot, the special token that the chat template puts behind an answer, and eos_tokens."""
         ends = [] if self.eot is None else [self.eot]
         answer = 'the answer'
         if self.chat_template and self.special:
@@ -190,7 +191,7 @@ class Tokenizer:
             with contextlib.suppress(Exception):  # chat() raises it
                 after = self.render(messages, False).rpartition(answer)[2]
                 ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
-        return tuple(dict.fromkeys(ends))
+        return tuple(dict.fromkeys([*ends, *self.eos_tokens]))
 
 
 def without_surrogates(text):
@@ -309,7 +310,7 @@ SPECIAL_TOKENS = 'bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token'
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json, by the tokenizers library. source: its text; config: SPECIAL_TOKENS and chat_template
-    of tokenizer_config.json."""
+    of tokenizer_config.json, and eos_token_id, a list of all that end a text."""
     def __init__(self, source, config=None):
         self.source = source
         self.config = config or {}
@@ -321,6 +322,7 @@ class JsonTokenizer(Tokenizer):
         self.chat_variables = {name: token['content'] if isinstance(token, dict) else token
                                for name in SPECIAL_TOKENS if (token := self.config.get(name))}
         self.chat_template = self.config.get('chat_template')
+        self.eos_tokens = self.config.get('eos_token_id', ())
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((vocab[end] for end in ends if end in vocab), None)
         some = self.library.encode('a')  # its post-processor, if any, puts a bos in front
@@ -590,16 +592,21 @@ def tiktoken_tokenizer(name):
 def json_tokenizer(path):
     """A JsonTokenizer of a tokenizer.json, or a folder with one, and of the files that stand beside it."""
     path = pathlib.Path(path)
-    config = {}
     if path.is_dir():
         path /= 'tokenizer.json'
-    settings = path.with_name('tokenizer_config.json')
+
+    def beside(name):
+        """The content of a JSON file in the same folder, {} if there is none."""
+        file = path.with_name(name)
+        with reading(file):
+            return json.loads(file.read_bytes()) if file.exists() else {}
+    config = beside('tokenizer_config.json')
+    config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
     template = path.with_name('chat_template.jinja')
-    if settings.exists():
-        config = json.loads(settings.read_bytes())
-        config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
     if template.exists():
         config['chat_template'] = template.read_bytes().decode()
+    ends = [beside(name).get('eos_token_id', []) for name in ('generation_config.json', 'config.json')]
+    config['eos_token_id'] = [i for end in ends for i in (end if isinstance(end, list) else [end])]
     with reading(path):
         return JsonTokenizer(path.read_bytes().decode(), config)  # as bytes: line ends stay as they are
 

@@ -278,13 +278,24 @@ def test_a_tokenizer_can_be_rebuilt_from_a_file(tokenizer, tmp_path):
     assert {tokens[i]: i for i, kind in enumerate(kinds) if kind == 3} == tok.special
     assert [token for token, kind in zip(tokens, kinds) if kind == 4] == ['<think>'] * ('<think>' in tokens)
     assert kinds[-3:] == [5] * 3 and keys['tokenizer.ggml.eos_token_id'] == tok.eot == tok.stop_tokens[0]
-    assert keys['tokenizer.ggml.eot_token_id'] == tok.stop_tokens[-1]
+    assert keys.get('tokenizer.ggml.eot_token_id') == [*tok.stop_tokens, None][1]
     assert keys['tokenizer.ggml.add_bos_token'] == bool(tok.bos)
     assert [keys['tokenizer.ggml.bos_token_id']] == list(tok.bos or [tok.eot])
     assert keys.get('tokenizer.chat_template') == tok.chat_template
     back = hub.load(str(path))[1]
     assert back.encode(text) == tok.encode(text) and back.special == tok.special
     assert (list(back.bos), back.stop_tokens) == (list(tok.bos), tok.stop_tokens)
+
+
+def test_files_name_up_to_three_ends(tmp_path):
+    path = str(tmp_path / 'x.gguf')
+    ends = [256, 10, 11]
+    tok = JsonTokenizer(ByteTokenizer().to_json(), {'eos_token_id': [10, 256, 11]})
+    assert sorted(tok.stop_tokens) == sorted(ends) and tok.eot == 256
+    hub.save_gguf(tiny(n_layer=1, n_embd=8, vocab_size=257), tok, path)
+    keys, _ = read(path)
+    assert [keys[f'tokenizer.ggml.{name}_token_id'] for name in ('eos', 'eot', 'eom')] == ends
+    assert list(hub.load(path)[1].stop_tokens) == ends
 
 
 def test_smollm_splits_digits_first():
@@ -334,7 +345,8 @@ def test_a_model_of_text_alone_is_exported_without_a_chat_template(tmp_path, mon
         run('hub.py', 'export', 'ckpt.pt', f'{masked}.gguf')
         keys, _ = read(f'{masked}.gguf')
         assert keys.get('tokenizer.chat_template') == (tok.chat_template if masked else None)
-        assert keys['tokenizer.ggml.eot_token_id'] == tok.special['<|im_end|>' if masked else '<|endoftext|>']
+        assert keys['tokenizer.ggml.eos_token_id'] == tok.eot
+        assert keys.get('tokenizer.ggml.eot_token_id') == (tok.special['<|im_end|>'] if masked else None)
 
 
 def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):

@@ -608,6 +608,33 @@ def test_exports_open_in_transformers_or_are_refused_by_name(tmp_path):
     assert not (tmp_path / 'none').exists()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize('in_generation_config', [True, False])
+def test_generation_stops_at_every_end_token_as_in_transformers(in_generation_config, tmp_path):
+    transformers = pytest.importorskip('transformers')
+    theirs, folder = hf_model('qwen3', {'vocab_size': 257}), tmp_path / 'theirs'
+    prompt = torch.randint(257, (1, 7))
+    drawn = theirs.generate(prompt, max_new_tokens=30, do_sample=False)[0, 7:].tolist()
+    end = list(dict.fromkeys(drawn))[-1]  # the last that appears
+    ends = [256, end]
+    assert drawn.index(end) > 3 and 256 not in drawn
+    theirs.generation_config.eos_token_id = ends if in_generation_config else None
+    theirs.config.eos_token_id = 256 if in_generation_config else ends
+    theirs.save_pretrained(folder)
+    if not in_generation_config:
+        (folder / 'generation_config.json').unlink()
+    (folder / 'tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
+    run('hub.py', 'export', str(folder), str(tmp_path / 'ours'))
+    for name in 'theirs', 'ours':
+        model, tokenizer, _ = hub.load(str(tmp_path / name))
+        mine, = made(model, [prompt[0].tolist()], 30, temperature=0, stop_tokens=tokenizer.stop_tokens)
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        whole = opened.generate(prompt, max_new_tokens=30, do_sample=False)[0, 7:].tolist()
+        assert whole == [*mine, end] == drawn[:len(whole)]
+    assert json.loads((tmp_path / 'ours/config.json').read_text())['eos_token_id'] == [
+        *tokenizer.stop_tokens] == list(opened.generation_config.eos_token_id)
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -686,7 +713,7 @@ def test_hub_ids_become_local_folders(tmp_path, monkeypatch, capsys):
     idx, model = torch.randint(257, (1, 12)), hub.from_pretrained('repo')
     assert torch.equal(hub.load('a/b')[0](idx), model(idx))
     weights = {path.name for path in Path('repo').glob('model-*.safetensors')}
-    small = {'config.json', 'tokenizer.json', 'model.safetensors.index.json'}
+    small = {'config.json', 'generation_config.json', 'tokenizer.json', 'model.safetensors.index.json'}
     assert asked == [('a/b', None, small), ('a/b', 'cache', weights)] and len(weights) > 1
     hub.describe('a/b', 'cache')
     said = capsys.readouterr().out
