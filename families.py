@@ -393,7 +393,8 @@ def read_rotary_dim(c, args):
 
 
 def write_rotary_dim(config, c):
-    del c['rope_parameters']
+    for name in [name for name in c if name.startswith('rope_')]:
+        del c[name]
     c['rotary_dim'] = config.rope_dim
 
 
@@ -407,10 +408,8 @@ def write_rope_where_short(config, c):
 
 
 def write_phi3(config, c):
-    if scaling := config.rope_scaling:
-        if scaling['rope_type'] != 'longrope':
-            raise ValueError('Phi 3 has no other scaling')
-        c['original_max_position_embeddings'] = scaling['original_max_position_embeddings']
+    if config.rope_scaling and config.rope_scaling['rope_type'] != 'longrope':
+        raise ValueError('Phi 3 has no other scaling')
 
 
 def read_ministral3(c, args):
@@ -456,6 +455,18 @@ def read_minimind(c, args):
         args['n_expert'] = 0
 
 
+def write_older_rope(config, c):
+    """rope_parameters in the fields that transformers 4 reads."""
+    rope = c['rope_parameters'].get('full_attention', c['rope_parameters'])
+    c.update(rope_theta=config.rope_base, rope_scaling=rope if config.rope_scaling else None)
+    if config.local:
+        c['rope_local_base_freq'] = config.local['rope_base']
+    if 'partial_rotary_factor' in rope:
+        c['partial_rotary_factor'] = config.partial_rotary_factor
+    if rope['rope_type'] == 'longrope':
+        c['original_max_position_embeddings'] = rope['original_max_position_embeddings']
+
+
 NO_ROPE = (every('pos_pattern', 'no_rope_layer_interval', 'P', 'N', 4),
            worded('pos_pattern', 'no_rope_layers', {1: 'P', 0: 'N'}))
 MLP_TYPES = worded('expert_pattern', 'mlp_layer_types', dict(dense='D', sparse='E'))
@@ -466,6 +477,7 @@ LOGITS_SCALING = converted('logit_scale', 'logits_scaling', lambda given, args: 
                            lambda config: 1 / config.logit_scale)
 SHARED_EXPERT = shared_width('shared_expert_intermediate_size')
 LOCAL_ROPE = Rule({}, read_rope_where_short)
+OLDER_ROPE = Rule({}, write=write_older_rope)
 ROPE_WHERE_SHORT = Rule({}, read_rope_where_short, write_rope_where_short)
 
 
@@ -579,7 +591,7 @@ GLM4_MOE = like(
     ours=dict(partial_rotary_factor=0.5))
 FLEX_OLMO = like(
     OLMO2, 'FlexOlmoForCausalLM',
-    fields=dict(EXPERTS, norm_topk_prob='norm_topk_prob'))
+    fields=dict(EXPERTS, n_expert='num_experts num_local_experts', norm_topk_prob='norm_topk_prob'))
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
     fields=dict(same('vocab_size tie_word_embeddings'), block_size='seq_length',
@@ -746,7 +758,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
         rules=(converted('norm_placement', 'use_parallel_residual',
                          lambda given, args: 'parallel_2' if given else 'pre',
-                         lambda config: config.norm_placement == 'parallel_2', True),)),
+                         lambda config: config.norm_placement == 'parallel_2', True),
+               Rule({}, write=lambda config, c: c.update(
+                   rotary_emb_base=config.rope_base, rotary_pct=config.partial_rotary_factor)))),
     'gpt2': like(GPT, layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
                                             'mlp.c_proj.weight'), TRANSPOSED)),
     'mpt': like(
@@ -762,7 +776,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(Rule({}, write=write_mpt),)),
     'olmo2': OLMO2,
     'olmo3': like(OLMO2, 'Olmo3ForCausalLM', layers='SSSL',
-                  ours=dict(local={})),
+                  ours=dict(local={}), rules=(OLDER_ROPE,)),
     'gemma2': GEMMA2,
     'gemma3_text': like(
         GEMMA2, 'Gemma3ForCausalLM', layers='SSSSSL', ours=dict(
@@ -770,7 +784,8 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         theirs=dict(use_bidirectional_attention=False),
         defaults=dict(attn_logit_softcapping=None, final_logit_softcapping=None, vocab_size=262208,
                       num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
-                      max_position_embeddings=131072)),  # what the published ones leave out
+                      max_position_embeddings=131072),  # what the published ones leave out
+        rules=(*GEMMA2.rules, OLDER_ROPE)),
     'gemma4_text': GEMMA4,
     'gemma4_unified_text': like(GEMMA4, 'Gemma4UnifiedForCausalLM'),
     'lfm2': LFM2,
@@ -1276,6 +1291,7 @@ def read_rope(c, args):
     args.update(rope_fields(given.get('full_attention', given), c, args))
     if own is not None:
         base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
+        given = c.get('rope_parameters') or given
         args['local'] = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
 
 
@@ -1319,6 +1335,8 @@ def write_rope(config, c):
         if 'partial_rotary_factor' in ours:
             rope['partial_rotary_factor'] = fields['partial_rotary_factor']
     c['rope_parameters'] = both if 'local' in ours else both['full_attention']
+    if 'local' not in ours:
+        write_older_rope(config, c)
 
 
 def read_layers(c, args, family):

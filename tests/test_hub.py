@@ -635,6 +635,27 @@ def test_generation_stops_at_every_end_token_as_in_transformers(in_generation_co
         *tokenizer.stop_tokens] == list(opened.generation_config.eos_token_id)
 
 
+@torch.no_grad()
+def test_exports_have_the_older_fields_of_rotations_too(tmp_path):
+    """Which transformers 5 reads as well, if rope_parameters is missing."""
+    gemma = dict(norm_placement='sandwich', mlp='geglu_tanh', embed_scale=32**0.5, window=5, n_layer=6,
+                 window_pattern='SSSSSL', local={'rope_base': 300.0, 'rope_scaling': None})
+    neox = dict(norm_placement='parallel_2', norm='layernorm', norm_eps=1e-5, mlp='gelu', bias=True,
+                qk_norm=False, partial_rotary_factor=0.5)
+    yarn = dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=16)
+    llama3 = dict(yarn, rope_type='llama3', low_freq_factor=1.0, high_freq_factor=4.0)
+    llama = dict(qk_norm=False)
+    for options, scaling in ({}, None), ({}, yarn), (llama, llama3), (gemma, yarn), (neox, None):
+        model = tiny(**options, rope_base=500.0, rope_scaling=scaling)
+        hub.save_pretrained(model, None, tmp_path)
+        path, logits = tmp_path / 'config.json', model(idx := tokens(model, 2, 20))
+        c = json.loads(path.read_text())
+        assert c.pop('rope_parameters')
+        path.write_text(json.dumps(c))
+        near(hf_opened(tmp_path)(idx).logits, logits)
+        near(hub.from_pretrained(tmp_path)(idx), logits, 1e-6)
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
