@@ -129,8 +129,8 @@ INDEX = 'model.safetensors.index.json'
 
 
 def weight_names(folder):
-    """The names of a folder's safetensors."""
-    if os.path.exists(f'{folder}/{INDEX}'):
+    """The names of a folder's safetensors: one file or, as in transformers only without it, the index's."""
+    if os.path.exists(f'{folder}/{INDEX}') and not os.path.exists(f'{folder}/{WEIGHTS}'):
         return sorted(set(read_json(folder, INDEX)['weight_map'].values()))
     return [WEIGHTS]
 
@@ -196,6 +196,11 @@ def read_published(path):
     stored = read_headers(path)
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
         family = like(family, names=FUSED_EXPERTS)
+    head, wte = (bare(f'{family.names[one]}.weight') for one in ('lm_head', 'wte'))
+    if config.tie_word_embeddings and head in stored:  # files may have both, or a head alone
+        stored.setdefault(wte, stored[head])
+        heads = [one.open().get_tensor(one.name) for one in (stored[head], stored[wte])]
+        config = dataclasses.replace(config, tie_word_embeddings=torch.equal(*heads))
     return c, config, (family, bare), stored
 
 
@@ -493,7 +498,8 @@ def fetch(name):
     try:
         folder = download(repo, allow_patterns=SMALL_FILES)
         config_from_hf(read_json(folder, 'config.json'))
-        return download(repo, revision=os.path.basename(folder), allow_patterns=weight_names(folder))
+        names = [WEIGHTS, *weight_names(folder)]
+        return download(repo, revision=os.path.basename(folder), allow_patterns=names)
     except OSError as error:
         raise OSError(f"{repo} is not a folder here, and cannot be fetched: {' '.join(str(error).split())}"
                       ) from error

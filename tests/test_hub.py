@@ -519,6 +519,24 @@ def test_hf_files_in_other_forms(kind, options, edit, tmp_path):
 
 
 @torch.no_grad()
+def test_hf_heads_of_tied_models(tmp_path):
+    """A file may have a head although its config.json ties it, or no other weight for both."""
+    hf_model('qwen3', TIED, tmp_path)
+    path, idx = tmp_path / 'model.safetensors', torch.randint(61, (2, 12))
+    state = safetensors.load_file(path)
+    wte = {'model.embed_tokens.weight': state.pop('model.embed_tokens.weight')}
+    w, = wte.values()
+    for head, is_tied in (wte | {'lm_head.weight': w.flip(0)}, False), ({'lm_head.weight': w}, True), (
+            wte | {'lm_head.weight': w.clone()}, True):
+        safetensors.save_file(state | head, path, {'format': 'pt'})
+        ours = hub.from_pretrained(tmp_path)
+        near(ours(idx), hf_opened(tmp_path)(idx).logits)
+        assert (ours.lm_head is None) == is_tied
+    (tmp_path / 'model.safetensors.index.json').write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    near(hub.from_pretrained(tmp_path)(idx), hf_opened(tmp_path)(idx).logits)  # a stale index
+
+
+@torch.no_grad()
 def test_hf_dtypes_and_contexts(tmp_path):
     theirs, idx = hf_model('gpt2', {}, tmp_path), torch.randint(61, (2, 16))
     near(hub.from_pretrained(tmp_path, block_size=16)(idx), theirs(idx).logits)  # cropped
