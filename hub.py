@@ -126,6 +126,7 @@ def read_json(folder, name):
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
+ADAPTERS = 'adapter_config.json'
 
 
 def weight_names(folder):
@@ -185,13 +186,22 @@ def fill(model, parts, stored):
             fill_rows(model, ours, w, part.index, theirs[:len(w)] if ours == 'wpe.weight' else theirs)
 
 
+def read_config(folder):
+    """A folder's (config.json, GPTConfig). Raises ValueError if that is unsupported, or if there are adapters
+    instead."""
+    if os.path.exists(f'{folder}/{ADAPTERS}') and not os.path.exists(f'{folder}/config.json'):
+        raise ValueError(f"{folder} has adapters of PEFT, not a model: merge them with its "
+                         "merge_and_unload(), write that with save_pretrained(), and give the new folder")
+    c = text_config(read_json(folder, 'config.json'))
+    return c, config_from_hf(c)
+
+
 def read_published(path):
     """A folder or GGUF file: (config.json, GPTConfig, Family and function of names for plan, name -> Stored).
     """
     if path.endswith('.gguf'):
         return read_gguf(path)
-    c = text_config(read_json(path, 'config.json'))
-    config = config_from_hf(c)
+    c, config = read_config(path)
     family = FAMILIES[c['model_type']]
     stored = read_headers(path)
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
@@ -256,17 +266,13 @@ def tokenizer_files(tokenizer, model):
 
 def save_pretrained(model, tokenizer, folder, dtype=None):
     """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: may be None; dtype: None: the
-    model's. Raises, with nothing changed, ValueError if no family computes the same or the folder holds other
-    files, OSError or SafetensorError if it cannot be written."""
-    safetensors = package('safetensors')
+    model's. Raises, with nothing changed, ValueError if no family computes the same or the folder has files,
+    OSError or SafetensorError if it cannot be written."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     c = config_to_hf(model.config) | {'dtype': plain(dtype)}
-    there = {path.name for path in folder.glob('*')}
-    if WEIGHTS in there and 'exported_by' in (safetensors.safe_open(folder / WEIGHTS, 'pt').metadata() or {}):
-        there -= {WEIGHTS, *SMALL_FILES}
-    if there:
-        raise ValueError(f"{folder} holds {', '.join(sorted(there)):.60}, of no earlier export: give another")
+    if any(folder.glob('*')):
+        raise ValueError(f"{folder} is not empty: remove it, or give another name")
     texts = {}
     if tokenizer is not None:
         stops = list(tokenizer.stop_tokens)  # in a chat, an answer's end too
@@ -281,11 +287,9 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
             (temporary / name).write_text(text, encoding='utf-8', newline='')
         tensors = their_tensors(model, plan(model, FAMILIES[c['model_type']]), dtype)
         package('safetensors.torch').save_file(
-            tensors, temporary / WEIGHTS, {'format': 'pt', 'exported_by': 'flatgpt'})
+            tensors, temporary / WEIGHTS, {'format': 'pt'})
         shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else private to its owner
         folder.mkdir(exist_ok=True)
-        for path in folder.iterdir():  # the earlier export
-            path.unlink()
         for path in temporary.iterdir():
             path.replace(folder / path.name)
 
@@ -485,19 +489,22 @@ def published_tokenizer(path):
 # the hub ----------------------------------------------------------------------------------------------------
 
 SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json',
-               'chat_template.jinja', INDEX]
+               'chat_template.jinja', ADAPTERS, INDEX]
 
 
 def fetch(name):
     """A path, or an id on the hub -> the folder into which its files are downloaded, the safetensors if
-    config.json is supported. Raises OSError."""
+    config.json is supported. Raises OSError, or ValueError for anything else."""
+    if not is_published(name):
+        raise ValueError(f"{name} is no folder with config.json, no .gguf file and no id on the hub; `python "
+                         "hub.py export RUN FOLDER` makes such a folder of a run of train.py")
     if os.path.exists(name):
         return os.fspath(name)
     download = package('huggingface_hub').snapshot_download
     repo = name if '/' in name else f'openai-community/{name}'  # nanoGPT's names of GPT-2
     try:
         folder = download(repo, allow_patterns=SMALL_FILES)
-        config_from_hf(read_json(folder, 'config.json'))
+        read_config(folder)
         names = [WEIGHTS, *weight_names(folder)]
         return download(repo, revision=os.path.basename(folder), allow_patterns=names)
     except OSError as error:
@@ -621,9 +628,11 @@ def from_state(state, model_args, **changes):
 # loading ----------------------------------------------------------------------------------------------------
 
 def is_published(name):
-    """Whether this is a folder with config.json, a GGUF file, or looks like a hub id or nanoGPT's gpt2."""
+    """Whether this is a folder with config.json or adapters of PEFT, a GGUF file, or looks like a hub id or
+    nanoGPT's gpt2."""
     if os.path.exists(name):
-        return str(name).endswith('.gguf') or os.path.exists(f'{name}/config.json')
+        return str(name).endswith('.gguf') or any(
+            os.path.exists(f'{name}/{one}') for one in ('config.json', ADAPTERS))
     return re.fullmatch(r'(?!.*\.pt$)[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
 
 

@@ -613,10 +613,11 @@ def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
 def test_exports_open_in_transformers_or_are_refused_by_name(tmp_path):
     gemma = dict(norm_placement='sandwich', qk_norm=False, mlp='geglu_tanh', embed_scale=32**0.5)
     scaled = dict(gemma, rope_scaling={'factor': 2.0, 'rope_type': 'linear'})
-    for options in scaled, dict(gemma, window=5, window_pattern='SL'), dict(gemma, attn_softcap=3.0):
+    for n, options in enumerate((
+            scaled, dict(gemma, window=5, window_pattern='SL'), dict(gemma, attn_softcap=3.0))):
         model = tiny(**options)
-        hub.save_pretrained(model, None, tmp_path / 'out')
-        near(hf_opened(tmp_path / 'out')(idx := tokens(model, 2, 20)).logits, model(idx))
+        hub.save_pretrained(model, None, tmp_path / f'{n}')
+        near(hf_opened(tmp_path / f'{n}')(idx := tokens(model, 2, 20)).logits, model(idx))
     for options, part in ((dict(residual_lambdas=True), 'residual_lambdas .here True'),
                           (dict(mlp='gelu'), "nearest, qwen3, differs in mlp .here 'gelu'"),
                           (dict(qk_norm='whole'), "qk_norm .here 'whole'"),
@@ -663,32 +664,30 @@ def test_exports_have_the_older_fields_of_rotations_too(tmp_path):
     yarn = dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=16)
     llama3 = dict(yarn, rope_type='llama3', low_freq_factor=1.0, high_freq_factor=4.0)
     llama = dict(qk_norm=False)
-    for options, scaling in ({}, None), ({}, yarn), (llama, llama3), (gemma, yarn), (neox, None):
-        model = tiny(**options, rope_base=500.0, rope_scaling=scaling)
-        hub.save_pretrained(model, None, tmp_path)
-        path, logits = tmp_path / 'config.json', model(idx := tokens(model, 2, 20))
+    for n, (options, scaling) in enumerate((
+            ({}, None), ({}, yarn), (llama, llama3), (gemma, yarn), (neox, None))):
+        model, folder = tiny(**options, rope_base=500.0, rope_scaling=scaling), tmp_path / f'{n}'
+        hub.save_pretrained(model, None, folder)
+        path, logits = folder / 'config.json', model(idx := tokens(model, 2, 20))
         c = json.loads(path.read_text())
         assert c.pop('rope_parameters')
         path.write_text(json.dumps(c))
-        near(hf_opened(tmp_path)(idx).logits, logits)
-        near(hub.from_pretrained(tmp_path)(idx), logits, 1e-6)
+        near(hf_opened(folder)(idx).logits, logits)
+        near(hub.from_pretrained(folder)(idx), logits, 1e-6)
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_an_export_replaces_nothing_but_an_earlier_one(tmp_path):
-    folder, model = tmp_path / 'out', tiny(n_layer=1)
-    hub.save_pretrained(tiny(), make_tokenizer('byte'), folder)
-    hub.save_pretrained(model, None, folder)  # whose tokenizer is gone with the model that it was for
-    assert same_weights(hub.from_pretrained(folder).state_dict(), model.state_dict())
-    assert contents(folder).keys() == {'config.json', 'model.safetensors'}
-    safetensors.save_file({'x': torch.ones(1)}, folder / 'model.safetensors')  # a person's
-    before = contents(folder)
-    with pytest.raises(ValueError, match='out holds config.json, model.safetensors, of no earlier export'):
-        hub.save_pretrained(tiny(), None, folder)
-    assert contents(folder) == before
+def test_an_export_replaces_nothing(tmp_path):
+    hub.save_pretrained(tiny(), make_tokenizer('byte'), tmp_path)
+    before = contents(tmp_path)
+    assert before.keys() == {'config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json',
+                             'tokenizer_config.json'}
+    with pytest.raises(ValueError, match=f'{tmp_path} is not empty'):
+        hub.save_pretrained(tiny(n_layer=1), None, tmp_path)
+    assert contents(tmp_path) == before
 
 
 @contextlib.contextmanager
@@ -704,12 +703,10 @@ def full_disk(size):
 
 
 def test_export_to_a_full_disk_changes_nothing(tmp_path):
-    hub.save_pretrained(tiny(n_layer=1), None, tmp_path / 'there')
-    old, errors = contents(tmp_path / 'there'), (OSError, pytest.importorskip('safetensors').SafetensorError)
-    for name in ('new', 'there'):
-        with full_disk(40_000), pytest.raises(errors, match=CANNOT_WRITE):
-            hub.save_pretrained(tiny(), None, tmp_path / name)
-    assert os.listdir(tmp_path) == ['there'] and contents(tmp_path / 'there') == old
+    errors = OSError, pytest.importorskip('safetensors').SafetensorError
+    with full_disk(40_000), pytest.raises(errors, match=CANNOT_WRITE):
+        hub.save_pretrained(tiny(), None, tmp_path / 'new')
+    assert not os.listdir(tmp_path)
 
 
 def test_adapters_of_a_published_model_are_exported_merged(folder):
@@ -727,6 +724,25 @@ def test_adapters_of_a_published_model_are_exported_merged(folder):
         assert (hub.from_pretrained('theirs', dtype=torch.float32)(idx) - model(idx)).abs().max() > 0.01
     auto = pytest.importorskip('transformers').AutoTokenizer.from_pretrained('whole')
     assert auto('abcd')['input_ids'] == [0, 1, 2, 3]
+
+
+def test_what_is_no_published_model_is_said_to_be_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in 'adapters', 'out':
+        os.mkdir(name)
+    Path('adapters/adapter_config.json').write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+    Path('out/ckpt.pt').write_text('')
+    for name, message in (('adapters', 'adapters of PEFT, not a model: merge them'),
+                          ('out', 'hub.py export RUN'), ('out/ckpt.pt', 'hub.py export RUN'),
+                          ('./models/typo', 'typo is no folder with')):
+        with pytest.raises(ValueError, match=message):
+            run('hub.py', name)
+    with pytest.raises(ValueError, match='adapters of PEFT'):
+        hub.load('adapters')
+    hub.save_pretrained(tiny(), make_tokenizer('byte'), tmp_path / 'theirs')
+    Path('theirs/tokenizer_config.json').write_text('{')
+    with pytest.raises(ValueError, match='theirs/tokenizer_config.json is damaged'):
+        hub.published_tokenizer('theirs')
 
 
 # the hub ----------------------------------------------------------------------------------------------------
