@@ -299,12 +299,16 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
 GGUF_NEED = 'files for llama.cpp need', 'gguf'
 GGUF_DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'q8_0': 'Q8_0'}
 GGUF_ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]  # it stops at each of them
-GGUF_PATTERNS = {  # llama.cpp's name of it: what splits a text into words
+GGUF_PATTERNS = {  # llama.cpp's name of it: what splits a text into words, each line what the last left whole
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
     **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # the last is written
     **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
     # digits one by one, then as GPT-2
     'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
+    'default': r"""[\p{P}\$\+<=>\^~\|]+
+'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
+\p{N}+
+[0-9][0-9][0-9]""",
     'gpt-4o':  # o200k_base, which differs in combining marks
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -324,7 +328,7 @@ def gguf_tokenizer(tokenizer, n_vocab):
     step = spec['pre_tokenizer'] or {'type': 'none'}
     merges = spec['model'].get('merges')
     steps = step.get('pretokenizers', [step])
-    words = ' '.join(one.get('pattern', one).get('Regex', one['type']) for one in steps
+    words = '\n'.join(one.get('pattern', one).get('Regex', one['type']) for one in steps
                      if one.get('use_regex', True))
     if (words not in GGUF_SPLITS or merges and not words or not stops
             or any(one.get('add_prefix_space') for one in steps)
@@ -465,25 +469,29 @@ def published_tokenizer(path):
     if not path.endswith('.gguf'):
         return json_tokenizer(path)
     keys, _ = gguf_contents(path)
-    splits = keys.get('tokenizer.ggml.pre', 'SentencePiece')
+    model = keys['tokenizer.ggml.model']
+    splits = keys.get('tokenizer.ggml.pre', 'default') if model == 'gpt2' else model
     if splits not in GGUF_PATTERNS:
         raise ValueError(f"{path} has a {splits} tokenizer; {', '.join(GGUF_PATTERNS)} are read")
     texts = keys['tokenizer.ggml.tokens']
-    kinds = keys['tokenizer.ggml.token_type']
+    config = {name: texts[keys[key]] for name in ('bos_token', 'eos_token')
+              if (key := f'tokenizer.ggml.{name}_id') in keys}
+    ends = [keys[key] for key in GGUF_ENDS if key in keys]
+    special = {*config.values(), *(texts[i] for i in ends)}
+    kinds = keys.get('tokenizer.ggml.token_type') or [3 if text in special else 1 for text in texts]
     vocab = {text: i for i, text in enumerate(texts) if kinds[i] != 5}
     merges = [merge.split(' ') for merge in keys['tokenizer.ggml.merges'] if merge.replace(' ', '') in vocab]
     library = package('tokenizers')
-    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, GGUF_PATTERNS[splits], {}))
+    patterns = GGUF_PATTERNS[splits].split('\n')
+    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, patterns, {}))
     tokenizer.add_tokens([library.AddedToken(text, normalized=False, special=kinds[i] == 3)
                           for text, i in vocab.items() if kinds[i] in (3, 4)])
-    bos = texts[keys['tokenizer.ggml.bos_token_id']]
-    if keys.get('tokenizer.ggml.add_bos_token', splits == 'llama-bpe'):
+    bos = config.get('bos_token')
+    if bos and keys.get('tokenizer.ggml.add_bos_token', splits == 'llama-bpe'):
         tokenizer.post_processor = library.processors.TemplateProcessing(
             single=f'{bos} $A', special_tokens=[(bos, vocab[bos])])
-    ends = [keys[key] for key in GGUF_ENDS if key in keys]
     return JsonTokenizer(tokenizer.to_str(), {
-        'bos_token': bos, 'eos_token': texts[ends[0]], 'eos_token_id': ends,
-        'chat_template': keys.get('tokenizer.chat_template')})
+        **config, 'eos_token_id': ends, 'chat_template': keys.get('tokenizer.chat_template')})
 
 
 # the hub ----------------------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ class ByteTokenizer(Tokenizer):
         return {'kind': 'byte'}
 
     def to_json(self):
-        return bpe_json(byte_chars(), [], None, self.special)
+        return bpe_json(byte_chars(), [], [], self.special)
 
 
 class CharTokenizer(Tokenizer):
@@ -239,7 +239,7 @@ class CharTokenizer(Tokenizer):
 
     def to_json(self):
         vocab = {char: i for i, char in enumerate(self.chars)}
-        return bpe_json(vocab, [], None, self.special, byte_level=False)
+        return bpe_json(vocab, [], [], self.special, byte_level=False)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -272,7 +272,7 @@ class TiktokenTokenizer(Tokenizer):
                   for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
         # tokenizers' regular expressions know possessive ++, *+ and ?+, but read {1,3}+ as any number of them
         pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', self.pattern)
-        return bpe_json({text(token): i for token, i in ranks.items()}, merges, pattern, self.special)
+        return bpe_json({text(token): i for token, i in ranks.items()}, merges, [pattern], self.special)
 
 
 def rank_table(ranks):
@@ -281,11 +281,12 @@ def rank_table(ranks):
                    for token in sorted(ranks, key=ranks.get))
 
 
-def bpe_json(vocab, merges, pattern, special, byte_level=True):
-    """A tokenizer.json, as text."""
-    split = [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}]
+def bpe_json(vocab, merges, patterns, special, byte_level=True):
+    """A tokenizer.json, as text. patterns: each splits what the one before has left whole."""
+    steps = [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
+             for pattern in patterns]
     level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': False, 'use_regex': False}
-    steps = split * bool(pattern) + [level] * byte_level
+    steps += [level] * byte_level
     return json.dumps({
         'version': '1.0', 'truncation': None, 'padding': None, 'normalizer': None, 'post_processor': None,
         'added_tokens': [{'id': i, 'content': text, 'single_word': False, 'lstrip': False, 'rstrip': False,
@@ -361,13 +362,15 @@ def library_tokenizer(source):
 
 def token_bytes(vocab, spec):
     """{id: its bytes} of a tokenizer.json's vocabulary. Byte-level vocabularies write a character for each
-    byte; others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
+    byte, except in added tokens; others U+2581 for a space, and perhaps <0x0A> for a byte without a token.
+    """
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = byte_chars()
+    added = {token['content'] for token in spec.get('added_tokens', [])}
     tokens = {}
     for text, i in vocab.items():
-        if byte_level and all(char in back for char in text):
+        if byte_level and text not in added and all(char in back for char in text):
             tokens[i] = bytes(back[char] for char in text)
         elif fallback and re.fullmatch('<0x[0-9A-F]{2}>', text):
             tokens[i] = bytes([int(text[3:5], 16)])

@@ -220,15 +220,15 @@ def test_matrices_take_another_dtype(tmp_path):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-def tokenized(keys, pattern, text):
-    """The ids of a text by what a file says alone: the pattern's words as bytes, merged by rank."""
+def tokenized(keys, words):
+    """The ids of words by what a file says alone: their bytes, merged by rank."""
     alphabet = [*range(33, 127), *range(161, 173), *range(174, 256)]
     chars = {b: chr(b) for b in alphabet} | {
         b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in alphabet)}
     ids = {token: i for i, token in enumerate(keys['tokenizer.ggml.tokens'])}
     ranks = {tuple(pair.split(' ')): i for i, pair in enumerate(keys['tokenizer.ggml.merges'])}
     found = []
-    for word in regex.findall(pattern, text):
+    for word in words:
         parts = [chars[b] for b in word.encode()]
         while pairs := [(ranks[pair], i) for i, pair in enumerate(zip(parts, parts[1:])) if pair in ranks]:
             _, i = min(pairs)
@@ -274,7 +274,7 @@ def test_a_tokenizer_can_be_rebuilt_from_a_file(tokenizer, tmp_path):
     assert keys['tokenizer.ggml.pre'] == pre
     assert len(tokens) == len(set(tokens)) == len(kinds) == tok.n_vocab + 3
     text = prep_awkward(300, seed=1)
-    assert tokenized(keys, pattern, text) == tok.encode_array(text).tolist()
+    assert tokenized(keys, regex.findall(pattern, text)) == tok.encode_array(text).tolist()
     assert {tokens[i]: i for i, kind in enumerate(kinds) if kind == 3} == tok.special
     assert [token for token, kind in zip(tokens, kinds) if kind == 4] == ['<think>'] * ('<think>' in tokens)
     assert kinds[-3:] == [5] * 3 and keys['tokenizer.ggml.eos_token_id'] == tok.eot == tok.stop_tokens[0]
@@ -285,6 +285,35 @@ def test_a_tokenizer_can_be_rebuilt_from_a_file(tokenizer, tmp_path):
     back = hub.load(str(path))[1]
     assert back.encode(text) == tok.encode(text) and back.special == tok.special
     assert (list(back.bos), back.stop_tokens) == (list(tok.bos), tok.stop_tokens)
+
+
+def split_in_turn(patterns, text):
+    """The words that llama.cpp finds: each pattern's matches, and what is between them."""
+    words = [text]
+    for pattern in patterns:
+        words = [part for word in words for part in regex.split(f'({pattern})', word) if part]
+    return words
+
+
+DEFAULT_WORDS = [  # llama-vocab.cpp's for files that name no pattern
+    r'[\p{P}\$\+<=>\^~\|]+', r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r'\p{N}+', '[0-9][0-9][0-9]']
+
+
+def test_files_lack_optional_keys(tmp_path):
+    path, theirs = str(tmp_path / 'x.gguf'), prep_toy_bpe()
+    keys = {f'tokenizer.ggml.{name}': hub.gguf_tokenizer(theirs, 265 + 1)[f'tokenizer.ggml.{name}']
+            for name in ('tokens', 'merges')}
+    text = prep_awkward(300) + tok_texts()[3][:500]
+    for more in {}, {'tokenizer.ggml.eos_token_id': theirs.eot}:
+        written(path, 'llama', 'F32', np.zeros((2, 8), np.uint8), **keys, **more)
+        hub.gguf_contents.cache_clear()
+        tok = hub.published_tokenizer(path)
+        words = split_in_turn(DEFAULT_WORDS, text)
+        assert tok.encode_array(text).tolist() == tokenized(keys, words)
+        assert tok.eot == theirs.eot and tok.special == (theirs.special if more else {}) and tok.bos == []
+    hub.save_gguf(tiny(n_layer=1, n_embd=8, vocab_size=266), tok, str(tmp_path / 'y.gguf'))
+    assert read(tmp_path / 'y.gguf')[0]['tokenizer.ggml.pre'] == 'default'
 
 
 def test_files_name_up_to_three_ends(tmp_path):
