@@ -286,8 +286,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding='utf-8', newline='')
         tensors = their_tensors(model, plan(model, FAMILIES[c['model_type']]), dtype)
-        package('safetensors.torch').save_file(
-            tensors, temporary / WEIGHTS, {'format': 'pt'})
+        package('safetensors.torch').save_file(tensors, temporary / WEIGHTS, {'format': 'pt'})
         shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else private to its owner
         folder.mkdir(exist_ok=True)
         for path in temporary.iterdir():
@@ -513,8 +512,8 @@ def fetch(name):
     try:
         folder = download(repo, allow_patterns=SMALL_FILES)
         read_config(folder)
-        names = [WEIGHTS, *weight_names(folder)]
-        return download(repo, revision=os.path.basename(folder), allow_patterns=names)
+        return download(repo, revision=os.path.basename(folder),
+                        allow_patterns=[WEIGHTS, *weight_names(folder)])
     except OSError as error:
         raise OSError(f"{repo} is not a folder here, and cannot be fetched: {' '.join(str(error).split())}"
                       ) from error

@@ -608,8 +608,9 @@ def json_tokenizer(path):
     template = path.with_name('chat_template.jinja')
     if template.exists():
         config['chat_template'] = template.read_bytes().decode()
-    ends = [beside(name).get('eos_token_id', []) for name in ('generation_config.json', 'config.json')]
-    config['eos_token_id'] = [i for end in ends for i in (end if isinstance(end, list) else [end])]
+    config['eos_token_id'] = [  # which is a number, a list or null
+        i for name in ('generation_config.json', 'config.json')
+        for i in np.ravel(beside(name).get('eos_token_id')).tolist() if i is not None]
     with reading(path):
         return JsonTokenizer(path.read_bytes().decode(), config)  # as bytes: line ends stay as they are
 
