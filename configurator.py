@@ -257,7 +257,7 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
 
 def check_settings(settings, choices=CHOICES):
     """Raises ValueError for settings out of RANGES, or none of choices, name -> values. None is in range."""
-    wrong = [f"{name}={settings[name]!r} is none of {', '.join(map(str, known))}"
+    wrong = [f"{name}={settings[name]!r} is none of {', '.join(str(one) or repr(one) for one in known)}"
              for name, known in choices.items() if name in settings and settings[name] not in known]
     wrong += [f"{name}={settings[name]} must be at least {low:g} and at most {AT_MOST.get(name, high)}"
               for (low, high), names in RANGES.items() for name in names.split()

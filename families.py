@@ -393,7 +393,8 @@ def read_rotary_dim(c, args):
 
 
 def write_rotary_dim(config, c):
-    del c['rope_parameters']
+    for name in [name for name in c if name.startswith('rope_')]:
+        del c[name]
     c['rotary_dim'] = config.rope_dim
 
 
@@ -407,10 +408,8 @@ def write_rope_where_short(config, c):
 
 
 def write_phi3(config, c):
-    if scaling := config.rope_scaling:
-        if scaling['rope_type'] != 'longrope':
-            raise ValueError('Phi 3 has no other scaling')
-        c['original_max_position_embeddings'] = scaling['original_max_position_embeddings']
+    if config.rope_scaling and config.rope_scaling['rope_type'] != 'longrope':
+        raise ValueError('Phi 3 has no other scaling')
 
 
 def read_ministral3(c, args):
@@ -579,7 +578,7 @@ GLM4_MOE = like(
     ours=dict(partial_rotary_factor=0.5))
 FLEX_OLMO = like(
     OLMO2, 'FlexOlmoForCausalLM',
-    fields=dict(EXPERTS, norm_topk_prob='norm_topk_prob'))
+    fields=dict(EXPERTS, n_expert='num_experts num_local_experts', norm_topk_prob='norm_topk_prob'))
 BLOOM = Family(
     arch='BloomForCausalLM', layer='transformer.h.N.',
     fields=dict(same('vocab_size tie_word_embeddings'), block_size='seq_length',
@@ -746,7 +745,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'attn.c_attn': 'attention.query_key_value', 'attn.c_proj': 'attention.dense'},
         rules=(converted('norm_placement', 'use_parallel_residual',
                          lambda given, args: 'parallel_2' if given else 'pre',
-                         lambda config: config.norm_placement == 'parallel_2', True),)),
+                         lambda config: config.norm_placement == 'parallel_2', True),
+               Rule({}, write=lambda config, c: c.update(
+                   rotary_emb_base=config.rope_base, rotary_pct=config.partial_rotary_factor)))),
     'gpt2': like(GPT, layouts=dict.fromkeys(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight',
                                             'mlp.c_proj.weight'), TRANSPOSED)),
     'mpt': like(
@@ -1136,41 +1137,6 @@ GGUF_PAIRED = 'llama', 'smollm3'  # in these the rows that rotate as a pair are 
 GGUF_EXPERTS = {  # all in one tensor
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
     'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
-REFUSED = {name: part for part, names in {  # model_type: the part of its models that is missing here
-    'a row of families.py yet, though model.py computes it':
-    'aria_text biogpt emu3_text_model mamba2 openai-gpt persimmon',
-    'experts in one matrix and settings in two dicts': 'dbrx',
-    'cross-attention to an encoder':
-    'bart bigbird_pegasus blenderbot blenderbot-small marian mbart mllama_text_model mvp pegasus plbart '
-    'prophetnet trocr whisper',
-    'token types, and a layer before the head':
-    'bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta '
-    'roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod',
-    'a layer before the head': 'modernbert-decoder', 'a bias on a tied head': 'bert-generation',
-    'a bias in the last layer alone': 'gpt_neox_japanese', 'embeddings of languages': 'xlm',
-    'sines and cosines in two halves': 'ctrl xglm', 'positions relative within segments': 'cpmant',
-    'relative attention in two streams': 'xlnet', 'attention by hashes': 'reformer',
-    'several streams of audio tokens': 'moshi musicgen musicgen_melody',
-    'images or speech without a text_config': 'git phi4_multimodal', 'patches of bytes': 'blt',
-    'Mamba-1': 'falcon_mamba jamba mamba zamba', 'blocks that layers share': 'zamba2',
-    'attention and Mamba-2 side by side in a block': 'falcon_h1', 'RG-LRU': 'recurrent_gemma',
-    'RWKV layers': 'rwkv', 'xLSTM layers': 'xlstm', 'lightning attention': 'minimax',
-    'norms placed by kind of layer, beta up to 2': 'olmo_hybrid',
-    'a gate on latent attention, a bounded decay': 'bailing_hybrid',
-    'ternary weights': 'bitnet', 'differential attention': 'diffllama', 'a learned mask': 'doge',
-    'convolutions in attention, a router of several layers': 'zaya',
-    'relative logits, convolutions in attention': 'inkling_text inkling2_text',
-    'experts in attention': 'jetmoe', 'two attentions and MLPs in a block': 'longcat_flash',
-    'a number of heads for each layer': 'laguna', 'rotations by name of layer': 'cohere_compass_text',
-    'other heads in layers with a window': 'mimo_v2_flash',
-    'norms and scales in latent attention': 'dots3_note_text',
-    'attention to blocks that an indexer picks': 'minimax_m3_vl_text',
-    'hyper-connections': 'deepseek_v4 hy_v4', 'hyper-connections, embeddings of n-grams': 'qwen4_exp_text',
-    'embeddings for each layer': 'gemma3n_text',
-    'a norm after experts alone': 'axk1', 'gates on norms': 'axk2', 'residuals scaled by depth': 'beam',
-    'two stacks of layers in turns': 'hrm_text', "a bias on the router's logits": 'kolibri1',
-    'shared experts averaged with the others, rotations by kind of MLP': 'cohere2_moe',
-    'sparse mixer routing': 'phimoe'}.items() for name in names.split()}
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
@@ -1214,9 +1180,8 @@ def config_from_hf(c):
     c = c.get('attn_config', {}) | c  # MPT's
     kind = c.get('model_type')
     if kind not in FAMILIES:
-        reason = (f"it has {REFUSED[kind]}" if kind in REFUSED else
-                  f"these are supported: {', '.join(sorted(FAMILIES))}")
-        raise ValueError(f"model_type={kind!r} is unsupported; {reason}")
+        raise ValueError(f"model_type={kind!r} is unsupported; these are supported: "
+                         f"{', '.join(sorted(FAMILIES))}")
     family = FAMILIES[kind]
     known = [*family.theirs, *' '.join((HARMLESS, family.harmless, *family.fields.values())).split()]
     for defaults in family.defaults, *(rule.theirs for rule in family.rules):
@@ -1276,6 +1241,7 @@ def read_rope(c, args):
     args.update(rope_fields(given.get('full_attention', given), c, args))
     if own is not None:
         base = c.get('rope_local_base_freq') or own.get('rope_base', args['rope_base'])
+        given = c.get('rope_parameters') or given
         args['local'] = rope_fields(given.get('sliding_attention') or {'rope_theta': base}, c, args)
 
 
@@ -1302,6 +1268,7 @@ def rope_fields(given, c, args):
     return found
 
 
+OLDER_LOCAL = 'gemma3_text', 'olmo3'  # of the families with two rotations those of transformers 4
 THEIR_SCALINGS = 'default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 'proportional'
 
 
@@ -1318,7 +1285,14 @@ def write_rope(config, c):
             del rope['original_max_position_embeddings']
         if 'partial_rotary_factor' in ours:
             rope['partial_rotary_factor'] = fields['partial_rotary_factor']
-    c['rope_parameters'] = both if 'local' in ours else both['full_attention']
+    rope = both['full_attention']
+    c['rope_parameters'] = both if 'local' in ours else rope
+    if 'local' not in ours or c['model_type'] in OLDER_LOCAL:  # transformers 4 reads these instead
+        c.update(rope_theta=config.rope_base, rope_scaling=rope if config.rope_scaling else None)
+        outside = 'partial_rotary_factor', 'original_max_position_embeddings'
+        c.update({name: rope[name] for name in outside if name in rope})
+        if config.local:
+            c['rope_local_base_freq'] = both['sliding_attention']['rope_theta']
 
 
 def read_layers(c, args, family):

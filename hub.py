@@ -126,11 +126,12 @@ def read_json(folder, name):
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
+ADAPTERS = 'adapter_config.json'
 
 
 def weight_names(folder):
-    """The names of a folder's safetensors."""
-    if os.path.exists(f'{folder}/{INDEX}'):
+    """The names of a folder's safetensors: one file or, as in transformers only without it, the index's."""
+    if os.path.exists(f'{folder}/{INDEX}') and not os.path.exists(f'{folder}/{WEIGHTS}'):
         return sorted(set(read_json(folder, INDEX)['weight_map'].values()))
     return [WEIGHTS]
 
@@ -185,17 +186,31 @@ def fill(model, parts, stored):
             fill_rows(model, ours, w, part.index, theirs[:len(w)] if ours == 'wpe.weight' else theirs)
 
 
+def read_config(folder):
+    """A folder's (config.json, GPTConfig). Raises ValueError if that is unsupported, or if there are adapters
+    instead."""
+    if os.path.exists(f'{folder}/{ADAPTERS}') and not os.path.exists(f'{folder}/config.json'):
+        raise ValueError(f"{folder} has adapters of PEFT, not a model: merge them with its "
+                         "merge_and_unload(), write that with save_pretrained(), and give the new folder")
+    c = text_config(read_json(folder, 'config.json'))
+    return c, config_from_hf(c)
+
+
 def read_published(path):
     """A folder or GGUF file: (config.json, GPTConfig, Family and function of names for plan, name -> Stored).
     """
     if path.endswith('.gguf'):
         return read_gguf(path)
-    c = text_config(read_json(path, 'config.json'))
-    config = config_from_hf(c)
+    c, config = read_config(path)
     family = FAMILIES[c['model_type']]
     stored = read_headers(path)
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
         family = like(family, names=FUSED_EXPERTS)
+    head, wte = (bare(f'{family.names[one]}.weight') for one in ('lm_head', 'wte'))
+    if config.tie_word_embeddings and head in stored:  # files may have both, or a head alone
+        stored.setdefault(wte, stored[head])
+        heads = [one.open().get_tensor(one.name) for one in (stored[head], stored[wte])]
+        config = dataclasses.replace(config, tie_word_embeddings=torch.equal(*heads))
     return c, config, (family, bare), stored
 
 
@@ -245,28 +260,25 @@ def tokenizer_files(tokenizer, model):
     config = {'tokenizer_class': 'PreTrainedTokenizerFast',
               'eos_token': None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot]),
               'clean_up_tokenization_spaces': False, 'model_max_length': model.config.block_size,
-              **getattr(tokenizer, 'config', {}), 'chat_template': tokenizer.chat_template}
+              **tokenizer.chat_variables, 'chat_template': tokenizer.chat_template}
     return {'tokenizer.json': tokenizer.to_json(), 'tokenizer_config.json': json.dumps(config, indent=2)}
 
 
 def save_pretrained(model, tokenizer, folder, dtype=None):
     """Writes a folder for AutoModelForCausalLM and AutoTokenizer. tokenizer: may be None; dtype: None: the
-    model's. Raises, with nothing changed, ValueError if no family computes the same or the folder holds other
-    files, OSError or SafetensorError if it cannot be written."""
-    safetensors = package('safetensors')
+    model's. Raises, with nothing changed, ValueError if no family computes the same or the folder has files,
+    OSError or SafetensorError if it cannot be written."""
     folder = pathlib.Path(folder).absolute()
     dtype = dtype or model.wte.weight.dtype
     c = config_to_hf(model.config) | {'dtype': plain(dtype)}
-    there = {path.name for path in folder.glob('*')}
-    if WEIGHTS in there and 'exported_by' in (safetensors.safe_open(folder / WEIGHTS, 'pt').metadata() or {}):
-        there -= {WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', 'config.json'}
-    if there:
-        raise ValueError(f"{folder} holds {', '.join(sorted(there)):.60}, of no earlier export: give another")
+    if any(folder.glob('*')):
+        raise ValueError(f"{folder} is not empty: remove it, or give another name")
     texts = {}
     if tokenizer is not None:
         stops = list(tokenizer.stop_tokens)  # in a chat, an answer's end too
-        c['eos_token_id'] = stops[0] if len(stops) == 1 else stops or None
-        texts = tokenizer_files(tokenizer, model)
+        ends = {'eos_token_id': stops[0] if len(stops) == 1 else stops or None}
+        c |= ends
+        texts = tokenizer_files(tokenizer, model) | {'generation_config.json': json.dumps(ends)}
     texts['config.json'] = json.dumps(c, indent=2)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -274,12 +286,9 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding='utf-8', newline='')
         tensors = their_tensors(model, plan(model, FAMILIES[c['model_type']]), dtype)
-        package('safetensors.torch').save_file(
-            tensors, temporary / WEIGHTS, {'format': 'pt', 'exported_by': 'flatgpt'})
+        package('safetensors.torch').save_file(tensors, temporary / WEIGHTS, {'format': 'pt'})
         shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else private to its owner
         folder.mkdir(exist_ok=True)
-        for path in folder.iterdir():  # the earlier export
-            path.unlink()
         for path in temporary.iterdir():
             path.replace(folder / path.name)
 
@@ -288,12 +297,17 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
 
 GGUF_NEED = 'files for llama.cpp need', 'gguf'
 GGUF_DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'q8_0': 'Q8_0'}
-GGUF_PATTERNS = {  # llama.cpp's name of it: what splits a text into words
+GGUF_ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]  # it stops at each of them
+GGUF_PATTERNS = {  # llama.cpp's name of it: what splits a text into words, each line what the last left whole
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
     **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # the last is written
     **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
     # digits one by one, then as GPT-2
     'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
+    'default': r"""[\p{P}\$\+<=>\^~\|]+
+'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
+\p{N}+
+[0-9][0-9][0-9]""",
     'gpt-4o':  # o200k_base, which differs in combining marks
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -313,7 +327,7 @@ def gguf_tokenizer(tokenizer, n_vocab):
     step = spec['pre_tokenizer'] or {'type': 'none'}
     merges = spec['model'].get('merges')
     steps = step.get('pretokenizers', [step])
-    words = ' '.join(one.get('pattern', one).get('Regex', one['type']) for one in steps
+    words = '\n'.join(one.get('pattern', one).get('Regex', one['type']) for one in steps
                      if one.get('use_regex', True))
     if (words not in GGUF_SPLITS or merges and not words or not stops
             or any(one.get('add_prefix_space') for one in steps)
@@ -328,8 +342,8 @@ def gguf_tokenizer(tokenizer, n_vocab):
         'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': GGUF_SPLITS[words],
         'tokenizer.ggml.tokens': [*texts], 'tokenizer.ggml.token_type': [*kinds],
         'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # none is not allowed
-        'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], 'tokenizer.ggml.eos_token_id': stops[0],
-        'tokenizer.ggml.eot_token_id': stops[-1], 'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
+        'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], **dict(zip(GGUF_ENDS, stops)),
+        'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
         'tokenizer.chat_template': tokenizer.chat_template}
 
 
@@ -454,42 +468,52 @@ def published_tokenizer(path):
     if not path.endswith('.gguf'):
         return json_tokenizer(path)
     keys, _ = gguf_contents(path)
-    splits = keys.get('tokenizer.ggml.pre', 'SentencePiece')
+    model = keys['tokenizer.ggml.model']
+    splits = keys.get('tokenizer.ggml.pre', 'default') if model == 'gpt2' else model
     if splits not in GGUF_PATTERNS:
         raise ValueError(f"{path} has a {splits} tokenizer; {', '.join(GGUF_PATTERNS)} are read")
     texts = keys['tokenizer.ggml.tokens']
-    kinds = keys['tokenizer.ggml.token_type']
+    config = {name: texts[keys[key]] for name in ('bos_token', 'eos_token')
+              if (key := f'tokenizer.ggml.{name}_id') in keys}
+    ends = [keys[key] for key in GGUF_ENDS if key in keys]
+    special = {*config.values(), *(texts[i] for i in ends)}
+    kinds = keys.get('tokenizer.ggml.token_type') or [3 if text in special else 1 for text in texts]
     vocab = {text: i for i, text in enumerate(texts) if kinds[i] != 5}
     merges = [merge.split(' ') for merge in keys['tokenizer.ggml.merges'] if merge.replace(' ', '') in vocab]
     library = package('tokenizers')
-    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, GGUF_PATTERNS[splits], {}))
+    patterns = GGUF_PATTERNS[splits].split('\n')
+    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, patterns, {}))
     tokenizer.add_tokens([library.AddedToken(text, normalized=False, special=kinds[i] == 3)
                           for text, i in vocab.items() if kinds[i] in (3, 4)])
-    bos = texts[keys['tokenizer.ggml.bos_token_id']]
-    if keys.get('tokenizer.ggml.add_bos_token', splits == 'llama-bpe'):
+    bos = config.get('bos_token')
+    if bos and keys.get('tokenizer.ggml.add_bos_token', splits == 'llama-bpe'):
         tokenizer.post_processor = library.processors.TemplateProcessing(
             single=f'{bos} $A', special_tokens=[(bos, vocab[bos])])
     return JsonTokenizer(tokenizer.to_str(), {
-        'bos_token': bos, 'eos_token': texts[keys['tokenizer.ggml.eos_token_id']],
-        'chat_template': keys.get('tokenizer.chat_template')})
+        **config, 'eos_token_id': ends, 'chat_template': keys.get('tokenizer.chat_template')})
 
 
 # the hub ----------------------------------------------------------------------------------------------------
 
-SMALL_FILES = ['config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', INDEX]
+SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json',
+               'chat_template.jinja', ADAPTERS, INDEX]
 
 
 def fetch(name):
     """A path, or an id on the hub -> the folder into which its files are downloaded, the safetensors if
-    config.json is supported. Raises OSError."""
+    config.json is supported. Raises OSError, or ValueError for anything else."""
+    if not is_published(name):
+        raise ValueError(f"{name} is no folder with config.json, no .gguf file and no id on the hub; `python "
+                         "hub.py export RUN FOLDER` makes such a folder of a run of train.py")
     if os.path.exists(name):
         return os.fspath(name)
     download = package('huggingface_hub').snapshot_download
     repo = name if '/' in name else f'openai-community/{name}'  # nanoGPT's names of GPT-2
     try:
         folder = download(repo, allow_patterns=SMALL_FILES)
-        config_from_hf(read_json(folder, 'config.json'))
-        return download(repo, revision=os.path.basename(folder), allow_patterns=weight_names(folder))
+        read_config(folder)
+        return download(repo, revision=os.path.basename(folder),
+                        allow_patterns=[WEIGHTS, *weight_names(folder)])
     except OSError as error:
         raise OSError(f"{repo} is not a folder here, and cannot be fetched: {' '.join(str(error).split())}"
                       ) from error
@@ -625,9 +649,11 @@ def from_state(state, model_args, **changes):
 # loading ----------------------------------------------------------------------------------------------------
 
 def is_published(name):
-    """Whether this is a folder with config.json, a GGUF file, or looks like a hub id or nanoGPT's gpt2."""
+    """Whether this is a folder with config.json or adapters of PEFT, a GGUF file, or looks like a hub id or
+    nanoGPT's gpt2."""
     if os.path.exists(name):
-        return str(name).endswith('.gguf') or os.path.exists(f'{name}/config.json')
+        return str(name).endswith('.gguf') or any(
+            os.path.exists(f'{name}/{one}') for one in ('config.json', ADAPTERS))
     return re.fullmatch(r'(?!.*\.pt$)[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
 
 

@@ -127,6 +127,7 @@ class Tokenizer:
     bos = ()  # the ids that documents and prompts begin with
     chat_template = None
     chat_variables = {}  # of the template, like bos_token: {name: text}
+    eos_tokens = ()  # ids of further tokens that end a text, as published files list them
 
     def __init__(self, name, tokens, special):
         self.name = name
@@ -194,7 +195,7 @@ class Tokenizer:
 
     @functools.cached_property
     def stop_tokens(self):
-        """eot, and the special token that the chat template puts behind an answer."""
+        """eot, the special token that the chat template puts behind an answer, and eos_tokens."""
         ends = [] if self.eot is None else [self.eot]
         answer = 'the answer'
         if self.chat_template:
@@ -202,7 +203,7 @@ class Tokenizer:
             with contextlib.suppress(Exception):  # chat() raises it
                 after = self.render(messages, False).rpartition(answer)[2]
                 ends += [self.special[mark] for mark in re.findall(self.special_pattern, after)[:1]]
-        return tuple(dict.fromkeys(ends))
+        return tuple(dict.fromkeys([*ends, *self.eos_tokens]))
 
 
 def json_value(value, change=lambda value, key: value, key=None):
@@ -234,7 +235,7 @@ class ByteTokenizer(Tokenizer):
         return {'kind': 'byte'}
 
     def to_json(self):
-        return bpe_json(byte_chars(), [], None, self.special)
+        return bpe_json(byte_chars(), [], [], self.special)
 
 
 class CharTokenizer(Tokenizer):
@@ -260,7 +261,7 @@ class CharTokenizer(Tokenizer):
 
     def to_json(self):
         vocab = {char: i for i, char in enumerate(self.chars)}
-        return bpe_json(vocab, [], None, self.special, byte_level=False)
+        return bpe_json(vocab, [], [], self.special, byte_level=False)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -293,7 +294,7 @@ class TiktokenTokenizer(Tokenizer):
                   for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
         # tokenizers' regular expressions know possessive ++, *+ and ?+, but read {1,3}+ as any number of them
         pattern = re.sub(r'(\{\d+(?:,\d*)?\})\+', r'\1', self.pattern)
-        return bpe_json({text(token): i for token, i in ranks.items()}, merges, pattern, self.special)
+        return bpe_json({text(token): i for token, i in ranks.items()}, merges, [pattern], self.special)
 
 
 def rank_table(ranks):
@@ -302,11 +303,12 @@ def rank_table(ranks):
                    for token in sorted(ranks, key=ranks.get))
 
 
-def bpe_json(vocab, merges, pattern, special, byte_level=True):
-    """A tokenizer.json, as text."""
-    split = [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}]
+def bpe_json(vocab, merges, patterns, special, byte_level=True):
+    """A tokenizer.json, as text. patterns: each splits what the one before has left whole."""
+    steps = [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
+             for pattern in patterns]
     level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': False, 'use_regex': False}
-    steps = split * bool(pattern) + [level] * byte_level
+    steps += [level] * byte_level
     return json.dumps({
         'version': '1.0', 'truncation': None, 'padding': None, 'normalizer': None, 'post_processor': None,
         'added_tokens': [{'id': i, 'content': text, 'single_word': False, 'lstrip': False, 'rstrip': False,
@@ -331,7 +333,7 @@ SPECIAL_TOKENS = 'bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token'
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json, by the tokenizers library. source: its text; config: SPECIAL_TOKENS and chat_template
-    of tokenizer_config.json."""
+    of tokenizer_config.json, and eos_token_id, a list of all that end a text."""
     def __init__(self, source, config=None):
         self.source = source
         self.config = config or {}
@@ -343,6 +345,7 @@ class JsonTokenizer(Tokenizer):
         self.chat_variables = {name: token['content'] if isinstance(token, dict) else token
                                for name in SPECIAL_TOKENS if (token := self.config.get(name))}
         self.chat_template = self.config.get('chat_template')
+        self.eos_tokens = self.config.get('eos_token_id', ())
         ends = [self.chat_variables.get('eos_token'), EOT, '<|end_of_text|>', '</s>', '<|im_end|>']
         self.eot = next((vocab[end] for end in ends if end in vocab), None)
         some = self.library.encode('a')  # its post-processor, if any, puts a bos in front
@@ -395,13 +398,15 @@ def library_tokenizer(source):
 
 def token_bytes(vocab, spec):
     """{id: its bytes} of a tokenizer.json's vocabulary. Byte-level vocabularies write a character for each
-    byte; others U+2581 for a space, and perhaps <0x0A> for a byte without a token."""
+    byte, except in added tokens; others U+2581 for a space, and perhaps <0x0A> for a byte without a token.
+    """
     byte_level = '"ByteLevel"' in json.dumps([spec.get('pre_tokenizer'), spec.get('decoder')])
     fallback = spec['model'].get('byte_fallback')
     back = byte_chars()
+    added = {token['content'] for token in spec.get('added_tokens', [])}
     tokens = {}
     for text, i in vocab.items():
-        if byte_level and all(char in back for char in text):
+        if byte_level and text not in added and all(char in back for char in text):
             tokens[i] = bytes(back[char] for char in text)
         elif fallback and re.fullmatch('<0x[0-9A-F]{2}>', text):
             tokens[i] = bytes([int(text[3:5], 16)])
@@ -631,16 +636,22 @@ def tiktoken_tokenizer(name):
 def json_tokenizer(path):
     """A JsonTokenizer of a tokenizer.json, or a folder with one, and of the files that stand beside it."""
     path = pathlib.Path(path)
-    config = {}
     if path.is_dir():
         path /= 'tokenizer.json'
-    settings = path.with_name('tokenizer_config.json')
+
+    def beside(name):
+        """The content of a JSON file in the same folder, {} if there is none."""
+        file = path.with_name(name)
+        with reading(file):
+            return json.loads(file.read_bytes()) if file.exists() else {}
+    config = beside('tokenizer_config.json')
+    config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
     template = path.with_name('chat_template.jinja')
-    if settings.exists():
-        config = json.loads(settings.read_bytes())
-        config = {key: config[key] for key in (*SPECIAL_TOKENS, 'chat_template') if config.get(key)}
     if template.exists():
         config['chat_template'] = template.read_bytes().decode()
+    config['eos_token_id'] = [  # which is a number, a list or null
+        i for name in ('generation_config.json', 'config.json')
+        for i in np.ravel(beside(name).get('eos_token_id')).tolist() if i is not None]
     with reading(path):
         return JsonTokenizer(path.read_bytes().decode(), config)  # as bytes: line ends stay as they are
 

@@ -220,15 +220,15 @@ def test_matrices_take_another_dtype(tmp_path):
 
 # tokenizers -------------------------------------------------------------------------------------------------
 
-def tokenized(keys, pattern, text):
-    """The ids of a text by what a file says alone: the pattern's words as bytes, merged by rank."""
+def tokenized(keys, words):
+    """The ids of words by what a file says alone: their bytes, merged by rank."""
     alphabet = [*range(33, 127), *range(161, 173), *range(174, 256)]
     chars = {b: chr(b) for b in alphabet} | {
         b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in alphabet)}
     ids = {token: i for i, token in enumerate(keys['tokenizer.ggml.tokens'])}
     ranks = {tuple(pair.split(' ')): i for i, pair in enumerate(keys['tokenizer.ggml.merges'])}
     found = []
-    for word in regex.findall(pattern, text):
+    for word in words:
         parts = [chars[b] for b in word.encode()]
         while pairs := [(ranks[pair], i) for i, pair in enumerate(zip(parts, parts[1:])) if pair in ranks]:
             _, i = min(pairs)
@@ -274,17 +274,57 @@ def test_a_tokenizer_can_be_rebuilt_from_a_file(tokenizer, tmp_path):
     assert keys['tokenizer.ggml.pre'] == pre
     assert len(tokens) == len(set(tokens)) == len(kinds) == tok.n_vocab + 3
     text = prep_awkward(300, seed=1)
-    assert tokenized(keys, pattern, text) == tok.encode_array(text).tolist()
+    assert tokenized(keys, regex.findall(pattern, text)) == tok.encode_array(text).tolist()
     assert {tokens[i]: i for i, kind in enumerate(kinds) if kind == 3} == tok.special
     assert [token for token, kind in zip(tokens, kinds) if kind == 4] == ['<think>'] * ('<think>' in tokens)
     assert kinds[-3:] == [5] * 3 and keys['tokenizer.ggml.eos_token_id'] == tok.eot == tok.stop_tokens[0]
-    assert keys['tokenizer.ggml.eot_token_id'] == tok.stop_tokens[-1]
+    assert keys.get('tokenizer.ggml.eot_token_id') == [*tok.stop_tokens, None][1]
     assert keys['tokenizer.ggml.add_bos_token'] == bool(tok.bos)
     assert [keys['tokenizer.ggml.bos_token_id']] == list(tok.bos or [tok.eot])
     assert keys.get('tokenizer.chat_template') == tok.chat_template
     back = hub.load(str(path))[1]
     assert back.encode(text) == tok.encode(text) and back.special == tok.special
     assert (list(back.bos), back.stop_tokens) == (list(tok.bos), tok.stop_tokens)
+
+
+def split_in_turn(patterns, text):
+    """The words that llama.cpp finds: each pattern's matches, and what is between them."""
+    words = [text]
+    for pattern in patterns:
+        words = [part for word in words for part in regex.split(f'({pattern})', word) if part]
+    return words
+
+
+DEFAULT_WORDS = [  # llama-vocab.cpp's for files that name no pattern
+    r'[\p{P}\$\+<=>\^~\|]+', r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r'\p{N}+', '[0-9][0-9][0-9]']
+
+
+def test_files_lack_optional_keys(tmp_path):
+    path, theirs = str(tmp_path / 'x.gguf'), prep_toy_bpe()
+    keys = {f'tokenizer.ggml.{name}': hub.gguf_tokenizer(theirs, 265 + 1)[f'tokenizer.ggml.{name}']
+            for name in ('tokens', 'merges')}
+    text = prep_awkward(300) + tok_texts()[3][:500]
+    for more in {}, {'tokenizer.ggml.eos_token_id': theirs.eot}:
+        written(path, 'llama', 'F32', np.zeros((2, 8), np.uint8), **keys, **more)
+        hub.gguf_contents.cache_clear()
+        tok = hub.published_tokenizer(path)
+        words = split_in_turn(DEFAULT_WORDS, text)
+        assert tok.encode_array(text).tolist() == tokenized(keys, words)
+        assert tok.eot == theirs.eot and tok.special == (theirs.special if more else {}) and tok.bos == []
+    hub.save_gguf(tiny(n_layer=1, n_embd=8, vocab_size=266), tok, str(tmp_path / 'y.gguf'))
+    assert read(tmp_path / 'y.gguf')[0]['tokenizer.ggml.pre'] == 'default'
+
+
+def test_files_name_up_to_three_ends(tmp_path):
+    path = str(tmp_path / 'x.gguf')
+    ends = [256, 10, 11]
+    tok = JsonTokenizer(ByteTokenizer().to_json(), {'eos_token_id': [10, 256, 11]})
+    assert sorted(tok.stop_tokens) == sorted(ends) and tok.eot == 256
+    hub.save_gguf(tiny(n_layer=1, n_embd=8, vocab_size=257), tok, path)
+    keys, _ = read(path)
+    assert [keys[f'tokenizer.ggml.{name}_token_id'] for name in ('eos', 'eot', 'eom')] == ends
+    assert list(hub.load(path)[1].stop_tokens) == ends
 
 
 def test_smollm_splits_digits_first():
@@ -334,7 +374,8 @@ def test_a_model_of_text_alone_is_exported_without_a_chat_template(tmp_path, mon
         run('hub.py', 'export', 'ckpt.pt', f'{masked}.gguf')
         keys, _ = read(f'{masked}.gguf')
         assert keys.get('tokenizer.chat_template') == (tok.chat_template if masked else None)
-        assert keys['tokenizer.ggml.eot_token_id'] == tok.special['<|im_end|>' if masked else '<|endoftext|>']
+        assert keys['tokenizer.ggml.eos_token_id'] == tok.eot
+        assert keys.get('tokenizer.ggml.eot_token_id') == (tok.special['<|im_end|>'] if masked else None)
 
 
 def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):

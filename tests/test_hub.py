@@ -519,6 +519,24 @@ def test_hf_files_in_other_forms(kind, options, edit, tmp_path):
 
 
 @torch.no_grad()
+def test_hf_heads_of_tied_models(tmp_path):
+    """A file may have a head although its config.json ties it, or no other weight for both."""
+    hf_model('qwen3', TIED, tmp_path)
+    path, idx = tmp_path / 'model.safetensors', torch.randint(61, (2, 12))
+    state = safetensors.load_file(path)
+    wte = {'model.embed_tokens.weight': state.pop('model.embed_tokens.weight')}
+    w, = wte.values()
+    for head, is_tied in (wte | {'lm_head.weight': w.flip(0)}, False), ({'lm_head.weight': w}, True), (
+            wte | {'lm_head.weight': w.clone()}, True):
+        safetensors.save_file(state | head, path, {'format': 'pt'})
+        ours = hub.from_pretrained(tmp_path)
+        near(ours(idx), hf_opened(tmp_path)(idx).logits)
+        assert (ours.lm_head is None) == is_tied
+    (tmp_path / 'model.safetensors.index.json').write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    near(hub.from_pretrained(tmp_path)(idx), hf_opened(tmp_path)(idx).logits)  # a stale index
+
+
+@torch.no_grad()
 def test_hf_dtypes_and_contexts(tmp_path):
     theirs, idx = hf_model('gpt2', {}, tmp_path), torch.randint(61, (2, 16))
     near(hub.from_pretrained(tmp_path, block_size=16)(idx), theirs(idx).logits)  # cropped
@@ -548,7 +566,6 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path):
 
 @pytest.mark.parametrize('change, message', [
     (dict(model_type='rwkv2'), "model_type='rwkv2' is unsupported; these are supported: .*llama"),
-    (dict(model_type='diffllama'), "model_type='diffllama' is unsupported; it has differential attention"),
     (dict(quantization_config={'quant_method': 'fp8'}), 'llama with quantization_config=.*fp8'),
     (dict(hidden_act='swish9'), "'swish9': none of"), (dict(use_magic=1, alibi=1), 'use_magic=1, alibi=1'),
     (dict(sliding_window=8), 'sliding_window=8'),
@@ -561,18 +578,6 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path):
 def test_hf_refuses_by_name_what_it_does_not_support(change, message):
     with pytest.raises(ValueError, match=message):
         hub.config_from_hf({**SIZES, 'model_type': 'llama', **change})
-
-
-def test_hf_causal_models_are_read_or_refused_by_name():
-    transformers = pytest.importorskip('transformers')
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not transformers.__version__.startswith('5.23'):
-        pytest.skip('it has other models')
-    for kind in known.keys() - {'gemma4_assistant'}:  # whose default configuration is invalid
-        c = json.loads(transformers.AutoConfig.for_model(kind).to_json_string())
-        if (name := hub.text_config(c)['model_type']) not in hub.FAMILIES:
-            with pytest.raises(ValueError, match=f"model_type='{name}' is unsupported; it has "):
-                hub.config_from_hf(c)
 
 
 def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
@@ -595,10 +600,11 @@ def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
 def test_exports_open_in_transformers_or_are_refused_by_name(tmp_path):
     gemma = dict(norm_placement='sandwich', qk_norm=False, mlp='geglu_tanh', embed_scale=32**0.5)
     scaled = dict(gemma, rope_scaling={'factor': 2.0, 'rope_type': 'linear'})
-    for options in scaled, dict(gemma, window=5, window_pattern='SL'), dict(gemma, attn_softcap=3.0):
+    for n, options in enumerate((
+            scaled, dict(gemma, window=5, window_pattern='SL'), dict(gemma, attn_softcap=3.0))):
         model = tiny(**options)
-        hub.save_pretrained(model, None, tmp_path / 'out')
-        near(hf_opened(tmp_path / 'out')(idx := tokens(model, 2, 20)).logits, model(idx))
+        hub.save_pretrained(model, None, tmp_path / f'{n}')
+        near(hf_opened(tmp_path / f'{n}')(idx := tokens(model, 2, 20)).logits, model(idx))
     for options, part in ((dict(residual_lambdas=True), 'residual_lambdas .here True'),
                           (dict(mlp='gelu'), "nearest, qwen3, differs in mlp .here 'gelu'"),
                           (dict(qk_norm='whole'), "qk_norm .here 'whole'"),
@@ -608,21 +614,67 @@ def test_exports_open_in_transformers_or_are_refused_by_name(tmp_path):
     assert not (tmp_path / 'none').exists()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize('in_generation_config', [True, False])
+def test_generation_stops_at_every_end_token_as_in_transformers(in_generation_config, tmp_path):
+    transformers = pytest.importorskip('transformers')
+    theirs, folder = hf_model('qwen3', {'vocab_size': 257}), tmp_path / 'theirs'
+    prompt = torch.randint(257, (1, 7))
+    drawn = theirs.generate(prompt, max_new_tokens=30, do_sample=False)[0, 7:].tolist()
+    end = list(dict.fromkeys(drawn))[-1]  # the last that appears
+    ends = [256, end]
+    assert drawn.index(end) > 3 and 256 not in drawn
+    theirs.generation_config.eos_token_id = ends if in_generation_config else None
+    theirs.config.eos_token_id = 256 if in_generation_config else ends
+    theirs.save_pretrained(folder)
+    if not in_generation_config:
+        (folder / 'generation_config.json').unlink()
+    (folder / 'tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
+    run('hub.py', 'export', str(folder), str(tmp_path / 'ours'))
+    for name in 'theirs', 'ours':
+        model, tokenizer, _ = hub.load(str(tmp_path / name))
+        mine, = made(model, [prompt[0].tolist()], 30, temperature=0, stop_tokens=tokenizer.stop_tokens)
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        whole = opened.generate(prompt, max_new_tokens=30, do_sample=False)[0, 7:].tolist()
+        assert whole == [*mine, end] == drawn[:len(whole)]
+    assert json.loads((tmp_path / 'ours/config.json').read_text())['eos_token_id'] == [
+        *tokenizer.stop_tokens] == list(opened.generation_config.eos_token_id)
+
+
+@torch.no_grad()
+def test_exports_have_the_older_fields_of_rotations_too(tmp_path):
+    """Which transformers 5 reads as well, if rope_parameters is missing."""
+    gemma = dict(norm_placement='sandwich', mlp='geglu_tanh', embed_scale=32**0.5, window=5, n_layer=6,
+                 window_pattern='SSSSSL', local={'rope_base': 300.0, 'rope_scaling': None})
+    neox = dict(norm_placement='parallel_2', norm='layernorm', norm_eps=1e-5, mlp='gelu', bias=True,
+                qk_norm=False, partial_rotary_factor=0.5)
+    yarn = dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=16)
+    llama3 = dict(yarn, rope_type='llama3', low_freq_factor=1.0, high_freq_factor=4.0)
+    llama = dict(qk_norm=False)
+    for n, (options, scaling) in enumerate((
+            ({}, None), ({}, yarn), (llama, llama3), (gemma, yarn), (neox, None))):
+        model, folder = tiny(**options, rope_base=500.0, rope_scaling=scaling), tmp_path / f'{n}'
+        hub.save_pretrained(model, None, folder)
+        path, logits = folder / 'config.json', model(idx := tokens(model, 2, 20))
+        c = json.loads(path.read_text())
+        assert c.pop('rope_parameters')
+        path.write_text(json.dumps(c))
+        near(hf_opened(folder)(idx).logits, logits)
+        near(hub.from_pretrained(folder)(idx), logits, 1e-6)
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_an_export_replaces_nothing_but_an_earlier_one(tmp_path):
-    folder, model = tmp_path / 'out', tiny(n_layer=1)
-    hub.save_pretrained(tiny(), make_tokenizer('byte'), folder)
-    hub.save_pretrained(model, None, folder)  # whose tokenizer is gone with the model that it was for
-    assert same_weights(hub.from_pretrained(folder).state_dict(), model.state_dict())
-    assert contents(folder).keys() == {'config.json', 'model.safetensors'}
-    safetensors.save_file({'x': torch.ones(1)}, folder / 'model.safetensors')  # a person's
-    before = contents(folder)
-    with pytest.raises(ValueError, match='out holds config.json, model.safetensors, of no earlier export'):
-        hub.save_pretrained(tiny(), None, folder)
-    assert contents(folder) == before
+def test_an_export_replaces_nothing(tmp_path):
+    hub.save_pretrained(tiny(), make_tokenizer('byte'), tmp_path)
+    before = contents(tmp_path)
+    assert before.keys() == {'config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json',
+                             'tokenizer_config.json'}
+    with pytest.raises(ValueError, match=f'{tmp_path} is not empty'):
+        hub.save_pretrained(tiny(n_layer=1), None, tmp_path)
+    assert contents(tmp_path) == before
 
 
 @contextlib.contextmanager
@@ -638,12 +690,10 @@ def full_disk(size):
 
 
 def test_export_to_a_full_disk_changes_nothing(tmp_path):
-    hub.save_pretrained(tiny(n_layer=1), None, tmp_path / 'there')
-    old, errors = contents(tmp_path / 'there'), (OSError, pytest.importorskip('safetensors').SafetensorError)
-    for name in ('new', 'there'):
-        with full_disk(40_000), pytest.raises(errors, match=CANNOT_WRITE):
-            hub.save_pretrained(tiny(), None, tmp_path / name)
-    assert os.listdir(tmp_path) == ['there'] and contents(tmp_path / 'there') == old
+    errors = OSError, pytest.importorskip('safetensors').SafetensorError
+    with full_disk(40_000), pytest.raises(errors, match=CANNOT_WRITE):
+        hub.save_pretrained(tiny(), None, tmp_path / 'new')
+    assert not os.listdir(tmp_path)
 
 
 def test_adapters_of_a_published_model_are_exported_merged(folder):
@@ -661,6 +711,25 @@ def test_adapters_of_a_published_model_are_exported_merged(folder):
         assert (hub.from_pretrained('theirs', dtype=torch.float32)(idx) - model(idx)).abs().max() > 0.01
     auto = pytest.importorskip('transformers').AutoTokenizer.from_pretrained('whole')
     assert auto('abcd')['input_ids'] == [0, 1, 2, 3]
+
+
+def test_what_is_no_published_model_is_said_to_be_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in 'adapters', 'out':
+        os.mkdir(name)
+    Path('adapters/adapter_config.json').write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+    Path('out/ckpt.pt').write_text('')
+    for name, message in (('adapters', 'adapters of PEFT, not a model: merge them'),
+                          ('out', 'hub.py export RUN'), ('out/ckpt.pt', 'hub.py export RUN'),
+                          ('./models/typo', 'typo is no folder with')):
+        with pytest.raises(ValueError, match=message):
+            run('hub.py', name)
+    with pytest.raises(ValueError, match='adapters of PEFT'):
+        hub.load('adapters')
+    hub.save_pretrained(tiny(), make_tokenizer('byte'), tmp_path / 'theirs')
+    Path('theirs/tokenizer_config.json').write_text('{')
+    with pytest.raises(ValueError, match='theirs/tokenizer_config.json is damaged'):
+        hub.published_tokenizer('theirs')
 
 
 # the hub ----------------------------------------------------------------------------------------------------
@@ -686,7 +755,7 @@ def test_hub_ids_become_local_folders(tmp_path, monkeypatch, capsys):
     idx, model = torch.randint(257, (1, 12)), hub.from_pretrained('repo')
     assert torch.equal(hub.load('a/b')[0](idx), model(idx))
     weights = {path.name for path in Path('repo').glob('model-*.safetensors')}
-    small = {'config.json', 'tokenizer.json', 'model.safetensors.index.json'}
+    small = {'config.json', 'generation_config.json', 'tokenizer.json', 'model.safetensors.index.json'}
     assert asked == [('a/b', None, small), ('a/b', 'cache', weights)] and len(weights) > 1
     hub.describe('a/b', 'cache')
     said = capsys.readouterr().out

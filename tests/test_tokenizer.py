@@ -229,6 +229,15 @@ def test_tokenizer_json_of_other_kinds():
     assert JsonTokenizer(json.dumps(spec)).eot == ours.special[EOT]
 
 
+def test_added_words_with_accents_decode_to_themselves():
+    tk = pytest.importorskip('tokenizers')
+    library = tk.Tokenizer.from_str(tok_oracles()['gpt2'].to_str())
+    library.add_tokens(['đem', 'café', 'straße'])
+    tok, text = JsonTokenizer(library.to_str()), 'un café đem straße, déjà'
+    assert {library.token_to_id(word) for word in ('đem', 'café', 'straße')} <= {*tok.encode(text)}
+    assert tok.decode(tok.encode(text)) == text and tok.sizes[tok.encode(text)].sum() == len(text.encode())
+
+
 def test_a_tokenizer_of_another_kind_is_refused():
     tk = pytest.importorskip('tokenizers')
     words = tk.Tokenizer(tk.models.WordLevel({'a': 0, 'b': 1}, unk_token='a'))
