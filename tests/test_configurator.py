@@ -163,6 +163,8 @@ def test_a_range_ends_where_it_says():
     for name, value in (('top_p', 1.01), ('min_lr', 0.2), ('min_p', math.nan)):
         with pytest.raises(ValueError, match=f'{name}={value} must be at least .* and at most'):
             configurator.check_settings({'learning_rate': 0.1, name: value})
+    with pytest.raises(ValueError, match="quantize='int4' is none of '', int8"):
+        configurator.check_settings({'quantize': 'int4'})
 
 
 def test_a_config_file_imports_a_file_beside_it(script, tmp_path, monkeypatch):
