@@ -285,10 +285,14 @@ def effective(settings, unused):
     """model_args of Configured without those of config files that flags leave without effect. unused:
     model.unused."""
     args = settings.model_args
-    lost = [name for name in unused(args) - unused(settings.file_args) if settings.given[name] != 'flags']
+    of_files = unused(settings.file_args)
+    lost = []
+    while new := [name for name in unused(args) - of_files if settings.given[name] != 'flags']:
+        lost += new  # without these, others may lose their effect
+        args = {name: args[name] for name in args if name not in lost}
     if lost:
-        print0(f"left out, without effect beside the flags: {', '.join(lost)}")
-    return {name: args[name] for name in args if name not in lost}
+        print0(f"left out, without effect beside the flags: {', '.join(sorted(lost))}")
+    return args
 
 
 @contextlib.contextmanager
