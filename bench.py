@@ -2,12 +2,12 @@
 Measures: how fast, how big, how much memory, how good.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
-    python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
+    python bench.py train config/gpt2.py --n_layer=4 --n_head=4 --n_embd=128 --vs=../nanoGPT
     python bench.py train config/small.py --parts=True       # the time of a step by part of the model
     python bench.py params config/mixtral_8x7b.py            # parameters, their initial values, FLOPs, cache
     python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # what grows with n, n^2
     python bench.py params config/small.py --memory=80       # and what fits into 80 GB in training, here
-    python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
+    python bench.py decode config/gpt2.py --prompt_len=32    # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
     python bench.py decode config/gpt2.py --batch_size=8     # beside one row alone; or --speculate=8
     python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
@@ -43,6 +43,7 @@ from configurator import (
     configure,
     effective,
     memory_at_hand,
+    naming,
     package,
     peak_flops,
     peak_mb,
@@ -55,7 +56,8 @@ from configurator import (
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
 batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB);
-                                  # params: given, the memory of training with it is forecast
+                                  # params: given, the memory of training with it is forecast. A config
+                                  # file's counts in train only
 memory: float | None = None       # params: GB that training is to fit into; None: what this device has
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts, multiples of the trained one
@@ -77,7 +79,7 @@ device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
 seed = 1337                       # of weights and tokens
-settings = configure(globals(), 'GPTConfig', words=2)
+settings = configure(globals(), 'GPTConfig', words=2, default_file='config/default.py')
 config, _, words, given, _ = settings
 
 import numpy as np
@@ -88,7 +90,7 @@ from torch.nn.utils.rnn import pad_sequence
 import hub
 import sample
 import train
-from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params, unused
+from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params, try_tokens, unused
 from prepare import (
     FORMATS,
     Bins,
@@ -188,8 +190,11 @@ def named_model(config, model_args, device, dtype=torch.float32):
         model_args = {'vocab_size': read_meta(folder)['vocab_size']} | model_args
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
-            return GPT(GPTConfig(**model_args))
+        with naming(model_args), torch.device(device):
+            model = GPT(GPTConfig(**model_args))
+            if device != 'meta':
+                try_tokens(model)
+            return model
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -831,4 +836,8 @@ if __name__ == '__main__':
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
     refuse_unused(given, config.keys() - known.split(), f"in {what}, whose settings are GPTConfig's, {known}")
     check_settings(config, train.CHOICES)
+    if what != 'train' and given.get('batch_size') != 'flags':
+        config['batch_size'] = None
+    if given.get('dataset') == 'flags':  # of a config file's, shapes suffice
+        Bins(data_folder(dataset), 'val')  # raises FileNotFoundError unless it is prepared
     print_json(json, **measure(config, effective(settings, unused), *more))

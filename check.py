@@ -20,11 +20,11 @@ import traceback
 import types
 from unittest import mock
 
-from configurator import configure, effective, show
+from configurator import configure, effective, naming, show
 
 init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
-settings = configure(globals(), 'GPTConfig')
+settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
 
 import torch
 import torch.nn.functional as F
@@ -490,7 +490,8 @@ def check(init_from='scratch', **model_args):
     checks = dict(CHECKS)
     failed = []
     if init_from == 'scratch':
-        whole = GPTConfig(**model_args)
+        with naming(model_args):
+            whole = GPTConfig(**model_args)
     else:
         model, _, rest = hub.load(init_from, **model_args)
         whole = model.config

@@ -637,7 +637,8 @@ def compare(config, args, name='compare'):
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         variants = make_variants(texts, args, Path(place))
         refuse_other_judges(variants)
-        print0(f"{len(variants)} variants of train.py {shlex.join(args)}")
+        by_default = [] if any(map(is_config, args)) else ['config/default.py']
+        print0(f"{len(variants)} variants of train.py {shlex.join([*by_default, *args])}")
         if match in ('params', 'active'):
             if None in [variant.model for variant in variants]:
                 raise ValueError(f"match={match} counts by the working tree's code, and from scratch")

@@ -1703,9 +1703,18 @@ def unused(args):
     """The names of GPTConfig's args that have no effect beside the others; it refuses them."""
     try:
         GPTConfig(**args)
-    except ValueError as error:
-        return error.unused
+    except Exception as error:  # also of Python: naming tells it
+        return getattr(error, 'unused', set())
     return set()
+
+
+def try_tokens(model):
+    """Computes a loss. Raises what Python or torch does, and ArithmeticError if it is not finite."""
+    idx = torch.zeros(1, min(2, model.config.block_size), dtype=torch.long, device=model.wte.weight.device)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # dropout draws; attention is written out
+        loss, _ = model(idx, idx)
+    if not loss.isfinite():
+        raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
 
 
 def fill_defaults(config):
@@ -1801,6 +1810,8 @@ def impossible(config):
         scaling = own.get('rope_scaling')
         if scaling and scaling.get('rope_type') not in ROPE_SCALINGS:
             yield name, f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
+    if config.n_group and config.topk_group * config.n_expert < config.n_expert_active * config.n_group:
+        yield 'n_expert_active n_expert n_group topk_group', 'the chosen groups have too few experts'
     for mixer in config.mixers:
         yield from mixer.check(config)
 

@@ -27,7 +27,7 @@ import time
 import weakref
 from pathlib import Path
 
-from configurator import check_effect, configure, reading, runtime
+from configurator import check_effect, configure, naming, reading, runtime
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
@@ -67,7 +67,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hub import load
-from model import num_params, round_up
+from model import num_params, round_up, try_tokens
 
 # one token --------------------------------------------------------------------------------------------------
 
@@ -586,6 +586,9 @@ if __name__ == '__main__':
         raise ValueError(rest['no_tokenizer'])
     trained = f", iteration {rest['iter_num']:,}" if 'iter_num' in rest else ''
     model.eval()
+    if changes:
+        with naming(changes):
+            try_tokens(model)
     print(f"{rest['path']}: {num_params(model):,} parameters{trained}")
     if chat and not tokenizer.chat_template:
         print("it was not trained on conversations: it continues the text that is typed; config/chat.py "

@@ -88,6 +88,7 @@ def test_params_forecasts_what_training_takes(capsys, monkeypatch):
             '--memory=4', '--optimizer=muon', *EVAL]
     out, numbers = bench(capsys, *args)
     largest = numbers['largest_batch_size']
+    assert 'batch_size 12: ' in out  # config/default.py's 16 is for training
     assert f'largest batch_size in 4.00 GB: {largest}' in out and sum(numbers['memory'].values()) < 4e9
     for n, fits in ((largest - 1, True), (largest + 1, False)):
         _, numbers = bench(capsys, *args, f'--batch_size={n}')
@@ -122,7 +123,7 @@ def test_a_step_has_all_its_micro_batches_and_one_update(capsys, monkeypatch):
     _, numbers = bench(capsys, 'train', '--steps=2', '--compile=False', '--gradient_accumulation_steps=4',
                        '--block_size=16', *SMALL)
     assert numbers['ms'] == 1e3 * (4 * 3 + 6)
-    assert numbers['tok_per_s'] == pytest.approx(4 * 12 * 16 / (4 * 3 + 6))
+    assert numbers['tok_per_s'] == pytest.approx(4 * 16 * 16 / (4 * 3 + 6))  # config/default.py's 16
 
 
 def test_a_model_that_decodes_is_made_in_its_dtype(monkeypatch):
@@ -137,9 +138,10 @@ def test_a_model_that_decodes_is_made_in_its_dtype(monkeypatch):
     (['params', '--steps=3'], '--steps has no effect in params'), (['train', '--steps=0'], 'steps=0 must'),
     (['decode', '--n_layer=1', '--block_size=16'], 'prompt_len=32 must be .* at most block_size'),
     (['decode', 'out'], 'decode has no use for out'), (['train', '--png=a.png'], '--png has no effect'),
-    (['train', '--parts=True', '--vs=x'], '--vs has no effect'), ([], 'say first what to do')])
+    (['train', '--parts=True', '--vs=x'], '--vs has no effect'), ([], 'say first what to do'),
+    (['train', '--dataset=typo'], 'data/typo is not prepared')])
 def test_settings_without_effect_are_refused(args, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         run('bench.py', *args)
 
 

@@ -55,7 +55,7 @@ compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list[str] | None = None
 config, model_args, words, given, file_args = configure(
-    globals(), 'GPTConfig', words=1, default_file='config/default.py', also='train.py')
+    globals(), 'GPTConfig', words=1, default_file='config/default.py', tunes=True, also='train.py')
 not_a_setting = 3
 '''
 
