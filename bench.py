@@ -43,7 +43,6 @@ from configurator import (
     configure,
     effective,
     memory_at_hand,
-    naming,
     package,
     peak_flops,
     peak_mb,
@@ -90,7 +89,7 @@ from torch.nn.utils.rnn import pad_sequence
 import hub
 import sample
 import train
-from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params, try_tokens, unused
+from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params, unused
 from prepare import (
     FORMATS,
     Bins,
@@ -190,11 +189,8 @@ def named_model(config, model_args, device, dtype=torch.float32):
         model_args = {'vocab_size': read_meta(folder)['vocab_size']} | model_args
     torch.set_default_dtype(dtype)
     try:
-        with naming(model_args), torch.device(device):
-            model = GPT(GPTConfig(**model_args))
-            if device != 'meta':
-                try_tokens(model)
-            return model
+        with torch.device(device):
+            return GPT(GPTConfig(**model_args))
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -1749,7 +1749,7 @@ def wrong_values(config):
     for name, value in vars(config).items():
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
         values = value if name.endswith('_pattern') or name == 'local' else [value]
-        if name in known and value is not None and not set(values) <= set(known[name]):
+        if name in known and value is not None and not (values and set(values) <= set(known[name])):
             hint = '; import the file that enters it in MIXERS' if name == 'mixer_pattern' else ''
             yield name, f"none of {', '.join(map(str, known[name]))}{hint}"
         elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
