@@ -315,7 +315,7 @@ def print_parameters(model, title, params, mixer=None):
             counts[f'{name} {part}'] = [round(x * share) for x in (n, forward, flops)]
             texts[f'{name} {part}'] = [' x '.join(map(str, shape)), ' '.join(how), group]
     if hasattr(mixer, 'head_widths'):
-        seen = mixer.n_head * min(length, mixer.span or length)  # scores of a token
+        seen = mixer.n_head * min(length, mixer.window or length)  # scores of a token
         for name, width in zip(('attn scores', 'attn weighted sum'), mixer.head_widths):
             counts[name] = [0, 2 * seen * width, 6 * seen * width]
         counts['attn softmax'] = [0, 5 * seen, 0]  # largest, difference, exponential, sum, division
@@ -329,18 +329,15 @@ def print_parameters(model, title, params, mixer=None):
 
 
 def print_contexts(model, lengths, flops, dtype):
-    """Prints what a prompt of each length takes, the last column timed here: products with weights grow with
-    it, attention with its square. flops: of training a token."""
+    """Prints what a prompt of each length takes: products with weights grow with it, attention with its
+    square. flops: of training a token."""
     mixing = account(model)['mixing'][2]
     rows = {}
     for n in lengths:
-        q, k, v = torch.randn(3, 1, 1, n, 128, dtype=dtype)
-        start = time.perf_counter()
-        F.scaled_dot_product_attention(q, k, v, is_causal=True)
         rows[f'{n:,}'] = [f"{count:,.4g}" for count in (
             (flops - mixing) / 3e12 * n, sum(mixer.flops(n) for mixer in model.mixers) / 3e12 * n,
-            cache_bytes(model, n, dtype) / 1e9, time.perf_counter() - start)]
-    print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB', 's, a head of attention'], rows)
+            cache_bytes(model, n, dtype) / 1e9)]
+    print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB'], rows)
 
 
 def forecast_memory(config, model):

@@ -439,10 +439,11 @@ class BaseAttention(Mixer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.span = config.window_of(layer)
+        self.window = config.window_of(layer)
         pos = letter(config.pos_pattern, layer)
-        self.reach = letter(config.window_pattern, layer) if self.span else 'L'
-        self.window = None if self.reach == 'G' else self.span  # all slots are kept
+        self.reach = letter(config.window_pattern, layer) if self.window else 'L'
+        if self.reach == 'G':  # all slots are kept
+            self.window = None
         self.has_alibi = config.pos == 'alibi' and pos == 'P'
         self.rope_kind = config.rope_kind(layer) if pos == 'P' else None
         self.scale = config.scale_of(layer)
@@ -465,7 +466,7 @@ class BaseAttention(Mixer):
 
     def flops(self, length):
         # the masked half is counted too: PaLM, arXiv:2204.02311, appendix B
-        return 6 * self.n_head * sum(self.head_widths) * min(length, self.span or length)
+        return 6 * self.n_head * sum(self.head_widths) * min(length, self.window or length)
 
 
 class Attention(BaseAttention):
