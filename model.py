@@ -1846,7 +1846,7 @@ def account(model):
         # attn of h.3.attn.c_attn.weight
         part = re.match(r'(?:h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name)[1]
         parts[part].append(cost(model, name, w))
-    head = (model.lm_head or model.wte).weight
+    head = next((model.lm_head or model.wte).parameters())
     if model.lm_head is None:
         parts['head'] = [(0, 0, (6 if head.requires_grad else 4) * head.numel())]
     if model.mtp is not None:

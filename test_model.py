@@ -656,6 +656,21 @@ def test_eight_bits_stand_for_their_weights(dtype):
     assert 0 < (model(idx) - exact).norm() < 0.05 * exact.norm()
 
 
+class Outward(flat.Attention):
+    def forward(self, x, context):  # multiplies by a weight itself
+        return super().forward(x, context) + x @ self.c_proj.weight.type_as(x)
+
+
+def test_a_mixer_that_reads_a_weight_fails_in_8_bits(monkeypatch):
+    monkeypatch.setitem(flat.MIXERS, 'O', Outward)
+    model = tiny(mixer_pattern='O')
+    idx = tokens(model, 2, 12)
+    model(idx)
+    weights.quantize_weights(model, torch.float32)
+    with pytest.raises(TypeError, match='in 8 bits: call its layer'):
+        model(idx)
+
+
 def test_importing_and_building_a_model_leaves_the_compiler_alone():
     """It takes as long to import as all of torch."""
     code = ('import sys, torch, model\nwith torch.device("meta"): model.GPT(model.GPTConfig())\n'
