@@ -138,6 +138,12 @@ def test_speculation_changes_no_token(variant, options):
     assert stopped == [plain[0][:plain[0].index(stop)]]
 
 
+@pytest.mark.parametrize('variant', [dict(mixer_pattern='DA'), dict(mixer_pattern='CA'), dict(bigram_size=9)])
+def test_speculation_with_states_is_refused_at_the_start(variant):
+    with pytest.raises(ValueError, match='leave --speculate out'):
+        made(tiny(**variant), [[5]], 1, drafter=flat_sample.Lookup(3))
+
+
 def test_speculation_needs_fewer_steps():
     model, drafter = repeats_itself(), flat_sample.Lookup(4)
     expected, fed = made(model, [[5, 6, 5, 6]], 20, temperature=0)[0], count_fed(model)
