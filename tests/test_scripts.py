@@ -172,6 +172,17 @@ def test_published_models_have_their_parameters(monkeypatch, name, params, activ
     assert num_params(model) == params and num_params(model, active=True) == (active or params)
 
 
+def test_the_sizes_in_the_remarks_of_the_dial(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sizes = re.findall(r'(\d+): ([\d.]+)M', Path('config/dial.py').read_text('utf-8'))
+    assert len(sizes) == 5
+    for n_layer, millions in sizes:
+        _, args, *_ = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig',
+                                argv=[f'--n_layer={n_layer}', 'config/dial.py'])
+        with torch.device('meta'):
+            assert f"{num_params(GPT(GPTConfig(vocab_size=257, **args))) / 1e6:.1f}" == millions
+
+
 def test_every_config_builds_and_divides(monkeypatch):
     monkeypatch.chdir(ROOT)
     for path in sorted((ROOT / 'config').glob('*.py')):
