@@ -241,8 +241,8 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     of the one prompt and room for all. batch_size: rows of the cache; one that has ended takes the next
     prompt (continuous batching, Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192), one
     sample at a time: a draft is accepted as far as it equals the tokens drawn. sampling: options of
-    sample_token. The model should be in eval mode. Raises ValueError for NaN, and for a drafter if a layer has
-    a state."""
+    sample_token. The model should be in eval mode. Raises ValueError for NaN, and for a drafter if a layer
+    has a state."""
     if drafter and any(mixer.states for mixer in model.mixers):
         raise ValueError("speculate: a layer of this model has a state, which cannot take draft tokens back: "
                          "leave --speculate out")

@@ -4,8 +4,8 @@
 #   python prepare.py minimind_sft --tokenizer=data/minimind_bpe6400 --block_size=512
 #   python train.py config/minimind_sft.py --init_from=out-minimind --block_size=512 --learning_rate=1e-6 \
 #       --min_lr=1e-7
-# Version 2's own text, pretrain_hq, needs --special_tokens=tokens: each of its texts begins with <|im_start|>,
-# and so must prompts for a base model that is trained on it: sample.py --start='<|im_start|>...'.
+# Version 2's own text, pretrain_hq, needs --special_tokens=tokens. Its texts begin with <|im_start|>, and so
+# must prompts for a base model that is trained on it: sample.py --start='<|im_start|>...'
 # Without the download: python prepare.py --tokenizer=byte, then --dataset=pystdlib_byte.
 dataset = 'minimind_bpe6400'
 out_dir = 'out-minimind'
