@@ -2,11 +2,11 @@
 Measures: how fast, how big, how much memory, how good.
 
     python bench.py train config/shakespeare_char.py         # training steps on random tokens
-    python bench.py train --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --vs=../nanoGPT
+    python bench.py train config/gpt2.py --n_layer=4 --n_head=4 --n_embd=128 --vs=../nanoGPT
     python bench.py train config/small.py --parts=True       # the time of a step by part of the model
     python bench.py params config/mixtral_8x7b.py            # parameters, their initial values, FLOPs, cache
     python bench.py params config/qwen3_8b.py --contexts=[4096,131072]  # what grows with n, n^2
-    python bench.py decode --prompt_len=32                   # a 124M model, random weights, token by token
+    python bench.py decode config/gpt2.py --prompt_len=32    # a 124M model, random weights, token by token
     python bench.py decode --init_from=Qwen/Qwen3-0.6B --compile=True --vs=transformers --quantize=int8
     python bench.py decode config/gpt2.py --batch_size=8     # beside one row alone; or --speculate=8
     python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
@@ -46,7 +46,8 @@ from configurator import (
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
-batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB)
+batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB).
+                                  # A config file's counts in train only
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts, multiples of the trained one
 contexts: list | None = None      # params: lengths of prompts, in tokens
@@ -67,7 +68,7 @@ device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
 seed = 1337                       # of weights and tokens
-settings = configure(globals(), 'GPTConfig', words=2)
+settings = configure(globals(), 'GPTConfig', words=2, default_file='config/default.py')
 config, _, words, given, _ = settings
 
 import numpy as np
@@ -302,7 +303,7 @@ def print_parameters(model, title, params, mixer=None):
             counts[f'{name} {part}'] = [round(x * share) for x in (n, forward, flops)]
             texts[f'{name} {part}'] = [' x '.join(map(str, shape)), ' '.join(how), group]
     if hasattr(mixer, 'head_widths'):
-        seen = mixer.n_head * min(length, mixer.span or length)  # scores of a token
+        seen = mixer.n_head * min(length, mixer.window or length)  # scores of a token
         for name, width in zip(('attn scores', 'attn weighted sum'), mixer.head_widths):
             counts[name] = [0, 2 * seen * width, 6 * seen * width]
         counts['attn softmax'] = [0, 5 * seen, 0]  # largest, difference, exponential, sum, division
@@ -316,18 +317,15 @@ def print_parameters(model, title, params, mixer=None):
 
 
 def print_contexts(model, lengths, flops, dtype):
-    """Prints what a prompt of each length takes, the last column timed here: products with weights grow with
-    it, attention with its square. flops: of training a token."""
+    """Prints what a prompt of each length takes: products with weights grow with it, attention with its
+    square. flops: of training a token."""
     mixing = account(model)['mixing'][2]
     rows = {}
     for n in lengths:
-        q, k, v = torch.randn(3, 1, 1, n, 128, dtype=dtype)
-        start = time.perf_counter()
-        F.scaled_dot_product_attention(q, k, v, is_causal=True)
         rows[f'{n:,}'] = [f"{count:,.4g}" for count in (
             (flops - mixing) / 3e12 * n, sum(mixer.flops(n) for mixer in model.mixers) / 3e12 * n,
-            cache_bytes(model, n, dtype) / 1e9, time.perf_counter() - start)]
-    print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB', 's, a head of attention'], rows)
+            cache_bytes(model, n, dtype) / 1e9)]
+    print_table('tokens', ['weights, TFLOP', 'without, TFLOP', 'cache, GB'], rows)
 
 
 # how fast ---------------------------------------------------------------------------------------------------
@@ -704,4 +702,8 @@ if __name__ == '__main__':
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
     refuse_unused(given, config.keys() - known.split(), f"in {what}, whose settings are GPTConfig's, {known}")
     check_settings(config, train.CHOICES)
+    if what != 'train' and given.get('batch_size') != 'flags':
+        config['batch_size'] = None
+    if given.get('dataset') == 'flags':  # of a config file's, shapes suffice
+        Bins(data_folder(dataset), 'val')  # raises FileNotFoundError unless it is prepared
     print_json(json, **measure(config, effective(settings, unused), *more))

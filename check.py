@@ -24,7 +24,7 @@ from configurator import configure, effective, show
 
 init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
-settings = configure(globals(), 'GPTConfig')
+settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
 
 import torch
 import torch.nn.functional as F
@@ -100,6 +100,13 @@ def randomized(config, **changes):
     return model.eval()
 
 
+def without_noise(config, **changes):
+    """A randomized model that trains, for mtp's loss, while its parts evaluate and draw no random numbers."""
+    model = randomized(config, dropout=0.0, **changes)
+    model.training = True
+    return model
+
+
 def random_tokens(config, *shape):
     """Token ids, none of which ends a document in a tiny_config."""
     return torch.randint(4, config.vocab_size, shape)
@@ -135,10 +142,16 @@ def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
 
 # modules ----------------------------------------------------------------------------------------------------
 
+def hand_on_again(context, layer, value):
+    """ForwardContext.hand_on, of a layer that computes again."""
+    context.handed[layer] = value
+
+
 @torch.no_grad()
+@mock.patch.object(flat.ForwardContext, 'hand_on', hand_on_again)
 def check_formulas(config):
     """Each module of a tiny_config, inner ones first, then the whole."""
-    model = randomized(config, document_token=None, dropout=0.0)
+    model = without_noise(config, document_token=None)
     calls = []
     others = set()
     routing = []
@@ -148,7 +161,7 @@ def check_formulas(config):
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *call, name=name: calls.append((name, *call)))
     with torch.enable_grad():
-        loss, aux = model.train()(idx, targets, keep=LONG)
+        loss, aux = model(idx, targets, keep=LONG)
     for name, module, args, y in [*calls]:
         try:
             if formula := FORMULAS.get(type(module)):
@@ -277,7 +290,7 @@ def weighted(aux):
 def check_gradients(config):
     """Along a direction of each parameter, in float64. Steps are small, as one must not cross a kink, as of a
     clamp."""
-    model = randomized(config, dropout=0.0).double().train()
+    model = without_noise(config).double()
     idx = random_tokens(config, 2, SHORT)
 
     def objective(name, w):
@@ -309,7 +322,7 @@ def check_dropout(config):
 
 def check_compiling(config):
     """In bfloat16, for two batches."""
-    model = randomized(config, dropout=0.0).bfloat16().train()  # in which experts are one product
+    model = without_noise(config).bfloat16()  # in which experts are one product
     torch._dynamo.reset()
     forward = torch.compile(model, fullgraph=True, dynamic=False, backend='eager')
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -376,7 +389,7 @@ def check_updates(config):
     over all targets and torch's own optimizers; after each one of NaN. Of other optimizers the groups."""
     data = sequences(config)
     for kind in train.OPTIMIZERS:
-        model = randomized(config, dropout=0.0).train()
+        model = without_noise(config)
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}
         settings = train.config | {setting: 0.0 for setting, _ in train.LOSSES.values()} | {
             'learning_rate': 0.7, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99, 'momentum': 0.7,
@@ -393,7 +406,7 @@ def check_updates(config):
             if it == 2:
                 with contextlib.redirect_stdout(None):
                     state = run.snapshot()
-                    model = GPT(model.config).train()
+                    model = without_noise(model.config)
                     model.load_state_dict(state['model'])
                     run = train.Run(model, settings, machine)
                     run.resume(state | {'path': ''})

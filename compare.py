@@ -407,6 +407,8 @@ def print_comparison(rows, until):
         LOSS_COLUMNS[rows[0]['column']], 'to the first, 95% confidence', 'verdict',
         *['times as long for the first'] * speedups, 'ms/step', 'tokens', 'peak MB', 'parameters',
         'cache B/token'], table)
+    if rows[0]['column'] == 'val_bpb':
+        print("warning: the data differ; each variant is judged by bits per byte of its own val.bin")
     print("ms/step is a median, in brackets the 10th and 90th percentile")
     print("± is the spread over seeds, the difference is paired by seed, "
           f"{'all intervals together, at any number of seeds' if until else 'each interval by itself'}")
@@ -531,6 +533,8 @@ def draw(path, panels, xlabel, rows=(), xscale='linear'):
 def plot(names, by, columns, path):
     """Draws columns of runs' logs."""
     panels = {column: {name: curve([read_log(name)], by, column) for name in names} for column in columns}
+    if not any(len(x) for curves in panels.values() for x, *_ in curves.values()):
+        raise ValueError(f"{path} would be empty: the runs have no {' or '.join(columns)} yet")
     draw(path, panels, AXES[by])
 
 
@@ -574,7 +578,8 @@ def compare(config, args, name='compare'):
     seeds = range(config['seed'], config['seed'] + (config['seeds'] or (20 if until else 3)))
     with tempfile.TemporaryDirectory(prefix='flatgpt-compare-') as place:
         variants = make_variants(texts, args, Path(place))
-        print0(f"{len(variants)} variants of train.py {shlex.join(args)}")
+        by_default = [] if any(map(is_config, args)) else ['config/default.py']
+        print0(f"{len(variants)} variants of train.py {shlex.join([*by_default, *args])}")
         if match in ('params', 'active'):
             if None in [variant.model for variant in variants]:
                 raise ValueError(f"match={match} counts by the working tree's code, and from scratch")
@@ -590,6 +595,9 @@ def compare(config, args, name='compare'):
     if config['speedup']:
         add_speedups(rows)
     print_comparison(rows, until)
+    failed = {name: own[-1]['error'] for name, own in runs.items() if own[-1]['error']}
+    for name, error in failed.items():
+        print(f"{name} has no row, because a run failed: {error}")
     label = rows[0]['column']
     path = config['png'] or f'{RUNS}/{name}.png'
     try:
@@ -605,7 +613,7 @@ def compare(config, args, name='compare'):
             draw(path, {label: curves}, AXES[by], rows)
     except ImportError as error:
         print(error)
-    return {'rows': rows, 'runs': folders}
+    return {'rows': rows, 'runs': folders, 'failed': failed}
 
 
 if __name__ == '__main__':
@@ -622,4 +630,6 @@ if __name__ == '__main__':
     else:
         own = [f'--{name}' for name in config]
         args = [arg for arg in sys.argv[1:] if arg not in words and arg.partition('=')[0] not in own]
-        print_json(json, **compare(config, args, *words))
+        numbers = compare(config, args, *words)
+        print_json(json, **numbers)
+        sys.exit(bool(numbers['failed']))

@@ -40,7 +40,7 @@ RANGES = {  # (lowest, highest): settings of any script
                'lr_decay_iters lora_rank weight_decay grad_clip mtp_loss balance_loss z_loss balance_rate '
                'keep sample_tokens checkpoint_activations seed temperature top_k speculate history',
     (1e-6, 1e18): 'lora_alpha repetition_penalty',
-    (0, 1): 'min_p', (1e-6, 1): 'top_p cooldown', (0, 0.999999): 'beta1 beta2 momentum',
+    (0, 1): 'min_p', (1e-6, 1): 'top_p cooldown', (0, 0.999999): 'beta1 beta2 momentum dropout',
     (1e-6, 0.5): 'val_fraction', (2, 1e18): 'block_size',
 }
 AT_MOST = {'min_lr': 'learning_rate', 'lora_rank': 'n_embd', 'prompt_len': 'block_size'}  # another setting
@@ -184,14 +184,15 @@ Configured = collections.namedtuple('Configured', 'config model_args words given
 
 
 def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
-              default_file=None, also=None, texts=False):
+              default_file=None, tunes=False, also=None, texts=False):
     """Override a script's settings by config files and flags, and print which.
 
     settings: the script's globals(). model_config: 'GPTConfig', if its fields in model.py are settings too.
     words: how many plain words there may be. argv: the command line of an imported script. default_file: for
-    a command line without a config file, unless it resumes; without the fields of GPTConfig if --init_from
-    names a model. also: a script whose flags are let through. texts: whether .py files are words, but
-    in a folder named config. Raises ValueError for an unknown setting or file, or a wrong type.
+    a command line without a config file, unless --init_from names a model. tunes: if it does, other than to
+    resume, the default file still gives the script's own settings. also: a script whose flags are let
+    through. texts: whether .py files are words, but in a folder named config. Raises ValueError for an
+    unknown setting or file, or a wrong type.
     """
     path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
@@ -220,7 +221,7 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
     given = {}
     file_args = {}
     start = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
-    by_default = (launched and default_file and start != 'resume'
+    by_default = (launched and default_file and (start == 'scratch' or tunes and start != 'resume')
                   and all(arg.startswith('-') for arg in overrides))
     for arg in [default_file, *overrides] if by_default else overrides:
         if arg.startswith('-'):
@@ -284,10 +285,14 @@ def effective(settings, unused):
     """model_args of Configured without those of config files that flags leave without effect. unused:
     model.unused."""
     args = settings.model_args
-    lost = [name for name in unused(args) - unused(settings.file_args) if settings.given[name] != 'flags']
+    of_files = unused(settings.file_args)
+    lost = []
+    while new := [name for name in unused(args) - of_files if settings.given[name] != 'flags']:
+        lost += new  # without these, others may lose their effect
+        args = {name: args[name] for name in args if name not in lost}
     if lost:
-        print0(f"left out, without effect beside the flags: {', '.join(lost)}")
-    return {name: args[name] for name in args if name not in lost}
+        print0(f"left out, without effect beside the flags: {', '.join(sorted(lost))}")
+    return args
 
 
 @contextlib.contextmanager
@@ -300,6 +305,22 @@ def reading(path):
             raise
         raise ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: "
                          f"{str(error).partition('. ')[0]:.150}") from error
+
+
+@contextlib.contextmanager
+def naming(fields):
+    """Raises ValueError that names the given fields of GPTConfig for an error of Python or torch, in making a
+    model of them or in computing."""
+    try:
+        yield
+    except Exception as error:
+        if on_purpose(error):
+            raise
+        given = ', '.join(f'{name}={value!r}' for name, value in fields.items())
+        *_, frame = (frame for frame in traceback.extract_tb(error.__traceback__)
+                     if 'torch' not in Path(frame.filename).parts)
+        raise ValueError(f"this model cannot compute: {given}; {Path(frame.filename).name}, line "
+                         f"{frame.lineno}, raises {error!r:.200}") from error
 
 
 def on_purpose(error):

@@ -439,10 +439,11 @@ class BaseAttention(Mixer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.span = config.window_of(layer)
+        self.window = config.window_of(layer)
         pos = letter(config.pos_pattern, layer)
-        self.reach = letter(config.window_pattern, layer) if self.span else 'L'
-        self.window = None if self.reach == 'G' else self.span  # all slots are kept
+        self.reach = letter(config.window_pattern, layer) if self.window else 'L'
+        if self.reach == 'G':  # all slots are kept
+            self.window = None
         self.has_alibi = config.pos == 'alibi' and pos == 'P'
         self.rope_kind = config.rope_kind(layer) if pos == 'P' else None
         self.scale = config.scale_of(layer)
@@ -465,7 +466,7 @@ class BaseAttention(Mixer):
 
     def flops(self, length):
         # the masked half is counted too: PaLM, arXiv:2204.02311, appendix B
-        return 6 * self.n_head * sum(self.head_widths) * min(length, self.span or length)
+        return 6 * self.n_head * sum(self.head_widths) * min(length, self.window or length)
 
 
 class Attention(BaseAttention):
@@ -1703,9 +1704,18 @@ def unused(args):
     """The names of GPTConfig's args that have no effect beside the others; it refuses them."""
     try:
         GPTConfig(**args)
-    except ValueError as error:
-        return error.unused
+    except Exception as error:  # also of Python: naming tells it
+        return getattr(error, 'unused', set())
     return set()
+
+
+def try_tokens(model):
+    """Computes a loss. Raises what Python or torch does, and ArithmeticError if it is not finite."""
+    idx = torch.zeros(1, min(2, model.config.block_size), dtype=torch.long, device=model.wte.weight.device)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # dropout draws; attention is written out
+        loss, _ = model(idx, idx)
+    if not loss.isfinite():
+        raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
 
 
 def fill_defaults(config):
@@ -1740,7 +1750,7 @@ def wrong_values(config):
     for name, value in vars(config).items():
         may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
         values = value if name.endswith('_pattern') or name == 'local' else [value]
-        if name in known and value is not None and not set(values) <= set(known[name]):
+        if name in known and value is not None and not (values and set(values) <= set(known[name])):
             hint = '; import the file that enters it in MIXERS' if name == 'mixer_pattern' else ''
             yield name, f"none of {', '.join(map(str, known[name]))}{hint}"
         elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
@@ -1801,6 +1811,8 @@ def impossible(config):
         scaling = own.get('rope_scaling')
         if scaling and scaling.get('rope_type') not in ROPE_SCALINGS:
             yield name, f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
+    if config.n_group and config.topk_group * config.n_expert < config.n_expert_active * config.n_group:
+        yield 'n_expert_active n_expert n_group topk_group', 'the chosen groups have too few experts'
     for mixer in config.mixers:
         yield from mixer.check(config)
 
@@ -1834,7 +1846,7 @@ def account(model):
         # attn of h.3.attn.c_attn.weight
         part = re.match(r'(?:h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name)[1]
         parts[part].append(cost(model, name, w))
-    head = (model.lm_head or model.wte).weight
+    head = next((model.lm_head or model.wte).parameters())
     if model.lm_head is None:
         parts['head'] = [(0, 0, (6 if head.requires_grad else 4) * head.numel())]
     if model.mtp is not None:

@@ -27,7 +27,7 @@ import time
 import weakref
 from pathlib import Path
 
-from configurator import check_effect, configure, reading, runtime
+from configurator import check_effect, configure, naming, reading, runtime
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
@@ -67,7 +67,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hub import load
-from model import num_params, round_up
+from model import num_params, round_up, try_tokens
 
 # one token --------------------------------------------------------------------------------------------------
 
@@ -241,8 +241,11 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     of the one prompt and room for all. batch_size: rows of the cache; one that has ended takes the next
     prompt (continuous batching, Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192), one
     sample at a time: a draft is accepted as far as it equals the tokens drawn. sampling: options of
-    sample_token. The model should be in eval mode. Raises ValueError for NaN, and where a layer with a state
-    has to take a draft back."""
+    sample_token. The model should be in eval mode. Raises ValueError for NaN, and for a drafter if a layer
+    has a state."""
+    if drafter and any(mixer.states for mixer in model.mixers):
+        raise ValueError("speculate: a layer of this model has a state, which cannot take draft tokens back: "
+                         "leave --speculate out")
     device = model.wte.weight.device
     own = cache is None
     n_draft = drafter.n_draft if drafter else 0
@@ -587,6 +590,9 @@ if __name__ == '__main__':
         raise ValueError(rest['no_tokenizer'])
     trained = f", iteration {rest['iter_num']:,}" if 'iter_num' in rest else ''
     model.eval()
+    if changes:
+        with naming(changes):
+            try_tokens(model)
     print(f"{rest['path']}: {num_params(model):,} parameters{trained}")
     if chat and not tokenizer.chat_template:
         print("it was not trained on conversations: it continues the text that is typed; config/chat.py "

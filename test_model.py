@@ -483,7 +483,7 @@ def test_the_grid_holds_what_a_fork_adds(options, monkeypatch):
 
 @pytest.mark.parametrize('options', [
     dict(residual_lambdas=True), dict(n_kv_head=2, attn_gate=True, tie_word_embeddings=False),
-    {**MLA, 'q_lora_rank': 12}, dict(bigram_size=50),
+    {**MLA, 'q_lora_rank': 12}, dict(bigram_size=50), dict(window=5, window_pattern='G'),
     dict(n_expert=4, n_shared_expert=1, shared_gate=True, d_expert=24)], ids=grid_name)
 def test_flops_are_those_that_torch_counts(options, monkeypatch):
     if 'bigram_size' in options:
@@ -654,6 +654,21 @@ def test_eight_bits_stand_for_their_weights(dtype):
     exact = model(idx)
     weights.quantize_weights(model, dtype)
     assert 0 < (model(idx) - exact).norm() < 0.05 * exact.norm()
+
+
+class Outward(flat.Attention):
+    def forward(self, x, context):  # multiplies by a weight itself
+        return super().forward(x, context) + x @ self.c_proj.weight.type_as(x)
+
+
+def test_a_mixer_that_reads_a_weight_fails_in_8_bits(monkeypatch):
+    monkeypatch.setitem(flat.MIXERS, 'O', Outward)
+    model = tiny(mixer_pattern='O')
+    idx = tokens(model, 2, 12)
+    model(idx)
+    weights.quantize_weights(model, torch.float32)
+    with pytest.raises(TypeError, match='in 8 bits: call its layer'):
+        model(idx)
 
 
 def test_importing_and_building_a_model_leaves_the_compiler_alone():

@@ -54,6 +54,7 @@ from configurator import (
     duration,
     effective,
     keep_freed_memory,
+    naming,
     peak_flops,
     peak_mb,
     plain,
@@ -122,7 +123,7 @@ shard = False                        # spread weights over the ranks: for models
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
-settings = configure(globals(), 'GPTConfig', default_file='config/default.py')
+settings = configure(globals(), 'GPTConfig', default_file='config/default.py', tunes=True)
 config = settings.config
 given = settings.given
 
@@ -143,6 +144,7 @@ from model import (
     move_balance,
     num_params,
     row_splits,
+    try_tokens,
     unused,
 )
 from prepare import Bins, data_folder, load_tokenizer, read_meta
@@ -412,9 +414,10 @@ def make_optimizers(model, config):
     """The optimizers of config['optimizer']. Raises ValueError unless each parameter has one, or none if it
     is frozen."""
     known = {tag.group for tag in model.tags.values()}
-    if not config['lr_scales'].keys() <= known:
-        raise ValueError(f"lr_scales={config['lr_scales']} must be for groups of this model's parameters: "
-                         f"{', '.join(sorted(known))}")
+    scales = config['lr_scales']
+    if not (scales.keys() <= known and all(type(x) in (int, float) and x > 0 for x in scales.values())):
+        raise ValueError(f"lr_scales={scales} must have a number above 0 for groups of this model's "
+                         f"parameters: {', '.join(sorted(known))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
@@ -726,10 +729,16 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
     if meta:
         changes = packed(meta) | changes
     model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, **changes)
-    whole = GPTConfig(**rest['model_args'] | asked)
+    if changes:
+        with naming(changes):
+            try_tokens(model)
+    try:
+        whole = vars(GPTConfig(**rest['model_args'] | asked))
+    except ValueError:  # what differs does not go with the rest
+        whole = asked
     for name, value in asked.items():
         was = rest['model_args'][name]
-        if name not in CHANGEABLE and getattr(whole, name) != was:
+        if name not in CHANGEABLE and whole[name] != was:
             raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
                              "out, or train from scratch")
     return model, tokenizer, rest
@@ -1086,10 +1095,15 @@ if __name__ == '__main__':
     # settings; a checkpoint to continue from, or to fine-tune
     model_args = effective(settings, unused)
     init_from = config['init_from'] = where_to_begin(init_from, out_dir)
+    fields = {name: model_args[name] for name in model_args if given[name] == 'flags'} or model_args
+    check_settings(config, CHOICES)
     resumed = init_from == 'resume'
     model = source_tokenizer = None
     rest = {}
-    if init_from != 'scratch':
+    if init_from == 'scratch':  # before the data, which may be missing
+        with naming(fields):
+            GPTConfig(**{'vocab_size': 2**31, **model_args})
+    else:
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args,
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
@@ -1115,7 +1129,9 @@ if __name__ == '__main__':
 
     # model
     if model is None:
-        model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
+        with naming(fields):
+            model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
+            try_tokens(model)
     check_run(given, config, model.config, machine)
     check_data(folder, meta, train_bins, val_bins, model.config)
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None

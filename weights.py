@@ -113,19 +113,24 @@ class Int8Linear(nn.Module):
     def __init__(self, base, dtype):
         super().__init__()
         weight, scale = quantize_rows(base.weight, dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._parameters['weight'] = nn.Parameter(weight, requires_grad=False)
         self.register_buffer('scale', scale, persistent=False)
         for name in 'bias', 'widths', 'num_embeddings', 'loop':  # as far as the layer has them
             setattr(self, name, getattr(base, name, None))
 
+    @property
+    def weight(self):
+        raise TypeError('this weight is in 8 bits: call its layer, or except the layer in quantize_weights')
+
     def forward(self, x):
-        y = int8_linear(x, self.weight, self.scale, self.bias)
+        y = int8_linear(x, self._parameters['weight'], self.scale, self.bias)
         return y if self.widths is None else y.split(self.widths, dim=-1)
 
 
 class Int8Embedding(Int8Linear):
     """An Embedding, likewise."""
 
+    weight = property(lambda self: self._parameters['weight'])  # whose device is the model's
     as_head = Int8Linear.forward
 
     def forward(self, idx):
@@ -141,7 +146,7 @@ class Int8Experts(Int8Linear):
         return False
 
     def product(self, x, offsets):
-        return self.loop(int8_linear, x, offsets, self.weight, self.scale)
+        return self.loop(int8_linear, x, offsets, self._parameters['weight'], self.scale)
 
 
 IN_8_BITS = {Linear: Int8Linear, FusedLinear: Int8Linear, Embedding: Int8Embedding,

@@ -1,8 +1,11 @@
 # MiniMind 2 small (github.com/jingyaogong/minimind), its 25,829,888 parameters and its recipe, on the text of
-# MiniMind 3, whose models are Qwen3's (of version 2's text, pretrain_hq, add --special_tokens=tokens):
+# MiniMind 3, whose models are Qwen3's:
 #   python prepare.py minimind --tokenizer=bpe:6400 && python train.py config/minimind.py
 #   python prepare.py minimind_sft --tokenizer=data/minimind_bpe6400 --block_size=512
-#   python train.py config/chat.py --init_from=out-minimind --dataset=minimind_sft
+#   python train.py config/minimind_sft.py --init_from=out-minimind --block_size=512 --learning_rate=1e-6 \
+#       --min_lr=1e-7
+# Version 2's own text, pretrain_hq, needs --special_tokens=tokens. Its texts begin with <|im_start|>, and so
+# must prompts for a base model that is trained on it: sample.py --start='<|im_start|>...'
 # Without the download: python prepare.py --tokenizer=byte, then --dataset=pystdlib_byte.
 dataset = 'minimind_bpe6400'
 out_dir = 'out-minimind'
@@ -17,6 +20,8 @@ norm_eps = 1e-5
 qk_norm = False
 tie_word_embeddings = True
 block_size = 512
+document_token = 6392   # bpe:6400's <|endoftext|>, since MiniMind's rows hold one text each; if you prepare
+                        # with MiniMind's own tokenizer, its <|im_end|>: --document_token=2
 
 batch_size = 32
 gradient_accumulation_steps = 8

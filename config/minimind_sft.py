@@ -1,6 +1,5 @@
 # MiniMind's instruction tuning (trainer/train_full_sft.py), of the model in out-minimind3/: see
-# config/minimind3.py. For that of config/minimind.py --init_from=out-minimind --learning_rate=1e-6, as its
-# version 2 had it.
+# config/minimind3.py; config/minimind.py has the command for version 2's.
 init_from = 'out-minimind3'
 out_dir = 'out-minimind-sft'
 dataset = 'minimind_sft'

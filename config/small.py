@@ -15,7 +15,7 @@ batch_size = 16         # fits 24 GB; on larger cards try 32 with 16 steps (64 a
 gradient_accumulation_steps = 32  # 524,288 tokens an iteration
 tokens_per_param = 20   # Chinchilla's 2.5B tokens; on a small dataset give --epochs=3
 optimizer = 'muon'
-learning_rate = 2e-3
+learning_rate = 1.3e-3  # 1 / n_embd, as config/dial.py has it; not measured at this size
 lr_scales = {'embedding': 12.0}   # as in config/default.py; not measured at this size
 warmup_iters = 250
 lr_schedule = 'wsd'

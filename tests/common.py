@@ -337,7 +337,7 @@ def dequantized(model):
     plain, state = GPT(model.config), dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, weights.Int8Linear):
-            state[f'{name}.weight'] = module.weight * module.scale.float()[..., None]
+            state[f'{name}.weight'] = state[f'{name}.weight'] * module.scale.float()[..., None]
     plain.load_state_dict(state)
     return plain.eval()
 

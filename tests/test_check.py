@@ -12,7 +12,7 @@ import check
 import model as flat
 import train as flat_train
 from model import GPTConfig
-from test_model import MLA, YARN
+from test_model import MLA, YARN, SharedKeys
 
 HYBRID = dict(mixer_pattern='DA', linear_n_key_head=2, linear_n_value_head=4)
 MOE = dict(n_expert=4, router='sigmoid', balance_bias=True, d_expert=24)
@@ -119,6 +119,19 @@ def test_a_layer_of_ones_own_is_no_fault(monkeypatch):
     monkeypatch.setitem(flat.NORM_PLACEMENTS, 'own', flat.NORM_PLACEMENTS['sandwich'])
     for name, options in ('Mean', {'mixer_pattern': 'XA'}), ('own', {'norm_placement': 'own'}):
         assert check.check_formulas(check.tiny_config(GPTConfig(**options))) == f'no formula for {name}'
+
+
+def test_randomness_and_shared_keys_of_ones_own_are_no_fault(monkeypatch):
+    branch = flat.Block.branch
+
+    def drop_path(self, y):
+        return branch(self, y) * ((torch.rand(len(y), 1, 1) < 0.5) * 2 if self.training else 1)
+    monkeypatch.setattr(flat.Block, 'branch', drop_path)
+    monkeypatch.setitem(flat.MIXERS, 'H', SharedKeys)
+    small = check.tiny_config(GPTConfig(mixer_pattern='H', n_kv_head=2, mtp=True))
+    for function in check.check_formulas, check.check_gradients, check.check_updates:
+        holds, remark = check.run_check(function, '', small)
+        assert holds, remark
 
 
 def sgd(**changes):

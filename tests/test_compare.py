@@ -255,7 +255,9 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
         return flat_compare.read_run(variant.folder(seed))
     monkeypatch.setattr(flat_compare, 'run_variant', run_variant)
     variants = {'a': '', 'b': '--norm=layernorm', 'c': '--learning_rate=1e12', 'd': 'HEAD: --beta1=0.8'}
-    a, b, d = flat_compare.compare({**flat_compare.config, 'variants': variants, 'seed': 7}, TOY)['rows']
+    numbers = flat_compare.compare({**flat_compare.config, 'variants': variants, 'seed': 7}, TOY)
+    assert numbers['failed'] == {'c': 'the run diverged: x'}  # which is the script's status
+    a, b, d = numbers['rows']
     assert [a['losses'], b['losses']] == [losses['a'], losses['b']] and 'difference' not in a
     assert a['sd'] == pytest.approx(np.std(losses['a'], ddof=1))
     half = 4.3027 * 0.05 / 3 ** 0.5  # of 0.25, 0.15, 0.2
@@ -263,6 +265,7 @@ def test_compare_says_which_is_better(folder, no_git, capsys, monkeypatch):
     assert (b['verdict'], d['verdict']) == ('worse', 'no difference seen')
     out = capsys.readouterr().out
     assert 'c, seed 7, failed: the run diverged: x' in out and 'c, seed 8' not in out
+    assert re.search('^c has no row, because a run failed: the run diverged: x$', out, re.M)
     assert re.search(r'^d .* 15.0 \(10.0 to 20.0\) +1,280 +n/a +1,234 +n/a$', out, re.M)
 
 
@@ -366,6 +369,22 @@ def test_curves_of_runs(tmp_path, monkeypatch):
     Path('lengths.jsonl').write_text(json.dumps(lengths), encoding='utf-8')
     run('compare.py', 'plot', 'lengths.jsonl', '--png=b.png')
     assert all(Path(name).read_bytes().startswith(b'\x89PNG') for name in ('docs/a.png', 'b.png'))
+
+
+def test_other_data_and_an_empty_picture_are_told(folder, no_git, monkeypatch, capsys):
+    def run_variant(variant, seed):
+        write_run(variant.folder(seed), {1: None, 20: 2.0})
+        flat_train.note(variant.folder(seed), data=f"data/{variant.settings['dataset']}")
+        return flat_compare.read_run(variant.folder(seed))
+    monkeypatch.setattr(flat_compare, 'run_variant', run_variant)
+    write_toy(folder / 'data/other')
+    config = {**flat_compare.config, 'seeds': 1, 'variants': {'a': '', 'b': '--dataset=other'}}
+    flat_compare.compare(config, TOY)
+    assert 'warning: the data differ' in capsys.readouterr().out
+    os.mkdir('empty')
+    flat_train.start_log('empty/log.csv', 0)
+    with pytest.raises(ValueError, match='docs/a.png would be empty: the runs have no val_loss yet'):
+        flat_compare.plot(['empty'], 'iter', ['val_loss'], 'docs/a.png')
 
 
 def test_a_legend_names_lines(monkeypatch):

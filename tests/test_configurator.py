@@ -55,7 +55,7 @@ compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list[str] | None = None
 config, model_args, words, given, file_args = configure(
-    globals(), 'GPTConfig', words=1, default_file='config/default.py', also='train.py')
+    globals(), 'GPTConfig', words=1, default_file='config/default.py', tunes=True, also='train.py')
 not_a_setting = 3
 '''
 
@@ -185,6 +185,8 @@ def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
     ('llama_small.py', ['--pos=alibi', '--n_layer=2'], 'rope_base'),
     ('moe_small.py', ['--n_expert=0'], 'n_expert_active n_shared_expert d_expert router balance_bias'),
     ('hybrid_small.py', ['--mixer_pattern=A'], 'linear_n_key_head linear_n_value_head'),
+    *(('default.py', [f'--mixer_pattern={letters}'], 'window window_pattern')  # each needs the other
+      for letters in ('D', 'DA', 'DDDA', 'B')),
     ('llama_small.py', ['--n_layer=2'], ''), ('llama_small.py', ['--pos=alibi', '--rope_base=9'], None),
     ('hybrid_small.py', ['--n_layer=2'], None)])  # 'DDA' needs three
 def test_flags_take_the_ground_of_what_a_config_file_says(file, flags, lost):

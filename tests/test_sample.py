@@ -138,6 +138,12 @@ def test_speculation_changes_no_token(variant, options):
     assert stopped == [plain[0][:plain[0].index(stop)]]
 
 
+@pytest.mark.parametrize('variant', [dict(mixer_pattern='DA'), dict(mixer_pattern='CA'), dict(bigram_size=9)])
+def test_speculation_with_states_is_refused_at_the_start(variant):
+    with pytest.raises(ValueError, match='leave --speculate out'):
+        made(tiny(**variant), [[5]], 1, drafter=flat_sample.Lookup(3))
+
+
 def test_speculation_needs_fewer_steps():
     model, drafter = repeats_itself(), flat_sample.Lookup(4)
     expected, fed = made(model, [[5, 6, 5, 6]], 20, temperature=0)[0], count_fed(model)
@@ -217,7 +223,8 @@ def test_a_compiled_step_has_the_weights_of_its_model(tmp_path, monkeypatch):
                 w.data += 0.1 * torch.randn_like(w)
             weights.quantize_weights(model, torch.float32)
         elif i == 2:
-            model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+            head = model.state_dict()['lm_head.weight']
+            head.copy_(head.flip(0))
         else:
             torch.compiler.reset()  # as in another process
         texts.append(made(model, [[3]], 20, compile=True))

@@ -172,6 +172,17 @@ def test_published_models_have_their_parameters(monkeypatch, name, params, activ
     assert num_params(model) == params and num_params(model, active=True) == (active or params)
 
 
+def test_the_sizes_in_the_remarks_of_the_dial(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sizes = re.findall(r'(\d+): ([\d.]+)M', Path('config/dial.py').read_text('utf-8'))
+    assert len(sizes) == 5
+    for n_layer, millions in sizes:
+        _, args, *_ = configure({**vars(flat_train), '__name__': 'x'}, 'GPTConfig',
+                                argv=[f'--n_layer={n_layer}', 'config/dial.py'])
+        with torch.device('meta'):
+            assert f"{num_params(GPT(GPTConfig(vocab_size=257, **args))) / 1e6:.1f}" == millions
+
+
 def test_every_config_builds_and_divides(monkeypatch):
     monkeypatch.chdir(ROOT)
     for path in sorted((ROOT / 'config').glob('*.py')):
@@ -183,6 +194,17 @@ def test_every_config_builds_and_divides(monkeypatch):
             flat_train.share_batch(config['gradient_accumulation_steps'], config['batch_size'], ranks)
 
 
+@pytest.mark.parametrize('command', ['train.py', 'check.py', 'bench.py params', 'bench.py decode'])
+def test_every_script_begins_with_the_default_file(folder, command, capsys):
+    first, n_embd = 'config/default.py: ', 192
+    with pytest.raises(ValueError, match=f'n_embd={n_embd}, n_head=7: n_head must divide'):
+        run(*command.split(), '--n_head=7')
+    assert capsys.readouterr().out.startswith(first)
+    with pytest.raises((ValueError, FileNotFoundError), match='nowhere'):
+        run(*command.split(), '--n_head=7', '--init_from=nowhere.pt')
+    assert command == 'train.py' or first not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('args, message', [
     (['--dataset=nowhere'], 'not prepared'), (['--block_size=5000'], 'train.bin .* needs block_size'),
     (['--vocab_size=20'], 'outside the vocabulary of 20'), (['--n_embd=33'], 'n_head must divide'),
@@ -190,7 +212,23 @@ def test_every_config_builds_and_divides(monkeypatch):
     (['--optimizer=sgd'], "optimizer='sgd' is none of adamw"),
     (['--optimizer=adamw', '--momentum=0.5'], '--momentum has no effect'),
     (['--min_lr=1'], 'min_lr=1.0 must be .* at most learning_rate'),
-    (['--shard=True'], '--shard has no effect without torchrun')])
+    (['--shard=True'], '--shard has no effect without torchrun'),
+    (['--dataset=nowhere', '--mlp=swish'], "mlp='swish': none of"),  # the mistake before the missing data
+    (['--dataset=nowhere', '--lr_schedule=wds'], "lr_schedule='wds' is none of"),
+    (['--dropout=2'], 'dropout=2.0 must be'),
+    (["--lr_scales={'embedding': 0}"], 'must have a number above 0'),
+    (["--lr_scales={'matrix': 'x'}"], 'must have a number above 0'),
+    (['--n_expert=6', '--n_group=3', '--topk_group=1', '--n_expert_active=3'], 'have too few experts'),
+    *((flags.split(), f'this model cannot compute: .*{error}') for flags, error in (
+        ('--n_expert=4 --n_expert_active=5', 'n_expert_active=5; model.py, line .*out of range'),
+        ('--n_expert=6 --n_group=4 --topk_group=2', 'n_group=4, topk_group=2; '),
+        ('--partial_rotary_factor=2', 'partial_rotary_factor=2.0; '),
+        ('--mixer_pattern=D --linear_n_value_head=3', 'linear_n_value_head=3; mixers.py'),
+        ('--n_expert=4 --expert_pattern=', "expert_pattern=''; "),
+        ("--query_scale={'beta':1}", "missing 1 required positional argument: 'length'"))),
+    *(([f"--rope_scaling={{'rope_type': 'linear'{more}}}"], f'cannot compute: .*{error}') for more, error in (
+        ('', 'missing 1'), (", 'factor': 0", 'the loss of the first tokens is nan'),
+        (", 'factor': '4'", "'str'"), (", 'factor': 4, 'x': 1", 'unexpected keyword')))])
 def test_bad_input_is_one_error_and_writes_nothing(folder, args, message):
     """Nor does it move the run that is there."""
     os.mkdir('out')

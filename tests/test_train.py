@@ -743,6 +743,7 @@ def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
     assert story['tokens_per_param'] is None and story['max_iters'] == 9 and story['weight_decay'] == 0.3
     assert story['model'].config.dropout == 0.1
     for flag, message in (('--n_layer=3', 'n_layer=3 differs from .*which has 2'),
+                          ('--n_head=3', 'n_head=3 differs from .*which has 2'),  # does not divide n_embd
                           ('--bigram_size=None', 'bigram_size=None differs from .*which has 8'),
                           ('--batch_size=3', r'keeps batch_size .*=12, here it is 9'),
                           ('--optimizer=adamw', "optimizer='adamw' differs from .*which has 'muon'")):
