@@ -74,6 +74,8 @@ from tokenizer import (
 
 RETRY_WAITS = 0.5, 1, 2, 4  # seconds between the tries of a download
 print_once = functools.cache(print0)
+cleanup = contextlib.ExitStack()  # removes temporary files
+atexit.register(cleanup.close)
 
 
 # files as documents -----------------------------------------------------------------------------------------
@@ -416,7 +418,7 @@ def find_source(source, field='text', errors='strict'):
         return SOURCES[source]
     if source == '-':  # read twice, so copied to a file; .json may be text
         with tempfile.NamedTemporaryFile(suffix='.json', delete=False) as copy:
-            atexit.register(os.remove, copy.name)
+            cleanup.callback(os.remove, copy.name)
             shutil.copyfileobj(sys.stdin.buffer, copy)
         source = 'standard input'
         name = 'stdin'
@@ -679,20 +681,22 @@ FILES = ('train.bin', 'train.mask.bin', 'val.bin', 'val.mask.bin', 'tokenizer.ti
 
 @contextlib.contextmanager
 def new_files(folder):
-    """A temporary folder whose FILES replace those in `folder` if all goes well, meta.json last."""
+    """A temporary folder whose FILES replace those in `folder` if all goes well, meta.json last. Meanwhile
+    meta.json is empty, so that nobody reads a mix. A reader keeps the old files that it has open."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
-            yield temp
-            for name in FILES:
-                if Path(temp, name).exists():
-                    Path(temp, name).replace(folder / name)
-                else:
-                    (folder / name).unlink(missing_ok=True)
-    finally:
-        with contextlib.suppress(OSError):  # it is not empty
-            folder.rmdir()
+    with cleanup:
+        cleanup.callback(lambda: any(folder.iterdir()) or folder.rmdir())
+        temp = cleanup.enter_context(tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder))
+        yield temp
+        meta = folder / 'meta.json'
+        ours = meta.exists() and b'"kind": "json"' in meta.read_bytes()
+        meta.write_text('')
+        for name in FILES:
+            if Path(temp, name).exists():
+                Path(temp, name).replace(folder / name)
+            elif ours or name != 'tokenizer.json':  # which else is a model's
+                (folder / name).unlink(missing_ok=True)
 
 
 def write_meta(folder, tok, label, eot, counts):
@@ -710,10 +714,13 @@ def write_meta(folder, tok, label, eot, counts):
 def fetch_shards(folder, source):
     """Downloads a source's shards, GPT-2's tokens -> the folder's meta."""
     tok = tiktoken_tokenizer('gpt2')  # before the long wait
-    val, *train = (read_shard(fetch(url, folder), np.dtype('<u2')) for url in source.shards)
-    n_bytes = sum(int(tok.sizes[ids].sum()) for ids in parts_of(val))
-    counts = {'train_tokens': sum(shard.n_tokens for shard in train), 'val_tokens': val.n_tokens,
-              'bytes_per_token': n_bytes / val.n_tokens}
+    for url in source.shards:
+        fetch(url, folder)
+    train, val = ([read_shard(path, np.dtype('<u2')) for path in shard_paths(folder, split)]
+                  for split in SPLITS)
+    train_tokens, val_tokens = (sum(shard.n_tokens for shard in shards) for shards in (train, val))
+    n_bytes = sum(int(tok.sizes[ids].sum()) for shard in val for ids in parts_of(shard))
+    counts = {'train_tokens': train_tokens, 'val_tokens': val_tokens, 'bytes_per_token': n_bytes / val_tokens}
     with new_files(folder) as temp:
         return write_meta(temp, tok, source.label, tok.eot, counts)
 
@@ -728,11 +735,17 @@ class PlainUnpickler(pickle.Unpickler):
 
 def read_meta(folder):
     """meta.json, nanoGPT's meta.pkl or an assumed dict: vocab_size, dtype, eot, bytes_per_token (or None),
-    tokenizer (its state, None: GPT-2's), block_size (of slots, or None)..."""
+    tokenizer (its state, None: GPT-2's), block_size (of slots, or None)... Raises ValueError if meta.json is
+    damaged."""
     usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = Path(folder, 'meta.json')
     if path.exists():
-        return usual | json.loads(path.read_bytes())
+        with contextlib.suppress(ValueError, TypeError):  # it is cut, or no object
+            meta = usual | json.loads(path.read_bytes())
+            if 'vocab_size' in meta:
+                return meta
+        raise ValueError(f'{path} is damaged, or is being written: wait a moment, or prepare the folder '
+                         'again with --overwrite=True')
     path = path.with_suffix('.pkl')
     if path.exists():
         with open(path, 'rb') as f:
@@ -775,20 +788,28 @@ def load_tokenizer(folder):
 
 HEADER_BYTES = 1024  # of foreign shards: int32 magic, version, tokens, zeros
 HEADER_MAGIC = 20240520
-Shard = collections.namedtuple('Shard', 'path dtype offset n_tokens')
+Shard = collections.namedtuple('Shard', 'file dtype offset n_tokens')
+
+
+def shard_paths(folder, split):
+    """The paths of folder/<split>.bin, or else of its shards *<split>*.bin, sorted."""
+    paths = sorted(path for path in Path(folder).glob(f'*{split}*.bin') if '.mask' not in path.suffixes)
+    return [path for path in paths if path.name == f'{split}.bin'] or paths
 
 
 def read_shard(path, dtype):
-    """The Shard at path, with or without a header."""
-    head = np.fromfile(path, '<i4', 3)
+    """The Shard at path, with or without a header. Its file stays open: path may get other data."""
+    file = open(path, 'rb')  # noqa: SIM115
+    head = np.fromfile(file, '<i4', 3)
     if len(head) < 3 or head[0] != HEADER_MAGIC:
-        return Shard(path, dtype, 0, os.path.getsize(path) // dtype.itemsize)
-    return Shard(path, np.dtype('<u2'), HEADER_BYTES, int(head[2]))
+        return Shard(file, dtype, 0, os.path.getsize(file.fileno()) // dtype.itemsize)
+    return Shard(file, np.dtype('<u2'), HEADER_BYTES, int(head[2]))
 
 
 def read_elements(shard, first, n):
     """n elements of a shard, from the one at `first`."""
-    return np.fromfile(shard.path, shard.dtype, n, offset=shard.offset + first * shard.dtype.itemsize)
+    shard.file.seek(shard.offset + first * shard.dtype.itemsize)
+    return np.fromfile(shard.file, shard.dtype, n)
 
 
 def parts_of(shard, size=1 << 22):
@@ -807,17 +828,28 @@ class Bins:
     def __init__(self, folder, split):
         self.vocab_size = None
         self.name = Path(folder, f'{split}.bin')
-        paths = sorted(path for path in Path(folder).glob(f'*{split}*.bin') if '.mask' not in path.suffixes)
-        if self.name in paths:
-            paths = [self.name]
+        paths = shard_paths(folder, split)
         if not paths:
             raise FileNotFoundError(f'{folder} is not prepared: no {split}.bin; run '
                                     f'`{prepare_command(folder)}`')
-        dtype = np.dtype(read_meta(folder)['dtype']).newbyteorder('<')
+        self.meta = read_meta(folder)
+        dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
         self.shards = [read_shard(path, dtype) for path in paths]
-        self.n_tokens = sum(shard.n_tokens for shard in self.shards)
+        sizes = [shard.n_tokens for shard in self.shards]
+        self.n_tokens = sum(sizes)
         masks = [path.with_suffix('.mask.bin') for path in paths]
         self.masks = [read_shard(path, np.dtype(np.uint8)) for path in masks if path.exists()]
+        masked = self.masks or self.meta['block_size']
+        if (masked and [mask.n_tokens for mask in self.masks] != sizes
+                or self.meta.get(f'{split}_tokens', self.n_tokens) != self.n_tokens):
+            raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, but not as many as its mask or as '
+                             'meta.json says: a file was cut or removed; prepare the folder again')
+
+    def check_unchanged(self):
+        """Raises ValueError if the folder was prepared again since, so that its other files are not of this.
+        """
+        if read_meta(self.name.parent) != self.meta:
+            raise ValueError(f'{self.name.parent} was prepared again just now: start once more')
 
     def ends(self, block_size):
         """The numbers of sequences up to the end of each shard."""
@@ -868,8 +900,9 @@ def look(folder):
     """Prints a prepared folder's counts, lengths and beginning."""
     folder = data_folder(folder)
     splits = [Bins(folder, split) for split in reversed(SPLITS)]
-    meta = read_meta(folder)
+    meta = splits[0].meta
     tok = load_tokenizer(folder)
+    splits[0].check_unchanged()
     print(f'{folder}: {meta.get("source")}, tokenizer {tok.name}, vocabulary '
           f'{meta["vocab_size"]:,}, {meta["dtype"]}, {meta["bytes_per_token"] or np.nan:.2f} bytes a token')
     for bins in splits:
@@ -890,8 +923,20 @@ def look(folder):
     print()
 
 
+def stop(number, _):
+    """Ends the program as the signal does by default, and its workers with it, but cleans up before. An
+    exception could meet a library in the midst of starting or stopping them, and hang."""
+    for other in signal.SIGINT, signal.SIGTERM:
+        signal.signal(other, signal.SIG_IGN)
+    cleanup.close()
+    os.write(2, b'prepare.py: interrupted\n')  # this handler may interrupt a print
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     name, *more = words or [source]
     if name == 'look':
         look(*more or [FIRST_RUN])
@@ -902,10 +947,11 @@ if __name__ == '__main__':
     refuse_unused(given, source.unused, f'on {source.label}')
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
     folder = output_folder(out, source, tokenizer)
-    there = read_meta(folder).get('source') if is_prepared(folder) else source.label
-    if there != source.label and (out or name not in SOURCES) and not overwrite:
-        raise ValueError(f'{folder} holds data of {there}, not of {source.label}: choose another --out, or '
-                         'replace it by --overwrite=True')
+    if not overwrite and any(Path(folder, name).exists() for name in (*FILES, 'meta.pkl')):
+        there = is_prepared(folder) and read_meta(folder).get('source')
+        if there != source.label:
+            raise ValueError(f'{folder} holds data of {there or "another program"}, not of {source.label}: '
+                             'choose another --out, or replace it by --overwrite=True')
 
     if source.shards:
         if tokenizer != 'gpt2':

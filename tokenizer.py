@@ -7,11 +7,13 @@ import functools
 import heapq
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import re
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -100,11 +102,18 @@ def in_processes(procs, work, jobs):
 
 
 def start_worker(work):
-    """Gives a new process its function."""
+    """Gives a new process its function. It ends with its parent, even if that is killed."""
     global work_of_worker
     work_of_worker = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    """Ends this process as soon as the one that started it has ended."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def work_in_worker(job):

@@ -1170,8 +1170,9 @@ if __name__ == '__main__':
     folder = data_folder(dataset)
     train_bins = Bins(folder, 'train')
     val_bins = Bins(folder, 'val')
-    meta = read_meta(folder)
+    meta = train_bins.meta
     tokenizer = dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed)
+    train_bins.check_unchanged()
 
     # model
     if model is None:

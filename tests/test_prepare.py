@@ -3,6 +3,7 @@ import collections
 import contextlib
 import csv
 import errno
+import glob
 import gzip
 import http.server
 import io
@@ -14,9 +15,11 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -260,6 +263,60 @@ def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path
     assert sorted(os.listdir('data/a')) == ['meta.json', 'train.bin', 'val.bin']
 
 
+def test_other_peoples_files_are_kept(prep):
+    """meta.json names the source, for the library and nanoGPT's folders too; a model's tokenizer stays."""
+    for name in 'pystdlib.txt', 'my.txt':
+        Path(name).write_text('some text that is long enough\n' * 9)
+    for folder, name in ('data/nano', 'meta.pkl'), ('data/model', 'tokenizer.json'):
+        os.makedirs(folder)
+        Path(folder, name).write_bytes(pickle.dumps({'vocab_size': 3}))
+    assert not prep('pystdlib.txt')[1]
+    before = {folder: files_of(f'data/{folder}') for folder in os.listdir('data')}
+    assert re.search('holds data of pystdlib.txt, not of pystdlib ', prep('--tokenizer=byte')[1])
+    for folder in 'nano', 'model':
+        assert 'holds data of another program' in prep(f'my.txt --out={folder}')[1]
+    assert before == {folder: files_of(f'data/{folder}') for folder in os.listdir('data')}
+    for _ in range(2):
+        assert not prep('my.txt --out=model --overwrite=True')[1]
+    assert files_of('data/model')['tokenizer.json'] == before['model']['tokenizer.json']
+
+
+def processes(session):
+    """The processes of a session that have not ended."""
+    found = []
+    for path in Path('/proc').glob('[0-9]*/stat'):
+        with contextlib.suppress(OSError):
+            state, _, group, *_ = path.read_text().rpartition(')')[2].split()
+            found += [path.parent.name] * (int(group) == session and state != 'Z')
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/stat'), reason='processes are found in /proc')
+@pytest.mark.parametrize('signals', [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGKILL]])
+def test_workers_end_with_the_program(signals, tmp_path, monkeypatch):
+    """By Ctrl-C, twice as people press it, by other programs, and if the program is killed alone."""
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(chat_tokenizer())
+    Path('big.txt').write_text(''.join(f'{i} is another number\n' for i in range(1 << 18)))
+    process = subprocess.Popen(
+        [sys.executable, ROOT / 'prepare.py', 'big.txt', '--tokenizer=tok', '--procs=2', '--out=d'],
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(processes(process.pid)) < 3 or not glob.glob('data/d/.prepare-*'):
+        time.sleep(0.05)
+        assert process.poll() is None
+    for number in signals:
+        (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
+        time.sleep(0.1)
+    assert process.wait(timeout=30) == -signals[0]
+    end = time.time() + 30
+    while processes(process.pid):
+        assert time.time() < end
+        time.sleep(0.05)
+    assert signals[0] == signal.SIGKILL or os.listdir('data') == []
+    out = process.stdout.read()
+    assert 'Traceback' not in out and ('interrupted' in out) == (signals[0] != signal.SIGKILL)
+
+
 # encoding ---------------------------------------------------------------------------------------------------
 def test_special_tokens_in_a_text_are_learnt_as_is_asked(prep):
     """Refused, or as plain text or as tokens; test_tokenizer.py compares the ids with transformers."""
@@ -488,6 +545,41 @@ def test_missing_data_names_the_command_that_prepares_it(name, command, tmp_path
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f'is not prepared: no train.bin; run `{command}`'):
         prepare.Bins(f'data/{name}', 'train')
+
+
+def test_a_folder_that_is_prepared_again_keeps_its_old_readers(prep):
+    """They read on what they have opened; who has opened a part notices."""
+    old = []
+    for tokenizer, text in ('char', 'abcd'), ('char', 'bcde'), ('byte', 'efgh'):
+        Path('my.txt').write_text(text * 300)
+        assert not prep(f'my.txt --tokenizer={tokenizer} --out=d')[1]
+        for bins, ids in old:
+            assert bins.batch([0], 99)[0][0].tolist() == ids[:99].tolist()
+            with pytest.raises(ValueError, match='data/d was prepared again'):
+                bins.check_unchanged()
+        old.append((prepare.Bins('data/d', 'train'), prep_ids('data/d', 'train')))
+        old[-1][0].check_unchanged()
+
+
+@pytest.mark.parametrize('name, change', [
+    ('train.bin', lambda data: data[:1000]), ('val.bin', lambda data: data + data), ('train.mask.bin', None),
+    ('val.mask.bin', lambda data: data[1:]), ('meta.json', lambda data: data[:99]),
+    ('meta.json', lambda data: b''), ('meta.json', lambda data: b'[1]'), ('meta.json', lambda data: b'3'),
+    ('meta.json', lambda data: b'{}')])
+def test_a_folder_without_all_of_its_parts_is_one_line(name, change, prep):
+    save_tokenizer(chat_tokenizer())
+    write_jsonl('chats.jsonl', [{'messages': chat_of(random.Random(i))} for i in range(30)])
+    line = 'chats.jsonl --tokenizer=tok'
+    prep(line)
+    path = Path('data/chats', name)
+    path.write_bytes(change(path.read_bytes())) if change else path.unlink()
+    with pytest.raises(ValueError, match=r'data/chats/.*prepare the folder again'):
+        for split in SPLITS:
+            prepare.Bins('data/chats', split)
+    assert ('--overwrite=True' in prep(line)[1]) == (name == 'meta.json')
+    assert not prep(f'{line} --overwrite=True')[1]
+    for split in SPLITS:
+        prepare.Bins('data/chats', split)
 
 
 def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
