@@ -50,7 +50,8 @@ tokenizer: str | None = None
 special_tokens = 'refuse'  # in a document: refuse, or learn them as text or as tokens
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replaces data of another source in out
-val_fraction = 0.1         # for validation, at most: each 10th document, or the last tenth of one text
+# for validation: each 10th document, or the end of one text; at most 10M characters or 10,000 conversations
+val_fraction = 0.1
 block_size = 256           # of the slots that conversations are packed into; as train.py's
 shards = 10                # files to take of a source that has many (fineweb, fineweb_edu: to train on)
 procs: int | None = None   # processes that encode; None: one for each core
@@ -72,6 +73,9 @@ from tokenizer import (
     without_surrogates,
 )
 
+# about the 200 batches of 12 x 1,024 tokens that nanoGPT's evaluation reads
+VAL_CHARACTERS = 10_000_000
+VAL_CHATS = 10_000
 RETRY_WAITS = 0.5, 1, 2, 4  # seconds between the tries of a download
 print_once = functools.cache(print0)
 cleanup = contextlib.ExitStack()  # removes temporary files
@@ -90,7 +94,7 @@ def open_text(path, errors):
             yield f
         except UnicodeDecodeError as e:
             raise ValueError(f'{path} is not UTF-8 text at {e.object[e.start:e.start + 20]!r}: convert it, '
-                             'leave it out, or have U+FFFD there by --errors=replace') from None
+                             'leave it out, or have U+FFFD there by prepare.py --errors=replace') from None
 
 
 def ending(path):
@@ -132,19 +136,24 @@ def json_records(path, errors='strict'):
                 try:
                     yield place, json.loads(record)
                 except ValueError as e:
-                    raise ValueError(f'{place}: {e}: mend or remove the line') from None
+                    raise ValueError(f'{place}: {e}: put each record on one line, or all into one array, or '
+                                     'remove the line') from None
 
 
 def csv_records(path, errors):
     """The records of comma-separated values below a line with the fields' names."""
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
-        rows = csv.DictReader(f)
-        for row in rows:
-            place = f'{path}, line {rows.line_num}'
-            if None in row:
-                raise ValueError(f'{place}: more values than fields: quote commas')
-            yield place, row
+        rows = csv.DictReader(f, strict=True)
+        place = path
+        try:
+            for row in rows:
+                place = f'{path}, line {rows.line_num}'
+                if None in row:
+                    raise ValueError(f'{place}: more values than fields: quote commas')
+                yield place, row
+        except csv.Error as e:
+            raise ValueError(f'{place}: {e} below: close the quote, or double a quote in a value') from None
 
 
 def parquet_records(path, errors):
@@ -167,7 +176,7 @@ def format_of(path):
     array of objects nor JSON lines."""
     if ending(path) == '.json':
         with open_text(path, 'replace') as f:
-            if not re.match(r'\s*(\[\s*{|{ *")', f.read(999)):
+            if not re.match(r'\s*(\[\s*{|{\s*")', f.read(999)):
                 return None
     return FORMATS.get(ending(path))
 
@@ -184,11 +193,11 @@ def file_documents(paths, field='text', errors='strict'):
                 raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
             if isinstance(record.get(field), str):
                 yield [record[field]]
-            elif messages := find_messages(record, field):
+            elif field in ('text', *record) and (messages := find_messages(record, field)):
                 yield make_conversation(place, messages, record.get('tools'))
             else:
                 raise ValueError(f'{place}: no text and no messages in field {field!r}, its fields are '
-                                 f'{", ".join(record):.200}: choose one by --field')
+                                 f'{", ".join(record):.200}: choose one by prepare.py --field')
 
 
 # conversations ----------------------------------------------------------------------------------------------
@@ -412,6 +421,12 @@ SOURCES = {source.name: source for source in (  # only documents() and fetch_sha
 )}
 
 
+class StandardInput(str):
+    """The path of a copy of standard input, which messages name so."""
+    def __format__(self, _):
+        return 'standard input'
+
+
 def find_source(source, field='text', errors='strict'):
     """The Source of this name, file, folder (without hidden files), glob, or standard input."""
     if source in SOURCES:
@@ -422,14 +437,15 @@ def find_source(source, field='text', errors='strict'):
             shutil.copyfileobj(sys.stdin.buffer, copy)
         source = 'standard input'
         name = 'stdin'
-        paths = [copy.name]
+        paths = [StandardInput(copy.name)]
     elif os.path.isfile(source):
         name = Path(source.removesuffix('.gz')).stem
         paths = [source]
     else:  # a folder or glob, named after its last folder without wildcards
         pattern = os.path.join(glob.escape(source), '**', '*') if os.path.isdir(source) else source
         name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
-        paths = sort_files(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+        found = filter(os.path.isfile, glob.glob(pattern, recursive=True))
+        paths = sort_files({*map(os.path.realpath, found)})  # a link may lead to its own folder
     if not paths:
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
                                 f'{", ".join(SOURCES)}: check the path')
@@ -443,19 +459,20 @@ def find_source(source, field='text', errors='strict'):
 # names and folders ------------------------------------------------------------------------------------------
 
 def dataset_name(folder):
-    """For train.py's --dataset: the folder's path without data/."""
-    return os.path.normpath(folder).removeprefix(f'data{os.sep}')
+    """For train.py's --dataset: x of data/x, or the path of another folder."""
+    parent, name = os.path.split(os.path.normpath(folder))
+    return name if parent == 'data' else folder
 
 
 def data_folder(name):
-    """data/<name>, or the path `name` if only that is a folder."""
-    folder = f'data/{dataset_name(name)}'
-    return name if os.path.isdir(name) and not os.path.isdir(folder) else folder
+    """The path `name` if it has a slash or only it is a folder, else data/<name>."""
+    folder = f'data/{name}'
+    return name if os.path.dirname(name) or os.path.isdir(name) and not os.path.isdir(folder) else folder
 
 
 def output_folder(out, source, tokenizer):
     """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or for conversations data/<source>."""
-    kind = dataset_name(tokenizer).removesuffix('tokenizer.json').replace('bpe:', 'bpe')
+    kind = os.path.normpath(dataset_name(tokenizer)).removesuffix('tokenizer.json').replace('bpe:', 'bpe')
     usual = f'{source.name} {kind}'
     if source.chats or usual in ('shakespeare gpt2', 'openwebtext gpt2'):  # nanoGPT's names
         usual = source.name
@@ -498,11 +515,12 @@ def characters_to_train_on(source, fraction):
     """How many of each document's first characters are for training, an array; None: conversations.
 
     None of every n-th document, n = 1 / fraction, until val has its fraction of all; of a single text all but
-    the end, as in nanoGPT.
+    the end, as in nanoGPT. The fraction is lowered until it has at most VAL_CHARACTERS.
     """
     if source.chats:
         return None
     lengths = np.fromiter((sum(map(len, document)) for document in documents_of(source)), np.int64)
+    fraction = min(fraction, VAL_CHARACTERS / max(1, lengths.sum()))
     is_val = np.arange(len(lengths)) % round(1 / fraction) == min(1, len(lengths) - 1)
     most = lengths.sum() - int(lengths.sum() * (1 - fraction))
     return lengths - np.diff(np.minimum(np.cumsum(lengths * is_val), most), prepend=0)
@@ -512,7 +530,8 @@ def split_texts(source, fraction, n_train):
     """(split, document or a part of it, its number from 1 on; 0: the only text)."""
     for n, document in enumerate(documents_of(source)):
         if source.chats:
-            yield 'val' if n % round(1 / fraction) == 1 else 'train', document, n + 1
+            is_val = n % round(1 / fraction) == 1 and n * fraction < VAL_CHATS
+            yield 'val' if is_val else 'train', document, n + 1
         else:
             for split, parts in itertools.groupby(cut_in_two(document, n_train[n]), lambda part: part[0]):
                 yield split, (block for _, block in parts), n + 1 if len(n_train) > 1 else 0
@@ -695,7 +714,7 @@ def new_files(folder):
         for name in FILES:
             if Path(temp, name).exists():
                 Path(temp, name).replace(folder / name)
-            elif ours or name != 'tokenizer.json':  # which else is a model's
+            elif ours or name != 'tokenizer.json':  # another tokenizer.json belongs to a model
                 (folder / name).unlink(missing_ok=True)
 
 
@@ -714,13 +733,10 @@ def write_meta(folder, tok, label, eot, counts):
 def fetch_shards(folder, source):
     """Downloads a source's shards, GPT-2's tokens -> the folder's meta."""
     tok = tiktoken_tokenizer('gpt2')  # before the long wait
-    for url in source.shards:
-        fetch(url, folder)
-    train, val = ([read_shard(path, np.dtype('<u2')) for path in shard_paths(folder, split)]
-                  for split in SPLITS)
-    train_tokens, val_tokens = (sum(shard.n_tokens for shard in shards) for shards in (train, val))
-    n_bytes = sum(int(tok.sizes[ids].sum()) for shard in val for ids in parts_of(shard))
-    counts = {'train_tokens': train_tokens, 'val_tokens': val_tokens, 'bytes_per_token': n_bytes / val_tokens}
+    val, *train = (read_shard(fetch(url, folder), np.dtype('<u2')) for url in source.shards)
+    n_bytes = sum(int(tok.sizes[ids].sum()) for ids in parts_of(val))
+    counts = {'train_tokens': sum(shard.n_tokens for shard in train), 'val_tokens': val.n_tokens,
+              'bytes_per_token': n_bytes / val.n_tokens}
     with new_files(folder) as temp:
         return write_meta(temp, tok, source.label, tok.eot, counts)
 
@@ -740,12 +756,9 @@ def read_meta(folder):
     usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = Path(folder, 'meta.json')
     if path.exists():
-        with contextlib.suppress(ValueError, TypeError):  # it is cut, or no object
+        with reading(f'{path} (wait, or prepare the folder again with --overwrite=True)'):
             meta = usual | json.loads(path.read_bytes())
-            if 'vocab_size' in meta:
-                return meta
-        raise ValueError(f'{path} is damaged, or is being written: wait a moment, or prepare the folder '
-                         'again with --overwrite=True')
+            return meta | {'vocab_size': meta['vocab_size']}
     path = path.with_suffix('.pkl')
     if path.exists():
         with open(path, 'rb') as f:
@@ -791,12 +804,6 @@ HEADER_MAGIC = 20240520
 Shard = collections.namedtuple('Shard', 'file dtype offset n_tokens')
 
 
-def shard_paths(folder, split):
-    """The paths of folder/<split>.bin, or else of its shards *<split>*.bin, sorted."""
-    paths = sorted(path for path in Path(folder).glob(f'*{split}*.bin') if '.mask' not in path.suffixes)
-    return [path for path in paths if path.name == f'{split}.bin'] or paths
-
-
 def read_shard(path, dtype):
     """The Shard at path, with or without a header. Its file stays open: path may get other data."""
     file = open(path, 'rb')  # noqa: SIM115
@@ -828,20 +835,24 @@ class Bins:
     def __init__(self, folder, split):
         self.vocab_size = None
         self.name = Path(folder, f'{split}.bin')
-        paths = shard_paths(folder, split)
+        paths = sorted(path for path in Path(folder).glob(f'*{split}*.bin') if '.mask' not in path.suffixes)
+        if self.name in paths:
+            paths = [self.name]
         if not paths:
             raise FileNotFoundError(f'{folder} is not prepared: no {split}.bin; run '
                                     f'`{prepare_command(folder)}`')
         self.meta = read_meta(folder)
         dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
         self.shards = [read_shard(path, dtype) for path in paths]
-        sizes = [shard.n_tokens for shard in self.shards]
-        self.n_tokens = sum(sizes)
+        self.n_tokens = sum(shard.n_tokens for shard in self.shards)
         masks = [path.with_suffix('.mask.bin') for path in paths]
         self.masks = [read_shard(path, np.dtype(np.uint8)) for path in masks if path.exists()]
-        masked = self.masks or self.meta['block_size']
-        if (masked and [mask.n_tokens for mask in self.masks] != sizes
-                or self.meta.get(f'{split}_tokens', self.n_tokens) != self.n_tokens):
+        sizes = {self.n_tokens}
+        if self.name in paths:  # of shards there may be more than prepare.py has counted
+            sizes.add(self.meta.get(f'{split}_tokens', self.n_tokens))
+        if self.masks or self.meta['block_size']:
+            sizes.add(sum(mask.n_tokens for mask in self.masks))
+        if len(sizes) > 1:
             raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, but not as many as its mask or as '
                              'meta.json says: a file was cut or removed; prepare the folder again')
 
@@ -924,14 +935,15 @@ def look(folder):
 
 
 def stop(number, _):
-    """Ends the program as the signal does by default, and its workers with it, but cleans up before. An
-    exception could meet a library in the midst of starting or stopping them, and hang."""
+    """Cleans up, then ends the program and with it its workers. KeyboardInterrupt, raised while the library
+    starts or stops workers, could leave it waiting for them forever."""
     for other in signal.SIGINT, signal.SIGTERM:
         signal.signal(other, signal.SIG_IGN)
-    cleanup.close()
-    os.write(2, b'prepare.py: interrupted\n')  # this handler may interrupt a print
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
+    try:
+        cleanup.close()
+    finally:  # a worker that has just begun cleans up as well
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
 
 if __name__ == '__main__':
@@ -941,14 +953,16 @@ if __name__ == '__main__':
     if name == 'look':
         look(*more or [FIRST_RUN])
         sys.exit()
+    if block_size < 2:
+        raise ValueError(f'block_size={block_size}: a slot has an end of text and more: at least 2')
     if more:
         raise ValueError(f'{more[0]!r} is one source too many: put files into a folder, or quote a glob')
     source = find_source(name, field, errors)
     refuse_unused(given, source.unused, f'on {source.label}')
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
     folder = output_folder(out, source, tokenizer)
-    if not overwrite and any(Path(folder, name).exists() for name in (*FILES, 'meta.pkl')):
-        there = is_prepared(folder) and read_meta(folder).get('source')
+    if not overwrite and (is_prepared(folder) or os.path.exists(f'{folder}/tokenizer.json')):
+        there = read_meta(folder).get('source')
         if there != source.label:
             raise ValueError(f'{folder} holds data of {there or "another program"}, not of {source.label}: '
                              'choose another --out, or replace it by --overwrite=True')
@@ -976,7 +990,8 @@ if __name__ == '__main__':
                 by_document=source.chats or len(n_train) > 1, procs=procs)
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens)
-        print(f'{source.label}: {meta["documents"] or 1:,} documents')
+        print(f'{source.label}: {meta["documents"] or 1:,} documents; for validation {val_fraction:.0%}, at '
+              f'most {VAL_CHARACTERS:,} characters or {VAL_CHATS:,} conversations')
 
     print(f'{folder}: {meta["train_tokens"]:,} train and {meta["val_tokens"]:,} val tokens, '
           f'{meta["bytes_per_token"]:.2f} bytes a token, vocabulary {meta["vocab_size"]:,}')

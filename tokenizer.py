@@ -88,8 +88,7 @@ def in_processes(procs, work, jobs):
     if procs == 1 or len(first) < 2:
         yield from map(work, itertools.chain(first, jobs))
         return
-    pool = concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(work,))
-    try:
+    with concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(work,)) as pool:
         waiting = collections.deque(pool.submit(work_in_worker, job) for job in first)
         while waiting:
             done = waiting.popleft()
@@ -97,8 +96,6 @@ def in_processes(procs, work, jobs):
                 raise error  # here, so that it counts as ours: see on_purpose
             yield done.result()
             waiting.extend(pool.submit(work_in_worker, job) for job in itertools.islice(jobs, 1))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def start_worker(work):
