@@ -540,6 +540,7 @@ def print_families():
 #     masked             whether it was trained on conversations
 #     data               meta.json of its dataset
 #     lora               None, or rank, alpha, targets, base: the model that the adapters are for
+#     kept               the iterations of the run's ckpt-<iteration>.pt
 #     runtime            machine, ranks, threads, compile, dtype: the same give the same bits
 #     optimizer, scaler  state_dict() of each optimizer, a list; that of the scaler
 #     iter_num, ...      NUMBERS of train.py
