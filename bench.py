@@ -571,10 +571,11 @@ def prepared_tokens(folder, tokenizer, path):
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
                          f"stand for different text: prepare it with --tokenizer={path}")
+    bins.check_unchanged()
     documents = []
     for shard, mask in itertools.zip_longest(bins.shards, bins.masks):
         ids = read_elements(shard, 0, shard.n_tokens).astype(np.int64)
-        learned = np.fromfile(mask.path, bool)[1:] if mask else True
+        learned = read_elements(mask, 1, mask.n_tokens) if mask else True
         documents.append(np.stack([ids[:-1], np.where(learned, ids[1:], -1)]))
     targets = np.concatenate([targets for _, targets in documents])
     return documents, tokenizer and int(tokenizer.sizes[targets[targets != -1]].sum())

@@ -226,6 +226,8 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
     for arg in [default_file, *overrides] if by_default else overrides:
         if arg.startswith('-'):
             name, equals, text = arg.removeprefix('--').partition('=')
+            if name not in ('start', 'stop', 'system'):  # a path may begin with ~
+                text = os.path.expanduser(text)
             assigned = {name: text if equals else True}
             label = 'flags'
             if name in others and name not in kinds:

@@ -565,6 +565,7 @@ def print_families():
 #     data               meta.json of its dataset
 #     lora               None, or rank, alpha, targets, base (the model that the adapters are for) and
 #                        base_checksum
+#     kept               the iterations of the run's ckpt-<iteration>.pt
 #     runtime            machine, ranks, threads, compile, dtype: the same give the same bits
 #     optimizer, scaler  parameter name -> the optimizer's state of it; state_dict() of the scaler
 #     iter_num, ...      NUMBERS of train.py

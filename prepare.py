@@ -52,7 +52,8 @@ tokenizer: str | None = None
 special_tokens = 'text'    # special tokens inside records: learn them as text or as tokens, or refuse
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replaces data of another source in out
-val_fraction = 0.1         # for validation, at most: each 10th document, or the last tenth of one text
+# for validation: each 10th document, or the end of one text; at most 10M characters or 10,000 conversations
+val_fraction = 0.1
 block_size = 256           # of the slots that conversations are packed into; as train.py's
 shards = 10                # files to take of a source that has many (fineweb, fineweb_edu: to train on)
 procs: int | None = None   # processes that encode; None: one for each core
@@ -76,8 +77,13 @@ from tokenizer import (
     without_surrogates,
 )
 
+# about the 200 batches of 12 x 1,024 tokens that nanoGPT's evaluation reads
+VAL_CHARACTERS = 10_000_000
+VAL_CHATS = 10_000
 RETRY_WAITS = 0.5, 1, 2, 4  # seconds between the tries of a download
 print_once = functools.cache(print0)
+cleanup = contextlib.ExitStack()  # removes temporary files
+atexit.register(cleanup.close)
 
 
 # files as documents -----------------------------------------------------------------------------------------
@@ -92,7 +98,7 @@ def open_text(path, errors):
             yield f
         except UnicodeDecodeError as e:
             raise ValueError(f'{path} is not UTF-8 text at {e.object[e.start:e.start + 20]!r}: convert it, '
-                             'leave it out, or have U+FFFD there by --errors=replace') from None
+                             'leave it out, or have U+FFFD there by prepare.py --errors=replace') from None
 
 
 def ending(path):
@@ -135,19 +141,24 @@ def json_records(path, errors='strict'):
                 try:
                     yield place, json.loads(record)
                 except ValueError as e:
-                    raise ValueError(f'{place}: {e}: mend or remove the line') from None
+                    raise ValueError(f'{place}: {e}: put each record on one line, or all into one array, or '
+                                     'remove the line') from None
 
 
 def csv_records(path, errors):
     """The records of comma-separated values below a line with the fields' names."""
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
-        rows = csv.DictReader(f)
-        for row in rows:
-            place = f'{path}, line {rows.line_num}'
-            if None in row:
-                raise ValueError(f'{place}: more values than fields: quote commas')
-            yield place, row
+        rows = csv.DictReader(f, strict=True)
+        place = path
+        try:
+            for row in rows:
+                place = f'{path}, line {rows.line_num}'
+                if None in row:
+                    raise ValueError(f'{place}: more values than fields: quote commas')
+                yield place, row
+        except csv.Error as e:
+            raise ValueError(f'{place}: {e} below: close the quote, or double a quote in a value') from None
 
 
 def parquet_records(path, errors):
@@ -170,7 +181,7 @@ def format_of(path):
     array of objects nor JSON lines."""
     if ending(path) == '.json':
         with open_text(path, 'replace') as f:
-            if not re.match(r'\s*(\[\s*{|{ *")', f.read(999)):
+            if not re.match(r'\s*(\[\s*{|{\s*")', f.read(999)):
                 return None
     return FORMATS.get(ending(path))
 
@@ -209,7 +220,8 @@ def read_record(place, record, field='text'):
         raise ValueError(f'{place}: {record!r:.80} is not an object like {{"text": "a tale"}}')
     if isinstance(record.get(field), str) and field not in JSON_TEXTS:
         return [record[field]]
-    rest = json_value({field: record.get(field), **record}, from_json)  # this field before others
+    asked = {field: record[field]} if field in record else {}  # before other fields
+    rest = json_value(asked | record, from_json) if asked or field == 'text' else {}
     rest = renamed(rest, NAMES | {field: 'messages'})
     messages = rest.pop('messages', None)
     if messages is None and 'answer' in rest:
@@ -441,24 +453,31 @@ SOURCES = {source.name: source for source in (  # only documents() and fetch_sha
 )}
 
 
+class StandardInput(str):
+    """The path of a copy of standard input, which messages name so."""
+    def __format__(self, _):
+        return 'standard input'
+
+
 def find_source(source, field='text', errors='strict'):
     """The Source of this name, file, folder (without hidden files), glob, or standard input."""
     if source in SOURCES:
         return SOURCES[source]
     if source == '-':  # read twice, so copied to a file; .json may be text
         with tempfile.NamedTemporaryFile(suffix='.json', delete=False) as copy:
-            atexit.register(os.remove, copy.name)
+            cleanup.callback(os.remove, copy.name)
             shutil.copyfileobj(sys.stdin.buffer, copy)
         source = 'standard input'
         name = 'stdin'
-        paths = [copy.name]
+        paths = [StandardInput(copy.name)]
     elif os.path.isfile(source):
         name = Path(source.removesuffix('.gz')).stem
         paths = [source]
     else:  # a folder or glob, named after its last folder without wildcards
         pattern = os.path.join(glob.escape(source), '**', '*') if os.path.isdir(source) else source
         name = Path(os.path.abspath(re.split(r'[^/\\]*[*?[]', pattern)[0])).name
-        paths = sort_files(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+        found = filter(os.path.isfile, glob.glob(pattern, recursive=True))
+        paths = sort_files({*map(os.path.realpath, found)})  # a link may lead to its own folder
     if not paths:
         raise FileNotFoundError(f'{source}: no such file, folder or glob with files, and none of '
                                 f'{", ".join(SOURCES)}: check the path')
@@ -472,19 +491,20 @@ def find_source(source, field='text', errors='strict'):
 # names and folders ------------------------------------------------------------------------------------------
 
 def dataset_name(folder):
-    """For train.py's --dataset: the folder's path without data/."""
-    return os.path.normpath(folder).removeprefix(f'data{os.sep}')
+    """For train.py's --dataset: x of data/x, or the path of another folder."""
+    parent, name = os.path.split(os.path.normpath(folder))
+    return name if parent == 'data' else folder
 
 
 def data_folder(name):
-    """data/<name>, or the path `name` if only that is a folder."""
-    folder = f'data/{dataset_name(name)}'
-    return name if os.path.isdir(name) and not os.path.isdir(folder) else folder
+    """The path `name` if it has a slash or only it is a folder, else data/<name>."""
+    folder = f'data/{name}'
+    return name if os.path.dirname(name) or os.path.isdir(name) and not os.path.isdir(folder) else folder
 
 
 def output_folder(out, source, tokenizer):
     """out if it has a slash, data/<out>, data/<source>_<tokenizer>, or for conversations data/<source>."""
-    kind = dataset_name(tokenizer).removesuffix('tokenizer.json').replace('bpe:', 'bpe')
+    kind = os.path.normpath(dataset_name(tokenizer)).removesuffix('tokenizer.json').replace('bpe:', 'bpe')
     usual = f'{source.name} {kind}'
     if source.chats or usual in ('shakespeare gpt2', 'openwebtext gpt2'):  # nanoGPT's names
         usual = source.name
@@ -527,11 +547,12 @@ def characters_to_train_on(source, fraction):
     """How many of each document's first characters are for training, an array; None: conversations.
 
     None of every n-th document, n = 1 / fraction, until val has its fraction of all; of a single text all but
-    the end, as in nanoGPT.
+    the end, as in nanoGPT. The fraction is lowered until it has at most VAL_CHARACTERS.
     """
     if source.chats:
         return None
     lengths = np.fromiter((sum(map(len, document)) for document in documents_of(source)), np.int64)
+    fraction = min(fraction, VAL_CHARACTERS / max(1, lengths.sum()))
     is_val = np.arange(len(lengths)) % round(1 / fraction) == min(1, len(lengths) - 1)
     most = lengths.sum() - int(lengths.sum() * (1 - fraction))
     return lengths - np.diff(np.minimum(np.cumsum(lengths * is_val), most), prepend=0)
@@ -541,7 +562,8 @@ def split_texts(source, fraction, n_train):
     """(split, document or a part of it, its number from 1 on; 0: the only text)."""
     for n, document in enumerate(documents_of(source)):
         if source.chats:
-            yield 'val' if n % round(1 / fraction) == 1 else 'train', document, n + 1
+            is_val = n % round(1 / fraction) == 1 and n * fraction < VAL_CHATS
+            yield 'val' if is_val else 'train', document, n + 1
         else:
             for split, parts in itertools.groupby(cut_in_two(document, n_train[n]), lambda part: part[0]):
                 yield split, (block for _, block in parts), n + 1 if len(n_train) > 1 else 0
@@ -724,20 +746,22 @@ FILES = ('train.bin', 'train.mask.bin', 'val.bin', 'val.mask.bin', 'tokenizer.ti
 
 @contextlib.contextmanager
 def new_files(folder):
-    """A temporary folder whose FILES replace those in `folder` if all goes well, meta.json last."""
+    """A temporary folder whose FILES replace those in `folder` if all goes well, meta.json last. Meanwhile
+    meta.json is empty, so that nobody reads a mix. A reader keeps the old files that it has open."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder) as temp:
-            yield temp
-            for name in FILES:
-                if Path(temp, name).exists():
-                    Path(temp, name).replace(folder / name)
-                else:
-                    (folder / name).unlink(missing_ok=True)
-    finally:
-        with contextlib.suppress(OSError):  # it is not empty
-            folder.rmdir()
+    with cleanup:
+        cleanup.callback(lambda: any(folder.iterdir()) or folder.rmdir())
+        temp = cleanup.enter_context(tempfile.TemporaryDirectory(prefix='.prepare-', dir=folder))
+        yield temp
+        meta = folder / 'meta.json'
+        ours = meta.exists() and b'"kind": "json"' in meta.read_bytes()
+        meta.write_text('')
+        for name in FILES:
+            if Path(temp, name).exists():
+                Path(temp, name).replace(folder / name)
+            elif ours or name != 'tokenizer.json':  # another tokenizer.json belongs to a model
+                (folder / name).unlink(missing_ok=True)
 
 
 def write_meta(folder, tok, label, eot, counts):
@@ -773,11 +797,14 @@ class PlainUnpickler(pickle.Unpickler):
 
 def read_meta(folder):
     """meta.json, nanoGPT's meta.pkl or an assumed dict: vocab_size, dtype, eot, bytes_per_token (or None),
-    tokenizer (its state, None: GPT-2's), block_size (of slots, or None)..."""
+    tokenizer (its state, None: GPT-2's), block_size (of slots, or None)... Raises ValueError if meta.json is
+    damaged."""
     usual = {'dtype': 'uint16', 'eot': None, 'bytes_per_token': None, 'tokenizer': None, 'block_size': None}
     path = Path(folder, 'meta.json')
     if path.exists():
-        return usual | json.loads(path.read_bytes())
+        with reading(f'{path} (wait, or prepare the folder again with --overwrite=True)'):
+            meta = usual | json.loads(path.read_bytes())
+            return meta | {'vocab_size': meta['vocab_size']}
     path = path.with_suffix('.pkl')
     if path.exists():
         with open(path, 'rb') as f:
@@ -820,20 +847,22 @@ def load_tokenizer(folder):
 
 HEADER_BYTES = 1024  # of foreign shards: int32 magic, version, tokens, zeros
 HEADER_MAGIC = 20240520
-Shard = collections.namedtuple('Shard', 'path dtype offset n_tokens')
+Shard = collections.namedtuple('Shard', 'file dtype offset n_tokens')
 
 
 def read_shard(path, dtype):
-    """The Shard at path, with or without a header."""
-    head = np.fromfile(path, '<i4', 3)
+    """The Shard at path, with or without a header. Its file stays open: path may get other data."""
+    file = open(path, 'rb')  # noqa: SIM115
+    head = np.fromfile(file, '<i4', 3)
     if len(head) < 3 or head[0] != HEADER_MAGIC:
-        return Shard(path, dtype, 0, os.path.getsize(path) // dtype.itemsize)
-    return Shard(path, np.dtype('<u2'), HEADER_BYTES, int(head[2]))
+        return Shard(file, dtype, 0, os.path.getsize(file.fileno()) // dtype.itemsize)
+    return Shard(file, np.dtype('<u2'), HEADER_BYTES, int(head[2]))
 
 
 def read_elements(shard, first, n):
     """n elements of a shard, from the one at `first`."""
-    return np.fromfile(shard.path, shard.dtype, n, offset=shard.offset + first * shard.dtype.itemsize)
+    shard.file.seek(shard.offset + first * shard.dtype.itemsize)
+    return np.fromfile(shard.file, shard.dtype, n)
 
 
 def parts_of(shard, size=1 << 22):
@@ -858,11 +887,26 @@ class Bins:
         if not paths:
             raise FileNotFoundError(f'{folder} is not prepared: no {split}.bin; run '
                                     f'`{prepare_command(folder)}`')
-        dtype = np.dtype(read_meta(folder)['dtype']).newbyteorder('<')
+        self.meta = read_meta(folder)
+        dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
         self.shards = [read_shard(path, dtype) for path in paths]
         self.n_tokens = sum(shard.n_tokens for shard in self.shards)
         masks = [path.with_suffix('.mask.bin') for path in paths]
         self.masks = [read_shard(path, np.dtype(np.uint8)) for path in masks if path.exists()]
+        sizes = {self.n_tokens}
+        if self.name in paths:  # of shards there may be more than prepare.py has counted
+            sizes.add(self.meta.get(f'{split}_tokens', self.n_tokens))
+        if self.masks or self.meta['block_size']:
+            sizes.add(sum(mask.n_tokens for mask in self.masks))
+        if len(sizes) > 1:
+            raise ValueError(f'{self.name} has {self.n_tokens:,} tokens, but not as many as its mask or as '
+                             'meta.json says: a file was cut or removed; prepare the folder again')
+
+    def check_unchanged(self):
+        """Raises ValueError if the folder was prepared again since, so that its other files are not of this.
+        """
+        if read_meta(self.name.parent) != self.meta:
+            raise ValueError(f'{self.name.parent} was prepared again just now: start once more')
 
     def ends(self, block_size):
         """The numbers of sequences up to the end of each shard."""
@@ -913,8 +957,9 @@ def look(folder):
     """Prints a prepared folder's counts, lengths and beginning."""
     folder = data_folder(folder)
     splits = [Bins(folder, split) for split in reversed(SPLITS)]
-    meta = read_meta(folder)
+    meta = splits[0].meta
     tok = load_tokenizer(folder)
+    splits[0].check_unchanged()
     print(f'{folder}: {meta.get("source")}, tokenizer {tok.name}, vocabulary '
           f'{meta["vocab_size"]:,}, {meta["dtype"]}, {meta["bytes_per_token"] or np.nan:.2f} bytes a token')
     for bins in splits:
@@ -935,22 +980,38 @@ def look(folder):
     print()
 
 
+def stop(number, _):
+    """Cleans up, then ends the program and with it its workers. KeyboardInterrupt, raised while the library
+    starts or stops workers, could leave it waiting for them forever."""
+    for other in signal.SIGINT, signal.SIGTERM:
+        signal.signal(other, signal.SIG_IGN)
+    try:
+        cleanup.close()
+    finally:  # a worker that has just begun cleans up as well
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     name, *more = words or [source]
     if name == 'look':
         look(*more or [FIRST_RUN])
         sys.exit()
+    if block_size < 2:
+        raise ValueError(f'block_size={block_size}: a slot has an end of text and more: at least 2')
     if more:
         raise ValueError(f'{more[0]!r} is one source too many: put files into a folder, or quote a glob')
     source = find_source(name, field, errors)
     refuse_unused(given, source.unused, f'on {source.label}')
     tokenizer = tokenizer or source.tokenizer or (FIRST_RUN if source.chats else 'byte')
     folder = output_folder(out, source, tokenizer)
-    there = read_meta(folder).get('source') if is_prepared(folder) else source.label
-    if there != source.label and (out or name not in SOURCES) and not overwrite:
-        raise ValueError(f'{folder} holds data of {there}, not of {source.label}: choose another --out, or '
-                         'replace it by --overwrite=True')
+    if not overwrite and (is_prepared(folder) or os.path.exists(f'{folder}/tokenizer.json')):
+        there = read_meta(folder).get('source')
+        if there != source.label:
+            raise ValueError(f'{folder} holds data of {there or "another program"}, not of {source.label}: '
+                             'choose another --out, or replace it by --overwrite=True')
 
     if source.shards:
         if tokenizer != 'gpt2':
@@ -975,7 +1036,8 @@ if __name__ == '__main__':
                 by_document=source.chats or len(n_train) > 1, procs=procs)
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens, errors)
-        print(f'{source.label}: {meta["documents"] or 1:,} documents')
+        print(f'{source.label}: {meta["documents"] or 1:,} documents; for validation {val_fraction:.0%}, at '
+              f'most {VAL_CHARACTERS:,} characters or {VAL_CHATS:,} conversations')
         if n := meta.get('special_texts'):
             print(f'{n:,} special tokens inside documents are learnt as {special_tokens} (--special_tokens)')
         if n := meta.get('left_out'):

@@ -27,7 +27,7 @@ import time
 import weakref
 from pathlib import Path
 
-from configurator import check_effect, configure, naming, reading, runtime
+from configurator import check_effect, configure, naming, reading, refuse_unused, runtime
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
@@ -39,8 +39,8 @@ start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a li
 num_samples = 3             # for each prompt; chat gives one answer
 max_new_tokens = 500        # tokens in each sample
 batch_size = 64             # samples made at once
-output = ''                 # a file for JSON lines; a stopped run is resumed
-stop: str | tuple | list = ()  # end a sample at this text, or at any text of a list
+output = ''                 # a new file for JSON lines
+stop: str | tuple | list = ()  # end a sample at this text, or at any text of a list; \n and \t: line end, tab
 # conversation
 chat = False                # answer questions typed in, or those of start; a base model continues them
 system = ''                 # the message that a conversation begins with
@@ -232,12 +232,12 @@ class Sample:
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=False,  # noqa: C901
-             cache=None, batch_size=None, first=0, drafter=None, **sampling):
+             cache=None, batch_size=None, drafter=None, **sampling):
     """Yields (Sample, token) for each token drawn, and (Sample, None) once a sample has ended.
 
-    prompts: lists of token ids; a sample's number is its place among them; samples before `first` are left
-    out. A sample ends before any of stop_tokens, after max_new_tokens, or when the caller sets n_left to 0. A
-    long prompt is cropped to its end, a full context to its last half. cache: one row with the first tokens
+    prompts: lists of token ids; a sample's number is its place among them. A sample ends before any of
+    stop_tokens, after max_new_tokens, or when the caller sets n_left to 0. A long prompt is cropped to its
+    end, a full context to its last half. cache: one row with the first tokens
     of the one prompt and room for all. batch_size: rows of the cache; one that has ended takes the next
     prompt (continuous batching, Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192), one
     sample at a time: a draft is accepted as far as it equals the tokens drawn. sampling: options of
@@ -256,11 +256,11 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     size = min(model.config.block_size, round_up(size)) if own else cache.max_len
     new_cache = functools.partial(model.make_cache, max_len=size, static=compile, rolling=not drafter)
     max_unread = MAX_UNREAD.get(device.type, 0) if own and not drafter else 0
-    waiting = [Sample(i, list(prompts[i]), max_new_tokens, max(0, len(prompts[i]) - size))
-               for i in range(first, len(prompts))]
+    waiting = [Sample(i, list(prompt), max_new_tokens, max(0, len(prompt) - size))
+               for i, prompt in enumerate(prompts)]
     count = 1 if drafter or not waiting else len(waiting[:batch_size])
     # by length, for little padding (half the time, where they differ), but about in order
-    waiting.sort(key=lambda sample: ((sample.number - first) // (16 * count), len(sample.tokens)))
+    waiting.sort(key=lambda sample: (sample.number // (16 * count), len(sample.tokens)))
     empty = Sample(0, [0], n_left=0, noise=torch.zeros(1, device=drawn_on))  # of a row without a sample
     samples = [empty] * count
     cache = cache or new_cache(count)
@@ -400,12 +400,13 @@ class TextStream:
         self.n_shown = len(text)
 
 
-def completions(model, tokenizer, prompts, max_new_tokens, stop=(), first=0, **options):
+def completions(model, tokenizer, prompts, max_new_tokens, stop=(), **options):
     """Continues prompts as generate does, and ends a sample before any text of `stop` too. Yields (its
     number, TextStream) in order, whenever a text may have grown and when it has ended."""
     streams = [TextStream(tokenizer, stop) for _ in prompts]
-    for sample, token in generate(model, prompts, max_new_tokens, first=first,
-                                  stop_tokens=tokenizer.stop_tokens, **options):
+    first = 0  # that has not ended
+    for sample, token in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens,
+                                  **options):
         stream = streams[sample.number]
         stream.feed(token)
         if stream.stopped:
@@ -523,7 +524,7 @@ def converse(chat):
     print(COMMANDS)
     while True:
         try:
-            line = input('> ').rstrip()
+            line = input('> ').removeprefix('\ufeff').rstrip()
             if line == '/exit':
                 return
             elif line == '/reset':
@@ -544,34 +545,26 @@ def converse(chat):
 
 # the script -------------------------------------------------------------------------------------------------
 
-def json_line(prompt, sample, **rest):
-    """A line of --output, bytes; parts of a prompt that are not UTF-8 become escapes like \\udcff."""
-    line = json.dumps({'prompt': prompt, 'sample': sample, **rest}, ensure_ascii=False)
-    return line.encode(errors='backslashreplace')
+ESCAPES = {r'\n': '\n', r'\t': '\t', r'\\': '\\'}  # in --stop
 
 
-def lines_in(path, samples):
-    """How many samples, (prompt, number), have a line in the file; removes a line cut short. Raises
-    ValueError, and changes nothing, if it holds others."""
-    with open(path, 'a+b') as f:
-        f.seek(0)
-        *lines, cut = f.read().split(b'\n')
-        for i, line in enumerate([*lines, cut]):
-            begin = json_line(*samples[i])[:-1] if i < len(samples) else b''
-            if not (begin and line.startswith(begin) or i == len(lines) and begin.startswith(line)):
-                raise ValueError(f"{path} line {i + 1} is no answer to these prompts, in this order: name "
-                                 "another --output, or remove the file")
-        f.truncate(f.tell() - len(cut))
-    return len(lines)
+def unescape(text):
+    """A text with ESCAPES as people type them on a command line."""
+    return re.sub(r'\\[nt\\]', lambda escape: ESCAPES[escape[0]], text)
 
 
 def read_prompts(start):
     """start -> list of prompts."""
     kind, _, path = start.partition(':')
-    text = sys.stdin.read() if start == '-' else start
-    if kind in ('FILE', 'LINES'):
+    text = start
+    if start == '-':
+        with reading('standard input'):
+            text = sys.stdin.buffer.read().decode('utf-8-sig')
+    elif kind in ('FILE', 'LINES'):
         with reading(path):
             text = Path(path).read_bytes().decode('utf-8-sig')
+    elif '\\n' in start:
+        print("--start has a backslash and an n: for a line end type $'...\\n' (bash, zsh), or use FILE:name")
     prompts = [prompt for prompt in (re.split('\r?\n', text) if kind == 'LINES' else [text]) if prompt]
     if not prompts:
         raise ValueError(f"start={start!r} is empty: give at least one character")
@@ -581,6 +574,10 @@ def read_prompts(start):
 if __name__ == '__main__':
     check_effect(given, config)
     prompts = [] if chat and start == '\n' else read_prompts(start)
+    if not prompts:
+        refuse_unused(given, ['output'], 'on questions that are typed; give them by --start=LINES:name')
+    if os.path.exists(output):
+        raise ValueError(f"output={output} is there already: choose another name, or remove it")
     num_samples = 1 if chat else num_samples
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
@@ -602,7 +599,7 @@ if __name__ == '__main__':
         print("compiling the step: a minute or two, unless it is kept from an earlier run")
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                    repetition_penalty=repetition_penalty, compile=compile, drafter=drafter,
-                   stop=list(filter(None, [stop] if isinstance(stop, str) else map(str, stop))))
+                   stop=[unescape(str(s)) for s in ([stop] if isinstance(stop, str) else stop) if s != ''])
     conversation = Chat(model, tokenizer, system, history, thinking, max_new_tokens, **options)
     if not prompts:
         converse(conversation)
@@ -616,24 +613,22 @@ if __name__ == '__main__':
     longest = max(map(len, ids))
     if longest > model.config.block_size:
         print(f"a prompt of {longest} tokens is cropped to its last {model.config.block_size}")
-    first = lines_in(output, samples) if output else 0
-    if first:
-        print(f"{output}: {first:,} of {len(samples):,} answers are there")
     began = time.perf_counter()
     total = 0
     if not output:
         print('---------------')
-    with open(output, 'ab') if output else contextlib.nullcontext() as f:
-        for i, stream in completions(model, tokenizer, ids, max_new_tokens, batch_size=batch_size,
-                                     first=first, **options):
+    with contextlib.ExitStack() as stack:
+        if output:  # a prompt on the command line may have bytes that are not UTF-8: \\udcff
+            f = stack.enter_context(open(output, 'x', encoding='utf-8', errors='backslashreplace'))
+        for i, stream in completions(model, tokenizer, ids, max_new_tokens, batch_size=batch_size, **options):
             text = begin[i] + stream.text
             if not output:
                 stream.show(shown[i] + text)
             if stream.ended:
                 total += len(stream.tokens)
                 if output:
-                    f.write(json_line(*samples[i], text=text, tokens=len(stream.tokens)) + b'\n')
-                    f.flush()
+                    line = dict(zip(('prompt', 'sample'), samples[i]), text=text, tokens=len(stream.tokens))
+                    print(json.dumps(line, ensure_ascii=False), file=f, flush=True)
                 else:
                     print('---------------', flush=True)
     seconds = time.perf_counter() - began

@@ -7,11 +7,13 @@ import functools
 import heapq
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import re
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -86,8 +88,7 @@ def in_processes(procs, work, jobs):
     if procs == 1 or len(first) < 2:
         yield from map(work, itertools.chain(first, jobs))
         return
-    pool = concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(work,))
-    try:
+    with concurrent.futures.ProcessPoolExecutor(procs, initializer=start_worker, initargs=(work,)) as pool:
         waiting = collections.deque(pool.submit(work_in_worker, job) for job in first)
         while waiting:
             done = waiting.popleft()
@@ -95,16 +96,21 @@ def in_processes(procs, work, jobs):
                 raise error  # here, so that it counts as ours: see on_purpose
             yield done.result()
             waiting.extend(pool.submit(work_in_worker, job) for job in itertools.islice(jobs, 1))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def start_worker(work):
-    """Gives a new process its function."""
+    """Gives a new process its function. It ends with its parent, even if that is killed."""
     global work_of_worker
     work_of_worker = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    """Ends this process as soon as the one that started it has ended."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def work_in_worker(job):

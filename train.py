@@ -816,13 +816,6 @@ def save(run, name, constant):
             temp.unlink(missing_ok=True)  # of a full disk
 
 
-def keep_last(out_dir, keep):
-    """Removes all but the `keep` newest ckpt-<iteration>.pt."""
-    kept = [path for path in Path(out_dir).glob('ckpt-*.pt') if path.stem[5:].isdigit()]
-    for old in sorted(kept, key=os.path.getmtime)[:-keep]:
-        old.unlink()
-
-
 def lock_folder(out_dir):
     """Makes out_dir, and locks it until the file it returns is closed."""
     os.makedirs(out_dir, exist_ok=True)
@@ -1124,8 +1117,9 @@ if __name__ == '__main__':
     folder = data_folder(dataset)
     train_bins = Bins(folder, 'train')
     val_bins = Bins(folder, 'val')
-    meta = read_meta(folder)
+    meta = train_bins.meta
     tokenizer = dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed)
+    train_bins.check_unchanged()
 
     # model
     if model is None:
@@ -1170,6 +1164,7 @@ if __name__ == '__main__':
         'tokenizer': tokenizer and tokenizer.state(),
         # what follows knows conversations from this data, or from the model that it began with
         'masked': bool(train_bins.masks) or rest.get('masked', init_from != 'scratch'), 'data': meta,
+        'kept': rest.get('kept', []) if resumed else [],  # ckpt-<iteration>.pt of this run
         'runtime': {'device_type': machine.device_type, 'ranks': RANKS, 'threads': machine.threads,
                     'compile': compile, 'dtype': plain(machine.dtype)}}
 
@@ -1234,11 +1229,13 @@ if __name__ == '__main__':
                 log_row(log_file, wandb_run, row | columns)
             if improved and not always_save_checkpoint:
                 save(run, 'best.pt', constant)
-            save(run, 'ckpt.pt', constant)
             if keep:
                 save(run, f'ckpt-{run.iter_num}.pt', constant)
-                if RANK == 0:
-                    keep_last(out_dir, keep)
+                kept = [*dict.fromkeys([*constant['kept'], run.iter_num])]
+                constant['kept'] = kept[-keep:]
+                for old in kept[:-keep] if RANK == 0 else ():
+                    Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)
+            save(run, 'ckpt.pt', constant)
             if sample_tokens and tokenizer and (RANK == 0 or shard):
                 print_sample(run, tokenizer, val_bins)
             if reason or run.iter_num >= max_iters:

@@ -142,7 +142,7 @@ def test_runs_are_told_apart_by_code_and_arguments(folder, monkeypatch):
         head = work
     shutil.copytree('data/toy', 'data/other')
     before = run_of('config/other.py')
-    Path('data/other/meta.json').write_text('{}', encoding='utf-8')
+    Path('data/other/meta.json').write_text('{"vocab_size": 23}', encoding='utf-8')
     assert run_of('config/other.py') != before and run_of('') == head
     write('config/default.py', 'import mine\nmax_iters = 7')
     for number in 1, 2:

@@ -86,7 +86,9 @@ def script(tmp_path, monkeypatch):
     ('--learning_rate=1', 1.0), ('--max_iters=1e6', 1000000), ('--out_dir=None', 'None'),
     ('--start=a=b', 'a=b'), ('--min_lr=None', None), ('--compile=auto', 'auto'), ('--compile', True),
     ('--decay_lr=false', False), ("--stop=['a', 'b']", ['a', 'b']), ('--stop=12', '12'),
-    ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ("--pattern=('S',)", ('S',))])
+    ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ("--pattern=('S',)", ('S',)),
+    ('--out_dir=~/x', os.path.expanduser('~/x')), ('--init_from=~', os.path.expanduser('~')),
+    ('--start=~/x', '~/x'), ('--stop=~', '~'), ('--out_dir=a~', 'a~')])
 def test_a_flag_has_the_type_of_its_setting(arg, value, script):
     name = arg.removeprefix('--').partition('=')[0]
     found = script('config/default.py', arg)

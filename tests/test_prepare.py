@@ -3,6 +3,7 @@ import collections
 import contextlib
 import csv
 import errno
+import glob
 import gzip
 import http.server
 import io
@@ -14,9 +15,12 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +165,43 @@ def test_val_has_no_more_than_its_share(lengths, tmp_path):
     assert len(ends) == len(set(train)) and ends[-1] == len(train) + len(ends) - 1
 
 
+@pytest.mark.parametrize('lengths', [[400], [7] * 60])
+def test_val_has_no_more_than_an_evaluation_can_use(lengths, tmp_path, monkeypatch):
+    """Of documents from all over, none of them cut but the last."""
+    texts = [chr(97 + i % 26) * length for i, length in enumerate(lengths)]
+    monkeypatch.setattr(prepare, 'VAL_CHARACTERS', 20)
+    prepare.write_dataset(tmp_path, prep_texts(prep_source(*texts)), make_tokenizer('byte'), 'x')
+    val = bytes(i for i in prep_ids(tmp_path, 'val').tolist() if i < 256).decode()
+    assert len(val) in (20, 21)
+    assert val == (''.join(texts[1::21]) if len(texts) > 1 else 'a' * len(val))[:len(val)]
+    monkeypatch.setattr(prepare, 'VAL_CHATS', 3)
+    chats = prepare.Source('x', 'x', lambda: itertools.islice(prepare.pydoc_chats(), 100), chats=True)
+    splits = [split for split, *_ in prep_texts(chats)]
+    assert splits == ['val' if n in (1, 11, 21) else 'train' for n in range(100)]
+
+
+def test_a_link_to_its_own_folder_gives_each_file_once(prep):
+    os.makedirs('tales/deep')
+    for name in 'a', 'deep/b', 'z':
+        Path(f'tales/{name}.txt').write_text(f'once upon a time in {name}\n' * 9)
+    assert not prep('tales --out=plain')[1]
+    Path('tales/again').symlink_to('.', target_is_directory=True)
+    assert not prep('tales --out=linked')[1]
+    assert files_of('data/plain') == files_of('data/linked')
+
+
+def test_a_path_with_a_slash_is_a_path(prep):
+    """For training, and in the command that is printed next; a name is a folder in data/ first."""
+    Path('my.txt').write_text('some text that is long enough\n' * 9)
+    for out, folder in ('x', 'data/x'), ('./x', './x'), ('sub/x', 'sub/x'), ('data/sub/x', 'data/sub/x'):
+        printed, error = prep(f'my.txt --out={out}')
+        name = re.search('--dataset=(.*)', printed)[1]
+        assert not error and prepare.data_folder(name) == folder and os.path.isfile(f'{folder}/meta.json')
+    assert prepare.data_folder('./sub') == './sub' and prepare.data_folder('none') == 'data/none'
+    with pytest.raises(FileNotFoundError, match='--out=./none`'):
+        prepare.Bins(prepare.data_folder('./none'), 'train')
+
+
 def test_a_py_file_is_text_but_in_a_folder_config(prep):
     code = 'raise SystemExit("learnt, not run")\n' * 20
     os.makedirs('config')
@@ -209,18 +250,22 @@ def test_much_text_needs_little_memory(tmp_path):
     assert int(done.stdout.split()[-1]) < 100 << 10 and os.path.getsize(tmp_path / 'd/train.bin') > 100e6
 
 
-def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
+def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
     for name, data in {
             'short.txt': b'x', 'good.txt': b'some good text, enough for two', 'other.txt': b'another text',
             'latin.txt': b'caf\xe9 au lait', 'number.jsonl': b'{"text": 3}',
             'lines.jsonl': b'{"text": "a"}\n\n{"text": "b"\n', 'table.csv': b'id,story\n1,"a\nb"\n',
-            'comma.csv': b'text\na, b\n', 'mixed.jsonl': b'{"text": "a"}\n{"prompt": "a", "response": "b"}',
+            'comma.csv': b'text\na, b\n', 'quote.csv': b'text,id\nfine,1\n"open,2\na,3\n"b",4\n',
+            'end.csv': b'text,id\nfine,1\n"open,2\na,3\n', 'pretty.json': b'{\n "text": "a"\n}\n',
+            'chats.jsonl': b'{"prompt": "a", "response": "b"}\n' * 9,
+            'mixed.jsonl': b'{"text": "a"}\n{"prompt": "a", "response": "b"}',
             'cut.gz': gzip.compress(b'some text')[:-9]}.items():
         Path(name).write_bytes(data)
     write_parquet('null.parquet', [{'text': 'a'}, {'text': None}])
     Path('cut.parquet').write_bytes(Path('null.parquet').read_bytes()[:-9])
     assert not prep('good.txt --out=d')[1]
     before = files_of('data/d')
+    monkeypatch.setattr(sys, 'stdin', mock := unittest.mock.Mock())
     for line, message in {
             'good.txt --field=x': '--field has no effect on good.txt',
             'good.txt --tokenizer=data/x': 'python prepare.py my.txt --out=x',
@@ -232,8 +277,14 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
             'comma.csv': 'line 2: more values', 'mixed.jsonl': 'document 2: .*mixed',
             'null.parquet': "null.parquet, row 2: no text .* {'text': None}: mend",
             'cut.parquet': 'cut.parquet is damaged',
+            'quote.csv': 'quote.csv, line 2: .* close the quote', 'end.csv': 'end.csv, line 2: .* below',
+            'pretty.json': 'pretty.json, line 1: .*put each record on one line',
+            'chats.jsonl --field=respone': "line 1: no text in field 'respone' .*'prompt': .*--field",
+            'good.txt --block_size=1': 'block_size=1 .*at least 2', 'good.txt --block_size=0': 'at least 2',
+            '-': r'^standard input, line 2: ',
             'cut.gz': 'cut.gz is damaged'}.items():
         for folder in ('d', 'fresh'):
+            mock.buffer = io.BytesIO(b'{"text": "a"}\n{"text"\n')
             assert re.search(message, prep(f'{line} --out={folder} --overwrite=True')[1])
     assert 'holds data of good.txt, not of other.txt' in prep('other.txt --out=d')[1]
     assert os.listdir('data') == ['d'] and files_of('data/d') == before
@@ -261,6 +312,59 @@ def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path
     assert os.listdir('data') == ['a'] and files_of('data/a') == before
     prepare.write_dataset('data/a', prep_texts(source), tok, 'a')
     assert sorted(os.listdir('data/a')) == ['meta.json', 'train.bin', 'val.bin']
+
+
+def test_other_peoples_files_are_kept(prep):
+    """meta.json names the source, for the library and nanoGPT's folders too; a model's tokenizer stays."""
+    for name in 'pystdlib.txt', 'my.txt':
+        Path(name).write_text('some text that is long enough\n' * 9)
+    for folder, name in ('data/nano', 'meta.pkl'), ('data/model', 'tokenizer.json'):
+        os.makedirs(folder)
+        Path(folder, name).write_bytes(pickle.dumps({'vocab_size': 3}))
+    assert not prep('pystdlib.txt')[1]
+    before = {folder: files_of(f'data/{folder}') for folder in os.listdir('data')}
+    assert re.search('holds data of pystdlib.txt, not of pystdlib ', prep('--tokenizer=byte')[1])
+    for folder in 'nano', 'model':
+        assert 'holds data of another program' in prep(f'my.txt --out={folder}')[1]
+    assert before == {folder: files_of(f'data/{folder}') for folder in os.listdir('data')}
+    for _ in range(2):
+        assert not prep('my.txt --out=model --overwrite=True')[1]
+    assert files_of('data/model')['tokenizer.json'] == before['model']['tokenizer.json']
+
+
+def processes(session):
+    """The processes of a session that have not ended."""
+    found = []
+    for path in Path('/proc').glob('[0-9]*/stat'):
+        with contextlib.suppress(OSError):
+            state, _, group, *_ = path.read_text().rpartition(')')[2].split()
+            found += [path.parent.name] * (int(group) == session and state != 'Z')
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/stat'), reason='processes are found in /proc')
+@pytest.mark.parametrize('signals', [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGKILL]])
+def test_workers_end_with_the_program(signals, tmp_path, monkeypatch):
+    """By Ctrl-C, twice as people press it, by other programs, and if the program is killed alone."""
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(chat_tokenizer())
+    Path('big.txt').write_text(''.join(f'{i} is another number\n' for i in range(1 << 18)))
+    process = subprocess.Popen(
+        [sys.executable, ROOT / 'prepare.py', 'big.txt', '--tokenizer=tok', '--procs=2', '--out=d'],
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(processes(process.pid)) < 3 or not glob.glob('data/d/.prepare-*'):
+        time.sleep(0.05)
+        assert process.poll() is None
+    for number in signals:
+        (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
+        time.sleep(0.1)
+    assert process.wait(timeout=30) == -signals[0]
+    end = time.time() + 30
+    while processes(process.pid):
+        assert time.time() < end
+        time.sleep(0.05)
+    assert signals[0] == signal.SIGKILL or os.listdir('data') == []
+    assert 'Traceback' not in process.stdout.read()
 
 
 # encoding ---------------------------------------------------------------------------------------------------
@@ -641,6 +745,41 @@ def test_missing_data_names_the_command_that_prepares_it(name, command, tmp_path
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f'is not prepared: no train.bin; run `{command}`'):
         prepare.Bins(f'data/{name}', 'train')
+
+
+def test_a_folder_that_is_prepared_again_keeps_its_old_readers(prep):
+    """They read on what they have opened; who has opened a part notices."""
+    old = []
+    for tokenizer, text in ('char', 'abcd'), ('char', 'bcde'), ('byte', 'efgh'):
+        Path('my.txt').write_text(text * 300)
+        assert not prep(f'my.txt --tokenizer={tokenizer} --out=d')[1]
+        for bins, ids in old:
+            assert bins.batch([0], 99)[0][0].tolist() == ids[:99].tolist()
+            with pytest.raises(ValueError, match='data/d was prepared again'):
+                bins.check_unchanged()
+        old.append((prepare.Bins('data/d', 'train'), prep_ids('data/d', 'train')))
+        old[-1][0].check_unchanged()
+
+
+@pytest.mark.parametrize('name, change', [
+    ('train.bin', lambda data: data[:1000]), ('val.bin', lambda data: data + data), ('train.mask.bin', None),
+    ('val.mask.bin', lambda data: data[1:]), ('meta.json', lambda data: data[:99]),
+    ('meta.json', lambda data: b''), ('meta.json', lambda data: b'[1]'), ('meta.json', lambda data: b'3'),
+    ('meta.json', lambda data: b'{}')])
+def test_a_folder_without_all_of_its_parts_is_one_line(name, change, prep):
+    save_tokenizer(chat_tokenizer())
+    write_jsonl('chats.jsonl', [{'messages': chat_of(random.Random(i))} for i in range(30)])
+    line = 'chats.jsonl --tokenizer=tok'
+    prep(line)
+    path = Path('data/chats', name)
+    path.write_bytes(change(path.read_bytes())) if change else path.unlink()
+    with pytest.raises(ValueError, match=r'data/chats/.*prepare the folder again'):
+        for split in SPLITS:
+            prepare.Bins('data/chats', split)
+    assert ('--overwrite=True' in prep(line)[1]) == (name == 'meta.json')
+    assert not prep(f'{line} --overwrite=True')[1]
+    for split in SPLITS:
+        prepare.Bins('data/chats', split)
 
 
 def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):

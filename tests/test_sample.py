@@ -93,7 +93,6 @@ def test_generate_equals_uncached_generation_for_ragged_batches(variant, monkeyp
     options['seed'] = 7
     assert made(model, PROMPTS, 40, **options) == expected  # 40 more: the context fills repeatedly
     assert made(model, PROMPTS[:1], 40, **options) == expected[:1]
-    assert made(model, PROMPTS, 40, batch_size=2, first=2, **options) == [None, None, *expected[2:]]
     monkeypatch.setattr(flat_sample, 'PREFILL', 12)  # long prompts are fed a few tokens at a time
     monkeypatch.setattr(flat_sample, 'MAX_UNREAD', {'cpu': 3})  # as on a GPU
     assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
@@ -267,6 +266,17 @@ def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, width, d
 
 
 # text and conversations -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('typed, meant', [
+    (r'\n', '\n'), (r'a\t\\n', 'a\t\\n'), ('\\', '\\'), ('\n', '\n'), (r'\d', r'\d'), (r'\\\n', '\\\n')])
+def test_stop_texts_as_they_are_typed(typed, meant):
+    assert flat_sample.unescape(typed) == meant
+
+
+def test_a_backslash_in_a_prompt_is_two_characters(capsys):
+    assert flat_sample.read_prompts(r'a\n') == [r'a\n'] and r"$'...\n'" in capsys.readouterr().out
+    assert flat_sample.read_prompts('a\n') == ['a\n'] and capsys.readouterr().out == ''
+
 
 def test_streamed_text_is_the_whole_text(capsys):
     tok, text = make_tokenizer('byte'), 'naïve 🙂 日本語\n'

@@ -84,12 +84,12 @@ def test_readme_lines_generate_from_python(base):
     assert out.getvalue().strip() and set(out.getvalue().strip()) <= set('abcdefghijklmnopqrstuvw')
 
 
-def test_answers_are_written_in_order_and_gone_on_with(base):
+def test_answers_are_written_in_order_to_a_new_file(base):
     prompts = ['ab', 'c', 'abcdefg', 'u']
     Path('l.txt').write_text('\n'.join(prompts), encoding='utf-8')
 
-    def answers(*flags, before=''):
-        Path('out.jsonl').write_text(before, encoding='utf-8')
+    def answers(*flags):
+        Path('out.jsonl').unlink(missing_ok=True)
         run('sample.py', *CPU, '--max_new_tokens=8', '--start=LINES:l.txt', '--num_samples=2', '--stop=e',
             '--output=out.jsonl', *flags)
         return Path('out.jsonl').read_text(encoding='utf-8')
@@ -103,18 +103,17 @@ def test_answers_are_written_in_order_and_gone_on_with(base):
     records = [json.loads(line) for line in whole.splitlines()]
     assert [(r['prompt'], r['sample'], r['text']) for r in records] == expected(model)
     assert any(r['tokens'] < 8 for r in records)
-    for kept in (len(whole) // 2, 3, len(whole)):  # in the middle of a line, of the first, and at the end
-        assert answers('--batch_size=1', before=whole[:kept]) == whole
-    with pytest.raises(ValueError, match='is no answer to these prompts'):
-        answers(before=whole.replace('"c"', '"d"'))
-    assert '"d"' in Path('out.jsonl').read_text(encoding='utf-8')
     assert answers('--speculate=3') == whole
+    for flags, message in ((), 'out.jsonl is there already'), (['--chat'], 'questions that are typed'):
+        with pytest.raises(ValueError, match=message):
+            run('sample.py', '--output=out.jsonl', *flags)
+    assert Path('out.jsonl').read_text(encoding='utf-8') == whole
     records = [json.loads(line) for line in answers('--quantize=int8').splitlines()]
     model, *_ = hub.load('resume', 'out', int8=True)
     assert [(r['prompt'], r['sample'], r['text']) for r in records] == expected(dequantized(model))
 
 
-def test_sample_script(base, capsys):
+def test_sample_script(base, capsys, monkeypatch):
     common, context = [*CPU, '--max_new_tokens=30', '--temperature=0'], dict(
         block_size=60, rope_scaling={'rope_type': 'linear', 'factor': 2.0})  # of 16 tokens, without
     Path('p.txt').write_text('abc', encoding='utf-8')
@@ -129,6 +128,13 @@ def test_sample_script(base, capsys):
                           ('--system=x', '--system has no effect with chat=False')):
         with pytest.raises(ValueError, match=message):
             run('sample.py', *common, flag)
+    greedy = ''.join(chr(97 + t) for t in made(hub.load('resume', 'out')[0].eval(), [[0, 1, 2]], 30,
+                                               temperature=0)[0])
+    for data, message in (b'\xef\xbb\xbfabc', ''), (b'ab\xffc', 'standard input is damaged'):
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(data)))
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            run('sample.py', *common, '--start=-')
+    assert f'---\nabc{greedy}\n---' in capsys.readouterr().out
     Path('out/ckpt.pt').write_bytes(Path('out/ckpt.pt').read_bytes()[:9999])
     with pytest.raises(ValueError, match='out/ckpt.pt is .*damaged'):
         run('sample.py', *common)

@@ -757,10 +757,14 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
     train('--out_dir=out', '--keep=2', '--eval_interval=5')
     assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-15.pt', 'out/ckpt-20.pt', 'out/ckpt.pt']
     assert saved('out', 'ckpt-15.pt')['iter_num'] == 15
-    os.replace('out/ckpt-15.pt', 'out/ckpt.pt')  # back to an earlier one
-    train('--out_dir=out', '--init_from=resume', '--max_iters=18', '--keep=1')
+    shutil.copy('out/ckpt.pt', 'out/ckpt-5000.pt')  # a user's
+    train('--out_dir=out', '--init_from=resume', '--max_iters=23', '--keep=2')
+    assert sorted(glob.glob('out/ckpt-*')) == [f'out/ckpt-{n}.pt' for n in (20, 23, 5000)]
+    os.replace('out/ckpt-20.pt', 'out/ckpt.pt')  # back to an earlier one
+    train('--out_dir=out', '--init_from=resume', '--max_iters=21', '--keep=1')
     train('--out_dir=out', '--max_iters=1')
-    assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-18.old-1.pt', 'out/ckpt.old-1.pt', 'out/ckpt.pt']
+    assert sorted(glob.glob('out/*.pt')) == [
+        *(f'out/ckpt-{n}.old-1.pt' for n in (21, 23, 5000)), 'out/ckpt.old-1.pt', 'out/ckpt.pt']
     train('--out_dir=whole')
     train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')  # not as an error
     assert json.loads(Path('cut/run.json').read_text('utf-8'))['status'] == 'time_limit'
