@@ -154,7 +154,7 @@ decode)
     for more in --compile=False --compile=True '--compile=True --quantize=int8' '--compile=True --prompt_len=3000'; do
         # shellcheck disable=SC2086
         run 130 python bench.py decode --n_layer=16 --n_head=32 --n_kv_head=8 --n_embd=2048 --d_ff=8192 \
-            --vocab_size=128256 --block_size=4096 --json=True --rounds=2 $more "$@"
+            --window=None --window_pattern=None --vocab_size=128256 --block_size=4096 --json=True --rounds=2 $more "$@"
     done
     ;;
 8b)
@@ -182,7 +182,7 @@ flags)
 mixers)
     for mixer in A D B K C; do
         run 75 python bench.py train --n_layer=4 --n_head=8 --n_embd=512 --block_size=2048 --mixer_pattern=$mixer --rounds=2 \
-            --json=True "$@"
+            --window=None --window_pattern=None --optimizer=adamw --batch_size=12 --json=True "$@"
     done
     ;;
 *)
