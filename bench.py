@@ -47,7 +47,7 @@ from configurator import (
 init_from = 'scratch'             # scratch (random weights), or as in train.py
 vs = ''                           # a nanoGPT clone to take turns with, or transformers
 batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB).
-                                  # A config file's counts in train only
+                                  # Only train uses a config file's batch_size
 dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
 lengths: list | None = None       # eval: contexts, multiples of the trained one
 contexts: list | None = None      # params: lengths of prompts, in tokens
@@ -587,6 +587,8 @@ def text_tokens(path, tokenizer):
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents = []
     source = find_source(path)
+    if source.chats:
+        raise ValueError(f"{path} has conversations: prepare them, and give the folder as --dataset")
     for document in source.documents():
         texts = [text for text, _ in pieces(document, tokenizer)]
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))

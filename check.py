@@ -20,7 +20,7 @@ import traceback
 import types
 from unittest import mock
 
-from configurator import configure, effective, show
+from configurator import configure, effective, is_ours, naming, show
 
 init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
@@ -487,7 +487,7 @@ def run_check(function, look_at, *args):
     except CheckFailed as error:
         return False, f"{error}; look at {look_at}"
     except Exception as error:  # whatever a changed model.py may raise
-        *_, frame = traceback.extract_tb(error.__traceback__)
+        frame = [one for one in traceback.extract_tb(error.__traceback__) if is_ours(one.filename)][-1]
         return False, (f"{type(error).__name__} in {os.path.basename(frame.filename)}, line {frame.lineno}: "
                        f"{' '.join(str(error).split()):.250}; look at {look_at}")
 
@@ -508,6 +508,8 @@ def check(init_from='scratch', **model_args):
                 require(w.isfinite().all(), f"{name}: NaN or infinite")
         checks[f"weights of {rest['path']}"] = check_weights, 'log.csv of its run'
     small = tiny_config(whole)
+    with naming(model_args):
+        flat.try_tokens(GPT(small))
     torch.set_num_threads(1)  # the second would only wait
     torch.use_deterministic_algorithms(True)  # as train.py has it on a CPU
     show('checked is a small model of this kind', {

@@ -220,7 +220,7 @@ def read_run(folder):
     log and its 'seconds'."""
     facts = read_facts(folder)
     if facts.get('status') not in ('done', 'time_limit'):
-        return facts if facts.get('error') else None
+        return facts if facts.get('status') == 'diverged' else None
     rows = read_log(folder)
     return {**facts, 'rows': rows, 'seconds': rows['wall_s'][-1]}
 

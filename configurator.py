@@ -189,8 +189,8 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
 
     settings: the script's globals(). model_config: 'GPTConfig', if its fields in model.py are settings too.
     words: how many plain words there may be. argv: the command line of an imported script. default_file: for
-    a command line without a config file, unless --init_from names a model. tunes: if it does, other than to
-    resume, the default file still gives the script's own settings. also: a script whose flags are let
+    a command line without a config file, unless --init_from names a model. tunes: if it names a model to
+    fine-tune, the default file still gives the script's own settings. also: a script whose flags are let
     through. texts: whether .py files are words, but in a folder named config. Raises ValueError for an
     unknown setting or file, or a wrong type.
     """
@@ -311,17 +311,16 @@ def reading(path):
 
 @contextlib.contextmanager
 def naming(fields):
-    """Raises ValueError that names the given fields of GPTConfig for an error of Python or torch, in making a
-    model of them or in computing."""
+    """Raises ValueError that names the given fields of GPTConfig if Python or torch raises an error while the
+    model is built or run."""
     try:
         yield
     except Exception as error:
-        if on_purpose(error):
-            raise
+        if on_purpose(error) or isinstance(error, NameError) or 'object has no attribute' in str(error):
+            raise  # as an edit of model.py may raise
         given = ', '.join(f'{name}={value!r}' for name, value in fields.items())
-        *_, frame = (frame for frame in traceback.extract_tb(error.__traceback__)
-                     if 'torch' not in Path(frame.filename).parts)
-        raise ValueError(f"this model cannot compute: {given}; {Path(frame.filename).name}, line "
+        frame = [frame for frame in traceback.extract_tb(error.__traceback__) if is_ours(frame.filename)][-1]
+        raise ValueError(f"a model with these settings fails: {given}; {Path(frame.filename).name}, line "
                          f"{frame.lineno}, raises {error!r:.200}") from error
 
 
@@ -329,7 +328,12 @@ def on_purpose(error):
     """Whether our own code raised this error for the user: the innermost frame is ours, at `raise`."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (isinstance(error, (ValueError, OSError, ImportError)) and frame.line.startswith('raise ')
-            and Path(frame.filename).resolve().is_relative_to(Path(__file__).resolve().parent))
+            and is_ours(frame.filename))
+
+
+def is_ours(path):
+    """Whether a file is one of this repository."""
+    return Path(path).resolve().is_relative_to(Path(__file__).resolve().parent)
 
 
 def refused_file(error):
@@ -472,8 +476,8 @@ def can_compile(device):
 
 
 def resolve_compile(compile, device, flops):
-    """compile='auto' -> bool. flops: of this rank's run. Compiling takes about 40 seconds. A GPU and two CPU
-    cores compute for about two minutes on the FLOPs below without it."""
+    """compile='auto' -> bool. flops: of this rank's run. Compiling takes about 40 seconds. Without it the
+    FLOPs below take about two minutes on a GPU or on two CPU cores."""
     if compile != 'auto':
         return compile
     return device != 'mps' and flops > (4e15 if 'cuda' in device else 1.4e13) and can_compile(device)

@@ -1268,7 +1268,7 @@ def rope_fields(given, c, args):
     return found
 
 
-OLDER_LOCAL = 'gemma3_text', 'olmo3'  # of the families with two rotations those of transformers 4
+OLDER_LOCAL = 'gemma3_text', 'olmo3'  # families with two rotations that transformers 4 has
 THEIR_SCALINGS = 'default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 'proportional'
 
 

@@ -130,7 +130,7 @@ ADAPTERS = 'adapter_config.json'
 
 
 def weight_names(folder):
-    """The names of a folder's safetensors: one file or, as in transformers only without it, the index's."""
+    """The names of a folder's safetensors: model.safetensors, or if it is missing the index's."""
     if os.path.exists(f'{folder}/{INDEX}') and not os.path.exists(f'{folder}/{WEIGHTS}'):
         return sorted(set(read_json(folder, INDEX)['weight_map'].values()))
     return [WEIGHTS]
@@ -207,7 +207,7 @@ def read_published(path):
     if any(name.endswith(FUSED_EXPERTS['mlp.experts.c_proj.weight']) for name in stored):
         family = like(family, names=FUSED_EXPERTS)
     head, wte = (bare(f'{family.names[one]}.weight') for one in ('lm_head', 'wte'))
-    if config.tie_word_embeddings and head in stored:  # files may have both, or a head alone
+    if config.tie_word_embeddings and head in stored:  # files may have both, or only a head
         stored.setdefault(wte, stored[head])
         heads = [one.open().get_tensor(one.name) for one in (stored[head], stored[wte])]
         config = dataclasses.replace(config, tie_word_embeddings=torch.equal(*heads))
@@ -298,7 +298,7 @@ def save_pretrained(model, tokenizer, folder, dtype=None):
 GGUF_NEED = 'files for llama.cpp need', 'gguf'
 GGUF_DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'q8_0': 'Q8_0'}
 GGUF_ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]  # it stops at each of them
-GGUF_PATTERNS = {  # llama.cpp's name of it: what splits a text into words, each line what the last left whole
+GGUF_PATTERNS = {  # llama.cpp's name of it: what splits a text into words; a further line splits the pieces
     'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
     **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # the last is written
     **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
@@ -322,6 +322,8 @@ GGUF_SPLITS = {  # what tokenizer.json has: llama.cpp's name
 
 def gguf_tokenizer(tokenizer, n_vocab):
     """A tokenizer as llama.cpp's keys. Raises ValueError for all but byte-level BPE that it splits alike."""
+    if tokenizer is None:
+        raise ValueError("a .gguf needs a tokenizer, which this model lacks: export a folder")
     spec = json.loads(library_tokenizer(tokenizer.to_json()).to_str())
     stops = tokenizer.stop_tokens
     step = spec['pre_tokenizer'] or {'type': 'none'}
@@ -338,13 +340,16 @@ def gguf_tokenizer(tokenizer, n_vocab):
     tokens = {i: (text, 1) for text, i in spec['model']['vocab'].items()}
     tokens |= {one['id']: (one['content'], 3 if one['special'] else 4) for one in spec['added_tokens']}
     texts, kinds = zip(*(tokens.get(i, (f'[PAD{i}]', 5)) for i in range(n_vocab)))
+    template = tokenizer.chat_template
+    if isinstance(template, list):  # of several, with names
+        template = {one['name']: one['template'] for one in template}.get('default')
     return {
         'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': GGUF_SPLITS[words],
         'tokenizer.ggml.tokens': [*texts], 'tokenizer.ggml.token_type': [*kinds],
         'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # none is not allowed
         'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], **dict(zip(GGUF_ENDS, stops)),
         'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
-        'tokenizer.chat_template': tokenizer.chat_template}
+        'tokenizer.chat_template': template}
 
 
 def gguf_rope(config, arch):
@@ -381,7 +386,7 @@ def save_gguf(model, tokenizer, path, dtype=None):
     path = pathlib.Path(path)
     kind = config_to_hf(config)['model_type']
     if path.exists():
-        raise ValueError(f"{path} is there already: remove it, or give another name")
+        raise ValueError(f"{path} exists already: remove it, or give another name")
     if kind not in GGUF:
         raise ValueError(f"{kind} models are not written for llama.cpp, but {', '.join(GGUF)} are")
     arch, fixed = GGUF[kind]
@@ -430,7 +435,10 @@ def gguf_contents(path):
     def read(name):
         return torch.tensor(gguf.dequantize(tensors[name].data, tensors[name].tensor_type))
     file = types.SimpleNamespace(get_tensor=read)
-    return {key: field.contents() for key, field in reader.fields.items()}, {
+    keys = {key: field.contents() for key, field in reader.fields.items()}
+    if (n := keys.get('split.count', 1)) > 1:
+        raise ValueError(f"{path} is one of {n} parts: join them by llama.cpp's gguf-split --merge")
+    return keys, {
         name: Stored(lambda: file, name, tuple(map(int, one.shape[::-1])), one.tensor_type.name)
         for name, one in tensors.items()}
 

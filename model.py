@@ -257,7 +257,7 @@ class Linear(nn.Linear):
 
 class FusedLinear(Linear):
     """Several projections as one matrix, whose rows they are: x (..., n_in) -> a tensor (..., width) for each
-    of widths. names: the projections', in one string, for bench.py's tables."""
+    of widths. names: names of the projections, in one string, for bench.py's tables."""
 
     def __init__(self, n_in, widths, names, bias=False):
         super().__init__(n_in, sum(widths), bias, rows=widths)
@@ -1704,7 +1704,7 @@ def unused(args):
     """The names of GPTConfig's args that have no effect beside the others; it refuses them."""
     try:
         GPTConfig(**args)
-    except Exception as error:  # also of Python: naming tells it
+    except Exception as error:  # including Python's own errors, which naming reports
         return getattr(error, 'unused', set())
     return set()
 
@@ -1811,8 +1811,9 @@ def impossible(config):
         scaling = own.get('rope_scaling')
         if scaling and scaling.get('rope_type') not in ROPE_SCALINGS:
             yield name, f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
-    if config.n_group and config.topk_group * config.n_expert < config.n_expert_active * config.n_group:
-        yield 'n_expert_active n_expert n_group topk_group', 'the chosen groups have too few experts'
+    share = config.topk_group / config.n_group if config.n_group else 1
+    if config.n_expert and config.n_expert_active > config.n_expert * share:
+        yield 'n_expert_active n_expert n_group topk_group', 'there are too few experts to choose from'
     for mixer in config.mixers:
         yield from mixer.check(config)
 

@@ -95,6 +95,9 @@ def open_text(path, errors):
     opened = gzip.open if path.lower().endswith('.gz') else open
     with reading(path), opened(path, 'rt', encoding='utf-8-sig', errors=errors, newline='') as f:
         try:
+            if '\0' in f.read(999):
+                raise ValueError(f'{path} is not text: unpack or convert it, or leave it out')
+            f.seek(0)
             yield f
         except UnicodeDecodeError as e:
             raise ValueError(f'{path} is not UTF-8 text at {e.object[e.start:e.start + 20]!r}: convert it, '
@@ -145,11 +148,11 @@ def json_records(path, errors='strict'):
                                      'remove the line') from None
 
 
-def csv_records(path, errors):
+def csv_records(path, errors, delimiter=','):
     """The records of comma-separated values below a line with the fields' names."""
     csv.field_size_limit(1 << 30)
     with open_text(path, errors) as f:
-        rows = csv.DictReader(f, strict=True)
+        rows = csv.DictReader(f, delimiter=delimiter, strict=True)
         place = path
         try:
             for row in rows:
@@ -173,6 +176,7 @@ def parquet_records(path, errors):
 
 # By ending: functions of a path and errors, which yield ('file, line n', {field: value})
 FORMATS = {'.jsonl': json_records, '.ndjson': json_records, '.json': json_records, '.csv': csv_records,
+           '.tsv': functools.partial(csv_records, delimiter='\t'),
            '.parquet': parquet_records}
 
 
@@ -181,7 +185,7 @@ def format_of(path):
     array of objects nor JSON lines."""
     if ending(path) == '.json':
         with open_text(path, 'replace') as f:
-            if not re.match(r'\s*(\[\s*{|{\s*")', f.read(999)):
+            if not re.match(r'\s*(\[\s*(\[\s*)?{|{\s*")', f.read(999)):
                 return None
     return FORMATS.get(ending(path))
 
@@ -201,14 +205,14 @@ def file_documents(paths, field='text', errors='strict'):
 
 # messages: [{'role': 'user', 'content': text, perhaps more}, ...]; tools: JSON schemas
 Conversation = collections.namedtuple('Conversation', 'place messages tools', defaults=[None])
-NAMES = {  # fields of records and messages, as datasets call them: as read_record does
+NAMES = {  # a dataset's name of a field -> read_record's name
     'conversations': 'messages', 'prompt': 'question', 'instruction': 'question', 'input': 'more',
     'context': 'more', 'output': 'answer', 'response': 'answer', 'completion': 'answer',
     'system_prompt': 'system', 'from': 'role', 'value': 'content'}
-SPEAKERS = {'human': 'user', 'gpt': 'assistant'}  # in ShareGPT's messages
+SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'developer': 'system'}
 ROLES = 'system', 'user', 'assistant', 'tool'
-JSON_TEXTS = 'messages', 'conversations', 'history', 'tools', 'tool_calls', 'arguments'  # fields that may be
-LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # 0 or false: only read it
+JSON_TEXTS = 'messages', 'conversations', 'history', 'tools', 'tool_calls', 'arguments'  # perhaps JSON text
+LEARNED = 'weight', 'loss_mask', 'loss', 'train', 'trainable', 'train_on_turn'  # 0 or false: no target
 
 
 def read_record(place, record, field='text'):
@@ -224,10 +228,16 @@ def read_record(place, record, field='text'):
     rest = json_value(asked | record, from_json) if asked or field == 'text' else {}
     rest = renamed(rest, NAMES | {field: 'messages'})
     messages = rest.pop('messages', None)
-    if messages is None and 'answer' in rest:
-        question, more = (rest.pop(name, None) for name in ('question', 'more'))
-        question = f'{question}\n\n{more}' if question and more else question or more
-        messages = make_messages([question, rest.pop('answer')])
+    if messages is None and rest.get('answer'):
+        question = rest.pop('question', None)
+        if isinstance(rest.get('more'), str):
+            more = rest.pop('more')
+            question = f'{question}\n\n{more}' if question and more else question or more
+        answer = rest.pop('answer')
+        if isinstance(question, list) and isinstance(answer, list):  # TRL's, which learns the answer only
+            messages = [dict(one, learn=False) for one in question] + answer
+        else:
+            messages = make_messages([question, answer])
         history = rest.get('history')  # LLaMA-Factory's earlier turns
         if isinstance(history, list) and {*map(type, history)} <= {list}:
             messages = make_messages(*rest.pop('history')) + messages
@@ -238,7 +248,7 @@ def read_record(place, record, field='text'):
     if messages[0]['role'] != 'system' and (system := rest.pop('system', None)):
         messages.insert(0, read_message(f'{place}, system', {'role': 'system', 'content': system}))
     tools = rest.pop('tools', None) or messages[0].pop('tools', None)  # MiniMind's
-    if unused := [name for name, value in record.items() if value and isinstance(value, (str, list))
+    if unused := [name for name, value in record.items() if value and isinstance(value, (str, list, dict))
                   and rest.keys() & {name, NAMES.get(name)}]:
         print_once(f'warning: fields beside conversations that are not used: {", ".join(unused)}')
     return Conversation(place, messages, tools or None)
@@ -251,13 +261,16 @@ def read_message(place, message):
     role = read.get('role')
     read['role'] = SPEAKERS.get(role, role)
     calls = read.get('tool_calls') or []
+    if isinstance(parts := read.get('content'), list) and all(
+            isinstance(one, dict) and isinstance(one.get('text'), str) for one in parts):  # OpenAI's
+        read['content'] = ''.join(one['text'] for one in parts)
     if calls or read.keys() & {*THOUGHTS}:
         read.setdefault('content', '')
     if (read['role'] not in ROLES or not isinstance(read.get('content'), str)
             or not {*map(type, calls)} <= {dict}):
         raise ValueError(f'{place}: {message!r:.80} needs a role, one of {", ".join(ROLES)}, and text as its '
                          'content')
-    if not all(read.get(name, True) for name in LEARNED):
+    if {'0', '0.0', 'false'} & {str(read.get(name)).lower() for name in LEARNED}:
         read['learn'] = False
     return read
 
@@ -463,6 +476,8 @@ def find_source(source, field='text', errors='strict'):
     """The Source of this name, file, folder (without hidden files), glob, or standard input."""
     if source in SOURCES:
         return SOURCES[source]
+    if source != '-':
+        source = os.path.normpath(os.path.expanduser(source))  # of a quoted glob
     if source == '-':  # read twice, so copied to a file; .json may be text
         with tempfile.NamedTemporaryFile(suffix='.json', delete=False) as copy:
             cleanup.callback(os.remove, copy.name)
@@ -599,7 +614,7 @@ def items_to_encode(texts, tok, special_tokens, counts):
                 if special_tokens == 'refuse':
                     place = document.place if is_chat else f'document {number:,}'
                     raise ValueError(f'{place}: {found[0]!r} is a special token of the tokenizer: remove it, '
-                                     'or learn it by --special_tokens=text or --special_tokens=tokens')
+                                     'or use --special_tokens=text or --special_tokens=tokens')
                 counts['special_texts'] += len(found)
             yield (split, document if is_chat else text, n == 0, last and number > 0), len(text)
 
@@ -614,7 +629,7 @@ def encode(tok, as_tokens, errors, group):
             try:
                 ids, mask = encode_conversation(
                     tok, item if as_tokens else Conversation(*tok.as_text([*item])))
-            except ValueError as e:
+            except Exception as e:  # also of a template that lacks a field
                 if errors != 'ignore':
                     raise ValueError(f'{item.place}, {e}: mend the conversation, or leave out all such by '
                                      '--errors=ignore') from None
@@ -903,8 +918,7 @@ class Bins:
                              'meta.json says: a file was cut or removed; prepare the folder again')
 
     def check_unchanged(self):
-        """Raises ValueError if the folder was prepared again since, so that its other files are not of this.
-        """
+        """Raises ValueError if the folder was prepared again since: its other files are new."""
         if read_meta(self.name.parent) != self.meta:
             raise ValueError(f'{self.name.parent} was prepared again just now: start once more')
 
@@ -999,8 +1013,6 @@ if __name__ == '__main__':
     if name == 'look':
         look(*more or [FIRST_RUN])
         sys.exit()
-    if block_size < 2:
-        raise ValueError(f'block_size={block_size}: a slot has an end of text and more: at least 2')
     if more:
         raise ValueError(f'{more[0]!r} is one source too many: put files into a folder, or quote a glob')
     source = find_source(name, field, errors)
@@ -1036,10 +1048,9 @@ if __name__ == '__main__':
                 by_document=source.chats or len(n_train) > 1, procs=procs)
         meta = write_dataset(folder, texts(), tok, source.label, procs, block_size if source.chats else None,
                              special_tokens, errors)
-        print(f'{source.label}: {meta["documents"] or 1:,} documents; for validation {val_fraction:.0%}, at '
-              f'most {VAL_CHARACTERS:,} characters or {VAL_CHATS:,} conversations')
+        print(f'{source.label}: {meta["documents"] or 1:,} documents')
         if n := meta.get('special_texts'):
-            print(f'{n:,} special tokens inside documents are learnt as {special_tokens} (--special_tokens)')
+            print(f'{n:,} special tokens inside documents are learned as {special_tokens} (--special_tokens)')
         if n := meta.get('left_out'):
             print(f'{n:,} conversations that the chat template rejects are left out')
 
@@ -1049,7 +1060,7 @@ if __name__ == '__main__':
     if source.chats:
         filled = meta['filled'] / (meta['train_tokens'] + meta['val_tokens'])
         print(f'slots of {block_size} tokens, {filled:.0%} full; {meta["train_learnt"]:,} train tokens are '
-              f'learnt; {meta["cut"]:,} longer ones are cut')
+              f'learned; {meta["cut"]:,} longer ones are cut, so that answers may lack their questions')
         command += ' config/chat.py'
         if tokenizer != FIRST_RUN:  # that of config/chat.py's base
             run = shlex.quote(tokenizer) if checkpoint_in(tokenizer) else 'RUN-WITH-THIS-TOKENIZER'

@@ -404,7 +404,7 @@ def completions(model, tokenizer, prompts, max_new_tokens, stop=(), **options):
     """Continues prompts as generate does, and ends a sample before any text of `stop` too. Yields (its
     number, TextStream) in order, whenever a text may have grown and when it has ended."""
     streams = [TextStream(tokenizer, stop) for _ in prompts]
-    first = 0  # that has not ended
+    first = 0  # the first sample that has not ended
     for sample, token in generate(model, prompts, max_new_tokens, stop_tokens=tokenizer.stop_tokens,
                                   **options):
         stream = streams[sample.number]
@@ -577,7 +577,7 @@ if __name__ == '__main__':
     if not prompts:
         refuse_unused(given, ['output'], 'on questions that are typed; give them by --start=LINES:name')
     if os.path.exists(output):
-        raise ValueError(f"output={output} is there already: choose another name, or remove it")
+        raise ValueError(f"output={output} exists already: choose another name, or remove it")
     num_samples = 1 if chat else num_samples
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}

@@ -310,7 +310,7 @@ def rank_table(ranks):
 
 
 def bpe_json(vocab, merges, patterns, special, byte_level=True):
-    """A tokenizer.json, as text. patterns: each splits what the one before has left whole."""
+    """A tokenizer.json, as text. patterns: each splits the pieces of the one before."""
     steps = [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
              for pattern in patterns]
     level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': False, 'use_regex': False}
@@ -358,15 +358,14 @@ class JsonTokenizer(Tokenizer):
         self.bos = some.ids[:[*some.special_tokens_mask, 0].index(0)]
 
     def encode(self, text, allow_special=True, whole=True):
-        """As transformers' tokenizer(text). whole: with the ids that the file puts around every text, but a
-        text that begins with bos gets no second one."""
+        """As transformers' tokenizer(text). whole: with bos in front, unless the text begins with it, but
+        without an end of text, since a prompt continues."""
         library = self.unmarking if allow_special and MARK in text else self.library
         library.encode_special_tokens = not allow_special  # the library's name for 'as plain text'
         # _fast: half the time, by not counting where in the text each token is
-        encoding, = library.encode_batch_fast([without_surrogates(text)], add_special_tokens=whole)
+        encoding, = library.encode_batch_fast([without_surrogates(text)], add_special_tokens=False)
         ids = encoding.ids
-        n = len(self.bos) * whole
-        return ids[n:] if ids[n:2 * n] == self.bos else ids
+        return ids if not whole or ids[:len(self.bos)] == self.bos else self.bos + ids
 
     @functools.cached_property
     def unmarking(self):
@@ -398,6 +397,8 @@ def library_tokenizer(source):
         raise ValueError(f'unsupported model {kind}: BPE and Unigram are supported')
     tok.no_truncation()
     tok.no_padding()
+    if kind == 'BPE':
+        tok.model.dropout = None  # else the same text has other ids each time
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # its threads and our processes do not mix
     return tok
 
@@ -452,7 +453,9 @@ WORDS_BYTES = 1 << 24       # of different words, the commonest, that train_bpe 
 CHATML = ("{% if tools %}"
           "{{ '<|im_start|>system\n<tools>' + tools | tojson + '</tools><|im_end|>\n' }}{% endif %}"
           "{% for message in messages %}"
-          "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+          "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['reasoning_content'] %}"
+          "{{ '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
+          "{{ message['content'] or '' }}"
           "{% for call in message['tool_calls'] or [] %}"
           "{{ '<tool_call>' + (call['function'] or call) | tojson + '</tool_call>' }}{% endfor %}"
           "{{ '<|im_end|>\n' }}{% endfor %}"

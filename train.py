@@ -20,7 +20,7 @@ The story of a run stands at the end of this file; what it calls stands above, i
     optimizers    OPTIMIZERS; compilation; DDP or FSDP
     lock and log  out_dir is this run's alone; files of an earlier run become *.old-1.*
     loop          iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old
-    end           after max_iters, time_limit or a signal of STOP, as Ctrl-C: the last two finish the
+    end           after max_iters, time_limit or a signal in STOP, such as Ctrl-C. The last two finish the
                   iteration, write ckpt.pt, evaluate and write it again. A second Ctrl-C ends it at once
 --init_from=resume restores weights, optimizers, scaler and NUMBERS: the run goes on bit for bit.
 """
@@ -184,7 +184,7 @@ def set_rates(optimizers, lr):
 # ranks ------------------------------------------------------------------------------------------------------
 
 RANK = int(os.environ.get('RANK', 0))  # this process's, by torchrun
-RANKS = int(os.environ.get('WORLD_SIZE', 1))
+RANKS = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
 
 
 def all_reduce(x, **op):
@@ -360,7 +360,7 @@ def orthogonalise_shared(matrices):
     if RANKS == 1:
         return found
     gathered = found.new_empty(share * RANKS, *found.shape[1:])
-    # its name from torch 2.13 on, and before
+    # all_gather_single is the name since torch 2.13
     getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)(gathered, found.contiguous())
     return gathered[:len(matrices)]
 
@@ -428,8 +428,8 @@ def make_optimizers(model, config):
 
 
 def load_optimizers(model, optimizers, states):
-    """Loads states by parameter name; nanoGPT's, and ours of before, by position. The groups of parameters
-    stay this run's. Raises ValueError for a name or a shape that does not fit."""
+    """Loads states by parameter name. States from nanoGPT and from earlier versions are matched by position.
+    This run's groups of parameters are kept. Raises ValueError for a name or a shape that does not fit."""
     names = {w: name for name, w in model.named_parameters()}
     params = [[w for group in opt.param_groups for w in group['params']] for opt in optimizers]
     by_position = isinstance(states, list) or 'param_groups' in states
@@ -449,9 +449,9 @@ def load_optimizers(model, optimizers, states):
                     continue
                 if value.shape[1:] == w.shape[1:]:
                     found[i][key] = shard_like(w, value[:len(w)])  # learned positions may be fewer now
-                elif by_position:
+                elif by_position or isinstance(opt, torch.optim.AdamW):  # which does not check
                     raise ValueError(f"the checkpoint's {key} {tuple(value.shape)} does not fit {names[w]} "
-                                     f"{tuple(w.shape)}: the order of the parameters has changed")
+                                     f"{tuple(w.shape)}: resume with the code that trained it")
         opt.load_state_dict({'state': {i: value for i, value in found.items() if value},
                              'param_groups': opt.state_dict()['param_groups']})
 
@@ -607,7 +607,8 @@ def step(run, batch, measured):
     run.tokens += RANKS * sum(inputs.numel() for inputs, *_ in batch)
     run.skips = run.skips + ~moved
     run.in_a_row = (run.in_a_row + 1) * ~moved
-    return {'iter': run.iter_num, 'loss': loss, 'lr': lr, 'grad_norm': grad_norm,
+    return {'iter': run.iter_num, 'loss': loss, 'weight': sum(weight for *_, weight in batch), 'lr': lr,
+            'grad_norm': grad_norm,
             'update_ratio': relative_change(run.params, before) if measured else None,
             # the largest load of an expert, over an even share
             'load_max': None if load is None else (load.amax(1) / load.mean(1)).max()}
@@ -627,7 +628,7 @@ def gradients(run, batch):
             loss, aux = run.forward(inputs, targets, keep=inputs.shape[1] if of_logits else None)
         loss = loss * weight
         losses.append(loss.detach())
-        if 'mtp' in aux:  # a mean over as many targets
+        if 'mtp' in aux:  # normalized by the same number of targets as the loss
             aux['mtp'] = aux['mtp'] * weight
         for name, (setting, function) in LOSSES.items():
             if function and config[setting]:
@@ -701,9 +702,13 @@ def count_skips(run):
         diverge(run, f"{int(run.in_a_row)} losses or gradients in a row were not finite")
 
 
+class Diverged(ValueError):
+    """Another attempt would diverge again."""
+
+
 def diverge(run, event):
-    """Raises ValueError for a run that diverged."""
-    raise ValueError(f"{event} at iteration {run.iter_num}: the run diverged; {run.config['out_dir']}/ keeps "
+    """Raises Diverged."""
+    raise Diverged(f"{event} at iteration {run.iter_num}: the run diverged; {run.config['out_dir']}/ keeps "
                      "the checkpoint before; lower --learning_rate, or use --dtype=float32")
 
 
@@ -713,8 +718,9 @@ def where_to_begin(init_from, out_dir):
     """init_from of this process: with 'auto', and if torchrun restarts the run, a checkpoint is resumed."""
     found = os.path.exists(f'{out_dir}/ckpt.pt')
     restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
-    # not an earlier run's, which a run that failed at once has left in its place
-    if found and restarted and read_notes(out_dir).get('launch') == os.environ['TORCHELASTIC_RUN_ID']:
+    # but not the checkpoint of an earlier run: a run that fails early does not rename it
+    launch = os.environ.get('TORCHELASTIC_RUN_ID', 'none')  # none: plain torchrun's
+    if found and restarted and launch != 'none' and read_notes(out_dir).get('launch') == launch:
         return 'resume'
     if init_from == 'auto':
         return 'resume' if found else 'scratch'
@@ -734,7 +740,7 @@ def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
             try_tokens(model)
     try:
         whole = vars(GPTConfig(**rest['model_args'] | asked))
-    except ValueError:  # what differs does not go with the rest
+    except ValueError:  # the new values are invalid with the checkpoint's other fields
         whole = asked
     for name, value in asked.items():
         was = rest['model_args'][name]
@@ -811,6 +817,8 @@ def save(run, name, constant):
     if RANK == 0:
         try:
             torch.save(constant | state, temp)
+            with open(temp, 'rb+') as f:
+                os.fsync(f.fileno())  # else it may be empty after a power failure
             temp.replace(path)
         finally:
             temp.unlink(missing_ok=True)  # of a full disk
@@ -851,8 +859,9 @@ def set_aside(out_dir, resumed, always_save_checkpoint):
 
 def read_notes(out_dir):
     """The facts of run.json, {} without one."""
-    path = Path(out_dir, 'run.json')
-    return json.loads(path.read_text('utf-8')) if path.exists() else {}
+    with contextlib.suppress(FileNotFoundError, ValueError):  # it may be empty after a power failure
+        return json.loads(Path(out_dir, 'run.json').read_text('utf-8'))
+    return {}
 
 
 def note(out_dir, **facts):
@@ -870,7 +879,8 @@ def noting_failure(out_dir):
     try:
         yield
     except BaseException as error:
-        note(out_dir, status='failed', error=str(error) or type(error).__name__)
+        status = 'diverged' if isinstance(error, Diverged) else 'failed'
+        note(out_dir, status=status, error=str(error) or type(error).__name__)
         raise
 
 
@@ -924,10 +934,11 @@ def measure(run, row, seconds, n_sequences):
     sequences = run.config['gradient_accumulation_steps'] * run.config['batch_size']
     tokens = sequences * run.model.config.block_size
     peak = peak_flops(run.machine.device, run.machine.dtype)
+    weight = torch.as_tensor(row.pop('weight')).to(row['loss'])
+    loss, weight = all_reduce(torch.stack([row['loss'], weight])).tolist()
     return row | {
         'tokens': run.tokens, 'epoch': run.tokens / (n_sequences * run.model.config.block_size),
-        # exactly 0 only if no target is to be learned
-        'loss': all_reduce(row['loss']).item() / RANKS or math.nan, 'ms_per_iter': seconds * 1e3,
+        'loss': loss / RANKS if weight else math.nan, 'ms_per_iter': seconds * 1e3,  # nan: no targets
         'tok_per_s': tokens / seconds, 'skipped': run.skipped, 'wall_s': run.wall_s,
         'mfu': flops_per_token(run.model) * tokens / seconds / (peak * RANKS) if peak else None}
 
@@ -1025,12 +1036,15 @@ def check_data(folder, meta, train_bins, val_bins, config):
 def dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed):
     """A prepared folder's tokenizer, or None. If it is not the model's, warns or, resumed, raises ValueError;
     warns if a resumed run's folder has changed."""
-    if resumed and rest.get('data', meta) != meta:
-        print0(f"warning: {folder} has changed since the checkpoint: it was prepared from "
-               f"{rest['data'].get('source')}, and is now from {meta.get('source')}")
+    was = rest.get('data', meta)
+    if resumed and was != meta:
+        before, now = (f"{one.get('train_tokens')} tokens of {one.get('source')}" for one in (was, meta))
+        print0(f"warning: the data have changed since the checkpoint: it had {before}, {folder} has {now}")
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
+        if isinstance(error, FileNotFoundError):  # a part of the folder
+            raise
         return print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
     if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
         differs = (f"{folder} was prepared with another tokenizer than the model's, so that ids stand for "
@@ -1047,7 +1061,7 @@ TIME_IS_OVER = 1
 
 def stop_on_signals():
     """A list to which signals of STOP add exit statuses, so that the run ends after the iteration. A second
-    Ctrl-C ends it at once; a second SIGTERM, as torchrun and Slurm send one each, must not stop the save."""
+    Ctrl-C ends it at once. A second SIGTERM is ignored, because torchrun and Slurm both send one."""
     signals = []
 
     def ask(number, frame):
@@ -1058,14 +1072,15 @@ def stop_on_signals():
             os.write(2, b'\nstopping after this iteration\n')  # this handler may interrupt a print
         signals.append(status)
     for name in STOP:
-        number = getattr(signal, name, None)  # Windows has two of them
+        number = getattr(signal, name, None)  # Windows has only SIGINT and SIGTERM
         if number and signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
             signal.signal(number, ask)
     return signals
 
 
 def why_stop(signals, time_limit):
-    """Why the run is to end after this iteration: the exit status by a rank's signal, TIME_IS_OVER, or 0."""
+    """Why the run is to end after this iteration: the exit status for a signal that some rank received,
+    TIME_IS_OVER, or 0."""
     late = time_limit is not None and time.time() - START >= 60 * time_limit
     return all_reduce(torch.tensor(max([*signals, TIME_IS_OVER * late])), op=dist.ReduceOp.MAX).item()
 
@@ -1091,6 +1106,9 @@ if __name__ == '__main__':
     fields = {name: model_args[name] for name in model_args if given[name] == 'flags'} or model_args
     check_settings(config, CHOICES)
     resumed = init_from == 'resume'
+    if resumed:  # by auto; the checkpoint has what the default file set
+        given = {name: label for name, label in given.items() if label != 'config/default.py'}
+        model_args = {name: model_args[name] for name in model_args if name in given}
     model = source_tokenizer = None
     rest = {}
     if init_from == 'scratch':  # before the data, which may be missing
@@ -1150,7 +1168,11 @@ if __name__ == '__main__':
     run = Run(model, config, machine)
     if resumed:
         run.resume(rest)
+        if rest.get('data', meta) != meta:  # the best loss was that of other data
+            run.best_val_loss = math.inf
     first_it = run.iter_num
+    if all_reduce(torch.tensor(first_it), op=dist.ReduceOp.MAX) != first_it:
+        raise ValueError(f"out_dir={out_dir} is not the same on all machines: let them share the folder")
     began = START - run.wall_s
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")

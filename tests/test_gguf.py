@@ -396,7 +396,7 @@ def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     before = contents(tmp_path / 'new')
     with full_disk(20_000), pytest.raises(OSError):
         run('hub.py', 'export', 'theirs', 'new/y.gguf')
-    with pytest.raises(ValueError, match='x.gguf is there already'):
+    with pytest.raises(ValueError, match='x.gguf exists already'):
         run('hub.py', 'export', 'theirs', 'new/x.gguf')
     assert contents(tmp_path / 'new') == before
     monkeypatch.setitem(sys.modules, 'gguf', None)

@@ -259,6 +259,7 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
             'end.csv': b'text,id\nfine,1\n"open,2\na,3\n', 'pretty.json': b'{\n "text": "a"\n}\n',
             'chats.jsonl': b'{"prompt": "a", "response": "b"}\n' * 9,
             'mixed.jsonl': b'{"text": "a"}\n{"prompt": "a", "response": "b"}',
+            'packed.txt': gzip.compress(b'some text' * 99),
             'cut.gz': gzip.compress(b'some text')[:-9]}.items():
         Path(name).write_bytes(data)
     write_parquet('null.parquet', [{'text': 'a'}, {'text': None}])
@@ -282,6 +283,7 @@ def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
             'chats.jsonl --field=respone': "line 1: no text in field 'respone' .*'prompt': .*--field",
             'good.txt --block_size=1': 'block_size=1 .*at least 2', 'good.txt --block_size=0': 'at least 2',
             '-': r'^standard input, line 2: ',
+            'packed.txt --errors=replace': 'packed.txt is not text: unpack',
             'cut.gz': 'cut.gz is damaged'}.items():
         for folder in ('d', 'fresh'):
             mock.buffer = io.BytesIO(b'{"text": "a"}\n{"text"\n')
@@ -379,7 +381,7 @@ def test_special_tokens_in_a_text_are_learnt_as_is_asked(prep):
     assert os.listdir('data') == []
     for how in ('text', 'tokens'):
         out, _ = prep(f'a.jsonl --tokenizer=tok --out={how}' + ' --special_tokens=tokens' * (how == 'tokens'))
-        assert f'\n2 special tokens inside documents are learnt as {how} ' in out
+        assert f'\n2 special tokens inside documents are learned as {how} ' in out
         marks = len('<|im_start|><|im_end|>') * (how == 'tokens')
         meta = prepare.read_meta(f'data/{how}')
         assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(texts)) - marks
@@ -410,6 +412,14 @@ def test_special_tokens_in_conversations_are_text_wherever_they_are_rendered(pre
         assert how == 'tokens' or answers.count(evil) == 3 and answers.endswith(']<|im_end|>')
     error = prep('chats.jsonl --tokenizer=tok --special_tokens=refuse')[1]
     assert "chats.jsonl, line 1: '<|im_end|>' is a special token" in error
+
+
+def test_a_json_array_of_conversations_is_read(prep):
+    chats = [[QUESTION, ANSWER]] * 20
+    Path('a.json').write_text(json.dumps(chats))
+    Path('b.jsonl').write_text('\n'.join(map(json.dumps, chats)))
+    for name in 'a.json', 'b.jsonl':
+        assert '20 documents' in prep(f'{name} --tokenizer=bpe:300 --out=x --overwrite=True')[0]
 
 
 def test_a_text_that_begins_with_bos_gets_no_second_one(prep):
@@ -584,6 +594,11 @@ PADDED_CALL = {'id': None, 'type': 'function', 'function': {'name': 'now', 'argu
     ({'instruction': 'Hi', 'input': '', 'output': 'Ho', 'system': 'Be', 'history': [['Hi', 'Ho']] * 2},
      [{'role': 'system', 'content': 'Be'}, *[QUESTION, ANSWER] * 3]),  # LLaMA-Factory's
     ({'instruction': 'Hi', 'input': None, 'output': 'Ho', 'history': None}, [QUESTION, ANSWER]),
+    ({'question': 'Hi', 'context': {'sentences': ['x']}, 'answer': 'Ho'}, [QUESTION, ANSWER]),  # HotpotQA's
+    ({'prompt': [QUESTION, ANSWER, QUESTION], 'completion': [ANSWER]},  # TRL's
+     [*(dict(one, learn=False) for one in (QUESTION, ANSWER, QUESTION)), ANSWER]),
+    ({'messages': [QUESTION | {'content': [{'type': 'text', 'text': one} for one in 'Hi']}, ANSWER]},
+     [QUESTION, ANSWER]),  # OpenAI's parts
     *(({'messages': [QUESTION, {'role': 'assistant', **empty, 'tool_calls': calls}]},
        [QUESTION, {'role': 'assistant', 'content': '', 'tool_calls': [CALL]}])
       for calls in ([CALL], [OPENAI_CALL], [PADDED_CALL], json.dumps([CALL]), json.dumps([OPENAI_CALL]))
@@ -591,7 +606,7 @@ PADDED_CALL = {'id': None, 'type': 'function', 'function': {'name': 'now', 'argu
     ({'messages': [QUESTION, {'role': 'assistant', 'content': None, 'reasoning': 'hm'}]},
      [QUESTION, {'role': 'assistant', 'content': '', 'reasoning': 'hm'}]),
     *(({'messages': [QUESTION, ANSWER | {name: no}]}, [QUESTION, ANSWER | {name: no, 'learn': False}])
-      for name, no in (('weight', 0), ('loss_mask', 0), ('train', False), ('trainable', False),
+      for name, no in (('weight', 0), ('loss_mask', 0), ('train', 'false'), ('trainable', False),
                        ('train_on_turn', False)))])
 def test_every_record_becomes_plain_messages(record, messages, tmp_path):
     """As JSON lines, and through the file's own reader."""

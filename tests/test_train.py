@@ -113,7 +113,7 @@ def test_states_of_optimizers_follow_the_names_of_parameters():
     flat_train.load_optimizers(again.model, again.optimizers, by_position)
     found = again.snapshot()['optimizer']
     assert all(same_weights(found[name], states[name]) for name in states)
-    with pytest.raises(ValueError, match=r"momentum_buffer \(.*does not fit h\..*: the order of the para"):
+    with pytest.raises(ValueError, match=r"momentum_buffer \(.*does not fit h\..*: resume with the code"):
         flat_train.load_optimizers(model, other.optimizers, by_position)
 
 
@@ -218,7 +218,7 @@ def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, mon
 
     def broken(self, idx, targets=None, **rest):
         loss, aux = forward(self, idx, targets, **rest)
-        calls.extend([1] * self.training)
+        calls.extend([1] * (self.training and idx.shape[1] > 2))  # but not try_tokens
         return (loss * math.nan if self.training and (len(calls) - 1) // 3 in bad else loss), aux
     monkeypatch.setattr(flat_train.GPT, 'forward', broken)
     bad = {3, 4}
@@ -527,13 +527,13 @@ def test_packed_data_has_its_block_size_and_its_document_token(folder):
 def test_without_targets_there_is_no_loss_and_no_best(folder, capsys):
     write_masks()
     mask = np.zeros(3001, np.uint8)
-    mask.tofile('data/toy/val.mask.bin')
+    mask[:801].tofile('data/toy/val.mask.bin')
     mask[-20:] = 1  # the last two sequences alone
     mask.tofile('data/toy/train.mask.bin')
     story = train('--out_dir=out', '--epochs=1', '--log_interval=1', '--always_save_checkpoint=False')
     rows = log_rows('out')
     assert sum(float(row['loss']) > 0 for row in rows) in (1, 2)
-    assert all(math.isnan(float(row['loss'])) or float(row['grad_norm']) > 0 for row in rows)
+    assert all(math.isnan(float(row['loss'])) == (float(row['grad_norm']) == 0) for row in rows)
     assert all(w.isfinite().all() for w in story['model'].parameters())
     assert 'val loss nan' in capsys.readouterr().out and not any(row['val_loss'] for row in rows)
     assert saved('out')['best_val_loss'] == math.inf and not os.path.exists('out/best.pt')
@@ -681,7 +681,7 @@ def test_another_tokenizer_than_the_models_is_said(folder, capsys):
         run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2')
     Path('data/toy/meta.json').write_text(meta.replace('{"vocab', '{"source": "b", "vocab'), 'utf-8')
     run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
-    assert 'data/toy has changed since the checkpoint: it was prepared from None, and is now from b' in (
+    assert 'since the checkpoint: it had None tokens of None, data/toy has None tokens of b' in (
         capsys.readouterr().out)
     write_toy(folder / 'data' / 'other', vocab_size=26)
     train('--out_dir=fine', '--dataset=other', '--max_iters=1', '--init_from=out')  # all its ids are below 23
@@ -779,6 +779,8 @@ def test_auto_resumes_a_checkpoint_that_is_there(folder):
         assert story['first_it'] == begins and not saved('out')['masked']
     train('--out_dir=whole', '--max_iters=9')
     assert same_weights(saved('whole')['model'], saved('out')['model'])
+    story = run('train.py', '--out_dir=out', '--init_from=auto', '--eval_only')  # not config/default.py's
+    assert story['config'] | {'eval_only': False} == saved('out')['config'] | {'init_from': 'resume'}
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='finds the ranks in /proc')
