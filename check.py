@@ -384,6 +384,7 @@ def require_groups(optimizers, kind, scales):
                         f"{kind}: a {group} does not have weight_decay as GROUPS says")
 
 
+@mock.patch.object(train, 'rounded', torch.Tensor.bfloat16)  # as torch's Muon, on every machine
 def check_updates(config):
     """Iterations of two micro-batches, clipped, not clipped, and resumed, against the gradient of the mean
     over all targets and torch's own optimizers; after each one of NaN. Of other optimizers the groups."""

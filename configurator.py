@@ -447,8 +447,13 @@ def fastest_dtype(kind, index, bound_by_memory):
     import torch
     if kind == 'cuda':
         return 'bfloat16' if torch.cuda.get_device_capability(index) >= (8, 0) else 'float16'
-    has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return 'bfloat16' if kind == 'cpu' and (bound_by_memory or has_units) else 'float32'
+    return 'bfloat16' if kind == 'cpu' and (bound_by_memory or cpu_has_bfloat16()) else 'float32'
+
+
+def cpu_has_bfloat16():
+    """Whether the CPU has units for bfloat16, without which torch multiplies up to 30 times slower in it."""
+    import torch
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def matmul_precision(kind, dtype):

@@ -51,6 +51,7 @@ from configurator import (
     choose_device,
     compile_model,
     configure,
+    cpu_has_bfloat16,
     duration,
     effective,
     keep_freed_memory,
@@ -337,7 +338,7 @@ class Muon(torch.optim.Optimizer):
         for w, update in pairs:
             target = w
             if is_sharded(update):
-                update = update.bfloat16().full_tensor()  # as orthogonalise rounds it
+                update = rounded(update).full_tensor()  # as orthogonalise does
                 target = torch.zeros_like(update, dtype=w.dtype)
                 changes.append((w, target))
             for parts in zip(*(x.split(self.row_splits[w], dim=-2) for x in (target, update))):
@@ -352,7 +353,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise_shared(matrices):
-    """n matrices of one shape -> (n, rows, columns) bfloat16. Each rank computes a share."""
+    """n matrices of one shape -> (n, rows, columns), rounded. Each rank computes a share."""
     share = -(-len(matrices) // RANKS)
     mine = matrices[share * RANK:][:share]
     mine += matrices[:share - len(mine)]  # whose results are left out, so that all ranks give as many
@@ -365,9 +366,14 @@ def orthogonalise_shared(matrices):
     return gathered[:len(matrices)]
 
 
+def rounded(x):
+    """To bfloat16, unless that is slow here."""
+    return x if x.device.type == 'cpu' and not cpu_has_bfloat16() else x.bfloat16()
+
+
 def orthogonalise(x):
-    """(n, rows, columns) -> bfloat16, singular values near 1, by five steps of Jordan's Newton-Schulz."""
-    x = x.bfloat16()
+    """(n, rows, columns) -> rounded, singular values near 1, by five steps of Jordan's Newton-Schulz."""
+    x = rounded(x)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
