@@ -705,6 +705,8 @@ if __name__ == '__main__':
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
     refuse_unused(given, config.keys() - known.split(), f"in {what}, whose settings are GPTConfig's, {known}")
     check_settings(config, train.CHOICES)
+    if (what, init_from) == ('eval', 'scratch'):
+        raise ValueError("eval needs a trained model: give --init_from=RUN")
     if what != 'train' and given.get('batch_size') != 'flags':
         config['batch_size'] = None
     if given.get('dataset') == 'flags':  # of a config file's, shapes suffice

@@ -122,6 +122,7 @@ def test_a_model_that_decodes_is_made_in_its_dtype(monkeypatch):
 @pytest.mark.parametrize('args, message', [
     (['params', '--steps=3'], '--steps has no effect in params'), (['train', '--steps=0'], 'steps=0 must'),
     (['decode', '--n_layer=1', '--block_size=16'], 'prompt_len=32 must be .* at most block_size'),
+    (['eval', 'my.txt'], 'eval needs a trained model: give --init_from'),
     (['decode', 'out'], 'decode has no use for out'), (['train', '--png=a.png'], '--png has no effect'),
     (['train', '--parts=True', '--vs=x'], '--vs has no effect'), ([], 'say first what to do'),
     (['train', '--dataset=typo'], 'data/typo is not prepared')])
