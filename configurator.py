@@ -316,7 +316,7 @@ def naming(fields):
     try:
         yield
     except Exception as error:
-        if on_purpose(error) or isinstance(error, NameError) or 'object has no attribute' in str(error):
+        if on_purpose(error) or isinstance(error, (NameError, AttributeError)):
             raise  # as an edit of model.py may raise
         given = ', '.join(f'{name}={value!r}' for name, value in fields.items())
         frame = [frame for frame in traceback.extract_tb(error.__traceback__) if is_ours(frame.filename)][-1]

@@ -629,7 +629,7 @@ def encode(tok, as_tokens, errors, group):
             try:
                 ids, mask = encode_conversation(
                     tok, item if as_tokens else Conversation(*tok.as_text([*item])))
-            except Exception as e:  # also of a template that lacks a field
+            except ValueError as e:
                 if errors != 'ignore':
                     raise ValueError(f'{item.place}, {e}: mend the conversation, or leave out all such by '
                                      '--errors=ignore') from None

@@ -174,7 +174,8 @@ class Tokenizer:
         """The text of [{'role', 'content', ...}, ...], as transformers' apply_chat_template renders it.
         tools: JSON schemas. thinking: whether the answer begins with thoughts; None: the template decides. A
         template is jinja, or [{'name', 'template'}, ...] with a 'default' and perhaps a 'tool_use'. Raises
-        ValueError if there is none, or if the template refuses these messages."""
+        ValueError if there is none, or if the template fails or rejects these messages."""
+        import jinja2  # only chats need it
         template = self.chat_template
         if not template:
             raise ValueError(f'tokenizer {self.name!r} has no chat template: give a plain prompt, or use one '
@@ -187,9 +188,12 @@ class Tokenizer:
             if thoughts := next(filter(None, map(one.get, THOUGHTS)), None):
                 one.update(dict.fromkeys(THOUGHTS, thoughts))
         switch = {} if thinking is None else dict.fromkeys(THINKING, thinking)
-        return compile_template(template).render(
-            messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
-            **self.chat_variables, **switch)
+        try:
+            return compile_template(template).render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+                **self.chat_variables, **switch)
+        except (jinja2.TemplateError, TypeError) as e:  # of its syntax, or a field that it does not find
+            raise ValueError(f'the chat template fails: {e!r:.200}') from e
 
     def chat(self, *args, **options):
         """Conversations -> ids; see render."""

@@ -646,6 +646,13 @@ def test_a_conversation_that_the_template_rejects_is_named_or_left_out(prep):
     assert [i for i in ids['val'] if i != 256] == val
 
 
+@pytest.mark.parametrize('fault', ['{{ messages[9].content }}', "{{ 'x' + none }}", '{% for %}'])
+def test_a_template_that_fails_is_one_line(fault):
+    tok = JsonTokenizer(chat_tokenizer().source, {'chat_template': fault})
+    with pytest.raises(ValueError, match='the chat template fails: .*Error'):
+        tok.render([QUESTION])
+
+
 def test_messages_that_are_not_to_be_learned_are_only_read(prep):
     tok = chat_tokenizer()
     save_tokenizer(tok)
