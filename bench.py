@@ -76,7 +76,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-import hub
 import sample
 import train
 from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params, unused
@@ -92,7 +91,6 @@ from prepare import (
     read_meta,
 )
 from tokenizer import pieces
-from weights import quantize_weights
 
 # timing -----------------------------------------------------------------------------------------------------
 
@@ -214,8 +212,9 @@ def load_other(vs, model):
     """{name: model} of --vs: transformers' with our weights, or a nanoGPT clone's at our shape."""
     weight = model.wte.weight
     if vs == 'transformers':
+        from zoo.hub import save_pretrained
         with tempfile.TemporaryDirectory() as folder:
-            hub.save_pretrained(model, None, folder)
+            save_pretrained(model, None, folder)
             return {vs: package('transformers', '--vs needs', 'transformers').AutoModelForCausalLM
                     .from_pretrained(folder, dtype=weight.dtype).to(weight.device)}
     if vs:
@@ -507,6 +506,7 @@ def measure_decode(config, model_args):
     if n_draft:
         sides['no drafts'] = lambda: ours(prompts)
     if config['quantize']:
+        from zoo.weights import quantize_weights
         quantize_weights(model, machine.dtype)
     if compile:
         print('compiling: a minute or two')
@@ -546,6 +546,7 @@ def measure_eval(config, model_args, path=None):
     machine = runtime(config['device'], config['dtype'], config['seed'])
     model.to(machine.device).eval()
     if config['quantize']:  # autocast leaves float16's residual stream in float32
+        from zoo.weights import quantize_weights
         quantize_weights(model, torch.bfloat16 if machine.dtype is torch.bfloat16 else torch.float32)
     print(f"{rest['path']}: {num_params(model):,} parameters, context {base:,}")
     losses = functools.partial(row_losses, model, machine=machine, batch_size=config['batch_size'])

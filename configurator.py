@@ -25,7 +25,8 @@ import traceback
 import types
 from pathlib import Path
 
-SCRIPTS = 'train', 'sample', 'prepare', 'hub', 'bench', 'compare', 'check'  # a config file serves them all
+ROOT = Path(__file__).resolve().parent
+SCRIPTS = 'train', 'sample', 'prepare', 'bench', 'zoo/hub', 'lab/compare', 'lab/check'
 PLAIN = bool, int, float, str, tuple, list, dict, type(None)  # types of settings
 # texts of the system, of numpy and of torch.save
 CANNOT_WRITE = (r'No space left|Read-only file|quota exceeded|File too large|requested and \d+ written|'
@@ -146,19 +147,19 @@ def checked(arg, name, value, kinds):
 
 
 @functools.cache  # parsing all scripts takes 0.2 s
-def settings_of_scripts(folder):
+def settings_of_scripts():
     """The names of all settings and of GPTConfig's fields."""
-    return {key for path in folder.glob('*.py') if path.stem in (*SCRIPTS, 'model')
-            for key in declared(path)}
+    paths = [ROOT / f'{name}.py' for name in (*SCRIPTS, 'model')]
+    return {key for path in paths if path.exists() for key in declared(path)}
 
 
-def run_file(name, folder, values):
+def run_file(name, values):
     """What a config file, plain Python that sees `values`, assigns, without other scripts' settings. It is
-    looked for here, then beside the script."""
-    path = Path(name) if Path(name).exists() else folder / name
+    looked for here, then beside this file."""
+    path = Path(name) if Path(name).exists() else ROOT / name
     if not path.exists():
-        raise ValueError(f"there is no config file {name}: neither here nor in {folder}")
-    others = settings_of_scripts(folder.resolve())
+        raise ValueError(f"there is no config file {name}: neither here nor in {ROOT}")
+    others = settings_of_scripts()
     sys.path.append(str(path.resolve().parent))  # it may import a mixer in a file beside it
     # as builtins: the globals afterwards are what the file assigned
     assigned = runpy.run_path(str(path), {'__builtins__': vars(builtins) | values})
@@ -197,12 +198,12 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
     path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
     own = declared(path)
-    fields = declared(path.with_name('model.py')) if model_config else {}
+    fields = declared(ROOT / 'model.py') if model_config else {}
     known = own | fields
     values = {name: settings[name] for name in own}
     values |= {name: ast.literal_eval(field.default) for name, field in fields.items()}
     kinds = {name: setting.kinds or [type(values[name]).__name__] for name, setting in known.items()}
-    others = declared(path.with_name(also)) if also else ()
+    others = declared(ROOT / also) if also else ()
 
     argv = sys.argv[1:] if launched else argv or []
     if launched:
@@ -233,7 +234,7 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
             if name in others and name not in kinds:
                 continue
         else:
-            assigned = run_file(arg, path.parent, values)
+            assigned = run_file(arg, values)
             label = arg
             if by_default and start not in ('scratch', 'auto'):
                 assigned = {name: value for name, value in assigned.items() if name in own}
@@ -333,7 +334,7 @@ def on_purpose(error):
 
 def is_ours(path):
     """Whether a file is one of this repository."""
-    return Path(path).resolve().is_relative_to(Path(__file__).resolve().parent)
+    return Path(path).resolve().is_relative_to(ROOT)
 
 
 def refused_file(error):

@@ -146,6 +146,17 @@ class GPTConfig:
     def __post_init__(self):
         complete(self)  # each None becomes its default, and what cannot be computed is refused: part V
 
+    def changed(self, **changes):
+        """A trained model's config with other fields; the length that it was trained at does not change.
+        Raises ValueError for more positions than were learned."""
+        if self.pos == 'learned' and changes.get('block_size', 0) > self.block_size:
+            raise ValueError(f"block_size={changes['block_size']} is more than the {self.block_size} "
+                             "positions that the model has learned")
+        length = (self.rope_scaling or {}).get('original_max_position_embeddings', self.block_size)
+        if 'rope_scaling' in changes:
+            changes['rope_scaling'] = complete_scaling(changes['rope_scaling'], length)
+        return dataclasses.replace(self, **changes)
+
     def mixer_of(self, layer):
         """The letter in MIXERS of a layer."""
         return letter(self.mixer_pattern, layer)
@@ -1687,6 +1698,8 @@ def complete(config):
     """Replaces each None by its default. Raises ValueError for a config that cannot be computed, or has an
     option without effect."""
     config.n_expert = config.n_expert or None  # so that a flag can say it: --n_expert=0
+    if {*(config.mixer_pattern or '')} - MIXERS.keys():
+        import mixers  # noqa: F401 (enters its letters)
     problems = list(wrong_values(config))
     lost = []
     if not problems:  # combinations are checked only where each field by itself is sound

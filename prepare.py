@@ -1033,7 +1033,7 @@ if __name__ == '__main__':
         n_train = characters_to_train_on(source, val_fraction)
         texts = functools.partial(split_texts, source, val_fraction, n_train)
         if tokenizer.endswith('.gguf'):
-            from hub import published_tokenizer  # torch takes a second
+            from zoo.hub import published_tokenizer  # torch takes a second
             tok = published_tokenizer(tokenizer)
         elif is_prepared(tokenizer) or checkpoint_in(tokenizer):
             tok = load_tokenizer(tokenizer)

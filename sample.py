@@ -66,8 +66,178 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hub import load
-from model import num_params, round_up, try_tokens
+from model import GPT, GPTConfig, num_params, round_up, try_tokens
+from tokenizer import tokenizer_from_state
+
+# checkpoints of ours ----------------------------------------------------------------------------------------
+
+# A checkpoint is a dict, which train.py writes to ckpt.pt; best.pt lacks optimizer and scaler. nanoGPT's has
+# config, model_args, model, optimizer, iter_num and best_val_loss. `load` adds the last two.
+#
+#     model              name -> tensor; with lora of the adapters alone
+#     model_args         the fields of GPTConfig
+#     config             train.py's settings
+#     tokenizer          its state(), or None
+#     masked             whether it was trained on conversations
+#     data               meta.json of its dataset
+#     lora               None, or rank, alpha, targets, base (the model that the adapters are for) and
+#                        base_checksum
+#     kept               the iterations of the run's ckpt-<iteration>.pt
+#     runtime            machine, ranks, threads, compile, dtype: the same give the same bits
+#     optimizer, scaler  parameter name -> the optimizer's state of it; state_dict() of the scaler
+#     iter_num, ...      NUMBERS of train.py
+#     path               the file or folder
+#     no_tokenizer       why there is none
+
+
+# fields of GPTConfig that a checkpoint may be read with otherwise
+CHANGEABLE = 'dropout', 'block_size', 'rope_scaling', 'balance_per_sequence', 'document_token'
+
+
+def checkpoint_path(name, best):
+    """A file itself; of a run's folder best.pt, if wanted and there, else ckpt.pt."""
+    if not os.path.isdir(name):
+        return name
+    path = os.path.join(name, 'best.pt')
+    return path if best and os.path.exists(path) else os.path.join(name, 'ckpt.pt')
+
+
+RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local'}  # fields of GPTConfig in earlier versions
+
+
+def read_checkpoint(path):
+    """A file of train.py's or nanoGPT's, with names as they are now; runs no code of it. Raises
+    FileNotFoundError, or ValueError for another kind of file."""
+    if not os.path.exists(path):
+        old = sorted(Path(path).parent.glob('ckpt.old-*.pt'), key=os.path.getmtime)
+        hint = f"={old[-1]}, which an earlier run wrote" if old else ''
+        raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
+                                f"--out_dir or --init_from{hint}")
+    with reading(path):
+        # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
+        state = checkpoint['model']
+        args = checkpoint['model_args']
+    is_nanogpt = any('transformer.' in name for name in state)
+    prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
+    state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
+             for name, w in state.items()}
+    args = {RENAMED.get(name, name): value for name, value in args.items()}
+    if unknown := args.keys() - GPTConfig.__dataclass_fields__.keys():
+        raise ValueError(f"{path} sets {', '.join(sorted(unknown))}, which this model.py lacks: use the code "
+                         "that trained it")
+    if is_nanogpt:
+        state.pop('lm_head.weight', None)  # the same as wte's
+        args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False) | args
+    return checkpoint | {'model': state, 'model_args': args}
+
+
+def checksum(path):
+    """A sum over the bits of a checkpoint's weights; None for a published model."""
+    if is_published(path):
+        return None
+    return sum(w.float().view(torch.int32).sum().item() for w in read_checkpoint(path)['model'].values())
+
+
+def from_state(state, model_args, **changes):
+    """The model of a state dict and the fields of its config. changes: CHANGEABLE ones. Raises ValueError as
+    GPTConfig.changed, RuntimeError for weights that are missing or of another shape."""
+    config = GPTConfig(**model_args).changed(**changes)
+    if 'wpe.weight' in state:
+        state = state | {'wpe.weight': state['wpe.weight'][:config.block_size]}
+    with torch.device('meta'):
+        model = GPT(config)
+    model = model.to_empty(device='cpu')
+    model.load_state_dict(state)
+    return model
+
+
+def is_published(name):
+    """Whether this is a folder with config.json or adapters of PEFT, a GGUF file, or looks like a hub id or
+    nanoGPT's gpt2."""
+    if os.path.exists(name):
+        return str(name).endswith('.gguf') or any(
+            os.path.exists(f'{name}/{one}') for one in ('config.json', 'adapter_config.json'))
+    return re.fullmatch(r'(?!.*\.pt$)[\w-][\w.-]*/[\w-][\w.-]*|gpt2(-[a-z]+)?', name)
+
+
+def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
+    """(model, tokenizer, rest): rest: the checkpoint's dict as above, without 'model'.
+
+    init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
+    model. dtype: None: as stored. best: see checkpoint_path. merge: adds a LoRA run's adapters to the
+    weights. int8: of large weights. changes: fields of GPTConfig. The tokenizer is None where there
+    is none. Raises FileNotFoundError, or ValueError for any other file."""
+    if init_from != 'resume' and is_published(init_from):
+        from zoo.hub import load_published
+        model, tokenizer, rest = load_published(init_from, device, dtype, int8, changes)
+    else:
+        path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
+        rest = read_checkpoint(path) | {'path': path}
+        try:
+            model = model_of(rest, merge, changes)
+        except RuntimeError as error:
+            raise ValueError(f"{path} does not fit its model_args: {error}") from None
+        if int8:
+            from zoo.weights import quantize_weights
+            quantize_weights(model, dtype or torch.float32)
+        model.to(device, dtype)
+        try:
+            tokenizer = find_tokenizer(rest, path)
+        except (OSError, ImportError, ValueError) as error:  # it may still be trained, measured, exported
+            tokenizer = None
+            rest['no_tokenizer'] = str(error)
+    return model, tokenizer, rest | {'model_args': dataclasses.asdict(model.config)}
+
+
+def model_of(rest, merge, changes):
+    """The model of a checkpoint's dict, from which it takes 'model'; of one of adapters their base with them,
+    or if `merge` with them added to its weights."""
+    state = rest.pop('model')
+    args = rest['model_args']
+    if not rest.get('lora'):
+        return from_state(state, args, **changes)
+    trained = {name: args[name] for name in CHANGEABLE if name in args}
+    model = adapted_model(rest, state, trained | changes)
+    if merge:
+        from zoo.weights import merge_lora
+        merge_lora(model)
+    return model
+
+
+def adapted_model(rest, state, changes):
+    """The base that a checkpoint of adapters names, with these beside its weights. Raises FileNotFoundError
+    if it was moved, ValueError if it was trained again."""
+    from zoo.weights import add_lora
+    lora = rest['lora']
+    base = lora['base']
+    if os.path.isabs(base) and not os.path.exists(base):
+        raise FileNotFoundError(f"{rest['path']} has adapters for {base}, which is missing: put it there "
+                                "again")
+    model, *_ = load(base, dtype=torch.float32, **changes)
+    if lora.get('base_checksum') not in (None, checksum(base)):
+        raise ValueError(f"{rest['path']} has adapters for the weights that {base} had before it was trained "
+                         "again: train the adapters again too")
+    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    base = {name: w for name, w in model.state_dict().items() if '.lora_' not in name}
+    model.load_state_dict(base | state)
+    return model
+
+
+def find_tokenizer(rest, path):
+    """A checkpoint's, without a chat template if trained on text alone; of nanoGPT's its dataset's."""
+    if rest.get('tokenizer'):
+        tokenizer = tokenizer_from_state(rest['tokenizer'])
+        if not rest.get('masked', True):
+            tokenizer.chat_template = None
+        return tokenizer
+    folder = f"data/{rest.get('config', {}).get('dataset')}"
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{path} names no tokenizer, and the data that it was trained on, {folder}, "
+                                "is not here: prepare it")
+    from prepare import load_tokenizer
+    return load_tokenizer(folder)
+
 
 # one token --------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import check
-import hub
 import mixers
 import model as flat
-import weights
+from lab import check
 from model import GPT, GPTConfig, flops_per_token, make_context, move_balance, num_params
+from sample import load
+from zoo import weights
 
 ROOT = Path(flat.__file__).resolve().parent
 
@@ -121,7 +121,7 @@ GRID = [combined(row) for row in pairwise(CHOICES)]
 
 
 def small(**options):
-    """The config of check.py's small model with these options."""
+    """The config of lab/check.py's small model with these options."""
     return check.tiny_config(GPTConfig(**{**TINY, **options}))
 
 
@@ -397,7 +397,7 @@ def test_a_scaling_is_told_the_trained_length(tmp_path):
     for scaling in (None, short):  # trained plainly, and so
         model = tiny(block_size=16, rope_scaling=scaling)
         torch.save({'model': model.state_dict(), 'model_args': vars(model.config)}, tmp_path / 'ckpt.pt')
-        longer, _, rest = hub.load(tmp_path / 'ckpt.pt', block_size=64, rope_scaling=short)
+        longer, _, rest = load(tmp_path / 'ckpt.pt', block_size=64, rope_scaling=short)
         assert longer.config.rope_scaling == rest['model_args']['rope_scaling'] == told
 
 
@@ -629,7 +629,7 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(options, targets):
         weights.add_lora(model, 3, 6.0, [*targets, 'q_proj'])
     weights.add_lora(model, 3, 6.0, targets)
     assert torch.equal(model(idx), logits) and flops_per_token(model) < flops
-    adapters = weights.lora_state(model)
+    adapters = {name: w for name, w in model.state_dict().items() if '.lora_' in name}
     assert {name for name, w in model.named_parameters() if w.requires_grad} == set(adapters)
     for w in adapters.values():
         w += torch.randn_like(w) * 0.1

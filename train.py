@@ -136,7 +136,6 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from hub import CHANGEABLE, checksum, load
 from model import (
     GPT,
     GROUPS,
@@ -149,8 +148,7 @@ from model import (
     unused,
 )
 from prepare import Bins, data_folder, load_tokenizer, read_meta
-from sample import complete
-from weights import add_lora, lora_state
+from sample import CHANGEABLE, checksum, complete, load
 
 # learning rate ----------------------------------------------------------------------------------------------
 
@@ -578,7 +576,9 @@ class Run:
                 return x
             x = x.full_tensor()
             return x.cpu() if RANK == 0 else None
-        state = {'model': lora_state(self.model) or self.model.state_dict()}
+        weights = self.model.state_dict()
+        adapters = {name: w for name, w in weights.items() if '.lora_' in name}
+        state = {'model': adapters or weights}
         state.update((name, getattr(self, name)) for name in NUMBERS)
         if optimizers:
             names = {w: name for name, w in self.model.named_parameters()}
@@ -797,6 +797,7 @@ def run_settings(config, given, rest):
 
 def start_lora(model, config, rest):
     """Gives a trained model adapters; returns their part of a checkpoint."""
+    from zoo.weights import add_lora
     path = rest.get('path')
     rank = config['lora_rank']
     alpha = config['lora_alpha']
@@ -807,7 +808,8 @@ def start_lora(model, config, rest):
                          "another --out_dir")
     targets = re.findall(r'[^\s,]+', config['lora_targets'])
     add_lora(model, rank, alpha, targets)
-    print0(f"adapters: {sum(w.numel() for w in lora_state(model).values()):,} parameters are trained")
+    n_params = sum(w.numel() for w in model.parameters() if w.requires_grad)
+    print0(f"adapters: {n_params:,} parameters are trained")
     base = os.path.abspath(path) if os.path.exists(config['init_from']) else config['init_from']
     return {'rank': rank, 'alpha': alpha, 'targets': targets, 'base': base,
             'base_checksum': checksum(path)}

@@ -20,11 +20,15 @@ import torch
 import model as flat
 import prepare
 import tokenizer as flat_tokenizer
-import weights
 from model import GPT
 from sample import generate
+from zoo import weights
 
 ROOT = Path(flat.__file__).resolve().parent
+
+
+def lora_state(model):
+    return {name: w for name, w in model.state_dict().items() if '.lora_' in name}
 
 
 def same_weights(a, b):

@@ -1,7 +1,7 @@
 """
-Formulas of the papers in plain torch, for check.py and tests: of LONG tokens in rows of one document, without
-cache and dropout. A formula takes a config, a module and what this is called with, gives what it gives, and
-calls the modules in it, which have formulas of their own.
+Formulas of the papers in plain torch, for lab/check.py and tests: of LONG tokens in rows of one document,
+without cache and dropout. A formula takes a config, a module and what this is called with, gives what it
+gives, and calls the modules in it, which have formulas of their own.
 """
 import functools
 import math

@@ -14,13 +14,14 @@ import torch
 from common import EVAL, ROOT, bench, log_rows, prep_toy_bpe, run, tok_oracles, train, write_packed
 
 import bench as flat_bench
-import hub
 import model as flat
 import train as flat_train
 from model import GPT, flops_per_token, num_params
 from prepare import read_meta
+from sample import load
 from test_model import MLA, near, tiny
 from tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, make_tokenizer
+from zoo import hub
 
 
 # how big ----------------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def test_eval_at_times_the_length(folder, capsys):
     scaling = {'rope_type': 'yarn', 'factor': 4.0}
     _, numbers = bench(capsys, 'eval', 'text.txt', '--init_from=out', '--lengths=[1,2,4]',
                        f'--rope_scaling={scaling}', *EVAL)
-    model, *_ = hub.load('out/ckpt.pt', block_size=32,
+    model, *_ = load('out/ckpt.pt', block_size=32,
                          rope_scaling={**scaling, 'original_max_position_embeddings': 8})
     ids, found = [256, *text.encode()], numbers['lengths']
     assert [*found] == ['8', '16', '32'] and numbers['targets'] == 32
@@ -306,7 +307,7 @@ def test_eval_equals_lm_evaluation_harness(folder, capsys, monkeypatch):
     from lm_eval.tasks import TaskManager
     tok, rng = prep_toy_bpe(), np.random.default_rng(0)
     save_model('out', tok, block_size=128)
-    run('hub.py', 'export', 'out', 'exported')
+    run('zoo/hub.py', 'export', 'out', 'exported')
     words = ['the', 'cat', 'and', 'other', 'thing,', 'they', 'rather', 'say', 'it', '24', 'here.', 'é']
     write_lines('texts.jsonl', [{'text': ' '.join(words[i] for i in rng.integers(len(words), size=n))}
                                 for n in (3, 9, 20)])

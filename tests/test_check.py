@@ -1,4 +1,4 @@
-"""Tests of check.py: mistakes that it finds, and sound models in which it finds none."""
+"""Tests of lab/check.py: mistakes that it finds, and sound models in which it finds none."""
 import functools
 import math
 import re
@@ -8,9 +8,9 @@ import pytest
 import torch
 from common import ROOT, run, train
 
-import check
 import model as flat
 import train as flat_train
+from lab import check
 from model import GPTConfig
 from test_model import MLA, YARN, SharedKeys
 
@@ -154,7 +154,7 @@ def test_entries_of_ones_own_are_looked_at(table, function, own, holds, remark, 
 
 def test_command(folder, capsys):
     with pytest.raises(SystemExit) as end:
-        run('check.py', str(ROOT / 'config' / 'qwen3_8b.py'), '--json=True')
+        run('lab/check.py', str(ROOT / 'config' / 'qwen3_8b.py'), '--json=True')
     assert end.value.code == 0
     assert '"failed": []' in capsys.readouterr().out
     train('--out_dir=out', '--max_iters=1')

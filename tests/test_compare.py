@@ -1,4 +1,4 @@
-"""Tests of compare.py: its runs are train.py's, its statistics those of textbooks."""
+"""Tests of lab/compare.py: its runs are train.py's, its statistics those of textbooks."""
 import functools
 import glob
 import json
@@ -20,9 +20,9 @@ import pytest
 import torch
 from common import ROOT, TOY, log_rows, run, write_toy
 
-import compare as flat_compare
 import train as flat_train
-from compare import (
+from lab import compare as flat_compare
+from lab.compare import (
     Variant,
     curve,
     fit_law,
@@ -167,7 +167,7 @@ def test_variants_are_read(text, revision, args):
     (["--variants=['']", '--dataset=nowhere'], 'data/nowhere is not prepared'), ([], 'say what to compare')])
 def test_mistakes_show_before_any_run(folder, args, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run('compare.py', *TOY, *args)
+        run('lab/compare.py', *TOY, *args)
     assert not os.path.exists('out-compare')
 
 
@@ -192,7 +192,7 @@ def test_every_list_of_variants_can_be_trained(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ('pystdlib_byte', 'shakespeare_char'):
         write_toy(tmp_path / 'data' / name, vocab_size=257)
-    for chosen in runpy.run_path(str(ROOT / 'config' / 'variants.py'))['LISTS'].values():
+    for chosen in runpy.run_path(str(ROOT / 'lab' / 'variants.py'))['LISTS'].values():
         texts = {re.sub(r'--learning_rate=\S+', '', text) for text in chosen['variants'].values()}
         first = next(iter(chosen['variants'].values()))
         commands = [shlex.split(f"{chosen['base']} {text}") for text in (first, *texts - {first})]
@@ -364,10 +364,10 @@ def test_curves_of_runs(tmp_path, monkeypatch):
     assert [over[name].T.tolist() for name in ('x, 2 wide', 'x, 4 wide')] == [
         [[0.1, 2, 1.5, 2.5], [0.4, 3, 2.5, 3.5]], [[0.1, 1, 1, 1]]]
     pytest.importorskip('matplotlib')
-    run('compare.py', 'plot', 'a', 'b', '--by=time', '--y=val_loss,ms_per_iter', '--png=docs/a.png')
+    run('lab/compare.py', 'plot', 'a', 'b', '--by=time', '--y=val_loss,ms_per_iter', '--png=docs/a.png')
     lengths = {'path': 'x', 'lengths': {'8': {'perplexity': 3.0}, '16': {'perplexity': 4.0}}}
     Path('lengths.jsonl').write_text(json.dumps(lengths), encoding='utf-8')
-    run('compare.py', 'plot', 'lengths.jsonl', '--png=b.png')
+    run('lab/compare.py', 'plot', 'lengths.jsonl', '--png=b.png')
     assert all(Path(name).read_bytes().startswith(b'\x89PNG') for name in ('docs/a.png', 'b.png'))
 
 

@@ -16,8 +16,8 @@ from common import ROOT, TOY, dequantized, log_rows, made, run, same_weights, to
 
 import sample as flat_sample
 import train as flat_train
-import weights
 from model import GPT, GPTConfig, cross_entropy
+from zoo import weights
 
 DEVICE = os.environ.get('FLATGPT_TEST_DEVICE', 'cuda')
 IS_GPU = DEVICE.startswith('cuda')

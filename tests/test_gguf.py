@@ -22,10 +22,10 @@ from common import (
 )
 from test_hub import BIASED, TIED, contents, full_disk, hf_model, hf_rope, safetensors
 
-import hub
-import weights
+from sample import load
 from test_model import near, tiny
 from tokenizer import WORD_PATTERN, ByteTokenizer, CharTokenizer, JsonTokenizer, make_tokenizer
+from zoo import hub, weights
 
 gguf = pytest.importorskip('gguf')
 
@@ -87,7 +87,7 @@ def test_models_out_and_in(kind, options, key, tensors, tmp_path):
     for name, wanted in tensors.items():
         assert torch.equal(found[name], wanted(state)), name
     assert ('output.weight' in found) == (ours.lm_head is not None)
-    back, tokenizer, _ = hub.load(path)
+    back, tokenizer, _ = load(path)
     assert same_weights(back.state_dict(), ours.state_dict()) and tokenizer.tokens == ByteTokenizer().tokens
     near(back(idx), ours(idx), 1e-6)  # norm_eps is a key of 32 bits
     weights.quantize_weights(ours, torch.float32)
@@ -114,14 +114,14 @@ def test_files_that_are_not_read_are_refused_by_name(tmp_path):
             ('llama', 'Q8_K', {}, 'Q8_K')):
         written(path, arch, kind, np.zeros((2, 292), np.uint8), **keys)
         with pytest.raises(ValueError, match=message):
-            hub.load(str(path))
+            load(str(path))
     written(path, 'llama', 'F32', np.zeros((2, 8), np.uint8), **{'tokenizer.ggml.pre': 'tekken'})
     hub.gguf_contents.cache_clear()
     with pytest.raises(ValueError, match='has a tekken tokenizer; gpt-2, .* are read'):
         hub.published_tokenizer(str(path))
     path.write_bytes(path.read_bytes()[:-24])  # which end in 16 bytes of padding
     with pytest.raises(ValueError, match='x.gguf is damaged or of another kind'):
-        hub.load(str(path))
+        load(str(path))
 
 
 def q6_k(block):
@@ -191,7 +191,7 @@ def test_a_published_file_equals_transformers_reading(tmp_path):
     subprocess.run([sys.executable, '-c', THEIRS, path.parent, json.dumps(texts), path.name,
                     tmp_path / 'found'], check=True, capture_output=True, timeout=300)
     ids, logits = torch.load(tmp_path / 'found', weights_only=True)
-    model, tokenizer, _ = hub.load(str(path), dtype=torch.float32)
+    model, tokenizer, _ = load(str(path), dtype=torch.float32)
     for text, one, wanted in zip(texts, ids, logits):
         assert tokenizer.encode(text) == one
         near(model(torch.tensor([one])), wanted, 1e-4)
@@ -282,7 +282,7 @@ def test_a_tokenizer_can_be_rebuilt_from_a_file(tokenizer, tmp_path):
     assert keys['tokenizer.ggml.add_bos_token'] == bool(tok.bos)
     assert [keys['tokenizer.ggml.bos_token_id']] == list(tok.bos or [tok.eot])
     assert keys.get('tokenizer.chat_template') == tok.chat_template
-    back = hub.load(str(path))[1]
+    back = load(str(path))[1]
     assert back.encode(text) == tok.encode(text) and back.special == tok.special
     assert (list(back.bos), back.stop_tokens) == (list(tok.bos), tok.stop_tokens)
 
@@ -324,7 +324,7 @@ def test_files_name_up_to_three_ends(tmp_path):
     hub.save_gguf(tiny(n_layer=1, n_embd=8, vocab_size=257), tok, path)
     keys, _ = read(path)
     assert [keys[f'tokenizer.ggml.{name}_token_id'] for name in ('eos', 'eot', 'eom')] == ends
-    assert list(hub.load(path)[1].stop_tokens) == ends
+    assert list(load(path)[1].stop_tokens) == ends
 
 
 def test_smollm_splits_digits_first():
@@ -371,7 +371,7 @@ def test_a_model_of_text_alone_is_exported_without_a_chat_template(tmp_path, mon
     for masked in (True, False):
         torch.save({'model': model.state_dict(), 'model_args': vars(model.config), 'tokenizer': tok.state(),
                     'masked': masked}, 'ckpt.pt')
-        run('hub.py', 'export', 'ckpt.pt', f'{masked}.gguf')
+        run('zoo/hub.py', 'export', 'ckpt.pt', f'{masked}.gguf')
         keys, _ = read(f'{masked}.gguf')
         assert keys.get('tokenizer.chat_template') == (tok.chat_template if masked else None)
         assert keys['tokenizer.ggml.eos_token_id'] == tok.eot
@@ -381,10 +381,10 @@ def test_a_model_of_text_alone_is_exported_without_a_chat_template(tmp_path, mon
 def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hub.save_pretrained(tiny(vocab_size=257), ByteTokenizer(), tmp_path / 'theirs')
-    run('hub.py', 'export', 'theirs', 'new/x.gguf', '--dtype=q8_0')
+    run('zoo/hub.py', 'export', 'theirs', 'new/x.gguf', '--dtype=q8_0')
     assert 'theirs is in new/x.gguf for llama.cpp' in capsys.readouterr().out
     assert os.listdir('new') == ['x.gguf']
-    run('hub.py', 'new/x.gguf')
+    run('zoo/hub.py', 'new/x.gguf')
     assert 'qwen3, 41,184 parameters' in (said := capsys.readouterr().out) and 'stored in F32, Q8_0' in said
     Path('my.txt').write_text('some text ' * 100)
     run('prepare.py', 'my.txt', '--tokenizer=new/x.gguf', '--out=mine')
@@ -392,16 +392,16 @@ def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     for words, message in (('y.gguf', '--dtype=q4'), "'q4' is none of .*q8_0"), (
             ('y', '--dtype=q8_0'), "'q8_0' is none of"):
         with pytest.raises(ValueError, match=message):
-            run('hub.py', 'export', 'theirs', *words)
+            run('zoo/hub.py', 'export', 'theirs', *words)
     before = contents(tmp_path / 'new')
     with full_disk(20_000), pytest.raises(OSError):
-        run('hub.py', 'export', 'theirs', 'new/y.gguf')
+        run('zoo/hub.py', 'export', 'theirs', 'new/y.gguf')
     with pytest.raises(ValueError, match='x.gguf exists already'):
-        run('hub.py', 'export', 'theirs', 'new/x.gguf')
+        run('zoo/hub.py', 'export', 'theirs', 'new/x.gguf')
     assert contents(tmp_path / 'new') == before
     monkeypatch.setitem(sys.modules, 'gguf', None)
     with pytest.raises(ImportError, match='files for llama.cpp need gguf: pip install gguf'):
-        run('hub.py', 'export', 'theirs', 'x.gguf')
+        run('zoo/hub.py', 'export', 'theirs', 'x.gguf')
 
 
 # llama.cpp --------------------------------------------------------------------------------------------------

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import EVAL, TOY, made, run, same_weights, train
+from common import EVAL, TOY, lora_state, made, run, same_weights, train
 
-import hub
 import prepare
-import weights
 from configurator import CANNOT_WRITE
 from model import num_params
+from sample import from_state, load
 from test_model import MLA, near, tiny, tokens
 from tokenizer import make_tokenizer
+from zoo import hub, weights
 
 safetensors = pytest.importorskip('safetensors.torch')
 
@@ -37,7 +37,7 @@ def test_adapters_leave_their_base_as_it_is(folder):
                                if name not in adapters})
     idx = tokens(story['model'], 2, 16)
     for merge in True, False:
-        model, _, rest = hub.load('lora', best=False, merge=merge, dropout=0.1)
+        model, _, rest = load('lora', best=False, merge=merge, dropout=0.1)
         assert model.state_dict().keys() == (base if merge else whole).keys()
         assert model.config.dropout == 0.1 and rest['iter_num'] == 5
         near(model.eval()(idx), story['model'](idx), 1e-5)
@@ -46,7 +46,7 @@ def test_adapters_leave_their_base_as_it_is(folder):
 def with_adapters(targets, **options):
     model = tiny(**options)
     weights.add_lora(model, 2, 4.0, targets)
-    for w in weights.lora_state(model).values():
+    for w in lora_state(model).values():
         w += torch.randn_like(w) * 0.1
     return model
 
@@ -68,11 +68,11 @@ def test_adapters_name_their_base_by_a_path(tmp_path):
     args, x = vars(model.config), tokens(model, 1, 8)
     base = {name.replace('.base.', '.'): w for name, w in model.state_dict().items() if '.lora_' not in name}
     torch.save({'model': base, 'model_args': args}, tmp_path / 'base.pt')
-    hub.save_pretrained(hub.from_state(base, args), None, tmp_path / 'theirs')
+    hub.save_pretrained(from_state(base, args), None, tmp_path / 'theirs')
     for name in 'base.pt', 'theirs':
-        torch.save({'model': weights.lora_state(model), 'model_args': args, 'lora': {
+        torch.save({'model': lora_state(model), 'model_args': args, 'lora': {
             'rank': 2, 'alpha': 4.0, 'targets': ['c_attn'], 'base': str(tmp_path / name)}}, path)
-        near(hub.load(str(path))[0](x), model(x))
+        near(load(str(path))[0](x), model(x))
 
 
 # nanoGPT ----------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
                 'config': {'dataset': 'toy', 'learning_rate': 1e-3, 'batch_size': 8, 'max_iters': 5,
                            'gradient_accumulation_steps': 2, 'dtype': 'float16', 'compile': True}},
                'out/ckpt.pt')
-    assert same_weights(hub.load('out/ckpt.pt')[0].state_dict(), weights)
+    assert same_weights(load('out/ckpt.pt')[0].state_dict(), weights)
     run('sample.py', '--num_samples=1', '--max_new_tokens=5', '--start=abc', *EVAL)
     assert '\nabc' in capsys.readouterr().out  # the tokenizer of the dataset that its config names
     story = run('train.py', '--device=cpu', '--init_from=resume', '--eval_only')
@@ -630,9 +630,9 @@ def test_generation_stops_at_every_end_token_as_in_transformers(in_generation_co
     if not in_generation_config:
         (folder / 'generation_config.json').unlink()
     (folder / 'tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
-    run('hub.py', 'export', str(folder), str(tmp_path / 'ours'))
+    run('zoo/hub.py', 'export', str(folder), str(tmp_path / 'ours'))
     for name in 'theirs', 'ours':
-        model, tokenizer, _ = hub.load(str(tmp_path / name))
+        model, tokenizer, _ = load(str(tmp_path / name))
         mine, = made(model, [prompt[0].tolist()], 30, temperature=0, stop_tokens=tokenizer.stop_tokens)
         opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         whole = opened.generate(prompt, max_new_tokens=30, do_sample=False)[0, 7:].tolist()
@@ -702,8 +702,8 @@ def test_adapters_of_a_published_model_are_exported_merged(folder):
     Path('theirs/tokenizer.json').write_text(tokenizer.to_json(), encoding='utf-8')
     model = run('train.py', '--init_from=theirs', *TOY[:1], *TOY[5:], '--out_dir=out', '--max_iters=5',
                 '--lora_rank=2', '--learning_rate=1e-2')['model'].eval()
-    run('hub.py', 'export', 'out', 'whole')
-    run('hub.py', 'export', 'out', 'half', '--dtype=bfloat16')
+    run('zoo/hub.py', 'export', 'out', 'whole')
+    run('zoo/hub.py', 'export', 'out', 'half', '--dtype=bfloat16')
     assert json.loads(Path('half/config.json').read_text())['dtype'] == 'bfloat16'
     idx = tokens(model, 2, 16)
     with torch.no_grad():
@@ -720,12 +720,12 @@ def test_what_is_no_published_model_is_said_to_be_none(tmp_path, monkeypatch):
     Path('adapters/adapter_config.json').write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
     Path('out/ckpt.pt').write_text('')
     for name, message in (('adapters', 'adapters of PEFT, not a model: merge them'),
-                          ('out', 'hub.py export RUN'), ('out/ckpt.pt', 'hub.py export RUN'),
+                          ('out', 'zoo/hub.py export RUN'), ('out/ckpt.pt', 'zoo/hub.py export RUN'),
                           ('./models/typo', 'typo is no folder with')):
         with pytest.raises(ValueError, match=message):
-            run('hub.py', name)
+            run('zoo/hub.py', name)
     with pytest.raises(ValueError, match='adapters of PEFT'):
-        hub.load('adapters')
+        load('adapters')
     hub.save_pretrained(tiny(), make_tokenizer('byte'), tmp_path / 'theirs')
     Path('theirs/tokenizer_config.json').write_text('{')
     with pytest.raises(ValueError, match='theirs/tokenizer_config.json is damaged'):
@@ -753,7 +753,7 @@ def test_hub_ids_become_local_folders(tmp_path, monkeypatch, capsys):
         return 'cache'
     monkeypatch.setattr(pytest.importorskip('huggingface_hub'), 'snapshot_download', snapshot_download)
     idx, model = torch.randint(257, (1, 12)), hub.from_pretrained('repo')
-    assert torch.equal(hub.load('a/b')[0](idx), model(idx))
+    assert torch.equal(load('a/b')[0](idx), model(idx))
     weights = {path.name for path in Path('repo').glob('model-*.safetensors')}
     small = {'config.json', 'generation_config.json', 'tokenizer.json', 'model.safetensors.index.json'}
     assert asked == [('a/b', None, small), ('a/b', 'cache', weights)] and len(weights) > 1
@@ -774,4 +774,4 @@ def test_without_a_network_or_a_library_one_line_says_so(tmp_path, monkeypatch):
         hub.from_pretrained('no/thing')
     monkeypatch.setitem(sys.modules, 'huggingface_hub', None)
     with pytest.raises(ImportError, match='pip install safetensors tokenizers huggingface_hub'):
-        hub.load('no/thing')
+        load('no/thing')

@@ -13,11 +13,11 @@ from common import CHAT_TEMPLATES, dequantized, made
 
 import sample as flat_sample
 import tokenizer as flat_tokenizer
-import weights
 from model import generate_plainly, num_params
 from sample import TextStream, generate, sample_token
 from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
+from zoo import weights
 
 LEARNED = dict(n_kv_head=2, pos='learned', norm='layernorm')
 WINDOWS = dict(window=4, window_pattern='SL')

@@ -14,11 +14,11 @@ import torch
 from common import ROOT, TOY, dequantized, made, run
 from test_sample import by_hand, byte_chat_tokenizer, chat_model, from_nothing, new_chat
 
-import hub
 import sample as flat_sample
 import train as flat_train
 from configurator import configure
 from model import GPT, GPTConfig, num_params
+from sample import load
 
 CPU = ['--device=cpu', '--dtype=float32']
 
@@ -48,8 +48,8 @@ def test_advice_leads_from_a_text_to_a_model_its_samples_and_an_export(tmp_path,
     greedy = ['--start=It was', '--num_samples=1', '--max_new_tokens=12', '--temperature=0', *CPU]
     sampled = re.search(r'^It was.*$', follow(said, *greedy), re.M)[0]
     pytest.importorskip('safetensors')
-    run('hub.py', 'export', 'out dir', 'mine')
-    run('hub.py', 'mine')
+    run('zoo/hub.py', 'export', 'out dir', 'mine')
+    run('zoo/hub.py', 'mine')
     sample, prepare, train = advised(capsys.readouterr().out)
     run(*sample, *greedy)
     assert re.search(r'^It was.*$', capsys.readouterr().out, re.M)[0] == sampled != 'It was'
@@ -97,7 +97,7 @@ def test_answers_are_written_in_order_to_a_new_file(base):
     def expected(model):
         texts, _ = flat_sample.complete(model.eval(), tokenizer, ids, 8, ('e',), top_k=200)
         return [(p, i, texts.pop(0)) for p in prompts for i in range(2)]
-    model, tokenizer, _ = hub.load('resume', 'out')
+    model, tokenizer, _ = load('resume', 'out')
     ids = [tokenizer.encode(p) for p in prompts for _ in range(2)]
     whole = answers('--batch_size=3')
     records = [json.loads(line) for line in whole.splitlines()]
@@ -109,7 +109,7 @@ def test_answers_are_written_in_order_to_a_new_file(base):
             run('sample.py', '--output=out.jsonl', *flags)
     assert Path('out.jsonl').read_text(encoding='utf-8') == whole
     records = [json.loads(line) for line in answers('--quantize=int8').splitlines()]
-    model, *_ = hub.load('resume', 'out', int8=True)
+    model, *_ = load('resume', 'out', int8=True)
     assert [(r['prompt'], r['sample'], r['text']) for r in records] == expected(dequantized(model))
 
 
@@ -119,7 +119,7 @@ def test_sample_script(base, capsys, monkeypatch):
     Path('p.txt').write_text('abc', encoding='utf-8')
     run('sample.py', *common, '--start=FILE:p.txt', '--num_samples=2', '--stop=[1, 2]',
         *(f'--{name}={value}' for name, value in context.items()))
-    model, *_ = hub.load('out/ckpt.pt', **context)
+    model, *_ = load('out/ckpt.pt', **context)
     greedy = ''.join(chr(97 + t) for t in made(model.eval(), [[0, 1, 2]], 30, temperature=0)[0])
     assert capsys.readouterr().out.endswith(f"{'-' * 15}\nabc{greedy}\n{'-' * 15}\nabc{greedy}\n{'-' * 15}\n")
     for flag, message in (('--start=a?', r"'\?'.*char vocabulary of 23"), ('--start=', 'is empty'),
@@ -128,7 +128,7 @@ def test_sample_script(base, capsys, monkeypatch):
                           ('--system=x', '--system has no effect with chat=False')):
         with pytest.raises(ValueError, match=message):
             run('sample.py', *common, flag)
-    greedy = ''.join(chr(97 + t) for t in made(hub.load('resume', 'out')[0].eval(), [[0, 1, 2]], 30,
+    greedy = ''.join(chr(97 + t) for t in made(load('resume', 'out')[0].eval(), [[0, 1, 2]], 30,
                                                temperature=0)[0])
     for data, message in (b'\xef\xbb\xbfabc', ''), (b'ab\xffc', 'standard input is damaged'):
         monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(data)))
@@ -200,7 +200,7 @@ def test_every_config_builds_and_divides(monkeypatch):
             flat_train.share_batch(config['gradient_accumulation_steps'], config['batch_size'], ranks)
 
 
-@pytest.mark.parametrize('command', ['train.py', 'check.py', 'bench.py params', 'bench.py decode'])
+@pytest.mark.parametrize('command', ['train.py', 'lab/check.py', 'bench.py params', 'bench.py decode'])
 def test_every_script_begins_with_the_default_file(folder, command, capsys):
     first, n_embd = 'config/default.py: ', 192
     with pytest.raises(ValueError, match=f'n_embd={n_embd}, n_head=7: n_head must divide'):

@@ -25,7 +25,6 @@ from common import (
     tok_texts,
 )
 
-import hub
 import prepare
 import tokenizer as flat_tokenizer
 from test_model import tiny
@@ -47,6 +46,7 @@ from tokenizer import (
     tokenizer_from_state,
     train_bpe,
 )
+from zoo import hub
 
 transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')
 

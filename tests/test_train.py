@@ -34,11 +34,11 @@ from common import (
 )
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-import hub
 import model as flat
 import train as flat_train
 from configurator import CANNOT_WRITE, check_settings
 from model import GPT, GPTConfig, num_params
+from sample import load
 from test_model import tiny
 
 CPU = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=torch.float32,
@@ -64,7 +64,7 @@ def test_ranks_share_a_batch():
         flat_train.share_batch(1, 64, 3)
 
 
-# optimizers; their updates are held against torch's by check.py ---------------------------------------------
+# optimizers; their updates are held against torch's by lab/check.py -----------------------------------------
 
 def test_a_new_optimizer_is_one_entry_and_must_take_every_parameter(monkeypatch):
     for name, first in (('sgd', 0), ('forgetful', 1)):
@@ -513,7 +513,7 @@ def test_a_run_on_text_still_knows_the_conversations_of_the_model_before(folder)
     write_packed()
     train('--out_dir=chat', '--max_iters=1')
     train('--out_dir=more', '--max_iters=1', '--dataset=text', '--init_from=chat')
-    assert saved('more')['masked'] and hub.load('more')[2]['masked']
+    assert saved('more')['masked'] and load('more')[2]['masked']
 
 
 def test_packed_data_has_its_block_size_and_its_document_token(folder):
@@ -609,14 +609,14 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
     assert same_weights(saved('whole')['model'], saved('parts')['model'])
     more = train('--out_dir=more', '--init_from=whole', '--lora_rank=1', '--max_iters=2')
     x = torch.arange(16)[None]  # adapters of a model that has had others
-    torch.testing.assert_close(hub.load('more')[0].eval()(x), more['model'].eval()(x))
+    torch.testing.assert_close(load('more')[0].eval()(x), more['model'].eval()(x))
     train('--out_dir=base', '--init_from=resume', '--max_iters=6', '--learning_rate=1e-5')
     for name in 'whole', 'more':
         with pytest.raises(ValueError, match='whole/ckpt.pt has adapters for the weights that .*base/'):
-            hub.load(name)
+            load(name)
     os.rename('base', 'moved')
     with pytest.raises(FileNotFoundError, match='has adapters for .*base/ckpt.pt, which is missing'):
-        hub.load('whole')
+        load('whole')
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_line_and_a_failure_is_noted(folder, monkeypatch):
@@ -656,7 +656,7 @@ def test_the_best_weights_are_read_where_they_are_kept(folder):
     tuned = train('--out_dir=fine', '--init_from=out', '--max_iters=0')['model']
     assert same_weights(tuned.state_dict(), best['model'])
     train('--out_dir=out', '--max_iters=12', '--init_from=resume', '--always_save_checkpoint=True')
-    assert os.path.exists('out/best.old-1.pt') and hub.load('out')[2]['iter_num'] == 12
+    assert os.path.exists('out/best.old-1.pt') and load('out')[2]['iter_num'] == 12
 
 
 def test_a_log_that_was_cut_survives_a_resume(folder):
@@ -720,7 +720,7 @@ def test_runs_over_runs_are_all_kept(folder, capsys):
                                          'log.csv', 'log.old-1.csv', 'log.old-2.csv', 'run.json',
                                          'run.old-1.json', 'run.old-2.json']
     for name, expected in zip(('old-1.', 'old-2.', ''), weights):
-        model, _, rest = hub.load(f'out/ckpt.{name}pt')
+        model, _, rest = load(f'out/ckpt.{name}pt')
         assert same_weights(model.state_dict(), expected)
         with open(f'out/log.{name}csv', encoding='utf-8') as f:
             *_, last = csv.DictReader(f)

@@ -72,11 +72,6 @@ def merge_lora(model):
     model.requires_grad_(True)
 
 
-def lora_state(model):
-    """Name -> tensor of the adapters alone."""
-    return {name: w for name, w in model.state_dict().items() if '.lora_' in name}
-
-
 # eight bits -------------------------------------------------------------------------------------------------
 
 def quantize_rows(w, dtype):

@@ -1,6 +1,6 @@
 """
 The published families of models: how transformers writes each one's config.json and names its tensors.
-`python hub.py families` prints them. A new family is an entry of FAMILIES: see Family.
+`python zoo/hub.py families` prints them. A new family is an entry of FAMILIES: see Family.
 """
 import fnmatch
 import math

@@ -3,7 +3,7 @@ Which choice is better, and by how much: trains variants of one run with the sam
 
     python compare.py config/llama_small.py --variants="['', '--norm=layernorm', '--mlp=gelu']"
     python compare.py config/default.py --variants="['HEAD~1:', 'WORK:', 'WORK: --mlp=gelu']"
-    python compare.py ladder --png=docs/ladder.png     # a list of config/variants.py
+    python compare.py ladder --png=docs/ladder.png     # a list of lab/variants.py
     python compare.py mlp --until=decided              # seeds are added while a verdict is open
     python compare.py tricks_short --speedup=True      # how much longer would the first train for that loss
     python compare.py scaling                          # a law of sizes, and what it predicts
@@ -42,6 +42,9 @@ import tempfile
 from json import dumps, loads
 from pathlib import Path
 
+if __name__ == '__main__':  # else its folder is searched first
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 from configurator import (
     check_settings,
     configure,
@@ -75,7 +78,7 @@ from bench import cache_per_token, named_model, print_json, print_table
 from model import GPT, LOOKED_UP, num_params, unused
 from prepare import Bins, data_folder, read_meta
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 RUNS = 'out-compare'
 
 # variants ---------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ def copy_code(revision, folder):
         revision = git('write-tree', GIT_INDEX_FILE=f'{folder}.index').strip()
     git('archive', f'--output={folder}.zip', revision, '*.py')
     shutil.unpack_archive(f'{folder}.zip', folder)
-    others = {'config', 'docs', 'tests', 'test_model.py', 'bench.py', 'check.py', 'compare.py'}
+    others = {'config', 'docs', 'tests', 'test_model.py', 'bench.py', 'lab'}
     return hashlib.sha256(b''.join(
         path.read_bytes() for path in sorted(folder.rglob('*.py'))
         if path.relative_to(folder).parts[0] not in others)).hexdigest()
@@ -140,7 +143,7 @@ def line_settings(args, code):
                 settings[name] = ast.literal_eval(setting.default)
     for arg in args:
         name, _, text = arg.removeprefix('--').partition('=')
-        settings |= run_file(arg, ROOT, settings) if is_config(arg) else {
+        settings |= run_file(arg, settings) if is_config(arg) else {
             name: parse(text or True, ['bool', 'int', 'float', 'list', 'dict', 'NoneType', 'str'])}
     return settings
 
@@ -557,12 +560,12 @@ def plot_lines(names, path):
 
 def chosen(config, args, name):
     """What is to be compared: name -> additions, train.py's args, how sizes are matched, and the list."""
-    known = runpy.run_path(str(ROOT / 'config/variants.py'))['LISTS'].get(name, {})
+    known = runpy.run_path(str(ROOT / 'lab/variants.py'))['LISTS'].get(name, {})
     texts = config['variants'] or known.get('variants')
     match = config['match'] or known.get('match')
     if not texts:
         raise ValueError("say what to compare: --variants=\"['', '--norm=layernorm']\", or a list of "
-                         "config/variants.py: python compare.py norms")
+                         "lab/variants.py: python compare.py norms")
     if isinstance(texts, list):
         texts = {text.strip() or 'base': text for text in texts}
     if known and not any(map(is_config, args)):
@@ -571,7 +574,7 @@ def chosen(config, args, name):
 
 
 def compare(config, args, name='compare'):
-    """Trains variants and prints the comparison. args: train.py's; name: of a list in config/variants.py,
+    """Trains variants and prints the comparison. args: train.py's; name: of a list in lab/variants.py,
     unless config and args say otherwise."""
     texts, args, match, known = chosen(config, args, name)
     until = config['until']

@@ -20,7 +20,10 @@ import traceback
 import types
 from unittest import mock
 
-from configurator import configure, effective, is_ours, naming, show
+if __name__ == '__main__':  # else its folder is searched first
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+from configurator import ROOT, configure, effective, is_ours, naming, show
 
 init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
@@ -32,13 +35,13 @@ from torch.autograd import gradcheck
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
-import hub
 import model as flat
 import train
 from bench import print_json
 from model import GPT, GPTConfig, unused
+from sample import load
 
-sys.path.append(f'{os.path.dirname(__file__)}/tests')
+sys.path.append(f'{ROOT}/tests')
 from formulas import (
     BIASES,
     DECAYS,
@@ -501,7 +504,7 @@ def check(init_from='scratch', **model_args):
     if init_from == 'scratch':
         whole = GPTConfig(**model_args)
     else:
-        model, _, rest = hub.load(init_from, **model_args)
+        model, _, rest = load(init_from, **model_args)
         whole = model.config
 
         def check_weights(_):
