@@ -1695,30 +1695,22 @@ class MultiTokenPrediction(nn.Module):
 # V. validation, accounting ==================================================================================
 
 def complete(config):
-    """Replaces each None by its default. Raises ValueError for a config that cannot be computed, or has an
-    option without effect."""
+    """Replaces each None by its default. Raises ValueError for a config that cannot be computed."""
     config.n_expert = config.n_expert or None  # so that a flag can say it: --n_expert=0
     if {*(config.mixer_pattern or '')} - MIXERS.keys():
         import mixers  # noqa: F401 (enters its letters)
     problems = list(wrong_values(config))
-    lost = []
     if not problems:  # combinations are checked only where each field by itself is sound
-        lost = list(without_effect(config, fill_defaults(config)))
-        problems = lost + list(impossible(config))
+        fill_defaults(config)
+        problems = list(impossible(config))
     if problems:
-        error = ValueError('invalid config: ' + '; '.join(
+        raise ValueError('invalid config: ' + '; '.join(
             ', '.join(f'{name}={getattr(config, name)!r}' for name in names.split()) + f': {reason}'
             for names, reason in problems))
-        error.unused = {name for name, _ in lost}
-        raise error
 
 
 def unused(args):
-    """The names of GPTConfig's args that have no effect beside the others; it refuses them."""
-    try:
-        GPTConfig(**args)
-    except Exception as error:  # including Python's own errors, which naming reports
-        return getattr(error, 'unused', set())
+    """Goes with the next change of the settings."""
     return set()
 
 
@@ -1732,7 +1724,7 @@ def try_tokens(model):
 
 
 def fill_defaults(config):
-    """Replaces each None by its default; returns all these defaults."""
+    """Replaces each None by its default."""
     width, rest = divmod(config.n_embd, config.n_head)
     config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
     defaults = dict(n_kv_head=config.n_head, head_dim=None if rest else width, qk_norm=True,
@@ -1751,7 +1743,6 @@ def fill_defaults(config):
     if config.local:
         config.local = {name: complete_scaling(value, config.block_size) if name == 'rope_scaling' else value
                         for name, value in config.local.items()}
-    return defaults
 
 
 def wrong_values(config):
@@ -1772,42 +1763,6 @@ def wrong_values(config):
 
 # fields that may be in `local`
 LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'
-NEEDS = (
-    # (what is needed, fields without effect otherwise, whether a config has it); see also Mixer.fields
-    ('window_pattern, and an S, C or G layer of attention', 'window local',
-     lambda c: any(map(c.window_of, range(c.n_layer)))),
-    ('window', 'window_pattern', lambda c: c.window),
-    ('a G in window_pattern', 'window_global', lambda c: 'G' in (c.window_pattern or '')),
-    ('n_group', 'topk_group', lambda c: c.n_group),
-    ("pos='rope'", 'rope_base rope_scaling partial_rotary_factor', lambda c: c.pos == 'rope'),
-    ("pos='alibi'", 'alibi_scale', lambda c: c.pos == 'alibi'),
-    ('positions that layers use: rope, alibi', 'pos_pattern', lambda c: c.pos in ('rope', 'alibi')),
-    ('branches that do not end in a norm, which undoes it', 'residual_scale',
-     lambda c: not NORM_PLACEMENTS[c.norm_placement][2]),
-    ('n_expert, and a layer that has experts',
-     'n_expert n_expert_active n_shared_expert d_expert n_dense_layer router norm_topk_prob '
-     'routed_scaling_factor n_group topk_group balance_bias balance_per_sequence expert_input_scale '
-     'expert_norms',
-     lambda c: 'E' in map(c.mlp_of, range(c.n_layer))),
-    ('n_expert, or an N', 'expert_pattern', lambda c: c.n_expert or 'N' in c.expert_pattern),
-    ("mlp='swiglu_oai'", 'mlp_limit', lambda c: c.mlp == 'swiglu_oai'),
-    ('n_shared_expert', 'shared_gate', lambda c: c.n_shared_expert),
-    ("norm_placement='sandwich'", 'expert_norms', lambda c: c.norm_placement == 'sandwich'),
-    ('tie_word_embeddings=False', 'head_bias', lambda c: not c.tie_word_embeddings),
-)
-
-
-def without_effect(config, defaults):
-    """Fields given in vain: pairs (name, reason). defaults: from fill_defaults."""
-    for name, value in vars(config).items():
-        if value in (getattr(GPTConfig, name), defaults.get(name)):
-            continue
-        kinds = {kind for kind, mixer in MIXERS.items() if name in mixer.fields}
-        if kinds and not kinds & set(config.mixer_pattern):
-            yield name, f"only {' and '.join(sorted(kinds))} layers have this"
-        for needed, names, has_it in NEEDS:
-            if name in names.split() and not has_it(config):
-                yield name, f"needs {needed}"
 
 
 def impossible(config):

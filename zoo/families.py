@@ -9,7 +9,7 @@ import typing
 
 import torch
 
-from model import LOCAL, GPTConfig, complete_scaling, letter, round_up, unused
+from model import LOCAL, GPTConfig, complete_scaling, letter, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
 
@@ -1143,7 +1143,6 @@ LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
 FIRST_TYPES = {'mamba': 'linear_attention', 'attention': 'full_attention'}  # as Granite 4 was published
 # theirs, where ours are None or 0
 OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, clip_qkv=None, q_lora_rank=None)
-THEIRS_ALONE = {'head_bias', 'residual_scale', 'shared_gate'}  # which may have an effect there, and none here
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
@@ -1214,8 +1213,6 @@ def config_from_hf(c):
         refuse(c, **{theirs: None for ours, theirs in family.fields.items()
                      if ours in ('n_expert', 'n_shared_expert') and ours not in args})
     args = {name: value for name, value in args.items() if value is False or value != 0}  # 0: none
-    while ignored := unused(args) - THEIRS_ALONE:  # what a published model says may have no effect
-        args = {name: value for name, value in args.items() if name not in ignored}
     return GPTConfig(**args)
 
 
