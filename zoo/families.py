@@ -378,7 +378,7 @@ def read_gemma4(c, args):
 
 
 def write_gemma4(config, c):
-    local = config.fields_of(0)
+    local = vars(config.at(0))
     c.update(global_head_dim=config.head_dim, num_global_key_value_heads=config.n_kv_head,
              head_dim=local['head_dim'], num_key_value_heads=local['n_kv_head'],
              enable_moe_block=bool(config.n_expert))
@@ -624,8 +624,9 @@ GEMMA2 = like(
     ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
     names={'ln_3': 'pre_feedforward_layernorm', 'ln_4': 'post_feedforward_layernorm'},
     layouts=PLUS_ONE_NORMS,
-    rules=(GEMMA, converted('attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
-                            lambda config: round(config.scale_of(0) ** -2), 256)))
+    rules=(GEMMA, converted(
+        'attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
+        lambda config: round((config.attn_scale or config.at(0).head_dim ** -0.5) ** -2), 256)))
 GEMMA4 = like(
     GEMMA2, 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
@@ -1338,8 +1339,8 @@ def canonical(config):
             'n_dense_layer': None, 'window': None, **written,
             'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
                                for i in layers],
-            'local': [[config.fields_of(i)[name] for name in LOCAL] for i in layers],
-            'attn_scale': [(config.head_dim or config.kv_lora_rank) and round(config.scale_of(i), 9)
+            'local': [[getattr(config.at(i), name) for name in LOCAL] for i in layers],
+            'attn_scale': [round(config.attn_scale or (config.at(i).head_dim or 1) ** -0.5, 9)
                            for i in layers],
             'logit_scale': round(config.logit_scale, 9),
             'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
@@ -1354,7 +1355,9 @@ def write_config(config, kind):
     if 'swiglu' in activations:  # None is read as that: the error names an MLP that is missing, and it alone
         activations.setdefault(config.mlp, None)
     for ours, theirs in family.fields.items():
-        value = config.scale_of(0) if ours == 'attn_scale' else getattr(config, ours)
+        value = getattr(config, ours)
+        if ours == 'attn_scale':
+            value = value or config.head_dim ** -0.5
         value = value or OFF.get(ours, value)
         if value is not None or ours in OFF:  # else no layer has it
             c[theirs.split()[0]] = activations[value] if ours == 'mlp' else value

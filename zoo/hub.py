@@ -30,14 +30,14 @@ import types
 if __name__ == '__main__':  # else its folder is searched first
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
-from configurator import check_settings, configure, package, plain, reading
+from configurator import configure, package, plain, reading
 
 dtype: str | None = None  # of exported weights: float32, bfloat16, float16, in .gguf q8_0; None: as stored
 config, _, words, *_ = configure(globals(), words=3)
 
 import torch
 
-from model import GPT, ROPE_SCALINGS, GPTConfig, num_params
+from model import GPT, ROPE_SCALINGS, GPTConfig, changed, num_params
 from tokenizer import (
     EOT,
     WORD_PATTERN,
@@ -229,7 +229,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
     with torch.device('meta'):
-        model = GPT(config.changed(**changes))
+        model = GPT(changed(config, **changes))
         as_stored = GPT(config)
     parts = plan(model, family, renamed)
     check(parts, stored, as_stored, family, folder)
@@ -580,7 +580,8 @@ if __name__ == '__main__':
             save = save_gguf
             readers = 'llama.cpp'
             kinds = GGUF_DTYPES
-        check_settings({'dtype': dtype}, {'dtype': [None, *kinds]})
+        if dtype not in (kinds := [None, *kinds]):
+            raise ValueError(f"dtype={dtype!r} is not supported: it must be one of {', '.join(kinds[1:])}")
         model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
