@@ -20,6 +20,7 @@ import builtins
 import collections
 import contextlib
 import ctypes
+import datetime
 import difflib
 import errno
 import functools
@@ -28,7 +29,6 @@ import os
 import re
 import runpy
 import sys
-import textwrap
 import traceback
 import types
 from pathlib import Path
@@ -49,8 +49,7 @@ def print0(*values):
 
 def duration(seconds):
     """3723 -> 1:02:03"""
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+    return str(datetime.timedelta(seconds=int(seconds)))
 
 
 def package(name, need='published models need', install='safetensors tokenizers huggingface_hub'):
@@ -164,9 +163,9 @@ def settings_of_scripts():
 
 
 def show(label, values):
-    """Prints settings, wrapped."""
+    """Prints settings."""
     items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'nothing for this script'
-    print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
+    print0(f"{label}: {items}")
 
 
 # What configure has found:
@@ -235,12 +234,8 @@ def read_flag(arg, known, passed):
     name, equals, text = arg.removeprefix('--').partition('=')
     if name in passed:
         return {}
-    if text.startswith('~/'):
-        text = os.path.expanduser(text)
-    value = checked(arg, name, text if equals else True, known)
-    if value == '' and known[name].default:
-        raise ValueError(f"{arg} is empty: give a value, or leave it out")
-    return {name: value}
+    text = text if not text.startswith('~/') else os.path.expanduser(text)
+    return {name: checked(arg, name, text if equals else True, known)}
 
 
 def check_values(settings, values, tables):
@@ -443,8 +438,8 @@ def keep_freed_memory(below=1 << 30):
 
 
 PEAK_TFLOPS = {  # by part of the device's name: dense, 16 bits, sums in float32, from data sheets
-    'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'A10': 125, 'L40S': 362, 'L4': 121,
-    'V100': 125, 'T4': 65, 'RTX 5090': 210, 'RTX 4090': 165, 'RTX 3090': 71,
+    'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'L40S': 362, 'V100': 125, 'T4': 65,
+    'RTX 4090': 165, 'RTX 3090': 71,
 }
 
 

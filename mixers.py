@@ -6,6 +6,7 @@ letters of shapes.
     A  attention with options         M  latent attention (DeepSeek)
     D  Gated DeltaNet (Qwen3-Next)    K  Kimi Delta Attention    B  Mamba-2    C  short convolution (LFM2)
 """
+import functools
 import math
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import (
+    ACTIVATIONS,
     MIXERS,
     Attention,
     BaseAttention,
@@ -21,8 +23,8 @@ from model import (
     Linear,
     Mixer,
     Norm,
-    after_last,
     branch_init,
+    last_tokens,
     make_block,
     parameter,
     rotate,
@@ -159,7 +161,21 @@ class LatentAttention(BaseAttention):
         return self.c_proj((y @ w_v.mT if absorb else y).transpose(1, 2).flatten(2))
 
 
-# Gated DeltaNet ---------------------------------------------------------------------------------------------
+# layers with a state ----------------------------------------------------------------------------------------
+
+def after_last(mixer, x, context, state=0):
+    """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
+    mixer.states[state], of shape (n, ...), holds these n tokens, and takes the next."""
+    n = mixer.states[state][0][0]
+    cache = context.cache
+    lengths = context.lengths
+    if cache is None:
+        return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
+    before = cache.states[mixer.entry(context)][state]
+    x = torch.cat((before, x), dim=1)
+    before.copy_(last_tokens(x, n, None if lengths is None else n + lengths))
+    return x
+
 
 def short_convolution(mixer, x, context):
     """Causal and depthwise: y_t = sum of conv[:, -1 - j] x_{t - j}, j tokens back within the document, where
@@ -488,6 +504,37 @@ class MultiTokenPrediction(nn.Module):
         return mean * (later >= 0).sum() / (targets >= 0).sum().clamp(min=1)
 
 
+# activations ------------------------------------------------------------------------------------------------
+
+class SwigluOAI(nn.Module):
+    """gpt-oss's, arXiv:2508.10925."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.limit = config.mlp_limit
+
+    def forward(self, gate, up):
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-self.limit, self.limit) + 1)
+
+
+class XIELU(nn.Module):
+    """Parabola above zero, exponential below, with a learned share of each: arXiv:2411.13010 (Apertus)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.alpha_p, self.alpha_n = (  # whose softplus is 0.8 and 0.3
+            parameter(1, init=functools.partial(nn.init.constant_, val=math.log(math.expm1(above))),
+                      group='vector') for above in (0.8, 0.3))
+
+    def forward(self, x):
+        above = F.softplus(self.alpha_p)
+        below = 0.5 + F.softplus(self.alpha_n)
+        curve = torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=-1e-6)) - x))
+        return (curve + 0.5 * x).type_as(x)
+
+
+ACTIVATIONS |= {'swiglu_oai': (SwigluOAI, True), 'xielu': (XIELU, False)}
 # a fork's letters stay, if its file came first
 MIXERS |= {'M': LatentAttention, 'D': GatedDeltaNet, 'C': ShortConvolution, 'B': Mamba2,
            'K': KimiDeltaAttention} | MIXERS

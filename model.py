@@ -522,15 +522,14 @@ class GPT(nn.Module):
                 if w.isnan().any():
                     raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
 
-    def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None, hidden=False):
+    def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), ignored where
         negative, the mean cross entropy and aux, none of it in the loss: of experts 'balance' and 'z' (0-d,
         means over the layers) and 'load' (layers, experts), choices made; with mtp, in training, the extra
         layer's loss 'mtp' (0-d). A cache takes the tokens; lengths (B,): how many of the T are each row's
         own; padding follows. keep: logits of each row's last tokens only; with targets these are
-        aux['logits']. weights: a list that takes each attention layer's, (B, H, T, S). hidden: returns the
-        head's inputs instead, (B, T, C), the last of transformers' hidden_states. Raises ValueError if the
-        tokens do not fit into block_size or the cache."""
+        aux['logits']. weights: a list that takes each attention layer's, (B, H, T, S). Raises ValueError if
+        the tokens do not fit into block_size or the cache."""
         T = idx.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
@@ -539,8 +538,6 @@ class GPT(nn.Module):
         x = self.blocks(x0, context)                                                              # (B, T, C)
         if cache is not None:
             cache.advance(T, lengths)
-        if hidden:
-            return self.ln_f(x)
         if targets is None:
             return self.head(last_tokens(x, keep, lengths))
         loss, last = self.loss(x, targets, keep, lengths)
@@ -631,8 +628,8 @@ class ForwardContext:
       tensor that has a slot for each token: cache.append(self, context, k, v) takes the new ones, (B, heads,
       T, width), and returns all to attend to; `states`, (shape, dtype or None for the compute dtype) of each
       tensor of fixed size that a row keeps: read cache.states[self.entry(context)], a list of (B, *shape),
-      zero for a new row, and write with .copy_(), or call after_last for a few tokens back. A mixer that
-      keeps nothing, because it reads another's, sets slots = None;
+      zero for a new row, and write with .copy_(), or call mixers.after_last for a few tokens back. A mixer
+      that keeps nothing, because it reads another's, sets slots = None;
     - lengths, if padding follows rows: padding must not change a state;
     - document_starts: tokens must not see those of another document. A mixer that keeps documents apart sets
       `documents`; a document_token rejects others;
@@ -875,20 +872,6 @@ class Cache:
     def tensors(self):
         """All tensors that a step changes, for CUDA graphs."""
         return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
-
-
-def after_last(mixer, x, context, state=0):
-    """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
-    mixer.states[state], of shape (n, ...), holds these n tokens, and takes the next."""
-    n = mixer.states[state][0][0]
-    cache = context.cache
-    lengths = context.lengths
-    if cache is None:
-        return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
-    before = cache.states[mixer.entry(context)][state]
-    x = torch.cat((before, x), dim=1)
-    before.copy_(last_tokens(x, n, None if lengths is None else n + lengths))
-    return x
 
 
 def last_tokens(x, keep, lengths):
@@ -1224,39 +1207,6 @@ def alibi_slopes(n_head, device=None):
     return 2.0 ** torch.where(i <= n, -8 * i / n, -4 * (2 * (i - n) - 1) / n)
 
 
-# activations -----------------------------------------------------------------------------------------------
-
-class SwigluOAI(nn.Module):
-    """gpt-oss's, arXiv:2508.10925."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.limit = config.mlp_limit
-
-    def forward(self, gate, up):
-        gate = gate.clamp(max=self.limit)
-        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-self.limit, self.limit) + 1)
-
-
-class XIELU(nn.Module):
-    """Parabola above zero, exponential below, with a learned share of each: arXiv:2411.13010 (Apertus)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.alpha_p, self.alpha_n = (  # whose softplus is 0.8 and 0.3
-            parameter(1, init=functools.partial(nn.init.constant_, val=math.log(math.expm1(above))),
-                      group='vector') for above in (0.8, 0.3))
-
-    def forward(self, x):
-        above = F.softplus(self.alpha_p)
-        below = 0.5 + F.softplus(self.alpha_n)
-        curve = torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=-1e-6)) - x))
-        return (curve + 0.5 * x).type_as(x)
-
-
-ACTIVATIONS |= {'swiglu_oai': (SwigluOAI, True), 'xielu': (XIELU, False)}
-
-
 # further layers, other blocks -------------------------------------------------------------------------------
 
 def further_layer(name, *args):
@@ -1395,8 +1345,8 @@ def complete(config):
     """Replaces each None by its default. Raises ValueError for a config that cannot be computed."""
     config.n_expert = config.n_expert or None  # so that a flag can say it: --n_expert=0
     config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
-    if {*config.mixer_pattern} - MIXERS.keys():
-        import mixers  # noqa: F401 (enters its letters)
+    if {*config.mixer_pattern} - MIXERS.keys() or config.mlp not in ACTIVATIONS:
+        import mixers  # noqa: F401 (enters its letters and activations)
     problems = list(wrong_values(config))
     if not problems:  # combinations are checked only if each field by itself is sound
         fill_defaults(config)

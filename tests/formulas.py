@@ -268,7 +268,7 @@ def prediction(config, module, x, x0, context):
 
 
 FORMULAS = {
-    flat.Norm: norm, flat.XIELU: xielu, mixers.BigramEmbedding: bigram, flat.Attention: attention,
+    flat.Norm: norm, mixers.XIELU: xielu, mixers.BigramEmbedding: bigram, flat.Attention: attention,
     mixers.VariantAttention: attention, mixers.LatentAttention: latent_attention,
     mixers.GatedDeltaNet: state_layer,
     mixers.KimiDeltaAttention: state_layer, mixers.Mamba2: state_layer,
