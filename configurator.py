@@ -29,6 +29,7 @@ import os
 import re
 import runpy
 import sys
+import textwrap
 import traceback
 import types
 from pathlib import Path
@@ -163,9 +164,9 @@ def settings_of_scripts():
 
 
 def show(label, values):
-    """Prints settings."""
+    """Prints settings, wrapped."""
     items = ', '.join(f"{name} = {value!r}" for name, value in values.items()) or 'nothing for this script'
-    print0(f"{label}: {items}")
+    print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 
 # What configure has found:
@@ -256,7 +257,7 @@ def check_effects(settings, values, tables):
     for name in settings.given.keys() & values.keys():
         for rule in settings.known[name].rules if settings.given[name] == 'flags' else ():
             if rule.startswith('if ') and not eval(rule[3:], tables, values):
-                raise ValueError(f"--{name} has no effect unless {rule[3:]}: leave it out")
+                raise ValueError(f"--{name} has no effect: it needs {rule[3:]}")
 
 
 def refuse_unused(given, names, where):

@@ -197,8 +197,8 @@ def test_a_config_file_imports_a_file_beside_it(script, tmp_path, monkeypatch):
 def test_flags_without_effect_are_rejected_and_config_files_serve_many_runs(script, tmp_path):
     (tmp_path / 'config/b.py').write_text('share = 0.4\nd_expert = 3')
     for args, message in ((['config/b.py', '--decay_lr=False'], None), (['--share=0.4'], None),
-                          (['--share=0.4', '--decay_lr=False'], '--share has no effect unless decay_lr: '),
-                          (['--d_expert=3'], '--d_expert has no effect unless n_expert'),
+                          (['--share=0.4', '--decay_lr=False'], '--share has no effect: it needs decay_lr'),
+                          (['--d_expert=3'], '--d_expert has no effect: it needs n_expert'),
                           (['--n_expert=2', '--d_expert=3', '--kind=b'], None)):
         found = script(*args)
         values = {'n_expert': None} | found['config'] | found['model_args']
