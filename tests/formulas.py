@@ -311,13 +311,6 @@ def cross_entropy(logits, targets):
 
 # parameters and optimizers ----------------------------------------------------------------------------------
 
-BIASES = {  # class: linear layers and the fields that give them a bias
-    flat.Attention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
-    flat.LatentAttention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
-    flat.MLP: {'c_fc': 'mlp_bias', 'c_proj': 'mlp_bias'},
-    flat.Experts: {'c_fc': 'mlp_bias', 'c_proj': 'mlp_bias'}, flat.MoE: {'router': 'mlp_bias'}}
-
-
 def initial_values(config):
     """Rows of parts of names, group, mean, standard deviation (None: by the columns); the first that has a
     part of a parameter's name counts."""
