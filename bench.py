@@ -12,7 +12,6 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
     python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at multiples of the context
     python bench.py eval texts.jsonl --init_from=out         # of each {"text": ...}, by itself
-    python bench.py attention 'some text' --init_from=out    # a picture of a layer's attention, head by head
 
 --vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process, or
 transformers, with the same weights, uncompiled. Speeds are medians after a warm-up, shares are of the speed
@@ -657,31 +656,6 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     return numbers
 
 
-@torch.no_grad()
-def draw_attention(config, model_args, text):
-    """Writes a picture of a layer's attention: a panel for each head, a row for each token that attends."""
-    model, tokenizer, _ = train.load_to_train(config['init_from'], 'out', model_args)
-    layer = config['layer']
-    ids = tokenizer.encode(text)
-    weights = []
-    model.eval()(torch.tensor([ids]), weights=weights)
-    attends = [n for n, block in enumerate(model.h) if block.attn.mask_kind]
-    heads = weights[attends.index(layer)][0].numpy()  # (n_head, T, T)
-    rows = math.ceil(len(heads) / 4)
-    side = 1.5 + len(ids) / 6  # side: in inches
-    figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(
-        (4 * side, 1.2 * rows * side), layout='constrained')
-    ticks = dict(ticks=range(len(ids)), labels=[repr(tokenizer.decode([i])) for i in ids], parse_math=False)
-    for head, weight in enumerate(heads):
-        axes = figure.add_subplot(rows, 4, head + 1, title=f'layer {layer}, head {head}')
-        axes.imshow(weight)
-        axes.set_xticks(**ticks, rotation=90)
-        axes.set_yticks(**ticks)
-    figure.savefig(config['png'])
-    print(config['png'])
-    return {}
-
-
 # ------------------------------------------------------------------------------------------------------------
 
 MACHINE = 'init_from dataset device dtype json'
@@ -693,7 +667,6 @@ COMMANDS = {
                                'rounds compile seed'),
     'params': (measure_params, f'{MACHINE} contexts'),
     'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
-    'attention': (draw_attention, 'init_from layer png json'),
 }
 
 if __name__ == '__main__':
@@ -702,7 +675,7 @@ if __name__ == '__main__':
         raise ValueError(f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
     measure, known = COMMANDS[what]
-    if extra := more[what in ('eval', 'attention'):]:
+    if extra := more[what == 'eval':]:
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
     refuse_unused(given, config.keys() - known.split(), f"in {what}, whose settings are GPTConfig's, {known}")
     check_settings(config, train.CHOICES)

@@ -19,9 +19,8 @@ import train as flat_train
 from model import GPT, flops_per_token, num_params
 from prepare import read_meta
 from sample import load
-from test_model import MLA, near, tiny
+from test_model import MLA, tiny
 from tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, make_tokenizer
-from zoo import hub
 
 
 # how big ----------------------------------------------------------------------------------------------------
@@ -320,21 +319,3 @@ def test_eval_equals_lm_evaluation_harness(folder, capsys, monkeypatch):
     for losses, doc in zip(ours['each'], theirs, strict=True):
         assert sum(losses) == pytest.approx(-float(np.ravel(doc['resps'])[0]), abs=1e-4)
     assert ours['bits_per_byte'] == close(found['results']['texts']['bits_per_byte,none'])
-
-
-# pictures ---------------------------------------------------------------------------------------------------
-def test_attention_is_drawn_with_its_tokens(folder, capsys, monkeypatch):
-    """A picture for each head, of the weights that transformers has."""
-    transformers, axes = pytest.importorskip('transformers'), pytest.importorskip('matplotlib.axes').Axes
-    drawn, text, tok = [], 'a $b$\né', make_tokenizer('byte')
-    model = save_model('out', tok, n_layer=2, n_head=6, n_kv_head=2, n_embd=48)
-    hub.save_pretrained(model, tok, 'exported')
-    other = transformers.AutoModelForCausalLM.from_pretrained('exported', attn_implementation='eager')
-    theirs = other(torch.tensor([[*text.encode()]]), output_attentions=True).attentions
-    imshow = axes.imshow
-    monkeypatch.setattr(axes, 'imshow', lambda self, x: drawn.append(x) or imshow(self, x))
-    for layer in (0, 1):
-        bench(capsys, 'attention', text, '--init_from=out', f'--layer={layer}')
-        near(torch.tensor(np.stack(drawn)), theirs[layer][0], 1e-5)
-        drawn.clear()
-    assert Path('picture.png').read_bytes().startswith(b'\x89PNG')
