@@ -353,7 +353,7 @@ def print_comparison(rows, until):
             f"{row['loss']:.4f}" + ('' if row['sd'] is None else f" ± {row['sd']:.4f}"),
             ('' if mean is None else f"{mean:+.4f}") +
             ('' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"),
-            f"{row['verdict']} after {len(row['losses'])} seeds" if mean is not None else '',
+            row.get('verdict', '') + (f" after {len(row['losses'])} seeds" if until else ''),
             f"{ms:.1f} ({low:.1f} to {high:.1f})",
             *('n/a' if row[name] is None else f"{row[name]:,.0f}"
               for name in ('tokens', 'peak_mb', 'params', 'cache_bytes_per_token'))]
