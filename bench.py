@@ -413,8 +413,8 @@ PARTS = {  # of a step: pattern of modules' names; of an operator the innermost 
 
 
 def print_parts(model, gradients, update, config):
-    """Prints and draws the time of an uncompiled step by part; a backward operator counts where its forward
-    one does, whose number it has."""
+    """Prints the time of an uncompiled step by part. A backward operator counts for the part of its forward
+    operator, whose number it has."""
     for name, module in model.named_modules():
         for part, pattern in PARTS.items():
             if re.search(pattern, name):
@@ -451,10 +451,6 @@ def print_parts(model, gradients, update, config):
         ms[part] += getattr(event, times) / 1e3 / config['steps']
     print_table('a step', ['ms', ''], {
         part: [f"{n:,.1f}", f"{n / ms.total():.1%}"] for part, n in ms.most_common()})
-    figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(layout='constrained')
-    figure.subplots(subplot_kw={'xlabel': 'ms of a step'}).barh([*ms], ms.values())
-    figure.savefig(config['png'])
-    print(config['png'])
     return {'parts_ms': ms}
 
 
@@ -571,7 +567,6 @@ def prepared_tokens(folder, tokenizer, path):
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
                          f"stand for different text: prepare it with --tokenizer={path}")
-    bins.check_unchanged()
     documents = []
     for shard, mask in itertools.zip_longest(bins.shards, bins.masks):
         ids = read_elements(shard, 0, shard.n_tokens).astype(np.int64)
@@ -586,10 +581,7 @@ def text_tokens(path, tokenizer):
     first token is a target too."""
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents = []
-    source = find_source(path)
-    if source.chats:
-        raise ValueError(f"{path} has conversations: prepare them, and give the folder as --dataset")
-    for document in source.documents():
+    for document in find_source(path).documents():
         texts = [text for text, _ in pieces(document, tokenizer)]
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
     if ending(path) not in FORMATS:

@@ -237,8 +237,8 @@ def check_documents(config):
 
 @torch.no_grad()
 def check_cache(config):
-    """Chunks, ragged rows, copied rows, static and full caches, rewinding, against one pass. If it fails, look
-    at make_mask and Cache, and at slots and states of the mixer."""
+    """Chunks, ragged rows, copied rows, static and full caches, rewinding, against one pass. If it fails,
+    look at make_mask and Cache, and at slots and states of the mixer."""
     model = randomized(config)
     idx = torch.randint(8, (3, SHORT))  # a document_token too, if there is one
     full = model(idx)

@@ -270,14 +270,10 @@ def run_all(variants, seeds, until='', margin=0.0):
     return runs
 
 
-LOSS_COLUMNS = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns of log.csv
-
 # judging ----------------------------------------------------------------------------------------------------
 
 # 95% of Student's t is within +- these, for 1, 2, ... degrees of freedom
 T_95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
-
-
 OPEN = 'one seed', 'no difference seen'  # verdicts
 
 
@@ -309,9 +305,6 @@ def paired_difference(losses, first, alpha=None, margin=0.0):
     return mean, half, 'as good' if alpha and abs(mean) + half <= margin else 'no difference seen'
 
 
-LOSS_COLUMNS = {'val_loss': 'val loss', 'val_bpb': 'bits per byte'}  # columns of log.csv
-
-
 def comparison(variants, runs, until, margin):
     """The table's rows, dicts, from run_all's runs, of the variants whose runs did not fail. Losses on
     different data are compared as bits per byte. until: intervals hold for all variants and looks at once."""
@@ -333,7 +326,7 @@ def comparison(variants, runs, until, margin):
                                              if model.tags[name].group not in LOOKED_UP),
                'ms': np.percentile(ms, [10, 50, 90]).tolist(),
                'cache_bytes_per_token': model and cache_per_token(model, torch.bfloat16)}
-        for name in ('peak_mb', 'params', 'seconds'):
+        for name in ('peak_mb', 'params'):
             values = [run[name] for run in own]
             row[name] = None if None in values else statistics.median(values)
         if rows:
@@ -359,7 +352,7 @@ def print_comparison(rows, until):
               for name in ('tokens', 'peak_mb', 'params', 'cache_bytes_per_token'))]
     column = rows[0]['column']
     print_table('variant', [
-        LOSS_COLUMNS[column], 'difference from the baseline, 95% confidence', 'verdict', 'ms/step', 'tokens',
+        column, 'difference from the baseline, 95% confidence', 'verdict', 'ms/step', 'tokens',
         'peak MB', 'parameters', 'cache B/token'], table)
     if column == 'val_bpb':
         print("warning: the data differ; each variant is judged by bits per byte of its own val.bin")

@@ -55,7 +55,7 @@ def test_runs_are_ordinary_stopped_and_continued(folder, no_git, monkeypatch):
     assert row['losses'] == [float(log_rows('out')[-1]['val_loss'])]
     assert numbers['runs'] == {'b': [stopped[:-1]]}
     assert (row['params'], row['cache_bytes_per_token']) == (33728, 2 * 2 * 2 * 32)
-    assert row['peak_mb'] > 50 and row['seconds'] == float(log_rows(stopped)[-1]['wall_s'])
+    assert row['peak_mb'] > 50
     assert flat_compare.compare(config, args) == numbers
 
 
