@@ -346,27 +346,21 @@ def our_step(model, forward, batch, machine, config):
 def their_step(other, batch, machine):
     """The same for transformers, or as nanoGPT's train.py does: on CPUs without autocast, uncompiled."""
     x, y = batch
-    autocast = machine.autocast
     params = list(other.parameters())
-    if hasattr(other, 'configure_optimizers'):  # nanoGPT's
-        on_cpu = machine.device == 'cpu'
+    is_nanogpt = hasattr(other, 'configure_optimizers')
+    on_cpu = machine.device == 'cpu'
+    if is_nanogpt:
         optimizer = other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
         forward = other if on_cpu else torch.compile(other)
-        autocast = contextlib.nullcontext if on_cpu else autocast
-
-        def loss():
-            return forward(x, y)[1]
     else:
         optimizer = torch.optim.AdamW(params, fused=True)
-
-        def loss():
-            return other(input_ids=x, labels=x).loss
+    autocast = contextlib.nullcontext if is_nanogpt and on_cpu else machine.autocast
 
     def gradients():
         with precision_of_others(machine.device):
             with autocast():
-                found = loss()
-            found.backward()
+                loss = forward(x, y)[1] if is_nanogpt else other(input_ids=x, labels=x).loss
+            loss.backward()
 
     def update():
         torch.nn.utils.clip_grad_norm_(params, train.config['grad_clip'])

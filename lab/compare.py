@@ -393,8 +393,6 @@ def compare(config, args, name=None):
     rows = comparison(variants, runs, until, config['margin'])
     print_comparison(rows, until)
     failed = {name: own[-1]['error'] for name, own in runs.items() if own[-1]['error']}
-    for name, error in failed.items():
-        print(f"{name} has no row, because a run failed: {error}")
     return {'rows': rows, 'runs': folders, 'failed': failed}
 
 

@@ -1,14 +1,13 @@
 """
-Laws and pictures of what other scripts write with --json=FILE.
+What comparisons at several sizes show, from the lines that lab/compare.py writes with --json=FILE: a law of
+sizes, or how much longer the baseline would train for a variant's loss. Prints it and draws a picture.
 
     python lab/compare.py scaling --json=sizes.jsonl
-    python lab/scaling.py sizes.jsonl --predicted=2    # a law of sizes, and the loss of the 2 largest models
-    python lab/compare.py tricks_short --json=tricks.jsonl  # has the baseline at half and twice the length
-    python lab/scaling.py tricks.jsonl                 # how much longer the baseline trains for a loss
-    python bench.py eval --init_from=out --lengths=[1,2,4] --json=lengths.jsonl
-    python lab/scaling.py lengths.jsonl                # perplexity over the length of the context
+    python lab/scaling.py sizes.jsonl --predicted=2         # predicts the loss of the 2 largest models
+    python lab/compare.py tricks_short --json=tricks.jsonl  # its baseline trains half and twice as long too
+    python lab/scaling.py tricks.jsonl
 
-A file may have several lines, for example of comparisons at several sizes.
+A file may have several lines, one per comparison.
 """
 import os
 import sys
@@ -28,8 +27,7 @@ words = configure(globals(), words=math.inf).words
 
 import numpy as np
 
-LENGTHS = 'half as long', 'twice as long'  # names of variants: the baseline at other lengths
-SIZE = 'parameters besides the embedding'
+LENGTHS = 'half as long', 'twice as long'  # names of variants: the baseline with other max_iters
 
 
 def law_loss(law, n, d):
@@ -89,24 +87,22 @@ def print_speedups(rows):
     return points
 
 
-def draw(points, xlabel, ylabel):
-    """Writes the picture, with a curve for each name. points: (name, x, y, low, high)."""
+def draw(points, ylabel):
+    """Writes the picture, with a curve for each name. points: (name, parameters, y, low, high)."""
     axes = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure().subplots()
     for name in dict.fromkeys(name for name, *_ in points):
-        x, y, low, high = zip(*sorted(point for own, *point in points if own == name))
-        axes.plot(x, y, marker='.', label=name)
-        axes.fill_between(x, low, high, alpha=0.2)
-    axes.set(xlabel=xlabel, ylabel=ylabel, xscale='log')
+        n, y, low, high = zip(*sorted(point for own, *point in points if own == name))
+        axes.plot(n, y, marker='.', label=name)
+        axes.fill_between(n, low, high, alpha=0.2)
+    axes.set(xlabel='parameters besides the embedding', ylabel=ylabel, xscale='log')
     axes.legend()
     axes.figure.savefig(png)
 
 
 if __name__ == '__main__':
-    lines = [json.loads(line) for name in words for line in Path(name).read_text('utf-8').splitlines()]
-    if 'lengths' in lines[0]:  # of bench.py
-        draw([(line['path'], int(length), *[each['perplexity']] * 3)
-              for line in lines for length, each in line['lengths'].items()], 'context', 'perplexity')
-    elif LENGTHS[0] in lines[0]['runs']:
-        draw(sum((print_speedups(line['rows']) for line in lines), []), SIZE, 'times as long')
+    comparisons = [json.loads(line)['rows'] for name in words
+                   for line in Path(name).read_text('utf-8').splitlines()]
+    if LENGTHS[0] in [row['variant'] for row in comparisons[0]]:
+        draw(sum(map(print_speedups, comparisons), []), 'times as long')
     else:
-        draw(print_law(sum((line['rows'] for line in lines), []), predicted), SIZE, 'loss')
+        draw(print_law(sum(comparisons, []), predicted), 'loss')

@@ -25,26 +25,24 @@ def test_a_law_is_found_again():
     assert low < min(losses[-1], *noisy[:, -1]) < max(noisy[:, -1]) < high and high - low < 0.1
 
 
-def lines(shift):
-    """Numbers of compare.py: the baseline loses 3, 2, 1.5 at half, once and twice the length."""
+def rows(shift):
+    """A comparison whose baseline loses 3, 2, 1.5 at half, once and twice the length."""
     names = {'a': 0, 'half as long': 1, 'twice as long': -0.5, 'b': 0.625 + shift, 'c': -0.25}
-    return {'runs': names, 'rows': [{'variant': name, 'inner_params': 100 * (1 + shift), 'loss': 2 + more,
-                                     'difference': more, 'half_interval': 0.25 * (name == 'b')}
-                                    for name, more in names.items()]}
+    return [{'variant': name, 'inner_params': 100 * (1 + shift), 'loss': 2 + more, 'difference': more,
+             'half_interval': 0.25 * (name == 'b')} for name, more in names.items()]
 
 
-def test_speedups(capsys):
-    points = scaling.print_speedups(lines(0)['rows'])
+def test_speedups():
+    points = scaling.print_speedups(rows(0))
     assert [name for name, *_ in points] == ['b', 'c']
     assert points[0][1:] == pytest.approx((100, 2 ** -0.625, 2 ** -0.875, 2 ** -0.375))
     assert points[1][2:] == pytest.approx([2 ** 0.5] * 3)
-    assert 'c: 1.41 [1.41, 1.41] times as long' in capsys.readouterr().out
 
 
-def test_pictures(folder):
+def test_a_picture(folder, capsys):
     pytest.importorskip('matplotlib')
-    lengths = {'path': 'x', 'lengths': {'8': {'perplexity': 3.0}, '16': {'perplexity': 4.0}}}
-    for name, text in ('speedups', [lines(0), lines(1)]), ('lengths', [lengths]):
-        Path(f'{name}.jsonl').write_text('\n'.join(map(json.dumps, text)), encoding='utf-8')
-        run('lab/scaling.py', f'{name}.jsonl', f'--png={name}.png')
-        assert Path(f'{name}.png').read_bytes().startswith(b'\x89PNG')
+    lines = [json.dumps({'rows': rows(shift)}) for shift in (0, 1)]
+    Path('sizes.jsonl').write_text('\n'.join(lines), encoding='utf-8')
+    run('lab/scaling.py', 'sizes.jsonl', '--png=a.png')
+    assert capsys.readouterr().out.count('c: 1.41 [1.41, 1.41] times as long') == 2
+    assert Path('a.png').read_bytes().startswith(b'\x89PNG')
