@@ -3,7 +3,7 @@ What happens inside a trained model that reads a text, in numbers.
 
     python lab/inspect.py 'The cat sat on the mat.' --init_from=out
     python lab/inspect.py 'The cat sat on the mat.' --init_from=out --png=a.png --layer=3  # and a picture
-    python lab/inspect.py 'A' --init_from=out --rope_scaling="{'rope_type': 'yarn', 'factor': 4.0}"
+    python lab/inspect.py --init_from=out --rope_scaling="{'rope_type': 'yarn', 'factor': 4.0}"
 
 Prints for each head its entropy in nats, the mean distance of what it attends to in tokens, and its share on
 the token itself and on the first token; by depth the size (root mean square) of the residual stream and of
@@ -74,9 +74,9 @@ def draw(weights, labels):
 
 
 if __name__ == '__main__':
-    model, tokenizer, _ = load(init_from, **model_args)
+    model, tokenizer, _ = load(init_from, dtype=torch.float32, **model_args)
     length = model.config.block_size
-    ids = tokenizer.encode(*words)
+    ids = tokenizer.encode(*words or ['The cat sat on the mat.'])
     weights, sizes = look_inside(model, torch.tensor([ids]))
     print_table('layer.head', ['entropy', 'distance', 'itself', 'first'], {
         f'{i}.{head}': [f'{n:.3f}' for n in row]
