@@ -340,13 +340,13 @@ def print_comparison(rows, until):
     """Prints a row for each variant: loss, difference, speed, sizes."""
     table = {}
     for row in rows:
-        mean, half = row.get('difference'), row.get('half_interval')
+        mean, half, verdict = row.get('difference'), row.get('half_interval'), row.get('verdict', '')
         low, ms, high = row['ms']
         table[row['variant']] = [
             f"{row['loss']:.4f}" + ('' if row['sd'] is None else f" ± {row['sd']:.4f}"),
             ('' if mean is None else f"{mean:+.4f}") +
             ('' if half is None else f" [{mean - half:+.4f}, {mean + half:+.4f}]"),
-            row.get('verdict', '') + (f" after {len(row['losses'])} seeds" if until else ''),
+            f"{verdict} after {len(row['losses'])} seeds" if until and verdict else verdict,
             f"{ms:.1f} ({low:.1f} to {high:.1f})",
             *('n/a' if row[name] is None else f"{row[name]:,.0f}"
               for name in ('tokens', 'peak_mb', 'params', 'cache_bytes_per_token'))]

@@ -41,8 +41,8 @@ def fit_law(n, d, losses):
     squares, and a negative one becomes zero."""
     grid = np.linspace(0.02, 1.2, 60)
     a, b = np.reshape(np.meshgrid(grid, grid), (2, -1, 1))
-    terms = np.stack([n ** 0 * a ** 0, (n / n.mean()) ** -a, (d / d.mean()) ** -b], -1)  # (grid, runs, 3)
-    E, A, B = (np.linalg.pinv(terms) @ losses).clip(0).T[..., None]  # (grid, 1) each
+    terms = np.stack([np.ones((len(a), len(n))), (n / n.mean()) ** -a, (d / d.mean()) ** -b], -1)
+    E, A, B = (np.linalg.pinv(terms) @ losses).clip(0).T[..., None]  # (grid, 1) each, as a and b
     laws = np.array([E, A * n.mean() ** a, a, B * d.mean() ** b, b])
     error = np.square(law_loss(laws, n, d) - losses).sum(-1)
     return laws[:, error.argmin(), 0]
@@ -65,19 +65,20 @@ def print_law(rows, predicted):
     for name, value, ends in zip('EAaBb', law, drawn):
         print('{} = {:.4g} [{:.4g}, {:.4g}]'.format(name, value, *np.percentile(ends, [2.5, 97.5])))
     points = []
-    for row, *size, loss, mean in zip(rows, n, d, losses, expected):
-        low, high = np.percentile(law_loss(drawn, *size) + rng.choice(noise, 200), [2.5, 97.5])
+    for row, N, D, loss, mean in zip(rows, n, d, losses, expected):
+        low, high = np.percentile(law_loss(drawn, N, D) + rng.choice(noise, 200), [2.5, 97.5])
         print(f"{row['variant']}: loss {loss:.4f}, the law's {mean:.4f} [{low:.4f}, {high:.4f}]")
-        points.append((f"{row['tokens']:,.0f} tokens", size[0], loss, low, high))
+        points.append((f'{D:,.0f} tokens', N, loss, low, high))
     return points
 
 
 def print_speedups(rows):
     """Prints how many times as long the baseline, the first row, would train for each variant's loss, and for
     the ends of the difference's interval. The baseline's loss is taken to be linear in the logarithm of the
-    length, also beyond LENGTHS; the error of that line is not counted. Returns points for draw."""
+    length, also beyond LENGTHS; the error of that line is not counted. Needs two seeds. Returns points for draw."""
     by_name = {row['variant']: row for row in rows[1:]}
     half, twice = (by_name.pop(name)['difference'] for name in LENGTHS)
+    assert half > 0 > twice, 'the baseline must get better the longer it trains'
     points = []
     for name, row in by_name.items():
         gains = np.array([0, -1, 1]) * row['half_interval'] - row['difference']
