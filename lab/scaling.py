@@ -74,8 +74,9 @@ def print_law(rows, predicted):
 
 def print_speedups(rows):
     """Prints how many times as long the baseline, the first row, would train for each variant's loss, and for
-    the ends of the difference's interval. The baseline's loss is taken to be linear in the logarithm of the
-    length, also beyond LENGTHS; the error of that line is not counted. Needs two seeds. Returns points for draw."""
+    the ends of the difference's interval. Needs two seeds. The baseline's loss is taken to be linear in the
+    logarithm of the length, also beyond LENGTHS; the error of that line is not counted. Returns points for
+    draw."""
     by_name = {row['variant']: row for row in rows[1:]}
     half, twice = (by_name.pop(name)['difference'] for name in LENGTHS)
     assert half > 0 > twice, 'the baseline must get better the longer it trains'
