@@ -12,7 +12,6 @@ Measures: how fast, how big, how much memory, how good.
     python bench.py eval --init_from=out                     # loss and bits per byte of all of val.bin
     python bench.py eval my.txt --init_from=out --lengths=[1,2,4]  # of a text, at multiples of the context
     python bench.py eval texts.jsonl --init_from=out         # of each {"text": ...}, by itself
-    python bench.py attention 'some text' --init_from=out    # a picture of a layer's attention, head by head
 
 --vs names a clone of nanoGPT, whose model.py at the same shape takes turns with ours in one process, or
 transformers, with the same weights, uncompiled. Speeds are medians after a warm-up, shares are of the speed
@@ -44,7 +43,7 @@ from configurator import (
 )
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-vs = ''                           # [train, decode] a nanoGPT clone to take turns with, or transformers
+vs = ''                           # [train, decode] nanoGPT's folder, or transformers [if not parts]
 batch_size: int | None = None     # [train, decode, eval] [>= 1] sequences; None: train 12, decode 1, eval 256
                                   # MB of logits (CUDA 2 GB). Only train uses a config file's batch_size
 dataset = ''                      # its vocabulary; eval: its val.bin, '': the checkpoint's own
@@ -54,8 +53,6 @@ prompt_len = 32                   # [decode] tokens of the prompt [>= 1]
 max_new_tokens = 200              # [decode] tokens generated [>= 1]
 quantize = ''                     # [decode, eval] int8, as in sample.py [in ('', 'int8')]
 speculate: int | None = None      # [decode] draft tokens at a time, of greedy text, as in sample.py
-layer = 0                         # [attention] the layer's number
-png = 'picture.png'               # [attention, train] the file to write; train: of parts
 parts = False                     # [train] the time of an uncompiled step by part of the model
 steps = 10                        # [train] steps per turn [>= 1]
 gradient_accumulation_steps = 1   # [train] micro-batches per step; two are timed [>= 1] [if not parts]
@@ -355,27 +352,21 @@ def our_step(model, forward, batch, machine, config):
 def their_step(other, batch, machine):
     """The same for transformers, or as nanoGPT's train.py does: on CPUs without autocast, uncompiled."""
     x, y = batch
-    autocast = machine.autocast
     params = list(other.parameters())
-    if hasattr(other, 'configure_optimizers'):  # nanoGPT's
-        on_cpu = machine.device == 'cpu'
+    is_nanogpt = hasattr(other, 'configure_optimizers')
+    on_cpu = machine.device == 'cpu'
+    if is_nanogpt:
         optimizer = other.configure_optimizers(0.1, 1e-4, (0.9, 0.95), machine.device_type)
         forward = other if on_cpu else torch.compile(other)
-        autocast = contextlib.nullcontext if on_cpu else autocast
-
-        def loss():
-            return forward(x, y)[1]
     else:
         optimizer = torch.optim.AdamW(params, fused=True)
-
-        def loss():
-            return other(input_ids=x, labels=x).loss
+    autocast = contextlib.nullcontext if is_nanogpt and on_cpu else machine.autocast
 
     def gradients():
         with precision_of_others(machine.device):
             with autocast():
-                found = loss()
-            found.backward()
+                loss = forward(x, y)[1] if is_nanogpt else other(input_ids=x, labels=x).loss
+            loss.backward()
 
     def update():
         torch.nn.utils.clip_grad_norm_(params, train.config['grad_clip'])
@@ -422,8 +413,8 @@ PARTS = {  # of a step: pattern of modules' names; of an operator the innermost 
 
 
 def print_parts(model, gradients, update, config):
-    """Prints and draws the time of an uncompiled step by part; a backward operator counts where its forward
-    one does, whose number it has."""
+    """Prints the time of an uncompiled step by part. A backward operator counts for the part of its forward
+    operator, whose number it has."""
     for name, module in model.named_modules():
         for part, pattern in PARTS.items():
             if re.search(pattern, name):
@@ -460,10 +451,6 @@ def print_parts(model, gradients, update, config):
         ms[part] += getattr(event, times) / 1e3 / config['steps']
     print_table('a step', ['ms', ''], {
         part: [f"{n:,.1f}", f"{n / ms.total():.1%}"] for part, n in ms.most_common()})
-    figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(layout='constrained')
-    figure.subplots(subplot_kw={'xlabel': 'ms of a step'}).barh([*ms], ms.values())
-    figure.savefig(config['png'])
-    print(config['png'])
     return {'parts_ms': ms}
 
 
@@ -579,7 +566,6 @@ def prepared_tokens(folder, tokenizer, path):
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
                          f"stand for different text: prepare it with --tokenizer={path}")
-    bins.check_unchanged()
     documents = []
     for shard, mask in itertools.zip_longest(bins.shards, bins.masks):
         ids = read_elements(shard, 0, shard.n_tokens).astype(np.int64)
@@ -594,10 +580,7 @@ def text_tokens(path, tokenizer):
     first token is a target too."""
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents = []
-    source = find_source(path)
-    if source.chats:
-        raise ValueError(f"{path} has conversations: prepare them, and give the folder as --dataset")
-    for document in source.documents():
+    for document in find_source(path).documents():
         texts = [text for text, _ in pieces(document, tokenizer)]
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
     if ending(path) not in FORMATS:
@@ -664,49 +647,23 @@ def evaluate_text(name, documents, n_bytes, base, lengths, losses):
     return numbers
 
 
-@torch.no_grad()
-def draw_attention(config, model_args, text):
-    """Writes a picture of a layer's attention: a panel for each head, a row for each token that attends."""
-    model, tokenizer, _ = train.load_to_train(config['init_from'], 'out', model_args)
-    layer = config['layer']
-    ids = tokenizer.encode(text)
-    weights = []
-    model.eval()(torch.tensor([ids]), weights=weights)
-    attends = [n for n, block in enumerate(model.h) if block.attn.mask_kind]
-    heads = weights[attends.index(layer)][0].numpy()  # (n_head, T, T)
-    rows = math.ceil(len(heads) / 4)
-    side = 1.5 + len(ids) / 6  # side: in inches
-    figure = package('matplotlib.figure', 'pictures need', 'matplotlib').Figure(
-        (4 * side, 1.2 * rows * side), layout='constrained')
-    ticks = dict(ticks=range(len(ids)), labels=[repr(tokenizer.decode([i])) for i in ids], parse_math=False)
-    for head, weight in enumerate(heads):
-        axes = figure.add_subplot(rows, 4, head + 1, title=f'layer {layer}, head {head}')
-        axes.imshow(weight)
-        axes.set_xticks(**ticks, rotation=90)
-        axes.set_yticks(**ticks)
-    figure.savefig(config['png'])
-    print(config['png'])
-    return {}
-
-
 # ------------------------------------------------------------------------------------------------------------
 
-COMMANDS = {'train': measure_train, 'decode': measure_decode, 'params': measure_params, 'eval': measure_eval,
-            'attention': draw_attention}
+COMMANDS = {'train': measure_train, 'decode': measure_decode, 'params': measure_params, 'eval': measure_eval}
 
 if __name__ == '__main__':
     what, *more = words or ['']
     if what not in COMMANDS:
         raise ValueError(f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
-    if extra := more[what in ('eval', 'attention'):]:
+    if extra := more[what == 'eval':]:
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
     for name in given:  # brackets of remarks name commands too
         commands = [rule.split(', ') for rule in known[name].rules if {*rule.split(', ')} <= COMMANDS.keys()]
         if commands and what not in commands[0] and given[name] == 'flags':
             raise ValueError(f"--{name} has no effect in {what}: leave it out")
-    check_values(settings, config, globals())
     fields = vars(GPTConfig(**model_args)) if init_from == 'scratch' else {}
+    check_values(settings, config, globals())
     check_effects(settings, fields | config, globals())
     if (what, init_from) == ('eval', 'scratch'):
         raise ValueError("eval needs a trained model: give --init_from=RUN")

@@ -178,23 +178,22 @@ def show(label, values):
 Configured = collections.namedtuple('Configured', 'config model_args words given known')
 
 
-def configure(settings, model_config=None, words=0, argv=None, default_file=None, tunes=False, also=None,
-              texts=False):
+def configure(settings, model_config=None, words=0, argv=None, default_file=None, tunes=False, texts=False):
     """Overrides a script's settings by config files and flags, and prints which.
 
     settings: the script's globals(). model_config: 'GPTConfig', if its fields in model.py are settings too.
-    words: how many plain words there may be. argv: the command line of an imported script. default_file: for
-    a command line without a config file, unless --init_from names a model. tunes: if it names a model to
-    fine-tune, the default file still gives the script's own settings. also: a script whose flags are let
-    through. texts: whether .py files are words, except in a folder named config. Raises ValueError for an
-    unknown setting or file, or a wrong type.
+    words: how many plain words there may be. argv: another command line; the script's own if it is started.
+    default_file: for a command line without a config file, unless --init_from names a model. tunes: if it
+    names a model to fine-tune, the default file still gives the script's own settings. texts: whether .py
+    files are words, except in a folder named config. Raises ValueError for an unknown setting or file, or a
+    wrong type.
     """
     launched = settings['__name__'] == '__main__'
     own = declared(Path(settings['__file__']))
     known = own | (declared(ROOT / 'model.py') if model_config else {})
-    passed = declared(ROOT / also).keys() - known.keys() if also else ()
     values = {name: settings.get(name, setting.default) for name, setting in known.items()}
-    argv = sys.argv[1:] if launched else argv or []
+    if argv is None:
+        argv = sys.argv[1:] if launched else []
     if launched:
         sys.excepthook = one_line_errors
         sys.stdout.reconfigure(errors='replace')  # a terminal prints ? for a character that it lacks
@@ -214,7 +213,7 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     given = {}
     for arg in args:
         label = 'flags' if arg.startswith('-') else arg
-        assigned = read_flag(arg, known, passed) if label == 'flags' else {
+        assigned = read_flag(arg, known) if label == 'flags' else {
             name: checked(arg, name, value, known) for name, value in run_file(arg, values).items()
             if name in known or name not in settings_of_scripts()}
         if arg == default_file and start not in ('scratch', 'auto'):
@@ -230,11 +229,9 @@ def configure(settings, model_config=None, words=0, argv=None, default_file=None
     return Configured(config, {name: values[name] for name in given if name not in own}, plain, given, known)
 
 
-def read_flag(arg, known, passed):
-    """'--name=text' -> {name: value}; {} for names that are passed through."""
+def read_flag(arg, known):
+    """'--name=text' -> {name: value}"""
     name, equals, text = arg.removeprefix('--').partition('=')
-    if name in passed:
-        return {}
     text = text if not text.startswith('~/') else os.path.expanduser(text)
     return {name: checked(arg, name, text if equals else True, known)}
 

@@ -1,29 +1,29 @@
 """
-Is what stands in model.py, mixers.py and train.py still sound? Holds a small model of the config's own kind
-against formulas of the papers (tests/formulas.py), torch's optimizers, and itself on another path.
+Is the code of model.py, mixers.py and train.py still right? Compares a small model of the config's own kind
+with formulas of the papers (tests/formulas.py), with torch's optimizers, and with itself on another path.
 
-    python check.py config/llama_small.py
-    python check.py --init_from=out           # and the weights of this checkpoint
+    python lab/check.py config/llama_small.py
+    python lab/check.py --init_from=out       # and the weights of this checkpoint
 
-A check is a function of a small config, which tests may call too. It returns None or a remark, for instance
-that it has no formula for a part of yours, and raises CheckFailed. If a formula fails where you meant to
-change it, change it in tests/formulas.py too.
+A check is a function of a small config, which tests may call too. It raises AssertionError, or returns None
+or a remark, for example that a part of yours has no formula. If a formula fails because you meant to change
+it, change it in tests/formulas.py too.
 """
-import contextlib
+import os
+import sys
+
+if __name__ == '__main__':  # else Python would search lab/ first
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import copy
 import dataclasses
 import functools
 import math
-import os
-import sys
 import traceback
 import types
 from unittest import mock
 
-if __name__ == '__main__':  # else its folder is searched first
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-from configurator import ROOT, configure, is_ours, naming, show
+from configurator import ROOT, configure, naming, show
 
 init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
@@ -43,13 +43,10 @@ from sample import load
 
 sys.path.append(f'{ROOT}/tests')
 from formulas import (
-    BIASES,
-    DECAYS,
     EXAMPLES,
     FORMULAS,
     LONG,
     OPTIMIZERS,
-    SCHEDULES,
     cross_entropy,
     decoder,
     initial_values,
@@ -95,52 +92,59 @@ def tiny_config(config):
     return dataclasses.replace(config, **changes)
 
 
-def randomized(config, **changes):
-    """A model in evaluation mode whose every weight and buffer matters: nothing is left at zero or one."""
-    model = GPT(dataclasses.replace(config, **changes))
+def randomized(config):
+    """A model in evaluation mode in which every weight and buffer matters: none stays at zero or one."""
+    model = GPT(config)
     for w in model.state_dict().values():
         w.copy_(w + 0.2 * torch.randn_like(w) if w.ndim < 2 else 0.3 * torch.randn_like(w))
     return model.eval()
 
 
-def without_noise(config, **changes):
-    """A randomized model that trains, for mtp's loss, while its parts evaluate and draw no random numbers."""
-    model = randomized(config, dropout=0.0, **changes)
+@functools.cache
+@torch.random.fork_rng(devices=[])
+def noises():
+    """The fields that make training random: the logits depend on them in training, not in evaluation."""
+    def logits(name, value, training):
+        config = GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=9)
+        setattr(config, name, value)
+        torch.manual_seed(0)
+        return randomized(config).train(training)(torch.arange(4)[None])
+
+    return [name for name, value in vars(GPTConfig()).items() if isinstance(value, float)
+            and logits(name, 0.0, False).equal(logits(name, 0.5, False))
+            and not logits(name, 0.0, True).equal(logits(name, 0.5, True))]
+
+
+def trainable(config):
+    """A randomized model that trains, for mtp's loss, while it draws no random numbers: its parts evaluate,
+    and noises are 0."""
+    config = copy.copy(config)
+    vars(config).update(dict.fromkeys(noises(), 0.0))
+    model = randomized(config)
     model.training = True
     return model
 
 
 def random_tokens(config, *shape):
-    """Token ids, none of which ends a document in a tiny_config."""
+    """Token ids. None of them starts a document in a tiny_config."""
     return torch.randint(4, config.vocab_size, shape)
 
 
 # what a check finds -----------------------------------------------------------------------------------------
-
-class CheckFailed(Exception):
-    """What a check has found to be wrong, in one line."""
-
 
 def unknown(names):
     """A remark on parts that have no formula, or None."""
     return f"no formula for {', '.join(sorted(names))}" if names else None
 
 
-def require(holds, message):
-    """Raises CheckFailed unless it holds."""
-    if not holds:
-        raise CheckFailed(message)
-
-
 def require_equal(found, expected, name, tolerance=1e-4, least=1.0):
     """Tensors (rows, positions, ...) or numbers, equal to within tolerance times the largest, or least."""
     found = torch.as_tensor(found)
     expected = torch.as_tensor(expected)
-    require(found.isfinite().all(), f"{name}: NaN or infinite")
-    wrong = (found - expected).abs() > tolerance * expected.abs().max().clamp(min=least)
-    if wrong.any():
-        at = tuple(wrong.nonzero()[0].tolist())
-        require(False, f"{name}: {found[at]:.4g} instead of {expected[at]:.4g}, first at {list(at)}")
+    is_close = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=least)  # NaN is not
+    if not is_close.all():
+        at = tuple(is_close.logical_not().nonzero()[0].tolist())
+        raise AssertionError(f"{name}: {found[at]:.4g} instead of {expected[at]:.4g}, first at {list(at)}")
 
 
 # modules ----------------------------------------------------------------------------------------------------
@@ -153,8 +157,8 @@ def hand_on_again(context, layer, value):
 @torch.no_grad()
 @mock.patch.object(flat.ForwardContext, 'hand_on', hand_on_again)
 def check_formulas(config):
-    """Each module of a tiny_config, inner ones first, then the whole."""
-    model = without_noise(config, document_token=None)
+    """Each module of a tiny_config, inner ones first, then the whole. If one fails, look at its forward."""
+    model = trainable(dataclasses.replace(config, document_token=None))
     calls = []
     others = set()
     routing = []
@@ -198,50 +202,29 @@ def check_scalings(config):
 
 @torch.no_grad()
 def check_start(config):
-    """The first loss; by names, groups and initial values, of many models."""
+    """The first loss; groups and initial values of the parameters, by their names, of many models."""
     models = [GPT(config).eval() for _ in range(16)]
     loss, _ = models[0](*random_tokens(config, 2, 4, SHORT))
     require_equal(loss, math.log(config.vocab_size), 'the first loss, about ln(vocabulary),', 0.07)
-    for name, module in models[0].named_modules():
-        for part, field in BIASES.get(type(module), {}).items():
-            has_bias = getattr(module, part).bias is not None
-            require(has_bias == getattr(config, field), f"{name}.{part} does not have {field}={not has_bias}")
     for name, tag in models[0].tags.items():
         w = torch.stack([model.get_parameter(name) for model in models])
         rows = [row for parts, *row in initial_values(config) if any(part in name for part in parts.split())]
         for group, mean, std in rows[:1]:
             std = (3 * w.shape[-1]) ** -0.5 if std is None else std
-            require(tag.group == group, f"{name} is in the group {tag.group}, not {group}")
+            assert tag.group == group, f"{name} is in the group {tag.group}, not {group}"
             off = (w.mean() - mean) / (std + 1e-6), (w.std(correction=0) - std) / (std + 1e-6)
             require_equal(off, [0, 0], f"mean and deviation of {name}, in deviations", 6 * w.numel() ** -0.5)
-
-
-def check_options(config):
-    """Each field, if it has its default or is turned round, changes shapes or the loss."""
-    def outcome(config):
-        torch.manual_seed(0)
-        model = randomized(config).train()
-        idx = torch.randint(8, (2, SHORT))
-        loss, aux = model(idx, idx)
-        return [w.shape for w in model.state_dict().values()], (loss + weighted(aux)).item()
-    found = outcome(config)
-    for field in dataclasses.fields(config):
-        if field.name not in ('block_size', 'vocab_size', 'n_embd', 'n_layer', 'd_ff', 'bias'):
-            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # others need it
-                value = getattr(config, field.name)
-                other = dataclasses.replace(config, **{
-                    field.name: not value if isinstance(value, bool) else field.default})
-                require(other == config or outcome(other) != found, f"{field.name}={value!r} changes nothing")
 
 
 # one path against another -----------------------------------------------------------------------------------
 
 def check_documents(config):
-    """Packed documents, and each alone in a model that knows none."""
+    """Packed documents, and each alone in a model without documents. If it fails, look at make_mask, and at
+    document_starts in the mixer."""
     if not all(mixer.documents for mixer in config.mixers):
-        return 'its mixers do not keep them apart, and say so'
-    model = randomized(config, document_token=3)
-    plain = randomized(config, document_token=None)
+        return 'its mixers do not keep documents apart'
+    model = randomized(dataclasses.replace(config, document_token=3))
+    plain = randomized(dataclasses.replace(config, document_token=None))
     plain.load_state_dict(model.state_dict())
     idx = random_tokens(config, 1, LONG)
     starts = 0, 64, 69, 70, 100  # 64: of a block of DeltaNet
@@ -254,7 +237,8 @@ def check_documents(config):
 
 @torch.no_grad()
 def check_cache(config):
-    """Chunks, ragged rows, copied rows, static and full caches, rewinding, against one pass."""
+    """Chunks, ragged rows, copied rows, static and full caches, rewinding, against one pass. If it fails,
+    look at make_mask and Cache, and at slots and states of the mixer."""
     model = randomized(config)
     idx = torch.randint(8, (3, SHORT))  # a document_token too, if there is one
     full = model(idx)
@@ -286,14 +270,15 @@ def check_cache(config):
 
 
 def weighted(aux):
-    """The sum of the auxiliary losses, with the weights that check_updates trains with."""
+    """A weighted sum of the auxiliary losses."""
     return 0.1 * aux.get('balance', 0) + 0.01 * aux.get('z', 0) + 0.3 * aux.get('mtp', 0)
 
 
 def check_gradients(config):
-    """Along a direction of each parameter, in float64. Steps are small, as one must not cross a kink, as of a
-    clamp."""
-    model = without_noise(config).double()
+    """Gradients along a direction of each parameter, in float64, against differences, whose steps are small:
+    they must not cross a kink, for example of a clamp. If it fails, look for detach, no_grad and changes in
+    place."""
+    model = trainable(config).double()
     idx = random_tokens(config, 2, SHORT)
 
     def objective(name, w):
@@ -303,29 +288,24 @@ def check_gradients(config):
         for name, w in reversed([*model.named_parameters()]):  # the first to fail is next to the fault
             is_right = any(gradcheck(functools.partial(objective, name), w, eps=step, atol=1e-8, rtol=1e-4,
                                      fast_mode=True, raise_exception=False) for step in (1e-7, 1e-6))
-            require(is_right, f"{name} has another gradient than differences; those after it are right")
+            assert is_right, f"{name} has another gradient than differences; those after it are right"
 
 
 def check_dropout(config):
-    """Keyed by seed, iteration and rank; everywhere in training, nowhere else."""
-    draws = []
-    for key in (1, 1, 0), (1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1):
-        train.seed_dropout(*key)
-        draws.append(torch.rand(()).item())
-    require(draws[0] == draws[1] and len({*draws}) == 4, 'it is no function of seed, iteration and rank')
+    """On the embedding, the attention weights and all branches, in training only."""
     for p in config.dropout, 0.0:
         model = randomized(config).train(p > 0)
         with mock.patch.object(F, 'dropout', wraps=F.dropout) as dropout:
             model(random_tokens(config, 1, SHORT))
-        require({math.prod(call.args[1:]) for call in dropout.mock_calls} == {p}, f"it is not {p} everywhere")
+        assert {math.prod(call.args[1:]) for call in dropout.mock_calls} == {p}, f"it is not {p} everywhere"
         places = 1 + sum(1 + (block.mlp is not None) + isinstance(block.attn, flat.BaseAttention)
                          for block in model.h)
-        require(not p or dropout.call_count >= places, 'it misses embedding, attention weights or a branch')
+        assert not p or dropout.call_count >= places, 'it misses embedding, attention weights or a branch'
 
 
 def check_compiling(config):
-    """In bfloat16, for two batches."""
-    model = without_noise(config).bfloat16()  # in which experts are one product
+    """One graph in bfloat16, for two batches. If it fails, look for .item(), and for numbers that change."""
+    model = trainable(config).bfloat16()  # in which experts are one product
     torch._dynamo.reset()
     forward = torch.compile(model, fullgraph=True, dynamic=False, backend='eager')
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -333,184 +313,63 @@ def check_compiling(config):
             require_equal(forward(idx, idx)[0], model(idx, idx)[0], 'the loss of the compiled model', 0.02)
 
 
-# training ---------------------------------------------------------------------------------------------------
-
-def sequences(config):
-    """Ten with a target mask, the later the more targets, in place of Bins. The first token is the number."""
-    tokens = random_tokens(config, 10, SHORT + 1)
-    tokens[:, 0] = torch.arange(10)
-    learnt = torch.rand(10, SHORT) < torch.linspace(0.1, 1, 10)[:, None]
-    inputs = tokens[:, :-1]
-    targets = tokens[:, 1:].where(learnt, -1)
-    return types.SimpleNamespace(
-        inputs=inputs, targets=targets, masks=True, n_sequences=lambda block_size: 10,
-        batch=lambda indices, block_size: (inputs[indices].numpy(), targets[indices].numpy()))
-
-
-def read(data, first, last, micro_batch=2):
-    """For each iteration from first to last two micro-batches."""
-    return train.read_batches(data, SHORT, range(first, last), 2, micro_batch, 7, 'cpu')
-
-
-CPU = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=None, autocast=contextlib.nullcontext)
-
-
-def check_data(config):
-    """Order, resuming, ranks; evaluation over all sequences."""
-    data = sequences(config)
-    model = randomized(config, dropout=0.5).train()
-    shares = []
-
-    def order(*args):
-        return [n for batch in read(data, *args) for inputs, *_ in batch for n in inputs[:, 0].tolist()]
-    found = order(0, 5)
-    require(sorted(found[:10]) == sorted(found[10:]) == [*range(10)] and found[:10] != found[10:],
-            f"two epochs take the sequences {found}: not each once, or in one order")
-    train.sequence_order.cache_clear()
-    require(order(3, 5) == found[12:], 'resumed at iteration 3 other sequences come')
-    for rank in 0, 1:
-        with mock.patch.multiple(train, RANK=rank, RANKS=2):
-            shares += order(0, 5, 1)
-    require(sorted(shares) == sorted(found), f"two ranks take the sequences {shares}: not each once")
-    loss, _ = train.evaluate(model, data, 3, 4, CPU)
-    require(model.training, 'train.evaluate leaves the model in evaluation mode')
-    require_equal(loss, cross_entropy(model.eval()(data.inputs), data.targets), 'the loss of train.evaluate')
-
-
-def require_groups(optimizers, kind, scales):
-    """Each parameter has its group's learning rate and decay; train.make_optimizers sees that it is taken."""
-    for opt in optimizers:
-        for settings in opt.param_groups:
-            for group in {w.tag.group for w in settings['params']}:
-                require_equal(settings.get('lr_scale', 1), scales[group], f"{kind}: lr_scale of each {group}")
-                require((settings.get('weight_decay', 0) > 0) == DECAYS[group],
-                        f"{kind}: a {group} does not have weight_decay as GROUPS says")
-
-
 @mock.patch.object(train, 'rounded', torch.Tensor.bfloat16)  # as torch's Muon, on every machine
 def check_updates(config):
-    """Iterations of two micro-batches, clipped, not clipped, and resumed, against the gradient of the mean
-    over all targets and torch's own optimizers; after each one of NaN. Of other optimizers the groups."""
-    data = sequences(config)
-    for kind in train.OPTIMIZERS:
-        model = without_noise(config)
+    """Two updates by random gradients against torch's own optimizers. If it fails, look at update and
+    OPTIMIZERS in train.py, and at the tags of the parameters."""
+    machine = types.SimpleNamespace(device='cpu', device_type='cpu', dtype=None)
+    config = dataclasses.replace(config, balance_bias=False)  # tests/test_train.py holds its moves
+    for kind in OPTIMIZERS:
+        model = randomized(config)
         scales = {tag.group: 0.5 + len(tag.group) / 8 for tag in model.tags.values()}
-        settings = train.config | {setting: 0.0 for setting, _ in train.LOSSES.values()} | {
+        run = train.Run(model, train.config | {
             'learning_rate': 0.7, 'weight_decay': 0.5, 'beta1': 0.5, 'beta2': 0.99, 'momentum': 0.7,
-            'optimizer': kind, 'lr_scales': scales, 'balance_rate': 0.3, 'balance_loss': 0.1, 'z_loss': 0.01,
-            'mtp_loss': 0.3}
-        machine = copy.copy(CPU)
-        machine.dtype = torch.float16 if kind == 'muon' else None  # with a scaler
-        run = train.Run(model, settings, machine)
-        if kind not in OPTIMIZERS:
-            require_groups(run.optimizers, kind, scales)
-            continue
+            'grad_clip': 0.0, 'optimizer': kind, 'lr_scales': scales}, machine)
         theirs = [optimizer_step(model, name, kind, scales) for name in model.tags]
-        for it, clip in enumerate((0.5, 0, 0.5)):
-            if it == 2:
-                with contextlib.redirect_stdout(None):
-                    state = run.snapshot()
-                    model = without_noise(model.config)
-                    model.load_state_dict(state['model'])
-                    run = train.Run(model, settings, machine)
-                    run.resume(state | {'path': ''})
-            batch, = read(data, it, it + 1)
-            x, y, _ = map(torch.stack, zip(*batch))
-            whole = model(x.flatten(0, 1), y.flatten(0, 1))[1]
-            aux = [model(*pair)[1] | {'mtp': whole.get('mtp', 0)} for pair in zip(x, y)]
-            expected = cross_entropy(model(x.flatten(0, 1)), y)
-            grads = torch.autograd.grad(expected + sum(map(weighted, aux)) / 2, run.params)
-            size = torch.nn.utils.get_total_norm(grads).item()
-            loss, load = train.gradients(run, batch)
-            require_equal(loss, expected, 'the loss reported')
+        for _ in range(2):
             start = copy.deepcopy(model.state_dict())
-            scale = run.scaler.get_scale()
-            for (name, w), grad, (their, step) in zip(model.named_parameters(), grads, theirs):
-                require_equal(w.grad / scale, grad, f"iteration {it}: the gradient of {name}", 1e-2,
-                              1e-4 * size)
-                their.grad = w.grad / scale * (clip or 1)
+            for w, (their, step) in zip(run.params, theirs):
+                w.grad = their.grad = torch.randn_like(w)
                 step()
             train.set_rates(run.optimizers, 0.1)
-            settings['grad_clip'] = clip * size
-            norm, _ = train.update(run, load)
-            require_equal(norm, size, 'the norm of the gradient', 1e-2)
-            for w in run.params:
-                w.grad = torch.full_like(w, math.nan)
-            train.update(run, load)
+            train.update(run, None)
             for (name, w), (their, _) in zip(model.named_parameters(), theirs):
-                size = (their - start[name]).norm().clamp(min=1e-12)  # an expert without tokens stays
-                error = (w - their).norm() / size
-                require_equal(error, 0.0, f"iteration {it}, then NaN, by {kind}: error of the move of {name}",
-                              0.03)
-            if config.balance_bias:
-                biases = [name for name in start if name.endswith('expert_bias')]
-                for name, n in zip(biases, aux[0]['load'] + aux[1]['load']):
-                    require_equal(model.get_buffer(name), start[name] + 0.3 * (n.mean() - n).sign(), name)
+                error = (w - their).norm() / (their - start[name]).norm()
+                require_equal(error, 0.0, f"by {kind}: error of the move of {name}", 0.03)
     return unknown(train.OPTIMIZERS.keys() - OPTIMIZERS)
-
-
-def check_rates(config):
-    """Of each schedule, warm-up among it."""
-    settings = train.config | {'learning_rate': 1.0, 'warmup_iters': 10, 'max_iters': 110, 'cooldown': 0.4}
-    for name, own in train.SCHEDULES.items():
-        share = SCHEDULES.get(name, own)
-        for it in range(0, 140, 5):
-            part = share(min(max(0, it - 10) / 100, 1), 0.4)
-            require(0 <= part <= 1, f"{name}: its share of the peak at {it}, {part}, is not from 0 to 1")
-            expected = 0.1 + 0.9 * part if it >= 10 else (it + 1) / 11
-            require_equal(train.lr_at(it, settings | {'lr_schedule': name}), expected,
-                          f"{name} from 10 to 110: the rate at {it}")
-    return unknown(train.SCHEDULES.keys() - SCHEDULES.keys())
 
 
 # report -----------------------------------------------------------------------------------------------------
 
-CHECKS = {  # name: (function of a small config, where to look)
-    'modules equal their formulas': (check_formulas, 'its forward; expected, if this is your change'),
-    'rotary scalings equal their formulas': (check_scalings, 'ROPE_SCALINGS'),
-    'groups and initial values': (check_start, 'parameter() and tag() where it is made, GPT.head'),
-    'options have an effect': (check_options, 'what reads this field of the config'),
-    'documents do not see each other': (check_documents, 'document_starts in the mixer, make_mask'),
-    'cache equals no cache, and no token sees later ones': (
-        check_cache, 'make_mask, Cache, slots and states of the mixer'),
-    'gradients equal differences': (check_gradients, 'detach, no_grad, in-place changes, backward functions'),
-    'dropout in training only': (check_dropout, 'dropout, self.training, seed_dropout in train.py'),
-    'data and evaluation': (check_data, 'sequence_order, read_batches, evaluate in train.py; Bins'),
-    "updates equal torch's, resumed too": (
-        check_updates, 'gradients, update, OPTIMIZERS, snapshot, resume in train.py; tag(), register_buffer'),
-    'learning rates equal their formulas': (check_rates, 'lr_at, SCHEDULES in train.py'),
-    'compiles as one graph': (check_compiling, '.item(), numbers that change with each call'),
-}
+CHECKS = (check_formulas, check_scalings, check_start, check_documents, check_cache, check_gradients,
+          check_dropout, check_updates, check_compiling)
 
 
-def run_check(function, look_at, *args):
-    """(whether it holds, a remark or None). A check that ends with an error does not hold."""
+def run_check(function, config):
+    """(whether it holds, a remark or None). A check that raises an error does not hold."""
     torch.manual_seed(0)
     try:
-        return True, function(*args)
-    except CheckFailed as error:
-        return False, f"{error}; look at {look_at}"
-    except Exception as error:  # whatever a changed model.py may raise
-        frame = [one for one in traceback.extract_tb(error.__traceback__) if is_ours(one.filename)][-1]
-        return False, (f"{type(error).__name__} in {os.path.basename(frame.filename)}, line {frame.lineno}: "
-                       f"{' '.join(str(error).split()):.250}; look at {look_at}")
+        return True, function(config)
+    except AssertionError as error:
+        return False, str(error)
+    except Exception as error:  # as a changed model.py may raise
+        traceback.print_exc()
+        return False, f"{error!r:.250}"
 
 
 def check(init_from='scratch', **model_args):
     """Prints a line for each check of a small model of the kind that is asked for. Returns the names of the
     checks that failed."""
-    checks = dict(CHECKS)
     failed = []
     if init_from == 'scratch':
         whole = GPTConfig(**model_args)
     else:
         model, _, rest = load(init_from, **model_args)
         whole = model.config
-
-        def check_weights(_):
-            for name, w in model.state_dict().items():
-                require(w.isfinite().all(), f"{name}: NaN or infinite")
-        checks[f"weights of {rest['path']}"] = check_weights, 'log.csv of its run'
+        for name, w in model.state_dict().items():
+            if not w.isfinite().all():
+                print(f"FAIL {rest['path']} holds NaN or infinite numbers in {name}")
+                failed.append(name)
     small = tiny_config(whole)
     with naming(model_args):
         flat.try_tokens(GPT(small))
@@ -518,8 +377,9 @@ def check(init_from='scratch', **model_args):
     torch.use_deterministic_algorithms(True)  # as train.py has it on a CPU
     show('checked is a small model of this kind', {
         name: value for name, value in vars(small).items() if value != getattr(whole, name)})
-    for name, how in checks.items():
-        holds, remark = run_check(*how, small)
+    for function in CHECKS:
+        name = function.__name__
+        holds, remark = run_check(function, small)
         failed += [] if holds else [name]
         print(f"{'ok  ' if holds else 'FAIL'} {name}{f': {remark}' if remark else ''}", flush=True)
     return failed

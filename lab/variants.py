@@ -5,8 +5,7 @@
 # `python prepare.py shakespeare --tokenizer=char`, for `few_data` the first 200,000 bytes of Shakespeare,
 # in a file few.txt: `python prepare.py few.txt --tokenizer=char`; for `hybrids`, `mtp`, `tricks`,
 # `tricks_short`, `first_run`, `scaling` and the two of `transfer` `python prepare.py`. match: sizes are made
-# equal; predicted: variants whose loss is predicted by a law that is fitted to the others; over: the setting
-# on the picture's horizontal axis.
+# equal. lab/scaling.py reads the numbers of `scaling` and `tricks_short`.
 QUICK = ('config/llama_small.py --n_layer=4 --n_embd=128 --block_size=128 --rope_base=10000 --max_iters=300 '
          '--warmup_iters=20 --eval_interval=100 --eval_iters=40 --compile=False')
 DEEP = f'{QUICK} --n_layer=16 --n_embd=64 --batch_size=8 --max_iters=200 --optimizer=adamw'
@@ -59,7 +58,7 @@ LISTS = {
     'warmup': dict(base=f'{DEEP} --learning_rate=1e-3', variants={
         'pre': '', 'pre, no warm-up': '--warmup_iters=0', 'post': '--norm_placement=post',
         'post, no warm-up': '--norm_placement=post --warmup_iters=0'}),
-    'stability': dict(base=DEEP, over='learning_rate', variants={
+    'stability': dict(base=DEEP, variants={
         f'{name}, {rate:g}': f'{flags} --learning_rate={rate}'
         for name, flags in {
             'pre': '', 'pre, QK-norm': '--qk_norm=True', 'pre, LayerNorm': '--norm=layernorm',
@@ -90,7 +89,8 @@ LISTS = {
         'linear': '--lr_schedule=linear', 'constant': '--decay_lr=False'}),
     'tricks': dict(base=RECIPE, variants=TRICKS | {
         'heads of 64': '--n_head=2', 'relu2': '--mlp=relu2 --d_ff=576', 'softcap 15': '--logit_softcap=15'}),
-    'tricks_short': dict(base=f'{RECIPE} --max_iters=200', variants=TRICKS),  # for larger sizes too
+    'tricks_short': dict(base=f'{RECIPE} --max_iters=200', variants={  # for larger sizes too
+        'base': '', 'half as long': '--max_iters=100', 'twice as long': '--max_iters=400'} | TRICKS),
     'first_run': dict(base='config/default.py --sample_tokens=0', variants={
         'default': '', 'no windows': '--window=None --window_pattern=None', 'windows of 4': '--window=4',
         'windows of 8': '--window=8', 'speedrun': 'config/speedrun.py'}),
@@ -107,8 +107,8 @@ LISTS = {
                     '--max_iters=600 --learning_rate=1e-3 --warmup_iters=50 --beta2=0.99 '
                     '--eval_interval=100 --eval_iters=20 --log_interval=25', variants={
         'GPT-2 style': '', 'Llama style': LLAMA}),
-    'scaling': dict(  # parameters besides the embedding, and tokens; the law of the others predicts two
-        base=f'{RECIPE} --eval_interval=400 --log_interval=100', predicted=['6.4M, 1.6M', '12.7M, 1.6M'],
+    'scaling': dict(  # parameters besides the embedding, and tokens; scaling.py: --predicted=2
+        base=f'{RECIPE} --eval_interval=400 --log_interval=100',
         variants={f'{name}, {steps * 4096 / 1e6:.1f}M': f'{size} --max_iters={steps}'
                   for name, size, lengths in (
             ('0.2M', '--n_layer=4 --n_embd=64', (100, 200, 400)),
@@ -123,7 +123,7 @@ LISTS = {
         'decay 4': '--weight_decay=4', 'dropout 0.1': '--dropout=0.1', 'dropout 0.3': '--dropout=0.3',
         'dropout 0.3, decay 1': '--dropout=0.3 --weight_decay=1',
         'dropout 0.3, 16 epochs': '--dropout=0.3 --epochs=16', '64 wide': '--n_embd=64'}),
-    'transfer_adamw': dict(base=RATES, over='learning_rate', variants=over_widths('adamw', {
+    'transfer_adamw': dict(base=RATES, variants=over_widths('adamw', {
         ('one rate', ''): {
             64: (2e-3, 4e-3, 8e-3, 1.6e-2), 128: (1e-3, 2e-3, 4e-3, 8e-3), 256: (1e-3, 2e-3, 4e-3),
             512: (5e-4, 1e-3, 2e-3)},
@@ -132,7 +132,7 @@ LISTS = {
             512: (1.25e-4, 2.5e-4, 5e-4)},
         ('embedding at 24 times', EMBEDDING.format(24.0)): {256: (5e-4, 1e-3)},
         ('embedding at 48 times', EMBEDDING.format(48.0)): {512: (2.5e-4, 5e-4)}})),
-    'transfer_muon': dict(base=RATES, over='learning_rate', variants=over_widths('muon', {
+    'transfer_muon': dict(base=RATES, variants=over_widths('muon', {
         ('one rate', ''): {
             64: (6e-3, 1.2e-2, 2.4e-2, 4.8e-2), 128: (3e-3, 6e-3, 1.2e-2, 2.4e-2), 256: (3e-3, 6e-3, 1.2e-2),
             512: (3e-3, 6e-3, 1.2e-2)},

@@ -313,14 +313,6 @@ def cross_entropy(logits, targets):
 
 # parameters and optimizers ----------------------------------------------------------------------------------
 
-BIASES = {  # class: linear layers and the fields that give them a bias
-    flat.Attention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
-    mixers.VariantAttention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
-    mixers.LatentAttention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
-    flat.MLP: {'c_fc': 'mlp_bias', 'c_proj': 'mlp_bias'},
-    experts.Experts: {'c_fc': 'mlp_bias', 'c_proj': 'mlp_bias'}, experts.MoE: {'router': 'mlp_bias'}}
-
-
 def initial_values(config):
     """Rows of parts of names, group, mean, standard deviation (None: by the columns); the first that has a
     part of a parameter's name counts."""
@@ -338,7 +330,6 @@ def initial_values(config):
 
 
 OPTIMIZERS = 'adamw', 'muon'  # that optimizer_step knows
-DECAYS = flat.GROUPS | {'matrix': True, 'embedding': True, 'head': True, 'vector': False, 'scalar': False}
 
 
 def optimizer_step(model, name, kind, scales):
@@ -346,7 +337,7 @@ def optimizer_step(model, name, kind, scales):
     0.05: by torch's AdamW or, of a matrix, by Muon on each projection and expert."""
     module, group = model.get_submodule(name.rpartition('.')[0]), model.tags[name].group
     copy, rate = model.get_parameter(name).detach().clone(), 0.1 * scales[group]
-    decay = 0.05 * DECAYS[group]
+    decay = 0.05 * (group not in ('vector', 'scalar'))
     if kind == 'adamw' or group != 'matrix':
         return copy, torch.optim.AdamW([copy], rate, (0.5, 0.99), weight_decay=decay / rate).step
 
@@ -364,12 +355,6 @@ def optimizer_step(model, name, kind, scales):
             part.mul_(1 - decay).add_(move, alpha=rate)
             move.zero_()
     return copy, step
-
-
-SCHEDULES = {  # (share of the decay done, cooldown) -> share of the peak
-    'cosine': lambda done, cooldown: (1 + math.cos(math.pi * done)) / 2,
-    'linear': lambda done, cooldown: 1 - done,
-    'wsd': lambda done, cooldown: min(1, (1 - done) / cooldown)}
 
 
 LONGROPE = dict(original_max_position_embeddings=64, short_factor=[1] * 4, long_factor=[1, 2, 3, 4])

@@ -1,14 +1,11 @@
 """Tests of lab/check.py: mistakes that it finds, and sound models in which it finds none."""
-import functools
 import math
 import re
-import types
 
 import pytest
 import torch
 from common import ROOT, run, train
 
-import experts
 import model as flat
 import train as flat_train
 from lab import check
@@ -40,15 +37,8 @@ MISTAKES = [
     ("YaRN's turns the other way round", dict(rope_scaling=YARN), flat.ROPE_SCALINGS, 'yarn',
      lambda f: lambda *args, **rest: f(*args, **rest, beta_fast=1, beta_slow=32),
      check.check_scalings, 'yarn: frequencies'),
-    ('an option that is lost', dict(attn_softcap=3.0), flat, 'eager_attention',
-     lambda f: lambda *args: f(*args[:6], 0.0, *args[7:]), check.check_options,
-     'attn_softcap=3.0 changes nothing'),
-    ('a balance loss that is a sum', MOE, experts.MoE, 'statistics',
-     lambda f: lambda *args: (2 * f(*args)[0], *f(*args)[1:]), check.check_formulas, r"aux\['balance'\]"),
-    ('a lost bias', dict(bias=True), flat.MLP, '__init__', lambda f: lambda self, *args: (
-        f(self, *args), setattr(self.c_proj, 'bias', None))[0], check.check_start, 'h.0.mlp.c_proj'),
     ("Muon's updates that are too small", {}, flat_train, 'orthogonalise', lambda f: lambda x: 0.9 * f(x),
-     check.check_updates, 'iteration 0, then NaN, by muon: error of the move of h.0.attn'),
+     check.check_updates, 'by muon: error of the move of h.0.attn'),
     ('a gate that is a matrix', {}, flat.Norm, '__init__', lambda f: lambda self, *args: (
         f(self, *args), flat.tag(self.weight, torch.nn.init.ones_, 'embedding'))[0],
      check.check_start, 'ln_1.weight is in the group embedding, not vector'),
@@ -63,18 +53,8 @@ MISTAKES = [
      check.check_cache, 'copied by select'),
     ('a block that counts its calls', {}, flat.Block, 'forward', counting,
      check.check_compiling, 'Recompile|calls'),
-    ('warm-up from zero', {}, flat_train, 'lr_at', lambda f: lambda it, *rest: f(it - 1, *rest),
-     check.check_rates, 'the rate at 0'),
-    ('one order for all epochs', {}, flat_train, 'sequence_order', lambda f: functools.cache(
-        lambda seed, epoch, n: f(seed, 0, n)), check.check_data, 'in one order'),
-    ('the auxiliary losses twice', MOE, flat_train, 'gradients',
-     lambda f: lambda run, batch: f(types.SimpleNamespace(**{
-         **vars(run), 'config': {**run.config, 'balance_loss': 0.2}}), batch),
-     check.check_updates, 'gradient'),
     ('norms that decay', {}, flat.GROUPS, 'vector', lambda f: True,
      check.check_updates, 'the move of h.0.ln_1.weight'),
-    ('moments that are not restored', {}, flat_train, 'load_optimizers', lambda f: lambda *args: None,
-     check.check_updates, 'iteration 2, then NaN, by adamw: error of the move of wte.weight'),
 ]
 
 
@@ -84,32 +64,25 @@ def test_a_planted_mistake_is_found(options, place, name, change, function, mess
     setter, old = (monkeypatch.setitem, place[name]) if isinstance(place, dict) else (
         monkeypatch.setattr, getattr(place, name))
     setter(place, name, change(old))
-    holds, remark = check.run_check(function, 'the place', check.tiny_config(GPTConfig(**options)))
+    holds, remark = check.run_check(function, check.tiny_config(GPTConfig(**options)))
     assert not holds
     assert re.search(message, remark), remark
-    assert remark.endswith('; look at the place') and '\n' not in remark
 
 
 @pytest.mark.parametrize('options', [
     dict(n_dense_layer=1, n_group=2, topk_group=1, **MLA, **MOE),
     dict(HYBRID, n_layer=27, mixer_pattern='DDDADDDADDDADDDADDDADDDADDA', attn_gate=True, document_token=3),
-    dict(norm='layernorm', bias=True, norm_placement='post', mlp='xielu', pos='learned', embed_norm=True),
-    dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 64, 'start': 1}, window=5,
-         window_pattern='LC', local={'rope_base': 50.0, 'rope_scaling': YARN}, norm_weight=False,
+    dict(qk_norm='rotated', query_scale={'beta': 0.5, 'length': 64, 'start': 1}, window=5, bias=True,
+         window_pattern='LC', local={'rope_base': 50.0, 'rope_scaling': YARN}, norm='layernorm',
          expert_pattern='NED', expert_input_scale=True, **MOE),
     dict(mixer_pattern='CBK', mtp=True, residual_lambdas=True, bigram_size=50)], ids=str)
 def test_sound_models_pass(options):
     small = check.tiny_config(GPTConfig(**options))
     assert small.n_layer <= 7
-    for function, look_at in check.CHECKS.values():
+    for function in check.CHECKS:
         if function is not check.check_compiling:  # takes seconds; below
-            holds, remark = check.run_check(function, look_at, small)
+            holds, remark = check.run_check(function, small)
             assert holds, remark
-
-
-def test_a_small_model_of_each_kind_can_be_made():
-    for letter in flat.MIXERS:
-        check.tiny_config(GPTConfig(mixer_pattern=letter, **(MLA if letter == 'M' else {})))
 
 
 def test_a_layer_of_ones_own_is_no_fault(monkeypatch):
@@ -123,34 +96,45 @@ def test_a_layer_of_ones_own_is_no_fault(monkeypatch):
 
 
 def test_randomness_and_shared_keys_of_ones_own_are_no_fault(monkeypatch):
-    branch = flat.Block.branch
+    branch, embed = flat.Block.branch, flat.GPT.embed
 
     def drop_path(self, y):
         return branch(self, y) * ((torch.rand(len(y), 1, 1) < 0.5) * 2 if self.training else 1)
+
+    def noisy(self, context):  # by a field, which the model reads itself
+        x = embed(self, context)
+        return x + self.config.mlp_limit * torch.randn_like(x) if self.training else x
     monkeypatch.setattr(flat.Block, 'branch', drop_path)
+    monkeypatch.setattr(flat.GPT, 'embed', noisy)
     monkeypatch.setitem(flat.MIXERS, 'H', SharedKeys)
+    monkeypatch.setattr(check, 'noises', check.noises.__wrapped__)
     small = check.tiny_config(GPTConfig(mixer_pattern='H', n_kv_head=2, mtp=True))
     for function in check.check_formulas, check.check_gradients, check.check_updates:
-        holds, remark = check.run_check(function, '', small)
+        holds, remark = check.run_check(function, small)
         assert holds, remark
 
 
-def sgd(**changes):
-    return lambda model, config: [torch.optim.SGD([
-        group | changes for group in flat_train.param_groups(model, config, flat.GROUPS)])]
+SCHEDULES = {  # (share of the decay done, cooldown) -> share of the peak
+    'cosine': lambda done, cooldown: (1 + math.cos(math.pi * done)) / 2,
+    'linear': lambda done, cooldown: 1 - done,
+    'wsd': lambda done, cooldown: min(1, (1 - done) / cooldown)}
 
 
-@pytest.mark.parametrize('table, function, own, holds, remark', [
-    ('OPTIMIZERS', check.check_updates, sgd(), True, '^no formula for own$'),
-    ('OPTIMIZERS', check.check_updates, sgd(lr_scale=1.0), False, 'own: lr_scale of each .*: 1 instead'),
-    ('OPTIMIZERS', check.check_updates, sgd(weight_decay=0.1), False, 'own: a .* weight_decay as GROUPS'),
-    ('OPTIMIZERS', check.check_updates, lambda *_: [], False, 'must take each parameter once'),
-    ('SCHEDULES', check.check_rates, lambda done, _: 1 - done ** 2, True, '^no formula for own$'),
-    ('SCHEDULES', check.check_rates, lambda *_: 7.0, False, 'own: its share of the peak at 0, 7.0, is not')])
-def test_entries_of_ones_own_are_looked_at(table, function, own, holds, remark, monkeypatch):
-    monkeypatch.setattr(flat_train, table, {'own': own})
-    found = check.run_check(function, 'the place', check.tiny_config(GPTConfig()))
-    assert found[0] == holds and re.search(remark, found[1]), found
+def test_rates_equal_their_formulas():
+    """Warm-up over 10 iterations, then the schedule, down to a tenth."""
+    settings = flat_train.config | dict(learning_rate=1.0, warmup_iters=10, max_iters=110, cooldown=0.4)
+    for name, share in SCHEDULES.items():
+        for it in range(0, 140, 5):
+            expected = 0.1 + 0.9 * share(min((it - 10) / 100, 1), 0.4) if it >= 10 else (it + 1) / 11
+            assert flat_train.lr_at(it, settings | {'lr_schedule': name}) == pytest.approx(expected)
+
+
+def test_dropout_is_keyed_by_seed_iteration_and_rank():
+    draws = []
+    for key in (1, 1, 0), (1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1):
+        flat_train.seed_dropout(*key)
+        draws.append(torch.rand(()).item())
+    assert draws[0] == draws[1] and len({*draws}) == 4
 
 
 def test_command(folder, capsys):
@@ -162,4 +146,5 @@ def test_command(folder, capsys):
     saved = torch.load('out/ckpt.pt', weights_only=True)
     saved['model']['h.1.mlp.c_fc.weight'][0, 0] = math.nan
     torch.save(saved, 'out/ckpt.pt')
-    assert len(check.check('out')) == 1 and 'h.1.mlp.c_fc.weight: NaN' in capsys.readouterr().out
+    assert len(check.check('out')) == 1
+    assert 'out/ckpt.pt holds NaN or infinite numbers in h.1.mlp.c_fc.weight' in capsys.readouterr().out

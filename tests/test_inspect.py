@@ -1,0 +1,63 @@
+"""Tests of lab/inspect.py: its numbers against naive loops over what transformers computes."""
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from common import run
+from test_bench import save_model
+
+from lab import inspect as inside
+from tokenizer import make_tokenizer
+from zoo import hub
+
+TEXT = 'a $b$\né'
+
+
+def naive_numbers(weight):
+    """weight: a list of a query's weights, the token itself last."""
+    entropy = -sum(w * math.log(w) for w in weight)
+    distance = sum(w * (len(weight) - 1 - i) for i, w in enumerate(weight))
+    return entropy, distance, weight[-1], weight[0]
+
+
+def test_numbers_are_those_of_transformers(folder, capsys):
+    transformers = pytest.importorskip('transformers')
+    tok = make_tokenizer('byte')
+    model = save_model('out', tok, n_layer=3, n_head=6, n_kv_head=2, n_embd=48)
+    hub.save_pretrained(model, tok, 'exported')
+    other = transformers.AutoModelForCausalLM.from_pretrained('exported', attn_implementation='eager')
+    idx = torch.tensor([[*TEXT.encode()]])
+    found = other(idx[:, :-1], output_attentions=True, output_hidden_states=True)
+    hidden = found.hidden_states[1:-1]  # the last one is after the norm
+    for x in hidden:
+        x.retain_grad()
+    torch.nn.functional.cross_entropy(found.logits[0], idx[0, 1:]).backward()
+    run('lab/inspect.py', TEXT, '--init_from=out')
+    out = capsys.readouterr().out
+    for layer, weights in enumerate(found.attentions):
+        for head, weight in enumerate(weights[0]):
+            each = [naive_numbers(row[:i + 1].tolist()) for i, row in enumerate(weight)]
+            row = re.search(rf'^{layer}\.{head} +(.*)$', out, re.M)[1].split()
+            assert [*map(float, row)] == pytest.approx([sum(n) / len(each) for n in zip(*each)], abs=6e-4)
+    _, sizes = inside.look_inside(model, idx)
+    for x, pair in zip(hidden, sizes[:-1], strict=True):
+        rms = [sum(n * n for n in y.flatten().tolist()) / y.numel() for y in (x, x.grad)]
+        assert pair == pytest.approx([n ** 0.5 for n in rms], rel=1e-4)
+    assert re.search(rf'^64 +{6 * 64 * 64 * 4 / 1e6:.1f}$', out, re.M)
+
+
+def test_wavelengths():
+    """Of a worked example of YaRN, as in tests/formulas.py."""
+    scaling = dict(rope_type='yarn', factor=8.0, original_max_position_embeddings=500)
+    for items, freq in ((), [1, 0.5, 0.25, 0.125]), (scaling.items(), [1, 0.5, 41 / 192, 17 / 192]):
+        found = inside.wavelengths((16.0, 8, tuple(items)), 15)
+        assert found.tolist() == pytest.approx([2 * math.pi / one for one in freq])
+
+
+def test_a_picture(folder):
+    pytest.importorskip('matplotlib')
+    save_model('out', make_tokenizer('byte'))
+    run('lab/inspect.py', TEXT, '--init_from=out', '--png=a.png')
+    assert Path('a.png').read_bytes().startswith(b'\x89PNG')
