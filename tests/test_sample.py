@@ -94,13 +94,10 @@ def test_generate_equals_uncached_generation_for_ragged_batches(variant, monkeyp
     assert made(model, PROMPTS, 40, **options) == expected  # 40 more: the context fills repeatedly
     assert made(model, PROMPTS[:1], 40, **options) == expected[:1]
     monkeypatch.setattr(flat_sample, 'PREFILL', 12)  # long prompts are fed a few tokens at a time
-    monkeypatch.setattr(flat_sample, 'MAX_UNREAD', {'cpu': 3})  # as on a GPU
     assert made(model, PROMPTS, 40, batch_size=3, **options) == expected
 
 
-@pytest.mark.parametrize('max_unread', [0, 3])
-def test_rows_end_without_disturbing_others(max_unread, monkeypatch):
-    monkeypatch.setattr(flat_sample, 'MAX_UNREAD', {'cpu': max_unread})
+def test_rows_end_without_disturbing_others():
     model, options = tiny(), dict(seed=2, repetition_penalty=1.2)
     free = made(model, PROMPTS, 30, **options)
     stop = free[1][7]
@@ -137,12 +134,6 @@ def test_speculation_changes_no_token(variant, options):
     assert stopped == [plain[0][:plain[0].index(stop)]]
 
 
-@pytest.mark.parametrize('variant', [dict(mixer_pattern='DA'), dict(mixer_pattern='CA'), dict(bigram_size=9)])
-def test_speculation_with_states_is_refused_at_the_start(variant):
-    with pytest.raises(ValueError, match='leave --speculate out'):
-        made(tiny(**variant), [[5]], 1, drafter=flat_sample.Lookup(3))
-
-
 def test_speculation_needs_fewer_steps():
     model, drafter = repeats_itself(), flat_sample.Lookup(4)
     expected, fed = made(model, [[5, 6, 5, 6]], 20, temperature=0)[0], count_fed(model)
@@ -177,7 +168,7 @@ def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
     def compiled(step, **settings):
         output = torch.zeros(2, 1, dtype=torch.long)
 
-        def replay(model, token, cache, u, seen, sampling, version):
+        def replay(model, token, cache, u, seen, sampling):
             output.fill_(60)
             given = [*cache.tensors(), seen]
             versions = [tensor._version for tensor in given]
@@ -188,7 +179,6 @@ def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
             return output
         return replay
     monkeypatch.setattr(torch, 'compile', compiled)
-    monkeypatch.setattr(flat_sample, 'FROZEN', ())
     assert made(model, PROMPTS, 30, batch_size=2, compile=True, **options) == eager and min(replays) > 4
 
 
@@ -210,25 +200,16 @@ def test_compiled_generation_equals_eager(options, more, int8, monkeypatch):
     assert not int8 or made(dequantized(model), PROMPTS, 30, **more) == eager
 
 
-def test_a_compiled_step_has_the_weights_of_its_model(tmp_path, monkeypatch):
-    """They are its constants: of another model of the same shape, after a change to the weights, and again,
-    when the compiled step is read from disk."""
-    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
+def test_a_compiled_step_has_the_weights_of_its_model(monkeypatch):
+    """They are its constants: of another model of the same shape, and after a change to the weights."""
     monkeypatch.setitem(flat_sample.FREEZING, 'max_autotune_gemm_backends', 'CPP')
     models, texts = [tiny(n_layer=1, tie_word_embeddings=False) for _ in range(2)], []
-    for i, model in enumerate(models * 2):
-        if i < 2:
-            for w in model.parameters():
-                w.data += 0.1 * torch.randn_like(w)
-            weights.quantize_weights(model, torch.float32)
-        elif i == 2:
-            head = model.state_dict()['lm_head.weight']
-            head.copy_(head.flip(0))
-        else:
-            torch.compiler.reset()  # as in another process
+    for i, model in enumerate((*models, models[0])):
+        head = model.state_dict()['lm_head.weight']
+        head.copy_(torch.randn_like(head) if i < 2 else head.flip(0))
         texts.append(made(model, [[3]], 20, compile=True))
         assert texts[-1] == made(model, [[3]], 20)
-    assert texts[1] == texts[3] and texts[0] != texts[1] != texts[2] != texts[0]
+    assert texts[0] != texts[1] != texts[2] != texts[0]
 
 
 # eight bits -------------------------------------------------------------------------------------------------
@@ -266,12 +247,6 @@ def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, width, d
 
 
 # text and conversations -------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('typed, meant', [
-    (r'\n', '\n'), (r'a\t\\n', 'a\t\\n'), ('\\', '\\'), ('\n', '\n'), (r'\d', r'\d'), (r'\\\n', '\\\n')])
-def test_stop_texts_as_they_are_typed(typed, meant):
-    assert flat_sample.unescape(typed) == meant
-
 
 def test_a_backslash_in_a_prompt_is_two_characters(capsys):
     assert flat_sample.read_prompts(r'a\n') == [r'a\n'] and r"$'...\n'" in capsys.readouterr().out
