@@ -237,23 +237,32 @@ def step(model, tokens, cache, u, seen, sampling):
     return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
 
-@functools.lru_cache(maxsize=1)
-def compile_step(model, device, versions):
+def compile_step(model, cache):
     """Compiles `step` for a static cache: on CUDA as a CUDA graph, on a CPU with the weights as constants
-    ("freezing"). versions: changes with the weights, so that changed weights compile again; torch does not
-    count a change through `.data`."""
+    ("freezing"). Changed weights compile again, unless they were changed through `.data`, which torch does
+    not count."""
+    for tensor in cache.tensors():  # a CUDA graph replays on fixed addresses; another cache is recorded
+        torch._dynamo.mark_static_address(tensor, guard=False)
+    weights = *model.parameters(), *model.buffers()
+    return compiled(model, tuple((w.data_ptr(), w._version) for w in weights))
+
+
+@functools.lru_cache(maxsize=1)
+def compiled(model, versions):
+    """compile_step for weights of these versions."""
     from torch._inductor import config as inductor
     torch.compiler.reset()  # earlier steps hold other weights
     torch._dynamo.config.recompile_limit = 64  # shapes and lengths of the cache; 8 by default
+    device = model.wte.weight.device
     # experts are in one graph only if one matmul computes them all, on Hopper and Blackwell; otherwise the
     # host waits for the number of tokens of each
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
     whole = all(native and module.has_kernel(model.compute_dtype(), device.type)
                 for module in model.modules() if hasattr(module, 'has_kernel'))
     # with the second option, products with one row become sums, which read eight bits directly
-    compiled = torch.compile(step, dynamic=False, fullgraph=whole, options={
+    run = torch.compile(step, dynamic=False, fullgraph=whole, options={
         'triton.cudagraphs': whole and device.type == 'cuda', 'coordinate_descent_tuning': True})
-    return inductor.patch(FREEZING)(compiled) if whole and device.type == 'cpu' else compiled
+    return inductor.patch(FREEZING)(run) if whole and device.type == 'cpu' else run
 
 
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',  # torch's names
@@ -266,18 +275,24 @@ FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends'
 PREFILL = 8192  # tokens, padding among them, that are fed at once
 
 
-def prefill(model, prompts, cache):
-    """Feeds lists of ids to the rows of a cache, without the first ids, which a row has already."""
+def prefill(model, prompts, cache, rows):
+    """Feeds lists of ids to rows of a cache: to all, or by way of another cache. The first ids, which a row
+    has already, are left out."""
+    part = cache
+    if len(rows) < len(cache.length):
+        part = model.make_cache(len(rows), cache.max_len, cache.static, cache.rolling)
     device = cache.length.device
     width = max(1, PREFILL // len(prompts))
-    rows = [torch.tensor(prompt[n:], dtype=torch.long, device=device)
-            for prompt, n in zip(prompts, cache.length.tolist())]
-    padded = pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor(list(map(len, rows)), device=device)
+    new = [torch.tensor(prompt[n:], dtype=torch.long, device=device)
+           for prompt, n in zip(prompts, part.length.tolist())]
+    lengths = torch.tensor(list(map(len, new)), device=device)
+    padded = pad_sequence(new, batch_first=True)
     for begin in range(0, padded.shape[1], width):
         piece = padded[:, begin:begin + width]
         own = (lengths - begin).clamp(0, piece.shape[1])  # tokens of each row in this piece
-        model(piece, cache=cache, keep=1, lengths=None if own.min() == piece.shape[1] else own)
+        model(piece, cache=part, keep=1, lengths=None if own.min() == piece.shape[1] else own)
+    if part is not cache:
+        cache.put(rows, part)
 
 
 @dataclasses.dataclass
@@ -321,17 +336,12 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
     drawn_on = 'cpu' if device.type == 'mps' or torch.are_deterministic_algorithms_enabled() else device
     n_draft = drafter.n_draft if drafter else 0
     count = 1 if drafter else len(prompts[:batch_size])
-    size = min(model.config.block_size, round_up(max(map(len, prompts)) + max_new_tokens + n_draft))
-    own = cache is None
-    if own:
-        cache = model.make_cache(count, size, compile, rolling=not drafter)
+    is_new = cache is None
+    if is_new:
+        size = round_up(max(map(len, prompts)) + max_new_tokens + n_draft)
+        cache = model.make_cache(count, min(size, model.config.block_size), compile, rolling=not drafter)
     size = cache.max_len
-    run_step = step
-    if compile:
-        for tensor in cache.tensors():  # a CUDA graph replays on fixed addresses; another cache is recorded
-            torch._dynamo.mark_static_address(tensor, guard=False)
-        weights = *model.parameters(), *model.buffers()
-        run_step = compile_step(model, device, tuple((w.data_ptr(), w._version) for w in weights))
+    run_step = compile_step(model, cache) if compile else step
     # by length, for little padding (half the time, if lengths differ), but about in order
     order = sorted(range(len(prompts)), key=lambda i: (i // (16 * count), len(prompts[i])))
     waiting = (Sample(i, [*prompts[i]], max_new_tokens, max(0, len(prompts[i]) - size),
@@ -348,14 +358,9 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
                 samples[row] = new
                 fresh.append(row)
         if fresh:
-            part = cache
-            if len(fresh) < len(samples):
-                part = model.make_cache(len(fresh), size, compile, rolling=not drafter)
-            elif own:
+            if is_new and len(fresh) == len(samples):
                 cache.reset()
-            prefill(model, [samples[row].tokens[samples[row].start:-1] for row in fresh], part)
-            if part is not cache:
-                cache.put(fresh, part)
+            prefill(model, [samples[row].tokens[samples[row].start:-1] for row in fresh], cache, fresh)
             for row in fresh:
                 seen[row] = False
                 seen[row, :, samples[row].tokens] = True
@@ -425,8 +430,6 @@ class TextStream:
         self.ended = token is None
         new = [] if self.ended else [token]
         self.tokens += new
-        if self.stopped:
-            return
         self.held += self.decoder.decode(self.tokenizer.decode_bytes(new), final=self.ended)
         cuts = [self.held.find(s) for s in self.stop if s in self.held]
         self.stopped = bool(cuts)
@@ -508,9 +511,8 @@ class Chat:
 
     def answer(self, question):
         """Prints the answer to a question, interruptible anywhere. Raises ValueError if it is too long."""
-        block_size = self.model.config.block_size
         messages, ids, begin = self.prompt(question)
-        n_new = min(self.max_new_tokens, block_size - len(ids))
+        n_new = min(self.max_new_tokens, self.model.config.block_size - len(ids))
         self.keep_prefix(ids, n_new)
         answer = {'role': 'assistant', 'content': begin}
         self.messages = [*messages, answer]
@@ -521,14 +523,13 @@ class Chat:
             stream.show(answer['content'])
         self.cached = ids + stream.tokens
         if len(stream.tokens) == n_new:
-            print(f"(cut after {n_new} tokens: --max_new_tokens={self.max_new_tokens}, context {block_size})")
+            print(f"(cut after {n_new} tokens: --max_new_tokens={self.max_new_tokens})")
 
     def keep_prefix(self, ids, n_new):
         """Keeps in the cache the ids that it has, except the last; a new cache if n_new more do not fit."""
         if self.cache is None or len(ids) + n_new > self.cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
             self.cache = self.model.make_cache(1, max_len, self.options.get('compile'), rolling=False)
-            self.cached = []
         length = int(self.cache.length)
         same = min(length, len(ids) - 1, len(os.path.commonprefix([self.cached, ids])))
         try:
@@ -566,7 +567,7 @@ def converse(chat):
     print(COMMANDS)
     while True:
         try:
-            line = input('> ').removeprefix('\ufeff').rstrip()
+            line = input('> ').rstrip()
             if line == '/exit':
                 return
             elif line == '/reset':
@@ -622,14 +623,13 @@ if __name__ == '__main__':
     if chat and not tokenizer.chat_template:
         print("it was not trained on conversations: it continues the text that is typed; config/chat.py "
               "trains one that answers")
-    drafter = Lookup(speculate) if speculate else None
     if compile:
         print("compiling the step: a minute or two")
-    escapes = {r'\n': '\n', r'\t': '\t', r'\\': '\\'}  # as people type them in --stop
-    stop = [re.sub(r'\\[nt\\]', lambda escape: escapes[escape[0]], str(s))
+    stop = [str(s).replace(r'\n', '\n').replace(r'\t', '\t')
             for s in ([stop] if isinstance(stop, str) else stop) if s != '']
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
-                   repetition_penalty=repetition_penalty, compile=compile, drafter=drafter)
+                   repetition_penalty=repetition_penalty, compile=compile,
+                   drafter=Lookup(speculate) if speculate else None)
     conversation = Chat(model, tokenizer, system, history, thinking, max_new_tokens, **options)
     if not prompts:
         converse(conversation)
@@ -656,5 +656,4 @@ if __name__ == '__main__':
                 record = {'prompt': prompt, 'sample': number, 'text': text, 'tokens': n}
                 print(json.dumps(record, ensure_ascii=False) if output else line, file=f, flush=True)
     seconds = time.perf_counter() - began
-    accepted = f", {drafter.n_accepted:,} of {drafter.n_drafted:,} draft tokens accepted" if drafter else ''
-    print(f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s{accepted}", file=sys.stderr)
+    print(f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s", file=sys.stderr)

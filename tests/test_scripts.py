@@ -24,7 +24,7 @@ CPU = ['--device=cpu', '--dtype=float32']
 
 
 def test_the_core_works_in_an_empty_folder(tmp_path):
-    for name in 'model train sample prepare tokenizer configurator'.split():
+    for name in ['model', 'train', 'sample', 'prepare', 'tokenizer', 'configurator']:
         shutil.copy(ROOT / f'{name}.py', tmp_path)
     shutil.copytree(ROOT / 'config', tmp_path / 'config')
     (tmp_path / 'my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
