@@ -110,6 +110,8 @@ def read_checkpoint(path):
     args = {RENAMED.get(name, name): value for name, value in args.items()}
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # the same as wte's
+        for name in ('device', 'dtype', 'compile', 'backend'):  # of another machine
+            checkpoint.get('config', {}).pop(name, None)
         args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False) | args
     return checkpoint | {'model': state, 'model_args': args}
 
@@ -164,7 +166,10 @@ def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=Tr
             from zoo.weights import adapted_model
             model = adapted_model(rest, state, merge, changes)
         else:
-            model = from_state(state, rest['model_args'], **changes)
+            try:
+                model = from_state(state, rest['model_args'], **changes)
+            except RuntimeError as error:
+                raise ValueError(f"{path} does not fit its model_args: {error}") from error
         if int8:
             from zoo.weights import quantize_weights
             quantize_weights(model, dtype or torch.float32)

@@ -124,22 +124,16 @@ def repeats_itself(**options):
 @pytest.mark.parametrize('variant', [{}, LEARNED, MLA, WINDOWS, DOCUMENTS, dict(rope_scaling=YARN)])
 @pytest.mark.parametrize('options', [dict(temperature=0), dict(temperature=0.5, repetition_penalty=1.2)])
 def test_speculation_changes_no_token(variant, options):
+    """Each draft token that is accepted saves a forward pass."""
     model, drafter = repeats_itself(**variant), flat_sample.Lookup(3)
-    options['seed'] = 7
-    plain = made(model, PROMPTS, 40, **options)
+    fed, options['seed'] = count_fed(model), 7
+    plain = made(model, PROMPTS, 40, batch_size=1, **options)
+    n_plain = len(fed)
     assert made(model, PROMPTS, 40, drafter=drafter, **options) == plain
-    assert 0 < drafter.n_accepted < drafter.n_drafted
+    assert 0 < drafter.n_accepted < drafter.n_drafted and len(fed) < 2 * n_plain - 20
     stop = plain[0][20]
     stopped = made(model, PROMPTS[:1], 40, drafter=drafter, stop_tokens=(stop,), **options)
     assert stopped == [plain[0][:plain[0].index(stop)]]
-
-
-def test_speculation_needs_fewer_steps():
-    model, drafter = repeats_itself(), flat_sample.Lookup(4)
-    expected, fed = made(model, [[5, 6, 5, 6]], 20, temperature=0)[0], count_fed(model)
-    drafter.propose = lambda context, size: expected[len(context) - 4:][:4]  # which is always right
-    made(model, [[5, 6, 5, 6]], 20, drafter=drafter, temperature=0)
-    assert fed == [3, 5, 5, 5, 5] and drafter.n_accepted == 16
 
 
 def test_prompt_lookup():
@@ -158,28 +152,21 @@ def test_prompt_lookup():
 
 # compiled ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('penalty', [1.0, 1.3])
-def test_a_step_is_fit_for_cuda_graphs(penalty, monkeypatch):
-    """A stand-in for one: what it returned is overwritten by its next run, before that reads its inputs; and
-    whatever it changes must be marked as static."""
-    model, options = tiny(**DELTA, document_token=3), dict(seed=3, top_k=10, repetition_penalty=penalty)
-    eager, replays = made(model, PROMPTS, 30, batch_size=2, **options), []
+def test_a_step_is_fit_for_cuda_graphs(monkeypatch):
+    """Whatever it changes must be marked as static."""
+    model, options, changes = tiny(**DELTA, document_token=3), dict(seed=3, repetition_penalty=1.3), []
+    eager = made(model, PROMPTS, 30, batch_size=2, **options)
 
-    def compiled(step, **settings):
-        output = torch.zeros(2, 1, dtype=torch.long)
-
-        def replay(model, token, cache, u, seen, sampling):
-            output.fill_(60)
-            given = [*cache.tensors(), seen]
-            versions = [tensor._version for tensor in given]
-            output.copy_(step(model, token, cache, u, seen, sampling))
-            changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
-            assert all(tensor._dynamo_static_input_type == 'unguarded' for tensor in changed)
-            replays.append(len(changed))
-            return output
-        return replay
-    monkeypatch.setattr(torch, 'compile', compiled)
-    assert made(model, PROMPTS, 30, batch_size=2, compile=True, **options) == eager and min(replays) > 4
+    def replay(model, token, cache, u, seen, sampling):
+        given = [*cache.tensors(), seen]
+        versions = [tensor._version for tensor in given]
+        drawn = flat_sample.step(model, token, cache, u, seen, sampling)
+        changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
+        assert all(tensor._dynamo_static_input_type == 'unguarded' for tensor in changed)
+        changes.append(len(changed))
+        return drawn
+    monkeypatch.setattr(torch, 'compile', lambda step, **settings: replay)
+    assert made(model, PROMPTS, 30, batch_size=2, compile=True, **options) == eager and min(changes) > 4
 
 
 @pytest.mark.parametrize('options, more, int8', [
@@ -247,11 +234,6 @@ def test_int8_linear_is_a_product_with_what_the_weight_stands_for(rows, width, d
 
 
 # text and conversations -------------------------------------------------------------------------------------
-
-def test_a_backslash_in_a_prompt_is_two_characters(capsys):
-    assert flat_sample.read_prompts(r'a\n') == [r'a\n'] and r"$'...\n'" in capsys.readouterr().out
-    assert flat_sample.read_prompts('a\n') == ['a\n'] and capsys.readouterr().out == ''
-
 
 def test_streamed_text_is_the_whole_text(capsys):
     tok, text = make_tokenizer('byte'), 'naïve 🙂 日本語\n'
