@@ -284,7 +284,7 @@ def naming(fields):
     built or run."""
     try:
         yield
-    except (TypeError, RuntimeError, ArithmeticError) as error:
+    except (TypeError, LookupError, RuntimeError, ArithmeticError) as error:
         given = ', '.join(f'{name}={value!r}' for name, value in fields.items())
         raise ValueError(f"a model with these settings fails: {given}; {error!r:.200}") from error
 

@@ -59,7 +59,7 @@ class GPTConfig:
                                      # the rotation, Hunyuan), unit (rotated, without weights, only in layers
                                      # with rotations, Llama 4); None: True, in MLA False
     tie_word_embeddings: bool = True  # the head reads the embedding's rows (arXiv:1608.05859)
-    dropout: float = 0.0             # on embedding, attention weights and both residual branches [changeable]
+    dropout: float = 0.0             # on embedding, attention weights and branches [< 1] [changeable]
     # positions
     pos: Literal['rope', 'alibi', 'learned', 'sinusoidal', 'none'] = 'rope'  # arXiv:2104.09864, 2108.12409,
                                      # GPT-2, arXiv:1706.03762
@@ -1401,7 +1401,7 @@ def wrong_values(config):
         least_is_zero = field.default == 0 or name == 'document_token'
         if value is None:
             continue
-        if any(isinstance(one, str) for one in known) and any(one not in known for one in values):
+        if any(isinstance(one, str) for one in known) and not (values and {*values} <= {*known}):
             yield name, f"choose from {', '.join(map(str, known))}"
         elif type(value) in (int, float) and (value < 0 or value == 0 and not least_is_zero):
             yield name, f"must be {'at least' if least_is_zero else 'above'} 0"

@@ -13,18 +13,14 @@ Generates text from a checkpoint, which has model and tokenizer.
 Noise is a function of (seed, sample, position): a sample is the same text alone or among others.
 """
 import codecs
-import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import itertools
 import json
 import os
 import re
 import sys
 import time
-import weakref
 from pathlib import Path
 
 from configurator import (
@@ -108,25 +104,15 @@ from tokenizer import tokenizer_from_state
 CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
 
 
-def checkpoint_path(name, best):
-    """A file itself; of a run's folder best.pt, if wanted and there, else ckpt.pt."""
-    if not os.path.isdir(name):
-        return name
-    path = os.path.join(name, 'best.pt')
-    return path if best and os.path.exists(path) else os.path.join(name, 'ckpt.pt')
-
-
 RENAMED = {'wiring': 'norm_placement', 'rope_local': 'local'}  # fields of GPTConfig in earlier versions
 
 
 def read_checkpoint(path):
-    """A file of train.py's or nanoGPT's, with names as they are now; runs no code of it. Raises
+    """Reads a file of train.py or nanoGPT, with names as they are now; runs no code of the file. Raises
     FileNotFoundError, or ValueError for another kind of file."""
     if not os.path.exists(path):
-        old = sorted(Path(path).parent.glob('ckpt.old-*.pt'), key=os.path.getmtime)
-        hint = f"={old[-1]}, which an earlier run wrote" if old else ''
         raise FileNotFoundError(f"no checkpoint at {path}: train one with `python train.py`, or set "
-                                f"--out_dir or --init_from{hint}")
+                                "--out_dir or --init_from")
     with reading(path):
         # mapped: a rank of a sharded model holds its part; Windows could not replace a file that is mapped
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name == 'posix')
@@ -134,14 +120,12 @@ def read_checkpoint(path):
         args = checkpoint['model_args']
     is_nanogpt = any('transformer.' in name for name in state)
     prefixes = re.compile(r'_orig_mod\.|module\.|transformer\.')  # of compiled models, of DDP, of nanoGPT
-    state = {prefixes.sub('', name).replace('.mlp.balance_bias', '.mlp.expert_bias'): w
-             for name, w in state.items()}
+    state = {prefixes.sub('', name).replace('.balance_bias', '.expert_bias'): w for name, w in state.items()}
     args = {RENAMED.get(name, name): value for name, value in args.items()}
-    if unknown := args.keys() - GPTConfig.__dataclass_fields__.keys():
-        raise ValueError(f"{path} sets {', '.join(sorted(unknown))}, which this model.py lacks: use the code "
-                         "that trained it")
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # the same as wte's
+        for name in ('device', 'dtype', 'compile', 'backend'):  # of another machine
+            checkpoint.get('config', {}).pop(name, None)
         args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False) | args
     return checkpoint | {'model': state, 'model_args': args}
 
@@ -154,8 +138,8 @@ def checksum(path):
 
 
 def from_state(state, model_args, **changes):
-    """The model of a state dict and the fields of its config. changes: CHANGEABLE ones. Raises ValueError as
-    GPTConfig.changed, RuntimeError for weights that are missing or of another shape."""
+    """Builds the model of a state dict and the fields of its config. changes: fields of CHANGEABLE. Raises
+    ValueError as model.changed, RuntimeError for weights that are missing or of another shape."""
     config = changed(GPTConfig(**model_args), **changes)
     if 'wpe.weight' in state:
         state = state | {'wpe.weight': state['wpe.weight'][:config.block_size]}
@@ -176,81 +160,51 @@ def is_published(name):
 
 
 def load(init_from, out_dir='out', device='cpu', dtype=None, best=True, merge=True, int8=False, **changes):
-    """(model, tokenizer, rest): rest: the checkpoint's dict as above, without 'model'.
+    """Reads a model. Returns (model, tokenizer, rest); rest is the checkpoint's dict without 'model'.
 
     init_from: 'resume' (out_dir), a checkpoint of ours or nanoGPT's, the folder of a run, or a published
-    model. dtype: None: as stored. best: see checkpoint_path. merge: adds a LoRA run's adapters to the
-    weights. int8: of large weights. changes: fields of GPTConfig. The tokenizer is None where there
-    is none. Raises FileNotFoundError, or ValueError for any other file."""
+    model. dtype: None: as stored. best: of a folder reads best.pt, if it is there, else ckpt.pt. merge: adds
+    a LoRA run's adapters to the weights. int8: stores large weights in 8 bits. changes: fields of GPTConfig.
+    The tokenizer is None if there is none. Raises FileNotFoundError, or ValueError for any other file."""
     if init_from != 'resume' and is_published(init_from):
         from zoo.hub import load_published
         model, tokenizer, rest = load_published(init_from, device, dtype, int8, changes)
     else:
-        path = checkpoint_path(out_dir if init_from == 'resume' else init_from, best)
+        path = out_dir if init_from == 'resume' else init_from
+        if os.path.isdir(path):
+            best = best and os.path.exists(os.path.join(path, 'best.pt'))
+            path = os.path.join(path, 'best.pt' if best else 'ckpt.pt')
         rest = read_checkpoint(path) | {'path': path}
-        try:
-            model = model_of(rest, merge, changes)
-        except RuntimeError as error:
-            raise ValueError(f"{path} does not fit its model_args: {error}") from None
+        state = rest.pop('model')
+        if rest.get('lora'):
+            from zoo.weights import adapted_model
+            model = adapted_model(rest, state, merge, changes)
+        else:
+            try:
+                model = from_state(state, rest['model_args'], **changes)
+            except RuntimeError as error:
+                raise ValueError(f"{path} does not fit its model_args: {error}") from error
         if int8:
             from zoo.weights import quantize_weights
             quantize_weights(model, dtype or torch.float32)
         model.to(device, dtype)
         try:
-            tokenizer = find_tokenizer(rest, path)
+            tokenizer = find_tokenizer(rest)
         except (OSError, ImportError, ValueError) as error:  # it may still be trained, measured, exported
             tokenizer = None
             rest['no_tokenizer'] = str(error)
     return model, tokenizer, rest | {'model_args': dataclasses.asdict(model.config)}
 
 
-def model_of(rest, merge, changes):
-    """The model of a checkpoint's dict, from which it takes 'model'; of one of adapters their base with them,
-    or if `merge` with them added to its weights."""
-    state = rest.pop('model')
-    args = rest['model_args']
-    if not rest.get('lora'):
-        return from_state(state, args, **changes)
-    trained = {name: args[name] for name in CHANGEABLE if name in args}
-    model = adapted_model(rest, state, trained | changes)
-    if merge:
-        from zoo.weights import merge_lora
-        merge_lora(model)
-    return model
-
-
-def adapted_model(rest, state, changes):
-    """The base that a checkpoint of adapters names, with these beside its weights. Raises FileNotFoundError
-    if it was moved, ValueError if it was trained again."""
-    from zoo.weights import add_lora
-    lora = rest['lora']
-    base = lora['base']
-    if os.path.isabs(base) and not os.path.exists(base):
-        raise FileNotFoundError(f"{rest['path']} has adapters for {base}, which is missing: put it there "
-                                "again")
-    model, *_ = load(base, dtype=torch.float32, **changes)
-    if lora.get('base_checksum') not in (None, checksum(base)):
-        raise ValueError(f"{rest['path']} has adapters for the weights that {base} had before it was trained "
-                         "again: train the adapters again too")
-    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
-    base = {name: w for name, w in model.state_dict().items() if '.lora_' not in name}
-    model.load_state_dict(base | state)
-    return model
-
-
-def find_tokenizer(rest, path):
-    """A checkpoint's, without a chat template if trained on text alone; of nanoGPT's its dataset's."""
-    if rest.get('tokenizer'):
-        tokenizer = tokenizer_from_state(rest['tokenizer'])
-        if not rest.get('masked', True):
-            tokenizer.chat_template = None
-        return tokenizer
-    folder = f"data/{rest.get('config', {}).get('dataset')}"
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{path} names no tokenizer, and the data that it was trained on, {folder}, "
-                                "is not here: prepare it")
-    from prepare import load_tokenizer
-    return load_tokenizer(folder)
+def find_tokenizer(rest):
+    """A checkpoint's, without a chat template if trained on text alone; nanoGPT's is in its dataset."""
+    if not rest.get('tokenizer'):
+        from prepare import load_tokenizer
+        return load_tokenizer(f"data/{rest.get('config', {}).get('dataset')}")
+    tokenizer = tokenizer_from_state(rest['tokenizer'])
+    if not rest.get('masked', True):
+        tokenizer.chat_template = None
+    return tokenizer
 
 
 # one token --------------------------------------------------------------------------------------------------
@@ -296,111 +250,81 @@ def sample_token(logits, u, temperature=0.8, top_k=None, top_p=1.0, min_p=0.0, r
 
 # a step -----------------------------------------------------------------------------------------------------
 
-def step(model, tokens, cache, u, seen, sampling, version=0):
-    """Feeds tokens (B, T) to the cache -> the token drawn after each, (B, T). u (B, T), seen (B, 1, V),
+def step(model, tokens, cache, u, seen, sampling):
+    """Feeds tokens (B, T) to the cache; returns the token drawn after each, (B, T). u (B, T), seen (B, 1, V),
     sampling: arguments of sample_token."""
-    assert version >= 0  # torch.compile looks only at arguments that are used
     return sample_token(model(tokens, cache=cache), u, seen=seen, **sampling)
 
 
-def compile_step(model, device):
-    """`step`, compiled for a static cache: on CUDA as a CUDA graph; on a CPU with the weights as constants
-    ("freezing"), and for one token kept on disk. Changed weights are compiled anew, unless changed through
-    `.data`, which torch does not count."""
+def compile_step(model, cache):
+    """Compiles `step` for a static cache: on CUDA as a CUDA graph, on a CPU with the weights as constants
+    ("freezing"). Changed weights compile again, unless they were changed through `.data`, which torch does
+    not count."""
+    for tensor in cache.tensors():  # a CUDA graph replays on fixed addresses; another cache is recorded
+        torch._dynamo.mark_static_address(tensor, guard=False)
+    weights = *model.parameters(), *model.buffers()
+    return compiled(model, tuple((w.data_ptr(), w._version) for w in weights))
+
+
+@functools.lru_cache(maxsize=1)
+def compiled(model, versions):
+    """compile_step for weights of these versions."""
     from torch._inductor import config as inductor
-    torch._dynamo.config.recompile_limit = 64  # beyond it, 8 by default, torch silently runs eagerly
-    whole = is_one_graph(model, device)
-    weights = [*model.parameters(), *model.buffers()]
-    frozen = whole and device.type in FROZEN
-    shapes = set()  # shapes of tokens so far
-    state = repr(model.config), model.training, [(w.data_ptr(), w._version) for w in weights]
-    if model not in VERSIONS or VERSIONS[model][0] != state:
-        kept = frozen and sum(w.nbytes for w in weights) <= KEPT_BYTES
-        VERSIONS[model] = state, next(COUNT), fingerprint(weights) if kept else ''
-    _, version, tag = VERSIONS[model]
-    # version stands for the model, whose guards would take longer than a layer; a piece of a graph
-    # could be reused with an earlier model's weights: hence fullgraph
-    compiled = functools.partial(torch.compile(step, dynamic=False, fullgraph=whole, options={
-        'guard_filter_fn': lambda guards: ["L['model']" not in guard.name for guard in guards],
-        'triton.cudagraphs': whole and device.type == 'cuda'}), version=version)
-
-    def run(model, tokens, cache, *args):
-        if tokens.shape in shapes:
-            return compiled(model, tokens, cache, *args)
-        shapes.add(tokens.shape)
-        one = tokens.numel() == 1
-        # on CUDA the compiler then writes products with one row as sums, with eight bits' cast
-        options = {'coordinate_descent_tuning': one}
-        if frozen:
-            options |= FREEZING | {'fx_graph_cache': one and bool(tag)}
-        else:  # CUDA graphs replay on fixed addresses; no guard: another cache costs a recording alone
-            for tensor in cache.tensors():
-                torch._dynamo.mark_static_address(tensor, guard=False)
-        # oneDNN's kernels are faster, though not for one token, and cannot be kept
-        with (inductor.patch(options), torch.compiler.config.patch(cache_key_tag=tag),
-              torch.backends.mkldnn.flags(enabled=not (frozen and one))):
-            return compiled(model, tokens, cache, *args)
-    return run
-
-
-def is_one_graph(model, device):
-    """Whether a step compiles as a whole. With experts only where one matmul computes them all, on Hopper
-    and Blackwell; elsewhere the host waits for the number of tokens of each."""
+    torch.compiler.reset()  # earlier steps hold other weights
+    torch._dynamo.config.recompile_limit = 64  # shapes and lengths of the cache; 8 by default
+    device = model.wte.weight.device
+    # experts are in one graph only if one matmul computes them all, on Hopper and Blackwell; otherwise the
+    # host waits for the number of tokens of each
     native = device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return all(native and module.has_kernel(model.compute_dtype(), device.type)
-               for module in model.modules() if hasattr(module, 'has_kernel'))
+    whole = all(native and module.has_kernel(model.compute_dtype(), device.type)
+                for module in model.modules() if hasattr(module, 'has_kernel'))
+    # with the second option, products with one row become sums, which read eight bits directly
+    run = torch.compile(step, dynamic=False, fullgraph=whole, options={
+        'triton.cudagraphs': whole and device.type == 'cuda', 'coordinate_descent_tuning': True})
+    return inductor.patch(FREEZING)(run) if whole and device.type == 'cpu' else run
 
 
-def fingerprint(weights):
-    """Tells these weights from others, which the key of torch's cache does not (seen in 2.13)."""
-    digest = hashlib.sha256()
-    for w in weights:
-        digest.update(w.detach().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-VERSIONS = weakref.WeakKeyDictionary()  # model -> state, version, fingerprint
-COUNT = itertools.count()
-FROZEN = ('cpu',)  # devices on which a compiled step holds the weights
 FREEZING = {'freezing': True, 'max_autotune': True, 'max_autotune_gemm_backends': 'CPP,ATEN',  # torch's names
-            'autotune_num_choices_displayed': 0}
-KEPT_BYTES = 2**30  # of weights, which a step on disk holds; more are not kept
+            'autotune_num_choices_displayed': 0,
+            'fx_graph_cache': False}  # its key does not distinguish frozen weights (torch 2.13)
 
 
 # many tokens ------------------------------------------------------------------------------------------------
 
-PREFILL = 8192            # tokens, padding among them, that are fed at once
-MAX_UNREAD = {'cuda': 4}  # steps whose tokens are not read yet, so that the device need not wait
+PREFILL = 8192  # tokens, padding among them, that are fed at once
 
 
-def prefill(model, prompts, cache):
-    """Feeds lists of ids, which may be empty, to the rows of a cache."""
+def prefill(model, prompts, cache, rows):
+    """Feeds lists of ids to rows of a cache: to all, or by way of another cache. The first ids, which a row
+    has already, are left out."""
+    part = cache
+    if len(rows) < len(cache.length):
+        part = model.make_cache(len(rows), cache.max_len, cache.static, cache.rolling)
     device = cache.length.device
     width = max(1, PREFILL // len(prompts))
-    rows = [torch.tensor(prompt, dtype=torch.long, device=device) for prompt in prompts]
-    padded = pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor(list(map(len, rows)), device=device)
+    new = [torch.tensor(prompt[n:], dtype=torch.long, device=device)
+           for prompt, n in zip(prompts, part.length.tolist())]
+    lengths = torch.tensor(list(map(len, new)), device=device)
+    padded = pad_sequence(new, batch_first=True)
     for begin in range(0, padded.shape[1], width):
         piece = padded[:, begin:begin + width]
         own = (lengths - begin).clamp(0, piece.shape[1])  # tokens of each row in this piece
-        model(piece, cache=cache, keep=1, lengths=None if own.min() == piece.shape[1] else own)
+        model(piece, cache=part, keep=1, lengths=None if own.min() == piece.shape[1] else own)
+    if part is not cache:
+        cache.put(rows, part)
 
 
 @dataclasses.dataclass
 class Sample:
     """A text that is being made, in a row of a cache."""
-    number: int       # seeds its noise
-    tokens: list      # of the prompt, then those drawn
-    n_left: int       # tokens still to be drawn; 0 ends it
-    start: int = 0    # its context is tokens[start:]
-    n_drawn: int = 0  # tokens drawn since its context was fed
-    n_draws: int = 0  # tokens to draw before it ends or its context is full
-    noise: torch.Tensor | None = None  # random numbers, one for each of the n_draws
+    number: int          # the place of its prompt, which seeds its noise
+    tokens: list         # the prompt's tokens, then those drawn
+    n_left: int          # tokens still to be drawn; 0 ends it
+    start: int           # its context is tokens[start:]
+    noise: torch.Tensor  # of each token to be drawn
 
     def append(self, token, stop_tokens):
         """Takes a token; yields as generate does."""
-        if self.n_left == 0:  # steps go on after its end
-            return
         if token < 0:
             raise ValueError(f"the logits of sample {self.number} after {len(self.tokens)} tokens are NaN: "
                              "the weights are damaged, or too large for float16: --dtype=float32")
@@ -421,111 +345,69 @@ def generate(model, prompts, max_new_tokens, seed=1337, stop_tokens=(), compile=
 
     prompts: lists of token ids; a sample's number is its place among them. A sample ends before any of
     stop_tokens, after max_new_tokens, or when the caller sets n_left to 0. A long prompt is cropped to its
-    end, a full context to its last half. cache: one row with the first tokens
-    of the one prompt and room for all. batch_size: rows of the cache; one that has ended takes the next
-    prompt (continuous batching, Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192), one
-    sample at a time: a draft is accepted as far as it equals the tokens drawn. sampling: options of
-    sample_token. The model should be in eval mode. Raises ValueError for NaN, and for a drafter if a layer
-    has a state."""
-    if drafter and any(mixer.states for mixer in model.mixers):
-        raise ValueError("speculate: a layer of this model has a state, which cannot take draft tokens back: "
-                         "leave --speculate out")
+    end, a full context to its last half. cache: one row with the first tokens of the one prompt and room for
+    all. batch_size: rows of the cache; a row whose sample has ended takes the next prompt (continuous
+    batching, Orca, OSDI 2022). drafter: for speculative decoding (arXiv:2211.17192), one sample at a time: a
+    draft is accepted as far as it equals the tokens drawn. sampling: options of sample_token. The model
+    should be in eval mode. Raises ValueError for NaN, and for a rejected draft if a layer has a state."""
     device = model.wte.weight.device
-    own = cache is None
-    n_draft = drafter.n_draft if drafter else 0
-    run_step = compile_step(model, device) if compile else step
     # MPS has returned ids out of range, CUDA has no deterministic cumsum
     drawn_on = 'cpu' if device.type == 'mps' or torch.are_deterministic_algorithms_enabled() else device
-    size = max(map(len, prompts)) + max_new_tokens + n_draft  # of the context
-    size = min(model.config.block_size, round_up(size)) if own else cache.max_len
-    new_cache = functools.partial(model.make_cache, max_len=size, static=compile, rolling=not drafter)
-    max_unread = MAX_UNREAD.get(device.type, 0) if own and not drafter else 0
-    waiting = [Sample(i, list(prompt), max_new_tokens, max(0, len(prompt) - size))
-               for i, prompt in enumerate(prompts)]
-    count = 1 if drafter or not waiting else len(waiting[:batch_size])
-    # by length, for little padding (half the time, where they differ), but about in order
-    waiting.sort(key=lambda sample: (sample.number // (16 * count), len(sample.tokens)))
-    empty = Sample(0, [0], n_left=0, noise=torch.zeros(1, device=drawn_on))  # of a row without a sample
-    samples = [empty] * count
-    cache = cache or new_cache(count)
-    token = torch.zeros(count, 1, dtype=torch.long, device=drawn_on)  # the next to be fed to each row
+    n_draft = drafter.n_draft if drafter else 0
+    count = 1 if drafter else len(prompts[:batch_size])
+    is_new = cache is None
+    if is_new:
+        size = round_up(max(map(len, prompts)) + max_new_tokens + n_draft)
+        cache = model.make_cache(count, min(size, model.config.block_size), compile, rolling=not drafter)
+    size = cache.max_len
+    run_step = compile_step(model, cache) if compile else step
+    # by length, for little padding (half the time, if lengths differ), but about in order
+    order = sorted(range(len(prompts)), key=lambda i: (i // (16 * count), len(prompts[i])))
+    waiting = (Sample(i, [*prompts[i]], max_new_tokens, max(0, len(prompts[i]) - size),
+                      uniforms(seed, i, len(prompts[i]), max_new_tokens + 1 + n_draft)) for i in order)
+    samples = [Sample(-1, [], 0, 0, None)] * count  # of each row; these have ended
     seen = torch.zeros(count, 1, model.config.vocab_size, dtype=torch.bool, device=drawn_on)
-    unread = collections.deque()  # of each step: samples, tokens, the event of their copy
-
-    def read(max_unread):
-        while len(unread) > max_unread:
-            samples, tokens, copied = unread.popleft()
-            if copied:
-                copied.synchronize()
-            for sample, drawn in zip(samples, tokens.tolist()):
-                for token in drawn:
-                    yield from sample.append(token, stop_tokens)
-
-    def begin(new, rows):
-        """Feeds samples, but for their last tokens, to rows of the cache: to all, or by way of another."""
-        part = cache if len(new) == len(samples) else new_cache(len(new))
-        if own:
-            part.reset()
-        for row, sample in zip(rows, new):
-            length = len(sample.tokens)
-            sample.n_drawn = 0
-            sample.n_draws = min(sample.n_left, size + 1 - (length - sample.start))
-            noise = uniforms(seed, sample.number, length, sample.n_draws + n_draft)
-            sample.noise = noise.to(drawn_on)
-            token[row] = sample.tokens[-1]
-            seen[row] = False
-            seen[row, :, sample.tokens] = True
-        cached = part.length.tolist()
-        prefill(model, [sample.tokens[sample.start + n:-1] for sample, n in zip(new, cached)], part)
-        if part is not cache:
-            cache.put(rows, part)
-
     while True:
-        yield from read(max_unread)
-        over = [row for row, sample in enumerate(samples)
-                if not sample.n_left or sample.n_drawn >= sample.n_draws]
-        if over and (waiting or any(samples[row] is not empty for row in over)):
-            yield from read(0)
-            for sample in (samples[row] for row in over):
-                if sample.n_left:  # its context is full
-                    sample.start = len(sample.tokens) - max(1, size // 2)
-                    waiting.insert(0, sample)
-            new = waiting[:len(over)]
-            waiting = waiting[len(over):]
-            for row, sample in itertools.zip_longest(over, new, fillvalue=empty):
-                samples[row] = sample
-            if new:
-                begin(new, over[:len(new)])
-        going = [row for row, sample in enumerate(samples) if sample is not empty]
+        fresh = []  # rows whose context is to be fed
+        for row, sample in enumerate(samples):
+            if sample.n_left and len(sample.tokens) - sample.start > size:  # its context is full
+                sample.start = len(sample.tokens) - max(1, size // 2)
+                fresh.append(row)
+            elif not sample.n_left and (new := next(waiting, None)):
+                samples[row] = new
+                fresh.append(row)
+        if fresh:
+            if is_new and len(fresh) == len(samples):
+                cache.reset()
+            prefill(model, [samples[row].tokens[samples[row].start:-1] for row in fresh], cache, fresh)
+            for row in fresh:
+                seen[row] = False
+                seen[row, :, samples[row].tokens] = True
+        going = [row for row, sample in enumerate(samples) if sample.n_left]
         if not going:
             return
-        if compile:  # other rows stay, and write over their last slot
+        if compile:  # rows that have ended stay, and write over their last slot
             cache.length.clamp_(max=size - 1)
         elif len(going) < len(samples):
             cache.select(going)
             samples = [samples[row] for row in going]
-            token = token[going]
             seen = seen[going]
-        token = token.clamp(min=0)  # a copy too: a CUDA graph writes over its last result
-        seen.scatter_(2, token[:, None], True)
         draft = drafter.propose(samples[0].tokens[samples[0].start:], size) if drafter else []
-        fed = torch.cat((token, token.new_tensor([draft])), dim=1) if draft else token
-        noise = torch.stack([sample.noise[sample.n_drawn:sample.n_drawn + fed.shape[1]]
+        fed = torch.tensor([sample.tokens[-1:] + draft for sample in samples], device=device)
+        noise = torch.stack([sample.noise[max_new_tokens - sample.n_left:][:fed.shape[1]]
                              for sample in samples])
-        # seen holds the draft's tokens, which are of the text
-        drawn = run_step(model, fed.to(device), cache, noise, seen, sampling)
+        seen.scatter_(2, fed[:, None, :1].to(drawn_on), True)
+        drawn = run_step(model, fed, cache, noise.to(drawn_on), seen, sampling).tolist()
         if draft:
-            n_accepted = len(os.path.commonprefix([drawn[0].tolist(), draft]))
-            drawn = drawn[:, :n_accepted + 1]
+            n_accepted = len(os.path.commonprefix([drawn[0], draft]))
+            drawn[0] = drawn[0][:n_accepted + 1]
             cache.rewind(n_draft - n_accepted)
             drafter.n_drafted += n_draft
             drafter.n_accepted += n_accepted
-        copied = drawn.to('cpu', non_blocking=True)
-        event = torch.cuda.current_stream(device).record_event() if drawn.is_cuda else None
-        unread.append(([*samples], copied, event))
-        token = drawn[:, -1:]
-        for sample in samples:
-            sample.n_drawn += drawn.shape[1] * (sample is not empty)
+        for sample, tokens in zip(samples, drawn):
+            for token in tokens:
+                if sample.n_left:
+                    yield from sample.append(token, stop_tokens)
 
 
 class Lookup:
@@ -567,8 +449,6 @@ class TextStream:
         self.ended = token is None
         new = [] if self.ended else [token]
         self.tokens += new
-        if self.stopped:
-            return
         self.held += self.decoder.decode(self.tokenizer.decode_bytes(new), final=self.ended)
         cuts = [self.held.find(s) for s in self.stop if s in self.held]
         self.stopped = bool(cuts)
@@ -650,9 +530,8 @@ class Chat:
 
     def answer(self, question):
         """Prints the answer to a question, interruptible anywhere. Raises ValueError if it is too long."""
-        block_size = self.model.config.block_size
         messages, ids, begin = self.prompt(question)
-        n_new = min(self.max_new_tokens, block_size - len(ids))
+        n_new = min(self.max_new_tokens, self.model.config.block_size - len(ids))
         self.keep_prefix(ids, n_new)
         answer = {'role': 'assistant', 'content': begin}
         self.messages = [*messages, answer]
@@ -663,14 +542,13 @@ class Chat:
             stream.show(answer['content'])
         self.cached = ids + stream.tokens
         if len(stream.tokens) == n_new:
-            print(f"(cut after {n_new} tokens: --max_new_tokens={self.max_new_tokens}, context {block_size})")
+            print(f"(cut after {n_new} tokens: --max_new_tokens={self.max_new_tokens})")
 
     def keep_prefix(self, ids, n_new):
         """Keeps in the cache the ids that it has, except the last; a new cache if n_new more do not fit."""
         if self.cache is None or len(ids) + n_new > self.cache.max_len:
             max_len = min(self.model.config.block_size, max(4096, 2 * (len(ids) + n_new)))
             self.cache = self.model.make_cache(1, max_len, self.options.get('compile'), rolling=False)
-            self.cached = []
         length = int(self.cache.length)
         same = min(length, len(ids) - 1, len(os.path.commonprefix([self.cached, ids])))
         try:
@@ -708,7 +586,7 @@ def converse(chat):
     print(COMMANDS)
     while True:
         try:
-            line = input('> ').removeprefix('\ufeff').rstrip()
+            line = input('> ').rstrip()
             if line == '/exit':
                 return
             elif line == '/reset':
@@ -729,24 +607,14 @@ def converse(chat):
 
 # the script -------------------------------------------------------------------------------------------------
 
-ESCAPES = {r'\n': '\n', r'\t': '\t', r'\\': '\\'}  # in --stop
-
-
-def unescape(text):
-    """A text with ESCAPES as people type them on a command line."""
-    return re.sub(r'\\[nt\\]', lambda escape: ESCAPES[escape[0]], text)
-
-
 def read_prompts(start):
     """start -> list of prompts."""
     kind, _, path = start.partition(':')
     text = start
     if start == '-':
-        with reading('standard input'):
-            text = sys.stdin.buffer.read().decode('utf-8-sig')
+        text = sys.stdin.buffer.read().decode('utf-8-sig')
     elif kind in ('FILE', 'LINES'):
-        with reading(path):
-            text = Path(path).read_bytes().decode('utf-8-sig')
+        text = Path(path).read_bytes().decode('utf-8-sig')
     elif '\\n' in start:
         print("--start has a backslash and an n: for a line end type $'...\\n' (bash, zsh), or use FILE:name")
     prompts = [prompt for prompt in (re.split('\r?\n', text) if kind == 'LINES' else [text]) if prompt]
@@ -761,67 +629,52 @@ if __name__ == '__main__':
     prompts = [] if chat and start == '\n' else read_prompts(start)
     if output and not prompts:
         raise ValueError('--output needs questions: give them by --start=LINES:name')
-    if os.path.exists(output):
-        raise ValueError(f"output={output} exists already: choose another name, or remove it")
-    num_samples = 1 if chat else num_samples
     machine = runtime(device, dtype, seed, bound_by_memory=compile or quantize == 'int8')
     changes = {name: config[name] for name in ('block_size', 'rope_scaling') if config[name] is not None}
     model, tokenizer, rest = load(init_from, out_dir, machine.device, machine.dtype,
                                   int8=quantize == 'int8', **changes)
     if tokenizer is None:
         raise ValueError(rest['no_tokenizer'])
-    trained = f", iteration {rest['iter_num']:,}" if 'iter_num' in rest else ''
     model.eval()
     if changes:
         with naming(changes):
             try_tokens(model)
-    print(f"{rest['path']}: {num_params(model):,} parameters{trained}")
+    print(f"{rest['path']}: {num_params(model):,} parameters")
     if chat and not tokenizer.chat_template:
         print("it was not trained on conversations: it continues the text that is typed; config/chat.py "
               "trains one that answers")
-    drafter = Lookup(speculate) if speculate else None
     if compile:
-        print("compiling the step: a minute or two, unless it is kept from an earlier run")
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-                   repetition_penalty=repetition_penalty, compile=compile, drafter=drafter,
-                   stop=[unescape(str(s)) for s in ([stop] if isinstance(stop, str) else stop) if s != ''])
+        print("compiling the step: a minute or two")
+    stop = [str(s).replace(r'\n', '\n').replace(r'\t', '\t')
+            for s in ([stop] if isinstance(stop, str) else stop) if s != '']
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
+                   repetition_penalty=repetition_penalty, compile=compile,
+                   drafter=Lookup(speculate) if speculate else None)
     conversation = Chat(model, tokenizer, system, history, thinking, max_new_tokens, **options)
     if not prompts:
         converse(conversation)
         sys.exit()
 
-    samples = [(prompt, number) for prompt in prompts for number in range(num_samples)]
+    samples = [(prompt, number) for prompt in prompts for number in range(1 if chat else num_samples)]
     # each question begins a conversation of its own; begin: how its answer begins
     ids, begin = zip(*(conversation.prompt(prompt.strip())[1:] if chat else (tokenizer.encode(prompt), '')
                        for prompt, _ in samples))
-    shown = [f"> {prompt}\n" if chat else prompt for prompt, _ in samples]
-    longest = max(map(len, ids))
-    if longest > model.config.block_size:
-        print(f"a prompt of {longest} tokens is cropped to its last {model.config.block_size}")
     began = time.perf_counter()
     total = 0
-    if not output:
-        print('---------------')
-    with contextlib.ExitStack() as stack:
-        if output:  # a prompt on the command line may have bytes that are not UTF-8: \\udcff
-            f = stack.enter_context(open(output, 'x', encoding='utf-8', errors='backslashreplace'))
+    line = '-' * 15
+    with open(output, 'x', encoding='utf-8') if output else contextlib.nullcontext() as f:
+        if not output:
+            print(line)
         for i, stream in completions(model, tokenizer, ids, max_new_tokens, batch_size=batch_size, **options):
+            prompt, number = samples[i]
             text = begin[i] + stream.text
             if not output:
-                stream.show(shown[i] + text)
+                stream.show(f"> {prompt}\n{text}" if chat else prompt + text)
             if stream.ended:
-                total += len(stream.tokens)
-                if output:
-                    line = dict(zip(('prompt', 'sample'), samples[i]), text=text, tokens=len(stream.tokens))
-                    print(json.dumps(line, ensure_ascii=False), file=f, flush=True)
-                else:
-                    print('---------------', flush=True)
+                n = len(stream.tokens)
+                total += n
+                record = {'prompt': prompt, 'sample': number, 'text': text, 'tokens': n}
+                print(json.dumps(record, ensure_ascii=False) if output else line, file=f, flush=True)
     seconds = time.perf_counter() - began
-    compiling = ''
-    if compile:
-        spent = torch._dynamo.utils.calculate_time_spent()['total_wall_time']
-        seconds -= spent
-        compiling = f", after {spent:.0f} s of compiling"
-    accepted = f", {drafter.n_accepted:,} of {drafter.n_drafted:,} draft tokens accepted" if drafter else ''
-    print(f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s{compiling}{accepted}",
+    print(f"{total:,} tokens in {seconds:.2f} s, {total / seconds:,.1f} tok/s{', with compiling' * compile}",
           file=sys.stderr)

@@ -118,11 +118,11 @@ cooldown = 0.4                       # wsd's share of the run [> 0] [<= 1] [if l
 lr_decay_iters: int | None = None    # end of the decay; None: max_iters
 min_lr: float | None = None          # where it ends; None: a tenth of the peak [<= learning_rate]
 # system
-backend = 'auto'                     # auto: nccl on CUDA, else gloo [if 'RANK' in os.environ]
+backend = 'auto'                     # auto: nccl on CUDA, else gloo [if TORCHRUN]
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
 compile: bool | str = 'auto'         # torch.compile; auto: if the run is long [in (True, False, 'auto')]
-shard = False                        # spread weights over the ranks (FSDP) [if 'RANK' in os.environ]
+shard = False                        # spread weights over the ranks (FSDP) [if TORCHRUN]
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
@@ -182,6 +182,7 @@ def set_rates(optimizers, lr):
 
 # ranks ------------------------------------------------------------------------------------------------------
 
+TORCHRUN = 'RANK' in os.environ  # has started this process
 RANK = int(os.environ.get('RANK', 0))  # this process's, by torchrun
 RANKS = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
 
@@ -1103,7 +1104,7 @@ def finish(run, reason):
 if __name__ == '__main__':
     # settings; a checkpoint to continue from, or to fine-tune
     model_args = settings.model_args
-    check_values(settings, config, globals())
+    check_values(settings, config | model_args, globals())
     init_from = config['init_from'] = where_to_begin(init_from, out_dir)
     fields = {name: model_args[name] for name in model_args if given[name] == 'flags'} or model_args
     resumed = init_from == 'resume'

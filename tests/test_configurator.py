@@ -217,7 +217,7 @@ def test_every_rule_of_ours_is_python():
         path = ROOT / f'{name}.py'
         known = configurator.declared(path) | configurator.declared(ROOT / 'model.py')
         values = {name: setting.default for name, setting in known.items()} | {'mixer_pattern': 'A'}
-        tables = {'OPTIMIZERS': {'adamw': 1}, 'SCHEDULES': {'cosine': 1}, 'AXES': {'iter': 1}, 'os': os,
+        tables = {'OPTIMIZERS': {'adamw': 1}, 'SCHEDULES': {'cosine': 1}, 'TORCHRUN': False,
                   'train': train}
         for name, setting in known.items():
             settings = configurator.Configured({}, {}, [], {name: 'flags'}, known)

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import re
-import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,56 +23,32 @@ from sample import load
 CPU = ['--device=cpu', '--dtype=float32']
 
 
-SHORT = [*TOY[5:], '--max_iters=6']  # of any shape
-
-
-def advised(text):
-    """The commands in a script's output, each as [script, argument, ...]."""
-    return [shlex.split(command)[1:] for command in re.findall(r'python [a-z]+\.py[^`\n(]*', str(text))]
-
-
-def test_advice_leads_from_a_text_to_a_model_its_samples_and_an_export(tmp_path, monkeypatch, capsys):
-    """Runs each command that a script prints, with further flags that make the run short."""
-    monkeypatch.chdir(tmp_path)
-    Path('my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
-
-    def follow(said, *flags):
-        for command in (commands := advised(said)):
-            run(*command, *flags)
-        assert commands
-        return capsys.readouterr().out
-
-    with pytest.raises(FileNotFoundError, match='data/my_byte is not prepared') as error:
-        run('train.py', '--dataset=data/my_byte')
-    said = follow(follow(error.value), *TOY[1:], '--block_size=32', '--max_iters=60', '--out_dir=out dir')
-    greedy = ['--start=It was', '--num_samples=1', '--max_new_tokens=12', '--temperature=0', *CPU]
-    sampled = re.search(r'^It was.*$', follow(said, *greedy), re.M)[0]
-    pytest.importorskip('safetensors')
-    run('zoo/hub.py', 'export', 'out dir', 'mine')
-    run('zoo/hub.py', 'mine')
-    sample, prepare, train = advised(capsys.readouterr().out)
-    run(*sample, *greedy)
-    assert re.search(r'^It was.*$', capsys.readouterr().out, re.M)[0] == sampled != 'It was'
-    run(*prepare)
-    run(*train, *SHORT, '--out_dir=fine')
-
-
-def test_advice_about_special_tokens_leads_to_conversations(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path('my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
-    Path('chats.jsonl').write_text('\n'.join(json.dumps({'messages': [
-        {'role': 'user', 'content': f'What is {n}?'}, {'role': 'assistant', 'content': f'{n}.<|im_end|>'}]})
+def test_the_core_works_in_an_empty_folder(tmp_path):
+    for name in ['model', 'train', 'sample', 'prepare', 'tokenizer', 'configurator']:
+        shutil.copy(ROOT / f'{name}.py', tmp_path)
+    shutil.copytree(ROOT / 'config', tmp_path / 'config')
+    (tmp_path / 'my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
+    (tmp_path / 'chats.jsonl').write_text('\n'.join(json.dumps({'messages': [
+        {'role': 'user', 'content': f'What is {n}?'}, {'role': 'assistant', 'content': f'{n}.'}]})
         for n in range(30)), 'utf-8')
-    run('prepare.py', 'my.txt', '--tokenizer=bpe:300')
-    run('train.py', '--dataset=my_bpe300', *TOY[1:], '--block_size=128', '--max_iters=6', '--out_dir=base')
-    chats = ['prepare.py', 'chats.jsonl', '--tokenizer=base', '--block_size=128']
-    with pytest.raises(ValueError, match='is a special token of the tokenizer') as error:
-        run(*chats, '--special_tokens=refuse')
-    run(*chats, re.search(r'--special_tokens=\w+', str(error.value))[0])
-    *_, command = advised(capsys.readouterr().out)
-    tuned = run(*command, *SHORT[1:], '--out_dir=fine')
-    assert tuned['model'].config.document_token is not None and tuned['first_it'] == 0
-    assert 'warning' not in capsys.readouterr().out  # the base has this tokenizer
+    (tmp_path / 'q.txt').write_text('What is 3?\nWhat is 4?', 'utf-8')
+
+    def core(*args):
+        done = subprocess.run([sys.executable, *args], cwd=tmp_path, env=os.environ | {'PYTHONPATH': ''},
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    short = [*TOY[5:], '--max_iters=6']  # of any shape
+    core('prepare.py', 'my.txt', '--tokenizer=bpe:300')
+    core('train.py', '--dataset=my_bpe300', *TOY[1:], '--block_size=64', '--max_iters=4', '--out_dir=base')
+    core('train.py', '--init_from=resume', '--out_dir=base', '--max_iters=6')
+    core('train.py', '--init_from=base', '--dataset=my_bpe300', *short, '--out_dir=tuned')
+    core('prepare.py', 'chats.jsonl', '--tokenizer=tuned', '--block_size=64', '--out=talks')
+    core('train.py', 'config/chat.py', '--init_from=tuned', '--dataset=talks', *short[1:],
+         '--out_dir=chat')
+    assert 'It was' in core('sample.py', '--out_dir=base', '--start=It was', '--max_new_tokens=5', *CPU)
+    said = core('sample.py', '--out_dir=chat', '--chat', '--start=LINES:q.txt', '--max_new_tokens=5', *CPU)
+    assert '> What is 3?\n' in said and '> What is 4?\n' in said and 'not trained' not in said
 
 
 def test_readme_lines_generate_from_python(base):
@@ -104,9 +80,8 @@ def test_answers_are_written_in_order_to_a_new_file(base):
     assert [(r['prompt'], r['sample'], r['text']) for r in records] == expected(model)
     assert any(r['tokens'] < 8 for r in records)
     assert answers('--speculate=3') == whole
-    for flags, message in ((), 'out.jsonl exists already'), (['--chat'], 'questions that are typed'):
-        with pytest.raises(ValueError, match=message):
-            run('sample.py', '--output=out.jsonl', *flags)
+    with pytest.raises(FileExistsError):
+        run('sample.py', '--start=a', '--output=out.jsonl', *CPU)
     assert Path('out.jsonl').read_text(encoding='utf-8') == whole
     records = [json.loads(line) for line in answers('--quantize=int8').splitlines()]
     model, *_ = load('resume', 'out', int8=True)
@@ -123,17 +98,15 @@ def test_sample_script(base, capsys, monkeypatch):
     greedy = ''.join(chr(97 + t) for t in made(model.eval(), [[0, 1, 2]], 30, temperature=0)[0])
     assert capsys.readouterr().out.endswith(f"{'-' * 15}\nabc{greedy}\n{'-' * 15}\nabc{greedy}\n{'-' * 15}\n")
     for flag, message in (('--start=a?', r"'\?'.*char vocabulary of 23"), ('--start=', 'is empty'),
-                          ('--start=FILE:out/ckpt.pt', 'damaged'), ('--top_p=0', 'top_p=0.0 must be'),
+                          ('--top_p=0', 'top_p=0.0 is not supported'),
                           ('--top_k=3', '--top_k has no effect with temperature=0.0'),
                           ('--system=x', '--system has no effect with chat=False')):
         with pytest.raises(ValueError, match=message):
             run('sample.py', *common, flag)
     greedy = ''.join(chr(97 + t) for t in made(load('resume', 'out')[0].eval(), [[0, 1, 2]], 30,
                                                temperature=0)[0])
-    for data, message in (b'\xef\xbb\xbfabc', ''), (b'ab\xffc', 'standard input is damaged'):
-        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(data)))
-        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-            run('sample.py', *common, '--start=-')
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'\xef\xbb\xbfabc')))
+    run('sample.py', *common, '--start=-')
     assert f'---\nabc{greedy}\n---' in capsys.readouterr().out
     Path('out/ckpt.pt').write_bytes(Path('out/ckpt.pt').read_bytes()[:9999])
     with pytest.raises(ValueError, match='out/ckpt.pt is .*damaged'):
@@ -215,22 +188,22 @@ def test_every_script_begins_with_the_default_file(folder, command, capsys):
     (['--dataset=nowhere'], 'not prepared'), (['--block_size=5000'], 'train.bin .* needs block_size'),
     (['--vocab_size=20'], 'outside the vocabulary of 20'), (['--n_embd=33'], 'n_head must divide'),
     (['--dtype=float16'], 'float16 needs CUDA'), (['--init_from=missing.pt'], 'no checkpoint at missing.pt'),
-    (['--optimizer=sgd'], "optimizer='sgd' is none of adamw"),
+    (['--optimizer=sgd'], "optimizer='sgd' is not supported: it must be one of adamw"),
     (['--optimizer=adamw', '--momentum=0.5'], '--momentum has no effect'),
-    (['--min_lr=1'], 'min_lr=1.0 must be .* at most learning_rate'),
-    (['--shard=True'], '--shard has no effect without torchrun'),
-    (['--dataset=nowhere', '--mlp=swish'], "mlp='swish': none of"),  # the mistake before the missing data
-    (['--dataset=nowhere', '--lr_schedule=wds'], "lr_schedule='wds' is none of"),
-    (['--dropout=2'], 'dropout=2.0 must be'),
+    (['--min_lr=1'], 'min_lr=1.0 is not supported: it must be <= learning_rate'),
+    (['--shard=True'], '--shard has no effect: it needs TORCHRUN'),
+    (['--dataset=nowhere', '--mlp=swish'], "mlp='swish': choose from swiglu"),  # the mistake before the missing data
+    (['--dataset=nowhere', '--lr_schedule=wds'], "lr_schedule='wds' is not supported"),
+    (['--dropout=2'], 'dropout=2.0 is not supported: it must be < 1'),
     (["--lr_scales={'embedding': 0}"], 'must have a number above 0'),
     (["--lr_scales={'matrix': 'x'}"], 'must have a number above 0'),
     (['--n_expert=6', '--n_group=3', '--topk_group=1', '--n_expert_active=3'], 'too few experts'),
     (['--n_expert=4', '--n_expert_active=5'], 'n_expert_active=5, .*too few experts'),
-    (['--n_expert=4', '--expert_pattern='], "expert_pattern='': none of E, D, N"),
+    (['--n_expert=4', '--expert_pattern='], "expert_pattern='': choose from E, D, N"),
     *((flags.split(), f'these settings fails: .*{error}') for flags, error in (
         ('--n_expert=6 --n_group=4 --topk_group=2', 'n_group=4, topk_group=2; '),
         ('--partial_rotary_factor=2', 'partial_rotary_factor=2.0; '),
-        ('--mixer_pattern=D --linear_n_value_head=3', 'linear_n_value_head=3; mixers.py'),
+        ('--mixer_pattern=D --linear_n_value_head=3', 'linear_n_value_head=3; RuntimeError'),
         ("--query_scale={'beta':1}", "missing 1 required positional argument: 'length'"))),
     *(([f"--rope_scaling={{'rope_type': 'linear'{more}}}"], f'settings fails: .*{error}') for more, error in (
         ('', 'missing 1'), (", 'factor': 0", 'the loss of the first tokens is nan'),

@@ -615,7 +615,7 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
         with pytest.raises(ValueError, match='whole/ckpt.pt has adapters for the weights that .*base/'):
             load(name)
     os.rename('base', 'moved')
-    with pytest.raises(FileNotFoundError, match='has adapters for .*base/ckpt.pt, which is missing'):
+    with pytest.raises(FileNotFoundError, match='no checkpoint at .*base/ckpt.pt'):
         load('whole')
 
 
@@ -625,8 +625,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_and_a_failure_is_noted(folde
     Path('out/best.pt').replace('out/ckpt.pt')
     with pytest.raises(ValueError, match='out/ckpt.pt has no state of the optimizer, as best.pt'):
         run('train.py', '--out_dir=out', '--init_from=resume')
-    for change, message in ((lambda saved: saved['model_args'].update(wings=2), 'sets wings, which this'),
-                            (lambda saved: saved['model'].pop('ln_f.weight'), 'Missing key.*ln_f.weight'),
+    for change, message in ((lambda saved: saved['model'].pop('ln_f.weight'), 'Missing key.*ln_f.weight'),
                             (lambda saved: saved['model_args'].update(n_embd=16), 'size mismatch for')):
         Path('out/ckpt.pt').write_bytes(good)
         checkpoint = saved('out')
@@ -643,7 +642,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_and_a_failure_is_noted(folde
         train('--out_dir=out')
     noted = flat_train.read_notes('out')
     assert (noted['status'], noted['error']) == ('failed', 'a bug')
-    with pytest.raises(FileNotFoundError, match='--init_from=out/ckpt.old-1.pt, which an earlier run wrote'):
+    with pytest.raises(FileNotFoundError, match='no checkpoint at out/ckpt.pt'):
         run('train.py', '--out_dir=out', '--init_from=resume')
 
 

@@ -73,6 +73,23 @@ def merge_lora(model):
     model.requires_grad_(True)
 
 
+def adapted_model(rest, state, merge, changes):
+    """Loads the base that a checkpoint of adapters names, and puts its adapters, `state`, next to the base's
+    weights, or if `merge` adds them. Raises ValueError if the base was trained again."""
+    from sample import CHANGEABLE, checksum, load
+    lora = rest['lora']
+    trained = {name: value for name, value in rest['model_args'].items() if name in CHANGEABLE}
+    model, *_ = load(lora['base'], dtype=torch.float32, **trained | changes)
+    if lora.get('base_checksum') not in (None, checksum(lora['base'])):
+        raise ValueError(f"{rest['path']} has adapters for the weights that {lora['base']} had before it was "
+                         "trained again: train the adapters again too")
+    add_lora(model, lora['rank'], lora['alpha'], lora['targets'])
+    model.load_state_dict(model.state_dict() | state)
+    if merge:
+        merge_lora(model)
+    return model
+
+
 # eight bits -------------------------------------------------------------------------------------------------
 
 def quantize_rows(w, dtype):
