@@ -87,7 +87,6 @@ from prepare import (
     find_source,
     is_prepared,
     load_tokenizer,
-    read_elements,
     read_meta,
 )
 from tokenizer import pieces
@@ -572,11 +571,10 @@ def prepared_tokens(folder, tokenizer, path):
     if tokenizer and tokenizer.tokens != load_tokenizer(folder).tokens:
         raise ValueError(f"{folder} was prepared with another tokenizer than {path} has, so the same ids "
                          f"stand for different text: prepare it with --tokenizer={path}")
-    bins.check_unchanged()
     documents = []
     for shard, mask in itertools.zip_longest(bins.shards, bins.masks):
-        ids = read_elements(shard, 0, shard.n_tokens).astype(np.int64)
-        learned = read_elements(mask, 1, mask.n_tokens) if mask else True
+        ids = shard.astype(np.int64)
+        learned = True if mask is None else mask[1:]
         documents.append(np.stack([ids[:-1], np.where(learned, ids[1:], -1)]))
     targets = np.concatenate([targets for _, targets in documents])
     return documents, tokenizer and int(tokenizer.sizes[targets[targets != -1]].sum())
@@ -591,7 +589,7 @@ def text_tokens(path, tokenizer):
     if source.chats:
         raise ValueError(f"{path} has conversations: prepare them, and give the folder as --dataset")
     for document in source.documents():
-        texts = [text for text, _ in pieces(document, tokenizer)]
+        texts = [text for text, _ in pieces(document, tokenizer.can_cut)]
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
     if ending(path) not in FORMATS:
         documents = [np.concatenate(documents)]

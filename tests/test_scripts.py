@@ -42,9 +42,10 @@ def test_advice_leads_from_a_text_to_a_model_its_samples_and_an_export(tmp_path,
         assert commands
         return capsys.readouterr().out
 
-    with pytest.raises(FileNotFoundError, match='data/my_byte is not prepared') as error:
+    with pytest.raises(FileNotFoundError, match='data/my_byte is not prepared: .*`python prepare.py SOURCE`'):
         run('train.py', '--dataset=data/my_byte')
-    said = follow(follow(error.value), *TOY[1:], '--block_size=32', '--max_iters=60', '--out_dir=out dir')
+    run('prepare.py', 'my.txt')
+    said = follow(capsys.readouterr().out, *TOY[1:], '--block_size=32', '--max_iters=60', '--out_dir=out dir')
     greedy = ['--start=It was', '--num_samples=1', '--max_new_tokens=12', '--temperature=0', *CPU]
     sampled = re.search(r'^It was.*$', follow(said, *greedy), re.M)[0]
     pytest.importorskip('safetensors')
@@ -57,7 +58,7 @@ def test_advice_leads_from_a_text_to_a_model_its_samples_and_an_export(tmp_path,
     run(*train, *SHORT, '--out_dir=fine')
 
 
-def test_advice_about_special_tokens_leads_to_conversations(tmp_path, monkeypatch, capsys):
+def test_advice_leads_from_conversations_to_a_tuned_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path('my.txt').write_text('It was the best of times, it was the worst of times.\n' * 400, 'utf-8')
     Path('chats.jsonl').write_text('\n'.join(json.dumps({'messages': [
@@ -65,12 +66,9 @@ def test_advice_about_special_tokens_leads_to_conversations(tmp_path, monkeypatc
         for n in range(30)), 'utf-8')
     run('prepare.py', 'my.txt', '--tokenizer=bpe:300')
     run('train.py', '--dataset=my_bpe300', *TOY[1:], '--block_size=128', '--max_iters=6', '--out_dir=base')
-    chats = ['prepare.py', 'chats.jsonl', '--tokenizer=base', '--block_size=128']
-    with pytest.raises(ValueError, match='is a special token of the tokenizer') as error:
-        run(*chats, '--special_tokens=refuse')
-    run(*chats, re.search(r'--special_tokens=\w+', str(error.value))[0])
+    run('prepare.py', 'chats.jsonl', '--tokenizer=base', '--block_size=128')
     *_, command = advised(capsys.readouterr().out)
-    tuned = run(*command, *SHORT[1:], '--out_dir=fine')
+    tuned = run(*command, '--init_from=base', *SHORT[1:], '--out_dir=fine')
     assert tuned['model'].config.document_token is not None and tuned['first_it'] == 0
     assert 'warning' not in capsys.readouterr().out  # the base has this tokenizer
 
