@@ -817,13 +817,13 @@ def look(folder):
 
 
 def stop(number, _):
-    """Removes temporary files, then ends the workers and the program at once. An exception here could leave
+    """Removes temporary files, then ends the workers and the program. An exception here could leave
     the library waiting for its workers forever."""
     for other in signal.SIGINT, signal.SIGTERM:
         signal.signal(other, signal.SIG_IGN)
     cleanup.close()
     for worker in multiprocessing.active_children():
-        worker.kill()
+        worker.kill()  # before it prints that nobody reads its results
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -59,11 +60,18 @@ def in_processes(procs, work, items):
 
 
 def start_worker(work):
-    """Gives a new process its function, once."""
+    """Gives a new process its function, once. The process ends with the one that started it."""
     global work_of_worker
     work_of_worker = work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    """Ends this process, which may wait for a lock, when the one that started it has ended."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def work_in_worker(item):

@@ -357,12 +357,6 @@ def test_a_chat_template_that_fails_runs_no_code(template, message, tmp_path, mo
     assert os.listdir() == []
 
 
-@pytest.mark.parametrize('expression', [
-    'messages.__class__', 'dict.__base__', 'strftime_now.__code__', "'{0.__class__}'.format(1)"])
-def test_a_chat_template_sees_nothing_of_python(expression):
-    assert rendered('{{ ' + expression + ' }}') == ''
-
-
 # training a tokenizer ---------------------------------------------------------------------------------------
 def naive_bpe(counts, n_merges):
     """(tokens, {word: its tokens}) of byte pair encoding by definition: count all pairs, merge one, again."""
@@ -420,18 +414,6 @@ def test_bpe_of_a_text_is_that_of_its_words(monkeypatch):
     monkeypatch.setattr(flat_tokenizer, 'CHUNK', 3000)
     for procs in (1, 2):
         assert bpe_of(text, 300, procs=procs).state() == tok.state()
-
-
-def test_bpe_is_prepared_and_named_again_by_its_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    text = tok_texts()[0][:50_000]
-    Path('my.txt').write_text(text, encoding='utf-8')
-    prep_run(['my.txt', '--tokenizer=bpe:600'], capsys)
-    tok = prepare.load_tokenizer('data/my_bpe600')
-    assert ''.join(tok.decode(prep_ids('data/my_bpe600', split)) for split in ('train', 'val')) == text
-    assert tok.ranks == bpe_of(text[:45_000], 600).ranks  # of train alone
-    prep_run(['my.txt', '--tokenizer=data/my_bpe600'], capsys)
-    assert prepare.load_tokenizer('data/my_my_bpe600').state() == tok.state()
 
 
 def test_bpe_of_a_small_text_has_a_smaller_vocabulary(tmp_path, monkeypatch, capsys):
