@@ -40,7 +40,8 @@ from common import (
 
 import prepare
 import tokenizer as flat_tokenizer
-from tokenizer import JsonTokenizer, make_tokenizer
+from tokenizer import make_tokenizer
+from zoo.tokenizer_json import JsonTokenizer
 
 SHAKESPEARE = Path(PREP_DATA, 'tinyshakespeare.txt')
 SPLITS = ('train', 'val')

@@ -35,17 +35,15 @@ from tokenizer import (
     THOUGHTS,
     WORD_PATTERN,
     ByteTokenizer,
-    JsonTokenizer,
     TiktokenTokenizer,
     count_words,
-    json_tokenizer,
-    library_tokenizer,
     make_tokenizer,
     pieces,
     tokenizer_from_state,
     train_bpe,
 )
 from zoo import hub
+from zoo.tokenizer_json import JsonTokenizer, json_tokenizer, library_tokenizer
 
 transformers = pytest.importorskip('transformers', reason='the oracle of the parity tests')
 
