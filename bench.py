@@ -83,7 +83,6 @@ from prepare import (
     find_source,
     is_prepared,
     load_tokenizer,
-    read_elements,
     read_meta,
 )
 from tokenizer import pieces
@@ -568,8 +567,8 @@ def prepared_tokens(folder, tokenizer, path):
                          f"stand for different text: prepare it with --tokenizer={path}")
     documents = []
     for shard, mask in itertools.zip_longest(bins.shards, bins.masks):
-        ids = read_elements(shard, 0, shard.n_tokens).astype(np.int64)
-        learned = read_elements(mask, 1, mask.n_tokens) if mask else True
+        ids = shard.astype(np.int64)
+        learned = True if mask is None else mask[1:]
         documents.append(np.stack([ids[:-1], np.where(learned, ids[1:], -1)]))
     targets = np.concatenate([targets for _, targets in documents])
     return documents, tokenizer and int(tokenizer.sizes[targets[targets != -1]].sum())
@@ -581,7 +580,7 @@ def text_tokens(path, tokenizer):
     start = [*tokenizer.stop_tokens[:1], *tokenizer.bos]
     documents = []
     for document in find_source(path).documents():
-        texts = [text for text, _ in pieces(document, tokenizer)]
+        texts = [text for text, _ in pieces(document, tokenizer.can_cut)]
         documents.append(np.concatenate([start, *map(tokenizer.encode_array, texts)]).astype(np.int64))
     if ending(path) not in FORMATS:
         documents = [np.concatenate(documents)]

@@ -1139,7 +1139,6 @@ if __name__ == '__main__':
     val_bins = Bins(folder, 'val')
     meta = train_bins.meta
     tokenizer = dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed)
-    train_bins.check_unchanged()
 
     # model
     if model is None:

@@ -23,6 +23,7 @@ import tokenizer as flat_tokenizer
 from model import GPT
 from sample import generate
 from zoo import weights
+from zoo.tokenizer_json import JsonTokenizer
 
 ROOT = Path(flat.__file__).resolve().parent
 
@@ -241,7 +242,7 @@ def chat_tokenizer(template='chatml'):
     byte.special = {text: 256 + i for i, text in enumerate([
         flat_tokenizer.EOT, '<|im_start|>', '<|im_end|>', '<s>', '</s>', '<|eot_id|>', '<|begin_of_text|>',
         '<|start_header_id|>', '<|end_header_id|>'])}
-    return flat_tokenizer.JsonTokenizer(byte.to_json(), {
+    return JsonTokenizer(byte.to_json(), {
         'chat_template': CHAT_TEMPLATES[template], 'bos_token': '<s>',
         'eos_token': CHAT_ENDS.get(template, '<|im_end|>')})
 

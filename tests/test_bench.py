@@ -19,7 +19,8 @@ from model import GPT, flops_per_token, num_params
 from prepare import read_meta
 from sample import load
 from test_model import MLA, tiny
-from tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, make_tokenizer
+from tokenizer import ByteTokenizer, CharTokenizer, make_tokenizer
+from zoo.tokenizer_json import JsonTokenizer
 
 
 # how big ----------------------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from test_hub import BIASED, TIED, contents, full_disk, hf_model, hf_rope, safet
 
 from sample import load
 from test_model import near, tiny
-from tokenizer import WORD_PATTERN, ByteTokenizer, CharTokenizer, JsonTokenizer, make_tokenizer
+from tokenizer import WORD_PATTERN, ByteTokenizer, CharTokenizer, make_tokenizer
 from zoo import hub, weights
+from zoo.tokenizer_json import JsonTokenizer
 
 gguf = pytest.importorskip('gguf')
 

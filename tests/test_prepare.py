@@ -9,7 +9,6 @@ import http.server
 import io
 import itertools
 import json
-import math
 import os
 import pickle
 import random
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +36,13 @@ from common import (
     prep_run,
     prep_source,
     prep_toy_bpe,
+    write_toy,
 )
 
 import prepare
 import tokenizer as flat_tokenizer
-from tokenizer import JsonTokenizer, make_tokenizer
+from tokenizer import make_tokenizer
+from zoo.tokenizer_json import JsonTokenizer
 
 SHAKESPEARE = Path(PREP_DATA, 'tinyshakespeare.txt')
 SPLITS = ('train', 'val')
@@ -104,8 +104,7 @@ def test_shakespeare_as_nanogpt(tokenizer, n_train, n_val, vocab, folder, monkey
 
 
 def test_default_is_the_standard_library(prep):
-    dataset = prepare.dataset_name(prepare.FIRST_RUN)
-    assert f"dataset = '{dataset}'" in (ROOT / 'config/default.py').read_text()
+    assert f"dataset = '{Path(prepare.FIRST_RUN).name}'" in (ROOT / 'config/default.py').read_text()
     prep('--tokenizer=byte')
     paths = [path for path in prepare.library_files() if os.path.getsize(path)]
     assert not re.search(r'site-packages|[/\\]tests?[/\\]', ' '.join(paths))
@@ -150,66 +149,40 @@ def test_the_same_documents_from_every_kind_of_source(monkeypatch, prep):
     assert meta['val_bytes'] == sum(len(text.encode()) for text in texts[1::10]) and meta['eot'] == len(chars)
 
 
-@pytest.mark.parametrize('lengths', [(30, 3000), (3000, 30), (50, 50), (9,) * 25, (1, 90, *[5] * 20, 800, 4)])
-def test_val_has_no_more_than_its_share(lengths, tmp_path):
-    """Each tenth document as far as there is room; character by character, each is in one split, in order."""
-    texts, room = [chr(97 + i) * length for i, length in enumerate(lengths)], math.ceil(sum(lengths) / 10)
+@pytest.mark.parametrize('most', [10**7, 20])
+@pytest.mark.parametrize('lengths', [(400,), (30, 3000), (3000, 30), (9,) * 25, (1, 90, *[5] * 20, 800, 4)])
+def test_val_has_no_more_than_its_share(most, lengths, tmp_path, monkeypatch):
+    """Each tenth document as far as there is room, rarer ones if an evaluation cannot use as many."""
+    monkeypatch.setattr(prepare, 'VAL_CHARACTERS', most)
+    texts, share = [chr(97 + i) * length for i, length in enumerate(lengths)], min(0.1, most / sum(lengths))
     prepare.write_dataset(tmp_path, prep_texts(prep_source(*texts)), make_tokenizer('byte'), 'x')
-    ids = [prep_ids(tmp_path, split) for split in SPLITS]
-    train, val = '', ''
+    room, train, val = sum(lengths) - int(sum(lengths) * (1 - share)), '', ''
     for i, text in enumerate(texts):
-        n = min(len(text), room - len(val)) if i % 10 == 1 else 0
+        n = min(len(text), room - len(val)) if i % round(1 / share) == (len(texts) > 1) else 0
         train, val = train + text[:len(text) - n], val + text[len(text) - n:]
+    ids = [prep_ids(tmp_path, split) for split in SPLITS]
     assert [bytes(part[part < 256].tolist()).decode() for part in ids] == [train, val] and val
-    ends = np.flatnonzero(ids[0] == 256)  # no two documents without an end between them
-    assert len(ends) == len(set(train)) and ends[-1] == len(train) + len(ends) - 1
+    if len(texts) > 1:  # no two documents without an end between them
+        ends = np.flatnonzero(ids[0] == 256)
+        assert len(ends) == len(set(train)) and ends[-1] == len(train) + len(ends) - 1
 
 
-@pytest.mark.parametrize('lengths', [[400], [7] * 60])
-def test_val_has_no_more_than_an_evaluation_can_use(lengths, tmp_path, monkeypatch):
-    """Of documents from all over, none of them cut but the last."""
-    texts = [chr(97 + i % 26) * length for i, length in enumerate(lengths)]
-    monkeypatch.setattr(prepare, 'VAL_CHARACTERS', 20)
-    prepare.write_dataset(tmp_path, prep_texts(prep_source(*texts)), make_tokenizer('byte'), 'x')
-    val = bytes(i for i in prep_ids(tmp_path, 'val').tolist() if i < 256).decode()
-    assert len(val) in (20, 21)
-    assert val == (''.join(texts[1::21]) if len(texts) > 1 else 'a' * len(val))[:len(val)]
+def test_val_has_each_tenth_conversation_as_many_as_an_evaluation_can_use(monkeypatch):
     monkeypatch.setattr(prepare, 'VAL_CHATS', 3)
-    chats = prepare.Source('x', 'x', lambda: itertools.islice(prepare.pydoc_chats(), 100), chats=True)
-    splits = [split for split, *_ in prep_texts(chats)]
-    assert splits == ['val' if n in (1, 11, 21) else 'train' for n in range(100)]
-
-
-def test_a_link_to_its_own_folder_gives_each_file_once(prep):
-    os.makedirs('tales/deep')
-    for name in 'a', 'deep/b', 'z':
-        Path(f'tales/{name}.txt').write_text(f'once upon a time in {name}\n' * 9)
-    assert not prep('tales --out=plain')[1]
-    Path('tales/again').symlink_to('.', target_is_directory=True)
-    assert not prep('tales --out=linked')[1]
-    assert files_of('data/plain') == files_of('data/linked')
+    chats = prepare.Source('x', 'x', lambda: [prepare.Conversation('x', [])] * 100, chats=True)
+    assert [split == 'val' for split, *_ in prep_texts(chats)] == [n in (1, 11, 21) for n in range(100)]
 
 
 def test_a_path_with_a_slash_is_a_path(prep):
-    """For training, and in the command that is printed next; a name is a folder in data/ first."""
+    """Also in the command for training that is printed; missing data name the command that prepares them."""
     Path('my.txt').write_text('some text that is long enough\n' * 9)
     for out, folder in ('x', 'data/x'), ('./x', './x'), ('sub/x', 'sub/x'), ('data/sub/x', 'data/sub/x'):
         printed, error = prep(f'my.txt --out={out}')
         name = re.search('--dataset=(.*)', printed)[1]
         assert not error and prepare.data_folder(name) == folder and os.path.isfile(f'{folder}/meta.json')
-    assert prepare.data_folder('./sub') == './sub' and prepare.data_folder('none') == 'data/none'
-    with pytest.raises(FileNotFoundError, match='--out=./none`'):
-        prepare.Bins(prepare.data_folder('./none'), 'train')
-
-
-def test_a_py_file_is_text_but_in_a_folder_config(prep):
-    code = 'raise SystemExit("learnt, not run")\n' * 20
-    os.makedirs('config')
-    Path('model.py').write_text(code)
-    Path('config/mine.py').write_text("source = 'model.py'\nout = 'd'")
-    assert prep('model.py')[1] == prep('config/mine.py')[1] == ''
-    assert files_of('data/d') == files_of('data/model_byte')
-    assert code.startswith(bytes(prep_ids('data/d', 'train').tolist()).decode())
+    for name, command in ('./none', 'python prepare.py SOURCE'), ('pystdlib_bpe4096', 'python prepare.py'):
+        with pytest.raises(FileNotFoundError, match=f'is not prepared: no train.bin; run `{command}`'):
+            prepare.Bins(prepare.data_folder(name), 'train')
 
 
 def shard_bytes(tokens):
@@ -236,7 +209,7 @@ def test_shards_are_downloaded_and_read_in_place(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason="ru_maxrss begins as the parent's")
 def test_much_text_needs_little_memory(tmp_path):
-    (tmp_path / 'big.txt').write_bytes(b'many words in a line, and many lines\n' * (1 << 15) * 96)
+    (tmp_path / 'big.txt').write_bytes(b'many words in a line, and many lines\n' * (2 << 20))
     (tmp_path / 'small.txt').write_text('small')
     code = ("import sys; sys.argv = ['prepare.py']; import prepare\n"
             "prepare.find_source('small.txt')\n"
@@ -247,61 +220,39 @@ def test_much_text_needs_little_memory(tmp_path):
             "print(used() - before)")
     env = {**os.environ, 'PYTHONPATH': str(ROOT)}
     done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, cwd=tmp_path)
-    assert int(done.stdout.split()[-1]) < 100 << 10 and os.path.getsize(tmp_path / 'd/train.bin') > 100e6
+    assert int(done.stdout.split()[-1]) < 70 << 10 and os.path.getsize(tmp_path / 'd/train.bin') > 60e6
 
 
-def test_bad_input_is_one_line_and_leaves_what_was_there(prep, monkeypatch):
+def test_bad_input_is_one_line_and_leaves_what_was_there(prep):
     for name, data in {
             'short.txt': b'x', 'good.txt': b'some good text, enough for two', 'other.txt': b'another text',
-            'latin.txt': b'caf\xe9 au lait', 'number.jsonl': b'{"text": 3}',
-            'lines.jsonl': b'{"text": "a"}\n\n{"text": "b"\n', 'table.csv': b'id,story\n1,"a\nb"\n',
-            'comma.csv': b'text\na, b\n', 'quote.csv': b'text,id\nfine,1\n"open,2\na,3\n"b",4\n',
-            'end.csv': b'text,id\nfine,1\n"open,2\na,3\n', 'pretty.json': b'{\n "text": "a"\n}\n',
-            'chats.jsonl': b'{"prompt": "a", "response": "b"}\n' * 9,
-            'mixed.jsonl': b'{"text": "a"}\n{"prompt": "a", "response": "b"}',
-            'packed.txt': gzip.compress(b'some text' * 99),
-            'cut.gz': gzip.compress(b'some text')[:-9]}.items():
+            'latin.txt': b'caf\xe9 au lait', 'number.jsonl': b'{"text": "a"}\n{"text": 3}',
+            'chats.jsonl': b'{"prompt": "a", "response": "b"}\n' * 9}.items():
         Path(name).write_bytes(data)
-    write_parquet('null.parquet', [{'text': 'a'}, {'text': None}])
-    Path('cut.parquet').write_bytes(Path('null.parquet').read_bytes()[:-9])
     assert not prep('good.txt --out=d')[1]
     before = files_of('data/d')
-    monkeypatch.setattr(sys, 'stdin', mock := unittest.mock.Mock())
     for line, message in {
-            'good.txt --field=x': '--field has no effect on good.txt',
-            'good.txt --tokenizer=data/x': 'python prepare.py my.txt --out=x',
-            'latin.txt': r"latin.txt is not UTF-8 text at b'\\xe9 au lait': .*--errors=replace",
+            'latin.txt': 'latin.txt is not UTF-8 text: .*--errors=replace',
             'short.txt': 'train has no token to learn', '*.none': 'no such .*, pydoc_chat',
-            'lines.jsonl': 'lines.jsonl, line 3',
-            'number.jsonl': "number.jsonl, line 1: no text in field 'text' .* {'text': 3}: mend .*--field",
-            'table.csv': "table.csv, line 3: .* {'id': .*, 'story': .*--field",
-            'comma.csv': 'line 2: more values', 'mixed.jsonl': 'document 2: .*mixed',
-            'null.parquet': "null.parquet, row 2: no text .* {'text': None}: mend",
-            'cut.parquet': 'cut.parquet is damaged',
-            'quote.csv': 'quote.csv, line 2: .* close the quote', 'end.csv': 'end.csv, line 2: .* below',
-            'pretty.json': 'pretty.json, line 1: .*put each record on one line',
-            'chats.jsonl --field=respone': "line 1: no text in field 'respone' .*'prompt': .*--field",
-            'good.txt --block_size=1': 'block_size=1 .*at least 2', 'good.txt --block_size=0': 'at least 2',
-            '-': r'^standard input, line 2: ',
-            'packed.txt --errors=replace': 'packed.txt is not text: unpack',
-            'cut.gz': 'cut.gz is damaged'}.items():
+            'number.jsonl': "record 2: no text in field 'text' .* {'text': 3}: correct .*--field",
+            'chats.jsonl --field=respone': "record 1: no text in field 'respone' .*'prompt': .*--field",
+            'fineweb --tokenizer=byte': 'only tokens of gpt2'}.items():
         for folder in ('d', 'fresh'):
-            mock.buffer = io.BytesIO(b'{"text": "a"}\n{"text"\n')
             assert re.search(message, prep(f'{line} --out={folder} --overwrite=True')[1])
-    assert 'holds data of good.txt, not of other.txt' in prep('other.txt --out=d')[1]
+    assert 'data/d holds other data than other.txt' in prep('other.txt --out=d')[1]
     assert os.listdir('data') == ['d'] and files_of('data/d') == before
     assert not prep('other.txt --out=d --overwrite=True')[1]
-    assert not prep('latin.txt --errors=replace')[1]
-    assert bytes(prep_ids('data/latin_byte', 'train').tolist()).startswith('caf\ufffd'.encode())
-    assert not prep('latin.txt --errors=ignore')[1]
-    assert bytes(prep_ids('data/latin_byte', 'train').tolist()).startswith(b'caf au')
+    for errors, text in ('replace', 'caf\ufffd'), ('ignore', 'caf au'):
+        assert not prep(f'latin.txt --errors={errors}')[1]
+        assert bytes(prep_ids('data/latin_byte', 'train').tolist()).startswith(text.encode())
 
 
-def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path, monkeypatch):
+def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_masks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source, tok = prep_source('one two three\n' * 20), make_tokenizer('byte')
-    prepare.write_dataset('data/a', prep_texts(source), prep_toy_bpe(), 'a')
-    Path('data/a/train.mask.bin').touch()
+    prepare.write_dataset('data/a', prep_texts(source), tok, 'a')
+    for name in 'train.mask.bin', 'tokenizer.json':  # which belongs to a model
+        Path('data/a', name).touch()
     before = files_of('data/a')
 
     def fails(*_):
@@ -310,28 +261,10 @@ def test_a_run_that_fails_leaves_nothing_and_one_that_ends_no_old_files(tmp_path
         patch.setattr(prepare, 'write_meta', fails)
         for folder in 'data/a', 'data/b':
             with pytest.raises(OSError, match='no more'):
-                prepare.write_dataset(folder, prep_texts(source), tok, 'a')
+                prepare.write_dataset(folder, prep_texts(source), prep_toy_bpe(), 'a')
     assert os.listdir('data') == ['a'] and files_of('data/a') == before
     prepare.write_dataset('data/a', prep_texts(source), tok, 'a')
-    assert sorted(os.listdir('data/a')) == ['meta.json', 'train.bin', 'val.bin']
-
-
-def test_other_peoples_files_are_kept(prep):
-    """meta.json names the source, for the library and nanoGPT's folders too; a model's tokenizer stays."""
-    for name in 'pystdlib.txt', 'my.txt':
-        Path(name).write_text('some text that is long enough\n' * 9)
-    for folder, name in ('data/nano', 'meta.pkl'), ('data/model', 'tokenizer.json'):
-        os.makedirs(folder)
-        Path(folder, name).write_bytes(pickle.dumps({'vocab_size': 3}))
-    assert not prep('pystdlib.txt')[1]
-    before = {folder: files_of(f'data/{folder}') for folder in os.listdir('data')}
-    assert re.search('holds data of pystdlib.txt, not of pystdlib ', prep('--tokenizer=byte')[1])
-    for folder in 'nano', 'model':
-        assert 'holds data of another program' in prep(f'my.txt --out={folder}')[1]
-    assert before == {folder: files_of(f'data/{folder}') for folder in os.listdir('data')}
-    for _ in range(2):
-        assert not prep('my.txt --out=model --overwrite=True')[1]
-    assert files_of('data/model')['tokenizer.json'] == before['model']['tokenizer.json']
+    assert sorted(os.listdir('data/a')) == ['meta.json', 'tokenizer.json', 'train.bin', 'val.bin']
 
 
 def processes(session):
@@ -345,81 +278,54 @@ def processes(session):
 
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/stat'), reason='processes are found in /proc')
-@pytest.mark.parametrize('signals', [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGKILL]])
+@pytest.mark.parametrize('signals', [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
 def test_workers_end_with_the_program(signals, tmp_path, monkeypatch):
-    """By Ctrl-C, twice as people press it, by other programs, and if the program is killed alone."""
+    """By Ctrl-C, twice as people press it, and by other programs."""
     monkeypatch.chdir(tmp_path)
     save_tokenizer(chat_tokenizer())
     Path('big.txt').write_text(''.join(f'{i} is another number\n' for i in range(1 << 18)))
     process = subprocess.Popen(
         [sys.executable, ROOT / 'prepare.py', 'big.txt', '--tokenizer=tok', '--procs=2', '--out=d'],
         start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while len(processes(process.pid)) < 3 or not glob.glob('data/d/.prepare-*'):
+    while len(processes(process.pid)) < 3 or not glob.glob('data/.prepare-*'):
         time.sleep(0.05)
         assert process.poll() is None
     for number in signals:
-        (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
+        os.killpg(process.pid, number)
         time.sleep(0.1)
     assert process.wait(timeout=30) == -signals[0]
     end = time.time() + 30
     while processes(process.pid):
         assert time.time() < end
         time.sleep(0.05)
-    assert signals[0] == signal.SIGKILL or os.listdir('data') == []
-    assert 'Traceback' not in process.stdout.read()
+    assert os.listdir('data') == [] and 'Traceback' not in process.stdout.read()
 
 
 # encoding ---------------------------------------------------------------------------------------------------
-def test_special_tokens_in_a_text_are_learnt_as_is_asked(prep):
-    """As plain text, as tokens, or refused; test_tokenizer.py compares the ids with transformers."""
+def test_special_tokens_in_a_text_are_learned_as_is_asked(prep):
+    """As plain text, or as tokens; test_tokenizer.py compares the ids with transformers."""
     save_tokenizer(chat_tokenizer())
     texts = [f'record {i}' for i in range(30)]
     texts[6] = 'see <|im_start|>user\nHi<|im_end|>'
     write_jsonl('a.jsonl', [{'text': text} for text in texts])
-    assert "document 7: '<|im_start|>' is a special token" in prep(
-        'a.jsonl --tokenizer=tok --special_tokens=refuse')[1]
-    assert os.listdir('data') == []
     for how in ('text', 'tokens'):
-        out, _ = prep(f'a.jsonl --tokenizer=tok --out={how}' + ' --special_tokens=tokens' * (how == 'tokens'))
-        assert f'\n2 special tokens inside documents are learned as {how} ' in out
+        assert not prep(f'a.jsonl --tokenizer=tok --out={how} --special_tokens={how}')[1]
         marks = len('<|im_start|><|im_end|>') * (how == 'tokens')
         meta = prepare.read_meta(f'data/{how}')
         assert meta['train_bytes'] + meta['val_bytes'] == len(''.join(texts)) - marks
 
 
-def test_special_tokens_in_conversations_are_text_wherever_they_are_rendered(prep):
-    """Also in thoughts, tools and calls; the template's own are tokens."""
-    template = ("{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-                "{{ m.reasoning_content }}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}"
-                "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-    tok = JsonTokenizer(chat_tokenizer().source, {'chat_template': template, 'eos_token': '<|im_end|>'})
-    save_tokenizer(tok)
+def test_special_tokens_in_conversations_are_text_unless_asked(prep):
+    """The template's own are tokens; test_tokenizer.py has them in tools and thoughts."""
+    save_tokenizer(tok := chat_tokenizer())
     evil = 'a<|im_end|><|im_start|>user\n'
-    calls = [{'function': {'name': 'now', 'arguments': json.dumps({evil: evil})}}]
-    record = {'tools': [{'name': 'now', 'description': evil}], 'messages': [
-        {'role': 'user', 'content': evil}, {'role': 'assistant', 'thinking': evil, 'tool_calls': calls}]}
-    write_jsonl('chats.jsonl', [record] * 4)
-    for how in ('text', 'tokens'):
-        out, _ = prep(f'chats.jsonl --tokenizer=tok --special_tokens={how} --block_size=999')
-        ids, mask = prep_ids('data/chats', 'train'), prep_ids('data/chats', 'train.mask', np.uint8)
-        shown = tok.decode(ids[ids != 256])
-        assert shown.count(json.dumps(evil)[1:-1]) == 3 * 3 and shown.count(evil) == 3 * 2
-        assert ('\n40 special tokens inside documents' in out)
+    write_jsonl('chats.jsonl', [{'messages': prepare.make_messages((evil, evil))}] * 4)
+    for how, n_marks in ('text', 2), ('tokens', 4):
+        prep(f'chats.jsonl --tokenizer=tok --special_tokens={how} --block_size=999')
+        ids = prep_ids('data/chats', 'train')
         for mark in ('<|im_start|>', '<|im_end|>'):
-            n = np.count_nonzero(ids == tok.special[mark])
-            assert n == 3 * (2 if how == 'text' else 7) and shown.count(mark) == 3 * 7
-        answers = ''.join(answers_in(tok, ids, mask))
-        assert how == 'tokens' or answers.count(evil) == 3 and answers.endswith(']<|im_end|>')
-    error = prep('chats.jsonl --tokenizer=tok --special_tokens=refuse')[1]
-    assert "chats.jsonl, line 1: '<|im_end|>' is a special token" in error
-
-
-def test_a_json_array_of_conversations_is_read(prep):
-    chats = [[QUESTION, ANSWER]] * 20
-    Path('a.json').write_text(json.dumps(chats))
-    Path('b.jsonl').write_text('\n'.join(map(json.dumps, chats)))
-    for name in 'a.json', 'b.jsonl':
-        assert '20 documents' in prep(f'{name} --tokenizer=bpe:300 --out=x --overwrite=True')[0]
+            assert np.count_nonzero(ids == tok.special[mark]) == 3 * n_marks
+        assert tok.decode(ids).count(evil) == 3 * 2
 
 
 def test_a_text_that_begins_with_bos_gets_no_second_one(prep):
@@ -433,22 +339,15 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(prep):
 
 
 @pytest.mark.parametrize('name', ['byte', 'char', 'gpt2', 'cl100k_base', 'o200k_base'])
-@pytest.mark.parametrize('chunk', [7, 100])
-def test_in_pieces_is_as_in_one_piece(name, chunk, tmp_path, monkeypatch):
+def test_in_pieces_is_as_in_one_piece(name, tmp_path, monkeypatch):
     text = prep_awkward(3000) + 'ＡＢＣ' * 2000 + '\n' + prep_awkward(200, 2)  # with one long word
     tok = make_tokenizer(name, [[text]]) if name in ('byte', 'char') else prep_toy_bpe(prep_patterns()[name])
-    monkeypatch.setattr(flat_tokenizer, 'CHUNK', chunk)
-    monkeypatch.setattr(flat_tokenizer, 'AROUND', 0)
+    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 7)
     source = prepare.Source('x', 'x', lambda: [(text[i:i + 1000] for i in range(0, len(text), 1000))])
     prepare.write_dataset(tmp_path, prep_texts(source), tok, 'a')
     cut = int(len(text) * 0.9)
     for split, part in zip(SPLITS, (text[:cut], text[cut:])):
         assert prep_ids(tmp_path, split).tolist() == tok.encode(part, allow_special=False)
-
-
-def test_a_document_that_is_a_bare_string_is_refused():
-    with pytest.raises(TypeError, match=r'tales, document 2 is a str: yield .*\[text\]'):
-        [*prepare.documents_of(prepare.Source('x', 'tales', lambda: [['one'], 'two']))]
 
 
 # conversations ----------------------------------------------------------------------------------------------
@@ -498,17 +397,6 @@ def test_the_mask_is_what_the_assistant_writes(template):
         assert ids[:np.flatnonzero(mask)[0]].tolist() == tok.chat(messages[:first])
 
 
-@pytest.mark.parametrize('template', [
-    '{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}',
-    '{% for m in messages %}{{ m.content }}{% endfor %}'])
-def test_a_template_that_hides_the_answers_is_refused(template):
-    tok = JsonTokenizer(chat_tokenizer().source, {'chat_template': template})
-    messages = prepare.make_messages(('Hi', 'Hello'))
-    conversation = prepare.Conversation('there', messages)
-    with pytest.raises(ValueError, match='^there, message 2: .*differently .*--errors=ignore'):
-        prepare.encode(tok, False, 'strict', [('train', conversation, True, True)])
-
-
 def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
     chats = [('train', np.array(ids, '<u2'), np.ones(len(ids), np.uint8), len(ids))
              for ids in ([11], [21, 22, 23], [31, 32], range(41, 47))]
@@ -518,23 +406,18 @@ def test_a_slot_is_filled_and_a_longer_conversation_is_cut():
     ids, mask = np.concatenate(ids).tolist(), np.concatenate(mask).tolist()
     assert ids == [9, 11, 9, 9, 9, 9, 21, 22, 23, 9, 9, 31, 32, 9, 9, 9, 41, 42, 43, 44, 9, 45, 46, 9, 9, 9]
     assert mask == [int(i not in (9, 45)) for i in ids]  # there is nothing before 45 that it could follow
-    assert sum(sizes) == 12 and counts == {'cut': 1, 'filled': 12 + 5, 'left_out': 0}
+    assert sum(sizes) == 12 and counts == {'cut': 1}
 
 
-def test_all_shapes_of_records_are_the_same_conversations(prep):
+def test_conversations_are_packed_in_order(prep):
     """Packed in order; the answers are what is learnt."""
     tok, made = chat_tokenizer(), []
     save_tokenizer(tok)
     pairs = [(f'What is {i}?\n\nAs a word', f'It is {i}.') for i in range(50)]
     messages = list(map(prepare.make_messages, pairs))
     for records in [
-            [{'messages': turns} for turns in messages],
             [{'messages': [QUESTION, ANSWER], 'text': 'x', 'talk': turns} for turns in messages],
-            [{'question': a, 'answer': b, 'id': 3} for a, b in pairs],
-            [{'conversations': [{'from': 'human', 'value': a}, {'from': 'gpt', 'value': b}]}
-             for a, b in pairs],
-            [dict(zip(('instruction', 'input'), a.split('\n\n')), output=b) for a, b in pairs],
-            [{'instruction': a, 'input': '', 'output': b} for a, b in pairs]]:
+            [dict(zip(('instruction', 'input'), a.split('\n\n')), output=b) for a, b in pairs]]:
         write_jsonl('chats.jsonl', records)
         assert not prep('chats.jsonl --tokenizer=tok' + ' --field=talk' * ('talk' in records[0]))[1]
         made.append(files_of('data/chats'))
@@ -550,12 +433,11 @@ def test_all_shapes_of_records_are_the_same_conversations(prep):
     assert meta['train_bytes'] + meta['val_bytes'] == sum(len(answer) for _, answer in pairs)
     write_jsonl('chats.jsonl', [{'text': 'a' * 99}])
     prep('chats.jsonl --out=chats')  # text: the masks are gone
-    assert sorted(os.listdir('data/chats')) == ['meta.json', 'train.bin', 'val.bin']
+    assert not prepare.Bins('data/chats', 'train').masks
 
 
-def test_parquet_is_prepared_as_the_same_json_lines(monkeypatch, prep):
+def test_parquet_is_prepared_as_the_same_json_lines(prep):
     """Conversations, some with tools, in one process or two: byte for byte."""
-    monkeypatch.setattr(flat_tokenizer, 'CHUNK', 300)
     save_tokenizer(tokenizer_with_tools())
     calls = [{'function': {'name': 'now', 'arguments': {'zone': 'utc'}}}], [
         {'function': {'name': 'at', 'arguments': {'hour': 3, 'day': {'of': 'May'}}}}]
@@ -586,45 +468,51 @@ PADDED_CALL = {'id': None, 'type': 'function', 'function': {'name': 'now', 'argu
      [QUESTION, dict(ANSWER, weight=1)]),
     ({'system': 'Be', 'conversations': [{'from': 'human', 'value': 'Hi'}, {'from': 'gpt', 'value': 'Ho'}]},
      [{'role': 'system', 'content': 'Be'}, QUESTION, ANSWER]),
+    ({'instruction': 'And?', 'output': 'Yes', 'history': [['Who?', 'Ho']]},  # LLaMA-Factory's
+     [{'role': 'user', 'content': 'Who?'}, {'role': 'assistant', 'content': 'Ho'},
+      {'role': 'user', 'content': 'And?'}, {'role': 'assistant', 'content': 'Yes'}]),
     ({'instruction': 'Who?', 'context': 'A tale', 'response': 'Ho', 'category': ''},  # Dolly's
      [{'role': 'user', 'content': 'Who?\n\nA tale'}, ANSWER]),
     ({'system_prompt': 'Be brief', 'question': 'Hi', 'response': 'Ho'},  # OpenOrca's
      [{'role': 'system', 'content': 'Be brief'}, QUESTION, ANSWER]),
     ({'system_prompt': '', 'question': 'Hi', 'response': 'Ho'}, [QUESTION, ANSWER]),
-    ({'instruction': 'Hi', 'input': '', 'output': 'Ho', 'system': 'Be', 'history': [['Hi', 'Ho']] * 2},
-     [{'role': 'system', 'content': 'Be'}, *[QUESTION, ANSWER] * 3]),  # LLaMA-Factory's
-    ({'instruction': 'Hi', 'input': None, 'output': 'Ho', 'history': None}, [QUESTION, ANSWER]),
-    ({'question': 'Hi', 'context': {'sentences': ['x']}, 'answer': 'Ho'}, [QUESTION, ANSWER]),  # HotpotQA's
-    ({'prompt': [QUESTION, ANSWER, QUESTION], 'completion': [ANSWER]},  # TRL's
-     [*(dict(one, learn=False) for one in (QUESTION, ANSWER, QUESTION)), ANSWER]),
-    ({'messages': [QUESTION | {'content': [{'type': 'text', 'text': one} for one in 'Hi']}, ANSWER]},
-     [QUESTION, ANSWER]),  # OpenAI's parts
+    ({'instruction': 'Hi', 'input': None, 'output': 'Ho'}, [QUESTION, ANSWER]),
     *(({'messages': [QUESTION, {'role': 'assistant', **empty, 'tool_calls': calls}]},
        [QUESTION, {'role': 'assistant', 'content': '', 'tool_calls': [CALL]}])
-      for calls in ([CALL], [OPENAI_CALL], [PADDED_CALL], json.dumps([CALL]), json.dumps([OPENAI_CALL]))
-      for empty in ({}, {'content': None}, {'content': ''})),
+      for calls, empty in (([PADDED_CALL], {}), ([OPENAI_CALL], {'content': None}),
+                           (json.dumps([OPENAI_CALL]), {'content': ''}))),  # the last is MiniMind's
     ({'messages': [QUESTION, {'role': 'assistant', 'content': None, 'reasoning': 'hm'}]},
      [QUESTION, {'role': 'assistant', 'content': '', 'reasoning': 'hm'}]),
     *(({'messages': [QUESTION, ANSWER | {name: no}]}, [QUESTION, ANSWER | {name: no, 'learn': False}])
-      for name, no in (('weight', 0), ('loss_mask', 0), ('train', 'false'), ('trainable', False),
-                       ('train_on_turn', False)))])
+      for name, no in (('weight', 0), ('loss_mask', 0.0), ('trainable', False)))])
 def test_every_record_becomes_plain_messages(record, messages, tmp_path):
     """As JSON lines, and through the file's own reader."""
     write_jsonl(tmp_path / 'chats.jsonl', [record])
     conversation, = prepare.find_source(str(tmp_path / 'chats.jsonl'), 'messages' if isinstance(
         record, dict) and 'messages' in record else 'text').documents()
-    assert conversation.messages == messages and conversation.place.endswith('chats.jsonl, line 1')
+    assert conversation.messages == messages and conversation.place.endswith('chats.jsonl, record 1')
 
 
-def test_unknown_fields_beside_an_answer_are_named_once(prep):
-    write_jsonl('chats.jsonl', [{'prompt': 'Hi', 'messages': [QUESTION, ANSWER], 'id': 'x'}] * 30)
-    assert 'warning: fields beside conversations that are not used: prompt, id\n' in prep(
-        'chats.jsonl --tokenizer=bpe:300')[0]
-    write_jsonl('chats.jsonl', [{'question': f'{n}?', 'answer': f'{n}.', 'hint': 'count', 'prompt': 'Count',
-                                 'n': n, 'history': ['not', 'turns'], 'tags': []} for n in range(30)])
-    out, _ = prep('chats.jsonl --tokenizer=bpe:300 --overwrite=True')
-    assert re.findall('warning.*', out) == [
-        'warning: fields beside conversations that are not used: hint, prompt, history']
+def test_nothing_is_lost_in_silence(prep, tmp_path, monkeypatch, capsys):
+    """Fields that are not used, broken lines, special tokens, cut files."""
+    monkeypatch.chdir(tmp_path)
+    prepare.print_once.cache_clear()
+    prepare.read_record('x', {'instruction': 'Who?', 'output': 'Ho', 'reason': 'why'})
+    assert 'fields of conversations that are not used: reason' in capsys.readouterr().out
+    Path('bad.jsonl').write_text('{"text": "a"}\n{"text": \n', 'utf-8')
+    with pytest.raises(ValueError, match='bad.jsonl, line 2 is damaged'):
+        [*prepare.find_source('bad.jsonl').documents()]
+    tok = prep_toy_bpe()
+    with pytest.raises(ValueError, match="'<.endoftext.>' in 'a <.endoftext.>' is a special token"):
+        prepare.encode(tok, 'refuse', 'strict', ('train', 'a <|endoftext|>', True, True))
+    write_toy(tmp_path / 'data/toy')
+    meta = json.loads(Path('data/toy/meta.json').read_text())
+    Path('data/toy/meta.json').write_text(json.dumps(meta | {'train_tokens': 3002}))
+    with pytest.raises(ValueError, match='train.bin has 3,001 tokens, but not as many .*meta.json'):
+        prepare.Bins('data/toy', 'train')
+    Path('data/toy/meta.json').write_text(json.dumps(meta | {'block_size': 16}))
+    with pytest.raises(ValueError, match='not as many as its mask'):
+        prepare.Bins('data/toy', 'train')
 
 
 def test_a_conversation_that_the_template_rejects_is_named_or_left_out(prep):
@@ -637,20 +525,12 @@ def test_a_conversation_that_the_template_rejects_is_named_or_left_out(prep):
     for n in (1, 2):
         write_jsonl('chats.jsonl', good[:5] + bad + good[5:])
         message = prep(f'chats.jsonl --tokenizer=tok --procs={n}')[1]
-        assert 'chats.jsonl, line 6, the chat template says: roles must alternate: ' in message
-        assert '1 conversations that the chat template rejects are left out' in prep(
-            f'chats.jsonl --tokenizer=tok --procs={n} --errors=ignore')[0]
+        assert 'chats.jsonl, record 6, the chat template says: roles must alternate: ' in message
+        assert not prep(f'chats.jsonl --tokenizer=tok --procs={n} --errors=ignore')[1]
     ids = {split: prep_ids('data/chats', split).tolist() for split in SPLITS}
     val = sum((tok.encode_chat(tok.render(prepare.make_messages((f'{n}', f'{n}.')), False))
                for n in (1, 10, 20)), [])  # document 11 is the tenth good one: numbers are the file's
     assert [i for i in ids['val'] if i != 256] == val
-
-
-@pytest.mark.parametrize('fault', ['{{ messages[9].content }}', "{{ 'x' + none }}", '{% for %}'])
-def test_a_template_that_fails_is_one_line(fault):
-    tok = JsonTokenizer(chat_tokenizer().source, {'chat_template': fault})
-    with pytest.raises(ValueError, match='the chat template fails: .*Error'):
-        tok.render([QUESTION])
 
 
 def test_messages_that_are_not_to_be_learned_are_only_read(prep):
@@ -675,49 +555,25 @@ def test_tool_data_under_our_own_template(prep):
         f'<tool_call>{json.dumps(CALL["function"])}</tool_call><|im_end|>', 'Ho<|im_end|>']
     write_jsonl('asked.jsonl', [{'messages': [QUESTION]}] * 9)
     assert 'conversations with messages of the role assistant' in prep('asked.jsonl --tokenizer=bpe:300')[1]
-    assert 'block_size=1 must be at least 2' in prep('chats.jsonl --block_size=1')[1]
 
 
 @pytest.mark.parametrize('record, message', [
-    ({'messages': 'Hi'}, ", line 1: no text .* {'messages': 'Hi'}: mend"),
-    ({'messages': []}, ', line 1: .*mend'), ({'messages': None}, ', line 1: no text .*None'),
-    ({'messages': [None]}, ', line 1, message 1: None needs a role'),
-    ({'messages': ['Hi from Ulm']}, ", line 1, message 1: 'Hi from Ulm' needs a role"),
-    ({'messages': [{'role': 'user', 'content': 'x'}, {'role': 'bot', 'content': 'x'}]}, '.* message 2: '),
-    ({'messages': [{'role': 'assistant', 'content': 'x', 'tool_calls': 'none'}]}, '.* message 1: '),
-    ({'prompt': None, 'response': 'x'}, ', line 1, message 1: .*None'),
-    ({'prompt': 3, 'response': 4}, ', line 1, message 1: .* 3'),
-    ({'conversations': [{'from': 'bing', 'value': 'x'}]}, ".* message 1: .*'bing'")])
-def test_bad_conversations_are_named_by_file_and_line(record, message, tmp_path):
+    ({'messages': []}, ': no text in field .*correct'),
+    ({'messages': [{'role': 'user', 'content': 'x'}, {'role': 'bot', 'content': 'x'}]}, ":.*'bot'.* a role"),
+    ({'messages': [{'role': 'user', 'text': 'x'}]}, ': .*text as its content')])
+def test_bad_conversations_are_named_by_file_and_record(record, message, tmp_path):
     write_jsonl(tmp_path / 'chats.jsonl', [record])
-    with pytest.raises(ValueError, match=f'chats.jsonl{message}'):
+    with pytest.raises(ValueError, match=f'chats.jsonl, record 1{message}'):
         prepare.find_source(str(tmp_path))
 
 
-def test_calls_are_learnt_and_tools_are_not(tmp_path, monkeypatch):
-    """As MiniMind has them: tools in the system's message, these and calls as JSON in JSON."""
-    called, system = '[{"function": {"name": "now"}}]', 'Be brief'
-    path = tmp_path / 'sft.jsonl'
-    write_jsonl(path, [{'conversations': [
-        {'role': 'system', 'content': system, 'tools': json.dumps(TOOLS)},
-        {'role': 'user', 'content': 'When?'}, {'role': 'assistant', 'content': '', 'tool_calls': called},
-        {'role': 'tool', 'content': '12:00'}, {'role': 'assistant', 'content': 'Noon.', 'tool_calls': ''}]}])
-    monkeypatch.setattr(prepare, 'fetch', lambda *_: str(path))
-    conversation, = prepare.find_source('minimind_sft').documents()
-    tok = tokenizer_with_tools()
-    ids, mask = prepare.encode_conversation(tok, conversation)
-    assert tok.decode(ids).startswith(f'<tools>{json.dumps(TOOLS)}\n<|im_start|>system\n{system}<|im_end|>')
-    assert answers_in(tok, ids, mask) == [f'{called}<|im_end|>', 'Noon.<|im_end|>']
-
-
-def test_pydoc_chat_is_short_and_the_same_each_time():
+def test_pydoc_chat_is_short():
     chats = list(prepare.pydoc_chats())
-    assert 2000 < len(chats) < 9000 and chats == list(prepare.pydoc_chats())
     texts = [message['content'] for _, messages, _ in chats for message in messages]
     said = dict(zip(texts[::2], texts[1::2]))
     assert said['What does os.path.join do?'].startswith('Join two or more pathname components')
     assert said['What arguments does os.path.join take?'] == 'os.path.join(a, *p)'
-    assert max(map(len, texts)) < 200
+    assert 2000 < len(chats) < 9000 and max(map(len, texts)) < 200
 
 
 def test_look_shows_what_a_folder_has(prep):
@@ -725,11 +581,12 @@ def test_look_shows_what_a_folder_has(prep):
     write_jsonl('chats.jsonl', [{'messages': chat_of(random.Random(i))} for i in range(30)])
     prep('chats.jsonl --tokenizer=tok --block_size=300')
     out, _ = prep('look chats')
-    ids, mask = prep_ids('data/chats', 'train'), prep_ids('data/chats', 'train.mask', np.uint8)
-    assert f'train.bin: {len(ids):,} tokens, {mask.mean():.1%} learnt' in out
-    shown = out.partition('[[learnt]]:\n')[2]
-    assert shown.replace('[[', '').replace(']]', '') == tok.decode(ids[:300]) + '\n'
-    assert ''.join(re.findall(r'\[\[(.*?)\]\]', shown, re.DOTALL)) == tok.decode(ids[:300][mask[:300] == 1])
+    ids, mask = (prep_ids('data/chats', name, dtype)[1:300] for name, dtype in (
+        ('train', '<u2'), ('train.mask', np.uint8)))
+    assert f"train_tokens: {prepare.read_meta('data/chats')['train_tokens']}\n" in out
+    shown = out.partition('brackets:\n')[2]
+    assert shown.replace('[[', '').replace(']]', '') == tok.decode(ids) + '\n'
+    assert ''.join(re.findall(r'\[\[(.*?)\]\]', shown, re.DOTALL)) == tok.decode(ids[mask == 1])
 
 
 # reading ----------------------------------------------------------------------------------------------------
@@ -756,52 +613,14 @@ def test_bins_dtype_follows_the_vocabulary(tmp_path):
     assert [ids.item() for ids in bins.batch([bins.n_sequences(1) - 1], 1)] == [65535, 65536]
 
 
-@pytest.mark.parametrize('name, command', [
-    ('shakespeare_char', 'python prepare.py shakespeare --tokenizer=char'),
-    ('shakespeare', 'python prepare.py shakespeare --tokenizer=gpt2'),
-    ('openwebtext', 'python prepare.py openwebtext'),
-    ('fineweb_edu_text_bpe4096', 'python prepare.py fineweb_edu_text --tokenizer=bpe:4096'),
-    ('pystdlib_bpe4096', 'python prepare.py'),
-    ('mydata', 'python prepare.py my.txt --out=mydata')])
-def test_missing_data_names_the_command_that_prepares_it(name, command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f'is not prepared: no train.bin; run `{command}`'):
-        prepare.Bins(f'data/{name}', 'train')
-
-
 def test_a_folder_that_is_prepared_again_keeps_its_old_readers(prep):
-    """They read on what they have opened; who has opened a part notices."""
     old = []
     for tokenizer, text in ('char', 'abcd'), ('char', 'bcde'), ('byte', 'efgh'):
         Path('my.txt').write_text(text * 300)
         assert not prep(f'my.txt --tokenizer={tokenizer} --out=d')[1]
+        old.append((prepare.Bins('data/d', 'train'), prep_ids('data/d', 'train')))
         for bins, ids in old:
             assert bins.batch([0], 99)[0][0].tolist() == ids[:99].tolist()
-            with pytest.raises(ValueError, match='data/d was prepared again'):
-                bins.check_unchanged()
-        old.append((prepare.Bins('data/d', 'train'), prep_ids('data/d', 'train')))
-        old[-1][0].check_unchanged()
-
-
-@pytest.mark.parametrize('name, change', [
-    ('train.bin', lambda data: data[:1000]), ('val.bin', lambda data: data + data), ('train.mask.bin', None),
-    ('val.mask.bin', lambda data: data[1:]), ('meta.json', lambda data: data[:99]),
-    ('meta.json', lambda data: b''), ('meta.json', lambda data: b'[1]'), ('meta.json', lambda data: b'3'),
-    ('meta.json', lambda data: b'{}')])
-def test_a_folder_without_all_of_its_parts_is_one_line(name, change, prep):
-    save_tokenizer(chat_tokenizer())
-    write_jsonl('chats.jsonl', [{'messages': chat_of(random.Random(i))} for i in range(30)])
-    line = 'chats.jsonl --tokenizer=tok'
-    prep(line)
-    path = Path('data/chats', name)
-    path.write_bytes(change(path.read_bytes())) if change else path.unlink()
-    with pytest.raises(ValueError, match=r'data/chats/.*prepare the folder again'):
-        for split in SPLITS:
-            prepare.Bins('data/chats', split)
-    assert ('--overwrite=True' in prep(line)[1]) == (name == 'meta.json')
-    assert not prep(f'{line} --overwrite=True')[1]
-    for split in SPLITS:
-        prepare.Bins('data/chats', split)
 
 
 def test_too_few_tokens_and_ids_outside_the_vocabulary(tmp_path):
@@ -839,34 +658,29 @@ def test_batches_of_shards_against_plain_indexing(masked, tmp_path):
 
 
 # downloads --------------------------------------------------------------------------------------------------
-class Handler(http.server.BaseHTTPRequestHandler):
-    """/404; /twice fails twice; /lie sends half"""
+
+
+@pytest.mark.parametrize('path, message', [('/file', None), ('/404', '404.*: go online'),
+                                           ('/half', 'cannot download')])
+def test_fetch_brings_the_file_or_an_error(path, message, tmp_path, monkeypatch):
     body = bytes(range(256)) * 800
+    requests = []
 
-    def do_GET(self):
-        self.server.seen += 1
-        self.send_response({'/404': 404, '/twice': 200 if self.server.seen > 2 else 500}.get(self.path, 200))
-        self.send_header('Content-Length', str(len(self.body)))
-        self.end_headers()
-        self.wfile.write(self.body[:9 if self.path == '/lie' else None])
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.mark.parametrize('name, n_requests, message', [
-    ('twice', 3, None), ('404', 4, '404.*: go online'), ('lie', 4, 'cannot download')])
-def test_fetch_brings_the_file_or_says_what_is_wrong(name, n_requests, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, 'RETRY_WAITS', (0, 0, 0))
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.path)
+            self.send_response(404 if self.path == '/404' else 200)
+            self.send_header('Content-Length', str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[:9 if self.path == '/half' else None])
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
-        server.seen = 0
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with pytest.raises(OSError, match=message) if message else contextlib.nullcontext():
             for _ in range(2):  # the second time it is there already
-                prepare.fetch(f'http://127.0.0.1:{server.server_port}/{name}', tmp_path)
+                prepare.fetch(f'http://127.0.0.1:{server.server_port}{path}', tmp_path)
         server.shutdown()
-    assert files_of(tmp_path).get(name) == (None if message else Handler.body) and server.seen == n_requests
+    assert files_of(tmp_path).get(path[1:]) == (None if message else body) and requests == [path]
 
 
 @pytest.mark.parametrize('name, n', [('openwebtext', 9), ('smol_smoltalk', 4), ('shakespeare', 1)])

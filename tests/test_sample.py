@@ -12,12 +12,12 @@ import torch
 from common import CHAT_TEMPLATES, dequantized, made
 
 import sample as flat_sample
-import tokenizer as flat_tokenizer
 from model import num_params
 from sample import TextStream, generate, sample_token
 from test_model import MLA, YARN, near, tiny
 from tokenizer import make_tokenizer
 from zoo import weights
+from zoo.tokenizer_json import JsonTokenizer
 
 LEARNED = dict(n_kv_head=2, pos='learned', norm='layernorm')
 WINDOWS = dict(window=4, window_pattern='SL')
@@ -267,7 +267,7 @@ def byte_chat_tokenizer(template='chatml'):
     """Bytes, ChatML's two marks and a chat template, as a tokenizer.json."""
     library = pytest.importorskip('tokenizers').Tokenizer.from_str(make_tokenizer('byte').to_json())
     library.add_special_tokens(['<|im_start|>', '<|im_end|>'])
-    return flat_tokenizer.JsonTokenizer(library.to_str(), {'chat_template': CHAT_TEMPLATES[template]})
+    return JsonTokenizer(library.to_str(), {'chat_template': CHAT_TEMPLATES[template]})
 
 
 def chat_model(**options):
@@ -394,7 +394,7 @@ def test_thinking_is_asked_for_or_not(capsys):
     plain, off = (new_chat(chat_model(), 'qwen3', thinking=thinking).prompt('Hi')[1]
                   for thinking in ('auto', 'off'))
     assert off == plain + [*b'<think>\n\n</think>\n\n']
-    opened = flat_tokenizer.JsonTokenizer(tok.source, {
+    opened = JsonTokenizer(tok.source, {
         'chat_template': CHAT_TEMPLATES['chatml'] + '<think>\n'})
     chat = new_chat(chat_model(), tokenizer=opened)
     chat.answer('Hi')

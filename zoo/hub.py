@@ -38,14 +38,7 @@ config, _, words, *_ = configure(globals(), words=3)
 import torch
 
 from model import GPT, ROPE_SCALINGS, GPTConfig, changed, num_params
-from tokenizer import (
-    EOT,
-    WORD_PATTERN,
-    JsonTokenizer,
-    bpe_json,
-    json_tokenizer,
-    library_tokenizer,
-)
+from tokenizer import EOT, WORD_PATTERN
 from zoo.families import (
     FAMILIES,
     FUSED_EXPERTS,
@@ -65,6 +58,7 @@ from zoo.families import (
     rows_interleaved,
     text_config,
 )
+from zoo.tokenizer_json import JsonTokenizer, bpe_json, json_tokenizer, library_tokenizer
 from zoo.weights import fill_rows, quantize_weights
 
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
