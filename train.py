@@ -309,59 +309,51 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         kept = 1 - self.found_inf
         for group in self.param_groups:
-            params = [w for w in group['params'] if w.grad is not None]
             lr = group['lr'] * kept
-            for w in params:
-                state = self.state[w]
-                if not state:
-                    state['momentum_buffer'] = torch.zeros_like(w)
-            grads = [w.grad for w in params]
-            buffers = [self.state[w]['momentum_buffer'] for w in params]
-            if torch.is_tensor(kept):  # momentum that is its own gradient stays
-                for grad, momentum in zip(grads, buffers):
-                    torch.where(kept > 0, grad, momentum, out=grad)
-            torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
-            updates = torch._foreach_lerp(grads, buffers, group['momentum'])
-            torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
-            pairs = sorted(zip(params, updates), key=lambda pair: pair[0].shape)
-            # sharded matrices are whole while they move: as many at once as ranks share the work
-            at_once = RANKS if any(map(is_sharded, params)) else len(pairs)
-            for first in range(0, len(pairs), at_once):
-                self.move(pairs[first:first + at_once], lr)
-
-    def move(self, pairs, lr):
-        """Orthogonalises and subtracts updates; pairs: (parameter, update)."""
-        matrices = collections.defaultdict(list)  # by shape
-        changes = []  # of sharded parameters
-        for w, update in pairs:
-            target = w
-            if is_sharded(update):
-                update = rounded(update).full_tensor()  # as orthogonalise does
-                target = torch.zeros_like(update, dtype=w.dtype)
-                changes.append((w, target))
-            for parts in zip(*(x.split(self.row_splits[w], dim=-2) for x in (target, update))):
-                # experts' are (experts, rows, columns)
-                matrices[parts[0].shape[-2:]].extend([parts] if update.ndim == 2 else zip(*parts))
-        for shape, parts in matrices.items():
-            targets, updates = zip(*parts)
-            updates = orthogonalise_shared(updates).to(targets[0].dtype)
-            torch._foreach_sub_(targets, list(updates * (lr * 0.2 * max(shape) ** 0.5)))
-        for w, change in changes:
-            w.add_(shard_like(w, change))
+            moves = []
+            for w in group['params']:
+                if w.grad is None:
+                    continue
+                if w not in self.state:
+                    self.state[w]['momentum_buffer'] = torch.zeros_like(w)
+                momentum = self.state[w]['momentum_buffer']
+                grad = w.grad
+                if torch.is_tensor(kept):  # momentum that is its own gradient stays
+                    grad = torch.where(kept > 0, grad, momentum)
+                momentum.lerp_(grad, 1 - group['momentum'])
+                w.mul_(1 - lr * group['weight_decay'])
+                moves.append((w, grad.lerp(momentum, group['momentum']), self.row_splits[w]))
+            sharded = [move for move in moves if is_sharded(move[0])]
+            subtract_orthogonalised([move for move in moves if not is_sharded(move[0])], lr)
+            if sharded:
+                fsdp.subtract_whole(subtract_orthogonalised, sharded, lr)
 
 
-def orthogonalise_shared(matrices):
-    """n matrices of one shape -> (n, rows, columns), rounded. Each rank computes a share."""
-    share = -(-len(matrices) // RANKS)
-    mine = matrices[share * RANK:][:share]
-    mine += matrices[:share - len(mine)]  # whose results are left out, so that all ranks give as many
-    found = orthogonalise(torch.stack(mine))
+def subtract_orthogonalised(moves, lr):
+    """moves: matrices, or stacks of them (experts, rows, columns), each with its update, which is orthogonalised
+    and subtracted, and with the row counts of the projections fused in it."""
+    batches = collections.defaultdict(list)  # shape of a projection -> pairs of it and its update
+    for w, update, rows in moves:
+        for pair in zip(w.split(rows, dim=-2), update.split(rows, dim=-2)):
+            batches[pair[0].shape[-2:]].append(pair)
+    for shape, pairs in batches.items():
+        flat = torch.cat([rounded(update).reshape(-1, *shape) for _, update in pairs])
+        changes = orthogonalise_shared(flat).float() * (lr * 0.2 * max(shape) ** 0.5)
+        for (w, _), change in zip(pairs, changes.split([w.numel() // shape.numel() for w, _ in pairs])):
+            w.sub_(change.view_as(w))
+
+
+def orthogonalise_shared(x):
+    """(n, rows, columns) -> the same, orthogonalised and rounded. Each rank computes a share."""
     if RANKS == 1:
-        return found
+        return orthogonalise(x)
+    share = -(-len(x) // RANKS)
+    mine = (torch.arange(share, device=x.device) + share * RANK) % len(x)  # as many on each rank
+    found = orthogonalise(x[mine]).contiguous()
     gathered = found.new_empty(share * RANKS, *found.shape[1:])
     # all_gather_single is the name since torch 2.13
-    getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)(gathered, found.contiguous())
-    return gathered[:len(matrices)]
+    getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)(gathered, found)
+    return gathered[:len(x)]
 
 
 def rounded(x):
@@ -415,8 +407,8 @@ OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr t
 
 
 def make_optimizers(model, config):
-    """The optimizers of config['optimizer']. Raises ValueError unless each parameter has one, or none if it
-    is frozen."""
+    """The optimizers of config['optimizer']. Raises ValueError unless each parameter that is trained is in one
+    of them, and for lr_scales that this model cannot use."""
     known = {tag.group for tag in model.tags.values()}
     scales = config['lr_scales']
     if not (scales.keys() <= known and all(type(x) in (int, float) and x > 0 for x in scales.values())):
@@ -424,10 +416,9 @@ def make_optimizers(model, config):
                          f"parameters: {', '.join(sorted(known))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
-    wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
-    if wrong:
-        raise ValueError(f"optimizer={config['optimizer']!r} must take each parameter once, but not "
-                         f"{', '.join(wrong[:5])}: see OPTIMIZERS in train.py")
+    for name, w in model.named_parameters():
+        if taken.count(id(w)) != w.requires_grad:
+            raise ValueError(f"parameter {name} is assigned to no optimizer, or to several: see OPTIMIZERS")
     return optimizers
 
 
@@ -436,8 +427,7 @@ def load_optimizers(model, optimizers, states):
     This run's groups of parameters are kept. Raises ValueError for a name or a shape that does not fit."""
     names = {w: name for name, w in model.named_parameters()}
     params = [[w for group in opt.param_groups for w in group['params']] for opt in optimizers]
-    by_position = isinstance(states, list) or 'param_groups' in states
-    if by_position:
+    if isinstance(states, list) or 'param_groups' in states:
         lists = states if isinstance(states, list) else [states]
         states = {names[ws[i]]: values for ws, saved in zip(params, lists, strict=True)
                   for i, values in saved['state'].items()}
@@ -449,89 +439,47 @@ def load_optimizers(model, optimizers, states):
         for i, w in enumerate(ws):
             found[i] = dict(states.get(names[w], {}))
             for key, value in found[i].items():
-                if not torch.is_tensor(value) or not value.ndim:
-                    continue
-                if value.shape[1:] == w.shape[1:]:
-                    found[i][key] = shard_like(w, value[:len(w)])  # learned positions may be fewer now
-                elif by_position or isinstance(opt, torch.optim.AdamW):  # which does not check
-                    raise ValueError(f"the checkpoint's {key} {tuple(value.shape)} does not fit {names[w]} "
-                                     f"{tuple(w.shape)}: resume with the code that trained it")
-        opt.load_state_dict({'state': {i: value for i, value in found.items() if value},
+                if key in ('exp_avg', 'exp_avg_sq', 'momentum_buffer'):
+                    value = value[:len(w)]  # learned positions may be fewer now
+                    if value.shape != w.shape:
+                        raise ValueError(f"the checkpoint's {key} {tuple(value.shape)} does not fit {names[w]} "
+                                         f"{tuple(w.shape)}: resume with the code that trained it")
+                    found[i][key] = fsdp.split_like(w, value) if is_sharded(w) else value
+        opt.load_state_dict({'state': {i: state for i, state in found.items() if state},
                              'param_groups': opt.state_dict()['param_groups']})
 
 
 # memory -----------------------------------------------------------------------------------------------------
 
-def shard_model(model, machine):
-    """Spreads the model over the ranks' devices by FSDP2 (arXiv:2304.11277), which gathers a block's weights
-    in the compute dtype while it computes. Small ones, which the model reads in float32, stay whole."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    mesh = dist.init_device_mesh(machine.device_type, (RANKS,))
-    policy = MixedPrecisionPolicy(machine.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    whole = {w for name, w in model.named_parameters()
-             if not GROUPS[model.tags[name].group] or 'router.' in name}
-    for part in *model.h, model:
-        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
-
-
 def checkpoint_blocks(model, every):
     """Keeps only the inputs of every n-th block, which backward recomputes (arXiv:1604.06174)."""
     for block in model.h[every - 1::every]:
-        block.forward = types.MethodType(forward_recomputed, block)
+        block.forward = functools.partial(forward_recomputed, block)
 
 
 def forward_recomputed(block, x, context):
-    """The forward of a checkpointed block. Both of its runs find what the layers before handed on. Raises
-    ValueError if a layer changes the context other than by hand_on."""
-    def fixed(context):
-        return tree_leaves(vars(context) | {'handed': None, 'routing': None})
-    base = context.base
-    handed = dict(context.handed)
-    before = fixed(context)
-
-    def require_unchanged(own):
-        if [*map(id, fixed(own))] != [*map(id, before)]:
-            raise ValueError("checkpoint_activations would lose how a layer changes the context: let it call "
-                             "context.hand_on")
+    """The forward of a checkpointed block. Each of its two runs has its own copy of the context, as it was
+    before the block: the second run is in backward, after later blocks have changed the context."""
+    before = dataclasses.replace(context, handed={**context.handed})
 
     def forward(x):
-        own = dataclasses.replace(context, base=base, handed=dict(handed), routing=[])
-        require_unchanged(own)  # by other layers, when backward runs this
-        x = type(block).forward(block, x, own)
-        require_unchanged(own)
-        return x, own.routing, {layer: own.handed[layer] for layer in own.handed if layer not in handed}
-    x, routing, new = checkpoint(forward, x, use_reentrant=False)
+        own = dataclasses.replace(before, handed={**before.handed}, routing=[])
+        return type(block).forward(block, x, own), own.handed, own.routing
+
+    x, context.handed, routing = checkpoint(forward, x, use_reentrant=False)
     if context.routing is not None:
         context.routing.extend(routing)
-    context.handed.update(new)
     return x
 
 
 def is_sharded(w):
-    """Whether w is a DTensor (whose module is slow to import)."""
+    """Whether a rank holds only a part of w (as a DTensor, whose module is slow to import)."""
     return hasattr(w, 'full_tensor')
 
 
-def mixed(params):
-    """A context in which torch's functions take whole and sharded parameters together."""
-    if not any(map(is_sharded, params)):
-        return contextlib.nullcontext()
-    from torch.distributed.tensor.experimental import implicit_replication
-    return implicit_replication()
-
-
-def gather(value):
-    """A tensor, whole if it is sharded. All ranks call it together."""
-    return value.full_tensor() if is_sharded(value) else value
-
-
-def shard_like(w, value):
-    """A tensor that all ranks have, sharded if w is."""
-    if not is_sharded(w):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-    value = value.to(w.device, w.dtype)
-    return distribute_tensor(value, w.device_mesh, w.placements, src_data_rank=None)
+def whole(x):
+    """A tensor, gathered if it is sharded. All ranks call it together."""
+    return x.full_tensor() if is_sharded(x) else x
 
 
 # one iteration ----------------------------------------------------------------------------------------------
@@ -563,34 +511,26 @@ class Run:
         self.config = config
         self.machine = machine
         self.params = [w for w in model.parameters() if w.requires_grad]
+        self.sharded = any(map(is_sharded, self.params))
         self.optimizers = make_optimizers(model, config)
         self.scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
         vars(self).update(NUMBERS)
         self.skips = self.in_a_row = 0  # updates skipped since the last row, and in a row: on the device
 
     def snapshot(self, optimizers=True):
-        """The part of a checkpoint that changes: weights (of adapters alone, if any), numbers, optimizers.
+        """The part of a checkpoint that changes: weights (with adapters, only theirs), numbers, optimizers.
         All ranks call it; rank 0 gets what is sharded, on the CPU."""
-        def whole(x):
-            if not is_sharded(x):
-                return x
-            x = x.full_tensor()
-            return x.cpu() if RANK == 0 else None
         weights = self.model.state_dict()
+        names = {w: name for name, w in self.model.named_parameters()}
+        states = {names[w]: values for opt in self.optimizers for w, values in opt.state.items()}
         adapters = {name: w for name, w in weights.items() if '.lora_' in name}
-        state = {'model': adapters or weights}
-        state.update((name, getattr(self, name)) for name in NUMBERS)
+        state = {'model': adapters or weights, **{name: getattr(self, name) for name in NUMBERS}}
         if optimizers:
-            names = {w: name for name, w in self.model.named_parameters()}
-            state.update(optimizer={names[w]: values for opt in self.optimizers
-                                    for w, values in opt.state.items()}, scaler=self.scaler.state_dict())
-        return tree_map(whole, state)
+            state.update(optimizer=states, scaler=self.scaler.state_dict())
+        return fsdp.gather(state) if self.sharded else state
 
     def resume(self, rest):
-        """Takes over a checkpoint's state, but for the weights. Raises ValueError without one."""
-        if 'optimizer' not in rest:
-            raise ValueError(f"{rest['path']} has no state of the optimizer, as best.pt: fine-tune it with "
-                             f"--init_from={shlex.quote(rest['path'])} and another --out_dir")
+        """Restores a checkpoint's state, except the weights."""
         load_optimizers(self.model, self.optimizers, rest['optimizer'])
         if rest.get('scaler'):  # of a run in float16
             self.scaler.load_state_dict(rest['scaler'])
@@ -656,20 +596,18 @@ def update(run, load):
     params = run.params
     for opt in run.optimizers:
         run.scaler.unscale_(opt)
-    sharded = any(map(is_sharded, params))
     for w in params:
-        if sharded and not is_sharded(w) and w.grad is not None:  # FSDP reduces the others
+        if run.sharded and not is_sharded(w) and w.grad is not None:  # FSDP averages the others
             all_reduce(w.grad).div_(RANKS)
-    with mixed(params):
-        grad_norm = gather(clip_grad_norm_(params, config['grad_clip'] or math.inf, foreach=sharded or None))
-        moved = grad_norm.isfinite()
-        waits = sharded or run.machine.device == 'mps'
-        for opt in run.optimizers:
-            if getattr(opt, '_step_supports_amp_scaling', False) and not waits:
-                opt.found_inf = (~moved).float()  # the device decides, the host does not wait
-            elif not moved:
-                continue
-            opt.step()
+    grad_norm = whole(clip_grad_norm_(params, config['grad_clip'] or math.inf))
+    moved = grad_norm.isfinite()
+    for opt in run.optimizers:
+        # fused: the device decides, the host does not wait
+        if getattr(opt, '_step_supports_amp_scaling', False) and run.machine.device != 'mps':
+            opt.found_inf = (~moved).float()
+        elif not moved:
+            continue
+        opt.step()
     if run.model.config.balance_bias and not config['lora_rank']:  # adapters are all that is trained
         move_balance(run.model, load, config['balance_rate'] * moved)
     run.scaler.update()
@@ -686,10 +624,9 @@ def seed_dropout(seed, it, rank):
 @torch.no_grad()
 def relative_change(params, before):
     """Norm of an update over the norm of the weights `before` it, which it overwrites."""
-    with mixed(params):
-        size = get_total_norm(before)
-        torch._foreach_sub_(before, params)
-        return (gather(get_total_norm(before)) / gather(size)).item()
+    size = whole(get_total_norm(before))
+    torch._foreach_sub_(before, params)
+    return (whole(get_total_norm(before)) / size).item()
 
 
 MAX_SKIPPED = 10  # skipped updates in a row that end the run
@@ -1169,7 +1106,8 @@ if __name__ == '__main__':
         keep_freed_memory(below=2**20)
     shard = shard and RANKS > 1  # so that one begun on several may go on with one
     if shard:
-        shard_model(model, machine)
+        import fsdp
+        fsdp.shard_model(model, machine)
     model.to(device).train()
 
     # optimizers, compilation, ranks
