@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_map_only
 
 from model import GROUPS
 
-MIXED = implicit_replication()  # within it torch's functions accept whole and split weights together
+MIXED = implicit_replication()  # torch's functions accept whole and split weights together
+MIXED.__enter__()
 
 
 def shard_model(model, machine):
@@ -21,7 +22,6 @@ def shard_model(model, machine):
              if not GROUPS[model.tags[name].group] or 'router.' in name}
     for part in *model.h, model:
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
-    MIXED.__enter__()
 
 
 def split_like(w, value):
@@ -30,7 +30,7 @@ def split_like(w, value):
 
 
 def gather(state):
-    """A state with whole tensors on rank 0's CPU. All ranks call it together; others get None for a tensor."""
+    """A state with whole tensors on rank 0's CPU. All ranks call it; others get None for a tensor."""
     def whole(x):
         x = x.full_tensor()
         return x.cpu() if dist.get_rank() == 0 else None

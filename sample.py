@@ -128,6 +128,8 @@ def read_checkpoint(path):
                          "that trained it")
     if is_nanogpt:
         state.pop('lm_head.weight', None)  # the same as wte's
+        for name in 'device', 'dtype', 'compile', 'backend':  # of another machine
+            checkpoint.get('config', {}).pop(name, None)
         args = dict(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False) | args
     return checkpoint | {'model': state, 'model_args': args}
 

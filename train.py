@@ -13,16 +13,16 @@ Trains a model: tokens -> weights.
 
 Every setting below and every field of GPTConfig can be set in a config file or by --name=value.
 
-The story of a run stands at the end of this file; what it calls stands above, in nearly the same order:
-    settings      of files and flags; when resuming, the checkpoint's where none is given
+The main program is at the end of this file. It calls the functions above it in nearly the same order:
+    settings      from files and flags; if you resume, the checkpoint's for all that you do not give
     ranks, data   batches are a pure function of (seed, iteration), on any number of ranks that divides them
-    model         from scratch or loaded; the length of the run, in iterations
-    optimizers    OPTIMIZERS; compilation; DDP or FSDP
-    lock and log  out_dir is this run's alone; files of an earlier run become *.old-1.*
-    loop          iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old
+    model         from scratch or loaded; with shard=True, fsdp.py spreads it over the ranks
+    run           OPTIMIZERS, their states; length in iterations; compilation; DDP
+    lock and log  only this run may write to out_dir; files of an earlier run become *.old-1.*
+    loop          iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old files
     end           after max_iters, time_limit or a signal in STOP, such as Ctrl-C. The last two finish the
                   iteration, write ckpt.pt, evaluate and write it again. A second Ctrl-C ends it at once
---init_from=resume restores weights, optimizers, scaler and NUMBERS: the run goes on bit for bit.
+--init_from=resume restores weights, optimizers, scaler and NUMBERS: the run continues bit for bit.
 """
 import time
 
@@ -37,12 +37,9 @@ import functools
 import json
 import math
 import os
-import re
 import shlex
-import shutil
 import signal
 import sys
-import types
 from pathlib import Path
 
 from configurator import (
@@ -58,7 +55,6 @@ from configurator import (
     naming,
     peak_flops,
     peak_mb,
-    plain,
     print0,
     refuse_unused,
     resolve_compile,
@@ -133,7 +129,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from model import (
@@ -330,8 +325,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def subtract_orthogonalised(moves, lr):
-    """moves: matrices, or stacks of them (experts, rows, columns), each with its update, which is orthogonalised
-    and subtracted, and with the row counts of the projections fused in it."""
+    """Subtracts orthogonalised updates. moves: matrices, or stacks of them (experts, rows, columns), each
+    with its update and the row counts of the projections that are fused in it."""
     batches = collections.defaultdict(list)  # shape of a projection -> pairs of it and its update
     for w, update, rows in moves:
         for pair in zip(w.split(rows, dim=-2), update.split(rows, dim=-2)):
@@ -344,16 +339,13 @@ def subtract_orthogonalised(moves, lr):
 
 
 def orthogonalise_shared(x):
-    """(n, rows, columns) -> the same, orthogonalised and rounded. Each rank computes a share."""
+    """orthogonalise, of which each rank computes a share."""
     if RANKS == 1:
         return orthogonalise(x)
-    share = -(-len(x) // RANKS)
-    mine = (torch.arange(share, device=x.device) + share * RANK) % len(x)  # as many on each rank
-    found = orthogonalise(x[mine]).contiguous()
-    gathered = found.new_empty(share * RANKS, *found.shape[1:])
-    # all_gather_single is the name since torch 2.13
-    getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)(gathered, found)
-    return gathered[:len(x)]
+    share = slice(RANK * len(x) // RANKS, (RANK + 1) * len(x) // RANKS)
+    found = torch.zeros_like(x)
+    found[share] = orthogonalise(x[share])
+    return all_reduce(found)
 
 
 def rounded(x):
@@ -407,13 +399,12 @@ OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr t
 
 
 def make_optimizers(model, config):
-    """The optimizers of config['optimizer']. Raises ValueError unless each parameter that is trained is in one
-    of them, and for lr_scales that this model cannot use."""
+    """The optimizers of config['optimizer']. Raises ValueError unless each trained parameter is in one of
+    them, and for lr_scales of groups that this model does not have."""
     known = {tag.group for tag in model.tags.values()}
-    scales = config['lr_scales']
-    if not (scales.keys() <= known and all(type(x) in (int, float) and x > 0 for x in scales.values())):
-        raise ValueError(f"lr_scales={scales} must have a number above 0 for groups of this model's "
-                         f"parameters: {', '.join(sorted(known))}")
+    if config['lr_scales'].keys() - known:
+        raise ValueError(f"lr_scales={config['lr_scales']} must name groups of this model's parameters: "
+                         f"{', '.join(sorted(known))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     for name, w in model.named_parameters():
@@ -424,28 +415,26 @@ def make_optimizers(model, config):
 
 def load_optimizers(model, optimizers, states):
     """Loads states by parameter name. States from nanoGPT and from earlier versions are matched by position.
-    This run's groups of parameters are kept. Raises ValueError for a name or a shape that does not fit."""
-    names = {w: name for name, w in model.named_parameters()}
+    This run's groups of parameters are kept. Raises KeyError for a parameter that this model lacks, and
+    ValueError for another shape."""
     params = [[w for group in opt.param_groups for w in group['params']] for opt in optimizers]
-    if isinstance(states, list) or 'param_groups' in states:
-        lists = states if isinstance(states, list) else [states]
-        states = {names[ws[i]]: values for ws, saved in zip(params, lists, strict=True)
-                  for i, values in saved['state'].items()}
-    if unknown := states.keys() - names.values():
-        raise ValueError(f"the checkpoint has optimizer states of {', '.join(sorted(unknown)[:5])}, which "
-                         "this model lacks: resume with the code that trained it, or fine-tune it")
+    if isinstance(states, dict) and 'param_groups' not in states:
+        weights = dict(model.named_parameters())
+        states = {weights[name]: state for name, state in states.items()}
+    else:
+        saved = states if isinstance(states, list) else [states]
+        states = {ws[i]: state for ws, one in zip(params, saved, strict=True)
+                  for i, state in one['state'].items()}
+    for w, state in states.items():
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.ndim == w.ndim:
+                value = value[:len(w)]  # learned positions may be fewer now
+                if value.shape != w.shape:
+                    raise ValueError(f"the checkpoint's {key} {tuple(value.shape)} does not fit a parameter "
+                                     f"{tuple(w.shape)}: resume with the code that trained it")
+                state[key] = fsdp.split_like(w, value) if is_sharded(w) else value
     for opt, ws in zip(optimizers, params):
-        found = {}
-        for i, w in enumerate(ws):
-            found[i] = dict(states.get(names[w], {}))
-            for key, value in found[i].items():
-                if key in ('exp_avg', 'exp_avg_sq', 'momentum_buffer'):
-                    value = value[:len(w)]  # learned positions may be fewer now
-                    if value.shape != w.shape:
-                        raise ValueError(f"the checkpoint's {key} {tuple(value.shape)} does not fit {names[w]} "
-                                         f"{tuple(w.shape)}: resume with the code that trained it")
-                    found[i][key] = fsdp.split_like(w, value) if is_sharded(w) else value
-        opt.load_state_dict({'state': {i: state for i, state in found.items() if state},
+        opt.load_state_dict({'state': {i: states[w] for i, w in enumerate(ws) if w in states},
                              'param_groups': opt.state_dict()['param_groups']})
 
 
@@ -519,7 +508,7 @@ class Run:
 
     def snapshot(self, optimizers=True):
         """The part of a checkpoint that changes: weights (with adapters, only theirs), numbers, optimizers.
-        All ranks call it; rank 0 gets what is sharded, on the CPU."""
+        All ranks call it; only rank 0 gets sharded tensors, whole and on the CPU."""
         weights = self.model.state_dict()
         names = {w: name for name, w in self.model.named_parameters()}
         states = {names[w]: values for opt in self.optimizers for w, values in opt.state.items()}
@@ -536,6 +525,8 @@ class Run:
             self.scaler.load_state_dict(rest['scaler'])
         vars(self).update((name, rest[name]) for name in NUMBERS if name in rest)
         self.best_val_loss = float(self.best_val_loss)  # nanoGPT's is a tensor
+        if 'tokens' not in rest:  # of nanoGPT
+            self.tokens = self.iter_num * tokens_per_update(self)
         print0(f"resume: {rest['path']} at iteration {self.iter_num:,}, best val loss "
                f"{self.best_val_loss:.4f}")
 
@@ -550,7 +541,7 @@ def step(run, batch, measured):
     before = [w.detach().clone() for w in run.params] if measured else None
     grad_norm, moved = update(run, load)
     run.iter_num += 1
-    run.tokens += RANKS * sum(inputs.numel() for inputs, *_ in batch)
+    run.tokens += tokens_per_update(run)
     run.skips = run.skips + ~moved
     run.in_a_row = (run.in_a_row + 1) * ~moved
     return {'iter': run.iter_num, 'loss': loss, 'weight': sum(weight for *_, weight in batch), 'lr': lr,
@@ -616,6 +607,12 @@ def update(run, load):
     return grad_norm, moved
 
 
+def tokens_per_update(run):
+    """Tokens that all ranks read in an iteration."""
+    return (run.config['gradient_accumulation_steps'] * run.config['batch_size']
+            * run.model.config.block_size)
+
+
 def seed_dropout(seed, it, rank):
     """Makes dropout a function of (seed, iteration, rank)."""
     torch.manual_seed(np.random.SeedSequence((seed, it, rank)).generate_state(1)[0])
@@ -633,8 +630,8 @@ MAX_SKIPPED = 10  # skipped updates in a row that end the run
 
 
 def count_skips(run):
-    """Tells the updates skipped since the last row, for which it waits. Raises ValueError if MAX_SKIPPED were
-    in a row."""
+    """Reports the updates skipped since the last row, for which it waits. Raises ValueError if MAX_SKIPPED
+    were in a row."""
     skips = int(run.skips)
     run.skips = 0
     run.skipped += skips
@@ -645,50 +642,43 @@ def count_skips(run):
         diverge(run, f"{int(run.in_a_row)} losses or gradients in a row were not finite")
 
 
-class Diverged(ValueError):
-    """Another attempt would diverge again."""
-
-
 def diverge(run, event):
-    """Raises Diverged."""
-    raise Diverged(f"{event} at iteration {run.iter_num}: the run diverged; {run.config['out_dir']}/ keeps "
-                     "the checkpoint before; lower --learning_rate, or use --dtype=float32")
+    """Notes in run.json that another attempt would fail again. Raises ValueError."""
+    out_dir = run.config['out_dir']
+    error = (f"{event} at iteration {run.iter_num}: the run diverged; {out_dir}/ckpt.pt still holds the last "
+             "good checkpoint; lower --learning_rate, or use --dtype=float32")
+    note(out_dir, status='diverged', error=error)
+    raise ValueError(error)
 
 
 # continuing from a checkpoint -------------------------------------------------------------------------------
 
 def where_to_begin(init_from, out_dir):
     """init_from of this process: with 'auto', and if torchrun restarts the run, a checkpoint is resumed."""
-    found = os.path.exists(f'{out_dir}/ckpt.pt')
-    restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
     # but not the checkpoint of an earlier run: a run that fails early does not rename it
     launch = os.environ.get('TORCHELASTIC_RUN_ID', 'none')  # none: plain torchrun's
-    if found and restarted and launch != 'none' and read_notes(out_dir).get('launch') == launch:
+    restarted = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') != '0'
+    same_run = restarted and launch != 'none' and read_notes(out_dir).get('launch') == launch
+    if os.path.exists(f'{out_dir}/ckpt.pt') and (same_run or init_from == 'auto'):
         return 'resume'
-    if init_from == 'auto':
-        return 'resume' if found else 'scratch'
-    return init_from
+    return 'scratch' if init_from == 'auto' else init_from
 
 
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
-    """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError for another
+    """sample.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError for another
     field than those CHANGEABLE."""
     tuned = init_from != 'resume'
-    changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
-    if meta:
-        changes = packed(meta) | changes
+    changes = packed(meta) if meta else {}
+    changes |= {name: value for name, value in asked.items() if name in CHANGEABLE}
     model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, **changes)
     if changes:
         with naming(changes):
             try_tokens(model)
-    try:
-        whole = vars(GPTConfig(**rest['model_args'] | asked))
-    except ValueError:  # the new values are invalid with the checkpoint's other fields
-        whole = asked
-    for name, value in asked.items():
+    now = vars(GPTConfig(**rest['model_args'] | asked))
+    for name in asked:
         was = rest['model_args'][name]
-        if name not in CHANGEABLE and whole[name] != was:
-            raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
+        if name not in CHANGEABLE and now[name] != was:
+            raise ValueError(f"{name}={now[name]!r} differs from {rest['path']}, which has {was!r}: leave it "
                              "out, or train from scratch")
     return model, tokenizer, rest
 
@@ -698,37 +688,29 @@ def packed(meta):
     return {'document_token': meta['eot']} if meta['block_size'] else {}
 
 
-LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
-COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
-MACHINE = {'device', 'dtype', 'compile', 'backend'}    # not taken from nanoGPT's files: another machine's
-# a checkpoint's states depend on them
-FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}
+LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}  # the last given of them decides
 
 
 def run_settings(config, given, rest):
-    """config with the one of LENGTH given last alone; resuming from `rest`, a checkpoint, with its values of
-    all that is not `given`. Raises ValueError if one of FIXED differs, or the sequences of an update."""
+    """config, with the values of a checkpoint to resume, `rest`, for all that is not `given`. Raises
+    ValueError for a change that would not fit the checkpoint's state."""
     was = rest.get('config', {})
-    ours = given.keys() | COMMAND
+    ours = {'out_dir', 'init_from', *given}
     lengths = [name for name in given if name in LENGTH and config[name] is not None]
     if lengths:
         ours |= LENGTH
         config = config | dict.fromkeys(LENGTH - {'max_iters', lengths[-1]})
-    if 'runtime' not in rest:
-        ours |= MACHINE
-    changed = {name: was[name] for name in config if name in was and was[name] != config[name]}
-    for name in FIXED & changed.keys() & given.keys():
-        raise ValueError(f"{name}={config[name]!r} differs from {rest['path']}, which has {was[name]!r}: "
-                         f"leave it out, or fine-tune with --init_from={shlex.quote(rest['path'])}")
-    taken = {name: changed[name] for name in changed if name not in ours}
+    taken = {name: was[name] for name in config if name in was.keys() - ours and was[name] != config[name]}
     if taken:
         show(rest['path'], taken)
     config = config | taken
-    sequences, before = (settings['batch_size'] * settings['gradient_accumulation_steps']
-                         for settings in (config, config | was))
-    if sequences != before and not config['eval_only']:  # some would be left out, or come twice
-        raise ValueError(f"a resumed run keeps batch_size * gradient_accumulation_steps={before}, here it is "
-                         f"{sequences}")
+
+    def kept(config):
+        names = 'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'
+        return [config['batch_size'] * config['gradient_accumulation_steps'], *map(config.get, names)]
+    if kept(config) != kept(config | was):
+        raise ValueError(f"{rest['path']} can only be resumed with the same optimizer, adapters and "
+                         "batch_size * gradient_accumulation_steps: leave them out, or fine-tune it")
     return config
 
 
@@ -743,7 +725,7 @@ def start_lora(model, config, rest):
     if Path(path).parent.resolve() == Path(config['out_dir']).resolve():
         raise ValueError(f"out_dir={config['out_dir']} holds {path}, the base of the adapters: give "
                          "another --out_dir")
-    targets = re.findall(r'[^\s,]+', config['lora_targets'])
+    targets = config['lora_targets'].replace(',', ' ').split()
     add_lora(model, rank, alpha, targets)
     n_params = sum(w.numel() for w in model.parameters() if w.requires_grad)
     print0(f"adapters: {n_params:,} parameters are trained")
@@ -784,21 +766,15 @@ def lock_folder(out_dir):
     return f
 
 
-def set_aside(out_dir, resumed, always_save_checkpoint):
-    """Renames an earlier run's files, ckpt.pt to ckpt.old-3.pt; resuming, a best.pt no longer kept."""
-    if resumed and not always_save_checkpoint:
-        if not os.path.exists(f'{out_dir}/best.pt'):  # nanoGPT's ckpt.pt is its best
-            temp = shutil.copyfile(f'{out_dir}/ckpt.pt', f'{out_dir}/best.tmp')
-            os.replace(temp, f'{out_dir}/best.pt')
-        return
-    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
+def set_aside(out_dir, *patterns):
+    """Renames files of an earlier run, ckpt.pt to ckpt.old-3.pt."""
     folder = Path(out_dir)
     number = 1
     while any(folder.glob(f'*.old-{number}.*')):
         number += 1
-    for path in sorted(folder.iterdir()):
-        if re.fullmatch(names, path.name):
-            new = path.rename(folder / f'{path.stem}.old-{number}{path.suffix}')
+    for path in [path for pattern in patterns for path in sorted(folder.glob(pattern))]:
+        if '.old-' not in path.name:
+            new = path.rename(path.with_suffix(f'.old-{number}{path.suffix}'))
             print0(f"{path} of the run before is now {new}")
 
 
@@ -816,17 +792,6 @@ def note(out_dir, **facts):
     if RANK == 0:
         temp.write_text(json.dumps(read_notes(out_dir) | facts), 'utf-8')
         temp.replace(path)
-
-
-@contextlib.contextmanager
-def noting_failure(out_dir):
-    """Notes an exception, which ends the run."""
-    try:
-        yield
-    except BaseException as error:
-        status = 'diverged' if isinstance(error, Diverged) else 'failed'
-        note(out_dir, status=status, error=str(error) or type(error).__name__)
-        raise
 
 
 LOG_FIELDS = {  # columns of log.csv and their formats
@@ -862,13 +827,10 @@ def log_row(path, wandb_run, row):
 
 
 def start_wandb(run):
-    """A run on Weights & Biases, the same when resumed. None if wandb is missing or refuses."""
-    try:
-        import wandb
-        found = wandb.init(project=run.config['wandb_project'], name=run.config['wandb_run_name'],
-                           id=run.wandb_id, resume='allow', config=run.config | vars(run.model.config))
-    except Exception as error:
-        return print0(f"no wandb logging, log.csv has everything ({type(error).__name__}: {error})")
+    """A run on Weights & Biases, the same when resumed."""
+    import wandb
+    found = wandb.init(project=run.config['wandb_project'], name=run.config['wandb_run_name'],
+                       id=run.wandb_id, resume='allow', config=run.config | vars(run.model.config))
     run.wandb_id = found.id
     return found
 
@@ -876,8 +838,7 @@ def start_wandb(run):
 def measure(run, row, seconds, n_sequences):
     """Adds the columns that wait for the device to a row by `step`. seconds: of an iteration; n_sequences: of
     an epoch."""
-    sequences = run.config['gradient_accumulation_steps'] * run.config['batch_size']
-    tokens = sequences * run.model.config.block_size
+    tokens = tokens_per_update(run)
     peak = peak_flops(run.machine.device, run.machine.dtype)
     weight = torch.as_tensor(row.pop('weight')).to(row['loss'])
     loss, weight = all_reduce(torch.stack([row['loss'], weight])).tolist()
@@ -917,39 +878,26 @@ def start_ranks(backend, device):
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
-def resolve_runtime(device, dtype, seed, compile, was):
-    """(configurator.runtime, compile). On the device and number of ranks of a checkpoint's runtime (was)
-    'auto' means what it meant there."""
-    threads = None
-    if was and (was['device_type'], was['ranks']) == (choose_device(device)[0], RANKS):
-        threads = was['threads']
-        if dtype == 'auto':
-            dtype = was['dtype']
-        if compile == 'auto':
-            compile = was['compile']
-    return runtime(device, dtype, seed, threads), compile
-
-
-def run_length(config, model, n_sequences, numbers):
-    """max_iters by the length that is asked for, which it prints. n_sequences: of an epoch; numbers: NUMBERS,
-    or those of the checkpoint to resume."""
+def run_length(run, n_sequences):
+    """max_iters of a run, by the length that is asked for; prints it. n_sequences: of an epoch."""
+    config = run.config
+    model = run.model
     n_params = num_params(model)
-    tokens = config['gradient_accumulation_steps'] * config['batch_size'] * model.config.block_size
+    tokens = tokens_per_update(run)
     epoch = n_sequences * model.config.block_size
     max_iters = config['max_iters']
     for length, unit in (config['epochs'], epoch), (config['tokens_per_param'], n_params):
         if length is not None:
-            left = math.ceil((length * unit - numbers['tokens']) / tokens)
-            max_iters = numbers['iter_num'] + max(0, left)
-    total = numbers['tokens'] + (max_iters - numbers['iter_num']) * tokens
+            max_iters = run.iter_num + max(0, math.ceil((length * unit - run.tokens) / tokens))
+    total = run.tokens + (max_iters - run.iter_num) * tokens
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {model.config.block_size}, vocabulary {model.config.vocab_size}")
     print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
            f"{total / epoch:.2f} epochs, {total / n_params:.1f} tokens per parameter; checkpoints in "
            f"{config['out_dir']}/")
     if 0 < max_iters <= config['warmup_iters']:
-        print0(f"warning: warmup_iters={config['warmup_iters']} goes on to the end: the learning rate comes "
-               f"to {max_iters / (config['warmup_iters'] + 1):.0%} of its peak; lower --warmup_iters")
+        print0(f"warning: warmup_iters={config['warmup_iters']} does not end before the run: the learning "
+               f"rate reaches {max_iters / (config['warmup_iters'] + 1):.0%} of its peak; lower it")
     return max_iters
 
 
@@ -978,20 +926,14 @@ def check_data(folder, meta, train_bins, val_bins, config):
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
 
 
-def dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed):
-    """A prepared folder's tokenizer, or None. If it is not the model's, warns or, resumed, raises ValueError;
-    warns if a resumed run's folder has changed."""
-    was = rest.get('data', meta)
-    if resumed and was != meta:
-        before, now = (f"{one.get('train_tokens')} tokens of {one.get('source')}" for one in (was, meta))
-        print0(f"warning: the data have changed since the checkpoint: it had {before}, {folder} has {now}")
+def dataset_tokenizer(folder, of_model, rest, resumed):
+    """A prepared folder's tokenizer, or None if it cannot be loaded. If the model has another one, warns or,
+    resumed, raises ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
-        if isinstance(error, FileNotFoundError):  # a part of the folder
-            raise
         return print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
-    if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
+    if of_model and of_model.tokens != tokenizer.tokens:
         differs = (f"{folder} was prepared with another tokenizer than the model's, so that ids stand for "
                    f"other text: python prepare.py ... --tokenizer={shlex.quote(rest['path'])}")
         if resumed:
@@ -1056,22 +998,16 @@ if __name__ == '__main__':
         model_args = {name: model_args[name] for name in model_args if name in given}
     model = source_tokenizer = None
     rest = {}
-    if init_from == 'scratch':  # before the data, which may be missing
-        with naming(fields):
-            GPTConfig(**{'vocab_size': 2**31, **model_args})
-    else:
+    if init_from != 'scratch':
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args,
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
-    if resumed:  # nanoGPT's files, and early ones of ours, have no such number
-        rest.setdefault('tokens', rest['iter_num'] * gradient_accumulation_steps * batch_size
-                        * rest['model_args']['block_size'])
 
     # ranks, machine
     if 'RANK' in os.environ:  # by torchrun
         start_ranks(backend, device)
-    machine, compile = resolve_runtime(device, dtype, seed, compile, resumed and rest.get('runtime'))
+    machine = runtime(device, dtype, seed)
     device = machine.device
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs an eighth of a step
@@ -1081,8 +1017,7 @@ if __name__ == '__main__':
     train_bins = Bins(folder, 'train')
     val_bins = Bins(folder, 'val')
     meta = train_bins.meta
-    tokenizer = dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed)
-    train_bins.check_unchanged()
+    tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
 
     # model
     if model is None:
@@ -1094,32 +1029,31 @@ if __name__ == '__main__':
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, checkpoint_activations)
-
-    # length
-    block_size = model.config.block_size
-    n_sequences = train_bins.n_sequences(block_size)
-    accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
-    config['max_iters'] = max_iters = run_length(config, model, n_sequences, rest if resumed else NUMBERS)
-    tokens = max_iters * accumulation * micro_batch * block_size  # this rank's
-    compile = resolve_compile(compile, device, flops_per_token(model) * tokens)
     if checkpoint_activations or shard or num_params(model) > 1e8:  # short of memory
         keep_freed_memory(below=2**20)
-    shard = shard and RANKS > 1  # so that one begun on several may go on with one
+    shard = shard and RANKS > 1  # a run that several ranks began may continue on one
     if shard:
         import fsdp
         fsdp.shard_model(model, machine)
     model.to(device).train()
 
-    # optimizers, compilation, ranks
+    # the run: optimizers, length
     run = Run(model, config, machine)
     if resumed:
         run.resume(rest)
-        if rest.get('data', meta) != meta:  # the best loss was that of other data
+        if rest.get('data', meta) != meta:  # the best loss was on other data
+            print0(f"warning: {folder} has changed since the checkpoint was written")
             run.best_val_loss = math.inf
     first_it = run.iter_num
     if all_reduce(torch.tensor(first_it), op=dist.ReduceOp.MAX) != first_it:
         raise ValueError(f"out_dir={out_dir} is not the same on all machines: let them share the folder")
-    began = START - run.wall_s
+    n_sequences = train_bins.n_sequences(model.config.block_size)
+    max_iters = config['max_iters'] = run_length(run, n_sequences)
+    accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
+
+    # compilation, ranks
+    tokens = max_iters * tokens_per_update(run) / RANKS  # this rank's
+    compile = resolve_compile(compile, device, flops_per_token(model) * tokens)
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
         run.forward = compile_model(model, device)
@@ -1127,22 +1061,22 @@ if __name__ == '__main__':
             run.evaluated = run.forward
     if RANKS > 1 and not shard:
         run.forward = DDP(run.forward, gradient_as_bucket_view=True)
-    constant = {  # of a checkpoint
+
+    # lock, log, and what is the same in all checkpoints
+    constant = {
         'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
         'tokenizer': tokenizer and tokenizer.state(),
-        # what follows knows conversations from this data, or from the model that it began with
-        'masked': bool(train_bins.masks) or rest.get('masked', init_from != 'scratch'), 'data': meta,
-        'kept': rest.get('kept', []) if resumed else [],  # ckpt-<iteration>.pt of this run
-        'runtime': {'device_type': machine.device_type, 'ranks': RANKS, 'threads': machine.threads,
-                    'compile': compile, 'dtype': plain(machine.dtype)}}
-
-    # lock and log
+        # sampling knows conversations from this data, or from the model that the run began with
+        'masked': bool(train_bins.masks) or rest.get('masked', init_from != 'scratch'), 'data': meta}
     log_file = f'{out_dir}/log.csv'
     lock = wandb_run = None
     signals = [] if eval_only else stop_on_signals()
     if RANK == 0 and not eval_only:
         lock = lock_folder(out_dir)
-        set_aside(out_dir, resumed, always_save_checkpoint)
+        if not resumed:
+            set_aside(out_dir, '*.pt', 'log.csv', 'run.json')
+        elif always_save_checkpoint:  # best.pt would grow old
+            set_aside(out_dir, 'best.pt')
         start_log(log_file, first_it)
         note(out_dir, status='running', error=None, config=config, params=num_params(model), data=folder,
              launch=os.environ.get('TORCHELASTIC_RUN_ID'))
@@ -1150,64 +1084,63 @@ if __name__ == '__main__':
             wandb_run = start_wandb(run)
 
     # the loop: train up to the next evaluation, evaluate, save
-    batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
-                           seed, device)
+    batches = read_batches(train_bins, model.config.block_size, range(first_it, max_iters), accumulation,
+                           micro_batch, seed, device)
     batch = next(batches, None)
+    began = START - run.wall_s
     row = None
     reason = 0
-    with contextlib.nullcontext() if eval_only else noting_failure(out_dir):
-        while True:
-            goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
-            timed_it = run.iter_num
-            timed_at = time.time()
-            while run.iter_num < goal and not (reason or eval_only):
-                row = step(run, batch, measured=run.iter_num + 1 == goal)
-                batch = next(batches, None)  # read while the device computes
-                it = run.iter_num
-                if it < max_iters:
-                    reason = why_stop(signals, time_limit)
-                # the first and the fourth say at once that it works, and how fast
-                if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
-                    count_skips(run)
-                    now = time.time()
-                    seconds = (now - timed_at) / (it - timed_it)
-                    timed_it = it
-                    timed_at = now
-                    run.wall_s = now - began
-                    row = measure(run, row, seconds, n_sequences)
-                    print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
-                    if (it == 1 or it % log_interval == 0) and it < goal and not reason:  # 1: where it began
-                        log_row(log_file, wandb_run, row)
+    while True:
+        goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
+        timed_it = run.iter_num
+        timed_at = time.time()
+        while run.iter_num < goal and not (reason or eval_only):
+            row = step(run, batch, measured=run.iter_num + 1 == goal)
+            batch = next(batches, None)  # read while the device computes
+            it = run.iter_num
+            if it < max_iters:
+                reason = why_stop(signals, time_limit)
+            # the first and the fourth show at once that it works, and how fast
+            if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
+                count_skips(run)
+                now = time.time()
+                seconds = (now - timed_at) / (it - timed_it)
+                timed_it = it
+                timed_at = now
+                run.wall_s = now - began
+                row = measure(run, row, seconds, n_sequences)
+                print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
+                if (it == 1 or it % log_interval == 0) and it < goal and not reason:  # 1: where it began
+                    log_row(log_file, wandb_run, row)
 
-            if reason:  # whoever stops it may not wait for an evaluation
-                save(run, 'ckpt.pt', constant)
-                print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
-                       f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
-            columns = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
-            if eval_only:
-                break
-            val_loss = columns.get('val_loss')
-            columns['wall_s'] = run.wall_s = time.time() - began
-            if val_loss is not None and not math.isfinite(val_loss):
-                diverge(run, f"val loss is {val_loss}")
-            improved = val_loss is not None and val_loss < run.best_val_loss
-            if improved:
-                run.best_val_loss = val_loss
-            if row:  # before the checkpoint: a run killed in between writes it anew
-                log_row(log_file, wandb_run, row | columns)
-            if improved and not always_save_checkpoint:
-                save(run, 'best.pt', constant)
-            if keep:
-                save(run, f'ckpt-{run.iter_num}.pt', constant)
-                kept = [*dict.fromkeys([*constant['kept'], run.iter_num])]
-                constant['kept'] = kept[-keep:]
-                for old in kept[:-keep] if RANK == 0 else ():
-                    Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)
+        if reason:  # the user, or a cluster, may not wait for an evaluation
             save(run, 'ckpt.pt', constant)
-            if sample_tokens and tokenizer and (RANK == 0 or shard):
-                print_sample(run, tokenizer, val_bins)
-            if reason or run.iter_num >= max_iters:
-                break
+            print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
+                   f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
+        columns = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
+        if eval_only:
+            break
+        val_loss = columns.get('val_loss')
+        columns['wall_s'] = run.wall_s = time.time() - began
+        if val_loss is not None and not math.isfinite(val_loss):
+            diverge(run, f"val loss is {val_loss}")
+        improved = val_loss is not None and val_loss < run.best_val_loss
+        if improved:
+            run.best_val_loss = val_loss
+        if row:  # before the checkpoint: a run killed in between writes it again
+            log_row(log_file, wandb_run, row | columns)
+        if improved and not always_save_checkpoint:
+            save(run, 'best.pt', constant)
+        if keep:
+            save(run, f'ckpt-{run.iter_num}.pt', constant)
+            kept = [path for path in Path(out_dir).glob('ckpt-*.pt') if path.stem[5:].isdigit()]
+            for path in sorted(kept, key=os.path.getmtime)[:-keep] if RANK == 0 else ():
+                path.unlink()
+        save(run, 'ckpt.pt', constant)
+        if sample_tokens and tokenizer and (RANK == 0 or shard):
+            print_sample(run, tokenizer, val_bins)
+        if reason or run.iter_num >= max_iters:
+            break
 
     # the end
     if not eval_only:
