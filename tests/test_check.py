@@ -143,7 +143,7 @@ def sgd(**changes):
     ('OPTIMIZERS', check.check_updates, sgd(), True, '^no formula for own$'),
     ('OPTIMIZERS', check.check_updates, sgd(lr_scale=1.0), False, 'own: lr_scale of each .*: 1 instead'),
     ('OPTIMIZERS', check.check_updates, sgd(weight_decay=0.1), False, 'own: a .* weight_decay as GROUPS'),
-    ('OPTIMIZERS', check.check_updates, lambda *_: [], False, 'must take each parameter once'),
+    ('OPTIMIZERS', check.check_updates, lambda *_: [], False, 'is assigned to no optimizer'),
     ('SCHEDULES', check.check_rates, lambda done, _: 1 - done ** 2, True, '^no formula for own$'),
     ('SCHEDULES', check.check_rates, lambda *_: 7.0, False, 'own: its share of the peak at 0, 7.0, is not')])
 def test_entries_of_ones_own_are_looked_at(table, function, own, holds, remark, monkeypatch):
