@@ -276,7 +276,7 @@ def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
 
 
 def print_sample(run, tokenizer, bins):
-    """Prints sample_tokens tokens after the first of val. Of a sharded model all ranks compute the same."""
+    """Prints sample_tokens tokens after the first of val. All ranks of a sharded model compute the same."""
     prompts = bins.batch([0], 1)[0].tolist()
     run.model.eval()
     with run.machine.autocast():
@@ -400,11 +400,12 @@ OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr t
 
 def make_optimizers(model, config):
     """The optimizers of config['optimizer']. Raises ValueError unless each trained parameter is in one of
-    them, and for lr_scales of groups that this model does not have."""
+    them, and for lr_scales that this model cannot use."""
     known = {tag.group for tag in model.tags.values()}
-    if config['lr_scales'].keys() - known:
-        raise ValueError(f"lr_scales={config['lr_scales']} must name groups of this model's parameters: "
-                         f"{', '.join(sorted(known))}")
+    scales = config['lr_scales']
+    if not (scales.keys() <= known and all(type(x) in (int, float) and x > 0 for x in scales.values())):
+        raise ValueError(f"lr_scales={scales} must have a number above 0 for groups of this model's "
+                         f"parameters: {', '.join(sorted(known))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
     for name, w in model.named_parameters():
@@ -473,8 +474,8 @@ def whole(x):
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-LOSSES = {  # beside the loss reported: name -> (setting that is its weight, function); function(logits (B, T,
-    # vocab_size), targets (B, T)) -> a mean; None: the model puts it into aux under this name
+LOSSES = {  # in addition to the reported loss: name -> (setting that is its weight, function);
+    # function(logits (B, T, vocab_size), targets (B, T)) -> a mean; None: the model adds it to aux
     'balance': ('balance_loss', None),
     'z': ('z_loss', None),
     'mtp': ('mtp_loss', None),
@@ -574,7 +575,7 @@ def gradients(run, batch):
                 loss = loss + config[setting] * aux[name]
         if 'load' in aux:  # a model with experts
             loads.append(aux['load'])
-        # where the loss is not finite no gradient is, on any rank
+        # if the loss is not finite, no gradient is, on any rank
         loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
         run.scaler.scale(loss / len(batch)).backward()
     return sum(losses) / len(batch), all_reduce(sum(loads)) if loads else None
@@ -599,7 +600,7 @@ def update(run, load):
         elif not moved:
             continue
         opt.step()
-    if run.model.config.balance_bias and not config['lora_rank']:  # adapters are all that is trained
+    if run.model.config.balance_bias and not config['lora_rank']:  # only adapters are trained
         move_balance(run.model, load, config['balance_rate'] * moved)
     run.scaler.update()
     for opt in run.optimizers:
@@ -762,7 +763,7 @@ def lock_folder(out_dir):
         raise ValueError(f"out_dir={out_dir}: another training writes there; give another --out_dir, or wait "
                          "for its end") from None
     except (ImportError, OSError):  # Windows, or a file system without locks
-        print0(f"{out_dir}/ cannot be locked: see that no other training writes there")
+        print0(f"{out_dir}/ cannot be locked: make sure that no other run uses this folder")
     return f
 
 
@@ -786,7 +787,7 @@ def read_notes(out_dir):
 
 
 def note(out_dir, **facts):
-    """Adds facts to run.json, which tells other programs what a run is and how it ended."""
+    """Adds facts to run.json, from which other programs read what a run is and how it ended."""
     path = Path(out_dir, 'run.json')
     temp = path.with_suffix('.tmp')
     if RANK == 0:
@@ -802,7 +803,7 @@ LOG_FIELDS = {  # columns of log.csv and their formats
 
 
 def start_log(path, after):
-    """Writes a log's header, and the whole rows up to iteration `after` of a log that is there."""
+    """Writes a log's header. Keeps the complete rows of an existing log up to iteration `after`."""
     rows = []
     if os.path.exists(path):
         rows = [row for row in csv.DictReader(Path(path).read_text('utf-8').splitlines())
@@ -816,7 +817,7 @@ def start_log(path, after):
 
 
 def log_row(path, wandb_run, row):
-    """Adds rank 0's row, a dict by LOG_FIELDS of numbers or tensors, to a log and to wandb's run, if any."""
+    """Adds a row of rank 0, numbers or tensors by LOG_FIELDS, to a log and to wandb's run, if any."""
     texts = {name: format(value, LOG_FIELDS[name]) for name, value in row.items() if value is not None}
     if RANK == 0:
         with open(path, 'a', encoding='utf-8', newline='') as f:
@@ -913,7 +914,7 @@ def check_run(given, config, model_config, machine):
 
 
 def check_data(folder, meta, train_bins, val_bins, config):
-    """Says what the folder holds. Raises ValueError if a GPT of this config cannot train on it."""
+    """Prints what the folder holds. Raises ValueError if a GPT of this config cannot train on it."""
     if meta['block_size'] not in (None, config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
                          f"{config.block_size}: give --block_size={meta['block_size']}, or prepare it again "
@@ -947,7 +948,7 @@ TIME_IS_OVER = 1
 
 
 def stop_on_signals():
-    """A list to which signals of STOP add exit statuses, so that the run ends after the iteration. A second
+    """A list to which signals in STOP add exit statuses, so that the run ends after the iteration. A second
     Ctrl-C ends it at once. A second SIGTERM is ignored, because torchrun and Slurm both send one."""
     signals = []
 
@@ -998,7 +999,10 @@ if __name__ == '__main__':
         model_args = {name: model_args[name] for name in model_args if name in given}
     model = source_tokenizer = None
     rest = {}
-    if init_from != 'scratch':
+    if init_from == 'scratch':  # before the data, which may be missing
+        with naming(fields):
+            GPTConfig(**{'vocab_size': 2**31, **model_args})
+    else:
         model, source_tokenizer, rest = load_to_train(init_from, out_dir, model_args,
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})

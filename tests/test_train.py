@@ -391,8 +391,9 @@ def broken(self, idx, targets=None, **rest):
 model.GPT.forward = broken
 '''
     args = [*TOY, '--optimizer=muon', '--gradient_accumulation_steps=2']
-    printed = on_ranks(2, ['--out_dir=both', *args, '--log_interval=1000', '--max_iters=1000',
-                           '--eval_interval=500'], ['--out_dir=skips', *args, '--max_iters=5', '--shard=True'], patch=patch)
+    printed = on_ranks(
+        2, ['--out_dir=both', *args, '--log_interval=1000', '--max_iters=1000', '--eval_interval=500'],
+        ['--out_dir=skips', *args, '--max_iters=5', '--shard=True'], patch=patch)
     assert saved('both')['iter_num'] == 4
     assert all(f'rank {rank} raised: 143' in printed for rank in (0, 1)), printed
     assert [row['skipped'] for row in log_rows('skips')][-1] == '1'
@@ -522,7 +523,8 @@ def test_tokens_are_counted_as_they_are_read(folder):
 def test_resumed_equals_uninterrupted(folder):
     common = ['--dropout=0.2', '--log_interval=1', '--optimizer=muon', '--n_expert=4', '--n_shared_expert=1',
               '--balance_bias=True', '--z_loss=0.001', '--bigram_size=40', '--document_token=3', '--window=6',
-              '--window_pattern=SL', '--residual_lambdas=True', "--lr_scales={'embedding': 3.0, 'vector': 2.0}"]
+              '--window_pattern=SL', '--residual_lambdas=True',
+              "--lr_scales={'embedding': 3.0, 'vector': 2.0}"]
     train('--out_dir=whole', *common)
     train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
     run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=20')
