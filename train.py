@@ -13,16 +13,16 @@ Trains a model: tokens -> weights.
 
 Every setting below and every field of GPTConfig can be set in a config file or by --name=value.
 
-The story of a run stands at the end of this file; what it calls stands above, in nearly the same order:
-    settings      of files and flags; when resuming, the checkpoint's where none is given
+The main program is at the end of this file. It calls the functions above it in nearly the same order:
+    settings      from files and flags; if you resume, the checkpoint's for all that you do not give
     ranks, data   batches are a pure function of (seed, iteration), on any number of ranks that divides them
-    model         from scratch or loaded; the length of the run, in iterations
-    optimizers    OPTIMIZERS; compilation; DDP or FSDP
-    lock and log  out_dir is this run's alone; files of an earlier run become *.old-1.*
-    loop          iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old
+    model         from scratch or loaded; with shard=True, fsdp.py spreads it over the ranks
+    run           OPTIMIZERS, their states; length in iterations; compilation; DDP
+    lock and log  only this run may write to out_dir; files of an earlier run become *.old-1.*
+    loop          iterations up to the next evaluation; then best.pt and ckpt.pt, which replace the old files
     end           after max_iters, time_limit or a signal in STOP, such as Ctrl-C. The last two finish the
                   iteration, write ckpt.pt, evaluate and write it again. A second Ctrl-C ends it at once
---init_from=resume restores weights, optimizers, scaler and NUMBERS: the run goes on bit for bit.
+--init_from=resume restores weights, optimizers, scaler and NUMBERS: the run continues bit for bit.
 """
 import time
 
@@ -37,16 +37,12 @@ import functools
 import json
 import math
 import os
-import re
 import shlex
-import shutil
 import signal
 import sys
-import types
 from pathlib import Path
 
 from configurator import (
-    ROOT,
     check_effects,
     check_values,
     choose_device,
@@ -55,11 +51,10 @@ from configurator import (
     cpu_has_bfloat16,
     duration,
     keep_freed_memory,
-    marked,
     naming,
+    one_line_errors,
     peak_flops,
     peak_mb,
-    plain,
     print0,
     resolve_compile,
     runtime,
@@ -135,7 +130,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from model import (
@@ -282,7 +276,7 @@ def evaluate_splits(run, train_bins, val_bins, bytes_per_token):
 
 
 def print_sample(run, tokenizer, bins):
-    """Prints sample_tokens tokens after the first of val. Of a sharded model all ranks compute the same."""
+    """Prints sample_tokens tokens after the first of val. All ranks of a sharded model compute the same."""
     prompts = bins.batch([0], 1)[0].tolist()
     run.model.eval()
     with run.machine.autocast():
@@ -310,59 +304,48 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         kept = 1 - self.found_inf
         for group in self.param_groups:
-            params = [w for w in group['params'] if w.grad is not None]
             lr = group['lr'] * kept
-            for w in params:
-                state = self.state[w]
-                if not state:
-                    state['momentum_buffer'] = torch.zeros_like(w)
-            grads = [w.grad for w in params]
-            buffers = [self.state[w]['momentum_buffer'] for w in params]
-            if torch.is_tensor(kept):  # momentum that is its own gradient stays
-                for grad, momentum in zip(grads, buffers):
-                    torch.where(kept > 0, grad, momentum, out=grad)
-            torch._foreach_lerp_(buffers, grads, 1 - group['momentum'])
-            updates = torch._foreach_lerp(grads, buffers, group['momentum'])
-            torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
-            pairs = sorted(zip(params, updates), key=lambda pair: pair[0].shape)
-            # sharded matrices are whole while they move: as many at once as ranks share the work
-            at_once = RANKS if any(map(is_sharded, params)) else len(pairs)
-            for first in range(0, len(pairs), at_once):
-                self.move(pairs[first:first + at_once], lr)
-
-    def move(self, pairs, lr):
-        """Orthogonalises and subtracts updates; pairs: (parameter, update)."""
-        matrices = collections.defaultdict(list)  # by shape
-        changes = []  # of sharded parameters
-        for w, update in pairs:
-            target = w
-            if is_sharded(update):
-                update = rounded(update).full_tensor()  # as orthogonalise does
-                target = torch.zeros_like(update, dtype=w.dtype)
-                changes.append((w, target))
-            for parts in zip(*(x.split(self.row_splits[w], dim=-2) for x in (target, update))):
-                # experts' are (experts, rows, columns)
-                matrices[parts[0].shape[-2:]].extend([parts] if update.ndim == 2 else zip(*parts))
-        for shape, parts in matrices.items():
-            targets, updates = zip(*parts)
-            updates = orthogonalise_shared(updates).to(targets[0].dtype)
-            torch._foreach_sub_(targets, list(updates * (lr * 0.2 * max(shape) ** 0.5)))
-        for w, change in changes:
-            w.add_(shard_like(w, change))
+            moves = []
+            for w in group['params']:
+                if w.grad is None:
+                    continue
+                if w not in self.state:
+                    self.state[w]['momentum_buffer'] = torch.zeros_like(w)
+                momentum = self.state[w]['momentum_buffer']
+                grad = w.grad
+                if torch.is_tensor(kept):  # momentum that is its own gradient stays
+                    grad = torch.where(kept > 0, grad, momentum)
+                momentum.lerp_(grad, 1 - group['momentum'])
+                w.mul_(1 - lr * group['weight_decay'])
+                moves.append((w, grad.lerp(momentum, group['momentum']), self.row_splits[w]))
+            sharded = [move for move in moves if is_sharded(move[0])]
+            subtract_orthogonalised([move for move in moves if not is_sharded(move[0])], lr)
+            if sharded:
+                fsdp.subtract_whole(subtract_orthogonalised, sharded, lr)
 
 
-def orthogonalise_shared(matrices):
-    """n matrices of one shape -> (n, rows, columns), rounded. Each rank computes a share."""
-    share = -(-len(matrices) // RANKS)
-    mine = matrices[share * RANK:][:share]
-    mine += matrices[:share - len(mine)]  # whose results are left out, so that all ranks give as many
-    found = orthogonalise(torch.stack(mine))
+def subtract_orthogonalised(moves, lr):
+    """Subtracts orthogonalised updates. moves: matrices, or stacks of them (experts, rows, columns), each
+    with its update and the row counts of the projections that are fused in it."""
+    batches = collections.defaultdict(list)  # shape of a projection -> pairs of it and its update
+    for w, update, rows in moves:
+        for pair in zip(w.split(rows, dim=-2), update.split(rows, dim=-2)):
+            batches[pair[0].shape[-2:]].append(pair)
+    for shape, pairs in batches.items():
+        flat = torch.cat([rounded(update).reshape(-1, *shape) for _, update in pairs])
+        changes = orthogonalise_shared(flat).float() * (lr * 0.2 * max(shape) ** 0.5)
+        for (w, _), change in zip(pairs, changes.split([w.numel() // shape.numel() for w, _ in pairs])):
+            w.sub_(change.view_as(w))
+
+
+def orthogonalise_shared(x):
+    """orthogonalise, of which each rank computes a share."""
     if RANKS == 1:
-        return found
-    gathered = found.new_empty(share * RANKS, *found.shape[1:])
-    # all_gather_single is the name since torch 2.13
-    getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)(gathered, found.contiguous())
-    return gathered[:len(matrices)]
+        return orthogonalise(x)
+    share = slice(RANK * len(x) // RANKS, (RANK + 1) * len(x) // RANKS)
+    found = torch.zeros_like(x)
+    found[share] = orthogonalise(x[share])
+    return all_reduce(found)
 
 
 def rounded(x):
@@ -416,8 +399,8 @@ OPTIMIZERS = {  # name: function of model and settings -> optimizers, whose lr t
 
 
 def make_optimizers(model, config):
-    """The optimizers of config['optimizer']. Raises ValueError unless each parameter has one, or none if it
-    is frozen."""
+    """The optimizers of config['optimizer']. Raises ValueError unless each trained parameter is in one of
+    them, and for lr_scales that this model cannot use."""
     known = {tag.group for tag in model.tags.values()}
     scales = config['lr_scales']
     if not (scales.keys() <= known and all(type(x) in (int, float) and x > 0 for x in scales.values())):
@@ -425,120 +408,74 @@ def make_optimizers(model, config):
                          f"parameters: {', '.join(sorted(known))}")
     optimizers = OPTIMIZERS[config['optimizer']](model, config)
     taken = [id(w) for opt in optimizers for group in opt.param_groups for w in group['params']]
-    wrong = [name for name, w in model.named_parameters() if taken.count(id(w)) != w.requires_grad]
-    if wrong:
-        raise ValueError(f"optimizer={config['optimizer']!r} must take each parameter once, but not "
-                         f"{', '.join(wrong[:5])}: see OPTIMIZERS in train.py")
+    for name, w in model.named_parameters():
+        if taken.count(id(w)) != w.requires_grad:
+            raise ValueError(f"parameter {name} is assigned to no optimizer, or to several: see OPTIMIZERS")
     return optimizers
 
 
 def load_optimizers(model, optimizers, states):
     """Loads states by parameter name. States from nanoGPT and from earlier versions are matched by position.
-    This run's groups of parameters are kept. Raises ValueError for a name or a shape that does not fit."""
-    names = {w: name for name, w in model.named_parameters()}
+    This run's groups of parameters are kept. Raises KeyError for a parameter that this model lacks, and
+    ValueError for another shape."""
     params = [[w for group in opt.param_groups for w in group['params']] for opt in optimizers]
-    by_position = isinstance(states, list) or 'param_groups' in states
-    if by_position:
-        lists = states if isinstance(states, list) else [states]
-        states = {names[ws[i]]: values for ws, saved in zip(params, lists, strict=True)
-                  for i, values in saved['state'].items()}
-    if unknown := states.keys() - names.values():
-        raise ValueError(f"the checkpoint has optimizer states of {', '.join(sorted(unknown)[:5])}, which "
-                         "this model lacks: resume with the code that trained it, or fine-tune it")
-    for opt, ws in zip(optimizers, params):
-        found = {}
-        for i, w in enumerate(ws):
-            found[i] = dict(states.get(names[w], {}))
-            for key, value in found[i].items():
-                if not torch.is_tensor(value) or not value.ndim:
-                    continue
-                if value.shape[1:] == w.shape[1:]:
-                    found[i][key] = shard_like(w, value[:len(w)])  # learned positions may be fewer now
-                elif by_position or isinstance(opt, torch.optim.AdamW):  # which does not check
-                    raise ValueError(f"the checkpoint's {key} {tuple(value.shape)} does not fit {names[w]} "
+    if isinstance(states, dict) and 'param_groups' not in states:
+        weights = dict(model.named_parameters())
+        states = {weights[name]: state for name, state in states.items()}
+    else:
+        saved = states if isinstance(states, list) else [states]
+        states = {ws[i]: state for ws, one in zip(params, saved, strict=True)
+                  for i, state in one['state'].items()}
+    for w, state in states.items():
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.ndim == w.ndim:
+                value = value[:len(w)]  # learned positions may be fewer now
+                if value.shape != w.shape:
+                    raise ValueError(f"the checkpoint's {key} {tuple(value.shape)} does not fit a parameter "
                                      f"{tuple(w.shape)}: resume with the code that trained it")
-        opt.load_state_dict({'state': {i: value for i, value in found.items() if value},
+                state[key] = fsdp.split_like(w, value) if is_sharded(w) else value
+    for opt, ws in zip(optimizers, params):
+        opt.load_state_dict({'state': {i: states[w] for i, w in enumerate(ws) if w in states},
                              'param_groups': opt.state_dict()['param_groups']})
 
 
 # memory -----------------------------------------------------------------------------------------------------
 
-def shard_model(model, machine):
-    """Spreads the model over the ranks' devices by FSDP2 (arXiv:2304.11277), which gathers a block's weights
-    in the compute dtype while it computes. Small ones, which the model reads in float32, stay whole."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    mesh = dist.init_device_mesh(machine.device_type, (RANKS,))
-    policy = MixedPrecisionPolicy(machine.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    whole = {w for name, w in model.named_parameters()
-             if not GROUPS[model.tags[name].group] or 'router.' in name}
-    for part in *model.h, model:
-        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
-
-
 def checkpoint_blocks(model, every):
     """Keeps only the inputs of every n-th block, which backward recomputes (arXiv:1604.06174)."""
     for block in model.h[every - 1::every]:
-        block.forward = types.MethodType(forward_recomputed, block)
+        block.forward = functools.partial(forward_recomputed, block)
 
 
 def forward_recomputed(block, x, context):
-    """The forward of a checkpointed block. Both of its runs find what the layers before handed on. Raises
-    ValueError if a layer changes the context other than by hand_on."""
-    def fixed(context):
-        return tree_leaves(vars(context) | {'handed': None, 'routing': None})
-    base = context.base
-    handed = dict(context.handed)
-    before = fixed(context)
-
-    def require_unchanged(own):
-        if [*map(id, fixed(own))] != [*map(id, before)]:
-            raise ValueError("checkpoint_activations would lose how a layer changes the context: let it call "
-                             "context.hand_on")
+    """The forward of a checkpointed block. Each of its two runs has its own copy of the context, as it was
+    before the block: the second run is in backward, after later blocks have changed the context."""
+    before = dataclasses.replace(context, handed={**context.handed})
 
     def forward(x):
-        own = dataclasses.replace(context, base=base, handed=dict(handed), routing=[])
-        require_unchanged(own)  # by other layers, when backward runs this
-        x = type(block).forward(block, x, own)
-        require_unchanged(own)
-        return x, own.routing, {layer: own.handed[layer] for layer in own.handed if layer not in handed}
-    x, routing, new = checkpoint(forward, x, use_reentrant=False)
+        own = dataclasses.replace(before, handed={**before.handed}, routing=[])
+        return type(block).forward(block, x, own), own.handed, own.routing
+
+    x, context.handed, routing = checkpoint(forward, x, use_reentrant=False)
     if context.routing is not None:
         context.routing.extend(routing)
-    context.handed.update(new)
     return x
 
 
 def is_sharded(w):
-    """Whether w is a DTensor (whose module is slow to import)."""
+    """Whether a rank holds only a part of w (as a DTensor, whose module is slow to import)."""
     return hasattr(w, 'full_tensor')
 
 
-def mixed(params):
-    """A context in which torch's functions take whole and sharded parameters together."""
-    if not any(map(is_sharded, params)):
-        return contextlib.nullcontext()
-    from torch.distributed.tensor.experimental import implicit_replication
-    return implicit_replication()
-
-
-def gather(value):
-    """A tensor, whole if it is sharded. All ranks call it together."""
-    return value.full_tensor() if is_sharded(value) else value
-
-
-def shard_like(w, value):
-    """A tensor that all ranks have, sharded if w is."""
-    if not is_sharded(w):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-    value = value.to(w.device, w.dtype)
-    return distribute_tensor(value, w.device_mesh, w.placements, src_data_rank=None)
+def whole(x):
+    """A tensor, gathered if it is sharded. All ranks call it together."""
+    return x.full_tensor() if is_sharded(x) else x
 
 
 # one iteration ----------------------------------------------------------------------------------------------
 
-LOSSES = {  # beside the loss reported: name -> (setting that is its weight, function); function(logits (B, T,
-    # vocab_size), targets (B, T)) -> a mean; None: the model puts it into aux under this name
+LOSSES = {  # in addition to the reported loss: name -> (setting that is its weight, function);
+    # function(logits (B, T, vocab_size), targets (B, T)) -> a mean; None: the model adds it to aux
     'balance': ('balance_loss', None),
     'z': ('z_loss', None),
     'mtp': ('mtp_loss', None),
@@ -564,39 +501,33 @@ class Run:
         self.config = config
         self.machine = machine
         self.params = [w for w in model.parameters() if w.requires_grad]
+        self.sharded = any(map(is_sharded, self.params))
         self.optimizers = make_optimizers(model, config)
         self.scaler = torch.amp.GradScaler(machine.device_type, enabled=machine.dtype == torch.float16)
         vars(self).update(NUMBERS)
         self.skips = self.in_a_row = 0  # updates skipped since the last row, and in a row: on the device
 
     def snapshot(self, optimizers=True):
-        """The part of a checkpoint that changes: weights (of adapters alone, if any), numbers, optimizers.
-        All ranks call it; rank 0 gets what is sharded, on the CPU."""
-        def whole(x):
-            if not is_sharded(x):
-                return x
-            x = x.full_tensor()
-            return x.cpu() if RANK == 0 else None
+        """The part of a checkpoint that changes: weights (with adapters, only theirs), numbers, optimizers.
+        All ranks call it; only rank 0 gets sharded tensors, whole and on the CPU."""
         weights = self.model.state_dict()
+        names = {w: name for name, w in self.model.named_parameters()}
+        states = {names[w]: values for opt in self.optimizers for w, values in opt.state.items()}
         adapters = {name: w for name, w in weights.items() if '.lora_' in name}
-        state = {'model': adapters or weights}
-        state.update((name, getattr(self, name)) for name in NUMBERS)
+        state = {'model': adapters or weights, **{name: getattr(self, name) for name in NUMBERS}}
         if optimizers:
-            names = {w: name for name, w in self.model.named_parameters()}
-            state.update(optimizer={names[w]: values for opt in self.optimizers
-                                    for w, values in opt.state.items()}, scaler=self.scaler.state_dict())
-        return tree_map(whole, state)
+            state.update(optimizer=states, scaler=self.scaler.state_dict())
+        return fsdp.gather(state) if self.sharded else state
 
     def resume(self, rest):
-        """Takes over a checkpoint's state, but for the weights. Raises ValueError without one."""
-        if 'optimizer' not in rest:
-            raise ValueError(f"{rest['path']} has no state of the optimizer, as best.pt: fine-tune it with "
-                             f"--init_from={shlex.quote(rest['path'])} and another --out_dir")
+        """Restores a checkpoint's state, except the weights."""
         load_optimizers(self.model, self.optimizers, rest['optimizer'])
         if rest.get('scaler'):  # of a run in float16
             self.scaler.load_state_dict(rest['scaler'])
         vars(self).update((name, rest[name]) for name in NUMBERS if name in rest)
         self.best_val_loss = float(self.best_val_loss)  # nanoGPT's is a tensor
+        if 'tokens' not in rest:  # of nanoGPT
+            self.tokens = self.iter_num * tokens_per_update(self)
         print0(f"resume: {rest['path']} at iteration {self.iter_num:,}, best val loss "
                f"{self.best_val_loss:.4f}")
 
@@ -611,7 +542,7 @@ def step(run, batch, measured):
     before = [w.detach().clone() for w in run.params] if measured else None
     grad_norm, moved = update(run, load)
     run.iter_num += 1
-    run.tokens += RANKS * sum(inputs.numel() for inputs, *_ in batch)
+    run.tokens += tokens_per_update(run)
     run.skips = run.skips + ~moved
     run.in_a_row = (run.in_a_row + 1) * ~moved
     return {'iter': run.iter_num, 'loss': loss, 'weight': sum(weight for *_, weight in batch), 'lr': lr,
@@ -644,7 +575,7 @@ def gradients(run, batch):
                 loss = loss + config[setting] * aux[name]
         if 'load' in aux:  # a model with experts
             loads.append(aux['load'])
-        # where the loss is not finite no gradient is, on any rank
+        # if the loss is not finite, no gradient is, on any rank
         loss = loss * torch.where(loss.isfinite(), 1.0, math.nan)
         run.scaler.scale(loss / len(batch)).backward()
     return sum(losses) / len(batch), all_reduce(sum(loads)) if loads else None
@@ -657,27 +588,31 @@ def update(run, load):
     params = run.params
     for opt in run.optimizers:
         run.scaler.unscale_(opt)
-    sharded = any(map(is_sharded, params))
     for w in params:
-        if sharded and not is_sharded(w) and w.grad is not None:  # FSDP reduces the others
+        if run.sharded and not is_sharded(w) and w.grad is not None:  # FSDP averages the others
             all_reduce(w.grad).div_(RANKS)
-    with mixed(params):
-        grad_norm = gather(clip_grad_norm_(params, config['grad_clip'] or math.inf, foreach=sharded or None))
-        moved = grad_norm.isfinite()
-        waits = sharded or run.machine.device == 'mps'
-        for opt in run.optimizers:
-            if getattr(opt, '_step_supports_amp_scaling', False) and not waits:
-                opt.found_inf = (~moved).float()  # the device decides, the host does not wait
-            elif not moved:
-                continue
-            opt.step()
-    if run.model.config.balance_bias and not config['lora_rank']:  # adapters are all that is trained
+    grad_norm = whole(clip_grad_norm_(params, config['grad_clip'] or math.inf))
+    moved = grad_norm.isfinite()
+    for opt in run.optimizers:
+        # fused: the device decides, the host does not wait
+        if getattr(opt, '_step_supports_amp_scaling', False) and run.machine.device != 'mps':
+            opt.found_inf = (~moved).float()
+        elif not moved:
+            continue
+        opt.step()
+    if run.model.config.balance_bias and not config['lora_rank']:  # only adapters are trained
         from experts import move_balance
         move_balance(run.model, load, config['balance_rate'] * moved)
     run.scaler.update()
     for opt in run.optimizers:
         opt.zero_grad()
     return grad_norm, moved
+
+
+def tokens_per_update(run):
+    """Tokens that all ranks read in an iteration."""
+    return (run.config['gradient_accumulation_steps'] * run.config['batch_size']
+            * run.model.config.block_size)
 
 
 def seed_dropout(seed, it, rank):
@@ -688,18 +623,17 @@ def seed_dropout(seed, it, rank):
 @torch.no_grad()
 def relative_change(params, before):
     """Norm of an update over the norm of the weights `before` it, which it overwrites."""
-    with mixed(params):
-        size = get_total_norm(before)
-        torch._foreach_sub_(before, params)
-        return (gather(get_total_norm(before)) / gather(size)).item()
+    size = whole(get_total_norm(before))
+    torch._foreach_sub_(before, params)
+    return (whole(get_total_norm(before)) / size).item()
 
 
 MAX_SKIPPED = 10  # skipped updates in a row that end the run
 
 
 def count_skips(run):
-    """Tells the updates skipped since the last row, for which it waits. Raises ValueError if MAX_SKIPPED were
-    in a row."""
+    """Reports the updates skipped since the last row, for which it waits. Raises ValueError if MAX_SKIPPED
+    were in a row."""
     skips = int(run.skips)
     run.skips = 0
     run.skipped += skips
@@ -710,50 +644,43 @@ def count_skips(run):
         diverge(run, f"{int(run.in_a_row)} losses or gradients in a row were not finite")
 
 
-class Diverged(ValueError):
-    """Another attempt would diverge again."""
-
-
 def diverge(run, event):
-    """Raises Diverged."""
-    raise Diverged(f"{event} at iteration {run.iter_num}: the run diverged; {run.config['out_dir']}/ keeps "
-                     "the checkpoint before; lower --learning_rate, or use --dtype=float32")
+    """Notes in run.json that another attempt would fail again. Raises ValueError."""
+    out_dir = run.config['out_dir']
+    error = (f"{event} at iteration {run.iter_num}: the run diverged; {out_dir}/ckpt.pt still holds the last "
+             "good checkpoint; lower --learning_rate, or use --dtype=float32")
+    note(out_dir, status='diverged', error=error)
+    raise ValueError(error)
 
 
 # continuing from a checkpoint -------------------------------------------------------------------------------
 
 def where_to_begin(init_from, out_dir):
     """init_from of this process: with 'auto', and if torchrun restarts the run, a checkpoint is resumed."""
-    found = os.path.exists(f'{out_dir}/ckpt.pt')
-    restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
     # but not the checkpoint of an earlier run: a run that fails early does not rename it
     launch = os.environ.get('TORCHELASTIC_RUN_ID', 'none')  # none: plain torchrun's
-    if found and restarted and launch != 'none' and read_notes(out_dir).get('launch') == launch:
+    restarted = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') != '0'
+    same_run = restarted and launch != 'none' and read_notes(out_dir).get('launch') == launch
+    if os.path.exists(f'{out_dir}/ckpt.pt') and (same_run or init_from == 'auto'):
         return 'resume'
-    if init_from == 'auto':
-        return 'resume' if found else 'scratch'
-    return init_from
+    return 'scratch' if init_from == 'auto' else init_from
 
 
 def load_to_train(init_from, out_dir, asked, meta=None, dtype=torch.float32):
-    """hub.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError for another
+    """sample.load of the model to resume, or to fine-tune on data of this meta. Raises ValueError for another
     field than those CHANGEABLE."""
     tuned = init_from != 'resume'
-    changes = {name: value for name, value in asked.items() if name in CHANGEABLE}
-    if meta:
-        changes = packed(meta) | changes
+    changes = packed(meta) if meta else {}
+    changes |= {name: value for name, value in asked.items() if name in CHANGEABLE}
     model, tokenizer, rest = load(init_from, out_dir, dtype=dtype, best=tuned, merge=tuned, **changes)
     if changes:
         with naming(changes):
             try_tokens(model)
-    try:
-        whole = vars(GPTConfig(**rest['model_args'] | asked))
-    except ValueError:  # the new values are invalid with the checkpoint's other fields
-        whole = asked
-    for name, value in asked.items():
+    now = vars(GPTConfig(**rest['model_args'] | asked))
+    for name in asked:
         was = rest['model_args'][name]
-        if name not in CHANGEABLE and whole[name] != was:
-            raise ValueError(f"{name}={value!r} differs from {rest['path']}, which has {was!r}: leave it "
+        if name not in CHANGEABLE and now[name] != was:
+            raise ValueError(f"{name}={now[name]!r} differs from {rest['path']}, which has {was!r}: leave it "
                              "out, or train from scratch")
     return model, tokenizer, rest
 
@@ -763,35 +690,29 @@ def packed(meta):
     return {'document_token': meta['eot']} if meta['block_size'] else {}
 
 
-LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
-COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
-MACHINE = {'device', 'dtype', 'compile', 'backend'}    # not taken from nanoGPT's files: another machine's
+LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}  # the last given of them decides
 
 
 def run_settings(config, given, rest):
-    """config with the one of LENGTH given last alone; resuming from `rest`, a checkpoint, with its values of
-    all that is not `given`. Raises ValueError if one of FIXED differs, or the sequences of an update."""
+    """config, with the values of a checkpoint to resume, `rest`, for all that is not `given`. Raises
+    ValueError for a change that would not fit the checkpoint's state."""
     was = rest.get('config', {})
-    ours = given.keys() | COMMAND
+    ours = {'out_dir', 'init_from', *given}
     lengths = [name for name in given if name in LENGTH and config[name] is not None]
     if lengths:
         ours |= LENGTH
         config = config | dict.fromkeys(LENGTH - {'max_iters', lengths[-1]})
-    if 'runtime' not in rest:
-        ours |= MACHINE
-    changed = {name: was[name] for name in config if name in was and was[name] != config[name]}
-    for name in {*marked(ROOT / 'train.py', 'fixed')} & changed.keys() & given.keys():
-        raise ValueError(f"{name}={config[name]!r} differs from {rest['path']}, which has {was[name]!r}: "
-                         f"leave it out, or fine-tune with --init_from={shlex.quote(rest['path'])}")
-    taken = {name: changed[name] for name in changed if name not in ours}
+    taken = {name: was[name] for name in config if name in was.keys() - ours and was[name] != config[name]}
     if taken:
         show(rest['path'], taken)
     config = config | taken
-    sequences, before = (settings['batch_size'] * settings['gradient_accumulation_steps']
-                         for settings in (config, config | was))
-    if sequences != before and not config['eval_only']:  # some would be left out, or come twice
-        raise ValueError(f"a resumed run keeps batch_size * gradient_accumulation_steps={before}, here it is "
-                         f"{sequences}")
+
+    def kept(config):
+        names = 'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'
+        return [config['batch_size'] * config['gradient_accumulation_steps'], *map(config.get, names)]
+    if kept(config) != kept(config | was):
+        raise ValueError(f"{rest['path']} can only be resumed with the same optimizer, adapters and "
+                         "batch_size * gradient_accumulation_steps: leave them out, or fine-tune it")
     return config
 
 
@@ -806,7 +727,7 @@ def start_lora(model, config, rest):
     if Path(path).parent.resolve() == Path(config['out_dir']).resolve():
         raise ValueError(f"out_dir={config['out_dir']} holds {path}, the base of the adapters: give "
                          "another --out_dir")
-    targets = re.findall(r'[^\s,]+', config['lora_targets'])
+    targets = config['lora_targets'].replace(',', ' ').split()
     add_lora(model, rank, alpha, targets)
     n_params = sum(w.numel() for w in model.parameters() if w.requires_grad)
     print0(f"adapters: {n_params:,} parameters are trained")
@@ -843,25 +764,19 @@ def lock_folder(out_dir):
         raise ValueError(f"out_dir={out_dir}: another training writes there; give another --out_dir, or wait "
                          "for its end") from None
     except (ImportError, OSError):  # Windows, or a file system without locks
-        print0(f"{out_dir}/ cannot be locked: see that no other training writes there")
+        print0(f"{out_dir}/ cannot be locked: make sure that no other run uses this folder")
     return f
 
 
-def set_aside(out_dir, resumed, always_save_checkpoint):
-    """Renames an earlier run's files, ckpt.pt to ckpt.old-3.pt; resuming, a best.pt no longer kept."""
-    if resumed and not always_save_checkpoint:
-        if not os.path.exists(f'{out_dir}/best.pt'):  # nanoGPT's ckpt.pt is its best
-            temp = shutil.copyfile(f'{out_dir}/ckpt.pt', f'{out_dir}/best.tmp')
-            os.replace(temp, f'{out_dir}/best.pt')
-        return
-    names = r'best\.pt' if resumed else r'(best|ckpt|ckpt-\d+)\.pt|log\.csv|run\.json'
+def set_aside(out_dir, *patterns):
+    """Renames files of an earlier run, ckpt.pt to ckpt.old-3.pt."""
     folder = Path(out_dir)
     number = 1
     while any(folder.glob(f'*.old-{number}.*')):
         number += 1
-    for path in sorted(folder.iterdir()):
-        if re.fullmatch(names, path.name):
-            new = path.rename(folder / f'{path.stem}.old-{number}{path.suffix}')
+    for path in [path for pattern in patterns for path in sorted(folder.glob(pattern))]:
+        if '.old-' not in path.name:
+            new = path.rename(path.with_suffix(f'.old-{number}{path.suffix}'))
             print0(f"{path} of the run before is now {new}")
 
 
@@ -873,7 +788,7 @@ def read_notes(out_dir):
 
 
 def note(out_dir, **facts):
-    """Adds facts to run.json, which tells other programs what a run is and how it ended."""
+    """Adds facts to run.json, from which other programs read what a run is and how it ended."""
     path = Path(out_dir, 'run.json')
     temp = path.with_suffix('.tmp')
     if RANK == 0:
@@ -881,15 +796,11 @@ def note(out_dir, **facts):
         temp.replace(path)
 
 
-@contextlib.contextmanager
-def noting_failure(out_dir):
-    """Notes an exception, which ends the run."""
-    try:
-        yield
-    except BaseException as error:
-        status = 'diverged' if isinstance(error, Diverged) else 'failed'
-        note(out_dir, status=status, error=str(error) or type(error).__name__)
-        raise
+def note_failure(out_dir, kind, error, trace):
+    """The excepthook of a run that has begun."""
+    if kind is not Diverged:  # which is noted
+        note(out_dir, status='failed', error=str(error) or kind.__name__)
+    one_line_errors(kind, error, trace)
 
 
 LOG_FIELDS = {  # columns of log.csv and their formats
@@ -900,7 +811,7 @@ LOG_FIELDS = {  # columns of log.csv and their formats
 
 
 def start_log(path, after):
-    """Writes a log's header, and the whole rows up to iteration `after` of a log that is there."""
+    """Writes a log's header. Keeps the complete rows of an existing log up to iteration `after`."""
     rows = []
     if os.path.exists(path):
         rows = [row for row in csv.DictReader(Path(path).read_text('utf-8').splitlines())
@@ -914,7 +825,7 @@ def start_log(path, after):
 
 
 def log_row(path, wandb_run, row):
-    """Adds rank 0's row, a dict by LOG_FIELDS of numbers or tensors, to a log and to wandb's run, if any."""
+    """Adds a row of rank 0, numbers or tensors by LOG_FIELDS, to a log and to wandb's run, if any."""
     texts = {name: format(value, LOG_FIELDS[name]) for name, value in row.items() if value is not None}
     if RANK == 0:
         with open(path, 'a', encoding='utf-8', newline='') as f:
@@ -925,13 +836,10 @@ def log_row(path, wandb_run, row):
 
 
 def start_wandb(run):
-    """A run on Weights & Biases, the same when resumed. None if wandb is missing or refuses."""
-    try:
-        import wandb
-        found = wandb.init(project=run.config['wandb_project'], name=run.config['wandb_run_name'],
-                           id=run.wandb_id, resume='allow', config=run.config | vars(run.model.config))
-    except Exception as error:
-        return print0(f"no wandb logging, log.csv has everything ({type(error).__name__}: {error})")
+    """A run on Weights & Biases, the same when resumed."""
+    import wandb
+    found = wandb.init(project=run.config['wandb_project'], name=run.config['wandb_run_name'],
+                       id=run.wandb_id, resume='allow', config=run.config | vars(run.model.config))
     run.wandb_id = found.id
     return found
 
@@ -939,8 +847,7 @@ def start_wandb(run):
 def measure(run, row, seconds, n_sequences):
     """Adds the columns that wait for the device to a row by `step`. seconds: of an iteration; n_sequences: of
     an epoch."""
-    sequences = run.config['gradient_accumulation_steps'] * run.config['batch_size']
-    tokens = sequences * run.model.config.block_size
+    tokens = tokens_per_update(run)
     peak = peak_flops(run.machine.device, run.machine.dtype)
     weight = torch.as_tensor(row.pop('weight')).to(row['loss'])
     loss, weight = all_reduce(torch.stack([row['loss'], weight])).tolist()
@@ -978,39 +885,26 @@ def start_ranks(backend, device):
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
-def resolve_runtime(device, dtype, seed, compile, was):
-    """(configurator.runtime, compile). On the device and number of ranks of a checkpoint's runtime (was)
-    'auto' means what it meant there."""
-    threads = None
-    if was and (was['device_type'], was['ranks']) == (choose_device(device).partition(':')[0], RANKS):
-        threads = was['threads']
-        if dtype == 'auto':
-            dtype = was['dtype']
-        if compile == 'auto':
-            compile = was['compile']
-    return runtime(device, dtype, seed, threads), compile
-
-
-def run_length(config, model, n_sequences, numbers):
-    """max_iters by the length that is asked for, which it prints. n_sequences: of an epoch; numbers: NUMBERS,
-    or those of the checkpoint to resume."""
+def run_length(run, n_sequences):
+    """max_iters of a run, by the length that is asked for; prints it. n_sequences: of an epoch."""
+    config = run.config
+    model = run.model
     n_params = num_params(model)
-    tokens = config['gradient_accumulation_steps'] * config['batch_size'] * model.config.block_size
+    tokens = tokens_per_update(run)
     epoch = n_sequences * model.config.block_size
     max_iters = config['max_iters']
     for length, unit in (config['epochs'], epoch), (config['tokens_per_param'], n_params):
         if length is not None:
-            left = math.ceil((length * unit - numbers['tokens']) / tokens)
-            max_iters = numbers['iter_num'] + max(0, left)
-    total = numbers['tokens'] + (max_iters - numbers['iter_num']) * tokens
+            max_iters = run.iter_num + max(0, math.ceil((length * unit - run.tokens) / tokens))
+    total = run.tokens + (max_iters - run.iter_num) * tokens
     print0(f"model: {n_params:,} parameters, {model.config.n_layer} layers, {model.config.n_embd} wide, "
            f"context {model.config.block_size}, vocabulary {model.config.vocab_size}")
     print0(f"run: {max_iters:,} iterations of {tokens:,} tokens (ranks: {RANKS}), "
            f"{total / epoch:.2f} epochs, {total / n_params:.1f} tokens per parameter; checkpoints in "
            f"{config['out_dir']}/")
     if 0 < max_iters <= config['warmup_iters']:
-        print0(f"warning: warmup_iters={config['warmup_iters']} goes on to the end: the learning rate comes "
-               f"to {max_iters / (config['warmup_iters'] + 1):.0%} of its peak; lower --warmup_iters")
+        print0(f"warning: warmup_iters={config['warmup_iters']} does not end before the run: the learning "
+               f"rate reaches {max_iters / (config['warmup_iters'] + 1):.0%} of its peak; lower it")
     return max_iters
 
 
@@ -1022,7 +916,7 @@ def check_run(config, model_config, machine):
 
 
 def check_data(folder, meta, train_bins, val_bins, config):
-    """Says what the folder holds. Raises ValueError if a GPT of this config cannot train on it."""
+    """Prints what the folder holds. Raises ValueError if a GPT of this config cannot train on it."""
     if meta['block_size'] not in (None, config.block_size):
         raise ValueError(f"{folder} is packed for block_size={meta['block_size']}, but the model has "
                          f"{config.block_size}: give --block_size={meta['block_size']}, or prepare it again "
@@ -1035,20 +929,14 @@ def check_data(folder, meta, train_bins, val_bins, config):
     print0(f"data: {folder}, {train_bins.n_tokens:,} tokens to train on, {val_bins.n_tokens:,} to validate")
 
 
-def dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed):
-    """A prepared folder's tokenizer, or None. If it is not the model's, warns or, resumed, raises ValueError;
-    warns if a resumed run's folder has changed."""
-    was = rest.get('data', meta)
-    if resumed and was != meta:
-        before, now = (f"{one.get('train_tokens')} tokens of {one.get('source')}" for one in (was, meta))
-        print0(f"warning: the data have changed since the checkpoint: it had {before}, {folder} has {now}")
+def dataset_tokenizer(folder, of_model, rest, resumed):
+    """A prepared folder's tokenizer, or None if it cannot be loaded. If the model has another one, warns or,
+    resumed, raises ValueError."""
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ImportError) as error:
-        if isinstance(error, FileNotFoundError):  # a part of the folder
-            raise
         return print0(f"no tokenizer is stored with the checkpoint, so it cannot be sampled from: {error}")
-    if source_tokenizer and source_tokenizer.tokens != tokenizer.tokens:
+    if of_model and of_model.tokens != tokenizer.tokens:
         differs = (f"{folder} was prepared with another tokenizer than the model's, so that ids stand for "
                    f"other text: python prepare.py ... --tokenizer={shlex.quote(rest['path'])}")
         if resumed:
@@ -1062,7 +950,7 @@ TIME_IS_OVER = 1
 
 
 def stop_on_signals():
-    """A list to which signals of STOP add exit statuses, so that the run ends after the iteration. A second
+    """A list to which signals in STOP add exit statuses, so that the run ends after the iteration. A second
     Ctrl-C ends it at once. A second SIGTERM is ignored, because torchrun and Slurm both send one."""
     signals = []
 
@@ -1121,14 +1009,11 @@ if __name__ == '__main__':
                                                       None if resumed else read_meta(data_folder(dataset)))
     config = run_settings(config, given, rest if resumed else {})
     globals().update(config)
-    if resumed:  # nanoGPT's files, and early ones of ours, have no such number
-        rest.setdefault('tokens', rest['iter_num'] * gradient_accumulation_steps * batch_size
-                        * rest['model_args']['block_size'])
 
     # ranks, machine
-    if 'RANK' in os.environ:  # by torchrun
+    if TORCHRUN:
         start_ranks(backend, device)
-    machine, compile = resolve_runtime(device, dtype, seed, compile, resumed and rest.get('runtime'))
+    machine = runtime(device, dtype, seed)
     device = machine.device
     torch.use_deterministic_algorithms(deterministic or device == 'cpu')
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs an eighth of a step
@@ -1138,7 +1023,7 @@ if __name__ == '__main__':
     train_bins = Bins(folder, 'train')
     val_bins = Bins(folder, 'val')
     meta = train_bins.meta
-    tokenizer = dataset_tokenizer(folder, meta, source_tokenizer, rest, resumed)
+    tokenizer = dataset_tokenizer(folder, source_tokenizer, rest, resumed)
 
     # model
     if model is None:
@@ -1150,31 +1035,31 @@ if __name__ == '__main__':
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:
         checkpoint_blocks(model, checkpoint_activations)
-
-    # length
-    block_size = model.config.block_size
-    n_sequences = train_bins.n_sequences(block_size)
-    accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
-    config['max_iters'] = max_iters = run_length(config, model, n_sequences, rest if resumed else NUMBERS)
-    tokens = max_iters * accumulation * micro_batch * block_size  # this rank's
-    compile = resolve_compile(compile, device, flops_per_token(model) * tokens)
     if checkpoint_activations or shard or num_params(model) > 1e8:  # short of memory
         keep_freed_memory(below=2**20)
-    shard = shard and RANKS > 1  # so that one begun on several may go on with one
+    shard = shard and RANKS > 1  # a run that several ranks began may continue on one
     if shard:
-        shard_model(model, machine)
+        import fsdp
+        fsdp.shard_model(model, machine)
     model.to(device).train()
 
-    # optimizers, compilation, ranks
+    # the run: optimizers, length
     run = Run(model, config, machine)
     if resumed:
         run.resume(rest)
-        if rest.get('data', meta) != meta:  # the best loss was that of other data
+        if rest.get('data', meta) != meta:  # the best loss was on other data
+            print0(f"warning: {folder} has changed since the checkpoint was written")
             run.best_val_loss = math.inf
     first_it = run.iter_num
     if all_reduce(torch.tensor(first_it), op=dist.ReduceOp.MAX) != first_it:
         raise ValueError(f"out_dir={out_dir} is not the same on all machines: let them share the folder")
-    began = START - run.wall_s
+    n_sequences = train_bins.n_sequences(model.config.block_size)
+    max_iters = config['max_iters'] = run_length(run, n_sequences)
+    accumulation, micro_batch = share_batch(gradient_accumulation_steps, batch_size, RANKS)
+
+    # compilation, ranks
+    tokens = max_iters * tokens_per_update(run) / RANKS  # this rank's
+    compile = resolve_compile(compile, device, flops_per_token(model) * tokens)
     if compile and not eval_only:
         print0("compiling: the first iteration takes half a minute or more")
         run.forward = compile_model(model, device)
@@ -1182,87 +1067,90 @@ if __name__ == '__main__':
             run.evaluated = run.forward
     if RANKS > 1 and not shard:
         run.forward = DDP(run.forward, gradient_as_bucket_view=True)
-    constant = {  # of a checkpoint
+
+    # lock, log, and what is the same in all checkpoints
+    constant = {
         'model_args': dataclasses.asdict(model.config), 'config': config, 'lora': lora,
         'tokenizer': tokenizer and tokenizer.state(),
-        # what follows knows conversations from this data, or from the model that it began with
+        # sampling knows conversations from this data, or from the model that the run began with
         'masked': bool(train_bins.masks) or rest.get('masked', init_from != 'scratch'), 'data': meta,
-        'kept': rest.get('kept', []) if resumed else [],  # ckpt-<iteration>.pt of this run
-        'runtime': {'device_type': machine.device_type, 'ranks': RANKS, 'threads': machine.threads,
-                    'compile': compile, 'dtype': plain(machine.dtype)}}
-
-    # lock and log
+        'kept': rest.get('kept', []) if resumed else [],
+        'family': rest.get('family')}  # of published models, for exports
     log_file = f'{out_dir}/log.csv'
     lock = wandb_run = None
     signals = [] if eval_only else stop_on_signals()
     if RANK == 0 and not eval_only:
         lock = lock_folder(out_dir)
-        set_aside(out_dir, resumed, always_save_checkpoint)
+        if not resumed:
+            set_aside(out_dir, '*.pt', 'log.csv', 'run.json')
+        elif always_save_checkpoint:  # best.pt would grow old
+            set_aside(out_dir, 'best.pt')
         start_log(log_file, first_it)
         note(out_dir, status='running', error=None, config=config, params=num_params(model), data=folder,
              launch=os.environ.get('TORCHELASTIC_RUN_ID'))
+        sys.excepthook = functools.partial(note_failure, out_dir)
         if wandb_log:
             wandb_run = start_wandb(run)
 
     # the loop: train up to the next evaluation, evaluate, save
-    batches = read_batches(train_bins, block_size, range(first_it, max_iters), accumulation, micro_batch,
-                           seed, device)
+    batches = read_batches(train_bins, model.config.block_size, range(first_it, max_iters), accumulation,
+                           micro_batch, seed, device)
     batch = next(batches, None)
+    began = START - run.wall_s
     row = None
     reason = 0
-    with contextlib.nullcontext() if eval_only else noting_failure(out_dir):
-        while True:
-            goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
-            timed_it = run.iter_num
-            timed_at = time.time()
-            while run.iter_num < goal and not (reason or eval_only):
-                row = step(run, batch, measured=run.iter_num + 1 == goal)
-                batch = next(batches, None)  # read while the device computes
-                it = run.iter_num
-                if it < max_iters:
-                    reason = why_stop(signals, time_limit)
-                # the first and the fourth say at once that it works, and how fast
-                if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
-                    count_skips(run)
-                    now = time.time()
-                    seconds = (now - timed_at) / (it - timed_it)
-                    timed_it = it
-                    timed_at = now
-                    run.wall_s = now - began
-                    row = measure(run, row, seconds, n_sequences)
-                    print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
-                    if (it == 1 or it % log_interval == 0) and it < goal and not reason:  # 1: where it began
-                        log_row(log_file, wandb_run, row)
+    while True:
+        goal = min(max_iters, (run.iter_num // eval_interval + 1) * eval_interval)
+        timed_it = run.iter_num
+        timed_at = time.time()
+        while run.iter_num < goal and not (reason or eval_only):
+            row = step(run, batch, measured=run.iter_num + 1 == goal)
+            batch = next(batches, None)  # read while the device computes
+            it = run.iter_num
+            if it < max_iters:
+                reason = why_stop(signals, time_limit)
+            # the first and the fourth show at once that it works, and how fast
+            if reason or it == goal or it % log_interval == 0 or it - first_it in (1, 4):
+                count_skips(run)
+                now = time.time()
+                seconds = (now - timed_at) / (it - timed_it)
+                timed_it = it
+                timed_at = now
+                run.wall_s = now - began
+                row = measure(run, row, seconds, n_sequences)
+                print0(describe(row, None if it == first_it + 1 else (max_iters - it) * seconds))
+                if (it == 1 or it % log_interval == 0) and it < goal and not reason:  # 1: where it began
+                    log_row(log_file, wandb_run, row)
 
-            if reason:  # whoever stops it may not wait for an evaluation
-                save(run, 'ckpt.pt', constant)
-                print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
-                       f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
-            columns = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
-            if eval_only:
-                break
-            val_loss = columns.get('val_loss')
-            columns['wall_s'] = run.wall_s = time.time() - began
-            if val_loss is not None and not math.isfinite(val_loss):
-                diverge(run, f"val loss is {val_loss}")
-            improved = val_loss is not None and val_loss < run.best_val_loss
-            if improved:
-                run.best_val_loss = val_loss
-            if row:  # before the checkpoint: a run killed in between writes it anew
-                log_row(log_file, wandb_run, row | columns)
-            if improved and not always_save_checkpoint:
-                save(run, 'best.pt', constant)
-            if keep:
-                save(run, f'ckpt-{run.iter_num}.pt', constant)
-                kept = [*dict.fromkeys([*constant['kept'], run.iter_num])]
-                constant['kept'] = kept[-keep:]
-                for old in kept[:-keep] if RANK == 0 else ():
-                    Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)
+        if reason:  # the user, or a cluster, may not wait for an evaluation
             save(run, 'ckpt.pt', constant)
-            if sample_tokens and tokenizer and (RANK == 0 or shard):
-                print_sample(run, tokenizer, val_bins)
-            if reason or run.iter_num >= max_iters:
-                break
+            print0(f"saved at {run.iter_num:,} of {max_iters:,}, an evaluation follows; to go on: "
+                   f"--out_dir={shlex.quote(out_dir)} --init_from=resume")
+        columns = evaluate_splits(run, train_bins, val_bins, meta['bytes_per_token'])
+        if eval_only:
+            break
+        val_loss = columns.get('val_loss')
+        columns['wall_s'] = run.wall_s = time.time() - began
+        if val_loss is not None and not math.isfinite(val_loss):
+            diverge(run, f"val loss is {val_loss}")
+        improved = val_loss is not None and val_loss < run.best_val_loss
+        if improved:
+            run.best_val_loss = val_loss
+        if row:  # before the checkpoint: a run killed in between writes it again
+            log_row(log_file, wandb_run, row | columns)
+        if improved and not always_save_checkpoint:
+            save(run, 'best.pt', constant)
+        if keep:
+            save(run, f'ckpt-{run.iter_num}.pt', constant)
+            kept = [*dict.fromkeys([*constant['kept'], run.iter_num])]  # files of this run, not the user's own
+            constant['kept'] = kept[-keep:]
+            for old in kept[:-keep] if RANK == 0 else ():
+                Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)
+        save(run, 'ckpt.pt', constant)
+        if sample_tokens and tokenizer and (RANK == 0 or shard):
+            print_sample(run, tokenizer, val_bins)
+        if reason or run.iter_num >= max_iters:
+            break
 
     # the end
     if not eval_only:

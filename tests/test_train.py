@@ -27,7 +27,6 @@ from common import (
     same_weights,
     torchrun,
     train,
-    two_ranks,
     write_masks,
     write_packed,
     write_toy,
@@ -36,7 +35,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import model as flat
 import train as flat_train
-from configurator import CANNOT_WRITE, check_settings
+from configurator import CANNOT_WRITE
 from model import GPT, GPTConfig, num_params
 from sample import load
 from test_model import tiny
@@ -66,31 +65,20 @@ def test_ranks_share_a_batch():
 
 # optimizers; their updates are held against torch's by lab/check.py -----------------------------------------
 
-def test_a_new_optimizer_is_one_entry_and_must_take_every_parameter(monkeypatch):
+def test_a_new_optimizer_is_one_entry_and_must_have_every_parameter(monkeypatch):
     for name, first in (('sgd', 0), ('forgetful', 1)):
         monkeypatch.setitem(flat_train.OPTIMIZERS, name, lambda model, config, first=first: [
             torch.optim.SGD(list(model.parameters())[first:], lr=config['learning_rate'])])
-        check_settings({**flat_train.config, 'optimizer': name}, flat_train.CHOICES)
     opt, = new_run(tiny(), optimizer='sgd', learning_rate=0.5).optimizers
     assert opt.param_groups[0]['lr'] == 0.5
-    for settings, message in ((dict(optimizer='forgetful'), "optimizer='forgetful' .* wte.weight"),
+    for settings, message in ((dict(optimizer='forgetful'), 'wte.weight is assigned to no optimizer'),
                               (dict(lr_scales={'wte': 3.0}), "'wte': 3.0} .*: embedding, matrix, vector")):
         with pytest.raises(ValueError, match=message):
             new_run(tiny(), **settings)
 
 
-def test_a_state_saved_unfused_is_put_where_a_fused_optimizer_wants_it():
-    """Else its steps stay on the CPU, and fused AdamW crashes on CUDA. Here their dtype shows it."""
-    w = torch.nn.Parameter(torch.ones(3))
-    was = torch.optim.AdamW([w], fused=False).state_dict()
-    was['state'] = {0: {'step': torch.tensor(4.0, dtype=torch.float64), 'exp_avg': torch.zeros(3)}}
-    opt = torch.optim.AdamW([w], lr=0.5, fused=True)
-    flat_train.load_optimizers(torch.nn.ParameterDict({'w': w}), [opt], was)
-    assert opt.state[w]['step'].dtype == torch.float32 and opt.param_groups[0]['lr'] == 0.5
-
-
 def test_states_of_optimizers_follow_the_names_of_parameters():
-    """Whatever their order and groups; a name or, by position, a shape that does not fit is an error."""
+    """In any order and groups; a name or, by position, a shape that does not fit is an error."""
     run = new_run(tiny(), optimizer='muon')
     idx = torch.randint(61, (2, 8))
     flat_train.step(run, [(idx, idx, 1.0)], measured=False)
@@ -101,19 +89,17 @@ def test_states_of_optimizers_follow_the_names_of_parameters():
         module._parameters = dict(reversed(module._parameters.items()))
         module._modules = dict(reversed(module._modules.items()))
     other = new_run(model, optimizer='muon', lr_scales={'embedding': 3.0})
-    other.resume({'optimizer': states, 'path': 'x', 'best_val_loss': 1.0})
-    found = other.snapshot()['optimizer']
-    assert [*states] != [*found] and states.keys() == dict(model.named_parameters()).keys()
-    assert all(same_weights(found[name], states[name]) for name in states)
-    assert {group['lr_scale'] for opt in other.optimizers for group in opt.param_groups} == {1.0, 3.0}
-    with pytest.raises(ValueError, match='states of h.9.extra, which this model lacks'):
-        flat_train.load_optimizers(model, other.optimizers, {**states, 'h.9.extra': {}})
-    by_position = [opt.state_dict() for opt in run.optimizers]
     again = new_run(tiny(), optimizer='muon')
-    flat_train.load_optimizers(again.model, again.optimizers, by_position)
-    found = again.snapshot()['optimizer']
-    assert all(same_weights(found[name], states[name]) for name in states)
-    with pytest.raises(ValueError, match=r"momentum_buffer \(.*does not fit h\..*: resume with the code"):
+    by_position = [opt.state_dict() for opt in run.optimizers]
+    for one, saved in (other, states), (again, by_position):
+        flat_train.load_optimizers(one.model, one.optimizers, saved)
+        found = one.snapshot()['optimizer']
+        assert found.keys() == states.keys() == dict(model.named_parameters()).keys()
+        assert all(same_weights(found[name], states[name]) for name in states)
+    assert {group['lr_scale'] for opt in other.optimizers for group in opt.param_groups} == {1.0, 3.0}
+    with pytest.raises(KeyError, match='h.9.extra'):
+        flat_train.load_optimizers(model, other.optimizers, {**states, 'h.9.extra': {}})
+    with pytest.raises(ValueError, match='does not fit a parameter'):
         flat_train.load_optimizers(model, other.optimizers, by_position)
 
 
@@ -149,19 +135,6 @@ def test_losses_are_the_recorded_ones(kind, folder):
     assert float(last['val_bpb']) == pytest.approx(float(last['val_loss']) / math.log(2) / 2.0, rel=1e-4)
 
 
-def test_losses_of_experts_train_but_are_not_reported(folder):
-    args = ['--n_expert=4', '--log_interval=1', '--max_iters=11']
-    for name, more in dict(plain=['--balance_loss=0'], pushed=['--balance_loss=3'], z=['--z_loss=0.5'],
-                           bias=['--balance_loss=0', '--balance_bias=True', '--balance_rate=0.02']).items():
-        weights = train(f'--out_dir={name}', *args, *more)['model'].state_dict()
-    runs = [log_rows(name) for name in ('plain', 'pushed', 'z', 'bias')]
-    assert len({rows[0]['loss'] for rows in runs}) == 1 and len({rows[-1]['loss'] for rows in runs}) == 4
-    assert all(1 <= float(row['load_max']) <= 4 for rows in runs for row in rows)
-    bias, = (w for name, w in weights.items() if name.startswith('h.0.') and name.endswith('_bias'))
-    steps = bias / 0.02  # a step of balance_rate an iteration, and 11 of them
-    assert (steps - steps.round()).abs().max() < 1e-4 and bias.any() and steps.abs().max() < 11.1
-
-
 def test_a_loss_on_logits_is_weighed_as_the_loss_is(monkeypatch):
     """By the targets of its micro-batch; where its weight is 0 no logits are kept."""
     gradients, asked = [], []
@@ -190,11 +163,9 @@ def test_the_length_given_last_counts(folder, capsys):
         story = train('--out_dir=out', '--eval_only', *flags)
         assert f'\nrun: {n} iterations' in capsys.readouterr().out and story['max_iters'] == n
     assert n == math.ceil(0.1 * num_params(story['model']) / (12 * 16)) and not os.path.exists('out')
-    train('--out_dir=out', 'long.py', '--max_iters=2')
-    assert 'the learning rate comes to 10% of its peak' in capsys.readouterr().out
 
 
-def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
+def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch):
     runs, rows = [], []
 
     def init(**options):
@@ -208,9 +179,6 @@ def test_wandb_gets_the_rows_of_the_log_in_one_run(folder, monkeypatch, capsys):
     for values, row in zip(rows, log_rows('out'), strict=True):
         expected = {names.get(name, name): float(value) for name, value in row.items() if value}
         assert values == pytest.approx(expected, rel=1e-2, abs=1e-2)
-    monkeypatch.setitem(sys.modules, 'wandb', None)
-    train('--out_dir=out', '--max_iters=1', '--wandb_log=True')
-    assert 'no wandb logging, log.csv has everything (ModuleNotFoundError' in capsys.readouterr().out
 
 
 def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, monkeypatch, capsys):
@@ -229,10 +197,10 @@ def test_losses_that_are_not_finite_are_counted_said_and_end_the_run(folder, mon
     good = Path('out/ckpt.pt').read_bytes()
     assert saved('out')['skipped'] == 2
     bad = range(13, 99)
-    with pytest.raises(ValueError, match='10 losses or gradients in a row were not finite at iteration 23: .*'
-                                         'out/ keeps the checkpoint before; lower --learning_rate'):
+    with pytest.raises(ValueError, match='10 losses or gradients in a row were not finite at iteration 23: '):
         train('--out_dir=out', '--max_iters=40', '--init_from=resume', '--eval_interval=40')
     assert Path('out/ckpt.pt').read_bytes() == good
+    assert flat_train.read_notes('out')['status'] == 'diverged'
 
 
 # memory and ranks -------------------------------------------------------------------------------------------
@@ -250,10 +218,9 @@ class Shares(flat.Attention):
 
 
 @pytest.mark.parametrize('options', [
-    {}, dict(dropout=0.3, document_token=3, window=5, window_pattern='SL', residual_lambdas=True),
+    dict(dropout=0.3, document_token=3, window=5, window_pattern='SL', residual_lambdas=True),
     dict(n_expert=4, n_shared_expert=1, dropout=0.2, mtp=True),
-    dict(kv_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8), dict(mixer_pattern='X', mtp=True),
-    dict(mixer_pattern='X', n_expert=4)], ids=str)
+    dict(mixer_pattern='X', n_expert=4, mtp=True)], ids=str)
 def test_activations_computed_twice_give_the_same_gradients_with_less_memory(options, monkeypatch):
     monkeypatch.setitem(flat.MIXERS, 'X', Shares)
 
@@ -277,26 +244,6 @@ def test_activations_computed_twice_give_the_same_gradients_with_less_memory(opt
     (plain, size), (each, smallest), (second, between) = map(gradients, (0, 1, 2))
     assert all(map(torch.equal, plain, each)) and all(map(torch.equal, plain, second))
     assert smallest < between < size
-
-
-@pytest.mark.parametrize('change, message', [
-    (lambda context, x: setattr(context, 'position_ids', x), 'would lose how a layer changes the context'),
-    (lambda context, x: context.ropes.update(x=x), 'would lose how a layer changes the context'),
-    (lambda context, x: [context.hand_on(0, x) for _ in range(2)], 'layer 0 has handed on its value')])
-@pytest.mark.parametrize('every', [1, 2])  # 2: blocks that are not computed twice change it
-def test_a_context_that_layers_change_is_not_lost_in_silence(change, message, every, monkeypatch):
-    forward = flat.Block.forward
-
-    def changes(self, x, context):
-        y = forward(self, x, context)
-        if self.attn.layer == 2:
-            change(context, y)
-        return y
-    monkeypatch.setattr(flat.Block, 'forward', changes)
-    model = tiny(n_layer=3).train()
-    flat_train.checkpoint_blocks(model, every)
-    with pytest.raises(ValueError, match=message):
-        model(*torch.zeros(2, 1, 4, dtype=torch.long))[0].backward()
 
 
 def on_ranks(count, *runs, patch=''):
@@ -444,8 +391,9 @@ def broken(self, idx, targets=None, **rest):
 model.GPT.forward = broken
 '''
     args = [*TOY, '--optimizer=muon', '--gradient_accumulation_steps=2']
-    printed = on_ranks(2, ['--out_dir=both', *args, '--log_interval=1000', '--max_iters=1000',
-                           '--eval_interval=500'], ['--out_dir=skips', *args, '--max_iters=5'], patch=patch)
+    printed = on_ranks(
+        2, ['--out_dir=both', *args, '--log_interval=1000', '--max_iters=1000', '--eval_interval=500'],
+        ['--out_dir=skips', *args, '--max_iters=5', '--shard=True'], patch=patch)
     assert saved('both')['iter_num'] == 4
     assert all(f'rank {rank} raised: 143' in printed for rank in (0, 1)), printed
     assert [row['skipped'] for row in log_rows('skips')][-1] == '1'
@@ -466,7 +414,7 @@ def show(self, x, context):
     return forward(self, x, context)
 model.Block.forward = show
 '''
-    common = [*TOY, '--max_iters=4', '--eval_interval=4', '--log_interval=1', '--dropout=0.2',
+    common = [*TOY, '--max_iters=3', '--eval_interval=3', '--log_interval=1', '--dropout=0.2',
               '--gradient_accumulation_steps=4', '--n_expert=4', '--d_expert=16', '--n_dense_layer=1',
               '--checkpoint_activations=2']
     kinds = {'eager': ['--compile=False'], 'ddp': ['--compile=True'],
@@ -476,7 +424,7 @@ model.Block.forward = show
     assert 'raised: ' not in found, found
     for key, error in ('loss', 1e-4), ('grad_norm', 1e-3):
         eager, *compiled = ([float(row[key]) for row in log_rows(kind)] for kind in [*kinds][:3])
-        assert len(eager) == 4 and all(each == pytest.approx(eager, rel=error) for each in compiled)
+        assert len(eager) == 3 and all(each == pytest.approx(eager, rel=error) for each in compiled)
     assert not any('_orig_mod' in name for kind in kinds for name in saved(kind)['model'])
     dtypes = {dtype: {name for name, was in re.findall(r'^(\S+) torch\.(\w+)$', found, re.M) if was == dtype}
               for dtype in ('float32', 'bfloat16')}
@@ -488,7 +436,7 @@ model.Block.forward = show
 # target masks and documents ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('options', [
-    [], ['--pos=alibi'], ['--pos=learned', '--window=4', '--window_pattern=SL'],
+    ['--pos=learned', '--window=4', '--window_pattern=SL'],
     ['--mixer_pattern=DA', '--linear_n_key_head=1', '--linear_n_value_head=2']])
 def test_packed_conversations_are_learnt_as_if_each_were_alone(folder, options):
     """By a model that knew no documents: their loss is that of a plain loop over them."""
@@ -572,13 +520,11 @@ def test_tokens_are_counted_as_they_are_read(folder):
 
 # checkpoints ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('options', [
-    ['--optimizer=adamw'],
-    ['--optimizer=muon', '--bigram_size=40', "--lr_scales={'embedding': 3.0, 'vector': 2.0}"],
-    ['--optimizer=muon', '--n_expert=4', '--n_shared_expert=1', '--balance_bias=True', '--z_loss=0.001',
-     '--document_token=3', '--window=6', '--window_pattern=SL', '--residual_lambdas=True']])
-def test_resumed_equals_uninterrupted(folder, options):
-    common = ['--dropout=0.2', '--log_interval=1', *options]
+def test_resumed_equals_uninterrupted(folder):
+    common = ['--dropout=0.2', '--log_interval=1', '--optimizer=muon', '--n_expert=4', '--n_shared_expert=1',
+              '--balance_bias=True', '--z_loss=0.001', '--bigram_size=40', '--document_token=3', '--window=6',
+              '--window_pattern=SL', '--residual_lambdas=True',
+              "--lr_scales={'embedding': 3.0, 'vector': 2.0}"]
     train('--out_dir=whole', *common)
     train('--out_dir=parts', *common, '--lr_decay_iters=20', '--max_iters=10')
     run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=20')
@@ -599,11 +545,9 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
         train('--out_dir=base', *args)
     with pytest.raises(ValueError, match='lora_rank=2 needs a trained model: give --init_from'):
         train('--out_dir=out', '--lora_rank=2')
-    with pytest.raises(ValueError, match='lora_rank=33 must be .* at most n_embd'):
-        train('--out_dir=out', '--init_from=base', '--lora_rank=33')
     train('--out_dir=whole', *args, '--max_iters=8')
     train('--out_dir=parts', *args, '--max_iters=4')
-    with pytest.raises(ValueError, match='lora_rank=3 differs from .*ckpt.pt, which has 2'):
+    with pytest.raises(ValueError, match='can only be resumed with the same optimizer, adapters'):
         run('train.py', '--out_dir=parts', '--init_from=resume', '--lora_rank=3')
     run('train.py', '--out_dir=parts', '--init_from=resume', '--max_iters=8')
     assert same_weights(saved('whole')['model'], saved('parts')['model'])
@@ -619,31 +563,14 @@ def test_adapters_are_resumed_exactly_and_their_base_is_kept(folder):
         load('whole')
 
 
-def test_a_checkpoint_that_does_not_fit_is_one_line_and_a_failure_is_noted(folder, monkeypatch):
-    train('--out_dir=out', '--max_iters=10', '--always_save_checkpoint=False')
-    good = Path('out/ckpt.pt').read_bytes()
-    Path('out/best.pt').replace('out/ckpt.pt')
-    with pytest.raises(ValueError, match='out/ckpt.pt has no state of the optimizer, as best.pt'):
-        run('train.py', '--out_dir=out', '--init_from=resume')
-    for change, message in ((lambda saved: saved['model'].pop('ln_f.weight'), 'Missing key.*ln_f.weight'),
-                            (lambda saved: saved['model_args'].update(n_embd=16), 'size mismatch for')):
-        Path('out/ckpt.pt').write_bytes(good)
-        checkpoint = saved('out')
-        change(checkpoint)
-        torch.save(checkpoint, 'out/ckpt.pt')
+def test_a_checkpoint_that_does_not_fit_is_one_line(folder):
+    train('--out_dir=out', '--max_iters=1')
+    good = saved('out')
+    for change, message in (({'model': {}}, 'Missing key'),
+                            ({'model_args': {**good['model_args'], 'n_embd': 16}}, 'size mismatch for')):
+        torch.save(good | change, 'out/ckpt.pt')
         with pytest.raises(ValueError, match=f'(?s)out/ckpt.pt .*{message}'):
             run('train.py', '--out_dir=out', '--init_from=resume')
-    Path('out/ckpt.pt').write_bytes(good)
-
-    def broken(*args, **options):
-        raise ZeroDivisionError('a bug')
-    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', broken)
-    with pytest.raises(ZeroDivisionError):
-        train('--out_dir=out')
-    noted = flat_train.read_notes('out')
-    assert (noted['status'], noted['error']) == ('failed', 'a bug')
-    with pytest.raises(FileNotFoundError, match='no checkpoint at out/ckpt.pt'):
-        run('train.py', '--out_dir=out', '--init_from=resume')
 
 
 def test_the_best_weights_are_read_where_they_are_kept(folder):
@@ -659,14 +586,11 @@ def test_the_best_weights_are_read_where_they_are_kept(folder):
 
 
 def test_a_log_that_was_cut_survives_a_resume(folder):
-    """So does one of a version with other columns."""
     train('--out_dir=out', '--max_iters=10', '--log_interval=1')
-    header, *lines = Path('out/log.csv').read_text(encoding='utf-8').splitlines()
-    lines = [header.replace('wall_s', 'extra'), *lines, '1']  # the last is cut
-    Path('out/log.csv').write_text('\n'.join(lines), encoding='utf-8')
+    with open('out/log.csv', 'a', encoding='utf-8') as f:
+        f.write('11,')
     train('--out_dir=out', '--init_from=resume', '--max_iters=12', '--log_interval=1')
     assert [int(row['iter']) for row in log_rows('out')] == list(range(1, 13))
-    assert [bool(row['wall_s']) for row in log_rows('out')] == [False] * 10 + [True] * 2
 
 
 def test_another_tokenizer_than_the_models_is_said(folder, capsys):
@@ -680,8 +604,7 @@ def test_another_tokenizer_than_the_models_is_said(folder, capsys):
         run('train.py', '--out_dir=out', '--init_from=resume', '--max_iters=2')
     Path('data/toy/meta.json').write_text(meta.replace('{"vocab', '{"source": "b", "vocab'), 'utf-8')
     run('train.py', '--out_dir=out', '--init_from=resume', '--eval_only')
-    assert 'since the checkpoint: it had None tokens of None, data/toy has None tokens of b' in (
-        capsys.readouterr().out)
+    assert 'warning: data/toy has changed since the checkpoint' in capsys.readouterr().out
     write_toy(folder / 'data' / 'other', vocab_size=26)
     train('--out_dir=fine', '--dataset=other', '--max_iters=1', '--init_from=out')  # all its ids are below 23
     ids = np.fromfile('data/other/train.bin', '<u2')
@@ -742,10 +665,9 @@ def test_a_resume_goes_on_with_the_settings_of_its_checkpoint(folder, capsys):
     assert story['tokens_per_param'] is None and story['max_iters'] == 9 and story['weight_decay'] == 0.3
     assert story['model'].config.dropout == 0.1
     for flag, message in (('--n_layer=3', 'n_layer=3 differs from .*which has 2'),
-                          ('--n_head=3', 'n_head=3 differs from .*which has 2'),  # does not divide n_embd
                           ('--bigram_size=None', 'bigram_size=None differs from .*which has 8'),
-                          ('--batch_size=3', r'keeps batch_size .*=12, here it is 9'),
-                          ('--optimizer=adamw', "optimizer='adamw' differs from .*which has 'muon'")):
+                          ('--batch_size=3', 'can only be resumed with the same'),
+                          ('--optimizer=adamw', 'can only be resumed with the same')):
         with pytest.raises(ValueError, match=message):
             run('train.py', *resume, flag)
     fine = train('--out_dir=fine', '--init_from=out/ckpt.pt', '--max_iters=1', '--dropout=0.1')
@@ -756,14 +678,13 @@ def test_the_last_checkpoints_are_kept_and_time_ends_a_run(folder):
     train('--out_dir=out', '--keep=2', '--eval_interval=5')
     assert sorted(glob.glob('out/*.pt')) == ['out/ckpt-15.pt', 'out/ckpt-20.pt', 'out/ckpt.pt']
     assert saved('out', 'ckpt-15.pt')['iter_num'] == 15
-    shutil.copy('out/ckpt.pt', 'out/ckpt-5000.pt')  # a user's
-    train('--out_dir=out', '--init_from=resume', '--max_iters=23', '--keep=2')
-    assert sorted(glob.glob('out/ckpt-*')) == [f'out/ckpt-{n}.pt' for n in (20, 23, 5000)]
-    os.replace('out/ckpt-20.pt', 'out/ckpt.pt')  # back to an earlier one
-    train('--out_dir=out', '--init_from=resume', '--max_iters=21', '--keep=1')
-    train('--out_dir=out', '--max_iters=1')
-    assert sorted(glob.glob('out/*.pt')) == [
-        *(f'out/ckpt-{n}.old-1.pt' for n in (21, 23, 5000)), 'out/ckpt.old-1.pt', 'out/ckpt.pt']
+    shutil.copy('out/ckpt.pt', 'out/ckpt-best.pt')  # a user's
+    os.replace('out/ckpt-15.pt', 'out/ckpt.pt')  # back to an earlier one
+    train('--out_dir=out', '--init_from=resume', '--max_iters=16', '--keep=1')
+    assert sorted(glob.glob('out/ckpt-*')) == ['out/ckpt-16.pt', 'out/ckpt-best.pt']
+    train('--out_dir=out', '--max_iters=1', '--keep=1')
+    assert sorted(glob.glob('out/*.pt')) == [f'out/{name}.pt' for name in (
+        'ckpt-1', 'ckpt-16.old-1', 'ckpt-best.old-1', 'ckpt.old-1', 'ckpt')]
     train('--out_dir=whole')
     train('--out_dir=cut', '--max_iters=1000000', '--lr_decay_iters=20', '--time_limit=0')  # not as an error
     assert json.loads(Path('cut/run.json').read_text('utf-8'))['status'] == 'time_limit'
@@ -844,8 +765,6 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')'''
         with pytest.raises(ValueError, match='out_dir=cut it: another training writes there; give another'):
             train('--out_dir=cut it')
         assert sorted(os.listdir('cut it')) == ['lock', 'log.csv', 'run.json']
-        two = two_ranks('--out_dir=cut it', *TOY, '--gradient_accumulation_steps=2', fails=True).stderr
-        assert 'out_dir=cut it: another training writes there' in two and '[rank1]: Traceback' not in two
         Path('go on').touch()
         out, error = first.communicate(timeout=600)
     finally:
