@@ -249,10 +249,11 @@ def check_values(settings, values, tables):
 
 
 def check_effects(settings, values, tables):
-    """Raises ValueError for a flag that changes nothing with these values of settings. Config files serve
-    many runs: their lines may have no effect."""
+    """Raises ValueError for a flag that changes nothing with these values of settings, unless it restores a
+    default. Config files serve many runs: their lines may have no effect."""
     for name in settings.given.keys() & values.keys():
-        for rule in settings.known[name].rules if settings.given[name] == 'flags' else ():
+        _, default, rules, _ = settings.known[name]
+        for rule in rules if settings.given[name] == 'flags' and values[name] != default else ():
             if rule.startswith('if ') and not eval(rule[3:], tables, values):
                 raise ValueError(f"--{name} has no effect: it needs {rule[3:]}")
 
@@ -311,7 +312,7 @@ def one_line_errors(kind, error, trace):
     elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
         message = ('out of memory: lower --batch_size (train.py: and raise --gradient_accumulation_steps by '
                    'as much), --max_new_tokens or --procs')
-    elif getattr(error, 'errno', None) in CANNOT_WRITE or 'PytorchStreamWriter' in message:
+    elif getattr(error, 'errno', None) in CANNOT_WRITE:
         message = f"cannot write ({message}): free some space, or write elsewhere"
     elif not on_purpose(error):
         return sys.__excepthook__(kind, error, trace)

@@ -749,6 +749,8 @@ def save(run, name, constant):
             with open(temp, 'rb+') as f:
                 os.fsync(f.fileno())  # else it may be empty after a power failure
             temp.replace(path)
+        except RuntimeError as error:  # of torch.save
+            raise OSError(f"cannot write {temp}: {error}: free some space") from error
         finally:
             temp.unlink(missing_ok=True)  # of a full disk
 
@@ -798,7 +800,7 @@ def note(out_dir, **facts):
 
 def note_failure(out_dir, kind, error, trace):
     """The excepthook of a run that has begun."""
-    if kind is not Diverged:  # which is noted
+    if read_notes(out_dir).get('status') == 'running':  # else diverge has noted why
         note(out_dir, status='failed', error=str(error) or kind.__name__)
     one_line_errors(kind, error, trace)
 
@@ -1142,7 +1144,7 @@ if __name__ == '__main__':
             save(run, 'best.pt', constant)
         if keep:
             save(run, f'ckpt-{run.iter_num}.pt', constant)
-            kept = [*dict.fromkeys([*constant['kept'], run.iter_num])]  # files of this run, not the user's own
+            kept = [*dict.fromkeys([*constant['kept'], run.iter_num])]  # not the user's own files
             constant['kept'] = kept[-keep:]
             for old in kept[:-keep] if RANK == 0 else ():
                 Path(out_dir, f'ckpt-{old}.pt').unlink(missing_ok=True)
