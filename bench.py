@@ -31,45 +31,44 @@ import time
 from json import dumps
 
 from configurator import (
-    check_settings,
+    check_effects,
+    check_values,
     compile_model,
     configure,
-    effective,
     package,
     peak_flops,
     peak_mb,
     plain,
-    refuse_unused,
     resolve_compile,
     runtime,
 )
 
 init_from = 'scratch'             # scratch (random weights), or as in train.py
-vs = ''                           # a nanoGPT clone to take turns with, or transformers
-batch_size: int | None = None     # sequences; None: train 12, decode 1, eval 256 MB of logits (CUDA 2 GB).
-                                  # Only train uses a config file's batch_size
-dataset = ''                      # train: its vocabulary; eval: its val.bin, '': the checkpoint's own
-lengths: list | None = None       # eval: contexts, multiples of the trained one
-contexts: list | None = None      # params: lengths of prompts, in tokens
-prompt_len = 32                   # decode: tokens of the prompt
-max_new_tokens = 200              # decode: tokens generated
-quantize = ''                     # decode, eval: int8, as in sample.py
-speculate: int | None = None      # decode: draft tokens at a time, of greedy text, as in sample.py
-layer = 0                         # attention: the layer's number
-png = 'picture.png'               # attention, train --parts: the file to write
-parts = False                     # train: the time of an uncompiled step by part of the model
-steps = 10                        # train: steps a turn; decode generates max_new_tokens a turn
-gradient_accumulation_steps = 1   # train: micro-batches a step; two of them are timed
-rounds = 5                        # turns
+vs = ''                           # [train, decode] a nanoGPT clone to take turns with, or transformers
+batch_size: int | None = None     # [train, decode, eval] [>= 1] sequences; None: train 12, decode 1, eval 256
+                                  # MB of logits (CUDA 2 GB). Only train uses a config file's batch_size
+dataset = ''                      # its vocabulary; eval: its val.bin, '': the checkpoint's own
+lengths: list | None = None       # [eval] contexts, multiples of the trained one
+contexts: list | None = None      # [params] lengths of prompts, in tokens
+prompt_len = 32                   # [decode] tokens of the prompt [>= 1]
+max_new_tokens = 200              # [decode] tokens generated [>= 1]
+quantize = ''                     # [decode, eval] int8, as in sample.py [in ('', 'int8')]
+speculate: int | None = None      # [decode] draft tokens at a time, of greedy text, as in sample.py
+layer = 0                         # [attention] the layer's number
+png = 'picture.png'               # [attention, train] the file to write; train: of parts
+parts = False                     # [train] the time of an uncompiled step by part of the model
+steps = 10                        # [train] steps per turn [>= 1]
+gradient_accumulation_steps = 1   # [train] micro-batches per step; two are timed [>= 1] [if not parts]
+rounds = 5                        # [train, decode] turns [>= 1] [if not parts]
 json: bool | str = False          # True: the numbers as a last line too; or a file to add that line to
 # as in train.py
-optimizer = 'adamw'               # adamw, muon
+optimizer = 'adamw'               # [train] adamw, muon [in train.OPTIMIZERS]
 device = 'auto'                   # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                    # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = 'auto'      # torch.compile; auto: train where it works, decode not
-seed = 1337                       # of weights and tokens
+compile: bool | str = 'auto'      # [train, decode] auto: in train, if it works [in (True, False, 'auto')]
+seed = 1337                       # [train, decode] of weights and tokens
 settings = configure(globals(), 'GPTConfig', words=2, default_file='config/default.py')
-config, _, words, given, _ = settings
+config, model_args, words, given, known = settings
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import sample
 import train
-from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params, unused
+from model import GPT, GPTConfig, account, cost, flops_per_token, hidden_init, num_params
 from prepare import (
     FORMATS,
     Bins,
@@ -242,7 +241,7 @@ def measure_params(config, model_args):
     dtype = torch.bfloat16 if config['dtype'] == 'auto' else getattr(torch, config['dtype'])
     model = named_model(config, model_args, 'meta')
     n_params, n_active, flops = print_counts(
-        '', ['parameters', 'active', 'training FLOPs a token'], account(model), {}, {})
+        '', ['parameters', 'active', 'training FLOPs a token'], by_part(model), {}, {})
     kinds = {}
     length = model.config.block_size
     for number, block in enumerate(model.h):  # alike: the same names, shapes and products
@@ -262,6 +261,15 @@ def measure_params(config, model_args):
           f"takes {each:,} bytes a token, {cache / 1e9:,.2f} GB at {length:,} tokens")
     return {'params': n_params, 'active_params': n_active, 'flops_per_token': flops,
             'cache_bytes_per_token': each, 'cache_bytes': cache, 'dtype': plain(dtype)}
+
+
+def by_part(model):
+    """model.account's rows, added up by module; a layer's without its number."""
+    parts = collections.defaultdict(list)
+    for name, row in account(model).items():
+        # attn of h.3.attn.c_attn.weight
+        parts[re.match(r'(?:h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name)[1]].append(row)
+    return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
 
 
 def print_counts(title, heads, counts, texts, groups):
@@ -487,7 +495,6 @@ def measure_decode(config, model_args):
     new = config['max_new_tokens']
     model, machine = model_and_machine(config, model_args, to_train=False,
                                        bound_by_memory=compile or config['quantize'])
-    check_settings(config | vars(model.config))
     model.eval()
     batch_size = 1 if n_draft else config['batch_size'] or 1
     drafter = n_draft and sample.Lookup(n_draft)
@@ -684,32 +691,27 @@ def draw_attention(config, model_args, text):
 
 # ------------------------------------------------------------------------------------------------------------
 
-MACHINE = 'init_from dataset device dtype json'
-COMMANDS = {
-    # the settings that each reads besides GPTConfig's
-    'train': (measure_train, f'{MACHINE} batch_size steps parts optimizer seed ' + (
-        'png' if parts else 'vs gradient_accumulation_steps rounds compile')),
-    'decode': (measure_decode, f'{MACHINE} vs batch_size prompt_len max_new_tokens quantize speculate '
-                               'rounds compile seed'),
-    'params': (measure_params, f'{MACHINE} contexts'),
-    'eval': (measure_eval, f'{MACHINE} batch_size lengths quantize'),
-    'attention': (draw_attention, 'init_from layer png json'),
-}
+COMMANDS = {'train': measure_train, 'decode': measure_decode, 'params': measure_params, 'eval': measure_eval,
+            'attention': draw_attention}
 
 if __name__ == '__main__':
     what, *more = words or ['']
     if what not in COMMANDS:
         raise ValueError(f"{what!r} is none of {', '.join(COMMANDS)}: say first what to do, as in "
                          "python bench.py train config/small.py")
-    measure, known = COMMANDS[what]
     if extra := more[what in ('eval', 'attention'):]:
         raise ValueError(f"{what} has no use for {extra[0]}: settings are --key=value")
-    refuse_unused(given, config.keys() - known.split(), f"in {what}, whose settings are GPTConfig's, {known}")
-    check_settings(config, train.CHOICES)
+    for name in given:  # brackets of remarks name commands too
+        commands = [rule.split(', ') for rule in known[name].rules if {*rule.split(', ')} <= COMMANDS.keys()]
+        if commands and what not in commands[0] and given[name] == 'flags':
+            raise ValueError(f"--{name} has no effect in {what}: leave it out")
+    check_values(settings, config, globals())
+    fields = vars(GPTConfig(**model_args)) if init_from == 'scratch' else {}
+    check_effects(settings, fields | config, globals())
     if (what, init_from) == ('eval', 'scratch'):
         raise ValueError("eval needs a trained model: give --init_from=RUN")
     if what != 'train' and given.get('batch_size') != 'flags':
         config['batch_size'] = None
     if given.get('dataset') == 'flags':  # of a config file's, shapes suffice
         Bins(data_folder(dataset), 'val')  # raises FileNotFoundError unless it is prepared
-    print_json(json, **measure(config, effective(settings, unused), *more))
+    print_json(json, **COMMANDS[what](config, model_args, *more))

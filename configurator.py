@@ -2,66 +2,45 @@
 
     $ python train.py config/small.py --batch_size=8 --compile=False      # overrides, from left to right
 
-A script's settings are the lower-case names that it assigns above configure(...), of the type of their
-annotation, else of their default; 1e6 may be an int. They are read from the source, as GPTConfig's fields
-are: --help and typos do not wait for slow imports.
+A setting is a line above configure(...), or a field of GPTConfig in model.py:
+
+    momentum = 0.95   # of Muon [< 1] [if optimizer != 'adamw']
+
+Its type is that of its annotation, else of its default; 1e6 may be an int. Brackets in its remark are rules:
+    [< 1]           what a value must fulfil, in Python; [in TABLE]: a key of a table in the script. Numbers
+                    whose default is not negative must be at least 0, unless a rule begins with >
+    [if condition]  in Python; unless it holds, a flag is rejected, because it would change nothing. In a
+                    comment above, it is for all settings up to the next such comment
+    [fixed]         a resumed run cannot change this setting
+    [changeable]    a checkpoint can be loaded with another value of this field
+Settings are read from the source, so that --help and typos do not wait for slow imports.
 """
 import ast
 import builtins
 import collections
 import contextlib
 import ctypes
+import datetime
 import difflib
+import errno
 import functools
 import importlib
 import os
-import platform
 import re
 import runpy
 import sys
 import textwrap
-import time
 import traceback
 import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-SCRIPTS = 'train', 'sample', 'prepare', 'bench', 'zoo/hub', 'lab/compare', 'lab/check'
 PLAIN = bool, int, float, str, tuple, list, dict, type(None)  # types of settings
-# texts of the system, of numpy and of torch.save
-CANNOT_WRITE = (r'No space left|Read-only file|quota exceeded|File too large|requested and \d+ written|'
-                r'unexpected pos \d+|PytorchStreamWriter failed')
-# of gloo and NCCL, on ranks that wait for one that has ended
-LOST_RANK = r'(?s)Connection (closed|reset) by peer|gloo.*Broken pipe|NCCL.*remote process exited'
-RANGES = {  # (lowest, highest): settings of any script
-    (1, 1_000_000): 'batch_size gradient_accumulation_steps',
-    (1, 1e18): 'eval_interval eval_iters log_interval num_samples max_new_tokens steps rounds seeds shards '
-               'procs prompt_len',
-    (0, 1e18): 'max_iters epochs tokens_per_param time_limit learning_rate min_lr warmup_iters '
-               'lr_decay_iters lora_rank weight_decay grad_clip mtp_loss balance_loss z_loss balance_rate '
-               'keep sample_tokens checkpoint_activations seed temperature top_k speculate history',
-    (1e-6, 1e18): 'lora_alpha repetition_penalty',
-    (0, 1): 'min_p', (1e-6, 1): 'top_p cooldown', (0, 0.999999): 'beta1 beta2 momentum dropout',
-    (1e-6, 0.5): 'val_fraction', (2, 1e18): 'block_size',
-}
-AT_MOST = {'min_lr': 'learning_rate', 'lora_rank': 'n_embd', 'prompt_len': 'block_size'}  # another setting
-CHOICES = {  # of settings without a table of their values
-    'compile': (True, False, 'auto'), 'quantize': ('', 'int8'), 'thinking': ('auto', 'on', 'off'),
-    'errors': ('strict', 'replace', 'ignore'), 'special_tokens': ('text', 'tokens', 'refuse'),
-    'match': (None, 'none', 'params', 'active'),
-}
-UNUSED = {  # a setting and its value: the flags without effect there
-    'optimizer=adamw': 'momentum', 'decay_lr=False': 'lr_schedule cooldown min_lr lr_decay_iters',
-    'lr_schedule=cosine': 'cooldown', 'lr_schedule=linear': 'cooldown', 'mtp=False': 'mtp_loss',
-    'n_expert=None': 'balance_loss z_loss',
-    'balance_bias=False': 'balance_rate', 'lora_rank=0': 'lora_alpha lora_targets',
-    'chat=False': 'system history thinking', 'temperature=0.0': 'top_k top_p min_p',
-}
+CANNOT_WRITE = errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG
 
 
 def print0(*values):
-    """Prints on rank 0 only, at once. Where nobody reads on, as Ctrl-C ends the tee of `| tee log` too, the
-    work goes on."""
+    """Prints on rank 0 only, at once. If nobody reads on (`| tee log` after Ctrl-C), the work continues."""
     if os.environ.get('RANK', '0') == '0':
         try:
             print(*values, flush=True)
@@ -71,8 +50,7 @@ def print0(*values):
 
 def duration(seconds):
     """3723 -> 1:02:03"""
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+    return str(datetime.timedelta(seconds=int(seconds)))
 
 
 def package(name, need='published models need', install='safetensors tokenizers huggingface_hub'):
@@ -85,34 +63,47 @@ def package(name, need='published models need', install='safetensors tokenizers 
 
 # settings ---------------------------------------------------------------------------------------------------
 
-# Of a script or of GPTConfig, as its source has it:
-#     kinds    the types of its annotation, by name, or None
-#     default  an ast.expr
+# Of a script or of GPTConfig:
+#     kinds    names of the types of its annotation, or the type of its default
+#     default  its value
+#     rules    the texts in brackets of its remark
 #     source   the lines that assign it, with the comments above them
-Setting = collections.namedtuple('Setting', 'kinds default source')
+Setting = collections.namedtuple('Setting', 'kinds default rules source')
 
 
+@functools.cache
 def declared(path):
-    """{name: Setting} of a script, above configure(...), or of model.py's GPTConfig, which are not run."""
-    source = path.read_text('utf-8')
-    lines = source.splitlines()
+    """{name: Setting} of a script, above configure(...), or of model.py's GPTConfig. Runs no code of it."""
+    lines = path.read_text('utf-8').splitlines()
+    body = ast.parse('\n'.join(lines)).body
     settings = {}
-    body = ast.parse(source).body
     before = 0
+    group = []
     for node in next((node.body for node in body if getattr(node, 'name', '') == 'GPTConfig'), body):
-        text = '\n'.join(lines[before:node.end_lineno])
+        line = lines[node.lineno - 1]
+        source = '\n'.join(lines[before:node.end_lineno]).strip('\n')
         before = node.end_lineno
-        if 'configure(' in lines[node.lineno - 1]:
+        if 'configure(' in line:
             break
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
-        name = getattr(target, 'id', '')
-        if not name.islower():
+        name, colon, kinds = line.partition(' = ')[0].strip().partition(': ')
+        if not (isinstance(node, (ast.Assign, ast.AnnAssign)) and name.islower()):
             continue
-        kinds = None
-        if isinstance(node, ast.AnnAssign):  # 'bool | list[int]' -> [bool, list]
-            kinds = [kind.partition('[')[0] for kind in ast.unparse(node.annotation).split(' | ')]
-        settings[name] = Setting(kinds, node.value, text.strip('\n'))
+        default = ast.literal_eval(node.value)
+        # 'bool | list[int]' -> bool, list; Literals and the names of tables stand for texts
+        kinds = re.sub(r"\[.*?\]|'", '', kinds) if colon else type(default).__name__
+        kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
+        if heading := re.findall(r'^ *# .*', source.removesuffix(line), re.M):
+            group = re.findall(r'\[(if .+?)\]', heading[-1])
+        rules = re.findall(r'\[(.+?)\]', line.partition('  #')[2]) + group
+        if {'int', 'float'} & {*kinds} and (default or 0) >= 0 and '>' not in {rule[0] for rule in rules}:
+            rules.append('>= 0')
+        settings[name] = Setting(kinds, default, rules, source)
     return settings
+
+
+def marked(path, mark):
+    """The settings of a script, or GPTConfig's fields, with this mark."""
+    return [name for name, setting in declared(path).items() if mark in setting.rules]
 
 
 def fit(value, kinds):
@@ -134,37 +125,42 @@ def parse(text, kinds):
     return fit(text, kinds)
 
 
-def checked(arg, name, value, kinds):
+TYPES = {'int': 'an integer', 'float': 'a number', 'str': 'text', 'bool': 'True or False'}
+
+
+def checked(arg, name, value, known):
     """The value of a setting in its type. Raises ValueError for an unknown name or a wrong type."""
-    if name not in kinds:
-        near = difflib.get_close_matches(name, kinds)
+    if name not in known:
+        near = difflib.get_close_matches(name, known)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --help"
         raise ValueError(f"{arg}: unknown setting {name!r}; {hint}")
+    kinds = known[name].kinds
     try:
-        return (parse if arg.startswith('-') else fit)(value, kinds[name])
+        return (parse if arg.startswith('-') else fit)(value, kinds)
     except ValueError:
-        raise ValueError(f"{arg}: {name} must be {' or '.join(kinds[name])}, got {value!r}") from None
-
-
-@functools.cache  # parsing all scripts takes 0.2 s
-def settings_of_scripts():
-    """The names of all settings and of GPTConfig's fields."""
-    paths = [ROOT / f'{name}.py' for name in (*SCRIPTS, 'model')]
-    return {key for path in paths if path.exists() for key in declared(path)}
+        raise ValueError(f"{arg}: {name} must be {' or '.join(TYPES.get(kind, kind) for kind in kinds)}, got "
+                         f"{value!r}") from None
 
 
 def run_file(name, values):
-    """What a config file, plain Python that sees `values`, assigns, without other scripts' settings. It is
-    looked for here, then beside this file."""
+    """What a config file, plain Python that sees `values`, assigns. It is looked for here, then next to this
+    file."""
     path = Path(name) if Path(name).exists() else ROOT / name
     if not path.exists():
         raise ValueError(f"there is no config file {name}: neither here nor in {ROOT}")
-    others = settings_of_scripts()
-    sys.path.append(str(path.resolve().parent))  # it may import a mixer in a file beside it
+    sys.path.append(str(path.resolve().parent))  # it may import a mixer in a file next to it
     # as builtins: the globals afterwards are what the file assigned
     assigned = runpy.run_path(str(path), {'__builtins__': vars(builtins) | values})
     return {key: value for key, value in assigned.items() if key in values or (
-        key.islower() and not key.startswith('_') and key not in others and type(value) in PLAIN)}
+        key.islower() and not key.startswith('_') and type(value) in PLAIN)}
+
+
+@functools.cache
+def settings_of_scripts():
+    """The names of all scripts' settings and of GPTConfig's fields: a config file serves them all."""
+    paths = [*ROOT.glob('*.py'), *ROOT.glob('zoo/*.py'), *ROOT.glob('lab/*.py')]
+    return {*declared(ROOT / 'model.py')} | {name for path in paths for name in re.findall(
+        r'^([a-z]\w*)(?:: .+?)? = ', path.read_text('utf-8'), re.M)}
 
 
 def show(label, values):
@@ -173,43 +169,35 @@ def show(label, values):
     print0(textwrap.fill(f"{label}: {items}", 100, subsequent_indent='    ', break_on_hyphens=False))
 
 
-# configure --------------------------------------------------------------------------------------------------
-
 # What configure has found:
 #     config      all settings of the script
-#     model_args  fields of model_config that were given
+#     model_args  fields of GPTConfig that were given
 #     words       plain words of the command line
 #     given       name -> 'flags' or its config file, of all that was set, the last one last
-#     file_args   model_args as the config files alone have them
-Configured = collections.namedtuple('Configured', 'config model_args words given file_args')
+#     known       name -> Setting, of all that can be set
+Configured = collections.namedtuple('Configured', 'config model_args words given known')
 
 
-def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
-              default_file=None, tunes=False, also=None, texts=False):
-    """Override a script's settings by config files and flags, and print which.
+def configure(settings, model_config=None, words=0, argv=None, default_file=None, tunes=False, also=None,
+              texts=False):
+    """Overrides a script's settings by config files and flags, and prints which.
 
     settings: the script's globals(). model_config: 'GPTConfig', if its fields in model.py are settings too.
     words: how many plain words there may be. argv: the command line of an imported script. default_file: for
     a command line without a config file, unless --init_from names a model. tunes: if it names a model to
     fine-tune, the default file still gives the script's own settings. also: a script whose flags are let
-    through. texts: whether .py files are words, but in a folder named config. Raises ValueError for an
+    through. texts: whether .py files are words, except in a folder named config. Raises ValueError for an
     unknown setting or file, or a wrong type.
     """
-    path = Path(settings['__file__'])
     launched = settings['__name__'] == '__main__'
-    own = declared(path)
-    fields = declared(ROOT / 'model.py') if model_config else {}
-    known = own | fields
-    values = {name: settings[name] for name in own}
-    values |= {name: ast.literal_eval(field.default) for name, field in fields.items()}
-    kinds = {name: setting.kinds or [type(values[name]).__name__] for name, setting in known.items()}
-    others = declared(ROOT / also) if also else ()
-
+    own = declared(Path(settings['__file__']))
+    known = own | (declared(ROOT / 'model.py') if model_config else {})
+    passed = declared(ROOT / also).keys() - known.keys() if also else ()
+    values = {name: settings.get(name, setting.default) for name, setting in known.items()}
     argv = sys.argv[1:] if launched else argv or []
     if launched:
         sys.excepthook = one_line_errors
-        with contextlib.suppress(AttributeError):  # a notebook's; a terminal prints ? for what it lacks
-            sys.stdout.reconfigure(errors='replace')
+        sys.stdout.reconfigure(errors='replace')  # a terminal prints ? for a character that it lacks
     if {'-h', '--help'} & {*argv}:
         print(settings['__doc__'], *(setting.source for setting in known.values()), sep='\n')
         raise SystemExit(0)
@@ -218,63 +206,58 @@ def configure(settings, model_config=None, words=0, argv=None,  # noqa: C901
         not arg.endswith('.py') or texts and Path(arg).parent.name != 'config')]
     if len(plain) > words:
         raise ValueError(f"cannot use {plain[words]!r}: settings are --key=value, config files end in .py")
-    overrides = [arg for arg in argv if arg not in plain]
-    given = {}
-    file_args = {}
+    args = [arg for arg in argv if arg not in plain]
     start = ['scratch', *re.findall('--init_from=(.*)', '\n'.join(argv))][-1]
-    by_default = (launched and default_file and (start == 'scratch' or tunes and start != 'resume')
-                  and all(arg.startswith('-') for arg in overrides))
-    for arg in [default_file, *overrides] if by_default else overrides:
-        if arg.startswith('-'):
-            name, equals, text = arg.removeprefix('--').partition('=')
-            if name not in ('start', 'stop', 'system'):  # a path may begin with ~
-                text = os.path.expanduser(text)
-            assigned = {name: text if equals else True}
-            label = 'flags'
-            if name in others and name not in kinds:
-                continue
-        else:
-            assigned = run_file(arg, values)
-            label = arg
-            if by_default and start not in ('scratch', 'auto'):
-                assigned = {name: value for name, value in assigned.items() if name in own}
-        for name, value in assigned.items():
-            assigned[name] = values[name] = value = checked(arg, name, value, kinds)
-            if value == '' and label == 'flags' and settings.get(name):  # its default is not empty
-                raise ValueError(f"{arg} is empty: give a value, or leave it out")
-            given.pop(name, None)
-            given[name] = label
+    if (launched and default_file and (start == 'scratch' or tunes and start != 'resume')
+            and all(arg.startswith('-') for arg in args)):
+        args.insert(0, default_file)
+    given = {}
+    for arg in args:
+        label = 'flags' if arg.startswith('-') else arg
+        assigned = read_flag(arg, known, passed) if label == 'flags' else {
+            name: checked(arg, name, value, known) for name, value in run_file(arg, values).items()
+            if name in known or name not in settings_of_scripts()}
+        if arg == default_file and start not in ('scratch', 'auto'):
+            assigned = {name: assigned[name] for name in assigned if name in own}
+        values |= assigned
+        given = {name: given[name] for name in given if name not in assigned} | dict.fromkeys(assigned, label)
         if label != 'flags':
             show(label, assigned)
-            file_args |= {name: value for name, value in assigned.items() if name in fields}
-    flags = {name: values[name] for name, label in given.items() if label == 'flags'}
-    if flags:
+    if flags := {name: values[name] for name in given if given[name] == 'flags'}:
         show('flags', flags)
-    check_settings({name: values[name] for name in given})
     config = {name: values[name] for name in own}
     settings.update(config)
-    if launched and config.get('device') in ('auto', 'cpu'):
-        yield_cores()
-    model_args = {name: values[name] for name in given if name in fields}
-    return Configured(config, model_args, plain, given, file_args)
+    return Configured(config, {name: values[name] for name in given if name not in own}, plain, given, known)
 
 
-def check_settings(settings, choices=CHOICES):
-    """Raises ValueError for settings out of RANGES, or none of choices, name -> values. None is in range."""
-    wrong = [f"{name}={settings[name]!r} is none of {', '.join(str(one) or repr(one) for one in known)}"
-             for name, known in choices.items() if name in settings and settings[name] not in known]
-    wrong += [f"{name}={settings[name]} must be at least {low:g} and at most {AT_MOST.get(name, high)}"
-              for (low, high), names in RANGES.items() for name in names.split()
-              if settings.get(name) is not None
-              and not low <= settings[name] <= settings.get(AT_MOST.get(name), high)]
-    if wrong:
-        raise ValueError('; '.join(wrong))
+def read_flag(arg, known, passed):
+    """'--name=text' -> {name: value}; {} for names that are passed through."""
+    name, equals, text = arg.removeprefix('--').partition('=')
+    if name in passed:
+        return {}
+    text = text if not text.startswith('~/') else os.path.expanduser(text)
+    return {name: checked(arg, name, text if equals else True, known)}
 
 
-def check_effect(given, settings):
-    """Raises ValueError for a flag that is UNUSED with these settings."""
-    for name, value in settings.items():
-        refuse_unused(given, UNUSED.get(f'{name}={value}', '').split(), f'with {name}={value}')
+def check_values(settings, values, tables):
+    """Raises ValueError for a given value that breaks a rule. settings: from configure; values: of settings,
+    by name; tables: the script's globals()."""
+    for name in settings.given.keys() & values.keys():
+        for rule in settings.known[name].rules:
+            is_condition = re.match('[<>=!]|in ', rule) and values[name] is not None
+            if is_condition and not eval(f'{name} {rule}', tables, values):
+                choices = eval(rule[3:], tables) if rule.startswith('in ') else ()
+                limits = f"one of {', '.join(map(str, choices))}" if choices else rule
+                raise ValueError(f"{name}={values[name]!r} is not supported: it must be {limits}")
+
+
+def check_effects(settings, values, tables):
+    """Raises ValueError for a flag that changes nothing with these values of settings. Config files serve
+    many runs: their lines may have no effect."""
+    for name in settings.given.keys() & values.keys():
+        for rule in settings.known[name].rules if settings.given[name] == 'flags' else ():
+            if rule.startswith('if ') and not eval(rule[3:], tables, values):
+                raise ValueError(f"--{name} has no effect: it needs {rule[3:]}")
 
 
 def refuse_unused(given, names, where):
@@ -284,19 +267,7 @@ def refuse_unused(given, names, where):
             raise ValueError(f"--{name} has no effect {where}: leave it out")
 
 
-def effective(settings, unused):
-    """model_args of Configured without those of config files that flags leave without effect. unused:
-    model.unused."""
-    args = settings.model_args
-    of_files = unused(settings.file_args)
-    lost = []
-    while new := [name for name in unused(args) - of_files if settings.given[name] != 'flags']:
-        lost += new  # without these, others may lose their effect
-        args = {name: args[name] for name in args if name not in lost}
-    if lost:
-        print0(f"left out, without effect beside the flags: {', '.join(sorted(lost))}")
-    return args
-
+# errors -----------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def reading(path):
@@ -306,23 +277,24 @@ def reading(path):
     except Exception as error:
         if on_purpose(error) or getattr(error, 'filename', None):
             raise
-        raise ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: "
-                         f"{str(error).partition('. ')[0]:.150}") from error
+        raise ValueError(f"{path} is damaged or not such a file: {type(error).__name__}: {error!s:.150}"
+                         ) from error
 
 
 @contextlib.contextmanager
 def naming(fields):
-    """Raises ValueError that names the given fields of GPTConfig if Python or torch raises an error while the
-    model is built or run."""
+    """Raises ValueError that names the given fields of GPTConfig if torch raises an error while the model is
+    built or run."""
     try:
         yield
-    except Exception as error:
-        if on_purpose(error) or isinstance(error, (NameError, AttributeError)):
-            raise  # as an edit of model.py may raise
+    except (TypeError, RuntimeError, ArithmeticError) as error:
         given = ', '.join(f'{name}={value!r}' for name, value in fields.items())
-        frame = [frame for frame in traceback.extract_tb(error.__traceback__) if is_ours(frame.filename)][-1]
-        raise ValueError(f"a model with these settings fails: {given}; {Path(frame.filename).name}, line "
-                         f"{frame.lineno}, raises {error!r:.200}") from error
+        raise ValueError(f"a model with these settings fails: {given}; {error!r:.200}") from error
+
+
+def is_ours(path):
+    """Whether a file is one of this repository."""
+    return Path(path).resolve().is_relative_to(ROOT)
 
 
 def on_purpose(error):
@@ -332,20 +304,8 @@ def on_purpose(error):
             and is_ours(frame.filename))
 
 
-def is_ours(path):
-    """Whether a file is one of this repository."""
-    return Path(path).resolve().is_relative_to(ROOT)
-
-
-def refused_file(error):
-    """Whether the system gave no permission, or refused a file that the command line names, or its folder."""
-    name = str(getattr(error, 'filename', None) or '')
-    return isinstance(error, PermissionError) or name and any(
-        name in arg or name.startswith(arg.partition('=')[2] or arg) for arg in sys.argv[1:])
-
-
 def one_line_errors(kind, error, trace):
-    """The excepthook of a script: a line for what users can mend, else the traceback."""
+    """The excepthook of a script: one line for what users can mend, else the traceback."""
     message = str(error)
     if kind is BrokenPipeError:
         os._exit(141)  # of `| head`: no word, not even at exit
@@ -354,11 +314,9 @@ def one_line_errors(kind, error, trace):
     elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate memory", message):
         message = ('out of memory: lower --batch_size (train.py: and raise --gradient_accumulation_steps by '
                    'as much), --max_new_tokens or --procs')
-    elif re.search(LOST_RANK, message) and 'RANK' in os.environ:
-        message = 'this rank ends because another one has, which says why'
-    elif re.search(CANNOT_WRITE, message):
+    elif getattr(error, 'errno', None) in CANNOT_WRITE or 'PytorchStreamWriter' in message:
         message = f"cannot write ({message}): free some space, or write elsewhere"
-    elif not (on_purpose(error) or refused_file(error)):
+    elif not on_purpose(error):
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
 
@@ -374,22 +332,20 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
     a device that is not here or lacks the dtype.
     """
     import torch
-    kind, index = choose_device(device)
+    device = choose_device(device)
+    kind = device.partition(':')[0]
     if threads:
         torch.set_num_threads(threads)
-    threads = torch.get_num_threads()
-    device = kind
-    name = f'{threads} threads'
+    name = f'{torch.get_num_threads()} threads'
     if kind == 'cuda':
-        torch.cuda.set_device(index)
-        device = f'cuda:{index}'
-        name = torch.cuda.get_device_name(index)
+        torch.cuda.set_device(device)
+        name = torch.cuda.get_device_name()
     elif kind == 'cpu':
         keep_freed_memory()
     if dtype == 'auto':
-        dtype = fastest_dtype(kind, index, bound_by_memory)
-    if dtype not in ('float32', 'bfloat16') and (kind, dtype) != ('cuda', 'float16'):
-        raise ValueError(f"dtype={dtype}: use --dtype=auto, float32 or bfloat16; float16 needs CUDA")
+        dtype = fastest_dtype(kind, bound_by_memory)
+    if dtype == 'float16' and kind != 'cuda':
+        raise ValueError("dtype=float16 needs CUDA: use --dtype=auto, float32 or bfloat16")
     torch.set_float32_matmul_precision(matmul_precision(kind, dtype))
     # torch.manual_seed would ask CUDA as well
     (torch.default_generator if kind == 'cpu' else torch).manual_seed(seed)
@@ -398,56 +354,32 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
     autocast = (contextlib.nullcontext if dtype == 'float32' else
                 functools.partial(torch.autocast, kind, compute))
     return types.SimpleNamespace(device=device, device_type=kind, dtype=compute, autocast=autocast,
-                                 threads=threads)
-
-
-def yield_cores():
-    """Has OpenMP's threads wait asleep where other programs keep more than a third of the cores busy: two
-    threads then take 0.3 to 0.6 of the time, alone 1.1 to 1.5 times as long (docs/evidence.md). OpenMP reads
-    the environment when torch loads it; what a user has set counts."""
-    decided = {'OMP_NUM_THREADS', 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys()
-    if decided or 'torch' in sys.modules or sys.platform != 'linux':
-        return
-    busy = busy_cores()
-    cores = os.cpu_count()
-    if busy > cores / 3:
-        os.environ['OMP_WAIT_POLICY'] = 'passive'
-        print0(f"other programs use about {busy:.1f} of {cores} cores: threads wait asleep")
-
-
-def busy_cores():
-    """How many cores other programs use on Linux, in a tenth of a second's sleep."""
-    def used():  # hundredths of a second: user, nice, system
-        return sum(map(int, Path('/proc/stat').read_text('utf-8').split()[1:4]))
-    before = used()
-    time.sleep(0.1)
-    return (used() - before) / 10
+                                 threads=torch.get_num_threads())
 
 
 def choose_device(device):
-    """'auto' (the best), 'cpu', 'cuda', 'cuda:1', 'mps' -> (type, index); under torchrun each rank has its
-    own GPU. Raises ValueError if it is not here."""
+    """'auto' (the best), 'cpu', 'cuda', 'cuda:1', 'mps' -> the device's name; each rank of torchrun has a GPU
+    of its own. Raises ValueError if there is none."""
     import torch
-    kind, _, index = device.partition(':')
-    counts = {'cuda': torch.cuda.device_count, 'mps': torch.mps.device_count, 'cpu': lambda: 1}
-    if kind == 'auto':
-        kind = next(kind for kind in counts if counts[kind]())
-    if kind not in counts:
-        raise ValueError(f"device={device}: use cpu, mps, cuda, cuda:1 or auto")
-    index = int(os.environ.get('LOCAL_RANK', index or 0)) if kind == 'cuda' else 0
-    count = counts[kind]()
-    if index >= count:
-        raise ValueError(f"device={kind}:{index}: torch sees {count or 'no'} {kind.upper()}; use cpu or auto")
-    return kind, index
+    if device == 'auto':
+        device = str(torch.accelerator.current_accelerator() or 'cpu')
+    if device.startswith('cuda') and 'LOCAL_RANK' in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        torch.empty(1, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"device={device} is not available: {error!s:.150}: use cpu, mps, cuda, cuda:1 or "
+                         "auto") from None
+    return device
 
 
-def fastest_dtype(kind, index, bound_by_memory):
-    """bfloat16 where there are units for it, float16 on older GPUs, else float32. A CPU without units takes
-    twice as long in bfloat16 for many rows; but compiled steps that generate wait for weights, half the bytes
-    here, and torch's kernel for eight bits is fast in bfloat16 alone."""
+def fastest_dtype(kind, bound_by_memory):
+    """bfloat16 if there are units for it, float16 on older GPUs, else float32. A CPU without units takes
+    twice as long in bfloat16 for many rows. But compiled steps that generate wait for weights, which have
+    half the bytes in bfloat16, and torch's kernel for eight bits is fast only in bfloat16."""
     import torch
     if kind == 'cuda':
-        return 'bfloat16' if torch.cuda.get_device_capability(index) >= (8, 0) else 'float16'
+        return 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
     return 'bfloat16' if kind == 'cpu' and (bound_by_memory or cpu_has_bfloat16()) else 'float32'
 
 
@@ -461,7 +393,7 @@ def matmul_precision(kind, dtype):
     """How float32 matmuls may be computed. On CUDA by TF32 in a float32 run; beside 16 bits routers and
     states are float32 for a reason. On AMD's CPUs by oneDNN ('medium', exact there), in 0.4 of MKL's time; on
     Intel's it takes 1.2 to 2 times as long, and rounds to bfloat16 with AMX."""
-    vendor = platform.processor()  # Windows says it here
+    vendor = ''
     with contextlib.suppress(OSError):
         vendor = Path('/proc/cpuinfo').read_text('utf-8')
     if kind == 'cpu' and 'AuthenticAMD' in vendor:
@@ -507,8 +439,8 @@ def keep_freed_memory(below=1 << 30):
 
 
 PEAK_TFLOPS = {  # by part of the device's name: dense, 16 bits, sums in float32, from data sheets
-    'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'A10': 125, 'L40S': 362, 'L4': 121,
-    'V100-PCIE': 112, 'V100': 125, 'T4': 65, 'RTX 5090': 210, 'RTX 4090': 165, 'RTX 3090': 71,
+    'H200': 989, 'H100 PCIe': 756, 'H100': 989, 'B200': 2250, 'A100': 312, 'L40S': 362, 'V100': 125, 'T4': 65,
+    'RTX 4090': 165, 'RTX 3090': 71,
 }
 
 
@@ -518,8 +450,7 @@ def peak_flops(device, dtype):
     if 'cuda' not in device or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items()  # a Ti is another card
-                 if re.search(rf'\b{part}\b(?! (Ti|D|NVL|Laptop|Max-Q)\b)', name)), None)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
 
 
 def peak_mb(device):

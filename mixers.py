@@ -1,18 +1,181 @@
 """
-Layers with a state, entered in model.py's MIXERS from outside, as a layer of yours would be. A mixer's
-contract is Mixer's docstring there, and so are the letters of shapes.
+Layers beyond model.py's, entered in its MIXERS from outside, as a layer of yours would be: model.py imports
+this file if a config needs one. A mixer's contract is the docstring of ForwardContext there, and so are the
+letters of shapes.
 
+    A  attention with options         M  latent attention (DeepSeek)
     D  Gated DeltaNet (Qwen3-Next)    K  Kimi Delta Attention    B  Mamba-2    C  short convolution (LFM2)
 """
+import functools
 import math
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import MIXERS, FusedLinear, Linear, Mixer, after_last, branch_init, parameter
+from model import (
+    ACTIVATIONS,
+    MIXERS,
+    Attention,
+    BaseAttention,
+    Embedding,
+    FusedLinear,
+    Linear,
+    Mixer,
+    Norm,
+    branch_init,
+    last_tokens,
+    make_block,
+    parameter,
+    rotate,
+    streams,
+    yarn_mscale,
+)
 
-# Gated DeltaNet ---------------------------------------------------------------------------------------------
+# attention --------------------------------------------------------------------------------------------------
+
+class VariantAttention(Attention):
+    """Attention with other norms on queries and keys, clipped, gated, with keys as values: see GPTConfig."""
+
+    def __init__(self, config, layer):
+        BaseAttention.__init__(self, config, layer)
+        H = config.n_head
+        K = config.n_kv_head
+        D = config.head_dim
+        gate = {False: (), 'head': (H,), True: (H * D,)}[config.attn_gate]
+        keys = (K * D,) if config.k_eq_v else (K * D, K * D)
+        names = 'q k gate' if config.k_eq_v else 'q k v gate'
+        self.c_attn = FusedLinear(config.n_embd, (H * D, *keys, *gate), names, config.qkv_bias)
+        self.c_proj = Linear(H * D, config.n_embd, config.proj_bias, init=branch_init(config))
+        is_unit = config.qk_norm == 'unit'
+        has_norm = self.rope_kind if is_unit else config.qk_norm
+        self.q_norm, self.k_norm = (
+            Norm(D * (heads if config.qk_norm == 'whole' else 1), config, is_unit)
+            if has_norm else nn.Identity() for heads in (H, K))
+        self.v_norm = Norm(D, config, is_unit=True) if config.v_norm else nn.Identity()
+        self.head_widths = D, D
+        self.slots = [(K, D), (K, D)]
+
+    def forward(self, x, context):
+        q, k, *others = self.c_attn(x)
+        v, *gate = [k, *others] if self.config.k_eq_v else others
+        q, k, v = self.by_head(q, k, v, context.ropes[self.rope_kind])
+        if context.cache is not None:
+            k, v = context.cache.append(self, context, k, v)
+        y = self.attend(q, k, v, context).transpose(1, 2)  # (B, T, H, D)
+        if gate:  # for each element, or for each head
+            y = y * gate[0].unflatten(-1, (self.n_head, -1)).sigmoid()
+        return self.c_proj(y.flatten(2))
+
+    def by_head(self, q, k, v, rope):
+        """(B, T, heads D) -> (B, heads, T, D), normalised and rotated"""
+        kind = self.config.qk_norm
+        if kind == 'whole':
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        D = self.head_widths[0]
+        if kind is True:
+            q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)
+            k = self.k_norm(k.unflatten(-1, (-1, D))).flatten(2)
+        if clip := self.config.clip_qkv:
+            q, k, v = (y.clamp(-clip, clip) for y in (q, k, v))
+        q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))
+        q = rotate(q, rope)
+        k = rotate(k, rope)
+        if kind in ('rotated', 'unit'):
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        return q, k, self.v_norm(v)
+
+
+class LatentAttention(BaseAttention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
+    are projections of one latent per token, which is cached next to one rotary key. If that costs less, as in
+    decoding, queries are projected down to the latents, and outputs up from them ("absorbed", its section
+    2.1.2): then the latents are keys and values of multi-query attention."""
+
+    @classmethod
+    def defaults(cls, config):
+        return dict(n_kv_head=None, head_dim=None, qk_norm=False, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                    v_head_dim=128, latent_norm_eps=config.norm_eps)
+
+    @classmethod
+    def check(cls, config):
+        if config.kv_lora_rank is None:
+            yield 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank'
+        if any(issubclass(mixer, Attention) for mixer in config.mixers):
+            yield 'mixer_pattern', "rotations and scale are M's in the whole model: no A with it"
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        H = config.n_head
+        C = config.n_embd
+        rank = config.kv_lora_rank
+        q_rank = config.q_lora_rank
+        nope = config.qk_nope_head_dim
+        rope = config.qk_rope_head_dim
+        value = config.v_head_dim
+        self.widths = rank, nope, rope, value
+        self.scale = config.attn_scale or self.score_scale(config)
+        q_width = H * (nope + rope)
+        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), 'q latent k_rope', config.qkv_bias)
+        self.q_norm = Norm(q_rank, config, eps=config.latent_norm_eps) if q_rank else nn.Identity()
+        self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
+        self.kv_norm = Norm(rank, config, eps=config.latent_norm_eps)
+        self.c_kv = Linear(rank, H * (nope + value))  # for each head k, then v
+        self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
+        self.slots = [(1, rank + rope)]
+        self.head_widths = nope + rope, value
+
+    @staticmethod
+    def score_scale(config):
+        """1 / sqrt(a head's width), times YaRN's mscale_all_dim term squared, as in DeepSeek."""
+        scaling = config.rope_scaling or {}
+        grown = yarn_mscale(scaling.get('factor', 1.0), scaling.get('mscale_all_dim', 0.0))
+        return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * grown ** 2
+
+    def forward(self, x, context):
+        q, latent, k_rope = self.c_attn(x)
+        table = context.ropes[self.rope_kind]
+        rank, nope, rope, value = self.widths
+        q = self.c_q(self.q_norm(q)).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        q, q_rope = q.split((nope, rope), dim=-1)
+        latent = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], table)), dim=-1)
+        if context.cache is not None:
+            latent, = context.cache.append(self, context, latent)  # (B, 1, S, rank + rope)
+        w_k, w_v = self.c_kv.weight.view(self.n_head, -1, rank).split((nope, value), dim=1)
+        T = q.shape[2]
+        S = latent.shape[2]
+        up = rank * (nope + value)
+        absorb = (context.cache is not None  # by multiplications a head
+                  and T * (up + S * (2 * rank + rope)) < S * (up + T * sum(self.head_widths)))
+        if absorb:
+            q = q @ w_k
+            k = latent
+            v = latent[..., :rank]
+        else:
+            kv = self.c_kv(latent[:, 0, :, :rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            k, v = kv.split((nope, value), dim=-1)
+            k = torch.cat((k, latent[..., rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
+        y = self.attend(torch.cat((q, rotate(q_rope, table)), dim=-1), k, v, context)
+        return self.c_proj((y @ w_v.mT if absorb else y).transpose(1, 2).flatten(2))
+
+
+# layers with a state ----------------------------------------------------------------------------------------
+
+def after_last(mixer, x, context, state=0):
+    """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
+    mixer.states[state], of shape (n, ...), holds these n tokens, and takes the next."""
+    n = mixer.states[state][0][0]
+    cache = context.cache
+    lengths = context.lengths
+    if cache is None:
+        return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
+    before = cache.states[mixer.entry(context)][state]
+    x = torch.cat((before, x), dim=1)
+    before.copy_(last_tokens(x, n, None if lengths is None else n + lengths))
+    return x
+
 
 def short_convolution(mixer, x, context):
     """Causal and depthwise: y_t = sum of conv[:, -1 - j] x_{t - j}, j tokens back within the document, where
@@ -117,8 +280,6 @@ class GatedDeltaNet(Mixer):
     queries, keys and values, queries and keys normalised, the output normalised and gated."""
 
     documents = corrects = True
-    fields = ('linear_n_key_head', 'linear_n_value_head', 'linear_key_head_dim', 'linear_value_head_dim',
-              'linear_conv_kernel_dim')
 
     @classmethod
     def defaults(cls, config):
@@ -222,7 +383,6 @@ class ShortConvolution(Mixer):
     """C * conv(B * x), three projections and a short convolution: LFM2, arXiv:2511.23404."""
 
     documents = True
-    fields = ('linear_conv_kernel_dim',)
 
     @classmethod
     def defaults(cls, config):
@@ -250,7 +410,6 @@ class Mamba2(GatedDeltaNet):
     groups of heads, x the value; the step size both writes and decays."""
 
     corrects = False
-    fields = *GatedDeltaNet.fields, 'linear_conv_bias'
 
     @classmethod
     def defaults(cls, config):
@@ -296,5 +455,86 @@ class KimiDeltaAttention(GatedDeltaNet):
         return self.mix(qkv, self.c_gate(gate), beta, self.c_decay(decay), context, torch.sigmoid)
 
 
+# bigrams, the prediction layer ------------------------------------------------------------------------------
+
+class BigramEmbedding(Mixer):
+    """A row of a table for each token and the one before it, by a hash (modded-nanogpt, record of 2026-01-19;
+    arXiv:2501.16975). A Mixer, as a cache keeps the token before."""
+
+    documents = True
+    states = [((1,), torch.long)]
+
+    def __init__(self, config):
+        super().__init__(config, config.n_layer)
+        self.table = Embedding(config.bigram_size, config.n_embd, nn.init.zeros_, 'bigram')
+
+    def flops(self, length):
+        return 0
+
+    def forward(self, context):
+        """-> (B, T, C). 0 stands before the first token of a document."""
+        before = after_last(self, context.idx, context)[:, :-1].where(context.position_ids > 0, 0)
+        return self.table((36313 * context.idx + 27191 * before) % self.table.num_embeddings)
+
+
+class MultiTokenPrediction(nn.Module):
+    """A layer like the last that predicts the token after the next, from the last block's output and the next
+    token's embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_x = Norm(config.n_embd, config)
+        self.ln_next = Norm(config.n_embd, config)
+        self.c_in = Linear(2 * config.n_embd, config.n_embd)
+        self.block = make_block(config, config.n_layer - 1)
+        self.enter, self.leave = streams(config)
+
+    def forward(self, x, x0, context):
+        """x, and x0, which the first block got, (B, T, C) -> (B, T, C); meaningless for the last token."""
+        both = torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)
+        return self.leave(self.block(self.enter(self.c_in(both)), context))
+
+    def loss(self, model, x, x0, targets, context):
+        """The mean cross entropy of the tokens after the next over all targets, as in arXiv:2412.19437,
+        equation 24: a batch may be split."""
+        later = F.pad(targets[:, 1:], (0, 1), value=-1)
+        context.routing = None
+        context.handed.pop(model.config.n_layer - 1, None)  # its block is in that layer's place
+        mean, _ = model.loss(self(x, x0, context), later)
+        return mean * (later >= 0).sum() / (targets >= 0).sum().clamp(min=1)
+
+
+# activations ------------------------------------------------------------------------------------------------
+
+class SwigluOAI(nn.Module):
+    """gpt-oss's, arXiv:2508.10925."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.limit = config.mlp_limit
+
+    def forward(self, gate, up):
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-self.limit, self.limit) + 1)
+
+
+class XIELU(nn.Module):
+    """Parabola above zero, exponential below, with a learned share of each: arXiv:2411.13010 (Apertus)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.alpha_p, self.alpha_n = (  # whose softplus is 0.8 and 0.3
+            parameter(1, init=functools.partial(nn.init.constant_, val=math.log(math.expm1(above))),
+                      group='vector') for above in (0.8, 0.3))
+
+    def forward(self, x):
+        above = F.softplus(self.alpha_p)
+        below = 0.5 + F.softplus(self.alpha_n)
+        curve = torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=-1e-6)) - x))
+        return (curve + 0.5 * x).type_as(x)
+
+
+ACTIVATIONS |= {'swiglu_oai': (SwigluOAI, True), 'xielu': (XIELU, False)}
 # a fork's letters stay, if its file came first
-MIXERS |= {'D': GatedDeltaNet, 'C': ShortConvolution, 'B': Mamba2, 'K': KimiDeltaAttention} | MIXERS
+MIXERS |= {'M': LatentAttention, 'D': GatedDeltaNet, 'C': ShortConvolution, 'B': Mamba2,
+           'K': KimiDeltaAttention} | MIXERS

@@ -1,12 +1,11 @@
 """
-The modern decoder-only language model, in five parts, to be read in this order; a part may call functions of
+The modern decoder-only language model, in four parts, to be read in this order; a part may call functions of
 a later one, whose docstrings suffice there:
 
     I    the decoder: settings, linear layers, norm, rotation, attention, MLP, block, GPT: a whole Qwen3
     II   cache, masks, kernels
-    III  latent attention, experts
-    IV   other positions, scalings, activations, norm placements; bigrams, the prediction layer
-    V    validation, accounting
+    III  variants: positions, scalings, activations, norm placements
+    IV   validation, accounting
 
     config = GPTConfig(n_layer=12, n_head=12, n_kv_head=4, n_embd=768)
     model = GPT(config)
@@ -15,18 +14,20 @@ a later one, whose docstrings suffice there:
     cache = model.make_cache(B, max_len)         # the caller's object
     logits = model(idx, cache=cache, keep=1)     # appends; logits of the last new token only
 
-mixers.py has the layers with a state, weights.py adapters and 8 bits. Shapes in comments: B batch rows, T new
-tokens, S tokens to attend to, C = n_embd, H query heads, K key/value heads, D = head_dim, E experts.
+Three files have further layers and are imported if a config names one: mixers.py (other attentions, layers
+with a state, bigrams, the prediction layer), experts.py (mixtures of experts), zoo/weights.py (adapters, 8
+bits). Shapes in comments: B batch rows, T new tokens, S tokens to attend to,
+C = n_embd, H query heads, K key/value heads, D = head_dim.
 """
-import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
 import itertools
 import math
-import re
 import typing
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -37,125 +38,127 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclasses.dataclass
 class GPTConfig:
-    """Everything that defines a model, as plain data. A field that is None follows from others. Patterns have
-    a letter for each layer and are repeated. Raises ValueError that names all problems."""
-    # size
-    block_size: int = 1024           # context: the maximum sequence length
-    vocab_size: int = 50304          # GPT-2's 50257 rounded up, as nanoGPT has it
+    """Everything that defines a model, as plain data. A field that is None follows from others. A pattern has
+    one letter per layer and is repeated. An annotation may name a table, whose keys are the choices. Brackets
+    are rules for flags: see configurator.py. Raises ValueError that names all problems."""
+    # a Qwen3
+    block_size: int = 1024           # context: the maximum sequence length [changeable]
+    vocab_size: int = 50304          # GPT-2's 50257 rounded up, as in nanoGPT
     n_layer: int = 12                # blocks
     n_head: int = 12                 # query heads
     n_kv_head: int | None = None     # key/value heads; None: n_head, 1: multi-query (arXiv:1911.02150),
                                      # between: grouped-query (arXiv:2305.13245)
     n_embd: int = 768                # width of the residual stream
-    head_dim: int | None = None      # None: n_embd / n_head
+    head_dim: int | None = None      # None: n_embd / n_head [if not kv_lora_rank]
     d_ff: int | None = None          # MLP width; None: 4 n_embd; if gated 8/3 n_embd up to a multiple of 64
+    mlp: 'ACTIVATIONS' = 'swiglu'    # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
+    norm_eps: float = 1e-6           # inside the root
+    rope_base: float = 10000.0       # pair i turns by position * base^(-2i / dimensions) [if pos == 'rope']
+    qk_norm: bool | Literal['whole', 'rotated', 'unit'] | None = None  # norm on queries and keys: True (each
+                                     # head, Qwen3), False, whole (all heads at once, OLMo 2), rotated (after
+                                     # the rotation, Hunyuan), unit (rotated, without weights, only in layers
+                                     # with rotations, Llama 4); None: True, in MLA False
+    tie_word_embeddings: bool = True  # the head reads the embedding's rows (arXiv:1608.05859)
+    dropout: float = 0.0             # on embedding, attention weights and both residual branches [changeable]
     # positions
-    pos: str = 'rope'                # rope (arXiv:2104.09864), alibi (arXiv:2108.12409), learned (GPT-2),
-                                     # sinusoidal (arXiv:1706.03762), none
-    alibi_scale: float = 1.0         # of ALiBi's slopes (Falcon)
-    pos_pattern: str = 'P'           # P: as pos says, N: none (rope, alibi); 'PPPN' (SmolLM3)
-    rope_base: float = 10000.0       # of rotations: pair i turns by position * base^(-2i / dimensions)
-    rope_scaling: dict | None = None  # {'rope_type': 'yarn', 'factor': 4.0}, ...: see ROPE_SCALINGS
-    partial_rotary_factor: float = 1.0  # share of each head that is rotated (GPT-J, GPT-NeoX)
-    document_token: int | None = None  # starts a document: nothing before it is seen, positions restart
+    pos: Literal['rope', 'alibi', 'learned', 'sinusoidal', 'none'] = 'rope'  # arXiv:2104.09864, 2108.12409,
+                                     # GPT-2, arXiv:1706.03762
+    pos_pattern: Literal['P', 'N'] = 'P'  # [if pos in ('rope', 'alibi')] P: as pos says, N: none; 'PPPN'
+                                     # (SmolLM3)
+    rope_scaling: dict | None = None  # [changeable] [if pos == 'rope'] {'rope_type': 'yarn', 'factor': 4.0},
+                                     # ...: see ROPE_SCALINGS
+    partial_rotary_factor: float = 1.0  # share of each head that rotates (GPT-J) [if pos == 'rope']
+    alibi_scale: float = 1.0         # scale of ALiBi's slopes (Falcon) [if pos == 'alibi']
+    document_token: int | None = None  # starts a document: no token sees earlier ones [changeable]
     # mixers: what mixes tokens in a block
-    mixer_pattern: str | None = None  # letters of MIXERS: A attention, M latent attention, D Gated DeltaNet,
-                                     # C short convolution, B Mamba-2, K Kimi Delta Attention; 'DDDA'
-                                     # (Qwen3-Next); None: A, or M with kv_lora_rank
-    # attention
-    window: int | None = None        # tokens that an S layer sees, its own among them (Mistral)
-    window_pattern: str | None = None  # S: sliding window, L: long, all tokens; 'S', 'SL' (Gemma 2), 'SSSL';
-                                     # C: chunks of `window` tokens, which do not see other chunks (Llama 4);
-                                     # G: as S, and global tokens for all (Longformer, arXiv:2004.05150)
-    window_global: int = 1           # global tokens: a document's first (as arXiv:2309.17453 has sinks)
-    qk_norm: bool | str | None = None  # norm on queries and keys: True (each head, Qwen3), False, whole
-                                     # (all heads at once, OLMo 2), rotated (after the rotation, Hunyuan),
-                                     # unit (rotated, without weights, in layers with rotations alone,
-                                     # Llama 4); None: True, in MLA False
+    mixer_pattern: 'MIXERS | None' = None  # A attention, M latent attention, D Gated DeltaNet, C short
+                                     # convolution, B Mamba-2, K Kimi Delta Attention; 'DDDA' (Qwen3-Next);
+                                     # None: A, or M with kv_lora_rank
+    # windows of attention
+    window: int | None = None        # tokens that an S layer sees, its own among them [if window_pattern]
+    window_pattern: Literal['S', 'L', 'C', 'G'] | None = None  # S: sliding window, L: all tokens; 'S'
+                                     # (Mistral), 'SL' (Gemma 2); C: chunks of `window` tokens, which do not
+                                     # see other chunks (Llama 4); G: as S, and global tokens for all
+                                     # (Longformer, arXiv:2004.05150)
+    window_global: int = 1           # a document's first tokens, for G [if 'G' in (window_pattern or '')]
+    local: dict | None = None        # fields that S, C and G layers have otherwise: LOCAL [if window_pattern]
+    # variants of attention
+    attn_scale: float | None = None  # scale of the scores; None: 1 / sqrt(a head's width)
+    attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
+    attn_sink: bool = False          # a learned logit for each head in the softmax's denominator (gpt-oss)
+    attn_gate: bool | Literal['head'] = False  # the output times a projection's sigmoid (arXiv:2505.06708):
+                                     # True: for each element, head: for each head
+    clip_qkv: float = 0.0            # bound of queries, keys and values (OLMo 1.7); 0 is off
     k_eq_v: bool = False             # values are the keys, without their norm and rotation (Gemma 4)
     v_norm: bool = False             # a norm without weights on values (Gemma 4)
-    local: dict | None = None        # fields of S, C and G layers that differ there: see LOCAL (Gemma 3, 4)
-    attn_scale: float | None = None  # of the scores; None: 1 / sqrt(a head's width)
     query_scale: dict | None = None  # queries grow with their position (Llama 4): see query_scale
-    attn_softcap: float = 0.0        # c * tanh(scores / c) (Gemma 2); 0 is off
-    clip_qkv: float = 0.0            # bound of queries, keys and values (OLMo 1.7); 0 is off
-    attn_sink: bool = False          # a learned logit for each head in the softmax's denominator (gpt-oss)
-    attn_gate: bool | str = False    # the output times a projection's sigmoid (arXiv:2505.06708), True: of
-                                     # each element, head: of each head
-    # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), on with kv_lora_rank
-    kv_lora_rank: int | None = None  # width of the latent
+    # multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434)
+    kv_lora_rank: int | None = None  # width of the latent; None: no MLA
+    # further fields of MLA [if kv_lora_rank]
     q_lora_rank: int | None = None   # width of the compressed query; None: not compressed
     qk_nope_head_dim: int | None = None  # part of a head without positions; None: 128
-    qk_rope_head_dim: int | None = None  # part with them; one key for all heads; None: 64
+    qk_rope_head_dim: int | None = None  # part with positions, one key for all heads; None: 64
     v_head_dim: int | None = None    # width of a head's value; None: 128
-    latent_norm_eps: float | None = None  # of the norms on latent and compressed query; None: norm_eps
-    # layers with a state, see mixers.py: D, K and B; C has the last field alone
+    latent_norm_eps: float | None = None  # eps of the norms on latent and compressed query; None: norm_eps
+    # layers with a state, see mixers.py [if mixer_pattern.strip('AM')]
     linear_n_key_head: int | None = None  # query and key heads; None: n_head, in B 1
     linear_n_value_head: int | None = None  # value heads, n times as many; None: as many, in B n_embd / 32
-    linear_key_head_dim: int | None = None  # None: n_embd // n_head, in B, where it is the state's size, 64
+    linear_key_head_dim: int | None = None  # None: n_embd // n_head; in B, as the state's size, 64
     linear_value_head_dim: int | None = None  # None: linear_key_head_dim, in B 64
-    linear_conv_bias: bool | None = None  # of the short convolution; None: in B True
+    linear_conv_bias: bool | None = None  # bias of B's short convolution; None: True
     linear_conv_kernel_dim: int | None = None  # tokens that the short convolution sees; None: 4
-    # norm and where it stands
-    norm: str = 'rmsnorm'            # rmsnorm (arXiv:1910.07467), layernorm (arXiv:1607.06450)
-    norm_eps: float = 1e-6           # inside the root
+    # norms, residual stream
+    norm: Literal['rmsnorm', 'layernorm'] = 'rmsnorm'  # arXiv:1910.07467, 1607.06450
     norm_bias: bool | None = None    # None: layernorm follows bias, rmsnorm has none
     norm_weight: bool = True         # False: norms without weights (OLMo)
-    norm_placement: str = 'pre'      # pre, post, output, sandwich, parallel, parallel_2: see NORM_PLACEMENTS
+    norm_placement: 'NORM_PLACEMENTS' = 'pre'  # pre, post, output, sandwich, parallel, parallel_2
     embed_norm: bool = False         # a norm after the embedding (BLOOM)
-    embed_scale: float | None = None  # of the embedding (Gemma: sqrt(n_embd), also the default if sinusoidal)
+    embed_scale: float | None = None  # scale of the embedding (Gemma: sqrt(n_embd), also if sinusoidal)
     bigram_size: int | None = None   # rows of a second embedding, of pairs of tokens (modded-nanogpt)
-    residual_scale: float = 1.0      # of what attention and MLP add (Granite)
+    residual_scale: float = 1.0      # scale of what attention and MLP add (Granite)
     residual_lambdas: bool = False   # learned weights of stream and embedding in front of each layer
     layer_scalar: bool = False       # a number that is not learned multiplies what a block returns (Gemma 4)
     # MLP, biases
-    mlp: str = 'swiglu'              # swiglu, geglu, gelu, gelu_tanh, relu2, ...: see ACTIVATIONS
-    mlp_limit: float = 7.0           # swiglu_oai clamps gate and up to this
-    bias: bool = False               # in the linear layers, and in layernorm
-    qkv_bias: bool | None = None     # of queries, keys, values (Qwen2); None: as bias
-    proj_bias: bool | None = None    # of attention's output; None: as bias
-    mlp_bias: bool | None = None     # of MLP, experts and router; None: as bias
+    mlp_limit: float = 7.0           # bound of gate and up [if mlp == 'swiglu_oai']
+    bias: bool = False               # biases of the linear layers, and of layernorm
+    qkv_bias: bool | None = None     # bias of queries, keys, values (Qwen2); None: as bias
+    proj_bias: bool | None = None    # bias of attention's output; None: as bias
+    mlp_bias: bool | None = None     # bias of MLP, experts and router; None: as bias
     # mixture of experts (arXiv:1701.06538)
     n_expert: int | None = None      # experts that replace the MLP; None or 0: a dense model
-    n_expert_active: int | None = None  # experts for each token; None: 2
+    expert_pattern: Literal['E', 'D', 'N'] = 'E'  # E: experts, D: dense, N: no MLP, only a mixer (Nemotron-H)
+    # further fields of experts [if n_expert]
+    n_expert_active: int | None = None  # experts per token; None: 2
     n_shared_expert: int | None = None  # experts that all tokens use (arXiv:2401.06066), as one MLP
-    shared_gate: bool = False        # these times a projection's sigmoid (Qwen2-MoE)
+    shared_gate: bool = False        # shared experts times a projection's sigmoid [if n_shared_expert]
     d_expert: int | None = None      # an expert's width; None: d_ff
     n_dense_layer: int = 0           # first layers that keep the MLP (DeepSeek)
     expert_input_scale: bool = False  # the chosen experts' weights multiply their input (Llama 4)
-    expert_norms: bool = False       # norms before the router and around experts and the shared ones, each
-                                     # its own, and a scale for each expert (Gemma 4): see MoE
-    expert_pattern: str = 'E'        # E: experts, D: dense, N: no MLP, a mixer alone (Nemotron-H)
-    router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437)
-    norm_topk_prob: bool = True      # the chosen experts' weights sum to 1; from a single one, whose weight
-                                     # then is always 1, the router learns nothing
+    expert_norms: bool = False       # norms before the router and around experts and shared ones (Gemma 4)
+    router: str = 'softmax'          # softmax (Mixtral), sigmoid (DeepSeek-V3, arXiv:2412.19437): ROUTERS
+    norm_topk_prob: bool = True      # the chosen experts' weights sum to 1; from a single expert, whose
+                                     # weight is then always 1, the router learns nothing
     routed_scaling_factor: float = 1.0  # factor on the chosen experts' weights
     n_group: int | None = None       # groups of experts (DeepSeek-V2)
-    topk_group: int | None = None    # groups that a token may use
+    topk_group: int | None = None    # groups that a token may use [if n_group]
     balance_bias: bool = False       # a bias in choosing that follows the load (arXiv:2408.15664)
-    balance_per_sequence: bool = False  # balance loss for each row of the batch, not over all of it
-    # head
-    tie_word_embeddings: bool = True  # the head reads the embedding's rows (arXiv:1608.05859)
-    head_bias: bool = False          # of an untied head (GPT-J, Phi)
-    logit_scale: float = 1.0         # of the logits (Cohere, Granite)
+    balance_per_sequence: bool = False  # balance loss for each row of the batch [changeable]
+    # head, training
+    head_bias: bool = False          # bias of an untied head (GPT-J, Phi) [if not tie_word_embeddings]
+    logit_scale: float = 1.0         # scale of the logits (Cohere, Granite)
     logit_softcap: float = 0.0       # c * tanh(logits / c) (Gemma 2); 0 is off
-    # training
-    dropout: float = 0.0             # on embedding, attention weights and both residual branches
     mtp: bool = False                # one more layer predicts the token after the next: MultiTokenPrediction
 
     def __post_init__(self):
-        complete(self)  # each None becomes its default, and what cannot be computed is refused: part V
+        complete(self)  # each None becomes its default; part IV rejects what cannot be computed
 
-    def changed(self, **changes):
-        """A trained model's config with other fields; the length that it was trained at does not change.
-        Raises ValueError for more positions than were learned."""
-        if self.pos == 'learned' and changes.get('block_size', 0) > self.block_size:
-            raise ValueError(f"block_size={changes['block_size']} is more than the {self.block_size} "
-                             "positions that the model has learned")
-        length = (self.rope_scaling or {}).get('original_max_position_embeddings', self.block_size)
-        if 'rope_scaling' in changes:
-            changes['rope_scaling'] = complete_scaling(changes['rope_scaling'], length)
-        return dataclasses.replace(self, **changes)
+    def at(self, layer):
+        """The config as a layer has it, with the fields of `local` if it has a window."""
+        if not self.local or self.window_of(layer) is None:
+            return self
+        own = copy.copy(self)
+        vars(own).update(self.local)
+        return own
 
     def mixer_of(self, layer):
         """The letter in MIXERS of a layer."""
@@ -171,10 +174,6 @@ class GPTConfig:
         slides = self.window_pattern and letter(self.window_pattern, layer) != 'L'
         return self.window if slides and MIXERS[self.mixer_of(layer)].can_slide else None
 
-    def fields_of(self, layer):
-        """The fields as a layer has them, a dict."""
-        return vars(self) | (self.window_of(layer) and self.local or {})
-
     def mlp_of(self, layer):
         """E: experts, D: a dense MLP, N: none."""
         kind = letter(self.expert_pattern, layer)
@@ -182,39 +181,21 @@ class GPTConfig:
 
     @property
     def rope_dim(self):
-        """Dimensions of a head that are rotated."""
-        return self.rope_kind()[1]
+        """Dimensions of a head that rotate, if any do."""
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
-    def rope_kind(self, layer=None):
-        """(base, dimensions that turn, items of the scaling) of a layer's rotations, None without; layers in
-        which these are equal share cos and sin. layer None: one that sees all tokens."""
-        if self.pos != 'rope':
-            return None
-        own = vars(self) if layer is None else self.fields_of(layer)
+    @property
+    def rope_kind(self):
+        """(base, dimensions that rotate, items of the scaling); layers in which these are equal share cos and
+        sin."""
         items = tuple((name, tuple(value) if isinstance(value, list) else value)
-                      for name, value in (own['rope_scaling'] or {}).items())
-        width = self.qk_rope_head_dim or int(own['head_dim'] * own['partial_rotary_factor'])
-        return own['rope_base'], width, items
-
-    def scale_of(self, layer):
-        """The factor on scores; in MLA it includes YaRN's mscale_all_dim term squared, as in DeepSeek."""
-        if self.attn_scale is not None:
-            return self.attn_scale
-        if self.kv_lora_rank is None:
-            return self.fields_of(layer)['head_dim'] ** -0.5
-        scaling = self.rope_scaling or {}
-        grown = yarn_mscale(scaling.get('factor', 1.0), scaling.get('mscale_all_dim', 0.0))
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * grown ** 2
+                      for name, value in (self.rope_scaling or {}).items())
+        return self.rope_base, self.rope_dim, items
 
 
 def letter(pattern, layer):
     """A layer's letter in a pattern."""
     return pattern[layer % len(pattern)]
-
-
-def round_up(n, multiple=64):
-    """The next multiple."""
-    return math.ceil(n / multiple) * multiple
 
 
 # parameters and linear layers -------------------------------------------------------------------------------
@@ -231,7 +212,6 @@ GROUPS = {  # of parameters, each with settings of its own in the optimizer -> w
     'embedding': True, 'bigram': True, 'head': True, 'gate': True, 'adapter': True,
     'vector': False, 'scalar': False,
 }
-LOOKED_UP = {'embedding', 'bigram'}  # of GROUPS those of tables: a token takes a row, which costs no FLOPs
 
 
 def tag(w, init, group, rows=None):
@@ -251,8 +231,8 @@ def hidden_init(w):
 
 
 def branch_init(config):
-    """Of the output projection of attention or MLP: zeros, so that a block starts as the identity;
-    hidden_init where a norm follows, whose gradient at zero is 1 / sqrt(eps)."""
+    """The init of the output projection of attention or MLP: zeros, so that a block starts as the identity;
+    hidden_init if a norm follows, whose gradient at zero is 1 / sqrt(eps)."""
     return hidden_init if NORM_PLACEMENTS[config.norm_placement][2] else nn.init.zeros_
 
 
@@ -329,7 +309,7 @@ def rope_table(kind, position_ids, length):
         options = dict(scaling)
         freq, factor = ROPE_SCALINGS[options.pop('rope_type')](freq, base, length, **options)
     angle = position_ids[:, None, :, None] * freq
-    # one tensor first: a compiled step would compute angles anew in each layer
+    # one tensor first: a compiled step would compute angles again in each layer
     return torch.cat((angle.cos() * factor, angle.sin() * factor), dim=1).split(1, dim=1)
 
 
@@ -348,73 +328,13 @@ def rotate(x, rope):
 
 # attention --------------------------------------------------------------------------------------------------
 
-@dataclasses.dataclass
-class ForwardContext:
-    """What all layers of one forward pass share. A layer changes it by hand_on alone."""
-    idx: torch.Tensor             # (B, T), the new tokens' ids; any in padding
-    positions: torch.Tensor       # (1 or B, T), in their rows: for masks and the cache
-    position_ids: torch.Tensor    # the same, counted from each document's start: for rotations
-    document_starts: torch.Tensor | None  # (B, T): where the tokens' documents start; None: 0
-    ropes: dict                   # a mixer's rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
-    masks: dict                   # a mixer's mask_kind -> Mask
-    cache: 'Cache | None'
-    lengths: torch.Tensor | None  # (B,): new tokens of each row, which padding follows; None: all T
-    base: int                     # the number of the block's first mixer in a cache: see make_schedule
-    eager: bool                   # attention is to be written out, not left to a kernel
-    dtype: torch.dtype            # that matmuls run in
-    weights: list | None          # takes each attention layer's weights, (B, H, T, S)
-    routing: list | None          # takes number, balance, z and load of each layer with experts
-    handed: dict = dataclasses.field(default_factory=dict)  # layer -> what it has handed on
-
-    def hand_on(self, layer, value):
-        """Makes `value`, a tensor or a tuple of tensors, handed[layer] for the layers after it. With a cache,
-        keys and values that others attend to are cache.append's results, of all tokens; the layers that read
-        them have the same window, and slots = None. A value of the new tokens alone is for layers
-        that keep the earlier ones in slots or states of their own."""
-        if layer in self.handed:
-            raise ValueError(f"layer {layer} has handed on its value already: later layers may have read it")
-        self.handed[layer] = value
-
-    def is_token(self):
-        """(B, T) bool: False where padding is; None if there is none."""
-        if self.lengths is None:
-            return None
-        return torch.arange(self.positions.shape[1], device=self.lengths.device) < self.lengths[:, None]
-
-
 class Mixer(nn.Module):
-    """What mixes the tokens of a row in a block: attention, Gated DeltaNet, yours. Write the class, give it a
-    letter in MIXERS, put the letter into the grid of test_model.py. For another attention the shortest way is
-    a subclass of Attention that overrides attend(q, k, v, context), where query head h, of H, goes with key
-    head h // (H / K), and head_widths if its products are wider.
+    """What mixes the tokens of a row in a block: attention, Gated DeltaNet, yours. Part II has the contract.
+    forward(x, context): x (B, T, C), ForwardContext -> (B, T, C)."""
 
-    forward(x, context): x (B, T, C) -> (B, T, C). Tokens must not see later ones. From `context`, the
-    ForwardContext, a mixer takes
-    - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that turn, items of a scaling), or
-      None; the config's own is config.rope_kind(layer), and (500.0, config.rope_dim, ()) one without scaling;
-    - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it, a letter of window_pattern),
-      or None;
-    - idx (B, T), the token ids, and position_ids;
-    - cache, None in training. A mixer says in __init__ what it keeps there: `slots`, (heads, width) of each
-      tensor that has a slot for each token: cache.append(self, context, k, v) takes the new ones, (B, heads,
-      T, width), and returns all to attend to; `states`, (shape, dtype or None for the compute dtype) of each
-      tensor of fixed size that a row keeps: read cache.states[self.entry(context)], a list of (B, *shape),
-      zero for a new row, and write with .copy_(), or call after_last where a few tokens back are needed. One
-      that keeps nothing, as it reads another's, says slots = None;
-    - lengths (B,), where padding follows rows: it must not change a state;
-    - document_starts: tokens must not see those of another document. A mixer that sees to it sets
-      `documents`; others are refused with a document_token;
-    - weights: a list, if attention weights are asked for, that takes (B, H, T, S);
-    - handed: what earlier layers hand on by context.hand_on(self.layer, value), by layer.
-
-    flops(length): training FLOPs a token, 3 times the forward pass's, at a sequence length, besides those of
-    weights. Parameters are made by parameter(...) or tag(...); c_proj ends the branch. `window` is how many
-    tokens the slots are for, None for all; a class that can have one sets `can_slide` and asks
-    config.window_of(layer). `fields` names options of GPTConfig that have an effect in its layers alone."""
-
-    slots = states = fields = ()
-    mask_kind = rope_kind = window = None
-    documents = can_slide = False
+    slots = states = ()                       # what it caches for each token; what it caches for a row
+    mask_kind = rope_kind = window = None     # which mask and rotation of the context it uses
+    documents = can_slide = False             # it keeps documents apart; it can have a window
 
     @classmethod
     def defaults(cls, config):
@@ -436,42 +356,28 @@ class Mixer(nn.Module):
 
 
 class BaseAttention(Mixer):
-    """Common to both kinds of attention. head_widths: of a head's key and of its value, for flops."""
+    """What all kinds of attention share. head_widths: of a head's key and of its value, for flops."""
 
     documents = can_slide = True
-    fields = ('pos_pattern', 'rope_base', 'rope_scaling', 'local', 'qkv_bias', 'proj_bias', 'attn_scale',
-              'attn_softcap', 'attn_sink', 'query_scale')
-
-    @classmethod
-    def check(cls, config):
-        for width in {config.rope_kind(i)[1] for i in range(config.n_layer) if config.pos == 'rope'}:
-            if width % 2 or not width:
-                yield 'pos', f"rope rotates pairs: of a head's dimensions an even number, not {width}"
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.window = config.window_of(layer)
         pos = letter(config.pos_pattern, layer)
-        self.reach = letter(config.window_pattern, layer) if self.window else 'L'
-        if self.reach == 'G':  # all slots are kept
-            self.window = None
-        self.has_alibi = config.pos == 'alibi' and pos == 'P'
-        self.rope_kind = config.rope_kind(layer) if pos == 'P' else None
-        self.scale = config.scale_of(layer)
-        growth = config.query_scale or {}
-        self.query_scale = growth if pos in growth.get('layers', 'PN') else None
-        self.config = config
+        window = config.window_of(layer)
+        reach = letter(config.window_pattern, layer) if window else 'L'
+        self.window = None if reach == 'G' else window  # G keeps all slots
+        self.mask_kind = self.window, config.pos == 'alibi' and pos == 'P', reach
+        self.rope_kind = config.rope_kind if config.pos == 'rope' and pos == 'P' else None
+        self.scale = config.attn_scale or (config.head_dim or 1) ** -0.5
         self.n_head = config.n_head
+        self.config = config
         self.sink = parameter(self.n_head, init=nn.init.zeros_, group='vector') if config.attn_sink else None
 
-    @property
-    def mask_kind(self):
-        return self.window, self.has_alibi, self.reach
-
     def attend(self, q, k, v, context):
+        """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D)"""
+        if self.config.query_scale:
+            q = scale_queries(self, q, context)
         p = self.config.dropout if self.training else 0.0
-        if self.query_scale:
-            q = q * query_scale(context.position_ids, **self.query_scale).type_as(q)
         return attend(q, k, v, context, context.masks[self.mask_kind], self.scale, p,
                       self.config.attn_softcap, self.sink)
 
@@ -481,78 +387,34 @@ class BaseAttention(Mixer):
 
 
 class Attention(BaseAttention):
-    """Multi-head, grouped-query or multi-query attention, by n_kv_head."""
-
-    fields = (*BaseAttention.fields, 'n_kv_head', 'head_dim', 'qk_norm', 'k_eq_v', 'v_norm',
-              'partial_rotary_factor', 'attn_gate', 'clip_qkv')
-
-    @classmethod
-    def check(cls, config):
-        if config.head_dim is None:
-            yield 'n_embd n_head', 'n_head must divide n_embd, or set head_dim'
-        else:
-            yield from super().check(config)
-        if any(config.n_head % (config.fields_of(i)['n_kv_head'] or 1) for i in range(config.n_layer)):
-            yield 'n_kv_head n_head' + ' local' * bool(config.local), 'n_kv_head must divide n_head'
+    """Multi-head, grouped-query or multi-query attention, by n_kv_head. mixers.py has one with options."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        own = config.fields_of(layer)
-        H = config.n_head
         C = config.n_embd
-        K = own['n_kv_head']
-        D = own['head_dim']
-        self.k_eq_v = own['k_eq_v']
-        gate = (H if config.attn_gate == 'head' else H * D,) if config.attn_gate else ()
-        keys = (K * D,) if self.k_eq_v else (K * D, K * D)
-        names = 'q k gate' if self.k_eq_v else 'q k v gate'
-        self.c_attn = FusedLinear(C, (H * D, *keys, *gate), names, config.qkv_bias)
-        self.c_proj = Linear(H * D, C, bias=config.proj_bias, init=branch_init(config))
-        self.qk_norm = config.qk_norm
-        is_unit = config.qk_norm == 'unit'
-        has_norm = self.rope_kind if is_unit else self.qk_norm
-        self.q_norm, self.k_norm = (
-            Norm(heads * D if self.qk_norm == 'whole' else D, config, is_unit) if has_norm else nn.Identity()
-            for heads in (H, K))
-        self.v_norm = Norm(D, config, is_unit=True) if config.v_norm else nn.Identity()
-        self.head_dim = D
+        H = config.n_head
+        K = config.n_kv_head
+        D = config.head_dim
+        self.c_attn = FusedLinear(C, (H * D, K * D, K * D), 'q k v', config.qkv_bias)
+        self.c_proj = Linear(H * D, C, config.proj_bias, init=branch_init(config))
+        self.q_norm = Norm(D, config) if config.qk_norm else nn.Identity()
+        self.k_norm = Norm(D, config) if config.qk_norm else nn.Identity()
         self.head_widths = D, D
         self.slots = [(K, D), (K, D)]
 
-    def project(self, x, context):
-        """x (B, T, C) -> q (B, H, T, D), k, v (B, K, T, D), and the output's gate in a list, or none."""
-        def by_head(y):
-            return y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
-        q, k, *others = self.c_attn(x)
+    def forward(self, x, context):
+        D = self.head_widths[0]
+        q, k, v = self.c_attn(x)
+        q = self.q_norm(q.unflatten(-1, (-1, D))).flatten(2)                        # each head by itself
+        k = self.k_norm(k.unflatten(-1, (-1, D))).flatten(2)
+        q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))     # (B, H or K, T, D)
         rope = context.ropes[self.rope_kind]
-        if self.k_eq_v:
-            others = [k, *others]
-        v, *gate = others
-        if self.qk_norm == 'whole':
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        elif self.qk_norm is True:
-            q = self.q_norm(by_head(q)).flatten(2)
-            k = self.k_norm(by_head(k)).flatten(2)
-        if clip := self.config.clip_qkv:
-            q, k, v = (y.clamp(-clip, clip) for y in (q, k, v))
-        q, k, v = (by_head(y).transpose(1, 2) for y in (q, k, v))
         q = rotate(q, rope)
         k = rotate(k, rope)
-        v = self.v_norm(v)
-        if self.qk_norm in ('rotated', 'unit'):
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        return q, k, v, gate
-
-    def forward(self, x, context):
-        q, k, v, gate = self.project(x, context)
-        if context.cache is not None:  # all keys and values so far
+        if context.cache is not None:  # all keys and values so far, (B, K, S, D)
             k, v = context.cache.append(self, context, k, v)
-        y = self.attend(q, k, v, context).transpose(1, 2)  # (B, T, H, D)
-        if gate:  # for each element, or for each head
-            y = y * gate[0].unflatten(-1, (self.n_head, -1)).sigmoid()
-        return self.c_proj(y.flatten(2))
+        y = self.attend(q, k, v, context)                                           # (B, H, T, D)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
 MIXERS = {  # letter in mixer_pattern: class; others enter themselves below, and in mixers.py
@@ -569,7 +431,7 @@ def gated(act):
 
 gelu_tanh = functools.partial(F.gelu, approximate='tanh')
 ACTIVATIONS = {
-    # name: (function, or class of a module with parameters; whether it takes gate and up)
+    # name: (function, or class of a module, made with the config; whether it takes gate and up)
     'swiglu': gated(F.silu),
     'geglu': gated(F.gelu),
     'geglu_tanh': gated(gelu_tanh),  # Gemma's
@@ -586,9 +448,7 @@ ACTIVATIONS = {
 def activation(config):
     """-> (the activation of config.mlp, how many projections it takes). An entry that is a class is made."""
     act, is_gated = ACTIVATIONS[config.mlp]
-    if act is swiglu_oai:  # of part IV
-        act = functools.partial(act, limit=config.mlp_limit)
-    return act() if isinstance(act, type) else act, 2 if is_gated else 1
+    return act(config) if isinstance(act, type) else act, 2 if is_gated else 1
 
 
 class MLP(nn.Module):
@@ -600,66 +460,28 @@ class MLP(nn.Module):
         self.c_fc = FusedLinear(config.n_embd, (width,) * n, 'gate up', config.mlp_bias)
         self.c_proj = Linear(width, config.n_embd, config.mlp_bias, init=branch_init(config))
 
-    def forward(self, x):
+    def forward(self, x, context=None):
         return self.c_proj(self.act(*self.c_fc(x)))
 
 
-def pre_norm(x, attn, mlp, ln_1, ln_2):
-    """GPT-2, Llama."""
-    x = x + attn(ln_1(x))
-    return x + mlp(ln_2(x))
-
-
-NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms, or a class, see streams; how many norms;
-    # whether a norm ends each branch, before it is added)
-    'pre': (pre_norm, 2, False),
-}
-
-
-def streams(config):
-    """(enter, leave): functions around the blocks, from the embedding (B, T, C) to what they hand each other,
-    and back: the identity, unless norm_placement's entry is a class, a module that each block makes by
-    (config, layer), with static methods enter and leave, as for hyper-connections (arXiv:2409.19606)."""
-    placement = NORM_PLACEMENTS[config.norm_placement][0]
-    return getattr(placement, 'enter', lambda x: x), getattr(placement, 'leave', lambda x: x)
-
-
 class Block(nn.Module):
-    """A mixer and an MLP or experts, with norms where config.norm_placement says."""
+    """A mixer, then an MLP or experts, each behind a norm (GPT-2, Llama). VariantBlock adds options."""
 
     def __init__(self, config, layer):
         super().__init__()
-        kind = config.mlp_of(layer)
-        self.placement, n_norm, _ = NORM_PLACEMENTS[config.norm_placement]
-        if kind == 'N':
-            self.placement = mixer_alone
-            n_norm = 1
-        if isinstance(self.placement, type):
-            self.placement = self.placement(config, layer)
-        self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
         self.ln_1 = Norm(config.n_embd, config)
-        self.attn = MIXERS[config.mixer_of(layer)](config, layer)
-        for name in self.norms[1:]:  # nanoGPT's files number optimizer states in this order
-            setattr(self, name, Norm(config.n_embd, config))
-        self.sparse = kind == 'E'
-        if self.sparse and config.expert_norms:  # which stand within
-            self.ln_3 = nn.Identity()
-        self.mlp = MoE(config, layer) if self.sparse else MLP(config, config.d_ff) if kind == 'D' else None
+        self.attn = make_mixer(config, layer)
+        self.ln_2 = Norm(config.n_embd, config)
+        self.mlp = make_mlp(config, layer)
         self.p = config.dropout
-        self.scale = config.residual_scale
-        self.register_buffer('scalar', torch.ones(1) if config.layer_scalar else None)
 
     def forward(self, x, context):
         """x (B, T, C) -> (B, T, C)"""
-        x = self.placement(x, lambda y: self.branch(self.attn(y, context)),
-                           lambda y: self.branch(self.mlp(y, context) if self.sparse else self.mlp(y)),
-                           *(getattr(self, name) for name in self.norms))
-        return x if self.scalar is None else x * self.scalar
+        x = x + self.branch(self.attn(self.ln_1(x), context))
+        return x + self.branch(self.mlp(self.ln_2(x), context))
 
     def branch(self, y):
-        if self.training and self.p:  # else the calls alone take 4% of a decoding step
-            y = F.dropout(y, self.p)
-        return y if self.scale == 1 else y * self.scale
+        return F.dropout(y, self.p) if self.training and self.p else y
 
 
 # the model --------------------------------------------------------------------------------------------------
@@ -672,20 +494,20 @@ class GPT(nn.Module):
         self.config = config
         tied = config.tie_word_embeddings
         C = config.n_embd
-        vocab_size = config.vocab_size
         # with a tied head a token's logit for itself starts at n_embd * std
-        embedding_init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
-        self.wte = Embedding(vocab_size, C, embedding_init)
-        self.wpe = Embedding(config.block_size, C, embedding_init) if config.pos == 'learned' else None
-        self.bigram = BigramEmbedding(config) if config.bigram_size else None
+        init = functools.partial(nn.init.normal_, std=min(0.02, 4 / C) if tied else 0.02)
+        self.wte = Embedding(config.vocab_size, C, init)
+        self.wpe = Embedding(config.block_size, C, init) if config.pos == 'learned' else None
+        self.bigram = further_layer('BigramEmbedding', config) if config.bigram_size else None
         self.ln_embd = Norm(C, config) if config.embed_norm else nn.Identity()
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.mtp = MultiTokenPrediction(config) if config.mtp else None
+        self.h = nn.ModuleList(make_block(config, layer) for layer in range(config.n_layer))
+        self.mtp = further_layer('MultiTokenPrediction', config) if config.mtp else None
         if config.residual_lambdas:
             self.resid_lambdas = parameter(config.n_layer, init=nn.init.ones_, group='scalar')
             self.x0_lambdas = parameter(config.n_layer, init=nn.init.zeros_, group='scalar')
         self.ln_f = nn.Identity() if config.norm_placement == 'post' else Norm(C, config)
-        self.lm_head = None if tied else Linear(C, vocab_size, config.head_bias, nn.init.zeros_, 'head')
+        self.lm_head = None if tied else Linear(
+            C, config.vocab_size, config.head_bias, nn.init.zeros_, 'head')
         # (block, number of its first mixer in a cache), in the order in which the blocks compute
         self.schedule, self.mixers = make_schedule(self, range(config.n_layer))
         self.tags = collect_tags(self)
@@ -694,52 +516,37 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """Fills every parameter as its tag says: `python bench.py params` lists them."""
-        if self.wte.weight.is_meta:
-            return
         for name, w in self.named_parameters():
-            self.tags[name].init(w)
-            if w.isnan().any():
-                raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
+            if not w.is_meta:
+                self.tags[name].init(w)
+                if w.isnan().any():
+                    raise ValueError(f"{name} holds NaN after its init, which must fill the tensor in place")
 
-    def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None, hidden=False):
+    def forward(self, idx, targets=None, cache=None, keep=None, lengths=None, weights=None):
         """idx (B, T) int64 -> logits (B, T or keep, vocab_size) float32; with targets (B, T), ignored where
         negative, the mean cross entropy and aux, none of it in the loss: of experts 'balance' and 'z' (0-d,
         means over the layers) and 'load' (layers, experts), choices made; with mtp, in training, the extra
         layer's loss 'mtp' (0-d). A cache takes the tokens; lengths (B,): how many of the T are each row's
         own; padding follows. keep: logits of each row's last tokens only; with targets these are
-        aux['logits']. weights: a list that takes each attention layer's, (B, H, T, S). hidden: returns the
-        head's inputs instead, (B, T, C), the last of transformers' hidden_states. Raises ValueError if the
-        tokens do not fit into block_size or the cache."""
+        aux['logits']. weights: a list that takes each attention layer's, (B, H, T, S). Raises ValueError if
+        the tokens do not fit into block_size or the cache."""
         T = idx.shape[1]
-        config = self.config
-        if config.block_size < T:
-            raise ValueError(f"{T} tokens do not fit into block_size={config.block_size}")
+        if self.config.block_size < T:
+            raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
         context = make_context(self, idx, cache, lengths, weights, [] if targets is not None else None)
-        enter, leave = streams(config)
         x0 = self.embed(context)
-        x = enter(x0)                                                                             # (B, T, C)
-        for i, context.base in self.schedule:
-            if config.residual_lambdas:
-                x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
-            x = self.h[i](x, context).type_as(x)
-        x = leave(x)
+        x = self.blocks(x0, context)                                                              # (B, T, C)
         if cache is not None:
             cache.advance(T, lengths)
-        if hidden:
-            return self.ln_f(x)
         if targets is None:
             return self.head(last_tokens(x, keep, lengths))
         loss, last = self.loss(x, targets, keep, lengths)
         aux = {} if keep is None else {'logits': last}
         if context.routing:
+            from experts import routing_losses
             aux |= routing_losses(context.routing)
         if self.mtp is not None and self.training:
-            later = F.pad(targets[:, 1:], (0, 1), value=-1)
-            context.routing = None
-            context.handed.pop(config.n_layer - 1, None)  # its block is in that layer's place
-            mean, _ = self.loss(self.mtp(x, x0, context), later)
-            # over all targets, as in arXiv:2412.19437, equation 24: a batch may be split
-            aux['mtp'] = mean * (later >= 0).sum() / (targets >= 0).sum().clamp(min=1)
+            aux['mtp'] = self.mtp.loss(self, x, x0, targets, context)
         return loss, aux
 
     def embed(self, context):
@@ -751,7 +558,7 @@ class GPT(nn.Module):
         if self.bigram is not None:
             x = x + self.bigram(context)
         if self.wpe is not None:
-            # padding may stand beyond the last position
+            # padding may be beyond the last position
             x = x + self.wpe(context.position_ids.clamp(max=config.block_size - 1))
         if config.pos == 'sinusoidal':
             x = x + sinusoid(context.position_ids, config.n_embd).type_as(x)
@@ -759,6 +566,16 @@ class GPT(nn.Module):
         # under float16 the residual stream stays float32: no overflow
         x = x.bfloat16() if context.dtype is torch.bfloat16 else x
         return F.dropout(x, config.dropout, self.training)
+
+    def blocks(self, x0, context):
+        """x0 (B, T, C) through the blocks, (B, T, C)"""
+        enter, leave = streams(self.config)
+        x = enter(x0)
+        for i, context.base in self.schedule:
+            if self.config.residual_lambdas:
+                x = self.resid_lambdas[i].type_as(x) * x + self.x0_lambdas[i].type_as(x) * x0
+            x = self.h[i](x, context).type_as(x)
+        return leave(x)
 
     def head(self, x):
         """x (B, T, C) from the last block -> logits (B, T, vocab_size) float32."""
@@ -784,237 +601,73 @@ class GPT(nn.Module):
         w = self.wte.weight
         if torch.is_autocast_enabled(w.device.type):
             return torch.get_autocast_dtype(w.device.type)
-        return getattr(self.wte, 'scale', w).dtype  # of 8 bits their scales', see weights.py
+        return getattr(self.wte, 'scale', w).dtype  # in 8 bits the scales' dtype, see zoo/weights.py
 
     def make_cache(self, batch_size, max_len, static=False, rolling=True):
         """An empty Cache in the compute dtype. static: for a compiled step; rolling: layers with a window
-        keep that alone; False: all tokens, so that rewind can take any back."""
+        keep only that; False: all tokens, so that rewind can take any back."""
         return Cache(self, batch_size, max_len, static, rolling)
-
-
-def cross_entropy(logits, targets):
-    """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
-    logits = logits.flatten(0, 1)
-    targets = targets.flatten().clamp(min=-1)
-    rows = MOST_LOGITS // logits.shape[-1]
-    parts = [(logits, targets)]
-    if rows < len(targets):  # else the gradient of split would be a copy
-        parts = zip(logits.split(rows), targets.split(rows))
-    loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
-    return loss / (targets >= 0).sum().clamp(min=1)
-
-
-MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
-
-
-def generate_plainly(model, idx, max_new_tokens, temperature=1.0):
-    """idx (B, T) with tokens appended, drawn without a cache; sample.py does the same faster."""
-    for _ in range(max_new_tokens):
-        logits = model(idx[:, -model.config.block_size:])[:, -1] / temperature
-        idx = torch.cat((idx, torch.multinomial(logits.softmax(-1), 1)), dim=1)
-    return idx
 
 
 # II. cache, masks, kernels ==================================================================================
 
-class Cache:
-    """The tokens so far, as each layer keeps them. For each mixer in its turn `slots` has a list of tensors
-    (B, heads, number of slots + 1, width), its KV cache, and `states` a list of tensors (B, ...); see Mixer.
-    The slot of a token is its position, and in a rolling KV cache, which holds a window alone, its position
-    modulo the number of slots:
-
-        max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
-        slot   0  1  2  3  4  5 | 6            slot   0  1  2  3 | 4
-        row 0  a  b  c  .  .  . |              row 0  e  f  c  d |
-        row 1  a  b  c  d  e  . |
-
-    The last slot takes padding; nothing reads it. `length` (B,) counts each row's tokens, `longest` is their
-    maximum, on the host, and `same_length` says that all are alike. If `static`, only tensors change, so that
-    one compiled step serves every position: the caller keeps count, `longest` is max_len, and each step
-    attends to all slots, empty ones masked."""
-
-    def __init__(self, model, batch_size, max_len, static, rolling):
-        config = model.config
-        dtype = model.compute_dtype()
-        device = model.wte.weight.device
-        if max_len > config.block_size:
-            raise ValueError(f"max_len={max_len} is above block_size={config.block_size}")
-        for mixer in model.mixers:
-            if not (mixer.slots or mixer.states or mixer.slots is None):
-                raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} says neither slots nor "
-                                 "states, so that nothing of it can be cached: see Mixer")
-        self.max_len = max_len
-        self.static = static
-        self.rolling = rolling
-        self.longest, self.same_length = (max_len, False) if static else (0, True)
-        zeros = functools.partial(torch.zeros, device=device)
-        self.length = zeros(batch_size, dtype=torch.long)
-        # the position where each position's document starts, and a last column for padding
-        self.starts = zeros(batch_size, (max_len + 1) * (config.document_token is not None), dtype=torch.long)
-        self.slots = [[zeros(batch_size, heads, self.n_slots(mixer.window) + 1, width, dtype=dtype)
-                       for heads, width in mixer.slots or ()] for mixer in model.mixers]
-        self.states = [[zeros(batch_size, *shape, dtype=own or dtype) for shape, own in mixer.states]
-                       for mixer in model.mixers]
-
-    def n_slots(self, window):
-        """The number of tokens that a layer with this window keeps."""
-        return min(window, self.max_len) if self.rolling and window else self.max_len
-
-    def key_positions(self, window, positions):
-        """(1 or B, S): the positions of the keys that append returns in a layer with this window; -1 for an
-        empty slot. positions (1 or B, T): of the new tokens."""
-        n_slots = self.n_slots(window)
-        T = positions.shape[1]
-        # new tokens that are in a slot already, see append
-        n_in = T if T == 1 or n_slots == self.max_len else 0
-        slot = torch.arange(min(self.longest + n_in, n_slots), device=positions.device)[None]
-        if n_slots == self.max_len:
-            return slot
-        last = positions[:, :1] - 1 + n_in
-        old = (last - (last - slot) % n_slots).clamp(min=-1)  # the last position that falls to each slot
-        return old if n_in else torch.cat((old, positions), dim=1)
-
-    def append(self, mixer, context, *new):
-        """Takes a mixer's new tensors (B, heads, T, width); returns all to attend to, (B, heads, S, ...)."""
-        slots = self.slots[mixer.entry(context)]
-        T = new[0].shape[2]
-        device = self.length.device
-        n_slots = slots[0].shape[2] - 1
-        seen = None
-        if T > 1 and n_slots < self.max_len:  # the first of the tokens sees what the last will overwrite
-            seen = [torch.cat((old[:, :, :min(self.longest, n_slots)], add), dim=2)
-                    for old, add in zip(slots, new)]
-        start = self.longest % n_slots if self.same_length and context.lengths is None else n_slots
-        if start + T <= n_slots:  # adjacent slots, the same in all rows: a tenth of an eager step
-            for old, add in zip(slots, new):
-                old[:, :, start:start + T] = add
-        else:
-            column = torch.arange(T, device=device)
-            row = torch.arange(len(self.length), device=device)
-            end = T if context.lengths is None else context.lengths[:, None]
-            kept = (column < end) & (column >= end - n_slots)  # no padding, and of a long text its end
-            slot = (context.positions % n_slots).where(kept, n_slots)
-            for old, add in zip(slots, new):
-                old[row[:, None], :, slot] = add.transpose(1, 2).to(old.dtype)
-        return seen or [old[:, :, :min(self.longest + T, n_slots)] for old in slots]
-
-    def positions(self, T, lengths):
-        """Positions of the next T tokens, (1 or B, T). Raises ValueError if they do not fit."""
-        if lengths is not None or not self.static:
-            longest = self.longest + T if lengths is None else int((self.length + lengths).max())
-            if longest > self.max_len:
-                raise ValueError(f"cache is full: {longest} tokens into {self.max_len} slots; "
-                                 "make_cache with a larger max_len")
-        start = self.longest if self.same_length else self.length[:, None]
-        return start + torch.arange(T, device=self.length.device)[None]
-
-    def advance(self, T, lengths):
-        """Counts the tokens that have been appended."""
-        self.length += T if lengths is None else lengths
-        if lengths is not None:
-            self._recount()
-        elif not self.static:
-            self.longest += T
-
-    def rewind(self, n):
-        """Takes the last n tokens back: an int for all rows, or (B,) one number a row. Raises ValueError for
-        a layer that keeps no earlier tokens: one with a state, or a rolling KV cache that has wrapped."""
-        kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots if layer) - 1
-        if ((n > 0) & (self.length > kept)).any():
-            raise ValueError(f"cannot rewind {n} of {self.length.tolist()} tokens: a layer keeps a state "
-                             "or a window alone (for a window: rolling=False)")
-        self.length -= n
-        self._recount()
-
-    def reset(self):
-        """Empties all rows."""
-        for tensor in [self.length, *itertools.chain(*self.states)]:
-            tensor.zero_()
-        self._recount()
-
-    def select(self, rows):
-        """Keeps, reorders or copies rows: a list or (B',) of row numbers."""
-        self.slots, self.states = ([[tensor[rows] for tensor in layer] for layer in layers]
-                                   for layers in (self.slots, self.states))
-        self.length = self.length[rows]
-        self.starts = self.starts[rows]
-        self._recount()
-
-    def put(self, rows, other):
-        """Replaces rows by those of another cache with as many slots."""
-        for mine, theirs in zip(self.tensors(), other.tensors()):
-            mine[rows] = theirs
-        self._recount()
-
-    def _recount(self):
-        if not self.static:
-            self.longest = int(self.length.max())
-            self.same_length = int(self.length.min()) == self.longest
-
-    def tensors(self):
-        """All tensors that a step changes, for CUDA graphs."""
-        return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
-
-
-def after_last(mixer, x, context, state=0):
-    """x (B, T, ...) -> (B, n + T, ...): each row's last n tokens, then x; zeros before a row's first token.
-    mixer.states[state], of shape (n, ...), holds these n tokens, and takes the next."""
-    n = mixer.states[state][0][0]
-    cache = context.cache
-    lengths = context.lengths
-    if cache is None:
-        return torch.cat((x.new_zeros(len(x), n, *x.shape[2:]), x), dim=1)
-    before = cache.states[mixer.entry(context)][state]
-    x = torch.cat((before, x), dim=1)
-    before.copy_(last_tokens(x, n, None if lengths is None else n + lengths))
-    return x
-
-
-def make_schedule(model, turns):
-    """turns: numbers of blocks, in the order in which they compute. Returns for each turn (block, number of
-    its first mixer in a cache), and the mixers in a cache's order, outside the blocks last; sets places."""
-    schedule = []
-    mixers = []
-
-    def take(module, base):
-        for part in module.modules():
-            if isinstance(part, Mixer):
-                part.place = len(mixers) - base
-                mixers.append(part)
-
-    for i in turns:
-        schedule.append((i, len(mixers)))
-        take(model.h[i], len(mixers))
-    for part in model.children():
-        if part not in (model.h, model.mtp):
-            take(part, 0)
-    return schedule, mixers
-
-
-# masks ------------------------------------------------------------------------------------------------------
-
 @dataclasses.dataclass
-class Mask:
-    """Which keys each query sees, in the layers of one kind. A mixer that hides more calls add."""
-    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
-    is_causal: bool               # the keys are the queries' own tokens, T == S; no query sees later ones
-    window: int | None            # the most keys that a query sees; None: all
-    # the same for flex_attention, see flex_mask; a copy with another bias has none
-    flex: tuple | None = None
+class ForwardContext:
+    """What all layers of one forward pass share, and the contract of a Mixer.
 
-    def add(self, bias):
-        """A Mask with another bias added, (1 or B, 1 or H, T, S): -inf hides a key; each query keeps one."""
-        if self.bias is not None:
-            bias = bias + self.bias
-        elif self.is_causal:  # which a kernel then does not see to
-            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -math.inf)
-        return Mask(bias, self.is_causal, self.window)
+    A mixer is a class with a letter in MIXERS; put the letter into the grid of test_model.py. For another
+    attention the shortest way is a subclass of Attention that overrides attend(q, k, v, context), where query
+    head h, of H, goes with key head h // (H / K), and head_widths if its products are wider.
 
+    forward(x, context): x (B, T, C) -> (B, T, C). Tokens must not see later ones. From the context it takes
+    - ropes[self.rope_kind], for rotate(). rope_kind is (base, dimensions that rotate, items of a scaling), or
+      None; the config's own is config.rope_kind, and (500.0, config.rope_dim, ()) is one without scaling;
+    - masks[self.mask_kind]; mask_kind is (window, whether ALiBi's bias is in it, a letter of window_pattern),
+      or None;
+    - cache, None in training. A mixer sets in __init__ what it keeps there: `slots`, (heads, width) of each
+      tensor that has a slot for each token: cache.append(self, context, k, v) takes the new ones, (B, heads,
+      T, width), and returns all to attend to; `states`, (shape, dtype or None for the compute dtype) of each
+      tensor of fixed size that a row keeps: read cache.states[self.entry(context)], a list of (B, *shape),
+      zero for a new row, and write with .copy_(), or call mixers.after_last for a few tokens back. A mixer
+      that keeps nothing, because it reads another's, sets slots = None;
+    - lengths, if padding follows rows: padding must not change a state;
+    - document_starts: tokens must not see those of another document. A mixer that keeps documents apart sets
+      `documents`; a document_token rejects others;
+    - handed: what earlier layers hand on by context.hand_on(self.layer, value).
 
-def visible(q_pos, k_pos, first):
-    """From absolute positions: q_pos (1 or B, T), k_pos (1 or B, S), -1 for an empty slot -> (1 or B, 1, T,
-    S) bool. A token sees itself and what came before, from `first` (1 or B, T) on."""
-    return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first[:, :, None]))[:, None]
+    flops(length): training FLOPs per token, 3 times the forward pass's, at a sequence length, without those
+    of weights. Parameters are made by parameter(...) or tag(...); c_proj ends the branch. `window` is how
+    many tokens the slots are for, None for all; a class that can have a window sets `can_slide`, and asks
+    config.window_of(layer)."""
+    idx: torch.Tensor             # (B, T), the new tokens' ids; any in padding
+    positions: torch.Tensor       # (1 or B, T), in their rows: for masks and the cache
+    position_ids: torch.Tensor    # the same, counted from each document's start: for rotations
+    document_starts: torch.Tensor | None  # (B, T): where the tokens' documents start; None: 0
+    ropes: dict                   # a mixer's rope_kind -> (cos, sin), each (1 or B, 1, T, pairs), or None
+    masks: dict                   # a mixer's mask_kind -> Mask
+    cache: 'Cache | None'
+    lengths: torch.Tensor | None  # (B,): new tokens of each row, which padding follows; None: all T
+    base: int                     # the number of the block's first mixer in a cache: see make_schedule
+    eager: bool                   # attention is to be written out, not left to a kernel
+    dtype: torch.dtype            # that matmuls run in
+    weights: list | None          # takes each attention layer's weights, (B, H, T, S)
+    routing: list | None          # takes number, balance, z and load of each layer with experts
+    handed: dict = dataclasses.field(default_factory=dict)  # layer -> what it has handed on
+
+    def hand_on(self, layer, value):
+        """Makes `value`, a tensor or a tuple of tensors, handed[layer] for the layers after it. With a cache,
+        keys and values that others attend to are cache.append's results, of all tokens; the layers that read
+        them have the same window, and slots = None. A value of only the new tokens is for layers that keep
+        the earlier ones in slots or states of their own."""
+        if layer in self.handed:
+            raise ValueError(f"layer {layer} has handed on its value already: later layers may have read it")
+        self.handed[layer] = value
+
+    def is_token(self):
+        """(B, T) bool: False for padding; None if there is none."""
+        if self.lengths is None:
+            return None
+        return torch.arange(self.positions.shape[1], device=self.lengths.device) < self.lengths[:, None]
 
 
 def make_context(model, idx, cache=None, lengths=None, weights=None, routing=None):
@@ -1054,41 +707,171 @@ def find_starts(context, document_token):
     return start
 
 
-def make_mask(model, context, window, biased, reach):
-    """The Mask of the layers with this window in the cache, None for all. biased: ALiBi's bias is in it;
-    reach: a letter of window_pattern."""
-    positions = context.positions
-    cache = context.cache
-    starts = context.document_starts
-    T = positions.shape[1]
-    longest = 0 if cache is None else cache.longest
-    is_causal = longest == 0  # nothing cached: the keys are the new tokens
-    span = model.config.window if reach == 'G' else window
-    sees_all = span is None or longest + T <= span
-    is_plain = is_causal and sees_all and not context.eager  # SDPA has this mask
-    if T == 1 and cache and cache.same_length and context.lengths is None:  # it sees all that is there
-        is_plain = sees_all or cache.rolling and reach == 'S'
-    if is_plain and starts is None and not biased:
-        return Mask(None, is_causal, None)
-    k_pos = positions if cache is None else cache.key_positions(window, positions)
-    # how much older than a token the first that it sees may be
-    age = context.position_ids % window if reach == 'C' else (span or model.config.block_size) - 1
-    begin = torch.zeros_like(positions) if starts is None else starts
-    first = (positions - age).clamp(min=begin)
-    if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
-        first = first.clamp(max=cache.max_len - 1)
-    bias = torch.zeros((), dtype=context.dtype, device=positions.device)
-    slopes = None
-    if biased:
-        slopes = alibi_slopes(model.config.n_head, positions.device) * model.config.alibi_scale
-        distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
-        bias = (-slopes[:, None, None] * distance).to(context.dtype)
-    seen = visible(positions, k_pos, first)
-    if reach == 'G':
-        ends = begin[:, None, :, None] + model.config.window_global
-        seen = seen | visible(positions, k_pos, begin) & (k_pos[:, None, None] < ends)
-    flex = flex_mask(first, slopes) if reach != 'G' and use_flex(model, context) else None
-    return Mask(bias.where(seen, -math.inf), is_causal, window, flex)
+def make_schedule(model, turns):
+    """turns: numbers of blocks, in the order in which they compute. Returns for each turn (block, number of
+    its first mixer in a cache), and the mixers in a cache's order, outside the blocks last; sets places."""
+    schedule = []
+    mixers = []
+
+    def take(module, base):
+        for part in module.modules():
+            if isinstance(part, Mixer):
+                part.place = len(mixers) - base
+                mixers.append(part)
+
+    for i in turns:
+        schedule.append((i, len(mixers)))
+        take(model.h[i], len(mixers))
+    for part in model.children():
+        if part not in (model.h, model.mtp):
+            take(part, 0)
+    return schedule, mixers
+
+
+# cache ------------------------------------------------------------------------------------------------------
+
+class Cache:
+    """The tokens so far, as each layer keeps them. For each mixer in its turn `slots` has a list of tensors
+    (B, heads, number of slots + 1, width), its KV cache, and `states` a list of tensors (B, ...). The slot of
+    a token is its position. In a rolling KV cache, which holds only a window, it is its position modulo the
+    number of slots:
+
+        max_len 6, rows of 3 and 5 tokens      window 4, a row of 6 tokens
+        slot   0  1  2  3  4  5 | 6            slot   0  1  2  3 | 4
+        row 0  a  b  c  .  .  . |              row 0  e  f  c  d |
+        row 1  a  b  c  d  e  . |
+
+    The last slot takes padding; nothing reads it. `length` (B,) counts each row's tokens, `longest` is their
+    maximum, on the host, and `same_length` says that all are alike. If `static`, only tensors change, so that
+    one compiled step serves every position: the caller keeps count, `longest` is max_len, and each step
+    attends to all slots, empty ones masked."""
+
+    def __init__(self, model, batch_size, max_len, static, rolling):
+        config = model.config
+        dtype = model.compute_dtype()
+        if max_len > config.block_size:
+            raise ValueError(f"max_len={max_len} is above block_size={config.block_size}")
+        self.max_len = max_len
+        self.static = static
+        self.rolling = rolling
+        self.longest, self.same_length = (max_len, False) if static else (0, True)
+        zeros = functools.partial(torch.zeros, device=model.wte.weight.device)
+        self.length = zeros(batch_size, dtype=torch.long)
+        # the position where each position's document starts, and a last column for padding
+        self.starts = zeros(batch_size, (max_len + 1) * (config.document_token is not None), dtype=torch.long)
+        self.slots = [[zeros(batch_size, heads, self.n_slots(mixer.window) + 1, width, dtype=dtype)
+                       for heads, width in mixer.slots or ()] for mixer in model.mixers]
+        self.states = [[zeros(batch_size, *shape, dtype=own or dtype) for shape, own in mixer.states]
+                       for mixer in model.mixers]
+        for mixer in model.mixers:
+            if not (mixer.slots or mixer.states or mixer.slots is None):
+                raise ValueError(f"{type(mixer).__name__} of layer {mixer.layer} sets neither slots nor "
+                                 "states, so that nothing of it can be cached: see ForwardContext")
+
+    def n_slots(self, window):
+        """The number of tokens that a layer with this window keeps."""
+        return min(window, self.max_len) if self.rolling and window else self.max_len
+
+    def append(self, mixer, context, *new):
+        """Takes a mixer's new tensors (B, heads, T, width); returns all to attend to, (B, heads, S, ...),
+        whose positions key_positions has."""
+        slots = self.slots[mixer.entry(context)]
+        T = new[0].shape[2]
+        n_slots = slots[0].shape[2] - 1
+        seen = None
+        if T > 1 and n_slots < self.max_len:  # the first of the tokens sees what the last will overwrite
+            seen = [torch.cat((old[:, :, :min(self.longest, n_slots)], add), dim=2)
+                    for old, add in zip(slots, new)]
+        self.write(slots, new, context)
+        return seen or [old[:, :, :min(self.longest + T, n_slots)] for old in slots]
+
+    def write(self, slots, new, context):
+        """Puts the new tensors into their slots."""
+        T = new[0].shape[2]
+        n_slots = slots[0].shape[2] - 1
+        start = self.longest % n_slots
+        if self.same_length and context.lengths is None and start + T <= n_slots:
+            for old, add in zip(slots, new):  # adjacent slots: saves a tenth of an eager step
+                old[:, :, start:start + T] = add
+            return
+        column = torch.arange(T, device=self.length.device)
+        row = torch.arange(len(self.length), device=self.length.device)
+        end = T if context.lengths is None else context.lengths[:, None]
+        kept = (column < end) & (column >= end - n_slots)  # no padding, and of a long text its end
+        slot = (context.positions % n_slots).where(kept, n_slots)
+        for old, add in zip(slots, new):
+            old[row[:, None], :, slot] = add.transpose(1, 2).to(old.dtype)
+
+    def key_positions(self, window, positions):
+        """(1 or B, S): the positions of what append returns in a layer with this window; -1 for an empty
+        slot. positions (1 or B, T): of the new tokens."""
+        n_slots = self.n_slots(window)
+        T = positions.shape[1]
+        slot = torch.arange(n_slots, device=positions.device)[None]
+        if n_slots == self.max_len:
+            return slot[:, :self.longest + T]
+        last = positions[:, :1] - int(T > 1)  # the last token in a slot: see append
+        held = (last - (last - slot) % n_slots).clamp(min=-1)  # the last position that falls to each slot
+        if T == 1:
+            return held[:, :self.longest + 1]
+        return torch.cat((held[:, :self.longest], positions), dim=1)
+
+    def positions(self, T, lengths):
+        """Positions of the next T tokens, (1 or B, T). Raises ValueError if they do not fit."""
+        if lengths is not None or not self.static:
+            longest = self.longest + T if lengths is None else int((self.length + lengths).max())
+            if longest > self.max_len:
+                raise ValueError(f"cache is full: {longest} tokens into {self.max_len} slots; "
+                                 "make_cache with a larger max_len")
+        start = self.longest if self.same_length else self.length[:, None]
+        return start + torch.arange(T, device=self.length.device)[None]
+
+    def advance(self, T, lengths):
+        """Counts the tokens that have been appended."""
+        self.length += T if lengths is None else lengths
+        if lengths is not None:
+            self._recount()
+        elif not self.static:
+            self.longest += T
+
+    def rewind(self, n):
+        """Takes the last n tokens back: an int for all rows, or (B,) one number per row. Raises ValueError
+        for a layer that keeps no earlier tokens: with a state, or a rolling KV cache that has wrapped."""
+        kept = 0 if any(self.states) else min(layer[0].shape[2] for layer in self.slots if layer) - 1
+        if ((n > 0) & (self.length > kept)).any():
+            raise ValueError(f"cannot rewind {n} of {self.length.tolist()} tokens: a layer keeps only a "
+                             "state or a window (for a window: rolling=False)")
+        self.length -= n
+        self._recount()
+
+    def reset(self):
+        """Empties all rows."""
+        for tensor in [self.length, *itertools.chain(*self.states)]:
+            tensor.zero_()
+        self._recount()
+
+    def select(self, rows):
+        """Keeps, reorders or copies rows: a list or (B',) of row numbers."""
+        self.slots, self.states = ([[tensor[rows] for tensor in layer] for layer in layers]
+                                   for layers in (self.slots, self.states))
+        self.length = self.length[rows]
+        self.starts = self.starts[rows]
+        self._recount()
+
+    def put(self, rows, other):
+        """Replaces rows by those of another cache with as many slots."""
+        for mine, theirs in zip(self.tensors(), other.tensors()):
+            mine[rows] = theirs
+        self._recount()
+
+    def _recount(self):
+        if not self.static:
+            self.longest = int(self.length.max())
+            self.same_length = int(self.length.min()) == self.longest
+
+    def tensors(self):
+        """All tensors that a step changes, for CUDA graphs."""
+        return [self.length, self.starts, *itertools.chain(*self.slots, *self.states)]
 
 
 def last_tokens(x, keep, lengths):
@@ -1099,6 +882,73 @@ def last_tokens(x, keep, lengths):
         return x[:, max(0, x.shape[1] - keep):]
     column = (lengths[:, None] - keep + torch.arange(keep, device=x.device)).clamp(min=0)
     return x[torch.arange(len(x), device=x.device)[:, None], column]
+
+
+# masks ------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Mask:
+    """Which keys each query sees, in the layers of one kind. A mixer that hides more calls add."""
+    bias: torch.Tensor | None     # (1 or B, 1 or H, T, S), -inf where hidden, added to the scores; None: 0
+    is_causal: bool               # the keys are the queries' own tokens, T == S; no query sees later ones
+    window: int | None            # the most keys that a query sees; None: all
+    # the same for flex_attention, see flex_mask; a copy with another bias has none
+    flex: tuple | None = None
+
+    def add(self, bias):
+        """A Mask with another bias added, (1 or B, 1 or H, T, S): -inf hides a key; each query keeps one."""
+        if self.bias is not None:
+            bias = bias + self.bias
+        elif self.is_causal:  # which a kernel then does not do
+            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -math.inf)
+        return Mask(bias, self.is_causal, self.window)
+
+
+def visible(q_pos, k_pos, first):
+    """From absolute positions: q_pos (1 or B, T), k_pos (1 or B, S), -1 for an empty slot -> (1 or B, 1, T,
+    S) bool. A token sees itself and what came before, from `first` (1 or B, T) on."""
+    return ((k_pos[:, None] <= q_pos[:, :, None]) & (k_pos[:, None] >= first[:, :, None]))[:, None]
+
+
+def make_mask(model, context, window, biased, reach):
+    """The Mask of the layers with this window in the cache, None for all. biased: ALiBi's bias is in it;
+    reach: a letter of window_pattern."""
+    config = model.config
+    positions = context.positions
+    cache = context.cache
+    is_causal = cache is None or cache.longest == 0  # nothing cached: the keys are the new tokens
+    span = config.window if reach == 'G' else window  # the most tokens that a token sees, itself among them
+    if not biased and context.document_starts is None and needs_no_mask(context, is_causal, span, reach):
+        return Mask(None, is_causal, None)
+
+    k_pos = positions if cache is None else cache.key_positions(window, positions)
+    begin = torch.zeros_like(positions) if context.document_starts is None else context.document_starts
+    # how much older than a token the first that it sees may be
+    age = context.position_ids % window if reach == 'C' else (span or config.block_size) - 1
+    first = (positions - age).clamp(min=begin)
+    if cache is not None:  # padding beyond the cache sees its last slot: a row without keys is NaN
+        first = first.clamp(max=cache.max_len - 1)
+    seen = visible(positions, k_pos, first)
+    if reach == 'G':
+        is_global = k_pos[:, None, None] < begin[:, None, :, None] + config.window_global
+        seen = seen | visible(positions, k_pos, begin) & is_global
+    slopes = alibi_slopes(config.n_head, positions.device) * config.alibi_scale if biased else None
+    bias = torch.zeros((), dtype=context.dtype, device=positions.device)
+    if biased:
+        distance = (positions[:, :, None] - k_pos[:, None])[:, None]  # (1 or B, 1, T, S)
+        bias = (-slopes[:, None, None] * distance).to(context.dtype)
+    flex = flex_mask(first, slopes) if reach != 'G' and use_flex(model, context) else None
+    return Mask(bias.where(seen, -math.inf), is_causal, window, flex)
+
+
+def needs_no_mask(context, is_causal, span, reach):
+    """Whether each token sees all keys that it is given, or all up to itself, for which SDPA has a mask."""
+    cache = context.cache
+    T = context.positions.shape[1]
+    sees_all = span is None or (0 if cache is None else cache.longest) + T <= span
+    if T == 1 and cache and cache.same_length and context.lengths is None:
+        return sees_all or cache.rolling and reach == 'S'
+    return is_causal and sees_all and not context.eager
 
 
 # kernels ----------------------------------------------------------------------------------------------------
@@ -1225,251 +1075,22 @@ def aligned_linear(x, w, bias):
     return y if bias is None else y + bias
 
 
-# III. latent attention, experts =============================================================================
-
-class LatentAttention(BaseAttention):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values of all heads
-    are projections of one latent a token, which is cached beside one rotary key. Where that costs less, as in
-    decoding, queries are projected down to the latents, and outputs up from them ("absorbed", its section
-    2.1.2): then the latents are keys and values of multi-query attention."""
-
-    fields = (*BaseAttention.fields, 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim', 'qk_rope_head_dim',
-              'v_head_dim', 'latent_norm_eps')
-
-    @classmethod
-    def defaults(cls, config):
-        return dict(n_kv_head=None, head_dim=None, qk_norm=False, qk_nope_head_dim=128, qk_rope_head_dim=64,
-                    v_head_dim=128, latent_norm_eps=config.norm_eps)
-
-    @classmethod
-    def check(cls, config):
-        yield from super().check(config)
-        if config.kv_lora_rank is None:
-            yield 'mixer_pattern kv_lora_rank', 'M layers need kv_lora_rank'
-        if any(issubclass(mixer, Attention) for mixer in config.mixers):
-            yield 'mixer_pattern', "rotations and scale are M's in the whole model: no A beside it"
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        H = config.n_head
-        C = config.n_embd
-        rank = config.kv_lora_rank
-        q_rank = config.q_lora_rank
-        nope = config.qk_nope_head_dim
-        rope = config.qk_rope_head_dim
-        value = config.v_head_dim
-        self.widths = rank, nope, rope, value
-        q_width = H * (nope + rope)
-        self.c_attn = FusedLinear(C, (q_rank or q_width, rank, rope), 'q latent k_rope', config.qkv_bias)
-        self.q_norm = Norm(q_rank, config, eps=config.latent_norm_eps) if q_rank else nn.Identity()
-        self.c_q = Linear(q_rank, q_width) if q_rank else nn.Identity()
-        self.kv_norm = Norm(rank, config, eps=config.latent_norm_eps)
-        self.c_kv = Linear(rank, H * (nope + value))  # for each head k, then v
-        self.c_proj = Linear(H * value, C, bias=config.proj_bias, init=branch_init(config))
-        self.slots = [(1, rank + rope)]
-        self.head_widths = nope + rope, value
-
-    def forward(self, x, context):
-        q, latent, k_rope = self.c_attn(x)
-        table = context.ropes[self.rope_kind]
-        rank, nope, rope, value = self.widths
-        q = self.c_q(self.q_norm(q)).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-        q, q_rope = q.split((nope, rope), dim=-1)
-        latent = torch.cat((self.kv_norm(latent)[:, None], rotate(k_rope[:, None], table)), dim=-1)
-        if context.cache is not None:
-            latent, = context.cache.append(self, context, latent)  # (B, 1, S, rank + rope)
-        w_k, w_v = self.c_kv.weight.view(self.n_head, -1, rank).split((nope, value), dim=1)
-        T = q.shape[2]
-        S = latent.shape[2]
-        up = rank * (nope + value)
-        absorb = (context.cache is not None  # by multiplications a head
-                  and T * (up + S * (2 * rank + rope)) < S * (up + T * sum(self.head_widths)))
-        if absorb:
-            q = q @ w_k
-            k = latent
-            v = latent[..., :rank]
-        else:
-            kv = self.c_kv(latent[:, 0, :, :rank]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-            k, v = kv.split((nope, value), dim=-1)
-            k = torch.cat((k, latent[..., rank:].expand(-1, self.n_head, -1, -1)), dim=-1)
-        y = self.attend(torch.cat((q, rotate(q_rope, table)), dim=-1), k, v, context)
-        return self.c_proj((y @ w_v.mT if absorb else y).transpose(1, 2).flatten(2))
+MOST_LOGITS = 2**31 - 1  # at once: CUDA's kernel counts them in 32 bits (pytorch issue 85786)
 
 
-MIXERS['M'] = LatentAttention
+def cross_entropy(logits, targets):
+    """logits (B, T, vocab_size), targets (B, T), negative ones ignored -> the mean, 0-d; 0 if all are."""
+    logits = logits.flatten(0, 1)
+    targets = targets.flatten().clamp(min=-1)
+    rows = MOST_LOGITS // logits.shape[-1]
+    parts = [(logits, targets)]
+    if rows < len(targets):  # else the gradient of split would be a copy
+        parts = zip(logits.split(rows), targets.split(rows))
+    loss = sum(F.cross_entropy(*part, ignore_index=-1, reduction='sum') for part in parts)
+    return loss / (targets >= 0).sum().clamp(min=1)
 
 
-# experts ----------------------------------------------------------------------------------------------------
-
-class GroupedLinear(nn.Module):
-    """A FusedLinear for each expert: x (n, n_in), rows sorted by expert, offsets (E,) int32, where each
-    expert's rows end -> a tensor (n, width) for each of widths."""
-
-    names = 'gate up'
-
-    def __init__(self, n_expert, n_in, widths, bias=False, init=hidden_init):
-        super().__init__()
-        self.widths = widths
-        self.weight = parameter(n_expert, sum(widths), n_in, init=init, group='matrix', rows=widths)
-        self.bias = parameter(n_expert, sum(widths), init=nn.init.zeros_, group='vector') if bias else None
-        # not compiled: lengths vary; not a decorator: that would import the compiler with this file
-        self.loop = torch.compiler.disable(loop_over_experts)
-
-    def has_kernel(self, dtype, device):
-        """Whether torch multiplies all experts at once: in bfloat16, and rows of whole 16 bytes."""
-        return (dtype is torch.bfloat16 and device != 'mps'
-                and not any(n % 8 for n in self.weight.shape[1:]))
-
-    def forward(self, x, offsets):
-        y = self.product(x, offsets)
-        if self.bias is not None:
-            expert = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
-            y = y + self.bias[expert].type_as(y)
-        return y.split(self.widths, dim=-1)
-
-    def product(self, x, offsets):
-        w = self.weight.to(x.dtype)
-        if self.has_kernel(x.dtype, x.device.type):
-            if torch.is_grad_enabled():  # experts without rows: see pytorch issue 172439, of Blackwell
-                w = w.where(offsets.diff(prepend=offsets.new_zeros(1))[:, None, None] > 0, 0)
-            return F.grouped_mm(x, w.mT, offs=offsets)
-        return self.loop(F.linear, x, offsets, w)
-
-
-def loop_over_experts(product, x, offsets, *weights):
-    """product(an expert's rows, its weights), of experts that have rows, one after the other."""
-    segments = x.tensor_split(offsets[:-1].long().cpu())
-    return torch.cat([product(rows, *each) for rows, *each in zip(segments, *weights) if len(rows)])
-
-
-class Experts(nn.Module):
-    """An MLP for each expert, x and offsets as in GroupedLinear: (n, C) -> (n, C)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.act, n = activation(config)
-        E = config.n_expert
-        width = config.d_expert
-        self.c_fc = GroupedLinear(E, config.n_embd, (width,) * n, config.mlp_bias)
-        self.c_proj = GroupedLinear(E, width, (config.n_embd,), config.mlp_bias, init=branch_init(config))
-
-    def forward(self, x, offsets):
-        y, = self.c_proj(self.act(*self.c_fc(x, offsets)), offsets)
-        return y
-
-
-ROUTERS = {
-    # name: (logits -> logs of the experts' scores, scores of a group's experts -> the group's score)
-    'softmax': (lambda logits: logits.log_softmax(-1), lambda score: score.amax(-1)),  # Mixtral, DeepSeek-V2
-    'sigmoid': (F.logsigmoid, lambda score: score.topk(2, -1).values.sum(-1)),         # DeepSeek-V3
-}
-
-
-class MoE(nn.Module):
-    """Mixture of experts: each token passes through the n_expert_active experts that its router scores
-    highest (arXiv:1701.06538), and through the shared ones (arXiv:2401.06066). With expert_norms, as in Gemma
-    4, router, experts and shared ones take the residual stream, each through a norm of its own."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.config = config
-        self.layer = layer
-        self.router = Linear(config.n_embd, config.n_expert, config.mlp_bias)
-        self.experts = Experts(config)
-        n_shared = config.n_shared_expert
-        self.shared = MLP(config, n_shared * config.d_expert) if n_shared else None
-        self.shared_gate = Linear(config.n_embd, 1, group='gate') if config.shared_gate else None
-        self.ln_router, self.ln_in, self.ln_out, self.ln_shared_in, self.ln_shared_out = (
-            Norm(config.n_embd, config) if config.expert_norms else nn.Identity() for _ in range(5))
-        self.expert_scale = (parameter(config.n_expert, init=nn.init.ones_, group='vector')
-                             if config.expert_norms else None)
-        self.register_buffer('expert_bias', torch.zeros(config.n_expert) if config.balance_bias else None)
-
-    def forward(self, x, context):
-        """x (B, T, C) -> (B, T, C)"""
-        flat = x.flatten(0, 1)  # (n, C)
-        E = self.config.n_expert
-        k = self.config.n_expert_active
-        weight, chosen, logits, score = self.route(self.ln_router(flat))
-        order = chosen.flatten().argsort(stable=True)  # the n k choices by expert
-        load = (chosen.view(len(x), -1, 1) == torch.arange(E, device=x.device)).sum(1)  # choices, (B, E)
-        ends = load.sum(0).cumsum(0, dtype=torch.int32)
-        each = self.ln_in(flat).to(context.dtype).repeat_interleave(k, dim=0)  # a row a choice
-        if self.config.expert_input_scale:
-            each = each * weight.view(-1, 1).type_as(each)
-            weight = torch.ones_like(weight)
-        # index_select: the backward of indexing is slow, or not deterministic
-        y = self.experts(each.index_select(0, order), ends)
-        y = y.index_select(0, order.argsort()).unflatten(0, (-1, k))  # (n, k, C)
-        y = self.ln_out((y * weight[..., None].type_as(y)).sum(1)).view_as(x)
-        if context.routing is not None:
-            context.routing.append((self.layer, *self.statistics(load, logits, score)))
-        if self.shared is None:
-            return y
-        shared = self.ln_shared_out(self.shared(self.ln_shared_in(x)))
-        return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
-
-    def route(self, x):
-        """x (n, C) -> weights (n, k), experts (n, k), logits and log scores (n, E); all float32."""
-        config = self.config
-        log, group_score = ROUTERS[config.router]
-        with torch.autocast(x.device.type, enabled=False):
-            bias = self.router.bias
-            logits = F.linear(x.float(), self.router.weight.float(), bias if bias is None else bias.float())
-        if config.expert_norms:
-            logits = logits * config.n_embd ** -0.5
-        score = log(logits)
-        rank = score.detach().exp()
-        if config.balance_bias:  # arXiv:2408.15664: in choosing, not in weighing
-            rank = rank + self.expert_bias
-        if config.n_group:
-            groups = rank.unflatten(1, (config.n_group, -1))  # (n, groups, experts of one)
-            of_group = group_score(groups)
-            best = of_group.topk(config.topk_group).indices
-            hidden = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
-            rank = groups.masked_fill(hidden[..., None], -math.inf).flatten(1)
-        chosen = rank.topk(config.n_expert_active).indices
-        weight = score.gather(1, chosen)
-        # normalised among the chosen: the softmax of log scores, which no underflow can reach
-        weight = weight.softmax(-1) if config.norm_topk_prob else weight.exp()
-        if self.expert_scale is not None:
-            weight = weight * self.expert_scale[chosen]
-        return weight * config.routed_scaling_factor, chosen, logits, score
-
-    def statistics(self, load, logits, score):
-        """load (B, E): choices of each expert -> balance (0-d): 1 when experts are used evenly (Switch,
-        arXiv:2101.03961, equations 4 to 6); z (0-d): ST-MoE's, arXiv:2202.08906; load of all rows (E,)."""
-        if not self.config.balance_per_sequence:
-            load = load.sum(0, keepdim=True)
-        share = score.softmax(-1).unflatten(0, (len(load), -1)).mean(1)  # of the scores, as load
-        balance = self.config.n_expert * (load / load[:1].sum() * share).sum(1).mean()
-        return balance, logits.logsumexp(-1).square().mean(), load.sum(0).float()
-
-    def _apply(self, *args, **options):
-        """What .to() calls: a cast to 16 bits must not round expert biases."""
-        exact = self.expert_bias
-        super()._apply(*args, **options)
-        if exact is not None and not exact.is_meta:
-            self.expert_bias = exact.to(self.expert_bias.device)
-        return self
-
-
-def routing_losses(routing):
-    """(layer, balance, z, load) of each turn of a sparse layer -> the entries of GPT.forward's aux."""
-    layers, balance, z, _ = zip(*routing)
-    loads = [sum(row[3] for row in routing if row[0] == layer) for layer in sorted({*layers})]
-    return {'balance': torch.stack(balance).mean(), 'z': torch.stack(z).mean(), 'load': torch.stack(loads)}
-
-
-@torch.no_grad()
-def move_balance(model, load, rate=0.001):
-    """Moves each expert bias by rate towards even load (sparse layers, E), after a step: up for experts with
-    less than the mean, else down (arXiv:2408.15664)."""
-    for block, one in zip((block for block in model.h if block.sparse), load):
-        block.mlp.expert_bias += rate * (one.mean() - one).sign()
-
-
-# IV. other positions, scalings, activations, norm placements; bigrams, the prediction layer =================
+# III. variants ==============================================================================================
 
 def yarn_mscale(factor, weight):
     """How much YaRN sharpens attention in a context that is factor times longer."""
@@ -1567,11 +1188,15 @@ def sinusoid(position_ids, width):
     return torch.stack((sin, cos), dim=-1).flatten(-2)[:, 0]
 
 
-def query_scale(position_ids, beta, length, start=0, layers='PN'):
-    """1 + beta log(1 + floor((position + start) / length)), by which queries at position_ids (1 or B, T) are
-    multiplied: (1 or B, 1, T, 1). Ministral 3; Llama 4 with start=1 and layers='N', those without positions
-    (after arXiv:2501.19399)."""
-    return 1 + beta * torch.log1p((position_ids + start).div(length, rounding_mode='floor'))[:, None, :, None]
+def scale_queries(mixer, q, context):
+    """q (B, H, T, D) times 1 + beta log(1 + floor((position + start) / length)), with the options in
+    query_scale: Ministral 3; Llama 4 with start=1 and layers='N', those without positions (after
+    arXiv:2501.19399)."""
+    options = {'start': 0, 'layers': 'PN'} | mixer.config.query_scale
+    if letter(mixer.config.pos_pattern, mixer.layer) not in options['layers']:
+        return q
+    step = (context.position_ids + options['start']).div(options['length'], rounding_mode='floor')
+    return q * (1 + options['beta'] * torch.log1p(step))[:, None, :, None].type_as(q)
 
 
 def alibi_slopes(n_head, device=None):
@@ -1582,31 +1207,83 @@ def alibi_slopes(n_head, device=None):
     return 2.0 ** torch.where(i <= n, -8 * i / n, -4 * (2 * (i - n) - 1) / n)
 
 
-# activations, norm placements -------------------------------------------------------------------------------
+# further layers, other blocks -------------------------------------------------------------------------------
 
-def swiglu_oai(gate, up, limit):
-    """gpt-oss's, arXiv:2508.10925."""
-    gate = gate.clamp(max=limit)
-    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-limit, limit) + 1)
-
-
-class XIELU(nn.Module):
-    """Parabola above zero, exponential below, with a learned share of each: arXiv:2411.13010 (Apertus)."""
-
-    def __init__(self):
-        super().__init__()
-        self.alpha_p, self.alpha_n = (  # whose softplus is 0.8 and 0.3
-            parameter(1, init=functools.partial(nn.init.constant_, val=math.log(math.expm1(above))),
-                      group='vector') for above in (0.8, 0.3))
-
-    def forward(self, x):
-        above = F.softplus(self.alpha_p)
-        below = 0.5 + F.softplus(self.alpha_n)
-        curve = torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=-1e-6)) - x))
-        return (curve + 0.5 * x).type_as(x)
+def further_layer(name, *args):
+    """A layer of mixers.py."""
+    import mixers
+    return getattr(mixers, name)(*args)
 
 
-ACTIVATIONS |= {'swiglu_oai': (swiglu_oai, True), 'xielu': (XIELU, False)}
+def make_mixer(config, layer):
+    """A layer's mixer: an Attention with options is a VariantAttention. Raises ValueError if yours has no
+    such options."""
+    own = config.at(layer)
+    kind = MIXERS[config.mixer_of(layer)]
+    has_options = own.attn_gate or own.clip_qkv or own.k_eq_v or own.v_norm or isinstance(own.qk_norm, str)
+    if kind is Attention and has_options:
+        return further_layer('VariantAttention', own, layer)
+    if issubclass(kind, Attention) and has_options and not hasattr(kind, 'by_head'):
+        raise ValueError(f"{kind.__name__} has no gates or other norms: derive it from VariantAttention of "
+                         "mixers.py")
+    return kind(own, layer)
+
+
+def make_mlp(config, layer):
+    """A layer's MLP, experts, or None."""
+    kind = config.mlp_of(layer)
+    if kind == 'E':
+        from experts import MoE
+        return MoE(config, layer)
+    return MLP(config, config.d_ff) if kind == 'D' else None
+
+
+def make_block(config, layer):
+    """A Block, or if it has options a VariantBlock."""
+    is_plain = (config.norm_placement == 'pre' and config.residual_scale == 1 and not config.layer_scalar
+                and config.mlp_of(layer) != 'N')
+    return (Block if is_plain else VariantBlock)(config, layer)
+
+
+class VariantBlock(Block):
+    """A Block with norms where config.norm_placement says, with scales, or without an MLP."""
+
+    def __init__(self, config, layer):
+        nn.Module.__init__(self)
+        kind = config.mlp_of(layer)
+        self.placement, n_norm, _ = NORM_PLACEMENTS[config.norm_placement]
+        if kind == 'N':
+            self.placement = mixer_only
+            n_norm = 1
+        if isinstance(self.placement, type):
+            self.placement = self.placement(config, layer)
+        self.norms = [f'ln_{i + 1}' for i in range(n_norm)]
+        self.ln_1 = Norm(config.n_embd, config)
+        self.attn = make_mixer(config, layer)
+        for name in self.norms[1:]:  # older files number optimizer states in this order
+            setattr(self, name, Norm(config.n_embd, config))
+        if kind == 'E' and config.expert_norms:  # its norms are within
+            self.ln_3 = nn.Identity()
+        self.mlp = make_mlp(config, layer)
+        self.p = config.dropout
+        self.scale = config.residual_scale
+        self.register_buffer('scalar', torch.ones(1) if config.layer_scalar else None)
+
+    def forward(self, x, context):
+        x = self.placement(x, lambda y: self.branch(self.attn(y, context)),
+                           lambda y: self.branch(self.mlp(y, context)),
+                           *(getattr(self, name) for name in self.norms))
+        return x if self.scalar is None else x * self.scalar
+
+    def branch(self, y):
+        y = super().branch(y)
+        return y if self.scale == 1 else y * self.scale
+
+
+def pre_norm(x, attn, mlp, ln_1, ln_2):
+    """GPT-2, Llama."""
+    x = x + attn(ln_1(x))
+    return x + mlp(ln_2(x))
 
 
 def post_norm(x, attn, mlp, ln_1, ln_2):
@@ -1638,12 +1315,14 @@ def parallel_2(x, attn, mlp, ln_1, ln_2):
     return x + attn(ln_1(x)) + mlp(ln_2(x))
 
 
-def mixer_alone(x, attn, mlp, ln_1):
+def mixer_only(x, attn, mlp, ln_1):
     """A pre_norm layer without MLP."""
     return x + attn(ln_1(x))
 
 
-NORM_PLACEMENTS |= {
+NORM_PLACEMENTS = {  # name: (function of x, mixer, MLP and norms, or a class, see streams; how many norms;
+    # whether a norm ends each branch, before it is added)
+    'pre': (pre_norm, 2, False),
     'post': (post_norm, 2, False),
     'output': (output_norm, 2, True),
     'sandwich': (sandwich_norm, 4, True),
@@ -1652,55 +1331,24 @@ NORM_PLACEMENTS |= {
 }
 
 
-# bigrams, the prediction layer ------------------------------------------------------------------------------
-
-class BigramEmbedding(Mixer):
-    """A row of a table for each token and the one before it, by a hash (modded-nanogpt, record of 2026-01-19;
-    arXiv:2501.16975). A Mixer, as a cache keeps the token before."""
-
-    documents = True
-    states = [((1,), torch.long)]
-
-    def __init__(self, config):
-        super().__init__(config, config.n_layer)
-        self.table = Embedding(config.bigram_size, config.n_embd, nn.init.zeros_, 'bigram')
-
-    def flops(self, length):
-        return 0
-
-    def forward(self, context):
-        """-> (B, T, C). 0 stands before the first token of a document."""
-        before = after_last(self, context.idx, context)[:, :-1].where(context.position_ids > 0, 0)
-        return self.table((36313 * context.idx + 27191 * before) % self.table.num_embeddings)
+def streams(config):
+    """(enter, leave): functions around the blocks, from the embedding (B, T, C) to what they hand each other,
+    and back: the identity, unless norm_placement's entry is a class, a module that each block makes by
+    (config, layer), with static methods enter and leave, as for hyper-connections (arXiv:2409.19606)."""
+    placement = NORM_PLACEMENTS[config.norm_placement][0]
+    return getattr(placement, 'enter', lambda x: x), getattr(placement, 'leave', lambda x: x)
 
 
-class MultiTokenPrediction(nn.Module):
-    """A layer like the last that predicts the token after the next, from the last block's output and the next
-    token's embedding (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.ln_x = Norm(config.n_embd, config)
-        self.ln_next = Norm(config.n_embd, config)
-        self.c_in = Linear(2 * config.n_embd, config.n_embd)
-        self.block = Block(config, config.n_layer - 1)
-        self.enter, self.leave = streams(config)
-
-    def forward(self, x, x0, context):
-        """x, and x0, which the first block got, (B, T, C) -> (B, T, C); meaningless for the last token."""
-        both = torch.cat((self.ln_x(x), self.ln_next(x0.roll(-1, 1))), dim=-1)
-        return self.leave(self.block(self.enter(self.c_in(both)), context))
-
-
-# V. validation, accounting ==================================================================================
+# IV. validation, accounting =================================================================================
 
 def complete(config):
     """Replaces each None by its default. Raises ValueError for a config that cannot be computed."""
     config.n_expert = config.n_expert or None  # so that a flag can say it: --n_expert=0
-    if {*(config.mixer_pattern or '')} - MIXERS.keys():
-        import mixers  # noqa: F401 (enters its letters)
+    config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
+    if {*config.mixer_pattern} - MIXERS.keys() or config.mlp not in ACTIVATIONS:
+        import mixers  # noqa: F401 (enters its letters and activations)
     problems = list(wrong_values(config))
-    if not problems:  # combinations are checked only where each field by itself is sound
+    if not problems:  # combinations are checked only if each field by itself is sound
         fill_defaults(config)
         problems = list(impossible(config))
     if problems:
@@ -1709,24 +1357,9 @@ def complete(config):
             for names, reason in problems))
 
 
-def unused(args):
-    """Goes with the next change of the settings."""
-    return set()
-
-
-def try_tokens(model):
-    """Computes a loss. Raises what Python or torch does, and ArithmeticError if it is not finite."""
-    idx = torch.zeros(1, min(2, model.config.block_size), dtype=torch.long, device=model.wte.weight.device)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # dropout draws; attention is written out
-        loss, _ = model(idx, idx)
-    if not loss.isfinite():
-        raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
-
-
 def fill_defaults(config):
     """Replaces each None by its default."""
     width, rest = divmod(config.n_embd, config.n_head)
-    config.mixer_pattern = config.mixer_pattern or ('A' if config.kv_lora_rank is None else 'M')
     defaults = dict(n_kv_head=config.n_head, head_dim=None if rest else width, qk_norm=True,
                     qkv_bias=config.bias, proj_bias=config.bias, mlp_bias=config.bias,
                     norm_bias=config.bias and config.norm == 'layernorm',
@@ -1745,45 +1378,86 @@ def fill_defaults(config):
                         for name, value in config.local.items()}
 
 
+def round_up(n, multiple=64):
+    """The next multiple."""
+    return math.ceil(n / multiple) * multiple
+
+
+def choices(kind):
+    """The values that a field's annotation lists: a table's keys, or those of Literal and bool; else []."""
+    if isinstance(kind, str):
+        return [*globals()[kind.partition(' |')[0]]]
+    if typing.get_origin(kind) is Literal:
+        return [*typing.get_args(kind)]
+    return [True, False] * (kind is bool) + [*itertools.chain(*map(choices, typing.get_args(kind)))]
+
+
 def wrong_values(config):
     """Fields that are out of range or unknown: pairs (name, reason)."""
-    known = dict(pos=('rope', 'alibi', 'learned', 'sinusoidal', 'none'), norm=('rmsnorm', 'layernorm'),
-                 attn_gate=(True, False, 'head'), qk_norm=(True, False, 'whole', 'rotated', 'unit'),
-                 mlp=ACTIVATIONS, norm_placement=NORM_PLACEMENTS, router=ROUTERS, pos_pattern='PN',
-                 window_pattern='SLCG', expert_pattern='EDN', mixer_pattern=MIXERS, local=LOCAL)
-    for name, value in vars(config).items():
-        may_be_zero = name == 'document_token' or getattr(GPTConfig, name) == 0
-        values = value if name.endswith('_pattern') or name == 'local' else [value]
-        if name in known and value is not None and not (values and set(values) <= set(known[name])):
-            hint = '; import the file that enters it in MIXERS' if name == 'mixer_pattern' else ''
-            yield name, f"none of {', '.join(map(str, known[name]))}{hint}"
-        elif type(value) in (int, float) and (value < 0 or value == 0 and not may_be_zero):
-            yield name, f"must be {'at least' if may_be_zero else 'above'} 0"
+    for name, field in config.__dataclass_fields__.items():
+        value = getattr(config, name)
+        known = choices(field.type)
+        values = value if name.endswith('_pattern') else [value]
+        least_is_zero = field.default == 0 or name == 'document_token'
+        if value is None:
+            continue
+        if any(isinstance(one, str) for one in known) and any(one not in known for one in values):
+            yield name, f"choose from {', '.join(map(str, known))}"
+        elif type(value) in (int, float) and (value < 0 or value == 0 and not least_is_zero):
+            yield name, f"must be {'at least' if least_is_zero else 'above'} 0"
 
 
-# fields that may be in `local`
-LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'
+LOCAL = 'rope_base', 'rope_scaling', 'partial_rotary_factor', 'head_dim', 'n_kv_head', 'k_eq_v'  # in `local`
 
 
-def impossible(config):
+def impossible(config):  # noqa: C901
     """Fields that cannot be computed together: pairs ('field other_field', reason)."""
-    if (config.document_token or 0) >= config.vocab_size:
-        yield 'document_token vocab_size', 'there is no such token'
+    layers = [config.at(i) for i in range(config.n_layer)]
+    if any(issubclass(mixer, Attention) for mixer in config.mixers):
+        if config.head_dim is None:
+            yield 'n_embd n_head', 'n_head must divide n_embd, or set head_dim'
+        if any(config.n_head % (layer.n_kv_head or 1) for layer in layers):
+            yield 'n_kv_head n_head', 'n_kv_head must divide n_head'
+    widths = {layer.rope_dim for layer in layers if layer.head_dim or layer.qk_rope_head_dim}
+    if config.pos == 'rope' and any(width % 2 or not width for width in widths):
+        yield 'pos', f"rope rotates pairs: an even number of a head's dimensions, not {min(widths)}"
     if config.document_token is not None and not all(mixer.documents for mixer in config.mixers):
         yield 'document_token mixer_pattern', 'needs mixers that all keep documents apart'
-    if set(config.mixer_pattern) != set(config.mixer_pattern[:config.n_layer]):
+    if {*config.mixer_pattern} != {*config.mixer_pattern[:config.n_layer]}:
         yield 'mixer_pattern n_layer', 'needs a layer for each letter'
     if 'N' in config.expert_pattern and config.norm_placement != 'pre':
         yield 'norm_placement expert_pattern', 'a layer without MLP (N) has its norm in front'
-    for name, own in ('rope_scaling', vars(config)), ('local', config.local or {}):
-        scaling = own.get('rope_scaling')
-        if scaling and scaling.get('rope_type') not in ROPE_SCALINGS:
-            yield name, f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
+    for scaling in {id(layer.rope_scaling): layer.rope_scaling or {} for layer in layers}.values():
+        if scaling.get('rope_type', 'linear') not in ROPE_SCALINGS:
+            yield 'rope_scaling', f"rope_type is one of {', '.join(ROPE_SCALINGS)}"
+    if unknown := (config.local or {}).keys() - {*LOCAL}:
+        yield 'local', f"{', '.join(unknown)}: only {', '.join(LOCAL)} may differ"
     share = config.topk_group / config.n_group if config.n_group else 1
     if config.n_expert and config.n_expert_active > config.n_expert * share:
         yield 'n_expert_active n_expert n_group topk_group', 'there are too few experts to choose from'
     for mixer in config.mixers:
         yield from mixer.check(config)
+
+
+def changed(config, **changes):
+    """A trained model's config with other fields; the length that it was trained at does not change. Raises
+    ValueError for more positions than were learned."""
+    if config.pos == 'learned' and changes.get('block_size', 0) > config.block_size:
+        raise ValueError(f"block_size={changes['block_size']} is more than the {config.block_size} positions "
+                         "that the model has learned")
+    length = (config.rope_scaling or {}).get('original_max_position_embeddings', config.block_size)
+    if 'rope_scaling' in changes:
+        changes['rope_scaling'] = complete_scaling(changes['rope_scaling'], length)
+    return dataclasses.replace(config, **changes)
+
+
+def try_tokens(model):
+    """Computes a loss. Raises what Python or torch does, and ArithmeticError if it is not finite."""
+    idx = torch.zeros(1, min(2, model.config.block_size), dtype=torch.long, device=model.wte.weight.device)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # dropout draws; attention is written out
+        loss, _ = model(idx, idx)
+    if not loss.isfinite():
+        raise ArithmeticError(f"the loss of the first tokens is {loss.item()}")
 
 
 def collect_tags(model):
@@ -1798,34 +1472,31 @@ def collect_tags(model):
                              "another of GROUPS")
     kept = model.state_dict()
     for name, _ in model.named_buffers():
-        if name not in kept:  # hub.load makes a model without data
+        if name not in kept:  # a model is loaded without data
             raise ValueError(f"a checkpoint would lose the buffer {name}: leave persistent=False out")
     return tags
 
 
 # accounting -------------------------------------------------------------------------------------------------
 
+LOOKED_UP = {'embedding', 'bigram'}  # groups of tables: a token takes a row, which costs no FLOPs
+
+
 def account(model):
-    """part -> (parameters, parameters that a token uses, training FLOPs a token); a part is the module of the
-    parameters, in a layer without its number. 'mixing': the mixers' products without weights, at a length of
-    block_size."""
+    """Name -> (elements, elements that a token uses, training FLOPs per token) of each parameter, of a tied
+    'head', of 'mtp', and of 'mixing': the mixers' products without weights, at a length of block_size."""
     length = model.config.block_size
-    parts = collections.defaultdict(list)
-    for name, w in model.named_parameters():
-        # attn of h.3.attn.c_attn.weight
-        part = re.match(r'(?:h\.\d+\.)?(.+?)(?:\.[^.]+){0,2}$', name)[1]
-        parts[part].append(cost(model, name, w))
+    rows = {name: cost(model, name, w) for name, w in model.named_parameters()}
     head = next((model.lm_head or model.wte).parameters())
     if model.lm_head is None:
-        parts['head'] = [(0, 0, (6 if head.requires_grad else 4) * head.numel())]
+        rows['head'] = 0, 0, (6 if head.requires_grad else 4) * head.numel()
     if model.mtp is not None:
-        parts['mtp'].append((0, 0, model.mtp.block.attn.flops(length) + 6 * head.numel()))
-    parts['mixing'] = [(0, 0, sum(mixer.flops(length) for mixer in model.mixers))]
-    return {part: tuple(map(sum, zip(*rows))) for part, rows in parts.items()}
+        rows['mtp'] = 0, 0, model.mtp.block.attn.flops(length) + 6 * head.numel()
+    return rows | {'mixing': (0, 0, sum(mixer.flops(length) for mixer in model.mixers))}
 
 
 def cost(model, name, w):
-    """(elements of the parameter w of this name, elements that a token uses, training FLOPs a token): 6 for
+    """(elements of the parameter w of this name, elements that a token uses, training FLOPs per token): 6 for
     a matmul weight, forward and backward, 4 if frozen, 0 for a looked-up table, times its block's turns."""
     config = model.config
     active = w.numel()
@@ -1843,7 +1514,7 @@ def num_params(model, active=False):
 
 
 def flops_per_token(model):
-    """Training FLOPs a token at a length of block_size."""
+    """Training FLOPs per token at a length of block_size."""
     return sum(row[2] for row in account(model).values())
 
 

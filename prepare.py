@@ -38,26 +38,28 @@ import time
 import typing
 from pathlib import Path
 
-from configurator import configure, package, print0, reading, refuse_unused
+from configurator import check_values, configure, package, print0, reading, refuse_unused
 
 # A name in SOURCES, a file (perhaps .gz), a folder or glob, or - for standard input
 source = 'pystdlib'
 field = 'text'             # JSON, CSV, parquet: the field with a record's text or messages
 # Bytes that are not UTF-8: strict stops there, replace puts U+FFFD, ignore leaves them out. ignore also
 # leaves out conversations that the chat template rejects.
-errors = 'strict'
+errors = 'strict'          # [in ('strict', 'replace', 'ignore')]
 # byte, char, bpe:4096 (trained here), tiktoken's (gpt2, o200k_base...), a folder with tokenizer.json, another
 # dataset's or a run's; None: the source's, for conversations that of data/pystdlib_bpe4096, else byte
 tokenizer: str | None = None
-special_tokens = 'text'    # special tokens inside records: learn them as text or as tokens, or refuse
+special_tokens = 'text'    # what those inside records become [in ('text', 'tokens', 'refuse')]
 out: str | None = None     # a name, or a path with a slash; None: <source>_<tokenizer>
 overwrite = False          # replaces data of another source in out
 # for validation: each 10th document, or the end of one text; at most 10M characters or 10,000 conversations
-val_fraction = 0.1
-block_size = 256           # of the slots that conversations are packed into; as train.py's
-shards = 10                # files to take of a source that has many (fineweb, fineweb_edu: to train on)
-procs: int | None = None   # processes that encode; None: one for each core
-_, _, words, given, _ = configure(globals(), words=2, texts=True)
+val_fraction = 0.1         # [> 0] [<= 0.5]
+block_size = 256           # of the slots that conversations are packed into; as train.py's [>= 2]
+shards = 10                # files of a source that has many (fineweb, fineweb_edu: to train on) [>= 1]
+procs: int | None = None   # processes that encode; None: one for each core [>= 1]
+settings = configure(globals(), words=2, texts=True)
+words = settings.words
+given = settings.given
 
 import numpy as np
 
@@ -1009,6 +1011,7 @@ def stop(number, _):
 if __name__ == '__main__':
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
+    check_values(settings, settings.config, globals())
     name, *more = words or [source]
     if name == 'look':
         look(*more or [FIRST_RUN])

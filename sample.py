@@ -27,46 +27,60 @@ import time
 import weakref
 from pathlib import Path
 
-from configurator import check_effect, configure, naming, reading, refuse_unused, runtime
+from configurator import (
+    ROOT,
+    check_effects,
+    check_values,
+    configure,
+    marked,
+    naming,
+    reading,
+    runtime,
+)
 
 # model
 init_from = 'resume'        # resume (from out_dir), a checkpoint or its folder, or a published model
 out_dir = 'out'             # train.py's; best.pt is read if it is there, else ckpt.pt
-block_size: int | None = None  # another context; a larger one needs relative positions
+block_size: int | None = None  # another context; a larger one needs relative positions [>= 2]
 rope_scaling: dict | None = None  # for a larger one: {'rope_type': 'linear', 'factor': 4.0}; see GPTConfig
 # text
 start = '\n'                # the prompt; FILE:name, LINES:name (one prompt a line), - (standard input)
-num_samples = 3             # for each prompt; chat gives one answer
-max_new_tokens = 500        # tokens in each sample
-batch_size = 64             # samples made at once
+num_samples = 3             # for each prompt; chat gives one answer [>= 1]
+max_new_tokens = 500        # tokens in each sample [>= 1]
+batch_size = 64             # samples made at once [>= 1]
 output = ''                 # a new file for JSON lines
 stop: str | tuple | list = ()  # end a sample at this text, or at any text of a list; \n and \t: line end, tab
 # conversation
 chat = False                # answer questions typed in, or those of start; a base model continues them
+# further settings of conversations [if chat]
 system = ''                 # the message that a conversation begins with
 history: int | None = None  # earlier questions, with their answers, that are kept; None: all that fit
-thinking = 'auto'           # on, off: ask the template for thoughts or not; auto: as it does by itself
+thinking = 'auto'           # thoughts: the template decides, or [in ('auto', 'on', 'off')]
 # sampling
 temperature = 0.8           # below 1 less random, above 1 more; 0: the likeliest token
+# limits of sampling [if temperature]
 top_k: int | None = 200     # only the k likeliest tokens; 0 or None: all
-top_p = 1.0                 # only the likeliest tokens that have this probability together
-min_p = 0.0                 # only tokens at least this likely, relative to the likeliest
-repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones
+top_p = 1.0                 # only the likeliest tokens that together have this probability [> 0] [<= 1]
+min_p = 0.0                 # only tokens at least this likely, relative to the likeliest [<= 1]
+# others
+repetition_penalty = 1.0    # divides positive logits of tokens seen before, multiplies negative ones [> 0]
 seed = 1337                 # of sampling only
 # speed; in float32 on a CPU speculate and compile do not change the text
-quantize = ''               # int8: large weights in 8 bits; on a GPU faster for one compiled sample alone
+quantize = ''               # int8: large weights in 8 bits [in ('', 'int8')]
 speculate: int | None = None  # draft tokens at a time, where the text repeats itself
 # system
 device = 'auto'             # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'              # float32, bfloat16, float16; auto: fastest here, given compile and quantize
 compile = False             # torch.compile the step, 1 to 2 minutes
-config, _, _, given, _ = configure(globals())
+settings = configure(globals())
+config = settings.config
+given = settings.given
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from model import GPT, GPTConfig, num_params, round_up, try_tokens
+from model import GPT, GPTConfig, changed, num_params, round_up, try_tokens
 from tokenizer import tokenizer_from_state
 
 # checkpoints of ours ----------------------------------------------------------------------------------------
@@ -91,7 +105,7 @@ from tokenizer import tokenizer_from_state
 
 
 # fields of GPTConfig that a checkpoint may be read with otherwise
-CHANGEABLE = 'dropout', 'block_size', 'rope_scaling', 'balance_per_sequence', 'document_token'
+CHANGEABLE = marked(ROOT / 'model.py', 'changeable')
 
 
 def checkpoint_path(name, best):
@@ -142,7 +156,7 @@ def checksum(path):
 def from_state(state, model_args, **changes):
     """The model of a state dict and the fields of its config. changes: CHANGEABLE ones. Raises ValueError as
     GPTConfig.changed, RuntimeError for weights that are missing or of another shape."""
-    config = GPTConfig(**model_args).changed(**changes)
+    config = changed(GPTConfig(**model_args), **changes)
     if 'wpe.weight' in state:
         state = state | {'wpe.weight': state['wpe.weight'][:config.block_size]}
     with torch.device('meta'):
@@ -742,10 +756,11 @@ def read_prompts(start):
 
 
 if __name__ == '__main__':
-    check_effect(given, config)
+    check_values(settings, config, globals())
+    check_effects(settings, config, globals())
     prompts = [] if chat and start == '\n' else read_prompts(start)
-    if not prompts:
-        refuse_unused(given, ['output'], 'on questions that are typed; give them by --start=LINES:name')
+    if output and not prompts:
+        raise ValueError('--output needs questions: give them by --start=LINES:name')
     if os.path.exists(output):
         raise ValueError(f"output={output} exists already: choose another name, or remove it")
     num_samples = 1 if chat else num_samples

@@ -637,7 +637,7 @@ def tiktoken_tokenizer(name):
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise ValueError(f'tokenizer={name!r} is none of {", ".join([*MAKERS, *known])}, and no folder, '
-                         'prepared or with a tokenizer.json: `python hub.py OWNER/NAME` fetches one')
+                         'prepared or with a tokenizer.json: `python zoo/hub.py OWNER/NAME` fetches one')
     try:
         bpe = tiktoken.get_encoding(name)
     except requests.RequestException as e:

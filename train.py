@@ -46,21 +46,21 @@ import types
 from pathlib import Path
 
 from configurator import (
-    check_effect,
-    check_settings,
+    ROOT,
+    check_effects,
+    check_values,
     choose_device,
     compile_model,
     configure,
     cpu_has_bfloat16,
     duration,
-    effective,
     keep_freed_memory,
+    marked,
     naming,
     peak_flops,
     peak_mb,
     plain,
     print0,
-    refuse_unused,
     resolve_compile,
     runtime,
     show,
@@ -71,10 +71,10 @@ out_dir = 'out'                      # of checkpoints, log.csv and run.json
 dataset = 'openwebtext'              # data/<dataset>, made by prepare.py
 init_from = 'scratch'                # scratch, resume (out_dir's), auto (resume if out_dir has ckpt.pt, else
                                      # scratch), or to fine-tune: file, folder or hub id
-eval_interval = 2000                 # iterations between evaluations, each with a checkpoint
-eval_iters = 200                     # evaluation batches of val.bin; of train.bin a quarter as many
+eval_interval = 2000                 # iterations between evaluations, each with a checkpoint [>= 1]
+eval_iters = 200                     # evaluation batches of val.bin; of train.bin a quarter as many [>= 1]
 eval_only = False                    # evaluate once and stop
-log_interval = 1                     # iterations between log lines
+log_interval = 1                     # iterations between log lines [>= 1]
 always_save_checkpoint = True        # False: also keep best.pt, to sample from and fine-tune
 keep = 0                             # keep the last n checkpoints too, as ckpt-<iteration>.pt
 sample_tokens = 0                    # length of the sample printed at each evaluation; 0: none
@@ -82,45 +82,47 @@ wandb_log = False                    # log to Weights & Biases too
 wandb_project = 'owt'                # its project
 wandb_run_name = 'gpt2'              # and run
 # batch, over all ranks
-gradient_accumulation_steps = 40     # micro-batches an iteration, all ranks together
-batch_size = 12                      # sequences of block_size tokens a micro-batch
+gradient_accumulation_steps = 40     # micro-batches per iteration, all ranks together [>= 1]
+batch_size = 12                      # sequences of block_size tokens per micro-batch [>= 1]
 # length of the run: the last given of these three settings decides
 max_iters = 600000                   # iterations (updates)
 epochs: float | None = None          # passes over train.bin
 tokens_per_param: float | None = None  # tokens for each parameter (20 is Chinchilla's, arXiv:2203.15556)
 time_limit: float | None = None      # minutes after which the run stops as at Ctrl-C
 # optimizer
-optimizer = 'adamw'                  # adamw or muon (blocks' matrices; AdamW the rest): OPTIMIZERS
+optimizer = 'adamw'                  # or muon (AdamW for all but blocks' matrices) [in OPTIMIZERS] [fixed]
 learning_rate = 6e-4                 # peak, after warm-up; AdamW's, Muon scales its own to match
 lr_scales = {}                       # of groups (GROUPS in model.py), relative to it: {'embedding': 12.0}
 weight_decay = 1e-1                  # times learning_rate, on matrices, embeddings; not on norms and biases
-beta1 = 0.9                          # AdamW
-beta2 = 0.95                         # AdamW
-momentum = 0.95                      # Muon
+beta1 = 0.9                          # of AdamW [< 1]
+beta2 = 0.95                         # of AdamW [< 1]
+momentum = 0.95                      # of Muon [< 1] [if optimizer != 'adamw']
 grad_clip = 1.0                      # largest norm of the gradient; 0: no clipping
 # these losses join the objective, not the loss reported
-mtp_loss = 0.3                       # weight of mtp's, as DeepSeek-V3 begins
-# experts
+mtp_loss = 0.3                       # weight of mtp's loss, as DeepSeek-V3 begins [if mtp]
+# experts [if n_expert]
 balance_loss = 0.01                  # weight of the load-balancing loss
 z_loss = 0.0                         # weight of z-loss on the router's logits, not the head's; ST-MoE: 1e-3
-balance_rate = 0.001                 # how far balance_bias moves an iteration
-# low-rank adapters (LoRA) beside the model that init_from names; its own weights stay unchanged
-lora_rank = 0                        # 0: none, all weights are trained
-lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank
-lora_targets = 'c_attn,c_proj,c_fc'  # names of the linear layers that get one; or attn.c_proj alone
+balance_rate = 0.001                 # how far balance_bias moves per iteration [if balance_bias]
+# low-rank adapters (LoRA) of the model that init_from names, whose own weights stay unchanged
+lora_rank = 0                        # 0: none, all weights are trained [fixed]
+# further settings of adapters [if lora_rank]
+lora_alpha = 16.0                    # updates are scaled by lora_alpha / lora_rank [> 0] [fixed]
+lora_targets = 'c_attn,c_proj,c_fc'  # names of linear layers, or of one, as attn.c_proj [fixed]
 # learning rate
-decay_lr = True                      # False: constant after warm-up
-lr_schedule = 'cosine'               # cosine, linear, wsd (constant, linear over `cooldown`): SCHEDULES
-cooldown = 0.4                       # wsd decays over this share of the run after warm-up
 warmup_iters = 2000                  # linear warm-up
+decay_lr = True                      # False: constant after warm-up
+# the decay [if decay_lr]
+lr_schedule = 'cosine'               # cosine, linear, wsd (constant, linear over cooldown) [in SCHEDULES]
+cooldown = 0.4                       # wsd's share of the run [> 0] [<= 1] [if lr_schedule == 'wsd']
 lr_decay_iters: int | None = None    # end of the decay; None: max_iters
-min_lr: float | None = None          # where it ends; None: a tenth of learning_rate
+min_lr: float | None = None          # where it ends; None: a tenth of the peak [<= learning_rate]
 # system
-backend = 'auto'                     # of torch.distributed; auto: nccl on CUDA, else gloo
+backend = 'auto'                     # auto: nccl on CUDA, else gloo [if 'RANK' in os.environ]
 device = 'auto'                      # cpu, cuda, cuda:1, mps; auto: cuda, else mps, else cpu
 dtype = 'auto'                       # float32, bfloat16, float16; auto: what the hardware is fast at
-compile: bool | str = 'auto'         # torch.compile; auto: where it works and the run is long enough
-shard = False                        # spread weights over the ranks: for models larger than a GPU
+compile: bool | str = 'auto'         # torch.compile; auto: if the run is long [in (True, False, 'auto')]
+shard = False                        # spread weights over the ranks (FSDP) [if 'RANK' in os.environ]
 checkpoint_activations: bool | int = False  # True or every n-th block: less memory, computed twice
 deterministic = False                # bit-exact on CUDA too, slower; CPUs always are
 seed = 1337                          # of weights, batches and dropout
@@ -141,11 +143,9 @@ from model import (
     GROUPS,
     GPTConfig,
     flops_per_token,
-    move_balance,
     num_params,
     row_splits,
     try_tokens,
-    unused,
 )
 from prepare import Bins, data_folder, load_tokenizer, read_meta
 from sample import CHANGEABLE, checksum, complete, load
@@ -671,6 +671,7 @@ def update(run, load):
                 continue
             opt.step()
     if run.model.config.balance_bias and not config['lora_rank']:  # adapters are all that is trained
+        from experts import move_balance
         move_balance(run.model, load, config['balance_rate'] * moved)
     run.scaler.update()
     for opt in run.optimizers:
@@ -764,8 +765,6 @@ def packed(meta):
 LENGTH = {'max_iters', 'epochs', 'tokens_per_param'}   # the one given last replaces the others
 COMMAND = {'out_dir', 'init_from', 'eval_only'}        # settings of a command line, not of a run
 MACHINE = {'device', 'dtype', 'compile', 'backend'}    # not taken from nanoGPT's files: another machine's
-# a checkpoint's states depend on them
-FIXED = {'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets'}
 
 
 def run_settings(config, given, rest):
@@ -780,7 +779,7 @@ def run_settings(config, given, rest):
     if 'runtime' not in rest:
         ours |= MACHINE
     changed = {name: was[name] for name in config if name in was and was[name] != config[name]}
-    for name in FIXED & changed.keys() & given.keys():
+    for name in {*marked(ROOT / 'train.py', 'fixed')} & changed.keys() & given.keys():
         raise ValueError(f"{name}={config[name]!r} differs from {rest['path']}, which has {was[name]!r}: "
                          f"leave it out, or fine-tune with --init_from={shlex.quote(rest['path'])}")
     taken = {name: changed[name] for name in changed if name not in ours}
@@ -963,14 +962,12 @@ def describe(row, seconds_left):
 
 # settings and machine ---------------------------------------------------------------------------------------
 
-CHOICES = {'optimizer': OPTIMIZERS, 'lr_schedule': SCHEDULES}
-
-
 def start_ranks(backend, device):
     """Joins the ranks; tensors on the CPU always go through gloo."""
-    kind, index = choose_device(device)
+    device = choose_device(device)
+    kind = device.partition(':')[0]
     if kind == 'cuda':  # else NCCL may take the first GPU for all, and hang
-        torch.cuda.set_device(index)
+        torch.cuda.set_device(device)
     if backend in ('auto', 'nccl'):
         backend = 'cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo'
     timeout = datetime.timedelta(hours=1)  # saving may take minutes
@@ -984,7 +981,7 @@ def resolve_runtime(device, dtype, seed, compile, was):
     """(configurator.runtime, compile). On the device and number of ranks of a checkpoint's runtime (was)
     'auto' means what it meant there."""
     threads = None
-    if was and (was['device_type'], was['ranks']) == (choose_device(device)[0], RANKS):
+    if was and (was['device_type'], was['ranks']) == (choose_device(device).partition(':')[0], RANKS):
         threads = was['threads']
         if dtype == 'auto':
             dtype = was['dtype']
@@ -1016,13 +1013,9 @@ def run_length(config, model, n_sequences, numbers):
     return max_iters
 
 
-def check_run(given, config, model_config, machine):
+def check_run(config, model_config, machine):
     """Raises ValueError for settings that are impossible or have no effect."""
-    settings = config | vars(model_config)
-    check_settings(settings, CHOICES)
-    check_effect(given, settings)
-    if 'RANK' not in os.environ:
-        refuse_unused(given, ['backend', 'shard'], 'without torchrun')
+    check_effects(settings, config | vars(model_config), globals())
     if config['shard'] and RANKS > 1 and (config['lora_rank'] or machine.dtype == torch.float16):
         raise ValueError("shard=True goes with neither lora_rank nor dtype=float16: leave one out")
 
@@ -1109,10 +1102,10 @@ def finish(run, reason):
 
 if __name__ == '__main__':
     # settings; a checkpoint to continue from, or to fine-tune
-    model_args = effective(settings, unused)
+    model_args = settings.model_args
+    check_values(settings, config, globals())
     init_from = config['init_from'] = where_to_begin(init_from, out_dir)
     fields = {name: model_args[name] for name in model_args if given[name] == 'flags'} or model_args
-    check_settings(config, CHOICES)
     resumed = init_from == 'resume'
     if resumed:  # by auto; the checkpoint has what the default file set
         given = {name: label for name, label in given.items() if label != 'config/default.py'}
@@ -1152,7 +1145,7 @@ if __name__ == '__main__':
         with naming(fields):
             model = GPT(GPTConfig(**{'vocab_size': meta['vocab_size'], **packed(meta), **model_args}))
             try_tokens(model)
-    check_run(given, config, model.config, machine)
+    check_run(config, model.config, machine)
     check_data(folder, meta, train_bins, val_bins, model.config)
     lora = rest.get('lora') if resumed else start_lora(model, config, rest) if lora_rank else None
     if checkpoint_activations:

@@ -1,7 +1,7 @@
 # The fastest way that we know to a good character model of Shakespeare on 2 CPU cores:
 #   python prepare.py shakespeare --tokenizer=char && python train.py config/shakespeare_char.py
 # Everything is chosen for loss by wall clock from a cold start: val loss 1.86 in 10 seconds, 1.50 in 50.
-# No published family has layernorm without biases: a run with --norm=rmsnorm can be exported by hub.py.
+# No published family has layernorm without biases: a run with --norm=rmsnorm can be exported by zoo/hub.py.
 dataset = 'shakespeare_char'
 out_dir = 'out-shakespeare-char'
 

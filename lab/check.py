@@ -23,7 +23,7 @@ from unittest import mock
 if __name__ == '__main__':  # else its folder is searched first
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from configurator import ROOT, configure, effective, is_ours, naming, show
+from configurator import ROOT, configure, is_ours, naming, show
 
 init_from = 'scratch'             # scratch (random weights), or as in sample.py: a file, folder or hub id
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
@@ -38,7 +38,7 @@ from torch.nn.utils.rnn import pad_sequence
 import model as flat
 import train
 from bench import print_json
-from model import GPT, GPTConfig, unused
+from model import GPT, GPTConfig
 from sample import load
 
 sys.path.append(f'{ROOT}/tests')
@@ -80,7 +80,7 @@ def tiny_config(config):
     changes.update(n_layer=1 + len(layers) + changes.get('n_dense_layer', 0), block_size=LONG, vocab_size=61,
                    norm_eps=0.01, dropout=0.25)
     if config.n_kv_head:
-        has_heads = any('head_dim' in mixer.fields for mixer in config.mixers)
+        has_heads = config.head_dim is not None
         changes.update(n_kv_head={config.n_head: 6, 1: 1}.get(config.n_kv_head, 2),  # four pairs turn
                        head_dim=math.ceil(8 / config.partial_rotary_factor) if has_heads else None)
     if config.linear_n_key_head == config.linear_n_value_head:
@@ -526,6 +526,6 @@ def check(init_from='scratch', **model_args):
 
 
 if __name__ == '__main__':
-    failed = check(init_from, **effective(settings, unused))
+    failed = check(init_from, **settings.model_args)
     print_json(json, failed=failed)
     sys.exit(bool(failed))

@@ -46,11 +46,10 @@ if __name__ == '__main__':  # else its folder is searched first
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from configurator import (
-    check_settings,
+    check_values,
     configure,
     declared,
     duration,
-    effective,
     package,
     parse,
     print0,
@@ -58,24 +57,26 @@ from configurator import (
 )
 
 variants: list | dict | None = None  # what is added to the command line, or {name: that}
-seeds: int | None = None          # runs of each, by seed, seed + 1...; None: 3, at most 20 until decided
+seeds: int | None = None          # runs of each, by seed, seed + 1...; None: 3, until decided 20 [>= 1]
 seed = 1337
-until = ''                        # decided: seeds are added to a variant whose verdict is still open
+until = ''                        # decided: seeds are added while a verdict is open [in ('', 'decided')]
 margin = 0.02                     # until=decided: an interval around 0 within it, in the loss, is 'as good'
 speedup = False                   # how much longer the first would train for a variant's loss
-match: str | None = None          # d_ff is set for equal params, or active ones; none; None: the list's
-by = 'iter'                       # axis of the curves: iter, tokens, time
+match: str | None = None          # sets d_ff; None: the list's [in ('none', 'params', 'active')]
+by = 'iter'                       # axis of the curves: iter, tokens, time [in AXES]
 y = 'val_loss'                    # plot: columns of log.csv: loss,lr
 png = ''                          # the picture; '': in out-compare/
 json: bool | str = False          # True: the numbers as a last line too; or the file to add that line to
-config, _, words = configure(globals(), 'GPTConfig', words=math.inf, also='train.py')[:3]
+settings = configure(globals(), 'GPTConfig', words=math.inf, also='train.py')
+config = settings.config
+words = settings.words
 
 import numpy as np
 import torch
 
 import train
 from bench import cache_per_token, named_model, print_json, print_table
-from model import GPT, LOOKED_UP, num_params, unused
+from model import GPT, LOOKED_UP, num_params
 from prepare import Bins, data_folder, read_meta
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -177,9 +178,8 @@ def new_model(args):
     with contextlib.redirect_stdout(None):
         settings = configure({**vars(train), '__name__': ''}, 'GPTConfig', argv=args)
         config = settings.config
-        model_args = effective(settings, unused)
-    check_settings(config, train.CHOICES)
-    return named_model(config, model_args, 'meta') if config['init_from'] == 'scratch' else None
+    check_values(settings, config, vars(train))
+    return named_model(config, settings.model_args, 'meta') if config['init_from'] == 'scratch' else None
 
 
 def match_size(variant, target, active):
@@ -621,7 +621,7 @@ def compare(config, args, name='compare'):
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    check_settings(config, {'by': AXES, 'until': ('', 'decided')})
+    check_values(settings, config, globals())
     name, *paths = words or ['compare']
     if name == 'plot':
         path = png or f'{RUNS}/plot.png'

@@ -1,4 +1,4 @@
-# Lists for `python compare.py NAME`: what is varied, and around which run. Flags on the command line come
+# Lists for `python lab/compare.py NAME`: what is varied, and around which run. Flags on the command line come
 # after a list's own, and a config file there replaces its base. Each takes under 20 minutes on 2 idle CPU
 # cores; `classic`, `tricks`, `tricks_short`, `first_run`, `scaling`, `few_data`, `transfer_adamw` and
 # `transfer_muon` take an hour or more. The data: `python prepare.py --tokenizer=byte`; for `classic`

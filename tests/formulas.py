@@ -10,6 +10,7 @@ import types
 import torch
 import torch.nn.functional as F
 
+import experts
 import mixers
 import model as flat
 
@@ -155,7 +156,7 @@ ACTIVATIONS = {
 SCORES = {'softmax': (functools.partial(torch.softmax, dim=-1), 1), 'sigmoid': (torch.sigmoid, 2)}
 
 
-def mlp(config, module, x):
+def mlp(config, module, x, context=None):
     gate, *up = module.c_fc(x)
     if config.mlp == 'swiglu_oai':  # arXiv:2508.10925
         gate, up = gate.clamp(max=config.mlp_limit), [up[0].clamp(-config.mlp_limit, config.mlp_limit) + 1]
@@ -235,7 +236,7 @@ def block(config, module, x, context):
         return config.residual_scale * module.attn(x, context)
 
     def mlp(x):
-        return config.residual_scale * (module.mlp(x, context) if kind == 'E' else module.mlp(x))
+        return config.residual_scale * (module.mlp(x, context))
 
     def add(x, branch, number):
         if placement == 'post':
@@ -267,11 +268,12 @@ def prediction(config, module, x, x0, context):
 
 
 FORMULAS = {
-    flat.Norm: norm, flat.XIELU: xielu, flat.BigramEmbedding: bigram, flat.Attention: attention,
-    flat.LatentAttention: latent_attention, mixers.GatedDeltaNet: state_layer,
+    flat.Norm: norm, mixers.XIELU: xielu, mixers.BigramEmbedding: bigram, flat.Attention: attention,
+    mixers.VariantAttention: attention, mixers.LatentAttention: latent_attention,
+    mixers.GatedDeltaNet: state_layer,
     mixers.KimiDeltaAttention: state_layer, mixers.Mamba2: state_layer,
-    mixers.ShortConvolution: short_convolution, flat.MLP: mlp, flat.MoE: moe,
-    flat.Block: block, flat.MultiTokenPrediction: prediction}
+    mixers.ShortConvolution: short_convolution, flat.MLP: mlp, experts.MoE: moe,
+    flat.Block: block, flat.VariantBlock: block, mixers.MultiTokenPrediction: prediction}
 
 
 def embedding(config, model, context):
@@ -313,9 +315,10 @@ def cross_entropy(logits, targets):
 
 BIASES = {  # class: linear layers and the fields that give them a bias
     flat.Attention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
-    flat.LatentAttention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
+    mixers.VariantAttention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
+    mixers.LatentAttention: {'c_attn': 'qkv_bias', 'c_proj': 'proj_bias'},
     flat.MLP: {'c_fc': 'mlp_bias', 'c_proj': 'mlp_bias'},
-    flat.Experts: {'c_fc': 'mlp_bias', 'c_proj': 'mlp_bias'}, flat.MoE: {'router': 'mlp_bias'}}
+    experts.Experts: {'c_fc': 'mlp_bias', 'c_proj': 'mlp_bias'}, experts.MoE: {'router': 'mlp_bias'}}
 
 
 def initial_values(config):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from common import ROOT, run, train
 
+import experts
 import model as flat
 import train as flat_train
 from lab import check
@@ -42,7 +43,7 @@ MISTAKES = [
     ('an option that is lost', dict(attn_softcap=3.0), flat, 'eager_attention',
      lambda f: lambda *args: f(*args[:6], 0.0, *args[7:]), check.check_options,
      'attn_softcap=3.0 changes nothing'),
-    ('a balance loss that is a sum', MOE, flat.MoE, 'statistics',
+    ('a balance loss that is a sum', MOE, experts.MoE, 'statistics',
      lambda f: lambda *args: (2 * f(*args)[0], *f(*args)[1:]), check.check_formulas, r"aux\['balance'\]"),
     ('a lost bias', dict(bias=True), flat.MLP, '__init__', lambda f: lambda self, *args: (
         f(self, *args), setattr(self.c_proj, 'bias', None))[0], check.check_start, 'h.0.mlp.c_proj'),

@@ -1,14 +1,13 @@
 """Settings from files and flags, errors told in one line, and the machine."""
-import ast
+import contextlib
 import dataclasses
-import math
 import os
 import re
 import runpy
 import subprocess
 import sys
 import types
-from unittest import mock
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from common import ROOT
 import configurator
 import train
 from configurator import runtime
-from model import GPTConfig, unused
+from model import GPTConfig
 
 MODEL = '''
 raise SystemExit('model.py was imported')
@@ -26,10 +25,14 @@ class GPTConfig:
     n_layer: int = 12               # blocks
     n_embd: int = 768
     # positions ---------------------------
-    rope_scaling: dict | None = None  # {'type': 'yarn'}
-    pattern: tuple[str, ...] = (
-        'S',  # over
-        'L')  # two lines
+    rope_scaling: dict | None = None  # {'type': 'yarn'} [changeable]
+    pattern: tuple[str, ...] = ('S', 'L')  # on one line
+    # experts [if n_expert]
+    n_expert: int | None = None     # number
+    d_expert: int | None = None     # width
+    # others
+    kind: Literal['a', 'b'] = 'a'   # one of two
+    table: 'TABLE | None' = None    # a key
 
     def method(self):
         hidden = 3  # no field
@@ -45,17 +48,21 @@ from configurator import configure
 
 ROOT = os.sep
 # files ------------------------------
-out_dir = 'out'                     # checkpoints go here
+out_dir = 'out'                     # checkpoints go here [fixed]
 init_from = 'scratch'
 start = '\\n'                        # text, FILE:name
 learning_rate: float = 6e-4         # peak, after warm-up
 min_lr: float | None = None         # None: a tenth
 max_iters = 100
+share = 0.5                         # of all [> 0] [<= 1] [if decay_lr]
+below: float = -1.0                 # any
+optimizer = 'adamw'                 # a key [in OPTIMIZERS]
 compile: bool | str = 'auto'
 decay_lr = True
 stop: str | list[str] | None = None
-config, model_args, words, given, file_args = configure(
-    globals(), 'GPTConfig', words=1, default_file='config/default.py', tunes=True, also='train.py')
+settings = configure(globals(), 'GPTConfig', words=1, default_file='config/default.py', tunes=True,
+                     also='train.py')
+config, model_args, words, given, known = settings
 not_a_setting = 3
 '''
 
@@ -73,9 +80,13 @@ def script(tmp_path, monkeypatch):
         "decay_lr = 0\nfor i in range(3): pass\ndel i\n", encoding='utf-8')
     (tmp_path / 'model.py').write_text(MODEL)
     (tmp_path / 'script.py').write_text(SCRIPT, encoding='utf-8')
-    (tmp_path / 'train.py').write_text("eval_iters: int = 200\nconfigure(globals())\nghost = 1\n")
+    (tmp_path / 'train.py').write_text("eval_iters: int = 200\nconfigure(globals())\n")
+
+    monkeypatch.setattr(configurator, 'ROOT', tmp_path)
+    configurator.settings_of_scripts.cache_clear()
 
     def start(*argv, name='__main__'):
+        configurator.declared.cache_clear()
         monkeypatch.setattr(sys, 'argv', ['script.py', *argv])
         monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
         return runpy.run_path('script.py', run_name=name)
@@ -87,8 +98,8 @@ def script(tmp_path, monkeypatch):
     ('--start=a=b', 'a=b'), ('--min_lr=None', None), ('--compile=auto', 'auto'), ('--compile', True),
     ('--decay_lr=false', False), ("--stop=['a', 'b']", ['a', 'b']), ('--stop=12', '12'),
     ("--rope_scaling={'type': 'yarn'}", {'type': 'yarn'}), ("--pattern=('S',)", ('S',)),
-    ('--out_dir=~/x', os.path.expanduser('~/x')), ('--init_from=~', os.path.expanduser('~')),
-    ('--start=~/x', '~/x'), ('--stop=~', '~'), ('--out_dir=a~', 'a~')])
+    ('--out_dir=~/x', os.path.expanduser('~/x')), ('--stop=~', '~'), ('--out_dir=a~', 'a~'),
+    ('--kind=b', 'b'), ('--table=None', None)])
 def test_a_flag_has_the_type_of_its_setting(arg, value, script):
     name = arg.removeprefix('--').partition('=')[0]
     found = script('config/default.py', arg)
@@ -101,9 +112,9 @@ def test_a_flag_has_the_type_of_its_setting(arg, value, script):
     ('--learing_rate=1', "unknown setting 'learing_rate'; did you mean 'learning_rate'"),
     ('--max-iters=1', "did you mean 'max_iters'"),
     ('--out_dir=', 'is empty'),
-    ('--out_dir', 'str, got True'), ('--min_lr=none', 'float or None'),
+    ('--out_dir', 'text, got True'), ('--min_lr=none', 'a number or None'),
     ('nope.py', 'there is no config file nope.py: neither here nor in '),
-    ('config/type.py', 'config/type.py: max_iters must be int, got 2.5')])
+    ('config/type.py', 'config/type.py: max_iters must be an integer, got 2.5')])
 def test_typos_and_wrong_types_are_one_error(arg, message, script, tmp_path):
     (tmp_path / 'config/type.py').write_text('max_iters = 2.5')
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -117,7 +128,6 @@ def test_files_and_flags_override_from_left_to_right(script, capsys, monkeypatch
     assert found['learning_rate'] == found['config']['learning_rate'] == 2.0 and found['words'] == ['look']
     assert found['model_args'] == {'n_layer': 2, 'n_embd': 128}
     assert found['given']['n_embd'] == 'config/a.py' and found['given']['n_layer'] == 'flags'
-    assert found['file_args'] == {'n_embd': 128}
     out = capsys.readouterr().out
     assert "config/a.py: max_iters = 10, n_embd = 128, out_dir = 'é'" in out and 'learning_rate = 2.0' in out
     monkeypatch.setenv('RANK', '1')  # only rank 0 prints
@@ -149,24 +159,32 @@ def test_help_is_the_source(script, capsys):
     out = capsys.readouterr().out
     at = [out.index(line) for line in (
         '$ python script.py --batch_size=8', '# files', "out_dir = 'out'                     # checkpoints",
-        'n_layer: int = 12               # blocks', '# positions', '# two lines')]
+        'n_layer: int = 12               # blocks', '# positions', '# on one line')]
     assert e.value.code == 0 and at == sorted(at) and 'not_a_setting' not in out and 'hidden' not in out
 
 
 def test_the_fields_of_our_model_are_read_as_they_are():
     read = configurator.declared(ROOT / 'model.py')
     for field in dataclasses.fields(GPTConfig):
-        assert ast.literal_eval(read[field.name].default) == field.default
+        assert read[field.name].default == field.default
         assert type(field.default).__name__.removesuffix('Type') in read[field.name].kinds
 
 
-def test_a_range_ends_where_it_says():
-    configurator.check_settings({'top_p': 1, 'min_lr': 0.1, 'learning_rate': 0.1, 'steps': None, 'own': -1})
-    for name, value in (('top_p', 1.01), ('min_lr', 0.2), ('min_p', math.nan)):
-        with pytest.raises(ValueError, match=f'{name}={value} must be at least .* and at most'):
-            configurator.check_settings({'learning_rate': 0.1, name: value})
-    with pytest.raises(ValueError, match="quantize='int4' is none of '', int8"):
-        configurator.check_settings({'quantize': 'int4'})
+@pytest.mark.parametrize('arg, message', [
+    ('--share=1', None), ('--share=1.01', 'share=1.01 is not supported: it must be <= 1'),
+    ('--share=0', 'it must be > 0'), ('--max_iters=-1', 'it must be >= 0'), ('--below=-2', None),
+    ('--optimizer=sgd', 'optimizer=.sgd. is not supported: it must be one of adamw, muon'),
+    ('--n_expert=-1', '>= 0'),
+    ('--min_lr=None', None), ('--learning_rate=nan', 'a number, got')])
+def test_a_value_keeps_the_rules_of_its_line(arg, message, script):
+    def check():
+        found = script(arg)
+        values = found['config'] | found['model_args']
+        configurator.check_values(found['settings'], values, {'OPTIMIZERS': {'adamw': 1, 'muon': 2}})
+    if message is None:
+        return check()
+    with pytest.raises(ValueError, match=message):
+        check()
 
 
 def test_a_config_file_imports_a_file_beside_it(script, tmp_path, monkeypatch):
@@ -176,31 +194,40 @@ def test_a_config_file_imports_a_file_beside_it(script, tmp_path, monkeypatch):
     assert script('config/b.py')['model_args']['n_embd'] == 24
 
 
-def test_flags_without_effect_are_refused_and_config_files_serve_many_runs():
-    configurator.check_effect({'momentum': 'config/x.py', 'beta1': 'flags'}, {'optimizer': 'adamw'})
-    configurator.check_effect({'momentum': 'flags'}, {'optimizer': 'muon'})
-    with pytest.raises(ValueError, match='--momentum has no effect with optimizer=adamw: leave it out'):
-        configurator.check_effect({'momentum': 'flags'}, {'optimizer': 'adamw'})
+def test_flags_without_effect_are_rejected_and_config_files_serve_many_runs(script, tmp_path):
+    (tmp_path / 'config/b.py').write_text('share = 0.4\nd_expert = 3')
+    for args, message in ((['config/b.py', '--decay_lr=False'], None), (['--share=0.4'], None),
+                          (['--share=0.4', '--decay_lr=False'], '--share has no effect: it needs decay_lr'),
+                          (['--d_expert=3'], '--d_expert has no effect: it needs n_expert'),
+                          (['--n_expert=2', '--d_expert=3', '--kind=b'], None)):
+        found = script(*args)
+        values = {'n_expert': None} | found['config'] | found['model_args']
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            configurator.check_effects(found['settings'], values, {})
 
 
-@pytest.mark.parametrize('file, flags, lost', [
-    ('llama_small.py', ['--pos=alibi', '--n_layer=2'], 'rope_base'),
-    ('moe_small.py', ['--n_expert=0'], 'n_expert_active n_shared_expert d_expert router balance_bias'),
-    ('hybrid_small.py', ['--mixer_pattern=A'], 'linear_n_key_head linear_n_value_head'),
-    *(('default.py', [f'--mixer_pattern={letters}'], 'window window_pattern')  # each needs the other
-      for letters in ('D', 'DA', 'DDDA', 'B')),
-    ('llama_small.py', ['--n_layer=2'], ''), ('llama_small.py', ['--pos=alibi', '--rope_base=9'], None),
-    ('hybrid_small.py', ['--n_layer=2'], None)])  # 'DDA' needs three
-def test_flags_take_the_ground_of_what_a_config_file_says(file, flags, lost):
-    """lost: the fields that are left out; None: it is refused."""
-    settings = configurator.configure({**vars(train), '__name__': ''}, 'GPTConfig',
-                                      argv=[f'config/{file}', *flags])
-    args = configurator.effective(settings, unused)
-    if lost is None:
-        with pytest.raises(ValueError, match='invalid config: .* needs '):
-            GPTConfig(**args)
-    else:
-        assert GPTConfig(**args) and args.keys() == settings.model_args.keys() - {*lost.split()}
+def test_marks_are_read_where_a_setting_is_declared():
+    assert configurator.marked(ROOT / 'train.py', 'fixed') == [
+        'optimizer', 'lora_rank', 'lora_alpha', 'lora_targets']
+    assert configurator.marked(ROOT / 'model.py', 'changeable') == [
+        'block_size', 'dropout', 'rope_scaling', 'document_token', 'balance_per_sequence']
+
+
+def test_every_rule_of_ours_is_python():
+    """With the defaults of all settings each rule can be evaluated."""
+    for name in ('train', 'sample', 'prepare', 'bench', 'zoo/hub', 'lab/compare', 'lab/check'):
+        path = ROOT / f'{name}.py'
+        known = configurator.declared(path) | configurator.declared(ROOT / 'model.py')
+        values = {name: setting.default for name, setting in known.items()} | {'mixer_pattern': 'A'}
+        tables = {'OPTIMIZERS': {'adamw': 1}, 'SCHEDULES': {'cosine': 1}, 'AXES': {'iter': 1}, 'os': os,
+                  'train': train}
+        for name, setting in known.items():
+            settings = configurator.Configured({}, {}, [], {name: 'flags'}, known)
+            configurator.check_values(settings, values, tables)
+            for rule in setting.rules:
+                assert re.match('fixed$|changeable$|if |in |[<>=!]|train|decode|eval|params|att', rule)
+                if rule.startswith('if '):
+                    eval(rule[3:], tables, values)
 
 
 NANOGPT = '''  # its train.py, without the sizes that GPTConfig owns
@@ -222,18 +249,13 @@ def test_nanogpts_settings_have_their_names_and_values():
 # errors -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('code, line', [
-    ("runtime('gpu')", 'x.py: device=gpu: use cpu, mps, cuda, cuda:1 or auto'),
-    ("open(sys.argv[1].partition('=')[2])", "x.py: [Errno 2] No such file or directory: 'no.txt'"),
     ("raise OSError(28, 'No space left on device', '/tmp1')", "x.py: cannot write ([Errno 28] No space left "
      "on device: '/tmp1'): free some space, or write elsewhere"),
-    ("raise PermissionError(13, 'Permission denied', 'b')", "x.py: [Errno 13] Permission denied: 'b'"),
     ("with configurator.reading('a.json'): int('{')",
-     "x.py: a.json is damaged or of another kind: ValueError: invalid literal for int() with base 10: '{'"),
+     "x.py: a.json is damaged or not such a file: ValueError: invalid literal for int() with base 10: '{'"),
     ('raise KeyboardInterrupt', 'x.py: interrupted'),
     ("raise RuntimeError('CUDA out of memory. Tried')", 'x.py: out of memory: lower --batch_size (train.py: '
      'and raise --gradient_accumulation_steps by as much), --max_new_tokens or --procs'),
-    ("raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]')",
-     'x.py: this rank ends because another one has, which says why'),
     ("raise ValueError('of a fork, elsewhere')", None), ("open('other.txt')", None),  # not named, not ours
     ("configurator.fit(1, 2)", None), ("assert 1 > 2", None)])
 def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monkeypatch, capsys):
@@ -247,14 +269,16 @@ def test_errors_for_the_user_are_one_line_and_bugs_a_traceback(code, line, monke
     assert said == line + '\n' if line else said.startswith('Traceback') and '/elsewhere/x.py' in said
 
 
-@pytest.mark.parametrize('script', configurator.SCRIPTS)
+@pytest.mark.parametrize('script', ['train', 'sample', 'prepare', 'bench', 'zoo/hub', 'lab/compare',
+                                    'lab/check'])
 def test_help_and_typos_do_not_wait_for_torch(script, tmp_path):
     for name in ('torch', 'numpy', 'tokenizers', 'safetensors'):  # found first, and not importable
         (tmp_path / f'{name}.py').write_text(f'raise ImportError("{name} was imported")')
     env = {**os.environ, 'PYTHONPATH': str(tmp_path)}
     done = subprocess.run([sys.executable, str(ROOT / f'{script}.py'), '--no_such_setting=1'],
                           capture_output=True, text=True, env=env)
-    assert done.returncode and re.fullmatch(f'{script}.py: --no_such_setting=1: unknown.*\n', done.stderr)
+    name = Path(script).name
+    assert done.returncode and re.fullmatch(f'{name}.py: --no_such_setting=1: unknown.*\n', done.stderr)
 
 
 @pytest.mark.parametrize('name, said', [('print', b''), ('configurator.print0', b'on')])
@@ -281,37 +305,26 @@ def test_the_cpu_makes_no_call_to_cuda(monkeypatch):
     assert torch.equal(torch.rand(3), first)
 
 
-@pytest.mark.parametrize('cores, variables, asleep', [
-    (4, {'CI': '1'}, True), (6, {}, False), (2, {'GOMP_SPINCOUNT': '9'}, False)])
-def test_threads_wait_asleep_beside_others_unless_the_user_decides(cores, variables, asleep, monkeypatch):
-    monkeypatch.setattr(configurator, 'busy_cores', lambda: 1.6)
-    monkeypatch.setattr(os, 'cpu_count', lambda: cores)
-    with mock.patch.dict(os.environ, variables, clear=True), mock.patch.dict(sys.modules):
-        configurator.yield_cores()  # torch is here, too late
-        assert os.environ == variables
-        del sys.modules['torch']
-        configurator.yield_cores()
-        assert os.environ == variables | ({'OMP_WAIT_POLICY': 'passive'} if asleep else {})
-
-
 def test_each_rank_has_its_gpu(monkeypatch):
     chosen = []
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    for name in ('get_device_name', 'set_device'):
-        monkeypatch.setattr(torch.cuda, name, chosen.append)
+    monkeypatch.setattr(torch, 'empty', lambda *shape, device: None)
+    monkeypatch.setattr(torch.accelerator, 'current_accelerator', lambda: torch.device('cuda'))
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda *_: 'H100')
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
     runtime('cuda:1', 'float32')
     assert torch.get_float32_matmul_precision() == 'high'
     runtime('auto', 'float16')
     assert torch.get_float32_matmul_precision() == 'highest'  # routers and states are not in 16 bits
     monkeypatch.setenv('LOCAL_RANK', '1')
-    assert runtime('auto', 'bfloat16').device == 'cuda:1' and chosen == [1, 1, 0, 0, 1, 1]
+    assert runtime('auto', 'bfloat16').device == 'cuda:1' and chosen == ['cuda:1', 'cuda', 'cuda:1']
 
 
 @pytest.mark.parametrize('device, dtype, message', [
-    ('cuda', 'auto', 'no CUDA'), ('mps', 'auto', 'no MPS'), ('cpu', 'float16', 'float16 needs CUDA')])
-def test_devices_and_dtypes_that_are_not_there(device, dtype, message, monkeypatch):
-    for backend in (torch.cuda, torch.mps):
-        monkeypatch.setattr(backend, 'device_count', lambda: 0)
+    ('cuda', 'auto', 'device=cuda is not available'), ('gpu', 'auto', 'device=gpu is not available'),
+    ('cpu', 'float16', 'float16 needs CUDA')])
+def test_devices_and_dtypes_that_are_not_there(device, dtype, message):
+    if torch.cuda.is_available() and device == 'cuda':
+        pytest.skip('it is there')
     with pytest.raises(ValueError, match=message):
         runtime(device, dtype)
 

@@ -11,6 +11,7 @@ import typing
 
 import torch
 
+from configurator import ROOT, declared
 from model import LOCAL, GPTConfig, complete_scaling, letter, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
@@ -380,7 +381,7 @@ def read_gemma4(c, args):
 
 
 def write_gemma4(config, c):
-    local = config.fields_of(0)
+    local = vars(config.at(0))
     c.update(global_head_dim=config.head_dim, num_global_key_value_heads=config.n_kv_head,
              head_dim=local['head_dim'], num_key_value_heads=local['n_kv_head'],
              enable_moe_block=bool(config.n_expert))
@@ -624,8 +625,9 @@ GEMMA2 = like(
     ours=dict(norm_placement='sandwich', tie_word_embeddings=True, mlp='geglu_tanh'),
     names={'ln_3': 'pre_feedforward_layernorm', 'ln_4': 'post_feedforward_layernorm'},
     layouts=PLUS_ONE_NORMS,
-    rules=(GEMMA, converted('attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
-                            lambda config: round(config.scale_of(0) ** -2), 256)))
+    rules=(GEMMA, converted(
+        'attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
+        lambda config: round((config.attn_scale or config.at(0).head_dim ** -0.5) ** -2), 256)))
 GEMMA4 = like(
     GEMMA2, 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
@@ -958,7 +960,8 @@ FAMILIES = {  # by model_type
             'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
         rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size'))),
     'cwm': like(
-        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias')),
+        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias'),
+        rules=(Rule({}, write=lambda config, c: c.pop('bos_token_id')),)),  # None is not allowed
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
         ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
@@ -1239,7 +1242,6 @@ def rope_fields(given, c, args):
 
 
 OLDER_LOCAL = 'gemma3_text', 'olmo3'  # families with two rotations that transformers 4 has
-THEIR_SCALINGS = 'default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 'proportional'
 
 
 def write_rope(config, c):
@@ -1249,8 +1251,8 @@ def write_rope(config, c):
         fields = vars(config) | local
         both[kind] = rope = {'rope_theta': fields['rope_base'], 'rope_type': 'default',
                              **(fields['rope_scaling'] or {})}
-        if rope['rope_type'] not in THEIR_SCALINGS:
-            raise ValueError('transformers has no such scaling')
+        if rope['rope_type'] == 'ntk':
+            raise ValueError("transformers has no rope_scaling of rope_type 'ntk'")
         if rope['rope_type'] == 'dynamic':  # there of max_position_embeddings
             del rope['original_max_position_embeddings']
         if 'partial_rotary_factor' in ours:
@@ -1304,31 +1306,23 @@ def write_layers(config, c, family):
 
 
 def canonical(config):
-    """A config's computation, however it is written: {field: value}, without fields that have no effect."""
+    """What a config computes for one document, however it is written: {field: value}, without fields that
+    have no effect."""
     layers = range(config.n_layer)
     written = {name: letters(config, name) for name in ('expert_pattern', 'pos_pattern', 'mixer_pattern')}
     values = {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
-              'n_dense_layer': None, 'window': None, **written,
+              'document_token': None, 'n_dense_layer': None, 'window': None, **written,
               'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
                                  for i in layers],
-              'local': [[config.fields_of(i)[name] for name in LOCAL] for i in layers],
-              'attn_scale': [(config.head_dim or config.kv_lora_rank) and round(config.scale_of(i), 9)
+              'local': [[getattr(config.at(i), name) for name in LOCAL] for i in layers],
+              'attn_scale': [round(config.attn_scale or (config.at(i).head_dim or 1) ** -0.5, 9)
                              for i in layers],
               'logit_scale': round(config.logit_scale, 9),
               'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
+    conditions = {name: [rule[3:] for rule in setting.rules if rule.startswith('if ')]
+                  for name, setting in declared(ROOT / 'model.py').items()}
     return {name: value for name, value in values.items()
-            if all(eval(rule, {}, vars(config)) for rule in RULES.get(name, ()))}
-
-
-RULES = {  # GPTConfig's field: conditions without which it has no effect
-    'alibi_scale': ["pos == 'alibi'"], 'pos_pattern': ["pos in ('rope', 'alibi')"],
-    **dict.fromkeys(('rope_base', 'rope_scaling', 'partial_rotary_factor'), ["pos == 'rope'"]),
-    **dict.fromkeys(('n_expert_active', 'n_shared_expert', 'd_expert', 'expert_input_scale', 'expert_norms',
-                     'router', 'norm_topk_prob', 'routed_scaling_factor', 'n_group', 'balance_bias'),
-                    ['n_expert']),
-    'shared_gate': ['n_expert', 'n_shared_expert'], 'topk_group': ['n_expert', 'n_group'],
-    'mlp_limit': ["mlp == 'swiglu_oai'"], 'head_bias': ['not tie_word_embeddings'],
-    'window_global': ["'G' in (window_pattern or '')"]}
+            if all(eval(rule, {}, vars(config)) for rule in conditions[name])}
 
 
 def write_config(config, kind):
@@ -1340,7 +1334,9 @@ def write_config(config, kind):
          'eos_token_id': None, **family.theirs}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
     for ours, theirs in family.fields.items():
-        value = config.scale_of(0) if ours == 'attn_scale' else getattr(config, ours)
+        value = getattr(config, ours)
+        if ours == 'attn_scale':
+            value = value or config.head_dim ** -0.5
         if ours == 'mlp':
             value = activations.get(value)
         value = value or OFF.get(ours, value)
@@ -1372,8 +1368,8 @@ def config_to_hf(config, kinds=SHAPES):
             return c
         nearest.append((kind, lacks))
     kind, lacks = min(nearest, key=lambda one: len(one[1]))
-    raise ValueError(f"the nearest published family, {kind}, has no "
-                     + ', '.join(f"{name}={getattr(config, name)!r}" for name in lacks))
+    lacks = ', '.join(f"{name}={getattr(config, name)!r}" for name in lacks)
+    raise ValueError(f"the nearest published family, {kind}, has no {lacks}; --family= names another")
 
 
 # tensors ----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import tempfile
 if __name__ == '__main__':  # else its folder is searched first
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
-from configurator import check_settings, configure, package, plain
+from configurator import configure, package, plain
 
 dtype: str | None = None  # of exported weights: float32, bfloat16, float16, in .gguf q8_0; None: as stored
 family: str | None = None  # of an export, one of `hub.py families`; None: the model's own, else what fits
@@ -36,7 +36,7 @@ config, _, words, *_ = configure(globals(), words=3)
 
 import torch
 
-from model import GPT, num_params
+from model import GPT, changed, num_params
 from tokenizer import json_tokenizer
 from zoo import gguf
 from zoo.families import (
@@ -157,7 +157,7 @@ def from_pretrained(folder_or_id, dtype=None, device='cpu', int8=False, **change
     largest = max(stored.values(), key=lambda one: math.prod(one.shape))
     dtype = dtype or DTYPES.get(largest.kind, torch.float32)
     with torch.device('meta'):
-        model = GPT(config.changed(**changes))
+        model = GPT(changed(config, **changes))
         as_stored = GPT(config)
     parts = plan(model, family, renamed)
     check(parts, stored, as_stored, family, folder)
@@ -293,14 +293,11 @@ if __name__ == '__main__':
             save = gguf.save_gguf
             readers = 'llama.cpp'
             kinds = gguf.DTYPES
-        check_settings({'dtype': dtype}, {'dtype': [None, *kinds]})
+        if dtype not in (kinds := [None, *kinds]):
+            raise ValueError(f"dtype={dtype!r} is not supported: it must be one of {', '.join(kinds[1:])}")
         model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
-        if model.config.document_token is not None:  # transformers' models have no such thing
-            print(f"document_token={model.config.document_token} is left out: it matters only where several "
-                  "documents follow one another")
-            model.config.document_token = None
         dtype = getattr(torch, str(dtype), dtype)  # q8_0 is a name
         save(model, tokenizer, words[2], dtype, family or rest.get('family'))
         print(f"{rest['path']} is in {words[2]} for {readers}")

@@ -6,7 +6,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import Embedding, FusedLinear, GroupedLinear, Linear, hidden_init, parameter
+from experts import GroupedLinear
+from model import Embedding, FusedLinear, Linear, hidden_init, parameter
 
 # low-rank adapters ------------------------------------------------------------------------------------------
 
