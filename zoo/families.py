@@ -410,11 +410,6 @@ def write_rope_where_short(config, c):
     c['sliding_window'] = config.window
 
 
-def write_phi3(config, c):
-    if config.rope_scaling and config.rope_scaling['rope_type'] != 'longrope':
-        raise ValueError('Phi 3 has no other scaling')
-
-
 def read_ministral3(c, args):
     scaling = args['rope_scaling'] or {}
     if 'llama_4_scaling_beta' not in scaling:
@@ -657,7 +652,7 @@ LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
 INTERLEAVED = {'attn.c_attn': rows_interleaved}
 GLM = like(
     BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
-    ours=dict(qkv_bias=True, partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
+    ours=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 GRANITE = like(
     LLAMA, 'GraniteForCausalLM', rules=(LOGITS_SCALING,),
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
@@ -894,7 +889,7 @@ FAMILIES = {  # by model_type
                        names={'ln_2': 'pre_feedforward_layernorm'}),
     'phi3': like(
         MISTRAL, 'Phi3ForCausalLM', ours=dict(partial_rotary_factor=1.0),
-        rules=(Rule(dict(original_max_position_embeddings=4096), write=write_phi3),),
+        defaults=dict(original_max_position_embeddings=4096),
         names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'}),
     'glm': GLM,
     'glm4': like(
@@ -921,8 +916,7 @@ FAMILIES = {  # by model_type
         ours=dict(tie_word_embeddings=True)),
     'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None),
                    rows=INTERLEAVED, exports=False),  # its heads must be as wide as the stream
-    'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'),
-                     ours=dict(qkv_bias=True)),
+    'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias')),
     'internlm3': LLAMA,
     'iquestcoder': like(LLAMA, exports=False),  # transformers does not know it
     'ministral': like(MISTRAL, 'MinistralForCausalLM', layers='SL'),
@@ -964,7 +958,7 @@ FAMILIES = {  # by model_type
         rules=(Rule({}, write=lambda config, c: c.pop('bos_token_id')),)),  # None is not allowed
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
-        ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
+        ours=dict(LAYERNORM, mlp='gelu_tanh', tie_word_embeddings=True),
         harmless='activation_function layer_norm_epsilon mlp_type norm_type scale_attn_weights',
         names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}),
     'stablelm': like(
@@ -977,7 +971,7 @@ FAMILIES = {  # by model_type
         ours=dict(LAYERNORM, partial_rotary_factor=0.5),
         layouts=PLUS_ONE_NORMS),
     'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
-                  ours=dict(LAYERNORM, qkv_bias=True, proj_bias=True, mlp_bias=True)),
+                  ours=dict(LAYERNORM)),
     'apertus': like(
         ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True), exports=False,
         ours=dict(mlp='xielu', qk_norm=True),
@@ -1278,10 +1272,7 @@ def read_layers(c, args, family):
         refuse(c, sliding_window=size)
     if len({*layers}) > 1 and c.get('layer_types'):
         letters = {LAYER_TYPES[one]: one for one in layers}
-        kinds = [FIRST_TYPES.get(one, one) for one in c['layer_types']]
-        if unknown := set(kinds) - letters.keys():
-            refuse(c, layer_types=unknown)
-        layers = ''.join(letters[one] for one in kinds)
+        layers = ''.join(letters.get(FIRST_TYPES.get(one, one), '?') for one in c['layer_types'])
     elif 'max_window_layers' in family.defaults:  # counts first layers without a window
         layers = 'L' * (c['max_window_layers'] or 0) + 'S' * args['n_layer']
     elif isinstance(period, int):

@@ -58,8 +58,7 @@ from zoo.weights import fill_rows, quantize_weights
 # import -----------------------------------------------------------------------------------------------------
 
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}  # as safetensors name them
-WEIGHTS = 'model.safetensors'
-INDEX = 'model.safetensors.index.json'
+WEIGHTS = 'model*.safetensors'  # one file, or several parts
 
 
 def read_json(folder, name):
@@ -67,24 +66,17 @@ def read_json(folder, name):
     return json.loads(pathlib.Path(folder, name).read_text('utf-8'))
 
 
-def weight_names(folder):
-    """The names of a folder's safetensors: those of the index, or model.safetensors."""
-    if os.path.exists(f'{folder}/{INDEX}'):
-        return sorted({*read_json(folder, INDEX)['weight_map'].values()})
-    return [WEIGHTS]
-
-
 def read_headers(folder):
     """name -> Stored, of a folder's safetensors. Raises FileNotFoundError."""
     stored = {}
-    for path in [f'{folder}/{name}' for name in weight_names(folder)]:
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"{path} is missing; weights are only read from safetensors")
+    for path in sorted(pathlib.Path(folder).glob(WEIGHTS)):
         opened = functools.partial(package('safetensors').safe_open, path, 'pt')
         with opened() as file:
             for name in file.keys():  # noqa: SIM118 (it is no dict)
                 header = file.get_slice(name)
                 stored[bare(name)] = Stored(opened, name, tuple(header.get_shape()), header.get_dtype())
+    if not stored:
+        raise FileNotFoundError(f"{folder}/{WEIGHTS} is missing: weights are only read from safetensors")
     return stored
 
 
@@ -207,8 +199,8 @@ def save_pretrained(model, tokenizer, folder, dtype=None, family=None):
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding='utf-8', newline='')
         tensors = their_tensors(model, plan(model, FAMILIES[c['model_type']]), dtype)
-        package('safetensors.torch').save_file(tensors, temporary / WEIGHTS, {'format': 'pt'})
-        shutil.copymode(temporary / 'config.json', temporary / WEIGHTS)  # else private to its owner
+        package('safetensors.torch').save_file(tensors, temporary / 'model.safetensors', {'format': 'pt'})
+        shutil.copymode(temporary / 'config.json', temporary / 'model.safetensors')  # else private
         folder.mkdir(exist_ok=True)
         for path in temporary.iterdir():
             path.replace(folder / path.name)
@@ -222,7 +214,7 @@ def published_tokenizer(path):
 # the hub ----------------------------------------------------------------------------------------------------
 
 SMALL_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json',
-               'chat_template.jinja', INDEX]
+               'chat_template.jinja']
 
 
 def fetch(name):
@@ -235,8 +227,7 @@ def fetch(name):
     try:
         folder = download(repo, allow_patterns=SMALL_FILES)
         config_from_hf(read_json(folder, 'config.json'))
-        return download(repo, revision=os.path.basename(folder),
-                        allow_patterns=[WEIGHTS, *weight_names(folder)])
+        return download(repo, revision=os.path.basename(folder), allow_patterns=[WEIGHTS])
     except OSError as error:
         raise OSError(f"{repo} is not a folder here, and cannot be fetched: {' '.join(str(error).split())}"
                       ) from error
