@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import EVAL, TOY, lora_state, made, run, same_weights, train
+from common import EVAL, TOY, made, run, same_weights, train
 
 import prepare
 from model import num_params
@@ -41,19 +41,6 @@ def test_adapters_leave_their_base_as_it_is(folder):
         assert model.state_dict().keys() == (base if merge else whole).keys()
         assert model.config.dropout == 0.1 and rest['iter_num'] == 5
         near(model.eval()(idx), story['model'](idx), 1e-5)
-
-
-@torch.no_grad()
-def test_adapters_name_a_published_base_by_its_path(tmp_path):
-    model, path = tiny(), tmp_path / 'lora.pt'
-    hub.save_pretrained(model, None, tmp_path / 'theirs')
-    weights.add_lora(model, 2, 4.0, ['c_attn'])
-    for w in lora_state(model).values():
-        w += torch.randn_like(w) * 0.1
-    x = tokens(model, 1, 8)
-    torch.save({'model': lora_state(model), 'model_args': vars(model.config), 'lora': {
-        'rank': 2, 'alpha': 4.0, 'targets': ['c_attn'], 'base': str(tmp_path / 'theirs')}}, path)
-    near(load(str(path))[0](x), model(x))
 
 
 # nanoGPT ----------------------------------------------------------------------------------------------------

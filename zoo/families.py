@@ -622,7 +622,7 @@ GEMMA2 = like(
     layouts=PLUS_ONE_NORMS,
     rules=(GEMMA, converted(
         'attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
-        lambda config: round((config.attn_scale or config.at(0).head_dim ** -0.5) ** -2), 256)))
+        lambda config: round((config.attn_scale or (config.head_dim or 1) ** -0.5) ** -2), 256)))
 GEMMA4 = like(
     GEMMA2, 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',

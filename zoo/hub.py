@@ -277,21 +277,17 @@ def load_published(name, device, dtype, int8, changes):
 if __name__ == '__main__':
     from sample import load
     if len(words) == 3 and words[0] == 'export':
-        save = save_pretrained
-        readers = 'transformers and vLLM'
-        kinds = map(plain, DTYPES.values())
-        if words[2].endswith('.gguf'):
-            save = gguf.save_gguf
-            readers = 'llama.cpp'
-            kinds = gguf.DTYPES
-        if dtype not in (kinds := [None, *kinds]):
+        is_gguf = words[2].endswith('.gguf')
+        kinds = [None, *(gguf.DTYPES if is_gguf else map(plain, DTYPES.values()))]
+        if dtype not in kinds:
             raise ValueError(f"dtype={dtype!r} is not supported: it must be one of {', '.join(kinds[1:])}")
         model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
+        save = gguf.save_gguf if is_gguf else save_pretrained
         dtype = getattr(torch, str(dtype), dtype)  # q8_0 is a name
         save(model, tokenizer, words[2], dtype, family or rest.get('family'))
-        print(f"{rest['path']} is in {words[2]} for {readers}")
+        print(f"{rest['path']} is in {words[2]} for {'llama.cpp' if is_gguf else 'transformers and vLLM'}")
     elif words == ['families']:
         print_families()
     elif len(words) == 1 and words[0] != 'export':
