@@ -37,7 +37,6 @@ class Family(typing.NamedTuple):
     rows: dict = {}             # our module or tensor, if they order its rows otherwise: a function (config,
     #                             the rows of each fused projection) -> our rows in each of their tensors
     layouts: dict = {}          # our tensor: Layout
-    ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
     harmless: str = ''          # patterns of their fields that change nothing
     layers: str = 'L'           # letters of LAYER_TYPES, repeated; if several, config.json's layer_types may
     #                             say in which order, else transformers ignores these
@@ -539,7 +538,7 @@ QWEN3_5_MOE = like(
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': rows_qwen3_5})
 DEEPSEEK_EXPERTS = like(
-    BASE, ignored=('model.layers.N.*',),  # the extra prediction layer
+    BASE,
     fields=dict(n_shared_expert='n_shared_experts',
                 n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
                 d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
@@ -565,7 +564,7 @@ GLM4_MOE_LITE = like(
     rules=(WRITE_LATENT, MLP_TYPES))
 DEEPSEEK_V32 = like(
     GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', exports=False,
-    ignored=('model.layers.N.*', '*.indexer.*'), harmless='index*',
+    harmless='index*',
     rules=(*GLM4_MOE_LITE.rules, Rule(dict(index_topk=2048), read_indexer)))
 TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
                     n_group=None, topk_group=None)
@@ -973,11 +972,11 @@ FAMILIES = {  # by model_type
     'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
                   ours=dict(LAYERNORM)),
     'apertus': like(
-        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True), exports=False,
+        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True),
+        exports=False,  # whose files have constants too
         ours=dict(mlp='xielu', qk_norm=True),
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
-               'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
-        ignored=('*.act_fn.beta', '*.act_fn.eps')),  # constants, which an export would need
+               'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'}),
     'olmo': like(BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None, clip_qkv='clip_qkv'),
                  ours=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
     'nanochat': like(
@@ -1001,7 +1000,7 @@ FAMILIES = {  # by model_type
         layouts={'wpe.weight': AFTER_TWO}),
     'gptj': GPTJ,
     'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
-                    rows={'attn.c_attn': rows_codegen}, ignored=('*.attn.causal_mask',)),
+                    rows={'attn.c_attn': rows_codegen}),
     'gpt_neo': like(
         GPT, 'GPTNeoForCausalLM', exports=False,
         fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',

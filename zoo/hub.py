@@ -87,14 +87,15 @@ def bare(name):
     return name.replace('.block_sparse_moe.', '.mlp.')
 
 
-IGNORED = ('*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.attn.bias', '*.attention.bias',
-           '*.masked_bias', '*inv_freq', 'rope_freqs.weight')
+IGNORED = ['*vision*', '*visual*', '*audio*', '*projector*', '*mtp*', '*.indexer.*', '*.attn.bias',
+           '*.attention.bias', '*.masked_bias', '*.causal_mask', '*.act_fn.beta', '*.act_fn.eps', '*inv_freq',
+           'rope_freqs.weight']
 
 
 def check(parts, stored, model, family, folder):
     """Raises ValueError that names all missing, unexpected or misshapen tensors."""
-    ignored = [*IGNORED, f"{family.names['lm_head']}.weight",  # where it is tied
-               *(bare(one).replace('N', str(model.config.n_layer)) for one in family.ignored)]
+    # a tied head, and the layer after the last, which predicts a further token
+    ignored = [*IGNORED, f"{family.names['lm_head']}.weight", f'layers.{model.config.n_layer}.*']
     wanted = {name: tuple(w.shape) for name, w in their_tensors(model, parts, torch.float32).items()}
     found = {name: one.shape for name, one in stored.items()
              if name in wanted or not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)}
