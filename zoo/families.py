@@ -638,17 +638,17 @@ GEMMA4 = like(
            'mlp.experts.c_proj.weight': 'experts.down_proj'},
     rules=(GEMMA, Rule(dict(per_layer_config=None, global_head_dim=512, num_global_key_value_heads=None,
                             enable_moe_block=False), read_gemma4, write_gemma4)))
+INTERLEAVED = {'attn.c_attn': rows_interleaved}
 GPTJ = like(
     GPT, 'GPTJForCausalLM',
     ours=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True,
               tie_word_embeddings=False),
     names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
            'mlp.c_fc': 'mlp.fc_in', 'mlp.c_proj': 'mlp.fc_out'},
-    rows={'attn.c_attn': rows_interleaved},
+    rows=INTERLEAVED,
     rules=(Rule(dict(rotary_dim=64), read_rotary_dim, write_rotary_dim),))
 LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
 
-INTERLEAVED = {'attn.c_attn': rows_interleaved}
 GLM = like(
     BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
     ours=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
@@ -1073,7 +1073,7 @@ FAMILIES = {  # by model_type
         rules=(LOGITS_SCALING, shared_width('shared_intermediate_size'))),
     'hunyuan_v1_moe': like(
         HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(n_shared_expert=1),
-        fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),
+        fields=dict(n_expert='num_experts', n_expert_active='moe_topk'),
         names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
         rules=(*HUNYUAN.rules, Rule({}, read_topk))),
     'qwen3_5_moe_text': QWEN3_5_MOE,
