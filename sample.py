@@ -93,7 +93,7 @@ from tokenizer import tokenizer_from_state
 #     lora               None, or rank, alpha, targets, base (the model that the adapters are for) and
 #                        base_checksum
 #     kept               the iterations of the run's ckpt-<iteration>.pt
-#     runtime            machine, ranks, threads, compile, dtype: the same give the same bits
+#     family             the published family that an export is written as, or None
 #     optimizer, scaler  parameter name -> the optimizer's state of it; state_dict() of the scaler
 #     iter_num, ...      NUMBERS of train.py
 #     path               the file or folder

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import EVAL, TOY, lora_state, made, run, same_weights, train
+from common import EVAL, TOY, run, same_weights, train
 
 import prepare
-from configurator import CANNOT_WRITE
-from model import num_params
-from sample import from_state, load
-from test_model import MLA, near, tiny, tokens
+from model import GPT, num_params
+from sample import load
+from test_model import near, tiny, tokens
 from tokenizer import make_tokenizer
 from zoo import hub, weights
 
 safetensors = pytest.importorskip('safetensors.torch')
+SafetensorError = pytest.importorskip('safetensors').SafetensorError
 
 # adapters ---------------------------------------------------------------------------------------------------
 
@@ -43,51 +43,18 @@ def test_adapters_leave_their_base_as_it_is(folder):
         near(model.eval()(idx), story['model'](idx), 1e-5)
 
 
-def with_adapters(targets, **options):
-    model = tiny(**options)
-    weights.add_lora(model, 2, 4.0, targets)
-    for w in lora_state(model).values():
-        w += torch.randn_like(w) * 0.1
-    return model
-
-
-def test_compiled_adapters_equal_eager():
-    model = with_adapters(['c_kv', 'attn.c_proj', 'c_fc'], n_layer=1, **MLA)
-    idx, found = tokens(model, 2, 16), []
-    for forward in model, torch.compile(model, backend='aot_eager', fullgraph=True):
-        forward(idx, idx)[0].backward()
-        found.append([w.grad for w in model.parameters() if w.requires_grad])
-        model.zero_grad()
-    assert len(found[0]) == 6
-    torch.testing.assert_close(*found)
-
-
-@torch.no_grad()
-def test_adapters_name_their_base_by_a_path(tmp_path):
-    model, path = with_adapters(['c_attn']), tmp_path / 'lora.pt'
-    args, x = vars(model.config), tokens(model, 1, 8)
-    base = {name.replace('.base.', '.'): w for name, w in model.state_dict().items() if '.lora_' not in name}
-    torch.save({'model': base, 'model_args': args}, tmp_path / 'base.pt')
-    hub.save_pretrained(from_state(base, args), None, tmp_path / 'theirs')
-    for name in 'base.pt', 'theirs':
-        torch.save({'model': lora_state(model), 'model_args': args, 'lora': {
-            'rank': 2, 'alpha': 4.0, 'targets': ['c_attn'], 'base': str(tmp_path / name)}}, path)
-        near(load(str(path))[0](x), model(x))
-
-
 # nanoGPT ----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('bias', [False, True])
-def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
+def test_nanogpt_checkpoints_load_sample_and_resume(folder, capsys):
     """What nanoGPT's train.py writes: its names, its argument set, AdamW's state, best loss as tensor."""
-    model = tiny(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False, bias=bias,
+    model = tiny(pos='learned', norm='layernorm', norm_eps=1e-5, mlp='gelu', qk_norm=False, bias=True,
                  vocab_size=23, block_size=16)
     order = ['wte.weight', 'wpe.weight', *(
         f'h.{i}.{part}.{kind}' for i in range(2)
         for part in ('ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj')
         for kind in ('weight', 'bias')), 'ln_f.weight', 'ln_f.bias']  # as nanoGPT's optimizer counts
     weights = model.state_dict()
-    state = {f'_orig_mod.transformer.{name}': weights[name] for name in order if name in weights}
+    state = {f'_orig_mod.transformer.{name}': weights[name] for name in order}
     params = [torch.nn.Parameter(w.clone()) for w in state.values()]
     for w in params:
         w.grad = torch.randn_like(w)
@@ -97,7 +64,7 @@ def test_nanogpt_checkpoints_load_sample_and_resume(folder, bias, capsys):
     os.mkdir('out')
     torch.save({'model': {**state, '_orig_mod.lm_head.weight': weights['wte.weight']},
                 'optimizer': opt.state_dict(), 'iter_num': 5, 'best_val_loss': torch.tensor(2.5),
-                'model_args': dict(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=bias, vocab_size=23,
+                'model_args': dict(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=True, vocab_size=23,
                                    dropout=0.0),
                 'config': {'dataset': 'toy', 'learning_rate': 1e-3, 'batch_size': 8, 'max_iters': 5,
                            'gradient_accumulation_steps': 2, 'dtype': 'float16', 'compile': True}},
@@ -164,15 +131,15 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
             original_max_position_embeddings=4))],  # transformers changes it on the way
     'mixtral': [dict(num_local_experts=5, num_experts_per_tok=3)],
     'qwen2': [dict(TIED, use_sliding_window=True, max_window_layers=1)],
-    'qwen3': [{}, dict(TIED, attention_bias=True, use_sliding_window=True, max_window_layers=2)],
+    'qwen3': [dict(TIED, attention_bias=True, use_sliding_window=True, max_window_layers=2)],
     'qwen3_moe': [dict(norm_topk_prob=True, mlp_only_layers=[1]), dict(decoder_sparse_step=2)],
     'deepseek_v2': [
         dict(LATENT, q_lora_rank=None, topk_method='greedy'),
         dict(LATENT, n_group=2, topk_group=1, topk_method='group_limited_greedy', routed_scaling_factor=2.0,
              **hf_rope('yarn', factor=4.0, mscale=0.7, mscale_all_dim=0.9))],
     'deepseek_v3': [
-        dict(LATENT, n_group=2, rms_norm_eps=0.1),
-        dict(LATENT, attention_bias=True, norm_topk_prob=False, n_shared_experts=2, first_k_dense_replace=2)],
+        dict(LATENT, attention_bias=True, norm_topk_prob=False, n_shared_experts=2, first_k_dense_replace=2,
+             n_group=2, rms_norm_eps=0.1)],
     'bloom': [dict(hidden_size=36, n_head=6)],  # ALiBi of no power of two
     'falcon': [
         {}, dict(new_decoder_architecture=True, num_kv_heads=2),
@@ -185,14 +152,13 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'qwen2_moe': [dict(mlp_only_layers=[1])],
     'qwen3_next': [HYBRID, dict(HYBRID, attention_bias=True, linear_num_key_heads=4, norm_topk_prob=False,
                                 mlp_only_layers=[0], layer_types=None)],
-    'qwen3_5_text': [HYBRID, dict(HYBRID, **TIED, layer_types=['full_attention'] * 4)],
+    'qwen3_5_text': [HYBRID],
     'qwen3_5_moe_text': [HYBRID],
     'gemma': [dict(attention_bias=True, hidden_act='gelu')],
     'gemma3_text': [dict(num_hidden_layers=6, final_logit_softcapping=9.0, **ROPE_BY_KIND)],
     'gemma4_text': [
         dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=9.0),
-        dict(GEMMA4, enable_moe_block=True, top_k_experts=2, num_experts=4, moe_intermediate_size=24),
-        dict(GEMMA4, layer_types=['full_attention'] * 6)],
+        dict(GEMMA4, enable_moe_block=True, top_k_experts=2, num_experts=4, moe_intermediate_size=24)],
     'gemma4_unified_text': [dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=4,
                                  layer_types=['sliding_attention'] * 6)],  # the last sees all anyway
     'olmo3': [dict(num_hidden_layers=4, rope_parameters={
@@ -240,7 +206,7 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'minicpm3': [dict(LATENT, dim_model_base=8)],
     'mellum': [dict(FULL_SLIDING, **SPARSE_DENSE, **ROPE_BY_KIND)],
     'flint': [dict(FULL_SLIDING, mlp_only_layers=[1], norm_topk_prob=False)],
-    'granite_swa': [{}, dict(UNTIED, **FULL_SLIDING, layer_rope_theta=[500.0, 500.0, 0])],
+    'granite_swa': [dict(UNTIED, **FULL_SLIDING, layer_rope_theta=[500.0, 500.0, 0])],
     'granitemoe_swa': [dict(layer_rope_theta=[0, 100.0, 100.0])],
     'cwm': [dict(mlp_bias=True)],
     'starcoder2': [dict(use_bias=False)],
@@ -249,21 +215,19 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'nemotron': [dict(TIED, attention_bias=True)],
     'apertus': [dict(attention_bias=True)],
     'olmo': [dict(TIED, attention_bias=True, clip_qkv=0.5)],
-    'nanochat': [dict(attention_bias=True), dict(TIED, final_logit_softcapping=None)],
+    'nanochat': [dict(attention_bias=True)],
     'hunyuan_v1_dense': [dict(attention_bias=True, **hf_rope('dynamic', factor=1.0, alpha=50.0))],
     'opt': [dict(UNTIED, enable_bias=False),
             dict(layer_norm_elementwise_affine=False, activation_function='gelu')],
     'codegen': [dict(n_head=8, n_embd=48, rotary_dim=4, n_inner=40)],
     'gpt_bigcode': [dict(UNTIED, n_inner=40)],
     'gpt_neo': [dict(window_size=6, attention_types=[[['global', 'local'], 1], [['local'], 2]])],
-    'glm4_moe': [dict(use_qk_norm=True, attention_bias=True, first_k_dense_replace=2),
-                 dict(TIED, n_group=2, norm_topk_prob=False)],
+    'glm4_moe': [dict(TIED, use_qk_norm=True, attention_bias=True, first_k_dense_replace=2, n_group=2)],
     'solar_open': [dict(attention_bias=True, **hf_rope('yarn', factor=4.0))],
     'dots1': [dict(max_window_layers=1)],
-    'exaone_moe': [dict(num_hidden_layers=5), dict(TIED, n_group=2, **FULL_SLIDING, **SPARSE_DENSE)],
+    'exaone_moe': [dict(TIED, n_group=2, **FULL_SLIDING, **SPARSE_DENSE)],
     'afmoe': [dict(mup_enabled=True, route_scale=2.0, global_attn_every_n_layers=2)],
-    'hy_v3': [dict(attention_bias=True, router_scaling_factor=2.0),
-              dict(TIED, num_key_value_heads=4, head_dim=8, mlp_layer_types=['sparse'] * 3)],  # no DeepSeek
+    'hy_v3': [dict(attention_bias=True, router_scaling_factor=2.0)],
     'minimax_m2': [dict(head_dim=16, rotary_dim=8, num_local_experts=5)],
     'glm4_moe_lite': [dict(LATENT, rms_norm_eps=1e-6, n_group=2, **SPARSE_DENSE)],
     'deepseek_v32': [dict(LATENT, n_group=2)],
@@ -307,8 +271,12 @@ def hf_model(kind, options, folder=None, **save):
     return model
 
 
+def read_config(folder):
+    return json.loads(Path(folder, 'config.json').read_text())
+
+
 def hf_opened(folder):
-    c = json.loads((Path(folder) / 'config.json').read_text())
+    c = read_config(folder)
     return pytest.importorskip('transformers').AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation='sdpa' if c.get('alibi') else 'eager', dtype=torch.float32).eval()
 
@@ -321,55 +289,37 @@ def test_hf_checkpoints_in_and_out(kind, options, tmp_path):
     ours, idx = hub.from_pretrained(tmp_path / 'in', **context), torch.randint(61, (2, 24))
     logits = theirs(idx).logits
     near(ours(idx), logits)
-    if kind == 'llama':
-        last = []
-        with ours.ln_f.register_forward_hook(lambda *call: last.append(call[-1])):
-            ours(idx)
-        near(last[0], theirs(idx, output_hidden_states=True).hidden_states[-1])
-    start = idx[:1, :6]
-    greedy = theirs.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=20, do_sample=False,
-                             pad_token_id=0)[0, 6:].tolist()
-    assert made(ours, [start[0].tolist()], 20, temperature=0)[0] == greedy
     if hub.FAMILIES[kind].exports:
         hub.save_pretrained(ours, None, tmp_path / 'out')
         near(hf_opened(tmp_path / 'out')(idx).logits, logits)
+        assert read_config(tmp_path / 'out')['model_type'] == kind
         assert torch.equal(hub.from_pretrained(tmp_path / 'out', **context)(idx), ours(idx))
     weights.quantize_weights(ours, torch.float32)  # a whole model; below, each tensor when it is read
     assert torch.equal(hub.from_pretrained(tmp_path / 'in', int8=True, **context)(idx), ours(idx))
 
 
 def learn(model):
-    """(losses of ten steps of AdamW, name -> gradient in the first)."""
+    """The losses of ten steps of AdamW."""
     opt, losses = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0), []
     for step in range(10):
         batch = torch.randint(1, 61, (2, 25), generator=torch.Generator().manual_seed(step))
         logits = model(batch[:, :-1])
         loss = torch.nn.functional.cross_entropy(getattr(logits, 'logits', logits).mT, batch[:, 1:])
         loss.backward()
-        if step == 0:
-            grads = {name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None}
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())
-    return losses, grads
+    return losses
 
 
-@pytest.mark.parametrize('kind, options', dict(reversed(HF_MODELS)).items(), ids=str)
-def test_hf_models_learn_as_in_transformers(kind, options, tmp_path):
-    """One model of each family: some are so chaotic that after ten steps weights which differ by 1e-7 give
-    losses that differ by 1e-3."""
-    theirs = hf_model(kind, options, tmp_path)
-    ours = hub.from_pretrained(tmp_path, **({'block_size': 64} if 'longrope' in str(options) else {}))
-    (losses, grads), (wanted, their_grads) = learn(ours), learn(theirs)
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    pairs = [(part.layout, grad[part.index], their_grads[part.name])  # some names are of files alone
-             for name, grad in grads.items() for part in hub.plan(ours, hub.FAMILIES[kind])[name]
-             if part.name in their_grads]
-    largest = max(grad.abs().max().item() for grad in their_grads.values())
-    for layout, grad, their_grad in pairs:
-        grad = grad if layout is hub.PLUS_ONE else layout.write(grad)
-        torch.testing.assert_close(grad, their_grad, rtol=1e-4, atol=1e-5 * largest)
-    assert pairs
+@pytest.mark.parametrize('kind', [
+    'gpt2', 'falcon', 'llama', 'olmo2', 'gemma2', 'deepseek_v3', 'gpt_oss', 'lfm2', 'qwen3_next',
+    'kimi_linear', 'nemotron_h', 'llama4_text'])
+def test_hf_models_learn_as_in_transformers(kind, tmp_path):
+    """A family for each kind of layer: others have the same."""
+    theirs = hf_model(kind, VARIANTS.get(kind, [{}])[0], tmp_path)
+    ours = hub.from_pretrained(tmp_path, block_size=64)
+    assert learn(ours) == pytest.approx(learn(theirs), rel=1e-5)
 
 
 # files in other forms than transformers writes them now: what is edited in config.json and tensors
@@ -409,14 +359,22 @@ def with_extra_layer(c, state):
     state['model.layers.3.embed_tokens.weight'] = torch.ones(61, 32)
 
 
-def in_a_larger_model(c, state):
-    text = {**c, 'attn_output_gate': True, 'mtp_num_hidden_layers': 1}
-    text['rope_parameters'] |= {'mrope_section': [1, 1, 0], 'mrope_interleaved': True}
-    c.clear()
-    c.update(model_type='qwen3_5', vision_config={'depth': 1}, image_token_id=60, text_config=text)
-    for name in list(state):
-        state[name.replace('model.', 'model.language_model.', 1)] = state.pop(name)
-    state |= {'model.visual.x.weight': torch.ones(2), 'mtp.fc.weight': torch.ones(2)}
+def in_a_larger_model(kind, prefix='language_model.model.'):
+    """A text model of this type, named as in the files of a model that reads images too."""
+    def edit(c, state):
+        text = {**c, 'model_type': kind}
+        c.clear()
+        c.update(model_type=kind.removesuffix('_text'), vision_config={'depth': 1}, text_config=text)
+        for name in list(state):
+            state[name.replace('model.', prefix, 1)] = state.pop(name)
+        state |= {f'{name}.x.weight': torch.ones(2) for name in ('model.visual', 'vision_tower', 'mtp')}
+    return edit
+
+
+def qwen3_6_as_published(c, state):
+    c.update(attn_output_gate=True, mtp_num_hidden_layers=1)
+    c['rope_parameters'] |= {'mrope_section': [1, 1, 0], 'mrope_interleaved': True}
+    in_a_larger_model('qwen3_5_text', 'model.language_model.')(c, state)
 
 
 def granite4_as_published(c, state):
@@ -426,24 +384,8 @@ def granite4_as_published(c, state):
 
 def gemma4_as_published(c, state):
     del c['per_layer_config']
-    text = {**c, 'global_head_dim': 16, 'num_global_key_value_heads': 1}
-    c.clear()
-    c.update(model_type='gemma4', audio_config={'depth': 1}, text_config=text)
-    for name in list(state):
-        state[name.replace('model.', 'model.language_model.', 1)] = state.pop(name)
-    state |= {f'model.{name}.x.weight': torch.ones(2) for name in ('vision_tower', 'embed_audio')}
-
-
-def in_a_language_model(kind):
-    """A text model of this type, named as in Llama 4's and Kimi K2.5's files."""
-    def edit(c, state):
-        text = {**c, 'model_type': kind}
-        c.clear()
-        c.update(model_type='larger', vision_config={'depth': 1}, text_config=text)
-        for name in list(state):
-            state[f'language_model.{name}'] = state.pop(name)
-        state |= {f'{name}.x.weight': torch.ones(2) for name in ('vision_tower', 'multi_modal_projector')}
-    return edit
+    c.update(global_head_dim=16, num_global_key_value_heads=1)
+    in_a_larger_model('gemma4_text', 'model.language_model.')(c, state)
 
 
 def with_fused_experts(c, state):
@@ -453,27 +395,6 @@ def with_fused_experts(c, state):
                           for name in ('gate', 'up', 'down'))
         state[f'{layer}.gate_up_proj'] = torch.cat((torch.stack(gate), torch.stack(up)), dim=1)
         state[f'{layer}.down_proj'] = torch.stack(down)
-
-
-def minimind_2(c, state):
-    """Experts and one that all tokens use, each MLP by itself."""
-    for name in [name for name in state if 'block_sparse_moe' in name or 'shared_mlp' in name]:
-        layer, w = name.partition('block_sparse_moe' if 'block' in name else 'shared_mlp')[0], state.pop(name)
-        many = w.ndim == 3
-        for i, one in enumerate(w if many else [w]):
-            place = f'{layer}mlp.{"experts" if many else "shared_experts"}.{i}'
-            if 'router' in name:
-                state[f'{layer}mlp.gate.weight'] = w
-            elif 'input_linear' in name:
-                gate, up = one.clone().chunk(2)
-                state |= {f'{place}.gate_proj.weight': gate.clone(), f'{place}.up_proj.weight': up.clone()}
-            else:
-                state[f'{place}.down_proj.weight'] = one.clone()
-    for name in {name for name in c if 'multiplier' in name or name in (
-            'logits_scaling', 'num_local_experts', 'shared_intermediate_size')}:
-        del c[name]
-    minimind(use_moe=True, n_routed_experts=4, n_shared_experts=1, scoring_func='softmax',
-             moe_intermediate_size=None)(c, state)
 
 
 def minimind(**change):
@@ -491,6 +412,18 @@ def minimind(**change):
     return edit
 
 
+def test_minimind_2_names_its_experts_otherwise():
+    """One MLP that all tokens use beside those that are chosen."""
+    config = hub.config_from_hf({**SIZES, 'model_type': 'minimind', 'use_moe': True, 'n_routed_experts': 4,
+                                 'n_shared_experts': 1, 'num_experts_per_tok': 2, 'scoring_func': 'softmax'})
+    assert not config.qk_norm and config.d_expert == 48 and config.n_shared_expert == 1
+    parts = hub.plan(GPT(config), hub.FAMILIES['minimind'])
+    names = [part.name.partition('.mlp.')[2] for part in (
+        *parts['h.1.mlp.experts.c_proj.weight'][:2], *parts['h.1.mlp.shared.c_fc.weight'])]
+    assert names == ['experts.0.down_proj.weight', 'experts.1.down_proj.weight',
+                     'shared_experts.0.gate_proj.weight', 'shared_experts.0.up_proj.weight']
+
+
 @pytest.mark.parametrize('kind, options, edit', [
     ('llama', hf_rope('yarn', factor=4.0), as_once_published),
     ('gemma3_text', dict(num_hidden_layers=6), gemma3_as_once_published),
@@ -499,21 +432,18 @@ def minimind(**change):
     ('kimi_linear', VARIANTS['kimi_linear'][0], kimi_as_published),
     ('gpt2', {}, without_prefix),
     ('deepseek_v3', dict(LATENT, n_group=2), with_extra_layer),
-    ('qwen3_5_text', HYBRID, in_a_larger_model),
+    ('qwen3_5_text', HYBRID, qwen3_6_as_published),
     ('qwen3_5_moe_text', HYBRID, with_fused_experts),
-    ('llama4_text', LLAMA4, in_a_language_model('llama4_text')),
-    ('deepseek_v3', dict(LATENT, n_group=2), in_a_language_model('kimi_k2')),
+    ('llama4_text', LLAMA4, in_a_larger_model('llama4_text')),
+    ('deepseek_v3', dict(LATENT, n_group=2), in_a_larger_model('kimi_k2')),
     ('qwen3_moe', dict(TIED, head_dim=8, norm_topk_prob=True), minimind(use_moe=True)),
     ('llama', dict(TIED, head_dim=8), minimind(  # before version 3
         use_moe=False, n_routed_experts=4, n_shared_experts=1, scoring_func='softmax', seq_aux=True)),
-    ('granitemoeshared', dict(TIED, shared_intermediate_size=48, attention_multiplier=8**-0.5,
-                              embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0),
-     minimind_2),
 ], ids=lambda v: getattr(v, '__name__', v if isinstance(v, str) else ''))
 @torch.no_grad()
 def test_hf_files_in_other_forms(kind, options, edit, tmp_path):
     theirs, path = hf_model(kind, options, tmp_path), tmp_path / 'model.safetensors'
-    c, state = json.loads((tmp_path / 'config.json').read_text()), safetensors.load_file(path)
+    c, state = read_config(tmp_path), safetensors.load_file(path)
     edit(c, state)
     (tmp_path / 'config.json').write_text(json.dumps(c))
     safetensors.save_file(state, path)
@@ -535,19 +465,15 @@ def test_hf_heads_of_tied_models(tmp_path):
         ours = hub.from_pretrained(tmp_path)
         near(ours(idx), hf_opened(tmp_path)(idx).logits)
         assert (ours.lm_head is None) == is_tied
-    (tmp_path / 'model.safetensors.index.json').write_text('{"weight_map": {"x": "gone.safetensors"}}')
-    near(hub.from_pretrained(tmp_path)(idx), hf_opened(tmp_path)(idx).logits)  # a stale index
-
 
 @torch.no_grad()
 def test_hf_dtypes_and_contexts(tmp_path):
     theirs, idx = hf_model('gpt2', {}, tmp_path), torch.randint(61, (2, 16))
     near(hub.from_pretrained(tmp_path, block_size=16)(idx), theirs(idx).logits)  # cropped
-    for dtype in (torch.float16, torch.bfloat16):
-        theirs.to(dtype).save_pretrained(tmp_path / 'half')
-        ours = hub.from_pretrained(tmp_path / 'half')
-        assert ours.wte.weight.dtype == dtype
-        near(ours.float()(idx), hf_opened(tmp_path / 'half')(idx).logits)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / 'half')
+    ours = hub.from_pretrained(tmp_path / 'half')
+    assert ours.wte.weight.dtype == torch.bfloat16
+    near(ours.float()(idx), hf_opened(tmp_path / 'half')(idx).logits)
     theirs = hf_model('llama', dict(head_dim=8, **hf_rope(  # short texts; by a larger context long ones
         'longrope', factor=2.0, short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[1.0, 2.0, 3.0, 4.0],
         original_max_position_embeddings=32)), tmp_path)
@@ -570,14 +496,10 @@ def test_hf_contexts_end_where_an_indexer_would_choose(tmp_path):
 @pytest.mark.parametrize('change, message', [
     (dict(model_type='rwkv2'), "model_type='rwkv2' is unsupported; these are supported: .*llama"),
     (dict(quantization_config={'quant_method': 'fp8'}), 'llama with quantization_config=.*fp8'),
-    (dict(hidden_act='swish9'), "'swish9': none of"), (dict(use_magic=1, alibi=1), 'use_magic=1, alibi=1'),
-    (dict(sliding_window=8), 'sliding_window=8'),
-    (dict(model_type='phi', tie_word_embeddings=True), 'head_bias=True: needs'),
-    (dict(model_type='granite_swa', layer_rope_theta=[1.0, 2.0]), r'layer_rope_theta=\[1.0, 2.0\]'),
+    (dict(use_magic=1, alibi=1), 'use_magic=1, alibi=1'), (dict(sliding_window=8), 'sliding_window=8'),
     (dict(model_type='gemma4_text', hidden_size_per_layer_input=256),
      'gemma4_text with hidden_size_per_layer_input=256'),
-    (dict(model_type='hyperclovax', residual_multiplier=0.5), 'residual_scale=0.5: needs'),
-    (dict(model_type='qwen2', layer_types=['chunked_attention']), "layer_types={'chunked_attention'}")])
+    (dict(model_type='mixtral'), 'mixtral with num_local_experts num_experts n_routed_experts=None')])
 def test_hf_refuses_by_name_what_it_does_not_support(change, message):
     with pytest.raises(ValueError, match=message):
         hub.config_from_hf({**SIZES, 'model_type': 'llama', **change})
@@ -592,56 +514,35 @@ def test_hf_names_every_tensor_that_does_not_fit(tmp_path):
     safetensors.save_file(state, path)
     with pytest.raises(ValueError) as error:
         hub.from_pretrained(tmp_path)
-    for part in ('norm.weight is missing', 'o_proj.weight is (8, 32), not (32, 32)',
-                 'extra.weight is (2,), not expected'):
-        assert part in str(error.value)
+    assert ("it lacks [('layers.0.self_attn.o_proj.weight', (32, 32)), ('norm.weight', (32,))], and has "
+            "[('extra.weight', (2,)), ('layers.0.self_attn.o_proj.weight', (8, 32))]") in str(error.value)
 
 
 # exports ----------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def test_exports_open_in_transformers_or_are_refused_by_name(tmp_path):
-    gemma = dict(norm_placement='sandwich', qk_norm=False, mlp='geglu_tanh', embed_scale=32**0.5)
-    scaled = dict(gemma, rope_scaling={'factor': 2.0, 'rope_type': 'linear'})
-    for n, options in enumerate((
-            scaled, dict(gemma, window=5, window_pattern='SL'), dict(gemma, attn_softcap=3.0))):
-        model = tiny(**options)
-        hub.save_pretrained(model, None, tmp_path / f'{n}')
-        near(hf_opened(tmp_path / f'{n}')(idx := tokens(model, 2, 20)).logits, model(idx))
-    for options, part in ((dict(residual_lambdas=True), 'residual_lambdas .here True'),
-                          (dict(mlp='gelu'), "nearest, qwen3, differs in mlp .here 'gelu'"),
-                          (dict(qk_norm='whole'), "qk_norm .here 'whole'"),
-                          (dict(n_expert=4, n_shared_expert=1), 'n_shared_expert')):
-        with pytest.raises(ValueError, match=f'no published family.*{part}'):
+    model = tiny(norm_placement='sandwich', qk_norm=False, mlp='geglu_tanh', embed_scale=32**0.5, window=5,
+                 window_pattern='SL', attn_softcap=3.0, rope_scaling={'factor': 2.0, 'rope_type': 'linear'})
+    hub.save_pretrained(model, None, tmp_path / 'gemma', family='gemma2')
+    near(hf_opened(tmp_path / 'gemma')(idx := tokens(model, 2, 20)).logits, model(idx))
+    for options, part in ((dict(residual_lambdas=True), 'qwen3, has no residual_lambdas=True'),
+                          (dict(mlp='gelu', qk_norm='whole'), "qwen3, has no mlp='gelu', qk_norm='whole'")):
+        with pytest.raises(ValueError, match=f'the nearest published family, {part}'):
             hub.save_pretrained(tiny(**options), None, tmp_path / 'none')
     assert not (tmp_path / 'none').exists()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize('in_generation_config', [True, False])
-def test_generation_stops_at_every_end_token_as_in_transformers(in_generation_config, tmp_path):
-    transformers = pytest.importorskip('transformers')
-    theirs, folder = hf_model('qwen3', {'vocab_size': 257}), tmp_path / 'theirs'
-    prompt = torch.randint(257, (1, 7))
-    drawn = theirs.generate(prompt, max_new_tokens=30, do_sample=False)[0, 7:].tolist()
-    end = list(dict.fromkeys(drawn))[-1]  # the last that appears
-    ends = [256, end]
-    assert drawn.index(end) > 3 and 256 not in drawn
-    theirs.generation_config.eos_token_id = ends if in_generation_config else None
-    theirs.config.eos_token_id = 256 if in_generation_config else ends
-    theirs.save_pretrained(folder)
-    if not in_generation_config:
-        (folder / 'generation_config.json').unlink()
-    (folder / 'tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
-    run('zoo/hub.py', 'export', str(folder), str(tmp_path / 'ours'))
+def test_all_end_tokens_are_read_and_written(tmp_path):
+    theirs = hf_model('qwen3', {'vocab_size': 257})
+    theirs.config.eos_token_id, theirs.generation_config.eos_token_id = 256, [256, 10]
+    theirs.save_pretrained(tmp_path / 'theirs')
+    (tmp_path / 'theirs/tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
+    run('zoo/hub.py', 'export', str(tmp_path / 'theirs'), str(tmp_path / 'ours'))
     for name in 'theirs', 'ours':
-        model, tokenizer, _ = load(str(tmp_path / name))
-        mine, = made(model, [prompt[0].tolist()], 30, temperature=0, stop_tokens=tokenizer.stop_tokens)
-        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        whole = opened.generate(prompt, max_new_tokens=30, do_sample=False)[0, 7:].tolist()
-        assert whole == [*mine, end] == drawn[:len(whole)]
-    assert json.loads((tmp_path / 'ours/config.json').read_text())['eos_token_id'] == [
-        *tokenizer.stop_tokens] == list(opened.generation_config.eos_token_id)
+        assert list(load(str(tmp_path / name))[1].stop_tokens) == [256, 10]
+    assert read_config(tmp_path / 'ours')['eos_token_id'] == [256, 10]
+    assert hf_opened(tmp_path / 'ours').generation_config.eos_token_id == [256, 10]
 
 
 @torch.no_grad()
@@ -650,34 +551,22 @@ def test_exports_have_the_older_fields_of_rotations_too(tmp_path):
     gemma = dict(norm_placement='sandwich', mlp='geglu_tanh', embed_scale=32**0.5, window=5, n_layer=6,
                  window_pattern='SSSSSL', local={'rope_base': 300.0, 'rope_scaling': None})
     neox = dict(norm_placement='parallel_2', norm='layernorm', norm_eps=1e-5, mlp='gelu', bias=True,
-                qk_norm=False, partial_rotary_factor=0.5)
+                qk_norm=False, partial_rotary_factor=0.5, tie_word_embeddings=False)
     yarn = dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=16)
-    llama3 = dict(yarn, rope_type='llama3', low_freq_factor=1.0, high_freq_factor=4.0)
-    llama = dict(qk_norm=False)
-    for n, (options, scaling) in enumerate((
-            ({}, None), ({}, yarn), (llama, llama3), (gemma, yarn), (neox, None))):
-        model, folder = tiny(**options, rope_base=500.0, rope_scaling=scaling), tmp_path / f'{n}'
-        hub.save_pretrained(model, None, folder)
-        path, logits = folder / 'config.json', model(idx := tokens(model, 2, 20))
-        c = json.loads(path.read_text())
+    for family, options, scaling in (('qwen3', {}, None), ('qwen3', {}, yarn), ('gemma3_text', gemma, yarn),
+                                     ('gpt_neox', neox, None)):
+        folder = tmp_path / f'{family}{scaling}'
+        model = tiny(**options, rope_base=500.0, rope_scaling=scaling)
+        hub.save_pretrained(model, None, folder, family=family)
+        logits, c = model(idx := tokens(model, 2, 20)), read_config(folder)
         assert c.pop('rope_parameters')
-        path.write_text(json.dumps(c))
+        (folder / 'config.json').write_text(json.dumps(c))
         near(hf_opened(folder)(idx).logits, logits)
         near(hub.from_pretrained(folder)(idx), logits, 1e-6)
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_an_export_replaces_nothing(tmp_path):
-    hub.save_pretrained(tiny(), make_tokenizer('byte'), tmp_path)
-    before = contents(tmp_path)
-    assert before.keys() == {'config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json',
-                             'tokenizer_config.json'}
-    with pytest.raises(ValueError, match=f'{tmp_path} is not empty'):
-        hub.save_pretrained(tiny(n_layer=1), None, tmp_path)
-    assert contents(tmp_path) == before
 
 
 @contextlib.contextmanager
@@ -692,47 +581,34 @@ def full_disk(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_export_to_a_full_disk_changes_nothing(tmp_path):
-    errors = OSError, pytest.importorskip('safetensors').SafetensorError
-    with full_disk(40_000), pytest.raises(errors, match=CANNOT_WRITE):
+def test_exports_replace_nothing_and_leave_nothing_half_written(tmp_path):
+    with full_disk(40_000), pytest.raises((OSError, SafetensorError)):
         hub.save_pretrained(tiny(), None, tmp_path / 'new')
     assert not os.listdir(tmp_path)
+    hub.save_pretrained(tiny(), make_tokenizer('byte'), tmp_path)
+    before = contents(tmp_path)
+    assert before.keys() == {'config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json',
+                             'tokenizer_config.json'}
+    with pytest.raises(ValueError, match=f'{tmp_path} is not empty'):
+        hub.save_pretrained(tiny(n_layer=1), None, tmp_path)
+    assert contents(tmp_path) == before
 
 
 def test_adapters_of_a_published_model_are_exported_merged(folder):
-    hf_model('qwen3', {'vocab_size': 23}).to(torch.bfloat16).save_pretrained('theirs')
+    hf_model('cohere', {'vocab_size': 23}).to(torch.bfloat16).save_pretrained('theirs')
     tokenizer = prepare.load_tokenizer('data/toy')
     Path('theirs/tokenizer.json').write_text(tokenizer.to_json(), encoding='utf-8')
     model = run('train.py', '--init_from=theirs', *TOY[:1], *TOY[5:], '--out_dir=out', '--max_iters=5',
                 '--lora_rank=2', '--learning_rate=1e-2')['model'].eval()
-    run('zoo/hub.py', 'export', 'out', 'whole')
-    run('zoo/hub.py', 'export', 'out', 'half', '--dtype=bfloat16')
-    assert json.loads(Path('half/config.json').read_text())['dtype'] == 'bfloat16'
+    run('zoo/hub.py', 'export', 'out', 'whole', '--family=cohere')
+    run('zoo/hub.py', 'export', 'theirs', 'half')
+    assert [read_config(name)['dtype'] for name in ('whole', 'half')] == ['float32', 'bfloat16']
     idx = tokens(model, 2, 16)
     with torch.no_grad():
         near(hf_opened('whole')(idx).logits, model(idx))
-        assert (hub.from_pretrained('theirs', dtype=torch.float32)(idx) - model(idx)).abs().max() > 0.01
+        assert (hf_opened('half')(idx).logits - model(idx)).abs().max() > 0.01
     auto = pytest.importorskip('transformers').AutoTokenizer.from_pretrained('whole')
     assert auto('abcd')['input_ids'] == [0, 1, 2, 3]
-
-
-def test_what_is_no_published_model_is_said_to_be_none(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in 'adapters', 'out':
-        os.mkdir(name)
-    Path('adapters/adapter_config.json').write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
-    Path('out/ckpt.pt').write_text('')
-    for name, message in (('adapters', 'adapters of PEFT, not a model: merge them'),
-                          ('out', 'zoo/hub.py export RUN'), ('out/ckpt.pt', 'zoo/hub.py export RUN'),
-                          ('./models/typo', 'typo is no folder with')):
-        with pytest.raises(ValueError, match=message):
-            run('zoo/hub.py', name)
-    with pytest.raises(ValueError, match='adapters of PEFT'):
-        load('adapters')
-    hub.save_pretrained(tiny(), make_tokenizer('byte'), tmp_path / 'theirs')
-    Path('theirs/tokenizer_config.json').write_text('{')
-    with pytest.raises(ValueError, match='theirs/tokenizer_config.json is damaged'):
-        hub.published_tokenizer('theirs')
 
 
 # the hub ----------------------------------------------------------------------------------------------------
@@ -743,8 +619,7 @@ def test_hub_ids_become_local_folders(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hf_model('llama', {'vocab_size': 257}, 'repo', max_shard_size='60KB')
     Path('repo/tokenizer.json').write_text(make_tokenizer('byte').to_json(), encoding='utf-8')
-    for name in ('evil.py', 'pytorch_model.bin', 'consolidated.safetensors'):
-        Path('repo', name).write_text('not asked for')
+    Path('repo/pytorch_model.bin').write_text('not asked for')
     os.mkdir('cache')
     asked = []
 
@@ -755,15 +630,14 @@ def test_hub_ids_become_local_folders(tmp_path, monkeypatch, capsys):
         asked.append((repo, revision, names))
         return 'cache'
     monkeypatch.setattr(pytest.importorskip('huggingface_hub'), 'snapshot_download', snapshot_download)
-    idx, model = torch.randint(257, (1, 12)), hub.from_pretrained('repo')
-    assert torch.equal(load('a/b')[0](idx), model(idx))
+    model = hub.from_pretrained('repo')
+    assert same_weights(load('a/b')[0].state_dict(), model.state_dict())
     weights = {path.name for path in Path('repo').glob('model-*.safetensors')}
-    small = {'config.json', 'generation_config.json', 'tokenizer.json', 'model.safetensors.index.json'}
+    small = {'config.json', 'generation_config.json', 'tokenizer.json'}
     assert asked == [('a/b', None, small), ('a/b', 'cache', weights)] and len(weights) > 1
     hub.describe('a/b', 'cache')
     said = capsys.readouterr().out
-    for part in f'llama, {num_params(model):,} parameters', 'sample.py --init_from=a/b', '257 tokens':
-        assert part in said
+    assert f'llama, {num_params(model):,} parameters' in said and 'sample.py --init_from=a/b' in said
     Path('repo/config.json').write_text('{"model_type": "rwkv"}')
     with pytest.raises(ValueError, match="model_type='rwkv' is unsupported"):
         hub.fetch('gpt2')

@@ -2,13 +2,16 @@
 The published families of models: how transformers writes each one's config.json and names its tensors.
 `python zoo/hub.py families` prints them. A new family is an entry of FAMILIES: see Family.
 """
+import collections
 import fnmatch
+import itertools
 import math
 import re
 import typing
 
 import torch
 
+from configurator import ROOT, declared
 from model import LOCAL, GPTConfig, complete_scaling, letter, round_up
 
 # what a family is -------------------------------------------------------------------------------------------
@@ -34,11 +37,10 @@ class Family(typing.NamedTuple):
     rows: dict = {}             # our module or tensor, if they order its rows otherwise: a function (config,
     #                             the rows of each fused projection) -> our rows in each of their tensors
     layouts: dict = {}          # our tensor: Layout
-    ignored: tuple = ()         # patterns of tensors to skip; N: the layer after the last
     harmless: str = ''          # patterns of their fields that change nothing
     layers: str = 'L'           # letters of LAYER_TYPES, repeated; if several, config.json's layer_types may
     #                             say in which order, else transformers ignores these
-    exports: bool = True        # False: its config.json can be read alone
+    exports: bool = True        # False: it can only be read
 
 
 class Rule(typing.NamedTuple):
@@ -206,7 +208,7 @@ def worded(pattern, theirs, words):
 
     def write(config, c):
         their_words = {ours: word for word, ours in words.items()}
-        c[theirs] = [their_words[one] for one in letters(config, pattern)]
+        c[theirs] = [their_words.get(one) for one in letters(config, pattern)]
     return Rule({theirs: None}, read, write)
 
 
@@ -272,9 +274,7 @@ def read_indexer(c, args):
 
 def read_topk(c, args):
     if isinstance(c['moe_topk'], list):  # of each layer
-        args['n_expert_active'], *others = {*c['moe_topk']}
-        if others:
-            refuse(c, moe_topk=c['moe_topk'])
+        args['n_expert_active'], = {*c['moe_topk']}
 
 
 def read_llama4(c, args):
@@ -336,6 +336,8 @@ def read_nemotron_h(c, args):
     if not re.fullmatch('([AB][DE]?)+', kinds):
         refuse(c, layers_block_type=theirs)
     blocks = re.findall('([AB])([DE]?)', kinds)
+    if 'E' not in kinds:
+        args['n_expert'] = None
     args.update(n_layer=len(blocks), mixer_pattern=''.join(mixer for mixer, _ in blocks),
                 expert_pattern=''.join(mlp or 'N' for _, mlp in blocks))
 
@@ -346,7 +348,7 @@ def write_nemotron_h(config, c):
     c['time_step_min'] = 0.0  # which transformers applies to whole texts alone
     words = {ours: theirs for theirs, ours in NEMOTRON_LAYERS.items()}
     kinds = zip(letters(config, 'mixer_pattern'), letters(config, 'expert_pattern'))
-    c['layers_block_type'] = [words[kind] for block in kinds for kind in block if kind != 'N']
+    c['layers_block_type'] = [words.get(kind) for block in kinds for kind in block if kind != 'N']
 
 
 def nemotron_layer(config, layer, name):
@@ -407,11 +409,6 @@ def write_rope_where_short(config, c):
     c['sliding_window'] = config.window
 
 
-def write_phi3(config, c):
-    if config.rope_scaling and config.rope_scaling['rope_type'] != 'longrope':
-        raise ValueError('Phi 3 has no other scaling')
-
-
 def read_ministral3(c, args):
     scaling = args['rope_scaling'] or {}
     if 'llama_4_scaling_beta' not in scaling:
@@ -429,10 +426,8 @@ def write_ministral3(config, c):
 def read_layer_rope(c, args):
     """A base for each layer, 0 where nothing rotates; here one for all others."""
     bases = c['layer_rope_theta'] or [args['rope_base']]
-    args['rope_base'], *others = {*bases} - {0} or {args['rope_base']}
+    args['rope_base'], = {*bases} - {0} or {args['rope_base']}
     args['pos_pattern'] = ''.join('P' if base else 'N' for base in bases)
-    if others:
-        refuse(c, layer_rope_theta=bases)
 
 
 def write_layer_rope(config, c):
@@ -543,7 +538,7 @@ QWEN3_5_MOE = like(
                             'linear_attn.in_proj_a'},
     rows={'D.attn.c_attn': rows_qwen3_5})
 DEEPSEEK_EXPERTS = like(
-    BASE, ignored=('model.layers.N.*',),  # the extra prediction layer
+    BASE,
     fields=dict(n_shared_expert='n_shared_experts',
                 n_expert='n_routed_experts num_local_experts', n_expert_active='num_experts_per_tok',
                 d_expert='moe_intermediate_size', n_dense_layer='first_k_dense_replace',
@@ -569,7 +564,7 @@ GLM4_MOE_LITE = like(
     rules=(WRITE_LATENT, MLP_TYPES))
 DEEPSEEK_V32 = like(
     GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', exports=False,
-    ignored=('model.layers.N.*', '*.indexer.*'), harmless='index*',
+    harmless='index*',
     rules=(*GLM4_MOE_LITE.rules, Rule(dict(index_topk=2048), read_indexer)))
 TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
                     n_group=None, topk_group=None)
@@ -626,7 +621,7 @@ GEMMA2 = like(
     layouts=PLUS_ONE_NORMS,
     rules=(GEMMA, converted(
         'attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
-        lambda config: round((config.attn_scale or config.at(0).head_dim ** -0.5) ** -2), 256)))
+        lambda config: round((config.attn_scale or (config.head_dim or 1) ** -0.5) ** -2), 256)))
 GEMMA4 = like(
     GEMMA2, 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
@@ -643,20 +638,20 @@ GEMMA4 = like(
            'mlp.experts.c_proj.weight': 'experts.down_proj'},
     rules=(GEMMA, Rule(dict(per_layer_config=None, global_head_dim=512, num_global_key_value_heads=None,
                             enable_moe_block=False), read_gemma4, write_gemma4)))
+INTERLEAVED = {'attn.c_attn': rows_interleaved}
 GPTJ = like(
     GPT, 'GPTJForCausalLM',
     ours=dict(pos='rope', norm_placement='parallel', qkv_bias=False, proj_bias=False, head_bias=True,
               tie_word_embeddings=False),
     names={'attn.c_attn': 'attn.q_proj attn.k_proj attn.v_proj', 'attn.c_proj': 'attn.out_proj',
            'mlp.c_fc': 'mlp.fc_in', 'mlp.c_proj': 'mlp.fc_out'},
-    rows={'attn.c_attn': rows_interleaved},
+    rows=INTERLEAVED,
     rules=(Rule(dict(rotary_dim=64), read_rotary_dim, write_rotary_dim),))
 LAYERNORM = dict(norm='layernorm', norm_bias=True, norm_eps=1e-5)
 
-INTERLEAVED = {'attn.c_attn': rows_interleaved}
 GLM = like(
     BASE, 'GlmForCausalLM', fields=dict(proj_bias=None), rows=INTERLEAVED,
-    ours=dict(qkv_bias=True, partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
+    ours=dict(partial_rotary_factor=0.5), names={'mlp.c_fc': 'mlp.gate_up_proj'})
 GRANITE = like(
     LLAMA, 'GraniteForCausalLM', rules=(LOGITS_SCALING,),
     fields=dict(embed_scale='embedding_multiplier', attn_scale='attention_multiplier',
@@ -721,7 +716,7 @@ BAMBA = like(
     names={**renamed(LLAMA, 'mlp', 'feed_forward'), 'ln_2': 'pre_ff_layernorm',
            'ln_f': 'model.final_layernorm'},
     rules=(*MAMBA['rules'], listed('mixer_pattern', 'attn_layer_indices', 'A')))
-FAMILIES = {  # by model_type; exporting tries them in this order
+FAMILIES = {  # by model_type
     'qwen3': QWEN3,
     'llama': LLAMA,
     'mistral': MISTRAL,
@@ -812,14 +807,14 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                     linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
                     linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                     linear_conv_bias='use_conv_bias'),
-        ours=dict(pos='none', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
+        ours=dict(pos='none', mlp='relu2', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
                   mixer_pattern=None),
         theirs=dict(use_bias=False, mamba_hidden_act='silu'),
         harmless='attention_bias n_shared_experts topk_method expand',
         defaults=dict(num_hidden_layers=0),
         names={**renamed(BAMBA, 'mamba|self_attn|mlp|feed_forward', 'mixer'),
                'wte': 'backbone.embeddings', 'ln_f': 'backbone.norm_f', 'ln_1': 'norm', 'ln_2': 'norm',
-               'mlp.c_fc': 'mixer.up_proj', 'mlp.expert_bias': 'mixer.gate.e_score_correction_bias',
+               'mlp.c_fc': 'mixer.up_proj',
                'mlp.experts.c_fc': 'mixer.experts.E.up_proj',
                'mlp.shared.c_fc': 'mixer.shared_experts.up_proj'},
         rules=(Rule(dict(layers_block_type=None, hybrid_override_pattern=None),
@@ -851,7 +846,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
     'phi': like(
         BASE, 'PhiForCausalLM',
         fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, head_dim=None),
-        ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel',
+        ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel', mlp='gelu_tanh',
                   partial_rotary_factor=0.5),
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
                'mlp.c_proj': 'mlp.fc2'}),
@@ -893,7 +888,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                        names={'ln_2': 'pre_feedforward_layernorm'}),
     'phi3': like(
         MISTRAL, 'Phi3ForCausalLM', ours=dict(partial_rotary_factor=1.0),
-        rules=(Rule(dict(original_max_position_embeddings=4096), write=write_phi3),),
+        defaults=dict(original_max_position_embeddings=4096),
         names={'attn.c_attn': 'self_attn.qkv_proj', 'mlp.c_fc': 'mlp.gate_up_proj'}),
     'glm': GLM,
     'glm4': like(
@@ -902,9 +897,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                'ln_4': 'post_mlp_layernorm'}),
     'granite': GRANITE,
     'hyperclovax': like(
-        GRANITE, 'HyperCLOVAXForCausalLM', theirs=dict(use_post_norm=True),
+        GRANITE, 'HyperCLOVAXForCausalLM', theirs=dict(use_post_norm=True, residual_multiplier=1.0),
         ours=dict(attn_scale=None, norm_placement='sandwich'), rules=(),
-        fields=dict(logit_scale='logits_scaling'),
+        fields=dict(residual_scale=None, logit_scale='logits_scaling'),
         names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
     'cohere': COHERE,
     'cohere2': like(
@@ -920,10 +915,9 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(tie_word_embeddings=True)),
     'helium': like(LLAMA, 'HeliumForCausalLM', fields=dict(proj_bias=None),
                    rows=INTERLEAVED, exports=False),  # its heads must be as wide as the stream
-    'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias'),
-                     ours=dict(qkv_bias=True)),
+    'seed_oss': like(LLAMA, 'SeedOssForCausalLM', fields=dict(proj_bias='attention_out_bias')),
     'internlm3': LLAMA,
-    'iquestcoder': LLAMA,
+    'iquestcoder': like(LLAMA, exports=False),  # transformers does not know it
     'ministral': like(MISTRAL, 'MinistralForCausalLM', layers='SL'),
     'ministral3': like(MISTRAL, 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,)),
     'mistral4': like(
@@ -959,10 +953,11 @@ FAMILIES = {  # by model_type; exporting tries them in this order
             'mlp.experts.c_proj.weight': 'block_sparse_moe.experts.down_proj'},
         rules=(LOGITS_SCALING, LAYER_ROPE, shared_width('shared_intermediate_size'))),
     'cwm': like(
-        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias')),
+        MISTRAL, 'CwmForCausalLM', layers='LSSS', fields=same('mlp_bias'),
+        rules=(Rule({}, write=lambda config, c: c.pop('bos_token_id')),)),  # None is not allowed
     'starcoder2': like(
         MISTRAL, 'Starcoder2ForCausalLM', fields=dict(bias='use_bias', norm_eps='norm_epsilon'),
-        ours=dict(LAYERNORM, bias=True, mlp='gelu_tanh', tie_word_embeddings=True),
+        ours=dict(LAYERNORM, mlp='gelu_tanh', tie_word_embeddings=True),
         harmless='activation_function layer_norm_epsilon mlp_type norm_type scale_attn_weights',
         names={'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}),
     'stablelm': like(
@@ -975,13 +970,13 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         ours=dict(LAYERNORM, partial_rotary_factor=0.5),
         layouts=PLUS_ONE_NORMS),
     'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
-                  ours=dict(LAYERNORM, qkv_bias=True, proj_bias=True, mlp_bias=True)),
+                  ours=dict(LAYERNORM)),
     'apertus': like(
-        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True), exports=False,
+        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True),
+        exports=False,  # whose files have constants too
         ours=dict(mlp='xielu', qk_norm=True),
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
-               'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'},
-        ignored=('*.act_fn.beta', '*.act_fn.eps')),  # constants, which an export would need
+               'mlp.act.alpha_p': 'mlp.act_fn.alpha_p', 'mlp.act.alpha_n': 'mlp.act_fn.alpha_n'}),
     'olmo': like(BASE, 'OlmoForCausalLM', fields=dict(norm_eps=None, clip_qkv='clip_qkv'),
                  ours=dict(norm='layernorm', norm_eps=1e-5, norm_weight=False)),
     'nanochat': like(
@@ -1005,7 +1000,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         layouts={'wpe.weight': AFTER_TWO}),
     'gptj': GPTJ,
     'codegen': like(GPTJ, 'CodeGenForCausalLM', names={'attn.c_attn': 'attn.qkv_proj'},
-                    rows={'attn.c_attn': rows_codegen}, ignored=('*.attn.causal_mask',)),
+                    rows={'attn.c_attn': rows_codegen}),
     'gpt_neo': like(
         GPT, 'GPTNeoForCausalLM', exports=False,
         fields=dict(block_size='max_position_embeddings', n_layer='num_layers', n_head='num_heads',
@@ -1078,7 +1073,7 @@ FAMILIES = {  # by model_type; exporting tries them in this order
         rules=(LOGITS_SCALING, shared_width('shared_intermediate_size'))),
     'hunyuan_v1_moe': like(
         HUNYUAN, 'HunYuanMoEV1ForCausalLM', ours=dict(n_shared_expert=1),
-        fields=dict(n_expert='num_experts', n_expert_active='moe_topk', d_expert='intermediate_size'),
+        fields=dict(n_expert='num_experts', n_expert_active='moe_topk'),
         names={'mlp.router': 'mlp.gate.wg', **SHARED_MLP},
         rules=(*HUNYUAN.rules, Rule({}, read_topk))),
     'qwen3_5_moe_text': QWEN3_5_MOE,
@@ -1099,45 +1094,15 @@ FAMILIES = {  # by model_type; exporting tries them in this order
                                   attention_chunk_size=8192, use_qk_norm=True), read_llama4),
                every('expert_pattern', 'interleave_moe_layer_step', 'D', 'E', 1),
                listed('expert_pattern', 'moe_layers', 'E', 'D'))),
-    'kimi_k2': DEEPSEEK_V3,
+    'kimi_k2': like(DEEPSEEK_V3, exports=False),  # nor this one
     'flex_olmo': FLEX_OLMO,
     'olmoe': like(
         FLEX_OLMO, 'OlmoeForCausalLM', names=LLAMA.names, fields=same('clip_qkv'),
         ours=dict(norm_placement='pre')),
 }
-SILU = dict(mlp='swiglu', window=None, window_pattern=None)
-QWEN = dict(SILU, proj_bias=False)
-GEGLU = dict(mlp='geglu_tanh', proj_bias=False, attn_scale=None)
-GGUF = {  # model_type: llama.cpp's name, and what it fixes of GPTConfig, beside what FAMILIES do
-    'qwen3': ('qwen3', QWEN), 'qwen3_moe': ('qwen3moe', dict(QWEN, expert_pattern='E', norm_topk_prob=True)),
-    'qwen2': ('qwen2', dict(SILU, head_dim=None)), 'qwen2_moe': ('qwen2moe', dict(
-        SILU, head_dim=None, qkv_bias=True, expert_pattern='E', norm_topk_prob=False,
-        tie_word_embeddings=False)),
-    'llama': ('llama', SILU), 'mistral': ('llama', SILU), 'mixtral': ('llama', SILU),
-    'smollm3': ('smollm3', dict(QWEN, mlp_bias=False, pos_pattern='PPPN')),
-    'olmo2': ('olmo2', dict(QWEN, tie_word_embeddings=False)), 'gpt2': ('gpt2', dict(mlp='gelu_tanh')),
-    'gemma': ('gemma', GEGLU), 'gemma2': ('gemma2', dict(
-        GEGLU, window_pattern='SL', attn_softcap=50.0, logit_softcap=30.0)),
-    'gemma3_text': ('gemma3', dict(
-        GEGLU, window_pattern='SSSSSL', local={'rope_base': 1e4, 'rope_scaling': None}))}
-GGUF_FIELDS = {  # llama.cpp's: ours
-    'context_length': 'block_size', 'block_count': 'n_layer', 'embedding_length': 'n_embd',
-    'attention.head_count': 'n_head', 'attention.head_count_kv': 'n_kv_head',
-    'attention.key_length': 'head_dim', 'attention.value_length': 'head_dim',
-    'attention.layer_norm_epsilon': 'norm_eps', 'attention.layer_norm_rms_epsilon': 'norm_eps',
-    'attention.sliding_window': 'window', 'attn_logit_softcapping': 'attn_softcap',
-    'final_logit_softcapping': 'logit_softcap', 'rope.dimension_count': 'head_dim',
-    'rope.freq_base': 'rope_base', 'expert_count': 'n_expert', 'expert_used_count': 'n_expert_active',
-    'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
-GGUF_SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
-                'rope.scaling.original_context_length': 'original_max_position_embeddings'}
-GGUF_OTHERS = {  # what has another name, or none, in a family's fields: its name in config.json
-    'n_kv_head': 'num_key_value_heads', 'head_dim': 'head_dim', 'rope_base': 'rope_theta',
-    'window': 'sliding_window', 'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
-GGUF_PAIRED = 'llama', 'smollm3'  # in these the rows that rotate as a pair are neighbours
-GGUF_EXPERTS = {  # all in one tensor
-    **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
-    'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
+# of these the first that computes the same is what a model of no family is written as
+SHAPES = ('qwen3', 'llama', 'mistral', 'qwen2', 'mixtral', 'qwen3_moe', 'deepseek_v3', 'bloom', 'falcon',
+          'gpt2', 'qwen3_5_text', 'youtu', 'glm4_moe')
 LAYER_TYPES = {  # by our mixer's letter; attention is L, or with a window S
     'L': 'full_attention', 'S': 'sliding_attention', 'D': 'linear_attention', 'K': 'linear_attention',
     'B': 'linear_attention', 'M': 'full_attention', 'C': 'conv'}
@@ -1178,11 +1143,7 @@ def config_from_hf(c):
     """config.json, old or new -> GPTConfig. Raises ValueError that names all that is unsupported."""
     c = text_config(c)
     c = c.get('attn_config', {}) | c  # MPT's
-    kind = c.get('model_type')
-    if kind not in FAMILIES:
-        raise ValueError(f"model_type={kind!r} is unsupported; these are supported: "
-                         f"{', '.join(sorted(FAMILIES))}")
-    family = FAMILIES[kind]
+    family = family_of(c.get('model_type'))
     known = [*family.theirs, *' '.join((HARMLESS, family.harmless, *family.fields.values())).split()]
     for defaults in family.defaults, *(rule.theirs for rule in family.rules):
         c = defaults | c
@@ -1195,12 +1156,10 @@ def config_from_hf(c):
             args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
         if isinstance(family.ours.get(ours), bool):  # theirs knows no third value
             args[ours] = bool(args[ours])
-    missing = {family.fields[ours]: None for ours in ('vocab_size', 'n_layer', 'n_head', 'n_embd')
-               if ours not in args}
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
     unknown = {name: value for name, value in c.items() if value and name not in known
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
-    refuse(c, **missing, **wrong, **unknown)
+    refuse(c, **wrong, **unknown)
     read_layers(c, args, family)
     if args.get('pos', 'rope') == 'rope':
         read_rope(c, args)
@@ -1210,11 +1169,20 @@ def config_from_hf(c):
         args.update(n_group=None, topk_group=None)
     if 'expert_pattern' in args:  # names each layer
         args.pop('n_dense_layer', None)
+    needed = {'vocab_size', 'n_layer', 'n_head', 'n_embd'}
     if 'E' in args.get('expert_pattern', 'E'):
-        refuse(c, **{theirs: None for ours, theirs in family.fields.items()
-                     if ours in ('n_expert', 'n_shared_expert') and ours not in args})
+        needed |= {'n_expert', 'n_shared_expert'}
+    refuse(c, **{family.fields[ours]: None for ours in needed & family.fields.keys() - args.keys()})
     args = {name: value for name, value in args.items() if value is False or value != 0}  # 0: none
     return GPTConfig(**args)
+
+
+def family_of(kind):
+    """The Family of a model_type. Raises ValueError."""
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type={kind!r} is unsupported; these are supported: "
+                         f"{', '.join(sorted(FAMILIES))}")
+    return FAMILIES[kind]
 
 
 def text_config(c):
@@ -1267,7 +1235,6 @@ def rope_fields(given, c, args):
 
 
 OLDER_LOCAL = 'gemma3_text', 'olmo3'  # families with two rotations that transformers 4 has
-THEIR_SCALINGS = 'default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 'proportional'
 
 
 def write_rope(config, c):
@@ -1277,8 +1244,8 @@ def write_rope(config, c):
         fields = vars(config) | local
         both[kind] = rope = {'rope_theta': fields['rope_base'], 'rope_type': 'default',
                              **(fields['rope_scaling'] or {})}
-        if rope['rope_type'] not in THEIR_SCALINGS:
-            raise ValueError('transformers has no such scaling')
+        if rope['rope_type'] == 'ntk':
+            raise ValueError("transformers has no rope_scaling of rope_type 'ntk'")
         if rope['rope_type'] == 'dynamic':  # there of max_position_embeddings
             del rope['original_max_position_embeddings']
         if 'partial_rotary_factor' in ours:
@@ -1304,10 +1271,7 @@ def read_layers(c, args, family):
         refuse(c, sliding_window=size)
     if len({*layers}) > 1 and c.get('layer_types'):
         letters = {LAYER_TYPES[one]: one for one in layers}
-        kinds = [FIRST_TYPES.get(one, one) for one in c['layer_types']]
-        if unknown := set(kinds) - letters.keys():
-            refuse(c, layer_types=unknown)
-        layers = ''.join(letters[one] for one in kinds)
+        layers = ''.join(letters.get(FIRST_TYPES.get(one, one), '?') for one in c['layer_types'])
     elif 'max_window_layers' in family.defaults:  # counts first layers without a window
         layers = 'L' * (c['max_window_layers'] or 0) + 'S' * args['n_layer']
     elif isinstance(period, int):
@@ -1332,35 +1296,42 @@ def write_layers(config, c, family):
 
 
 def canonical(config):
-    """A config's computation, however it is written."""
+    """What a config computes for one document, however it is written: {field: value}, without fields that
+    have no effect."""
     layers = range(config.n_layer)
     written = {name: letters(config, name) for name in ('expert_pattern', 'pos_pattern', 'mixer_pattern')}
-    return {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
-            'n_dense_layer': None, 'window': None, **written,
-            'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
-                               for i in layers],
-            'local': [[getattr(config.at(i), name) for name in LOCAL] for i in layers],
-            'attn_scale': [round(config.attn_scale or (config.at(i).head_dim or 1) ** -0.5, 9)
-                           for i in layers],
-            'logit_scale': round(config.logit_scale, 9),
-            'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
+    values = {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
+              'document_token': None, 'n_dense_layer': None, 'window': None, **written,
+              'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
+                                 for i in layers],
+              'local': [[getattr(config.at(i), name) for name in LOCAL] for i in layers],
+              'attn_scale': [round(config.attn_scale or (config.at(i).head_dim or 1) ** -0.5, 9)
+                             for i in layers],
+              'logit_scale': round(config.logit_scale, 9),
+              'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
+    conditions = {name: [rule[3:] for rule in setting.rules if rule.startswith('if ')]
+                  for name, setting in declared(ROOT / 'model.py').items()}
+    return {name: value for name, value in values.items()
+            if all(eval(rule, {}, vars(config)) for rule in conditions[name])}
 
 
 def write_config(config, kind):
-    """The nearest config.json of a family. Raises ValueError and others."""
-    family = FAMILIES[kind]
+    """The nearest config.json of a family. Raises ValueError."""
+    family = family_of(kind)
+    if not family.exports:
+        raise ValueError(f"{kind} models are only read")
     c = {'model_type': kind, 'architectures': [family.arch], 'pad_token_id': None, 'bos_token_id': None,
          'eos_token_id': None, **family.theirs}
     activations = {ours: theirs for theirs, ours in reversed(activations_of(family).items())}
-    if 'swiglu' in activations:  # None is read as that: the error names an MLP that is missing, and it alone
-        activations.setdefault(config.mlp, None)
     for ours, theirs in family.fields.items():
         value = getattr(config, ours)
         if ours == 'attn_scale':
             value = value or config.head_dim ** -0.5
+        if ours == 'mlp':
+            value = activations.get(value)
         value = value or OFF.get(ours, value)
         if value is not None or ours in OFF:  # else no layer has it
-            c[theirs.split()[0]] = activations[value] if ours == 'mlp' else value
+            c[theirs.split()[0]] = value
     write_layers(config, c, family)
     if config.pos == 'rope' and family.ours.get('pos', 'rope') == 'rope':
         write_rope(config, c)
@@ -1369,21 +1340,82 @@ def write_config(config, kind):
     return c
 
 
-def config_to_hf(config):
-    """GPTConfig -> config.json of the first family that computes the same. Raises ValueError that names what
-    the nearest lacks."""
+def config_to_hf(config, kinds=SHAPES):
+    """GPTConfig -> config.json of the first of these families that computes the same. Raises ValueError that
+    names what the nearest lacks."""
     ours = canonical(config)
     nearest = []
-    for kind in (kind for kind, family in FAMILIES.items() if family.exports):
+    for kind in kinds:
         try:
             c = write_config(config, kind)
             read = canonical(config_from_hf(c))
-        except (ValueError, TypeError, LookupError, AttributeError, ZeroDivisionError):
-            continue  # it cannot be written down
-        lacks = [name for name in ours if ours[name] != read[name]]
+        except ValueError:  # its config.json cannot describe the model at all
+            if len(kinds) == 1:
+                raise
+            continue
+        lacks = [name for name in ours if ours[name] != read.get(name)]
         if not lacks:
             return c
         nearest.append((kind, lacks))
     kind, lacks = min(nearest, key=lambda one: len(one[1]))
-    raise ValueError(f"no published family computes this model; the nearest, {kind}, differs in "
-                     + ', '.join(f"{name} (here {getattr(config, name)!r})" for name in lacks))
+    lacks = ', '.join(f"{name}={getattr(config, name)!r}" for name in lacks)
+    raise ValueError(f"the nearest published family, {kind}, has no {lacks}; --family= names another")
+
+
+# tensors ----------------------------------------------------------------------------------------------------
+
+Stored = collections.namedtuple('Stored', 'open name shape kind')  # in a file: open().get_tensor(name)
+Part = collections.namedtuple('Part', 'name index layout')  # their tensor: these elements of one of ours
+
+
+def plan(model, family, renamed=str):
+    """{our tensor, as state_dict() names it: [Part, ...]}. renamed: a function of the family's names."""
+    config = model.config
+    plans = {}
+    for ours, w in model.state_dict().items():
+        if ours.startswith('mtp.'):  # which only training uses
+            continue
+        layer, name = re.fullmatch(r'(?:h\.(\d+)\.)?(.*)', ours).groups()
+        module, _, kind = name.rpartition('.')
+        mixer = config.mixer_of(int(layer)) if layer else ''
+        keys = f'{mixer}.{name}', name, f'{mixer}.{module}', module  # in a family's tables, the first counts
+
+        # the names: a tensor's own, or its module's with .weight or .bias
+        key = next((key for key in keys if key in family.names), None)
+        if key is None:
+            raise ValueError(f"{family.arch} has no name for {ours}: add it to its names in families.py")
+        theirs = family.names[key]
+        before = family.layer if layer else ''
+        before = before(config, int(layer), name) if callable(before) else before.replace('N', layer or '')
+        after = '' if key.endswith(name) else f'.{kind}'
+        theirs = [before + one + after for one in (theirs(config) if callable(theirs) else theirs).split()]
+
+        # the rows of ours that each of theirs has
+        widths = getattr(model.get_submodule(ours.rpartition('.')[0]), 'widths', None) or [len(w)]
+        order = next((family.rows[key] for key in keys if key in family.rows), None)
+        if order:
+            rows = order(config, *torch.arange(sum(widths)).split(list(widths)))
+        else:  # one projection after the other, the last name has the rest
+            theirs = theirs[:len(widths)]  # keys may be the values too
+            ends = itertools.accumulate(widths[:len(theirs) - 1])
+            rows = [slice(*both) for both in itertools.pairwise([0, *ends, None])]
+
+        # our experts are one tensor, (expert, row, column); theirs too, or one tensor per expert
+        layout = family.layouts.get(name, SAME)
+        experts = range(len(w)) if '.E.' in theirs[0] else [slice(None)]
+        is_experts = module.startswith('mlp.experts')
+        plans[ours] = [
+            Part(renamed(one.replace('.E.', f'.{e}.')), (e, row) if is_experts else (row,), layout)
+            for e in experts for one, row in zip(theirs, rows, strict=True)]
+    return plans
+
+
+@torch.no_grad()
+def their_tensors(model, parts, dtype):
+    """name -> tensor in the family's layout. dtype: None: each its own, as buffers, the biases of experts,
+    always have."""
+    state = model.state_dict()
+    buffers = dict(model.named_buffers())
+    return {part.name: part.layout.write(state[ours][part.index]).to(
+                None if ours in buffers else dtype).contiguous()
+            for ours in parts for part in parts[ours]}

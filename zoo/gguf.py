@@ -1,0 +1,270 @@
+"""
+GGUF, llama.cpp's format of a model in one file: written, and read, also quantized, by way of config.json.
+"""
+import dataclasses
+import functools
+import json
+import pathlib
+import tempfile
+import types
+
+import torch
+
+from configurator import package, plain
+from model import ROPE_SCALINGS
+from tokenizer import EOT, WORD_PATTERN
+from zoo.families import (
+    FAMILIES,
+    FUSED_EXPERTS,
+    Stored,
+    canonical,
+    config_from_hf,
+    config_to_hf,
+    like,
+    plan,
+    rows_interleaved,
+    their_tensors,
+)
+from zoo.tokenizer_json import JsonTokenizer, bpe_json, library_tokenizer, to_json
+
+SILU = dict(mlp='swiglu', window=None, window_pattern=None)
+QWEN = dict(SILU, proj_bias=False)
+GEGLU = dict(mlp='geglu_tanh', proj_bias=False, attn_scale=None)
+ARCHITECTURES = {  # model_type: llama.cpp's name, and fields of GPTConfig that only llama.cpp fixes
+    'qwen3': ('qwen3', QWEN),
+    'llama': ('llama', SILU),
+    'mistral': ('llama', SILU),
+    'qwen2': ('qwen2', dict(SILU, head_dim=None)),
+    'mixtral': ('llama', SILU),
+    'qwen3_moe': ('qwen3moe', dict(QWEN, expert_pattern='E', norm_topk_prob=True)),
+    'qwen2_moe': ('qwen2moe', dict(SILU, head_dim=None, qkv_bias=True, expert_pattern='E',
+                                   norm_topk_prob=False, tie_word_embeddings=False)),
+    'smollm3': ('smollm3', dict(QWEN, mlp_bias=False, pos_pattern='PPPN')),
+    'olmo2': ('olmo2', dict(QWEN, tie_word_embeddings=False)),
+    'gpt2': ('gpt2', dict(mlp='gelu_tanh')),
+    'gemma': ('gemma', GEGLU),
+    'gemma2': ('gemma2', dict(GEGLU, window_pattern='SL', attn_softcap=50.0, logit_softcap=30.0)),
+    'gemma3_text': ('gemma3', dict(GEGLU, window_pattern='SSSSSL',
+                                   local={'rope_base': 1e4, 'rope_scaling': None}))}
+FIELDS = {  # llama.cpp's: ours
+    'context_length': 'block_size', 'block_count': 'n_layer', 'embedding_length': 'n_embd',
+    'attention.head_count': 'n_head', 'attention.head_count_kv': 'n_kv_head',
+    'attention.key_length': 'head_dim', 'attention.value_length': 'head_dim',
+    'attention.layer_norm_epsilon': 'norm_eps', 'attention.layer_norm_rms_epsilon': 'norm_eps',
+    'attention.sliding_window': 'window', 'attn_logit_softcapping': 'attn_softcap',
+    'final_logit_softcapping': 'logit_softcap', 'rope.dimension_count': 'head_dim',
+    'rope.freq_base': 'rope_base', 'expert_count': 'n_expert', 'expert_used_count': 'n_expert_active',
+    'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
+SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
+                'rope.scaling.original_context_length': 'original_max_position_embeddings'}
+OTHERS = {  # what has another name, or none, in a family's fields: its name in config.json
+    'n_kv_head': 'num_key_value_heads', 'head_dim': 'head_dim', 'rope_base': 'rope_theta',
+    'window': 'sliding_window', 'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
+PAIRED = 'llama', 'smollm3'  # in these the rows that rotate as a pair are neighbours
+EXPERTS = {  # all in one tensor
+    **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
+    'mlp.experts.c_fc': 'mlp.experts.gate_proj mlp.experts.up_proj'}
+NEED = 'files for llama.cpp need', 'gguf'
+DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'q8_0': 'Q8_0'}
+
+
+def names_for(kind, n_layer):
+    """(Family, function of its names that gives llama.cpp's): our own layout, but for rows that rotate."""
+    import gguf
+    arch, _ = ARCHITECTURES[kind]
+    family = FAMILIES[kind]
+    family = like(family, layouts=dict.fromkeys(family.layouts), names=EXPERTS,
+                  rows={'attn.c_attn': rows_interleaved if arch in PAIRED else None})
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
+    return family, functools.partial(names.get_name, try_suffixes=('.weight', '.bias'))
+
+
+# writing ----------------------------------------------------------------------------------------------------
+
+def rope_keys(config, arch):
+    """A rope_scaling as llama.cpp's keys and tensors. Raises ValueError for one that it lacks."""
+    scaling = config.rope_scaling or {}
+    if arch == 'llama' and scaling.get('rope_type') in ('llama3', 'longrope'):
+        freq = config.rope_base ** -(torch.arange(0, config.rope_dim, 2) / config.rope_dim)
+        options = dict(scaling)
+        turned, weight = ROPE_SCALINGS[options.pop('rope_type')](freq, None, config.block_size, **options)
+        if weight == 1:
+            return {}, {'rope_freqs.weight': freq / turned}
+    if scaling.get('rope_type') not in (None, 'linear', 'yarn') or scaling.keys() - SCALING.values():
+        raise ValueError(f"llama.cpp's {arch} has no rope_scaling={scaling}")
+    return {theirs: scaling.get(ours) for theirs, ours in SCALING.items()}, {}
+
+
+@torch.no_grad()
+def save_gguf(model, tokenizer, path, dtype=None, family=None):
+    """Writes one file for llama.cpp. dtype: of matrices, None: the model's; family: a key of ARCHITECTURES,
+    None: the model's own, else the first that fits. Raises ValueError, with nothing written, for whatever
+    llama.cpp lacks, or if the file exists."""
+    gguf = package('gguf', *NEED)
+    config = model.config
+    path = pathlib.Path(path)
+    if path.exists():
+        raise ValueError(f"{path} exists already: remove it, or give another name")
+    family = family or getattr(model, 'family', None)
+    kind = config_to_hf(config, [family] if family in ARCHITECTURES else ARCHITECTURES)['model_type']
+    arch, fixed = ARCHITECTURES[kind]
+    found = canonical(config)
+    known = canonical(dataclasses.replace(config, **fixed))
+    if wrong := [f"{name}={getattr(config, name)!r}" for name in fixed if found.get(name) != known.get(name)]:
+        raise ValueError(f"llama.cpp's {arch} has no {', '.join(wrong)}")
+    keys, tensors = rope_keys(config, arch)
+    keys |= {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+    keys['feed_forward_length'] = config.d_expert or config.d_ff
+    shared = config.n_shared_expert
+    keys['expert_shared_feed_forward_length'] = shared and shared * config.d_expert
+    about = tokenizer_keys(tokenizer, config.vocab_size) | {f'{arch}.{key}': keys[key] for key in keys}
+    writer = gguf.GGUFWriter(None, arch)
+    kinds = gguf.GGUFValueType
+    for key, value in about.items():
+        if value is not None:  # llama.cpp's counts have no sign
+            writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
+    tensors |= their_tensors(model, plan(model, *names_for(kind, config.n_layer)), None)
+    usual = DTYPES[plain(dtype or model.wte.weight.dtype)]
+    for name, w in tensors.items():
+        exact = w.ndim == 1 or 'gate_inp' in name or usual == 'Q8_0' and w.shape[-1] % 32
+        form = gguf.GGMLQuantizationType['F32' if exact else usual]
+        writer.add_tensor(name, gguf.quantize(w.float().numpy(), form), raw_dtype=form)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        whole = pathlib.Path(temporary, path.name)
+        writer.write_header_to_file(whole)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        whole.replace(path)
+
+
+# reading ----------------------------------------------------------------------------------------------------
+
+@functools.lru_cache(maxsize=1)
+def contents(path):
+    """A file's (keys, name -> Stored), which takes seconds: kept for its tokenizer."""
+    gguf = package('gguf', *NEED)
+    reader = gguf.GGUFReader(path)
+    tensors = {one.name: one for one in reader.tensors}
+
+    def read(name):
+        return torch.tensor(gguf.dequantize(tensors[name].data, tensors[name].tensor_type))
+    file = types.SimpleNamespace(get_tensor=read)
+    return {key: field.contents() for key, field in reader.fields.items()}, {
+        name: Stored(lambda: file, name, tuple(map(int, one.shape[::-1])), one.tensor_type.name)
+        for name, one in tensors.items()}
+
+
+def read_gguf(path):
+    """hub.read_published of a GGUF file, by way of the family's config.json. Raises ValueError that names
+    what is unsupported."""
+    keys, stored = contents(path)
+    arch = keys['general.architecture']
+    kinds = {theirs: kind for kind, (theirs, _) in reversed(ARCHITECTURES.items())}  # of several the first
+    if arch not in kinds:
+        raise ValueError(f"{path} is a {arch} model; supported are {', '.join(kinds)}")
+    kind = 'mixtral' if keys.get('llama.expert_count') else kinds[arch]
+    c = {'model_type': kind}
+    fields = OTHERS | FAMILIES[kind].fields
+    for key, value in keys.items():
+        if key.startswith(f'{arch}.'):
+            name = key.removeprefix(f'{arch}.')
+            c[fields.get(FIELDS.get(name, name), name).split()[0]] = value
+    scaling = {ours: c.pop(theirs, None) for theirs, ours in SCALING.items()}
+    if one := stored.get('rope_freqs.weight'):  # of Llama 3's scaling the divisors of its frequencies
+        divisors = one.open().get_tensor(one.name).tolist()
+        scaling = dict(rope_type='longrope', short_factor=divisors, long_factor=divisors, factor=1.0,
+                       original_max_position_embeddings=c['max_position_embeddings'])
+    c.update(rope_scaling=scaling, vocab_size=len(keys['tokenizer.ggml.tokens']),
+             tie_word_embeddings='output.weight' not in stored, mlp_bias='blk.0.ffn_gate.bias' in stored,
+             attention_bias={'blk.0.attn_q.bias', 'blk.0.attn_output.bias'} <= stored.keys())
+    config = dataclasses.replace(config_from_hf(c), **ARCHITECTURES[kind][1])
+    return c, config, names_for(kind, config.n_layer), stored
+
+
+# tokenizers -------------------------------------------------------------------------------------------------
+
+ENDS = [f'tokenizer.ggml.{end}_token_id' for end in ('eos', 'eot', 'eom')]  # llama.cpp stops at each of them
+PATTERNS = {  # llama.cpp's name of it: what splits a text into words; a further line splits the pieces
+    'gpt-2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",  # tiktoken's
+    **dict.fromkeys(('dbrx', 'smaug-bpe', 'llama-bpe'), WORD_PATTERN),  # the last is written
+    **dict.fromkeys(('deepseek-r1-qwen', 'qwen2'), WORD_PATTERN.replace('{1,3}', '')),
+    # digits one by one, then as GPT-2
+    'smollm': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
+    'default': r"""[\p{P}\$\+<=>\^~\|]+
+'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
+\p{N}+
+[0-9][0-9][0-9]""",
+    'gpt-4o':  # o200k_base, which differs in combining marks
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"}
+SPLITS = {  # what tokenizer.json has: llama.cpp's name
+    **{pattern: name for name, pattern in PATTERNS.items()}, '': 'gpt-2', 'ByteLevel': 'gpt-2',
+    # cl100k_base, which differs where a text ends in line ends and spaces
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
+    r"\s*[\r\n]|\s+(?!\S)|\s": 'llama-bpe'}
+
+
+def tokenizer_keys(tokenizer, n_vocab):
+    """A tokenizer as llama.cpp's keys. Raises ValueError for all but byte-level BPE that it splits alike."""
+    if tokenizer is None:
+        raise ValueError("a .gguf needs a tokenizer, which this model lacks: export a folder")
+    spec = json.loads(library_tokenizer(to_json(tokenizer)).to_str())
+    stops = tokenizer.stop_tokens
+    step = spec['pre_tokenizer'] or {'type': 'none'}
+    merges = spec['model'].get('merges')
+    steps = step.get('pretokenizers', [step])
+    words = '\n'.join(one.get('pattern', one).get('Regex', one['type']) for one in steps
+                     if one.get('use_regex', True))
+    if (words not in SPLITS or merges and not words or not stops
+            or any(one.get('add_prefix_space') for one in steps)
+            or spec['normalizer'] not in (None, {'type': 'NFC'})):  # which it leaves out
+        raise ValueError(f"llama.cpp has no such tokenizer as {tokenizer.name!r}: export a folder, and try "
+                         "its own convert_hf_to_gguf.py")
+    # 1: normal, 3: control, 4: user-defined, 5: unused
+    tokens = {i: (text, 1) for text, i in spec['model']['vocab'].items()}
+    tokens |= {one['id']: (one['content'], 3 if one['special'] else 4) for one in spec['added_tokens']}
+    texts, kinds = zip(*(tokens.get(i, (f'[PAD{i}]', 5)) for i in range(n_vocab)))
+    template = tokenizer.chat_template
+    if isinstance(template, list):  # of several, with names
+        template = {one['name']: one['template'] for one in template}.get('default')
+    return {
+        'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': SPLITS[words],
+        'tokenizer.ggml.tokens': [*texts], 'tokenizer.ggml.token_type': [*kinds],
+        'tokenizer.ggml.merges': [*map(' '.join, merges)] or [f'{EOT} {EOT}'],  # none is not allowed
+        'tokenizer.ggml.bos_token_id': [*tokenizer.bos, *stops][0], **dict(zip(ENDS, stops)),
+        'tokenizer.ggml.add_bos_token': bool(tokenizer.bos),
+        'tokenizer.chat_template': template}
+
+
+def read_tokenizer(path):
+    """The tokenizer of a file. Raises ValueError for one that is not read."""
+    keys, _ = contents(path)
+    model = keys['tokenizer.ggml.model']
+    splits = keys.get('tokenizer.ggml.pre', 'default') if model == 'gpt2' else model
+    if splits not in PATTERNS:
+        raise ValueError(f"{path} has a {splits} tokenizer; {', '.join(PATTERNS)} are read")
+    texts = keys['tokenizer.ggml.tokens']
+    config = {name: texts[keys[key]] for name in ('bos_token', 'eos_token')
+              if (key := f'tokenizer.ggml.{name}_id') in keys}
+    ends = [keys[key] for key in ENDS if key in keys]
+    special = {*config.values(), *(texts[i] for i in ends)}
+    kinds = keys.get('tokenizer.ggml.token_type') or [3 if text in special else 1 for text in texts]
+    vocab = {text: i for i, text in enumerate(texts) if kinds[i] != 5}
+    merges = [merge.split(' ') for merge in keys['tokenizer.ggml.merges'] if merge.replace(' ', '') in vocab]
+    library = package('tokenizers')
+    patterns = PATTERNS[splits].split('\n')
+    tokenizer = library.Tokenizer.from_str(bpe_json(vocab, merges, patterns, {}))
+    tokenizer.add_tokens([library.AddedToken(text, normalized=False, special=kinds[i] == 3)
+                          for text, i in vocab.items() if kinds[i] in (3, 4)])
+    bos = config.get('bos_token')
+    if bos and keys.get('tokenizer.ggml.add_bos_token', splits == 'llama-bpe'):
+        tokenizer.post_processor = library.processors.TemplateProcessing(
+            single=f'{bos} $A', special_tokens=[(bos, vocab[bos])])
+    return JsonTokenizer(tokenizer.to_str(), {
+        **config, 'eos_token_id': ends, 'chat_template': keys.get('tokenizer.chat_template')})
+
+
