@@ -80,6 +80,7 @@ VAL_CHARACTERS = 10_000_000
 VAL_CHATS = 10_000
 print_once = functools.cache(print0)
 cleanup = contextlib.ExitStack()  # removes temporary files
+MAIN = os.getpid()  # the process that may do so
 
 
 # files as documents -----------------------------------------------------------------------------------------
@@ -842,9 +843,10 @@ def stop(number, _):
     the library waiting for its workers forever."""
     for other in signal.SIGINT, signal.SIGTERM:
         signal.signal(other, signal.SIG_IGN)
-    cleanup.close()
-    for worker in multiprocessing.active_children():
-        worker.kill()  # before it prints that nobody reads its results
+    if os.getpid() == MAIN:  # not a worker that has just begun
+        cleanup.close()
+        for worker in multiprocessing.active_children():
+            worker.kill()  # before it prints that nobody reads its results
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
