@@ -730,7 +730,10 @@ def checkpoint_in(folder):
 
 
 def load_tokenizer(folder):
-    """The tokenizer of a prepared folder, run or checkpoint."""
+    """The tokenizer of a prepared folder, run, checkpoint or GGUF file."""
+    if folder.endswith('.gguf'):
+        from zoo.hub import published_tokenizer
+        return published_tokenizer(folder)
     if path := checkpoint_in(folder):
         import torch  # takes a second
         return tokenizer_from_state(torch.load(path, 'cpu', weights_only=True, mmap=True)['tokenizer'])
@@ -876,10 +879,7 @@ if __name__ == '__main__':
     else:
         n_train = characters_to_train_on(source, val_fraction)
         texts = functools.partial(split_texts, source, val_fraction, n_train)
-        if tokenizer.endswith('.gguf'):
-            from zoo.hub import published_tokenizer
-            tok = published_tokenizer(tokenizer)
-        elif is_prepared(tokenizer) or checkpoint_in(tokenizer):
+        if tokenizer.endswith('.gguf') or is_prepared(tokenizer) or checkpoint_in(tokenizer):
             tok = load_tokenizer(tokenizer)
         else:
             blocks = contents if source.chats else iter
