@@ -69,6 +69,7 @@ def package(name, need='published models need', install='safetensors tokenizers 
 #     rules    the texts in brackets of its remark
 #     source   the lines that assign it, with the comments above them
 Setting = collections.namedtuple('Setting', 'kinds default rules source')
+SETTING = re.compile(r' *([a-z]\w*)(?:: (.+?))? = (.+?)(?:  +#(.*))?$')  # name: kinds = default  # remark
 
 
 @functools.cache
@@ -85,16 +86,16 @@ def declared(path):
         before = node.end_lineno
         if 'configure(' in line:
             break
-        name, colon, kinds = line.partition(' = ')[0].strip().partition(': ')
-        if not (isinstance(node, (ast.Assign, ast.AnnAssign)) and name.islower()):
+        if not (match := SETTING.match(line)):
             continue
-        default = ast.literal_eval(node.value)
+        name, kinds, default, remark = match.groups()
+        default = ast.literal_eval(default)
         # 'bool | list[int]' -> bool, list; Literals and the names of tables stand for texts
-        kinds = re.sub(r"\[.*?\]|'", '', kinds) if colon else type(default).__name__
+        kinds = re.sub(r"\[.*?\]|'", '', kinds or type(default).__name__)
         kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
         if heading := re.findall(r'^ *# .*', source.removesuffix(line), re.M):
             group = re.findall(r'\[(if .+?)\]', heading[-1])
-        rules = re.findall(r'\[(.+?)\]', line.partition('  #')[2]) + group
+        rules = re.findall(r'\[(.+?)\]', remark or '') + group
         if {'int', 'float'} & {*kinds} and (default or 0) >= 0 and '>' not in {rule[0] for rule in rules}:
             rules.append('>= 0')
         settings[name] = Setting(kinds, default, rules, source)
@@ -321,19 +322,17 @@ def one_line_errors(kind, error, trace):
 
 # the machine ------------------------------------------------------------------------------------------------
 
-def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memory=False):
-    """Settles device, dtype and threads, and seeds torch.
+def runtime(device='auto', dtype='auto', seed=1337, bound_by_memory=False):
+    """Settles device and dtype, and seeds torch.
 
     device: see choose_device. dtype: float32, bfloat16, float16 (CUDA only; needs a scaler), or auto, see
     fastest_dtype. bound_by_memory: whether compiled steps, or weights in eight bits, generate text. Returns
-    device, device_type, dtype (torch's), threads and autocast (`with run.autocast():`). Raises ValueError for
-    a device that is not here or lacks the dtype.
+    device, device_type, dtype (torch's) and autocast (`with run.autocast():`). Raises ValueError for a device
+    that is not here or lacks the dtype.
     """
     import torch
     device = choose_device(device)
     kind = device.partition(':')[0]
-    if threads:
-        torch.set_num_threads(threads)
     name = f'{torch.get_num_threads()} threads'
     if kind == 'cuda':
         torch.cuda.set_device(device)
@@ -351,8 +350,7 @@ def runtime(device='auto', dtype='auto', seed=1337, threads=None, bound_by_memor
     compute = getattr(torch, dtype)
     autocast = (contextlib.nullcontext if dtype == 'float32' else
                 functools.partial(torch.autocast, kind, compute))
-    return types.SimpleNamespace(device=device, device_type=kind, dtype=compute, autocast=autocast,
-                                 threads=torch.get_num_threads())
+    return types.SimpleNamespace(device=device, device_type=kind, dtype=compute, autocast=autocast)
 
 
 def choose_device(device):

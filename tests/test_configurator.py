@@ -299,7 +299,7 @@ def test_the_cpu_makes_no_call_to_cuda(monkeypatch):
     first = torch.rand(3)
     with run.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-    assert runtime('cpu', 'float32', seed=3, threads=1).threads == torch.get_num_threads() == 1
+    runtime('cpu', 'float32', seed=3)
     assert torch.equal(torch.rand(3), first)
 
 
