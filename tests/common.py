@@ -28,10 +28,6 @@ from zoo.tokenizer_json import JsonTokenizer
 ROOT = Path(flat.__file__).resolve().parent
 
 
-def lora_state(model):
-    return {name: w for name, w in model.state_dict().items() if '.lora_' in name}
-
-
 def same_weights(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -305,10 +301,6 @@ def torchrun(count, *command, fails=False):
             break
     assert (done.returncode == 0) != fails, done.stderr[-3000:]
     return done if fails else done.stdout
-
-
-def two_ranks(*args, fails=False):
-    return torchrun(2, str(ROOT / 'train.py'), *args, fails=fails)
 
 
 def write_masks(path='data/toy', seed=0):
