@@ -25,6 +25,7 @@ import difflib
 import errno
 import functools
 import importlib
+import itertools
 import os
 import re
 import runpy
@@ -95,7 +96,8 @@ def declared(path):
         kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
         if heading := re.findall(r'^ *# .*', source.removesuffix(line), re.M):
             group = re.findall(r'\[(if .+?)\]', heading[-1])
-        rules = re.findall(r'\[(.+?)\]', remark or '') + group
+        more = itertools.takewhile(lambda line: re.match(' {9,}#', line), lines[before:])  # of the remark
+        rules = re.findall(r'\[(.+?)\]', '\n'.join([remark or '', *more])) + group
         if {'int', 'float'} & {*kinds} and (default or 0) >= 0 and '>' not in {rule[0] for rule in rules}:
             rules.append('>= 0')
         settings[name] = Setting(kinds, default, rules, source)

@@ -232,8 +232,7 @@ def test_flex_attention_has_the_same_masks_but_where_a_mixer_adds_a_bias(options
         *args, **options))
     monkeypatch.setitem(flat.MIXERS, 'X', OwnAlibi)
     model = tiny(pos='alibi', head_dim=16, **options)
-    own = tiny(
-pos='none', mixer_pattern='X', head_dim=16, **options)
+    own = tiny(pos='none', mixer_pattern='X', head_dim=16, **options)
     idx = tokens(model, 2, 24)
     expected = model(idx)  # attention is written out, for its gradient
     near(own(idx), expected)

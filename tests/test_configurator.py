@@ -54,7 +54,8 @@ start = '\\n'                        # text, FILE:name
 learning_rate: float = 6e-4         # peak, after warm-up
 min_lr: float | None = None         # None: a tenth
 max_iters = 100
-share = 0.5                         # of all [> 0] [<= 1] [if decay_lr]
+share = 0.5                         # of all [> 0] [<= 1]
+                                    # more words [if decay_lr]
 below: float = -1.0                 # any
 optimizer = 'adamw'                 # a key [in OPTIMIZERS]
 compile: bool | str = 'auto'
