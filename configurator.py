@@ -94,7 +94,7 @@ def declared(path):
         # 'bool | list[int]' -> bool, list; Literals and the names of tables stand for texts
         kinds = re.sub(r"\[.*?\]|'", '', kinds or type(default).__name__)
         kinds = re.sub('Literal|[A-Z_]{3,}', 'str', kinds).split(' | ')
-        if heading := re.findall(r'^ *# .*', source.removesuffix(line), re.M):
+        if heading := re.findall(r'^ {,8}# .*', source.removesuffix(line), re.M):
             group = re.findall(r'\[(if .+?)\]', heading[-1])
         more = itertools.takewhile(lambda line: re.match(' {9,}#', line), lines[before:])  # of the remark
         rules = re.findall(r'\[(.+?)\]', '\n'.join([remark or '', *more])) + group
