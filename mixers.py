@@ -53,6 +53,7 @@ class VariantAttention(Attention):
             Norm(D * (heads if config.qk_norm == 'whole' else 1), config, is_unit)
             if has_norm else nn.Identity() for heads in (H, K))
         self.v_norm = Norm(D, config, is_unit=True) if config.v_norm else nn.Identity()
+        self.scale = config.attn_scale or D ** -0.5
         self.head_widths = D, D
         self.slots = [(K, D), (K, D)]
 

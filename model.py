@@ -364,14 +364,18 @@ class BaseAttention(Mixer):
         super().__init__(config, layer)
         pos = letter(config.pos_pattern, layer)
         window = config.window_of(layer)
-        reach = letter(config.window_pattern, layer) if window else 'L'
-        self.window = None if reach == 'G' else window  # G keeps all slots
-        self.mask_kind = self.window, config.pos == 'alibi' and pos == 'P', reach
+        self.reach = letter(config.window_pattern, layer) if window else 'L'
+        self.window = None if self.reach == 'G' else window  # G keeps all slots
+        self.has_alibi = config.pos == 'alibi' and pos == 'P'
         self.rope_kind = config.rope_kind if config.pos == 'rope' and pos == 'P' else None
-        self.scale = config.attn_scale or (config.head_dim or 1) ** -0.5
         self.n_head = config.n_head
         self.config = config
         self.sink = parameter(self.n_head, init=nn.init.zeros_, group='vector') if config.attn_sink else None
+
+    @property
+    def mask_kind(self):
+        """The key of its mask in the context."""
+        return self.window, self.has_alibi, self.reach
 
     def attend(self, q, k, v, context):
         """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D)"""
@@ -399,6 +403,7 @@ class Attention(BaseAttention):
         self.c_proj = Linear(H * D, C, config.proj_bias, init=branch_init(config))
         self.q_norm = Norm(D, config) if config.qk_norm else nn.Identity()
         self.k_norm = Norm(D, config) if config.qk_norm else nn.Identity()
+        self.scale = config.attn_scale or D ** -0.5
         self.head_widths = D, D
         self.slots = [(K, D), (K, D)]
 
