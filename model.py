@@ -591,7 +591,7 @@ class GPT(nn.Module):
         if self.training and x.is_cuda and len(head.weight) % 64:
             logits = aligned_linear(x, head.weight, getattr(head, 'bias', None))
         else:
-            logits = self.wte.as_head(x) if self.lm_head is None else self.lm_head(x)
+            logits = (self.lm_head or self.wte.as_head)(x)
         logits = logits.float() if scale == 1 else logits.float() * scale
         return cap * torch.tanh(logits / cap) if cap else logits
 

@@ -315,7 +315,7 @@ def comparison(variants, runs, until, margin):
         own = runs[variant.name]
         model = variant.model
         losses = [run['rows'][column][-1] for run in own]
-        ms = np.concatenate([run['rows']['ms_per_iter'][-1 if len(run['rows']) < 2 else 1:] for run in own])  # the first is a warm-up
+        ms = np.concatenate([run['rows']['ms_per_iter'][len(run['rows']) > 1:] for run in own])  # the first is a warm-up
         row = {'variant': variant.name, 'column': column, 'losses': losses,
                'loss': statistics.fmean(losses),
                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
