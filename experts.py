@@ -177,5 +177,5 @@ def routing_losses(routing):
 def move_balance(model, load, rate=0.001):
     """Moves each expert bias by rate towards even load (sparse layers, E), after a step: up for experts with
     less than the mean, else down (arXiv:2408.15664)."""
-    for block, one in zip((block for block in model.h if isinstance(block.mlp, MoE)), load):
+    for block, one in zip((block for block in model.h if isinstance(block.mlp, MoE)), load, strict=True):
         block.mlp.expert_bias += rate * (one.mean() - one).sign()

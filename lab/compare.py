@@ -315,7 +315,8 @@ def comparison(variants, runs, until, margin):
         own = runs[variant.name]
         model = variant.model
         losses = [run['rows'][column][-1] for run in own]
-        ms = np.concatenate([run['rows']['ms_per_iter'][len(run['rows']) > 1:] for run in own])  # the first is a warm-up
+        # the first is a warm-up
+        ms = np.concatenate([run['rows']['ms_per_iter'][len(run['rows']) > 1:] for run in own])
         row = {'variant': variant.name, 'column': column, 'losses': losses,
                'loss': statistics.fmean(losses),
                'sd': statistics.stdev(losses) if len(losses) > 1 else None,
