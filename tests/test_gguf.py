@@ -251,18 +251,13 @@ DEFAULT_WORDS = [  # llama-vocab.cpp's for files that name no pattern
     r'\p{N}+', '[0-9][0-9][0-9]']
 
 
-def test_files_lack_optional_keys(tmp_path):
-    path, theirs = str(tmp_path / 'x.gguf'), prep_toy_bpe()
-    keys = {f'tokenizer.ggml.{name}': zoo_gguf.tokenizer_keys(theirs, 265 + 1)[f'tokenizer.ggml.{name}']
-            for name in ('tokens', 'merges')}
+def test_older_files_name_no_pattern(tmp_path, monkeypatch):
+    keys = zoo_gguf.tokenizer_keys(prep_toy_bpe(), 265 + 1)
+    del keys['tokenizer.ggml.pre']
+    monkeypatch.setattr(zoo_gguf, 'contents', lambda path: (keys, {}))
     text = prep_awkward(300) + tok_texts()[3][:500]
-    for more in {}, {'tokenizer.ggml.eos_token_id': theirs.eot}:
-        written(path, 'llama', 'F32', np.zeros((2, 8), np.uint8), **keys, **more)
-        zoo_gguf.contents.cache_clear()
-        tok = hub.published_tokenizer(path)
-        words = split_in_turn(DEFAULT_WORDS, text)
-        assert tok.encode_array(text).tolist() == tokenized(keys, words)
-        assert tok.eot == theirs.eot and tok.special == (theirs.special if more else {}) and tok.bos == []
+    tok = zoo_gguf.read_tokenizer('')
+    assert tok.encode_array(text).tolist() == tokenized(keys, split_in_turn(DEFAULT_WORDS, text))
     zoo_gguf.save_gguf(tiny(n_layer=1, n_embd=8, vocab_size=266), tok, str(tmp_path / 'y.gguf'))
     assert read(tmp_path / 'y.gguf')[0]['tokenizer.ggml.pre'] == 'default'
 
@@ -309,20 +304,6 @@ def test_models_that_llama_cpp_lacks_are_refused_by_name(options, message, tmp_p
     with pytest.raises(ValueError, match=message):
         zoo_gguf.save_gguf(tiny(vocab_size=257, **options), ByteTokenizer(), tmp_path / 'x.gguf')
     assert not os.listdir(tmp_path)
-
-
-def test_a_model_of_text_alone_is_exported_without_a_chat_template(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tok = make_tokenizer('bpe:300', training=[['some text']], procs=1)
-    model = tiny(vocab_size=tok.n_vocab)
-    for masked in (True, False):
-        torch.save({'model': model.state_dict(), 'model_args': vars(model.config), 'tokenizer': tok.state(),
-                    'masked': masked}, 'ckpt.pt')
-        run('zoo/hub.py', 'export', 'ckpt.pt', f'{masked}.gguf')
-        keys, _ = read(f'{masked}.gguf')
-        assert keys.get('tokenizer.chat_template') == (tok.chat_template if masked else None)
-        assert keys['tokenizer.ggml.eos_token_id'] == tok.eot
-        assert keys.get('tokenizer.ggml.eot_token_id') == (tok.special['<|im_end|>'] if masked else None)
 
 
 def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
