@@ -314,10 +314,11 @@ def test_the_command_writes_one_file_or_none(tmp_path, monkeypatch, capsys):
     assert os.listdir('new') == ['x.gguf']
     run('zoo/hub.py', 'new/x.gguf')
     assert 'qwen3, 41,184 parameters' in (said := capsys.readouterr().out) and 'stored in F32, Q8_0' in said
+    assert 'sample.py --init_from=new/x.gguf' in said
     Path('my.txt').write_text('some text ' * 100)
     run('prepare.py', 'my.txt', '--tokenizer=new/x.gguf', '--out=mine')
     assert 'vocabulary 257' in capsys.readouterr().out
-    with pytest.raises(ValueError, match="dtype='q8_0' is not supported"):
+    with pytest.raises(ValueError, match="dtype='q8_0' is only supported in .gguf"):
         run('zoo/hub.py', 'export', 'theirs', 'y', '--dtype=q8_0')
     before = contents(tmp_path / 'new')
     with full_disk(20_000), pytest.raises(OSError):

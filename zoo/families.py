@@ -472,7 +472,8 @@ BASE = Family(
     layouts={'attn.conv': CONVOLUTION})
 WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
 LLAMA = like(BASE, fields=same('mlp_bias'))
-MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=dict(qkv_bias=None, proj_bias=None))
+NO_BIAS = dict.fromkeys(('qkv_bias', 'proj_bias'))
+MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=NO_BIAS)
 QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True), layers='SL',
              defaults=dict(use_sliding_window=False, max_window_layers=28))
 QWEN3 = like(BASE, 'Qwen3ForCausalLM', ours=dict(qk_norm=True),
@@ -546,7 +547,7 @@ YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', ours=dict(tie_word_embedd
              rules=(WRITE_LATENT,))
 DEEPSEEK_V32 = like(
     DEEPSEEK_V3, 'DeepseekV32ForCausalLM', exports=False, harmless='index*',
-    rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(index_topk=2048), read_indexer)))
+    rules=(MLP_TYPES, Rule(dict(index_topk=2048), read_indexer)))
 TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
                     n_group=None, topk_group=None)
 FLEX_OLMO = like(
@@ -661,8 +662,8 @@ ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
     BASE, 'Lfm2ForCausalLM', layers='CL', theirs=dict(conv_bias=False),
-    fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
-                tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
+    fields=dict(NO_BIAS, norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
+                tie_word_embeddings='tie_word_embeddings tie_embedding',
                 linear_conv_kernel_dim='conv_L_cache'),
     ours=dict(qk_norm=True, tie_word_embeddings=True, rope_base=1e6, norm_eps=1e-5),
     names={'ln_1': 'operator_norm', 'ln_2': 'ffn_norm', 'ln_f': 'model.embedding_norm',
@@ -777,7 +778,7 @@ FAMILIES = {  # by model_type
                     read_granite_hybrid, write_granite_hybrid))),
     'nemotron_h': like(
         BAMBA, 'NemotronHForCausalLM', layer=nemotron_layer,
-        fields=dict(mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon', qkv_bias=None, proj_bias=None,
+        fields=dict(NO_BIAS, mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon',
                     tie_word_embeddings=None, n_expert='n_routed_experts',
                     n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
                     linear_n_key_head='n_groups',
@@ -821,7 +822,7 @@ FAMILIES = {  # by model_type
         rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(linear_attn_config=None), read_kimi_linear))),
     'phi': like(
         BASE, 'PhiForCausalLM',
-        fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, head_dim=None),
+        fields=dict(NO_BIAS, norm_eps='layer_norm_eps', head_dim=None),
         ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel', mlp='gelu_tanh',
                   partial_rotary_factor=0.5),
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
@@ -900,7 +901,7 @@ FAMILIES = {  # by model_type
         DEEPSEEK_V3, 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not know it
         ours=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
         theirs=dict(scoring_func='softmax', n_group=1, topk_group=1),
-        rules=(WRITE_LATENT, LENGTH_SCALE)),
+        rules=(LENGTH_SCALE,)),
     'youtu': YOUTU,
     'minicpm3': like(
         YOUTU, 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
@@ -997,15 +998,14 @@ FAMILIES = {  # by model_type
         defaults=dict(max_window_layers=62), harmless='scoring_func'),
     'exaone_moe': like(
         DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
-        fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
-                    n_shared_expert='num_shared_experts'),
+        fields=dict(NO_BIAS, n_expert='num_experts', n_shared_expert='num_shared_experts'),
         ours=dict(qk_norm=True),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
         rules=(MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
         DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
         fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
-                    qkv_bias=None, proj_bias=None),
+                    **NO_BIAS),
         theirs=dict(score_func='sigmoid', route_norm=True),
         harmless='n_group topk_group num_expert_groups num_limited_groups load_balance_coeff use_grouped_mm '
                  'global_attn_every_n_layers',  # which is read
@@ -1088,8 +1088,8 @@ OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, clip_
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
-    'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
-    'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', 'xielu': 'xielu'}
+    **same('gelu relu relu2 silu xielu'), 'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh',
+    'gelu_fast': 'gelu_tanh'}
 HARMLESS = '''
     _* architectures attention_softmax_in_fp32 attention_types attn_config attn_impl* attn_output_gate
     auto_map *aux_loss* bias_dropout_fusion *cache* *checkpointing *chunk_size classifier_* *dropout* dtype
@@ -1125,11 +1125,10 @@ def config_from_hf(c):
         c = defaults | c
         known = [*known, *defaults]
     args = dict(family.ours)
-    activations = activations_of(family)
     for ours, theirs in family.fields.items():
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
-            args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
+            args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
         if isinstance(family.ours.get(ours), bool):  # theirs knows no third value
             args[ours] = bool(args[ours])
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
@@ -1284,10 +1283,9 @@ def canonical(config):
               'attn_scale': [round(scale(config.at(i)), 9) for i in layers],
               'logit_scale': round(config.logit_scale, 9),
               'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
-    conditions = {name: [rule[3:] for rule in setting.rules if rule.startswith('if ')]
-                  for name, setting in declared(ROOT / 'model.py').items()}
+    known = declared(ROOT / 'model.py')
     return {name: value for name, value in values.items()
-            if all(eval(rule, {}, vars(config)) for rule in conditions[name])}
+            if all(eval(rule[3:], {}, vars(config)) for rule in known[name].rules if rule.startswith('if '))}
 
 
 def write_config(config, kind):
