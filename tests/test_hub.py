@@ -195,7 +195,6 @@ VARIANTS = {  # model_type: what differs from SMALL, a model each; others differ
     'ernie4_5': [dict(use_bias=True)],
     'helium': [dict(BIASED, head_dim=8)],
     'seed_oss': [dict(attention_bias=False, attention_out_bias=True, mlp_bias=True)],
-    'internlm3': [BIASED],
     'ministral': [FULL_SLIDING],
     'ministral3': [hf_rope('yarn', factor=4.0, original_max_position_embeddings=5, llama_4_scaling_beta=0.3)],
     'mistral4': [dict(num_key_value_heads=4, routed_scaling_factor=2.0, first_k_dense_replace=1, **hf_rope(
@@ -401,9 +400,7 @@ def minimind(**change):
     or Llama by the same names."""
     def edit(c, state):
         theta = c.pop('rope_parameters')['rope_theta']
-        for name in {'architectures', 'layer_types', 'sliding_window', 'use_sliding_window', 'mlp_bias',
-                     'attention_bias', 'decoder_sparse_step', 'mlp_only_layers'} & c.keys():
-            del c[name]
+        c.pop('decoder_sparse_step', None)
         c.update(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, model_type='minimind',
                  rope_theta=theta, rope_scaling=None, flash_attn=True,
                  norm_topk_prob=True, dropout=0.0)

@@ -102,12 +102,16 @@ def interleaved(rows):
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
+def heads_interleaved(rows, width, begin, end):
+    """Rows begin to end of each head, which has `width`, are interleaved: those that rotate."""
+    heads = rows.view(-1, width).clone()
+    heads[:, begin:end] = interleaved(heads[:, begin:end])
+    return heads.flatten()
+
+
 def rows_interleaved(config, q, k, *rest):
-    """The first rows of each query's and key's head, which rotate, are interleaved."""
-    def turned(rows):
-        first, other = rows.view(-1, config.head_dim).tensor_split([config.rope_dim], dim=1)
-        return torch.cat((interleaved(first), other), dim=1).flatten()
-    return [turned(q), turned(k), *rest]
+    """The first rows of each query's and key's head rotate."""
+    return [*(heads_interleaved(rows, config.head_dim, 0, config.rope_dim) for rows in (q, k)), *rest]
 
 
 def rows_swapped(config, q, k, v):
@@ -131,9 +135,9 @@ def rows_codegen(config, *qkv):
 
 
 def rows_latent_query(config, query):
-    """The last rows of each head, which rotate, are interleaved."""
-    still, turned = query.view(config.n_head, -1).split((config.qk_nope_head_dim, config.qk_rope_head_dim), 1)
-    return [torch.cat((still, interleaved(turned)), dim=1).flatten()]
+    """The last rows of each head rotate."""
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return [heads_interleaved(query, width, config.qk_nope_head_dim, width)]
 
 
 def rows_latent_in(config, query, latent, key):
@@ -283,8 +287,7 @@ def write_lfm2(config, c):
 def read_kimi_linear(c, args):
     own = c['linear_attn_config']  # as published, whose layers count from 1
     if own:
-        args.update(linear_key_head_dim=own['head_dim'], linear_value_head_dim=own['head_dim'],
-                    linear_n_key_head=own['num_heads'], linear_n_value_head=own['num_heads'],
+        args.update(linear_key_head_dim=own['head_dim'], linear_n_key_head=own['num_heads'],
                     linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
                         'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
 
