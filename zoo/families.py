@@ -20,9 +20,10 @@ class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
     To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors; where
-    laid out otherwise, an entry of `rows` or `layouts`; for fields that no name carries over, a Rule, of
-    which `converted`, `worded`, `listed` and `every` make the usual ones. A name may be a function of the
-    config; 'D.attn.c_attn' is for the layers of mixer D alone. Whatever a table omits is refused by name.
+    laid out otherwise, an entry of `rows` (`ordered` makes the usual ones) or `layouts`; for fields that no
+    name carries over, a Rule (`converted`, `worded`, `listed` and `every` make the usual ones). A name may be
+    a function of the config; 'D.attn.c_attn' is only for the layers of mixer D. Whatever a table omits is
+    refused by name.
     tests/test_hub.py compares each with transformers, in and out; VARIANTS there has its options.
     """
     arch: str                   # the class in transformers
