@@ -20,9 +20,10 @@ class Family(typing.NamedTuple):
     """How transformers writes one model_type: its config.json and the names of its tensors.
 
     To add one, start from the nearest (`like`) and give what differs: the names of fields and tensors; where
-    laid out otherwise, an entry of `rows` or `layouts`; for fields that no name carries over, a Rule, of
-    which `converted`, `worded`, `listed` and `every` make the usual ones. A name may be a function of the
-    config; 'D.attn.c_attn' is for the layers of mixer D alone. Whatever a table omits is refused by name.
+    laid out otherwise, an entry of `rows` (`ordered` makes the usual ones) or `layouts`; for fields that no
+    name carries over, a Rule (`converted`, `worded`, `listed` and `every` make the usual ones). A name may be
+    a function of the config; 'D.attn.c_attn' is only for the layers of mixer D. Whatever a table omits is
+    refused by name.
     tests/test_hub.py compares each with transformers, in and out; VARIANTS there has its options.
     """
     arch: str                   # the class in transformers
@@ -102,17 +103,30 @@ def interleaved(rows):
     return rows.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
+def heads_interleaved(rows, width, begin, end):
+    """Rows begin to end of each head, which has `width`, are interleaved: those that rotate."""
+    heads = rows.view(-1, width).clone()
+    heads[:, begin:end] = interleaved(heads[:, begin:end])
+    return heads.flatten()
+
+
 def rows_interleaved(config, q, k, *rest):
-    """The first rows of each query's and key's head, which rotate, are interleaved."""
-    def turned(rows):
-        first, other = rows.view(-1, config.head_dim).tensor_split([config.rope_dim], dim=1)
-        return torch.cat((interleaved(first), other), dim=1).flatten()
-    return [turned(q), turned(k), *rest]
+    """The first rows of each query's and key's head rotate."""
+    return [*(heads_interleaved(rows, config.head_dim, 0, config.rope_dim) for rows in (q, k)), *rest]
 
 
 def rows_swapped(config, q, k, v):
     """The halves of each query's and key's head change places: they turn the other way."""
     return [*(rows.view(-1, 2, config.head_dim // 2).flip(1).flatten() for rows in (q, k)), v]
+
+
+def ordered(ours, *theirs, groups=None):
+    """The function of rows of tensors that order our parts otherwise. ours: a letter for each part; theirs:
+    the letters of each tensor; groups: the field that counts the groups that have a share of each part."""
+    def rows(config, *parts):
+        named = dict(zip(ours, parts))
+        return [shares(getattr(config, groups) if groups else 1, *map(named.get, one)) for one in theirs]
+    return rows
 
 
 def rows_codegen(config, *qkv):
@@ -121,15 +135,10 @@ def rows_codegen(config, *qkv):
     return [shares(4, q, v, k)]
 
 
-def rows_by_kv_head(config, *qkv):
-    """For each k/v head its queries, its key, its value."""
-    return [shares(config.n_kv_head, *qkv)]
-
-
 def rows_latent_query(config, query):
-    """The last rows of each head, which rotate, are interleaved."""
-    still, turned = query.view(config.n_head, -1).split((config.qk_nope_head_dim, config.qk_rope_head_dim), 1)
-    return [torch.cat((still, interleaved(turned)), dim=1).flatten()]
+    """The last rows of each head rotate."""
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return [heads_interleaved(query, width, config.qk_nope_head_dim, width)]
 
 
 def rows_latent_in(config, query, latent, key):
@@ -139,41 +148,16 @@ def rows_latent_in(config, query, latent, key):
     return [query, torch.cat((latent, interleaved(key)))]
 
 
-def rows_gate_up(config, *gate_up):
-    """A row of the gate, a row of up, and so on."""
-    return [interleaved(torch.cat(gate_up))]
-
-
-def rows_gated_attention(config, q, k, v, gate):
-    """For each head its query and its gate; the keys; the values."""
-    return [shares(config.n_head, q, gate), k, v]
-
-
-def rows_qwen3_next(config, q, k, v, z, b, a):
-    """For each key head its q, k, v and z; for each its b and a."""
-    return [shares(config.linear_n_key_head, q, k, v, z), shares(config.linear_n_key_head, b, a)]
-
-
 def rows_convolution(config, rows):
     """The channels of queries, of keys and of values, a tensor each."""
     keys = config.linear_n_key_head * config.linear_key_head_dim
     return rows.tensor_split([keys, 2 * keys])
 
 
-def rows_mamba(config, c, b, x, z, dt):
-    """z, x, B, C, dt in the paper: the output's gate, values, keys, queries, step sizes."""
-    return [torch.cat((z, x, b, c, dt))]
-
-
 def rows_mamba_convolution(config, rows):
     """Values, keys, queries."""
     c, b, x = rows_convolution(config, rows)
     return [torch.cat((x, b, c))]
-
-
-def rows_qwen3_5(config, q, k, v, z, b, a):
-    """Queries, keys and values in one tensor; gate, beta and decay in others."""
-    return [torch.cat((q, k, v)), z, b, a]
 
 
 # fields of config.json that no name carries over ------------------------------------------------------------
@@ -192,6 +176,11 @@ def shared_width(theirs):
     return converted('n_shared_expert', theirs,
                      lambda given, args: given and given // args['d_expert'],
                      lambda config: (config.n_shared_expert or 0) * (config.d_expert or 0), 0)
+
+
+def scale(config):
+    """What attention multiplies its scores by."""
+    return config.attn_scale or (config.head_dim or 1) ** -0.5
 
 
 def letters(config, pattern):
@@ -299,8 +288,7 @@ def write_lfm2(config, c):
 def read_kimi_linear(c, args):
     own = c['linear_attn_config']  # as published, whose layers count from 1
     if own:
-        args.update(linear_key_head_dim=own['head_dim'], linear_value_head_dim=own['head_dim'],
-                    linear_n_key_head=own['num_heads'], linear_n_value_head=own['num_heads'],
+        args.update(linear_key_head_dim=own['head_dim'], linear_n_key_head=own['num_heads'],
                     linear_conv_kernel_dim=own['short_conv_kernel_size'], mixer_pattern=''.join(
                         'KM'[i + 1 in own['full_attn_layers']] for i in range(args['n_layer'])))
 
@@ -488,8 +476,9 @@ BASE = Family(
     layouts={'attn.conv': CONVOLUTION})
 WITH_GATE = {'attn.c_attn': f"{BASE.names['attn.c_attn']} self_attn.gate_proj"}
 LLAMA = like(BASE, fields=same('mlp_bias'))
-MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=dict(qkv_bias=None, proj_bias=None))
-QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True, proj_bias=False), layers='SL',
+NO_BIAS = dict.fromkeys(('qkv_bias', 'proj_bias'))
+MISTRAL = like(BASE, 'MistralForCausalLM', layers='S', fields=NO_BIAS)
+QWEN2 = like(MISTRAL, 'Qwen2ForCausalLM', ours=dict(qkv_bias=True), layers='SL',
              defaults=dict(use_sliding_window=False, max_window_layers=28))
 QWEN3 = like(BASE, 'Qwen3ForCausalLM', ours=dict(qk_norm=True),
              layers='SL', defaults=QWEN2.defaults)
@@ -530,13 +519,14 @@ QWEN3_NEXT = like(
            'attn.conv': 'linear_attn.conv1d.weight', 'attn.o_norm': 'linear_attn.norm.weight',
            'D.attn.c_attn': 'linear_attn.in_proj_qkvz linear_attn.in_proj_ba',
            'D.attn.c_proj': 'linear_attn.out_proj'},
-    rows={'attn.c_attn': rows_gated_attention, 'D.attn.c_attn': rows_qwen3_next},
+    rows={'attn.c_attn': ordered('qkvg', 'qg', 'k', 'v', groups='n_head'),
+          'D.attn.c_attn': ordered('qkvzba', 'qkvz', 'ba', groups='linear_n_key_head')},
     layouts=PLUS_ONE_NORMS, rules=(*SPARSE_LAYERS, SHARED_EXPERT))
 QWEN3_5_MOE = like(
     QWEN3_NEXT, 'Qwen3_5MoeForCausalLM', fields=dict(norm_topk_prob=None), rules=(SHARED_EXPERT,),
     names={'D.attn.c_attn': 'linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_b '
                             'linear_attn.in_proj_a'},
-    rows={'D.attn.c_attn': rows_qwen3_5})
+    rows={'D.attn.c_attn': ordered('qkvzba', 'qkv', 'z', 'b', 'a')})
 DEEPSEEK_EXPERTS = like(
     BASE,
     fields=dict(n_shared_expert='n_shared_experts',
@@ -559,18 +549,11 @@ WRITE_LATENT = Rule({}, write=write_latent)
 DEEPSEEK_V3 = like(like(DEEPSEEK_EXPERTS, **LATENT), 'DeepseekV3ForCausalLM', rules=(WRITE_LATENT,))
 YOUTU = like(like(BASE, **LATENT), 'YoutuForCausalLM', ours=dict(tie_word_embeddings=True),
              rules=(WRITE_LATENT,))
-GLM4_MOE_LITE = like(
-    DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM',
-    rules=(WRITE_LATENT, MLP_TYPES))
 DEEPSEEK_V32 = like(
-    GLM4_MOE_LITE, 'DeepseekV32ForCausalLM', exports=False,
-    harmless='index*',
-    rules=(*GLM4_MOE_LITE.rules, Rule(dict(index_topk=2048), read_indexer)))
+    DEEPSEEK_V3, 'DeepseekV32ForCausalLM', exports=False, harmless='index*',
+    rules=(MLP_TYPES, Rule(dict(index_topk=2048), read_indexer)))
 TOKEN_CHOICE = dict(n_expert='num_experts', n_shared_expert='num_shared_experts', norm_topk_prob=None,
                     n_group=None, topk_group=None)
-GLM4_MOE = like(
-    DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
-    ours=dict(partial_rotary_factor=0.5))
 FLEX_OLMO = like(
     OLMO2, 'FlexOlmoForCausalLM',
     fields=dict(EXPERTS, n_expert='num_experts num_local_experts', norm_topk_prob='norm_topk_prob'))
@@ -586,7 +569,7 @@ BLOOM = Family(
            'ln_2': 'post_attention_layernorm', 'attn.c_attn': 'self_attention.query_key_value',
            'attn.c_proj': 'self_attention.dense', 'mlp.c_fc': 'mlp.dense_h_to_4h',
            'mlp.c_proj': 'mlp.dense_4h_to_h'},
-    rows={'attn.c_attn': rows_by_kv_head})
+    rows={'attn.c_attn': ordered('qkv', 'qkv', groups='n_kv_head')})
 FALCON = like(
     BLOOM, 'FalconForCausalLM',
     fields=dict(block_size='max_position_embeddings', n_layer='num_hidden_layers n_layer', bias='bias',
@@ -621,12 +604,12 @@ GEMMA2 = like(
     layouts=PLUS_ONE_NORMS,
     rules=(GEMMA, converted(
         'attn_scale', 'query_pre_attn_scalar', lambda given, args: given ** -0.5,
-        lambda config: round((config.attn_scale or (config.head_dim or 1) ** -0.5) ** -2), 256)))
+        lambda config: round(scale(config) ** -2), 256)))
 GEMMA4 = like(
     GEMMA2, 'Gemma4ForCausalLM', layers='SSSSSL', layouts=dict.fromkeys(PLUS_ONE_NORMS),
     fields=dict(attn_softcap=None, k_eq_v='attention_k_eq_v', n_expert='num_experts',
                 n_expert_active='top_k_experts', d_expert='moe_intermediate_size'),
-    ours=dict(qk_norm=True, k_eq_v=False, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
+    ours=dict(qk_norm=True, v_norm=True, attn_scale=1.0, local={}, layer_scalar=True,
               expert_norms=True),
     theirs=dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0, use_bidirectional_attention='vision'),
     names={'scalar': 'layer_scalar', 'mlp.router': 'router.proj', 'mlp.ln_router.weight': 'router.scale',
@@ -683,8 +666,8 @@ ARCEE = like(
     LLAMA, 'ArceeForCausalLM', ours=dict(mlp='relu2'), names={'mlp.c_fc': 'mlp.up_proj'})
 LFM2 = like(
     BASE, 'Lfm2ForCausalLM', layers='CL', theirs=dict(conv_bias=False),
-    fields=dict(norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
-                tie_word_embeddings='tie_word_embeddings tie_embedding', qkv_bias=None, proj_bias=None,
+    fields=dict(NO_BIAS, norm_eps='norm_eps', d_ff='block_ff_dim intermediate_size', mlp=None,
+                tie_word_embeddings='tie_word_embeddings tie_embedding',
                 linear_conv_kernel_dim='conv_L_cache'),
     ours=dict(qk_norm=True, tie_word_embeddings=True, rope_base=1e6, norm_eps=1e-5),
     names={'ln_1': 'operator_norm', 'ln_2': 'ffn_norm', 'ln_f': 'model.embedding_norm',
@@ -701,7 +684,7 @@ MAMBA = dict(
            'attn.conv': 'mamba.conv1d.weight', 'attn.conv_bias': 'mamba.conv1d.bias',
            'attn.o_norm': 'mamba.norm.weight', 'B.attn.c_attn': 'mamba.in_proj',
            'B.attn.c_proj': 'mamba.out_proj'},
-    rows={'B.attn.c_attn': rows_mamba, 'attn.conv': rows_mamba_convolution,
+    rows={'B.attn.c_attn': ordered('cbxzd', 'zxbcd'), 'attn.conv': rows_mamba_convolution,
           'attn.conv_bias': rows_mamba_convolution},
     theirs=dict(mamba_proj_bias=False),
     fields=dict(linear_n_key_head='mamba_n_groups', linear_n_value_head='mamba_n_heads',
@@ -799,7 +782,7 @@ FAMILIES = {  # by model_type
                     read_granite_hybrid, write_granite_hybrid))),
     'nemotron_h': like(
         BAMBA, 'NemotronHForCausalLM', layer=nemotron_layer,
-        fields=dict(mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon', qkv_bias=None, proj_bias=None,
+        fields=dict(NO_BIAS, mlp='mlp_hidden_act', norm_eps='layer_norm_epsilon',
                     tie_word_embeddings=None, n_expert='n_routed_experts',
                     n_expert_active='num_experts_per_tok', d_expert='moe_intermediate_size',
                     linear_n_key_head='n_groups',
@@ -807,8 +790,7 @@ FAMILIES = {  # by model_type
                     linear_n_value_head='mamba_num_heads', linear_key_head_dim='ssm_state_size',
                     linear_value_head_dim='mamba_head_dim', linear_conv_kernel_dim='conv_kernel',
                     linear_conv_bias='use_conv_bias'),
-        ours=dict(pos='none', mlp='relu2', router='sigmoid', balance_bias=True, partial_rotary_factor=None,
-                  mixer_pattern=None),
+        ours=dict(pos='none', mlp='relu2', router='sigmoid', balance_bias=True, partial_rotary_factor=None),
         theirs=dict(use_bias=False, mamba_hidden_act='silu'),
         harmless='attention_bias n_shared_experts topk_method expand',
         defaults=dict(num_hidden_layers=0),
@@ -825,8 +807,7 @@ FAMILIES = {  # by model_type
         fields=dict(block_size='model_max_length max_position_embeddings', n_expert='num_experts',
                     n_expert_active='num_experts_per_token', n_shared_expert='num_shared_experts',
                     n_group='num_expert_group', norm_topk_prob='moe_renormalize',
-                    linear_n_key_head='linear_num_heads', linear_n_value_head='linear_num_heads',
-                    linear_key_head_dim='linear_head_dim', linear_value_head_dim='linear_head_dim',
+                    linear_n_key_head='linear_num_heads', linear_key_head_dim='linear_head_dim',
                     linear_conv_kernel_dim='linear_conv_kernel_dim'),
         ours=dict(pos='none'),
         theirs=dict(mla_use_nope=True, use_grouped_topk=True,
@@ -845,7 +826,7 @@ FAMILIES = {  # by model_type
         rules=(WRITE_LATENT, MLP_TYPES, Rule(dict(linear_attn_config=None), read_kimi_linear))),
     'phi': like(
         BASE, 'PhiForCausalLM',
-        fields=dict(norm_eps='layer_norm_eps', qkv_bias=None, proj_bias=None, head_dim=None),
+        fields=dict(NO_BIAS, norm_eps='layer_norm_eps', head_dim=None),
         ours=dict(norm='layernorm', bias=True, head_bias=True, norm_placement='parallel', mlp='gelu_tanh',
                   partial_rotary_factor=0.5),
         names={'ln_f': 'model.final_layernorm', 'attn.c_proj': 'self_attn.dense', 'mlp.c_fc': 'mlp.fc1',
@@ -862,7 +843,7 @@ FAMILIES = {  # by model_type
         names={**FUSED_EXPERTS, 'mlp.router': 'mlp.router',
                'mlp.experts.c_fc.bias': 'mlp.experts.gate_up_proj_bias',
                'mlp.experts.c_proj.bias': 'mlp.experts.down_proj_bias'},
-        rows={'mlp.experts.c_fc': rows_gate_up}, layouts=TRANSPOSED_EXPERTS),
+        rows={'mlp.experts.c_fc': ordered('gu', 'gu', groups='d_expert')}, layouts=TRANSPOSED_EXPERTS),
     'minimind': like(
         LLAMA, 'MiniMindForCausalLM', exports=False,  # transformers does not know it
         fields=dict(QWEN_EXPERTS, n_expert='n_routed_experts num_experts', n_shared_expert='n_shared_experts',
@@ -899,7 +880,7 @@ FAMILIES = {  # by model_type
     'hyperclovax': like(
         GRANITE, 'HyperCLOVAXForCausalLM', theirs=dict(use_post_norm=True, residual_multiplier=1.0),
         ours=dict(attn_scale=None, norm_placement='sandwich'), rules=(),
-        fields=dict(residual_scale=None, logit_scale='logits_scaling'),
+        fields=dict(logit_scale='logits_scaling'),
         names={'ln_2': 'post_norm1', 'ln_3': 'post_attention_layernorm', 'ln_4': 'post_norm2'}),
     'cohere': COHERE,
     'cohere2': like(
@@ -922,10 +903,9 @@ FAMILIES = {  # by model_type
     'ministral3': like(MISTRAL, 'Ministral3ForCausalLM', rules=(LENGTH_SCALE,)),
     'mistral4': like(
         DEEPSEEK_V3, 'Mistral4ForCausalLM', exports=False,  # AutoModelForCausalLM does not know it
-        fields=dict(n_group=None, topk_group=None),
         ours=dict(router='softmax', balance_bias=None, partial_rotary_factor=1.0),
         theirs=dict(scoring_func='softmax', n_group=1, topk_group=1),
-        rules=(WRITE_LATENT, LENGTH_SCALE)),
+        rules=(LENGTH_SCALE,)),
     'youtu': YOUTU,
     'minicpm3': like(
         YOUTU, 'MiniCPM3ForCausalLM', fields=dict(mlp_bias='mlp_bias', embed_scale='scale_emb'),
@@ -972,7 +952,7 @@ FAMILIES = {  # by model_type
     'jais2': like(ARCEE, 'Jais2ForCausalLM', fields=dict(norm_eps='layer_norm_eps'),
                   ours=dict(LAYERNORM)),
     'apertus': like(
-        ARCEE, 'ApertusForCausalLM', fields=dict(mlp_bias=None), theirs=dict(qk_norm=True),
+        ARCEE, 'ApertusForCausalLM', theirs=dict(qk_norm=True),
         exports=False,  # whose files have constants too
         ours=dict(mlp='xielu', qk_norm=True),
         names={'ln_1': 'attention_layernorm', 'ln_2': 'feedforward_layernorm',
@@ -1011,25 +991,25 @@ FAMILIES = {  # by model_type
         rules=(worded('window_pattern', 'attention_layers', {'global': 'L', 'local': 'S'}),)),
     'gpt_bigcode': like(
         GPT, 'GPTBigCodeForCausalLM', ours=dict(n_kv_head=1), theirs=dict(multi_query=True)),
-    'glm4_moe': GLM4_MOE,
+    'glm4_moe': like(
+        DEEPSEEK_EXPERTS, 'Glm4MoeForCausalLM', fields=dict(proj_bias=None, qk_norm='use_qk_norm'),
+        ours=dict(partial_rotary_factor=0.5)),
     'solar_open': like(
-        GLM4_MOE, 'SolarOpenForCausalLM', fields=dict(qk_norm=None, n_dense_layer=None),
-        ours=dict(partial_rotary_factor=None)),
+        DEEPSEEK_EXPERTS, 'SolarOpenForCausalLM', fields=dict(proj_bias=None, n_dense_layer=None)),
     'dots1': like(
         DEEPSEEK_EXPERTS, 'Dots1ForCausalLM', layers='SL',
         ours=dict(qk_norm=True), theirs=dict(scoring_func=None),
         defaults=dict(max_window_layers=62), harmless='scoring_func'),
     'exaone_moe': like(
         DEEPSEEK_EXPERTS, 'ExaoneMoeForCausalLM', layers='SSSL',
-        fields=dict(qkv_bias=None, proj_bias=None, n_expert='num_experts',
-                    n_shared_expert='num_shared_experts'),
+        fields=dict(NO_BIAS, n_expert='num_experts', n_shared_expert='num_shared_experts'),
         ours=dict(qk_norm=True),
         names={'mlp.expert_bias': 'mlp.e_score_correction_bias'},
         rules=(MLP_TYPES, LOCAL_ROPE)),
     'afmoe': like(
         DEEPSEEK_EXPERTS, 'AfmoeForCausalLM', layers='SSSL',
         fields=dict(TOKEN_CHOICE, n_dense_layer='num_dense_layers', routed_scaling_factor='route_scale',
-                    qkv_bias=None, proj_bias=None),
+                    **NO_BIAS),
         theirs=dict(score_func='sigmoid', route_norm=True),
         harmless='n_group topk_group num_expert_groups num_limited_groups load_balance_coeff use_grouped_mm '
                  'global_attn_every_n_layers',  # which is read
@@ -1064,7 +1044,7 @@ FAMILIES = {  # by model_type
         names={'mlp.expert_bias': 'mlp.moe_statics.e_score_correction_bias'},
         rows=INTERLEAVED, layouts={'mlp.expert_bias': ROW},
         rules=(Rule(dict(moe_layer_end_index=-1), read_ernie),)),
-    'glm4_moe_lite': GLM4_MOE_LITE,
+    'glm4_moe_lite': like(DEEPSEEK_V3, 'Glm4MoeLiteForCausalLM', rules=(WRITE_LATENT, MLP_TYPES)),
     'deepseek_v32': DEEPSEEK_V32,
     'glm_moe_dsa': like(DEEPSEEK_V32, 'GlmMoeDsaForCausalLM'),
     'granitemoe': GRANITE_MOE,
@@ -1112,8 +1092,8 @@ OFF = dict(n_group=1, topk_group=1, attn_softcap=None, logit_softcap=None, clip_
 GATED_ACTIVATIONS = {  # theirs: ours
     'silu': 'swiglu', 'gelu_pytorch_tanh': 'geglu_tanh', 'gelu': 'geglu', 'relu': 'reglu', 'sigmoid': 'glu'}
 PLAIN_ACTIVATIONS = {
-    'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu',
-    'gelu_pytorch_tanh': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', 'xielu': 'xielu'}
+    **same('gelu relu relu2 silu xielu'), 'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh',
+    'gelu_fast': 'gelu_tanh'}
 HARMLESS = '''
     _* architectures attention_softmax_in_fp32 attention_types attn_config attn_impl* attn_output_gate
     auto_map *aux_loss* bias_dropout_fusion *cache* *checkpointing *chunk_size classifier_* *dropout* dtype
@@ -1149,15 +1129,14 @@ def config_from_hf(c):
         c = defaults | c
         known = [*known, *defaults]
     args = dict(family.ours)
-    activations = activations_of(family)
     for ours, theirs in family.fields.items():
         given = [c[name] for name in theirs.split() if c.get(name) is not None]
         if given:
-            args[ours] = activations.get(given[0], given[0]) if ours == 'mlp' else given[0]
+            args[ours] = activations_of(family).get(given[0], given[0]) if ours == 'mlp' else given[0]
         if isinstance(family.ours.get(ours), bool):  # theirs knows no third value
             args[ours] = bool(args[ours])
     wrong = {name: c[name] for name, value in family.theirs.items() if c.get(name) not in (None, value)}
-    unknown = {name: value for name, value in c.items() if value and name not in known
+    unknown = {name: value for name, value in c.items() if value
                and not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)}
     refuse(c, **wrong, **unknown)
     read_layers(c, args, family)
@@ -1300,19 +1279,17 @@ def canonical(config):
     have no effect."""
     layers = range(config.n_layer)
     written = {name: letters(config, name) for name in ('expert_pattern', 'pos_pattern', 'mixer_pattern')}
-    values = {**vars(config), 'dropout': 0, 'mtp': None, 'bias': None, 'balance_per_sequence': None,
-              'document_token': None, 'n_dense_layer': None, 'window': None, **written,
+    trained = 'dropout', 'mtp', 'balance_per_sequence', 'document_token'
+    values = {**vars(config), **dict.fromkeys((*trained, 'bias', 'n_dense_layer', 'window')), **written,
               'window_pattern': [config.window_of(i) and (config.window, letter(config.window_pattern, i))
                                  for i in layers],
               'local': [[getattr(config.at(i), name) for name in LOCAL] for i in layers],
-              'attn_scale': [round(config.attn_scale or (config.at(i).head_dim or 1) ** -0.5, 9)
-                             for i in layers],
+              'attn_scale': [round(scale(config.at(i)), 9) for i in layers],
               'logit_scale': round(config.logit_scale, 9),
               'd_ff': config.d_ff if 'D' in written['expert_pattern'] else None}
-    conditions = {name: [rule[3:] for rule in setting.rules if rule.startswith('if ')]
-                  for name, setting in declared(ROOT / 'model.py').items()}
+    known = declared(ROOT / 'model.py')
     return {name: value for name, value in values.items()
-            if all(eval(rule, {}, vars(config)) for rule in conditions[name])}
+            if all(eval(rule[3:], {}, vars(config)) for rule in known[name].rules if rule.startswith('if '))}
 
 
 def write_config(config, kind):
@@ -1326,7 +1303,7 @@ def write_config(config, kind):
     for ours, theirs in family.fields.items():
         value = getattr(config, ours)
         if ours == 'attn_scale':
-            value = value or config.head_dim ** -0.5
+            value = scale(config)
         if ours == 'mlp':
             value = activations.get(value)
         value = value or OFF.get(ours, value)
@@ -1349,9 +1326,9 @@ def config_to_hf(config, kinds=SHAPES):
         try:
             c = write_config(config, kind)
             read = canonical(config_from_hf(c))
-        except ValueError:  # its config.json cannot describe the model at all
+        except (LookupError, TypeError, ValueError) as error:  # it cannot describe the model at all
             if len(kinds) == 1:
-                raise
+                raise ValueError(f"this model cannot be written as {kind}: {error}") from error
             continue
         lacks = [name for name in ours if ours[name] != read.get(name)]
         if not lacks:

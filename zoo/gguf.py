@@ -14,6 +14,7 @@ from configurator import package, plain
 from model import ROPE_SCALINGS
 from tokenizer import EOT, WORD_PATTERN
 from zoo.families import (
+    BASE,
     FAMILIES,
     FUSED_EXPERTS,
     Stored,
@@ -29,7 +30,7 @@ from zoo.tokenizer_json import JsonTokenizer, bpe_json, library_tokenizer, to_js
 
 SILU = dict(mlp='swiglu', window=None, window_pattern=None)
 QWEN = dict(SILU, proj_bias=False)
-GEGLU = dict(mlp='geglu_tanh', proj_bias=False, attn_scale=None)
+GEMMA = dict(proj_bias=False, attn_scale=None)
 ARCHITECTURES = {  # model_type: llama.cpp's name, and fields of GPTConfig that only llama.cpp fixes
     'qwen3': ('qwen3', QWEN),
     'llama': ('llama', SILU),
@@ -42,9 +43,9 @@ ARCHITECTURES = {  # model_type: llama.cpp's name, and fields of GPTConfig that 
     'smollm3': ('smollm3', dict(QWEN, mlp_bias=False, pos_pattern='PPPN')),
     'olmo2': ('olmo2', dict(QWEN, tie_word_embeddings=False)),
     'gpt2': ('gpt2', dict(mlp='gelu_tanh')),
-    'gemma': ('gemma', GEGLU),
-    'gemma2': ('gemma2', dict(GEGLU, window_pattern='SL', attn_softcap=50.0, logit_softcap=30.0)),
-    'gemma3_text': ('gemma3', dict(GEGLU, window_pattern='SSSSSL',
+    'gemma': ('gemma', GEMMA),
+    'gemma2': ('gemma2', dict(GEMMA, window_pattern='SL', attn_softcap=50.0, logit_softcap=30.0)),
+    'gemma3_text': ('gemma3', dict(GEMMA, window_pattern='SSSSSL',
                                    local={'rope_base': 1e4, 'rope_scaling': None}))}
 FIELDS = {  # llama.cpp's: ours
     'context_length': 'block_size', 'block_count': 'n_layer', 'embedding_length': 'n_embd',
@@ -57,9 +58,9 @@ FIELDS = {  # llama.cpp's: ours
     'expert_feed_forward_length': 'd_expert', 'feed_forward_length': 'd_ff'}
 SCALING = {'rope.scaling.type': 'rope_type', 'rope.scaling.factor': 'factor',
                 'rope.scaling.original_context_length': 'original_max_position_embeddings'}
-OTHERS = {  # what has another name, or none, in a family's fields: its name in config.json
-    'n_kv_head': 'num_key_value_heads', 'head_dim': 'head_dim', 'rope_base': 'rope_theta',
-    'window': 'sliding_window', 'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
+OTHERS = {  # what may have no name in a family's fields: its name in config.json
+    **BASE.fields, 'rope_base': 'rope_theta', 'window': 'sliding_window',
+    'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
 PAIRED = 'llama', 'smollm3'  # in these the rows that rotate as a pair are neighbours
 EXPERTS = {  # all in one tensor
     **dict.fromkeys(FUSED_EXPERTS), 'mlp.experts.c_proj': 'mlp.experts.down_proj',
@@ -251,8 +252,7 @@ def read_tokenizer(path):
     config = {name: texts[keys[key]] for name in ('bos_token', 'eos_token')
               if (key := f'tokenizer.ggml.{name}_id') in keys}
     ends = [keys[key] for key in ENDS if key in keys]
-    special = {*config.values(), *(texts[i] for i in ends)}
-    kinds = keys.get('tokenizer.ggml.token_type') or [3 if text in special else 1 for text in texts]
+    kinds = keys['tokenizer.ggml.token_type']
     vocab = {text: i for i, text in enumerate(texts) if kinds[i] != 5}
     merges = [merge.split(' ') for merge in keys['tokenizer.ggml.merges'] if merge.replace(' ', '') in vocab]
     library = package('tokenizers')

@@ -28,11 +28,12 @@ import tempfile
 if __name__ == '__main__':  # else its folder is searched first
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
-from configurator import configure, package, plain
+from configurator import check_values, configure, package, plain
 
-dtype: str | None = None  # of exported weights: float32, bfloat16, float16, in .gguf q8_0; None: as stored
+dtype: str | None = None  # of exported weights [in gguf.DTYPES], q8_0 in .gguf; None: as stored
 family: str | None = None  # of an export, one of `hub.py families`; None: the model's own, else what fits
-config, _, words, *_ = configure(globals(), words=3)
+settings = configure(globals(), words=3)
+words = settings.words
 
 import torch
 
@@ -257,12 +258,6 @@ def describe(name, folder):
           f"train.py --init_from={name} --dataset=mine{shorter}", sep='\n    python ')
 
 
-def print_families():
-    """Prints a line for each: its model_type, its class in transformers, and whether it is written too."""
-    for kind, family in FAMILIES.items():
-        print(f"{kind:20} {family.arch:32} {'read, written' if family.exports else 'read'}")
-
-
 def load_published(name, device, dtype, int8, changes):
     """sample.load of a published model."""
     path = fetch(name)
@@ -277,11 +272,11 @@ def load_published(name, device, dtype, int8, changes):
 
 if __name__ == '__main__':
     from sample import load
+    check_values(settings, settings.config, globals())
     if len(words) == 3 and words[0] == 'export':
         is_gguf = words[2].endswith('.gguf')
-        kinds = [None, *(gguf.DTYPES if is_gguf else map(plain, DTYPES.values()))]
-        if dtype not in kinds:
-            raise ValueError(f"dtype={dtype!r} is not supported: it must be one of {', '.join(kinds[1:])}")
+        if dtype == 'q8_0' and not is_gguf:
+            raise ValueError("dtype='q8_0' is only supported in .gguf files")
         model, tokenizer, rest = load(words[1])
         if tokenizer is None:  # the weights can be used without
             print(f"no tokenizer is exported: {rest['no_tokenizer']}")
@@ -290,7 +285,8 @@ if __name__ == '__main__':
         save(model, tokenizer, words[2], dtype, family or rest.get('family'))
         print(f"{rest['path']} is in {words[2]} for {'llama.cpp' if is_gguf else 'transformers and vLLM'}")
     elif words == ['families']:
-        print_families()
+        for kind, one in FAMILIES.items():
+            print(f"{kind:20} {one.arch:32} {'read, written' if one.exports else 'read'}")
     elif len(words) == 1 and words[0] != 'export':
         describe(words[0], fetch(words[0]))
     else:
