@@ -349,6 +349,7 @@ class Source(typing.NamedTuple):
     """Where text comes from.
 
     documents() -> the documents, anew for each pass: def documents(): yield ['a text']; yield ['another']
+    An empty one counts when every n-th is held out for validation, so leave it out.
     chats: they are Conversations. shards: addresses of files of tokens instead, the first for validation.
     tokenizer: the default; None: byte, for conversations FIRST_RUN's.
     """
